@@ -1,0 +1,78 @@
+"""The `meshwright` command: picks one command's file, imports only that one, and turns mistakes into one sentence."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+
+from meshwright.errors import UserError, nearest
+
+COMMANDS = {
+    "train": "train a model from a config, on local ranks or as one rank of torchrun or srun",
+    "config": "show a config as it resolves, or check it against a world size",
+    "layout": "print every rank group of a mesh and draw it",
+    "schedule": "print, draw and simulate a pipeline schedule",
+    "data": "turn text into token files",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with one sentence instead of the usage block on a mistake."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UserError(f"{message} (see `{self.prog} --help`)")
+
+
+def usage() -> str:
+    rows = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
+    return (
+        "usage: meshwright COMMAND [options]\n\n"
+        "Train transformer language models on any mesh of devices.\n\n"
+        f"commands:\n{rows}\n\n"
+        "`meshwright COMMAND --help` explains a command and shows an example.\n\n"
+        "example:\n  meshwright layout --world 16 --tp 4 --pp 2"
+    )
+
+
+def run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if argv[0] == "--version":
+        import meshwright
+
+        print(meshwright.__version__)
+        return 0
+    name = argv[0]
+    if name not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        raise UserError(f"unknown command '{name}'{nearest(name, COMMANDS)}: the commands are {known}")
+    module = importlib.import_module(f"meshwright.cli.{name}")
+    parser = Parser(
+        prog=f"meshwright {name}",
+        description=COMMANDS[name][0].upper() + COMMANDS[name][1:] + ".",
+        epilog=module.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    return int(module.run(parser.parse_args(argv[1:])) or 0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        return run(sys.argv[1:] if argv is None else argv)
+    except UserError as error:
+        print(f"meshwright: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("meshwright: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
