@@ -1,0 +1,59 @@
+"""`meshwright layout`: every rank group of a mesh, and a drawing of it; imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+
+from meshwright.layout.draw import draw
+from meshwright.layout.layout import GROUP_KINDS, Layout
+
+EXAMPLES = """example:
+  meshwright layout --world 16 --tp 4 --pp 2 --node-size 8
+  meshwright layout --world 64 --tp 4 --pp 2 --cp 2 --ep 8 --json"""
+
+PLAIN = str.maketrans("╵╷│╴┘┐┤╶└┌├─┴┬┼…⋮", "'.|-'.|-'.|-+++~:")
+"""For a terminal that can't show the drawing's characters."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size (default 1)")
+    parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default 1)")
+    parser.add_argument("--cp", type=int, default=1, metavar="N", help="context-parallel size (default 1)")
+    parser.add_argument("--ep", type=int, default=1, metavar="N", help="expert-parallel size (default 1)")
+    parser.add_argument(
+        "--order", default=Layout.order, help="the axes, fastest-varying first (default %(default)s)"
+    )
+    parser.add_argument("--node-size", type=int, metavar="N", help="ranks on a node: shows what crosses")
+    parser.add_argument("--json", action="store_true", help="print all groups as one JSON document")
+
+
+def run(args: argparse.Namespace) -> int:
+    layout = Layout(
+        world=args.world,
+        tp=args.tp,
+        pp=args.pp,
+        cp=args.cp,
+        ep=args.ep,
+        order=args.order,
+        node_size=args.node_size,
+    )
+    if not layout.views_agree:
+        print(
+            f"note: order {layout.order} gives ranks another tp or pp position among the experts than in the "
+            "dense layers; put tp first and pp last for a job with experts",
+            file=sys.stderr,
+        )
+    if args.json:
+        print(json.dumps({name: layout.groups(name) for name in GROUP_KINDS}))
+        return 0
+    text = draw(layout, width=max(60, min(shutil.get_terminal_size((100, 24)).columns, 160)))
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = text.translate(PLAIN)
+    print(text)
+    return 0

@@ -1,0 +1,100 @@
+"""The ledger: every collective and send of this rank, counted by phase, axis, op and layer.
+
+*Payload* is the whole logical tensor: all_reduce and broadcast its size, all_gather the output, reduce_scatter the
+input, send the message. *Wire* is what one rank sends by the ring algorithm. Groups of one record nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# Share of the payload that one of n ranks puts on the wire.
+WIRE: dict[str, Callable[[int], tuple[int, int]]] = {
+    "all_reduce": lambda n: (2 * (n - 1), n),
+    "all_gather": lambda n: (n - 1, n),
+    "reduce_scatter": lambda n: (n - 1, n),
+    "all_to_all": lambda n: (n - 1, n),
+    "broadcast": lambda n: (1, 1),
+    "send": lambda n: (1, 1),
+}
+
+# Phases that belong to no training step.
+OUTSIDE = ("startup", "validation")
+
+
+def wire_bytes(op: str, payload: int, size: int) -> int:
+    over, under = WIRE[op](size)
+    return payload * over // under
+
+
+class Entry(NamedTuple):
+    """What is counted together."""
+
+    phase: str
+    axis: str
+    op: str
+    layer: int | None
+    crosses_node: bool
+
+
+@dataclass
+class Tally:
+    calls: int = 0
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, other: Tally) -> None:
+        self.calls += other.calls
+        self.payload_bytes += other.payload_bytes
+        self.wire_bytes += other.wire_bytes
+        self.seconds += other.seconds
+
+
+class Ledger:
+    """Counts since the last `clear`. The phase and the layer are contexts around the calls, never arguments."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Entry, Tally] = {}
+        self.current_phase = "startup"
+        self.current_layer: int | None = None
+
+    def record(self, axis: str, op: str, payload: int, size: int, crosses_node: bool = False) -> Tally:
+        entry = Entry(self.current_phase, axis, op, self.current_layer, crosses_node)
+        tally = self.entries.get(entry)
+        if tally is None:
+            tally = self.entries[entry] = Tally()
+        tally.calls += 1
+        tally.payload_bytes += payload
+        tally.wire_bytes += wire_bytes(op, payload, size)
+        return tally
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        before, self.current_phase = self.current_phase, name
+        try:
+            yield
+        finally:
+            self.current_phase = before
+
+    @contextmanager
+    def layer(self, number: int | None) -> Iterator[None]:
+        before, self.current_layer = self.current_layer, number
+        try:
+            yield
+        finally:
+            self.current_layer = before
+
+    def totals(self, by: str = "axis", *, step_only: bool = True) -> dict[str, Tally]:
+        """Sums by a field of Entry, of the training step's phases or of everything."""
+        sums: dict[str, Tally] = {}
+        for entry, tally in self.entries.items():
+            if not (step_only and entry.phase in OUTSIDE):
+                sums.setdefault(str(getattr(entry, by)), Tally()).add(tally)
+        return sums
+
+    def clear(self) -> None:
+        self.entries = {}

@@ -1,0 +1,81 @@
+"""Process groups made from a layout: the thin object between the pure value and torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from meshwright.comm.flight import FlightRecord
+from meshwright.comm.group import Group
+from meshwright.comm.ledger import Ledger
+from meshwright.layout import Layout
+
+# What a dense training step communicates over.
+AXES = ("tp", "dp", "dp-cp", "pp", "embedding", "world")
+
+
+class Mesh:
+    """The groups that hold this rank, by the layout's names. Groups of one have no process group."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        ledger: Ledger | None = None,
+        made_elsewhere: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Every rank must call this together. `made_elsewhere`: process groups by axis to use instead of new ones."""
+        self.layout = layout
+        self.rank = rank
+        self.ledger = ledger or Ledger()
+        self.flight = FlightRecord()
+        self._given = dict(made_elsewhere or {})
+        self._groups: dict[str, Group] = {}
+        parts = [name for _, pieces in layout.parts for name, _ in pieces]
+        for axis in (*AXES, *parts):
+            self.group(axis)
+        self.coordinate = layout.coordinate(rank)
+
+    def name_of(self, axes: str) -> str:
+        """The layout's name of a product, without axes of one rank, so that dp-cp is dp where cp is 1."""
+        if axes in ("world", "embedding", "position_embedding"):
+            return axes
+        words = [word for word in axes.split("-") if self.layout.size(word) > 1]
+        return self.layout.canonical("-".join(words)) if words else axes.split("-")[0]
+
+    def group(self, axes: str) -> Group:
+        """The group over `axes` that holds this rank; made on first use, which every member must do together."""
+        name = self.name_of(axes)
+        if name not in self._groups:
+            self._groups[name] = self._make(name)
+        return self._groups[name]
+
+    def _make(self, name: str) -> Group:
+        ranks = self.layout.group(name, self.rank)
+        process_group = self._given.get(name)
+        if process_group is None and len(ranks) > 1:
+            process_group = dist.new_group(list(ranks), use_local_synchronization=True)
+        crosses = self.layout.crosses_node(ranks) if ranks else False
+        return Group(name, ranks, self.rank, process_group, self.ledger, self.flight, crosses)
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        return dict(self._groups)
+
+    @property
+    def tp(self) -> Group:
+        return self.group("tp")
+
+    @property
+    def pp(self) -> Group:
+        return self.group("pp")
+
+    @property
+    def data(self) -> Group:
+        return self.group("dp-cp")
+
+    @property
+    def world(self) -> Group:
+        return self.group("world")

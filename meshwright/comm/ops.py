@@ -1,0 +1,104 @@
+"""Collectives inside a layer, as registered operators, and their autograd pairs.
+
+torch.compile can't trace a Python side effect (the ledger) inside an autograd function, but it can call a registered
+operator, whose Python runs every time. All of them work on dim 0: activations are [tokens, hidden], and a part of the
+tokens is a run of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from meshwright.comm.group import Group, group_named
+
+
+@custom_op("meshwright::all_reduce_", mutates_args={"x"})
+def all_reduce_(x: Tensor, group: str, op: str) -> None:
+    group_named(group).all_reduce(x, op)
+
+
+@all_reduce_.register_fake
+def _(x: Tensor, group: str, op: str) -> None:
+    return None
+
+
+@custom_op("meshwright::all_gather", mutates_args=())
+def all_gather(x: Tensor, group: str, size: int) -> Tensor:
+    out = x.new_empty((x.shape[0] * size, *x.shape[1:]))
+    group_named(group).all_gather(out, x.contiguous())
+    return out
+
+
+@all_gather.register_fake
+def _(x: Tensor, group: str, size: int) -> Tensor:
+    return x.new_empty((x.shape[0] * size, *x.shape[1:]))
+
+
+@custom_op("meshwright::reduce_scatter", mutates_args=())
+def reduce_scatter(x: Tensor, group: str, size: int) -> Tensor:
+    out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    group_named(group).reduce_scatter(out, x.contiguous())
+    return out
+
+
+@reduce_scatter.register_fake
+def _(x: Tensor, group: str, size: int) -> Tensor:
+    return x.new_empty((x.shape[0] // size, *x.shape[1:]))
+
+
+class _CopyTo(torch.autograd.Function):
+    """Every rank uses the same tensor: the gradient is the sum of what each found."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        all_reduce_(total, ctx.group, "sum")
+        return total, None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    """The sum of all ranks' tensors, which every rank then uses alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        all_reduce_(total, group, "sum")
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """Each rank's rows of the sum of all ranks' tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, size: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        return reduce_scatter(x, group, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.group, ctx.size), None, None
+
+
+def copy_to(x: Tensor, group: Group) -> Tensor:
+    return x if group.alone else _CopyTo.apply(x, group.name)
+
+
+def reduce_from(x: Tensor, group: Group) -> Tensor:
+    return x if group.alone else _ReduceFrom.apply(x, group.name)
+
+
+def reduce_scatter_from(x: Tensor, group: Group) -> Tensor:
+    return x if group.alone else _ReduceScatter.apply(x, group.name, group.size)

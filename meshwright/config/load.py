@@ -1,0 +1,175 @@
+"""A config from a YAML file and `a.b=c` words, and back to YAML. Every mistake names the key and the fix."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshwright.config.presets import PRESETS
+from meshwright.config.sections import Config
+from meshwright.errors import UserError, nearest
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: `1e-3` is a number (plain PyYAML reads a string)."""
+
+
+_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_FLOAT = (
+    r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
+    r"|\.[0-9_]+(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
+        raise UserError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', error)}") from None
+
+
+def load_config(
+    path: str | Path | None, overrides: Sequence[str] = (), sections: Mapping[str, type] | None = None
+) -> Config:
+    """The config of a YAML file with `a.b=c` words on top; `sections` adds dataclasses of the user's own."""
+    raw: dict[str, Any] = {}
+    if path is not None:
+        file = Path(path)
+        if not file.is_file():
+            raise UserError(f"there is no config file '{path}': give the path of a YAML file")
+        read = parse_yaml(file.read_text(encoding="utf-8"), str(path))
+        if read is not None and not isinstance(read, dict):
+            raise UserError(f"{path} must hold sections such as 'model:' and 'train:', not a {type(read).__name__}")
+        raw = read or {}
+    for word in overrides:
+        _override(raw, word)
+    return config_from(raw, sections)
+
+
+def _override(raw: dict[str, Any], word: str) -> None:
+    key, equals, value = word.partition("=")
+    *path, last = key.split(".")
+    if not equals or not path or not all(path) or not last:
+        raise UserError(f"'{word}' is not of the form section.key=value, e.g. train.steps=100")
+    section = raw
+    for name in path:
+        if section.get(name) is None:
+            section[name] = {}
+        section = section[name]
+        if not isinstance(section, dict):
+            raise UserError(f"'{name}' in the config file is not a section, so '{word}' can't be set in it")
+    section[last] = parse_yaml(value, f"'{word}'")
+
+
+def config_from(raw: Mapping[str, Any], sections: Mapping[str, type] | None = None) -> Config:
+    """The config of nested mappings, every key checked."""
+    own = dict(sections or {})
+    fields = {f.name for f in dataclasses.fields(Config) if f.name != "extra"}
+    hints = typing.get_type_hints(Config)
+    known = fields | set(own)
+    for name, value in raw.items():
+        if name not in known:
+            raise UserError(f"unknown section '{name}'{nearest(str(name), known)}: the sections are {_list(known)}")
+        if value is not None and not isinstance(value, Mapping):
+            raise UserError(f"section '{name}' must hold keys and values, not '{value}'")
+    given = {name: dict(raw.get(name) or {}) for name in known}
+    given["model"] = with_preset(given["model"])
+    built = {name: _section(hints[name], name, given[name]) for name in sorted(fields)}
+    built["extra"] = {name: _section(cls, name, given[name]) for name, cls in own.items()}
+    return Config(**built)
+
+
+def with_preset(model: Mapping[str, Any]) -> dict[str, Any]:
+    name = model.get("preset") or ""
+    if not name:
+        return dict(model)
+    if name not in PRESETS:
+        raise UserError(f"unknown model.preset '{name}'{nearest(str(name), PRESETS)}: there are {_list(PRESETS)}")
+    return {**PRESETS[name], **model}
+
+
+def _section(cls: Any, name: str, given: Mapping[str, Any]) -> Any:
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key in given:
+        if key not in fields:
+            raise UserError(f"unknown key '{name}.{key}'{nearest(str(key), fields)}: {name} has {_list(fields)}")
+    missing = [
+        key for key, f in fields.items()
+        if key not in given and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]  # fmt: skip
+    if missing:
+        keys = " and ".join(f"{name}.{key}" for key in missing)
+        hint = " (or a model.preset)" if name == "model" else ""
+        raise UserError(f"{keys} must be given in the config file or as {name}.{missing[0]}=...{hint}")
+    return cls(**{key: _value(hints[key], f"{name}.{key}", value) for key, value in given.items()})
+
+
+def _value(hint: Any, key: str, value: Any) -> Any:
+    """`value` as the annotated type, or a sentence."""
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return _value(next(a for a in args if a is not type(None)), key, value)
+    if origin is typing.Literal:
+        if str(value) in args:
+            return str(value)
+        raise UserError(f"{key}={value} is not one of {', '.join(args)}{nearest(str(value), args)}")
+    if origin is tuple:
+        if value is None:
+            return ()
+        if isinstance(value, str) and args[0] is not str:
+            value = [parse_yaml(part, key) for part in value.split(",")]
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return tuple(_value(args[0], key, item) for item in items)
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is int and isinstance(value, (int, float)) and not isinstance(value, bool) and value == int(value):
+        return int(value)
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if hint is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value)
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise UserError(f"{key} must hold keys and values, not '{value}'")
+        return _section(hint, key, value)
+    if hint in (bool, int, float, str):
+        wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}[hint]
+        raise UserError(f"{key}={value} must be {wanted}")
+    return value
+
+
+def to_mapping(config: Config) -> dict[str, Any]:
+    """Nested plain values; `config_from` turns them back into the same config."""
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        if isinstance(value, (tuple, list)):
+            return [plain(item) for item in value]
+        return value
+
+    out = {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config) if f.name != "extra"}
+    out |= {name: plain(section) for name, section in config.extra.items()}
+    return out
+
+
+def to_yaml(config: Config) -> str:
+    return yaml.safe_dump(to_mapping(config), sort_keys=False)
+
+
+def _list(names: Any) -> str:
+    return ", ".join(sorted(names))

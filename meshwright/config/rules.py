@@ -1,0 +1,144 @@
+"""Rules across sections: a flat list of small named checks. Each returns a sentence with the fix, or None."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from meshwright.config.sections import Config
+from meshwright.errors import UserError
+
+Rule = Callable[[Config, int], str | None]
+
+
+def _divisors(number: int) -> str:
+    found = [str(n) for n in range(1, number + 1) if number % n == 0]
+    if len(found) > 8:
+        found = found[:8] + ["..."]
+    return ", ".join(found)
+
+
+def axes_that_exist(c: Config, world: int) -> str | None:
+    for axis, what in (("cp", "context"), ("ep", "expert")):
+        if getattr(c.layout, axis) > 1:
+            return f"layout.{axis}={getattr(c.layout, axis)}: {what} parallelism can't be trained yet, set layout.{axis}=1"
+    return None
+
+
+def world_divides(c: Config, world: int) -> str | None:
+    model = c.layout.tp * c.layout.pp * c.layout.cp
+    if world % model:
+        lower, upper = world // model * model, -(-world // model) * model
+        sizes = f"{lower} or {upper}" if lower else str(upper)
+        return (
+            f"a world of {world} ranks is not divisible by tp x cp x pp = {c.layout.tp} x {c.layout.cp} x "
+            f"{c.layout.pp} = {model}: start {sizes} ranks or change the layout"
+        )
+    return None
+
+
+def tp_divides_heads(c: Config, world: int) -> str | None:
+    if c.model.heads % c.layout.tp:
+        return f"tp={c.layout.tp} does not divide heads={c.model.heads}: try layout.tp={_divisors(c.model.heads)}"
+    return None
+
+
+def tp_fits_kv_heads(c: Config, world: int) -> str | None:
+    tp, kv = c.layout.tp, c.model.kv_heads
+    if kv % tp and tp % kv:
+        return f"tp={tp} neither divides kv_heads={kv} nor is a multiple of it: try layout.tp={_divisors(kv)}"
+    return None
+
+
+def tp_divides_ffn(c: Config, world: int) -> str | None:
+    if c.model.ffn % c.layout.tp:
+        up = -(-c.model.ffn // c.layout.tp) * c.layout.tp
+        return f"tp={c.layout.tp} does not divide ffn={c.model.ffn}: try model.ffn={up}"
+    return None
+
+
+def sequence_parallel_splits(c: Config, world: int) -> str | None:
+    tokens = c.train.micro_batch * c.model.seq
+    if c.layout.sequence_parallel and tokens % c.layout.tp:
+        return (
+            f"sequence parallelism cuts the {tokens} tokens of a micro-batch into tp={c.layout.tp} equal parts: "
+            "change model.seq or train.micro_batch, or set layout.sequence_parallel=false"
+        )
+    return None
+
+
+def layers_fill_stages(c: Config, world: int) -> str | None:
+    stages = c.layout.pp * c.layout.chunks
+    if c.pipeline.split:
+        if len(c.pipeline.split) != stages or sum(c.pipeline.split) != c.model.layers:
+            return (
+                f"pipeline.split={list(c.pipeline.split)} must name pp x chunks = {stages} numbers that add up to "
+                f"layers={c.model.layers}"
+            )
+    elif stages > c.model.layers:
+        return (
+            f"pp x chunks = {stages} stages need at least as many layers, and model.layers={c.model.layers}: "
+            "lower layout.pp or layout.chunks"
+        )
+    return None
+
+
+def chunks_need_interleaving(c: Config, world: int) -> str | None:
+    if c.layout.chunks > 1 and c.pipeline.schedule != "interleaved":
+        return (
+            f"layout.chunks={c.layout.chunks} needs pipeline.schedule=interleaved, "
+            f"not {c.pipeline.schedule}: change one of them"
+        )
+    return None
+
+
+def batch_divides(c: Config, world: int) -> str | None:
+    dp = world // (c.layout.tp * c.layout.pp * c.layout.cp)
+    unit = dp * c.train.micro_batch
+    sizes = [c.train.global_batch]
+    if c.train.ramp:
+        sizes = list(range(c.train.ramp[0], c.train.global_batch + 1, c.train.ramp[1]))
+    for size in sizes:
+        if size % unit:
+            where = "train.ramp passes through" if c.train.ramp else "train.global_batch ="
+            return (
+                f"{where} {size} samples, which is not a multiple of dp x micro_batch = {dp} x "
+                f"{c.train.micro_batch} = {unit}: try {max(unit, size // unit * unit)} or {-(-size // unit) * unit}"
+            )
+    return None
+
+
+def lr_fits_steps(c: Config, world: int) -> str | None:
+    if c.lr.warmup > c.train.steps:
+        return f"lr.warmup={c.lr.warmup} is longer than train.steps={c.train.steps}: lower it"
+    if c.lr.min > c.optimizer.lr:
+        return f"lr.min={c.lr.min} is above the peak optimizer.lr={c.optimizer.lr}: lower it"
+    return None
+
+
+def position_table_covers(c: Config, world: int) -> str | None:
+    if c.data.reset_positions and c.model.position == "none":
+        return "data.reset_positions=true has no effect with model.position=none: drop one of them"
+    return None
+
+
+RULES: list[Rule] = [
+    axes_that_exist,
+    world_divides,
+    tp_divides_heads,
+    tp_fits_kv_heads,
+    tp_divides_ffn,
+    sequence_parallel_splits,
+    layers_fill_stages,
+    chunks_need_interleaving,
+    batch_divides,
+    lr_fits_steps,
+    position_table_covers,
+]
+
+
+def check(config: Config, world: int) -> None:
+    """Raises for the first rule that `config` breaks on `world` ranks."""
+    for rule in RULES:
+        message = rule(config, world)
+        if message:
+            raise UserError(message)

@@ -1,0 +1,251 @@
+"""The sections of a config: nested frozen dataclasses. A section checks only itself; rules.py has the rest.
+
+Every key has a default but the model's sizes and `data.prefixes`. A size of 0 means "derived", and
+`__post_init__` fills it in, so that a built config never holds a value that still has to be guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from meshwright.errors import UserError
+
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+ScheduleKind = Literal["gpipe", "1f1b", "interleaved"]
+
+
+def _positive(section: str, **values: float) -> None:
+    for key, value in values.items():
+        if value <= 0:
+            raise UserError(f"{section}.{key}={value} must be greater than zero")
+
+
+def _not_negative(section: str, **values: float) -> None:
+    for key, value in values.items():
+        if value < 0:
+            raise UserError(f"{section}.{key}={value} must not be negative")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder-only transformer; `preset` fills the keys that are not given."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    seq: int
+    preset: str = ""
+    kv_heads: int = 0  # 0: as many as heads
+    head_dim: int = 0  # 0: hidden / heads
+    ffn: int = 0  # 0: 4 hidden, or for swiglu 8/3 hidden rounded up to a multiple of 64
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_eps: float = 1e-5
+    mlp: Literal["gelu", "gelu_tanh", "relu", "swiglu"] = "gelu"
+    position: Literal["learned", "rope", "none"] = "learned"
+    rope_theta: float = 10000.0
+    bias: bool = True
+    dropout: float = 0.0
+    tied_embeddings: bool = True
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        _positive(
+            "model", layers=self.layers, hidden=self.hidden, heads=self.heads, vocab=self.vocab, seq=self.seq,
+            norm_eps=self.norm_eps, rope_theta=self.rope_theta, init_std=self.init_std,
+        )  # fmt: skip
+        _not_negative("model", kv_heads=self.kv_heads, head_dim=self.head_dim, ffn=self.ffn)
+        if not 0.0 <= self.dropout < 1.0:
+            raise UserError(f"model.dropout={self.dropout} must be at least 0 and below 1")
+        if not self.head_dim and self.hidden % self.heads:
+            raise UserError(
+                f"model.heads={self.heads} does not divide model.hidden={self.hidden}: "
+                "change one of them or give model.head_dim"
+            )
+        swiglu = -(-8 * self.hidden // 3 // 64) * 64
+        derived = {
+            "kv_heads": self.kv_heads or self.heads,
+            "head_dim": self.head_dim or self.hidden // self.heads,
+            "ffn": self.ffn or (swiglu if self.mlp == "swiglu" else 4 * self.hidden),
+        }
+        for key, value in derived.items():
+            object.__setattr__(self, key, value)
+        if self.heads % self.kv_heads:
+            raise UserError(
+                f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}: "
+                f"try {_divisors(self.heads)}"
+            )
+        if self.position == "rope" and self.head_dim % 2:
+            raise UserError(f"model.head_dim={self.head_dim} must be even for model.position=rope")
+
+
+@dataclass(frozen=True)
+class LayoutConfig:
+    """How the ranks are divided; dp follows from the world size."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    order: str = "tp-cp-ep-dp-pp"
+    sequence_parallel: bool = False
+    chunks: int = 1
+    node_size: int = 0  # 0: as many ranks as a node starts
+
+    def __post_init__(self) -> None:
+        _positive("layout", tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, chunks=self.chunks)
+        _not_negative("layout", node_size=self.node_size)
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    schedule: ScheduleKind = "1f1b"
+    split: tuple[int, ...] = ()  # layers of each virtual stage, in the order of the layers; empty: evenly
+
+    def __post_init__(self) -> None:
+        if any(count < 0 for count in self.split):
+            raise UserError(f"pipeline.split={list(self.split)} must not hold a negative number of layers")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 100
+    global_batch: int = 8
+    micro_batch: int = 1
+    seed: int = 1234
+    precision: Precision = "fp32"
+    clip: float = 1.0  # 0: no clipping
+    ramp: tuple[int, ...] = ()  # (first global batch, increment, samples over which it grows)
+
+    def __post_init__(self) -> None:
+        _positive("train", steps=self.steps, global_batch=self.global_batch, micro_batch=self.micro_batch)
+        _not_negative("train", seed=self.seed, clip=self.clip)
+        if self.ramp:
+            if len(self.ramp) != 3 or min(self.ramp) <= 0:
+                raise UserError(
+                    f"train.ramp={list(self.ramp)} must be three numbers above zero: first global batch, "
+                    "increment, samples to grow over, e.g. [16, 16, 4096]"
+                )
+            start, increment, _ = self.ramp
+            if start > self.global_batch or (self.global_batch - start) % increment:
+                raise UserError(
+                    f"train.ramp={list(self.ramp)} does not lead from {start} to "
+                    f"train.global_batch={self.global_batch} in steps of {increment}: change one of them"
+                )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 3e-4  # the peak
+    betas: tuple[float, ...] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # not on norms and biases
+
+    def __post_init__(self) -> None:
+        _positive("optimizer", lr=self.lr, eps=self.eps)
+        _not_negative("optimizer", weight_decay=self.weight_decay)
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise UserError(f"optimizer.betas={list(self.betas)} must be two numbers in [0, 1), e.g. [0.9, 0.95]")
+
+
+@dataclass(frozen=True)
+class LossScaleConfig:
+    """Dynamic loss scaling, used with train.precision=fp16 only."""
+
+    initial: float = 65536.0
+    window: int = 1000  # good steps before the scale doubles
+    min: float = 1.0
+
+    def __post_init__(self) -> None:
+        _positive("loss_scale", initial=self.initial, window=self.window, min=self.min)
+
+
+@dataclass(frozen=True)
+class LRConfig:
+    """Learning rate over steps: linear warm-up, then the schedule down to `min`."""
+
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    warmup: int = 0
+    decay: int = 0  # steps of decay; 0: cosine and linear to the last step, wsd the last tenth
+    min: float = 0.0
+
+    def __post_init__(self) -> None:
+        _not_negative("lr", warmup=self.warmup, decay=self.decay, min=self.min)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] = ()  # empty: in proportion to the tokens of each file
+    split: tuple[float, ...] = (0.95, 0.05, 0.0)
+    mask_eod: bool = False
+    reset_positions: bool = False
+    reset_attention: bool = False
+    eod: int = -1  # the end token's id; -1: from the file that `data prepare` wrote beside the tokens
+
+    def __post_init__(self) -> None:
+        if not self.prefixes:
+            raise UserError("data.prefixes is empty: name at least one token file (the path without .bin)")
+        if self.weights and len(self.weights) != len(self.prefixes):
+            raise UserError(
+                f"data.weights has {len(self.weights)} numbers for {len(self.prefixes)} data.prefixes: "
+                "give one each, or none"
+            )
+        if any(weight <= 0 for weight in self.weights):
+            raise UserError(f"data.weights={list(self.weights)} must all be greater than zero")
+        if len(self.split) != 3 or min(self.split) < 0 or self.split[0] <= 0:
+            raise UserError(
+                f"data.split={list(self.split)} must be three shares for train, valid and test, e.g. [0.95, 0.05, 0]"
+            )
+
+
+@dataclass(frozen=True)
+class CommConfig:
+    backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
+    timeout: float = 600.0  # seconds until a collective that does not end is reported and the run stopped
+    bucket_mib: float = 25.0  # gradients are reduced in pieces of about this size
+
+    def __post_init__(self) -> None:
+        _positive("comm", timeout=self.timeout, bucket_mib=self.bucket_mib)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    dir: str = "runs/default"
+    log_every: int = 1
+    eval_every: int = 0  # 0: only after the last step
+    eval_samples: int = 0  # 0: four global batches
+    tensorboard: bool = True
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    compile_blocks: bool = False
+
+    def __post_init__(self) -> None:
+        _positive("run", log_every=self.log_every)
+        _not_negative("run", eval_every=self.eval_every, eval_samples=self.eval_samples)
+        if not self.dir:
+            raise UserError("run.dir is empty: name a folder for the run")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One whole run. `extra` holds sections that a user's own program brings."""
+
+    model: ModelConfig
+    data: DataConfig
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    lr: LRConfig = field(default_factory=LRConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _divisors(number: int) -> str:
+    found = [str(n) for n in range(1, number + 1) if number % n == 0]
+    return " or ".join([", ".join(found[:-1]), found[-1]]) if len(found) > 1 else found[0]

@@ -1,0 +1,195 @@
+"""Token files: Megatron's .bin/.idx pair, read through a memory map.
+
+PREFIX.bin holds token ids back to back; PREFIX.idx says where each sequence begins and which sequences make a
+document. The index, little-endian throughout:
+
+    9 bytes   "MMIDIDX\\0\\0"
+    uint64    version, 1
+    uint8     code of the tokens' dtype
+    uint64    S, number of sequences
+    uint64    D + 1, number of document boundaries
+    int32[S]  tokens of each sequence
+    int64[S]  byte in PREFIX.bin where each sequence begins
+    int64[D+1] first sequence of each document, closed by S
+    int8[S]   mode of each sequence (optional; nothing here reads it)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.errors import UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
+}
+FLOAT_CODES = (6, 7)
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+METADATA_FORMAT = "meshwright tokens"
+
+Tokens = NDArray[np.integer[Any]]
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smallest dtype Megatron would choose for a vocabulary: uint16 below 65,500 entries, else int32."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def metadata_path(prefix: str) -> str:
+    return f"{prefix}.json"
+
+
+def read_metadata(prefix: str) -> dict[str, Any] | None:
+    """What `data prepare` wrote beside a token file; None where there is none (a file of Megatron's)."""
+    path = metadata_path(prefix)
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path} ({error}): prepare the data again, or remove that file") from None
+    if not isinstance(found, dict) or found.get("format") != METADATA_FORMAT:
+        return None
+    return found
+
+
+class TokenFile:
+    """A token file, opened read-only and memory-mapped: opening touches only the header and the last entries.
+
+    `tokens` is the whole of PREFIX.bin as one flat array; `sizes` int32[S], `pointers` int64[S] (bytes) and
+    `document_indices` int64[D+1] are views of PREFIX.idx.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        self.idx_path, self.bin_path = f"{self.prefix}.idx", f"{self.prefix}.bin"
+        self._check_present()
+        sequences, boundaries = self._read_header()
+        index = self._map(self.idx_path, np.dtype("u1"))
+        offset = HEADER.size
+        arrays = []
+        for dtype, count in (("<i4", sequences), ("<i8", sequences), ("<i8", boundaries)):
+            arrays.append(np.frombuffer(index, dtype=dtype, count=count, offset=offset))
+            offset += arrays[-1].nbytes
+        self.sizes, self.pointers, self.document_indices = arrays
+        self._check_index()
+        self.tokens: Tokens = self._map(self.bin_path, self.dtype)
+
+    def __reduce__(self) -> tuple[type[TokenFile], tuple[str]]:
+        return TokenFile, (self.prefix,)
+
+    def __len__(self) -> int:
+        return int(self.sizes.shape[0])
+
+    @property
+    def document_count(self) -> int:
+        return int(self.document_indices.shape[0]) - 1
+
+    @property
+    def token_count(self) -> int:
+        if not len(self):
+            return 0
+        return int(self.pointers[-1]) // self.dtype.itemsize + int(self.sizes[-1])
+
+    def get(self, i: int, offset: int = 0, length: int | None = None) -> Tokens:
+        """Tokens [offset, offset + length) of sequence i, a view of the map; length None: to its end."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"sequence {i} of {len(self)} in {self.prefix}")
+        size = int(self.sizes[i])
+        if length is None:
+            length = size - offset
+        if offset < 0 or length < 0 or offset + length > size:
+            raise IndexError(f"tokens [{offset}, {offset + length}) of sequence {i}, which has {size}")
+        start = int(self.pointers[i]) // self.dtype.itemsize + offset
+        return self.tokens[start : start + length]
+
+    def metadata(self) -> dict[str, Any] | None:
+        return read_metadata(self.prefix)
+
+    def _check_present(self) -> None:
+        has_idx, has_bin = os.path.isfile(self.idx_path), os.path.isfile(self.bin_path)
+        if has_idx and has_bin:
+            return
+        if has_bin:
+            raise UserError(
+                f"{self.idx_path} is missing, so {self.bin_path} is not complete: prepare the data again"
+            )
+        if has_idx:
+            raise UserError(f"{self.bin_path} is missing beside {self.idx_path}: copy it there or prepare the data again")
+        bare, suffix = os.path.splitext(self.prefix)
+        if suffix in (".bin", ".idx") and os.path.isfile(self.prefix):
+            raise UserError(f"{self.prefix} is one file of a pair: name the pair by its prefix, {bare}")
+        raise UserError(
+            f"no token file {self.prefix} (.idx and .bin): check the path, or make it with "
+            f"`meshwright data prepare INPUT --out {self.prefix}`"
+        )
+
+    def _read_header(self) -> tuple[int, int]:
+        """Sets `dtype`; returns the number of sequences and of document boundaries, for which the file is long enough."""
+        path = self.idx_path
+        try:
+            with open(path, "rb") as file:
+                head = file.read(HEADER.size)
+                length = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        if not head.startswith(MAGIC):
+            raise UserError(
+                f"{path} is not a token index (it does not begin with MMIDIDX): "
+                "name a prefix written by `meshwright data prepare` or by Megatron's preprocess_data.py"
+            )
+        if len(head) < HEADER.size:
+            raise UserError(f"{path} ends within its header: prepare the data again")
+        _, version, code, sequences, boundaries = HEADER.unpack(head)
+        if version != VERSION:
+            raise UserError(f"{path} has version {version}, this release reads version {VERSION}: prepare the data again")
+        if code in FLOAT_CODES:
+            raise UserError(f"{path} says its .bin holds floats, not token ids: prepare the data again")
+        if code not in DTYPES:
+            raise UserError(f"{path} has the unknown dtype code {code}: prepare the data again")
+        self.dtype = DTYPES[code]
+        needed = HEADER.size + 12 * sequences + 8 * boundaries
+        if length < needed:
+            raise UserError(f"{path} is truncated ({length} bytes of {needed}): copy it again or prepare the data again")
+        return sequences, boundaries
+
+    def _check_index(self) -> None:
+        """The cheap checks that the three arrays agree with one another and with the .bin file."""
+        documents = self.document_indices
+        consistent = len(documents) > 0 and documents[0] == 0 and documents[-1] == len(self)
+        if len(self):
+            consistent = consistent and self.pointers[0] == 0 and self.pointers[-1] >= 0 and self.sizes[-1] >= 0
+        if not consistent:
+            raise UserError(f"{self.idx_path} is damaged (its documents and sequences disagree): prepare the data again")
+        length, needed = os.path.getsize(self.bin_path), self.token_count * self.dtype.itemsize
+        if length < needed:
+            raise UserError(
+                f"{self.bin_path} is truncated ({length} bytes of the {needed} its index names): "
+                "copy it again or prepare the data again"
+            )
+
+    @staticmethod
+    def _map(path: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """The file as a plain array over a read-only map (an empty file cannot be mapped)."""
+        count = os.path.getsize(path) // dtype.itemsize
+        if not count:
+            return np.empty(0, dtype)
+        try:
+            return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None

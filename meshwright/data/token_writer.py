@@ -1,0 +1,218 @@
+"""Writing token files so that a killed run never leaves one that opens.
+
+Everything is written under PREFIX.*.partial and synced; then an old index is removed, PREFIX.bin and the files
+beside it take their names, and PREFIX.idx takes its own last. No index, no token file.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from meshwright.data.token_file import CODES, HEADER, MAGIC, VERSION, read_metadata
+from meshwright.errors import UserError
+
+PARTIAL = ".partial"
+BESIDE = (".json", ".tokenizer.json")  # what may lie beside a pair: metadata, and a tokenizer trained for it
+
+
+class TokenFileWriter:
+    """Writes PREFIX.bin and PREFIX.idx; use as a context manager, and call `finish` when every document is in.
+
+    Leaving the context without `finish` removes what was written. Memory: 12 bytes a document.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike) -> None:
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in CODES:
+            known = ", ".join(str(known.name) for known in CODES)
+            raise UserError(f"a token file cannot hold {self.dtype.name}: choose one of {known}")
+        self._limits = np.iinfo(self.dtype)
+        self._sizes = array("i")
+        self._documents = array("q", [0])
+        self._open = 0  # tokens of a sequence that is still growing
+        self._tokens = 0
+        self._finished = False
+        folder = os.path.dirname(self.prefix)
+        try:
+            if folder:
+                os.makedirs(folder, exist_ok=True)
+            self._remove_partials()
+            self._bin = open(self.prefix + ".bin" + PARTIAL, "wb", buffering=1 << 20)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def __enter__(self) -> TokenFileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._finished:
+            self.abort()
+
+    @property
+    def document_count(self) -> int:
+        return len(self._documents) - 1
+
+    @property
+    def token_count(self) -> int:
+        return self._tokens
+
+    def add_document(self, tokens: ArrayLike) -> None:
+        """One document of one sequence, as language-model data has."""
+        self.add_pieces(tokens, [np.size(np.asarray(tokens))])
+
+    def add_sequence(self, tokens: ArrayLike) -> None:
+        """One sequence of the document that `end_document` closes."""
+        values = self._values(tokens)
+        self._write(values)
+        self._close_sequences([values.size])
+
+    def end_document(self) -> None:
+        self._documents.append(len(self._sizes))
+
+    def add_pieces(self, tokens: ArrayLike, lengths: Sequence[int], last_open: bool = False) -> None:
+        """Many documents at once: `tokens` back to back, one length each.
+
+        With `last_open` the last one goes on in the next call, whose first length is then added to it: this is how
+        a document larger than memory is written.
+        """
+        values = self._values(tokens)
+        assert values.size == sum(lengths), f"{values.size} tokens, lengths say {sum(lengths)}"
+        if not lengths:
+            return
+        self._write(values)
+        closed = list(lengths)
+        closed[0] += self._open
+        self._open = closed.pop() if last_open else 0
+        first = len(self._sizes) + 1
+        self._close_sequences(closed)
+        self._documents.extend(range(first, first + len(closed)))
+
+    def finish(self, beside: Mapping[str, bytes] | None = None) -> None:
+        """Give the files their names, the index last; `beside` maps a suffix (".json") to a file's content."""
+        assert not self._open, "the last document is still open"
+        assert self._documents[-1] == len(self._sizes), "end_document is missing"
+        extra = dict(beside or {})
+        assert set(extra) <= set(BESIDE), f"only {BESIDE} lie beside a token file"
+        try:
+            self._sync(self._bin)
+            for suffix, content in extra.items():
+                self._write_partial(suffix, [content])
+            self._write_partial(".idx", self._index())
+            _unlink(self.prefix + ".idx")
+            self._remove_stale(extra)
+            for suffix in (".bin", *extra, ".idx"):
+                if suffix == ".idx":
+                    self._sync_folder()
+                os.replace(self.prefix + suffix + PARTIAL, self.prefix + suffix)
+            self._sync_folder()
+        except OSError as error:
+            self.abort()
+            raise self._failed(error) from None
+        self._finished = True
+
+    def abort(self) -> None:
+        """Remove the partial files; nothing that has its final name is touched."""
+        try:
+            self._bin.close()
+        except OSError:
+            pass  # a full disk refuses the last buffer too
+        self._remove_partials()
+
+    def _remove_partials(self) -> None:
+        """What this run, or an earlier one that was killed, has left under temporary names."""
+        for suffix in (".bin", ".idx", *BESIDE):
+            _unlink(self.prefix + suffix + PARTIAL)
+
+    def _remove_stale(self, kept: Mapping[str, bytes]) -> None:
+        """Files beside an older pair of this name describe it, not the new one; foreign files stay."""
+        try:
+            ours = read_metadata(self.prefix) is not None
+        except UserError:
+            return
+        if ours:
+            for suffix in set(BESIDE) - set(kept):
+                _unlink(self.prefix + suffix)
+
+    def _values(self, tokens: ArrayLike) -> NDArray[Any]:
+        """A one-dimensional array of the file's dtype, after a check that every id fits."""
+        values = np.asarray(tokens)
+        if values.dtype == self.dtype or values.size == 0:
+            return values.astype(self.dtype, copy=False).reshape(-1)
+        assert values.ndim == 1 and values.dtype.kind in "iu", f"token ids, not {values.dtype} {values.shape}"
+        low, high = int(values.min()), int(values.max())
+        if low < self._limits.min or high > self._limits.max:
+            wrong = low if low < self._limits.min else high
+            raise UserError(f"token id {wrong} does not fit {self.dtype.name}: write {self.prefix} with a larger dtype")
+        return values.astype(self.dtype)
+
+    def _write(self, values: NDArray[Any]) -> None:
+        try:
+            self._bin.write(memoryview(np.ascontiguousarray(values)).cast("B") if values.size else b"")
+        except OSError as error:
+            raise self._failed(error) from None
+        self._tokens += int(values.size)
+
+    def _close_sequences(self, lengths: Sequence[int]) -> None:
+        try:
+            self._sizes.extend(lengths)
+        except OverflowError:
+            raise UserError(
+                f"a document of {max(lengths):,} tokens does not fit a token file (at most 2,147,483,647): "
+                "split it into several documents"
+            ) from None
+
+    def _index(self) -> list[bytes | memoryview]:
+        sizes = np.frombuffer(self._sizes, dtype=np.intc).astype("<i4") if self._sizes else np.empty(0, "<i4")
+        pointers = np.zeros(len(sizes), "<i8")
+        np.cumsum(sizes[:-1], dtype=np.int64, out=pointers[1:])
+        pointers *= self.dtype.itemsize
+        documents = np.frombuffer(self._documents, dtype=np.int64).astype("<i8")
+        head = HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(sizes), len(documents))
+        return [head, *(memoryview(part).cast("B") for part in (sizes, pointers, documents) if part.size)]
+
+    def _write_partial(self, suffix: str, parts: Sequence[bytes | memoryview]) -> None:
+        with open(self.prefix + suffix + PARTIAL, "wb") as file:
+            for part in parts:
+                file.write(part)
+            self._sync(file)
+
+    @staticmethod
+    def _sync(file: Any) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+
+    def _sync_folder(self) -> None:
+        """Make the renames so far durable; some file systems cannot sync a folder, and then order is theirs."""
+        try:
+            handle = os.open(os.path.dirname(self.prefix) or ".", os.O_RDONLY)
+        except OSError:
+            return
+        try:
+            os.fsync(handle)
+        except OSError:
+            pass
+        finally:
+            os.close(handle)
+
+    def _failed(self, error: OSError) -> UserError:
+        return UserError(
+            f"cannot write {self.prefix}: {error.strerror or error}; free some space or choose another place"
+        )
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass

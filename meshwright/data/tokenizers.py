@@ -1,0 +1,227 @@
+"""Tokenizers by name: bytes, a Hugging Face tokenizer.json, a SentencePiece .model, or one trained on the input.
+
+None of them adds tokens at the beginning of a text; `prepare` ends every document with `eod`. A recipe is the
+plain data a worker process needs to make the same tokenizer again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.token_file import token_dtype
+from meshwright.errors import UserError
+
+END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
+TRAINED_END = END_TOKENS[0]
+SMALLEST_TRAINED = 257
+KINDS = "bytes, PATH/tokenizer.json, PATH.model or train:SIZE"
+
+Ids = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make a tokenizer: `kind` is bytes, json (`content` is the file's text) or model (its bytes)."""
+
+    kind: str
+    content: str | bytes = ""
+    eod: str | None = None
+    spec: str = "bytes"
+
+    def make(self) -> Tokenizer:
+        if self.kind == "json":
+            assert isinstance(self.content, str)
+            return JsonTokenizer(self.content, self.eod, self.spec)
+        if self.kind == "model":
+            assert isinstance(self.content, bytes)
+            return SentencePieceTokenizer(self.content, self.eod, self.spec)
+        return ByteTokenizer(self.eod)
+
+
+class Tokenizer(Protocol):
+    """`cut` matches up to where a document's bytes may be parted without changing its ids; None: nowhere."""
+
+    recipe: Recipe
+    vocab_size: int
+    eod: int
+    cut: re.Pattern[bytes] | None
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of each text, in the token file's dtype."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """The 256 byte values of UTF-8 text, and 256 to end a document."""
+
+    vocab_size = 257
+    eod = 256
+    cut = re.compile(rb"\n")
+
+    def __init__(self, eod: str | None = None) -> None:
+        if eod is not None:
+            raise UserError("the bytes tokenizer ends documents with its own token, 256: leave out --eod")
+        self.recipe = Recipe("bytes")
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        dtype = token_dtype(self.vocab_size)
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(dtype) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text; ends of documents, and ids a padded vocabulary adds, leave no trace."""
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class JsonTokenizer:
+    """A Hugging Face tokenizer.json, with the word cache where that is exact."""
+
+    def __init__(self, content: str, eod: str | None, spec: str) -> None:
+        from tokenizers import Tokenizer as Library
+
+        from meshwright.data.words import CUT_BYTES, WordCache, ascii_words
+
+        try:
+            self._library = Library.from_str(content)
+        except Exception as error:  # the library raises plain Exception
+            raise UserError(f"{spec} is not a tokenizer.json that can be read ({error}): check the file") from None
+        self._library.no_truncation()
+        self._library.no_padding()
+        vocabulary = self._library.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise UserError(f"{spec} has an empty vocabulary: check the file")
+        self.recipe = Recipe("json", content, eod, spec)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eod = _end_token(vocabulary, eod, spec)
+        pattern = ascii_words(self._library)
+        self._dtype = token_dtype(self.vocab_size)
+        self._words = WordCache(self._library, pattern, self._dtype) if pattern else None
+        self.cut = CUT_BYTES if pattern else None
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        if self._words is not None:
+            return [self._words.encode(text) for text in texts]
+        encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._library.decode(list(map(int, ids)), skip_special_tokens=True)
+        return text
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece .model."""
+
+    cut = None
+
+    def __init__(self, content: bytes, eod: str | None, spec: str) -> None:
+        try:
+            import sentencepiece
+        except ImportError:
+            raise UserError(f"{spec} needs SentencePiece: pip install meshwright[sentencepiece]") from None
+        try:
+            self._library = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except Exception as error:  # RuntimeError or ValueError, by version
+            raise UserError(f"{spec} is not a SentencePiece model ({error}): check the file") from None
+        self.recipe = Recipe("model", content, eod, spec)
+        self.vocab_size = int(self._library.get_piece_size())
+        pieces = {self._library.id_to_piece(i): i for i in range(self.vocab_size)}
+        own = int(self._library.eos_id())
+        self.eod = own if eod is None and own >= 0 else _end_token(pieces, eod, spec)
+        self._dtype = token_dtype(self.vocab_size)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._library.encode(text, out_type=int)
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        lists = self._library.encode(list(texts), out_type=int, num_threads=1)
+        return [np.array(ids, dtype=self._dtype) for ids in lists]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._library.decode(list(map(int, ids)))
+        return text
+
+
+def load_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
+    """The tokenizer a spec names: `bytes`, a path to a tokenizer.json (or its folder), or to a SentencePiece .model."""
+    if spec == "bytes":
+        return ByteTokenizer(eod)
+    path = os.path.join(spec, "tokenizer.json") if os.path.isdir(spec) else spec
+    if path.endswith(".json"):
+        return JsonTokenizer(_read(path, spec).decode("utf-8", "replace"), eod, path)
+    if path.endswith(".model"):
+        return SentencePieceTokenizer(_read(path, spec), eod, path)
+    raise UserError(f"unknown tokenizer '{spec}': give {KINDS}")
+
+
+def trained_size(spec: str) -> int | None:
+    """SIZE of `train:SIZE`; None for any other spec."""
+    if not spec.startswith("train:"):
+        return None
+    try:
+        size = int(spec.removeprefix("train:").replace(",", "").replace("_", ""))
+    except ValueError:
+        raise UserError(f"'{spec}' does not name a vocabulary size: write for example train:8192") from None
+    if size < SMALLEST_TRAINED:
+        raise UserError(f"'{spec}' is too small: 256 bytes and an end token need train:{SMALLEST_TRAINED} at least")
+    return size
+
+
+def train_tokenizer(texts: Iterable[str], size: int, spec: str, eod: str | None = None) -> JsonTokenizer:
+    """A byte-level BPE of at most `size` entries, the end token included; the same texts give the same tokenizer."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    end = eod or TRAINED_END
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[end],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(texts, trainer)
+    return JsonTokenizer(library.to_str(), end, spec)
+
+
+def _read(path: str, spec: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        raise UserError(f"no tokenizer at '{path}': give {KINDS}") from None
+    except OSError as error:
+        raise UserError(f"cannot read the tokenizer {spec}: {error.strerror}") from None
+
+
+def _end_token(vocabulary: dict[str, int], eod: str | None, spec: str) -> int:
+    if eod is not None:
+        if eod not in vocabulary:
+            raise UserError(f"{spec} has no token '{eod}': name one it has with --eod TOKEN")
+        return vocabulary[eod]
+    for token in END_TOKENS:
+        if token in vocabulary:
+            return vocabulary[token]
+    raise UserError(
+        f"{spec} has none of the usual end-of-document tokens ({', '.join(END_TOKENS)}): name its own with --eod TOKEN"
+    )

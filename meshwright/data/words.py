@@ -1,0 +1,136 @@
+"""Encoding with a byte-level tokenizer through a cache of words.
+
+A byte-level tokenizer first cuts text into words with a regular expression, then merges bytes within each word:
+a word's ids depend on the word alone. On ASCII text Python's `re` finds the same words as the library's engine, and
+most words have been seen before, so a dictionary from a word to its ids (already as the bytes of the token file)
+does the rest. The library is asked for every new word, and for all text that is not ASCII, so the ids are the
+library's own; text that this cannot do exactly is left to the library.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, pre_tokenizers
+
+# The words of ASCII text, for the patterns of GPT-2 (written into ByteLevel), Llama 3 and Qwen 2. Letters come
+# first: apart from the apostrophes, no two alternatives before the white space can match at the same place.
+SPACE = r"\t\n\x0b\x0c\r "
+TAIL = rf"[{SPACE}]+(?![^{SPACE}])|[{SPACE}]+"
+GPT2 = rf" ?[A-Za-z]+|'(?:[sdmt]|ll|ve|re)| ?[^{SPACE}A-Za-z0-9]+| ?[0-9]+|{TAIL}"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{1,3}"
+    rf"| ?[^{SPACE}A-Za-z0-9]+[\r\n]*|[{SPACE}]*[\r\n]+|{TAIL}"
+)
+LLAMA3_SOURCE = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {
+    LLAMA3_SOURCE: LLAMA3,
+    LLAMA3_SOURCE.replace("{1,3}", ""): LLAMA3.replace("{1,3}", ""),
+}
+
+# No word of these patterns reaches over a visible character followed by a space, nor looks past it: text may be
+# cut there, and the parts encoded apart.
+CUT = re.compile(r"(?<=[!-~])(?= )")
+CUT_BYTES = re.compile(rb"[!-~](?= )")
+
+MAX_WORDS = 300_000
+MAX_CACHED = 64  # characters; longer words are rarely seen twice
+MOST_EXTRA_BYTES = 0.1  # of UTF-8 over characters, for text that counts as ASCII with exceptions
+
+
+def ascii_words(tokenizer: Tokenizer) -> str | None:
+    """The pattern of a tokenizer's words in ASCII text; None where the cache would not be exact."""
+    config = json.loads(tokenizer.to_str())
+    if config.get("normalizer") not in (None, {"type": "NFC"}):
+        return None
+    if config.get("truncation") or config.get("padding") or config["model"].get("dropout"):
+        return None
+    for token in config.get("added_tokens", []):
+        if token["lstrip"] or token["rstrip"] or " " in token["content"]:
+            return None
+        if config.get("normalizer") and not token["content"].isascii():
+            return None
+    return _pattern(config.get("pre_tokenizer") or {})
+
+
+def _pattern(config: dict[str, Any]) -> str | None:
+    if config.get("type") == "ByteLevel":
+        return GPT2 if config.get("use_regex", True) and not config["add_prefix_space"] else None
+    steps = config.get("pretokenizers", [])
+    if [step.get("type") for step in steps] != ["Split", "ByteLevel"]:
+        return None
+    split, level = steps
+    if split.get("behavior") != "Isolated" or split.get("invert"):
+        return None
+    if level.get("use_regex", True) or level["add_prefix_space"]:
+        return None
+    return SPLITS.get(split["pattern"].get("Regex", ""))
+
+
+class WordCache(dict[str, bytes]):
+    """Encodes text to the bytes of a token file; a word or chunk -> its ids' bytes."""
+
+    def __init__(self, tokenizer: Tokenizer, pattern: str, dtype: np.dtype[Any]) -> None:
+        super().__init__()
+        self._tokenizer, self._model, self._dtype = tokenizer, tokenizer.model, dtype
+        self._words = re.compile(pattern).findall
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        self._alphabet = {i: level.pre_tokenize_str(chr(i))[0][0] for i in range(128)}
+        added = sorted(token.content for token in tokenizer.get_added_tokens_decoder().values())
+        self._added = re.compile("|".join(map(re.escape, added))) if added else None
+
+    def __missing__(self, word: str) -> bytes:
+        tokens = self._model.tokenize(word.translate(self._alphabet))
+        ids = self._bytes([token.id for token in tokens])
+        if len(word) <= MAX_CACHED:
+            self[word] = ids
+        return ids
+
+    def encode(self, text: str) -> NDArray[Any]:
+        """The library's ids of a text, without special tokens added: [tokens] of the cache's dtype."""
+        if len(self) > MAX_WORDS:
+            self.clear()
+        if self._added is not None and self._added.search(text):
+            ids = self._library(text)
+        elif text.isascii():
+            ids = self._ascii(text)
+        elif len(text.encode()) - len(text) > MOST_EXTRA_BYTES * len(text):
+            ids = self._library(text)
+        else:
+            ids = self._mixed(text)
+        return np.frombuffer(ids, dtype=self._dtype)
+
+    def _ascii(self, text: str) -> bytes:
+        return b"".join(map(self.__getitem__, self._words(text)))
+
+    def _mixed(self, text: str) -> bytes:
+        """ASCII text with words between that are not, which go to the library one by one."""
+        parts = []
+        for plain, chunks in groupby(CUT.split(text), str.isascii):
+            if plain:
+                parts.append(self._ascii("".join(chunks)))
+            else:
+                parts.extend(map(self._chunk, chunks))
+        return b"".join(parts)
+
+    def _chunk(self, chunk: str) -> bytes:
+        ids = self.get(chunk)
+        if ids is None:
+            ids = self._library(chunk)
+            if len(chunk) <= MAX_CACHED:
+                self[chunk] = ids
+        return ids
+
+    def _library(self, text: str) -> bytes:
+        return self._bytes(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _bytes(self, ids: list[int]) -> bytes:
+        return np.array(ids, dtype=self._dtype).tobytes()

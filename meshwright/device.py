@@ -1,0 +1,70 @@
+"""The one file that names devices: which one a rank uses, its back end, its precisions, its clock and memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.errors import UserError
+
+BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def count() -> int:
+    """Accelerators on this machine."""
+    for kind in ("cuda", "npu"):
+        module = getattr(torch, kind, None)
+        if module is not None and module.is_available():
+            return int(module.device_count())
+    return 0
+
+
+@dataclass(frozen=True)
+class Device:
+    kind: str
+    index: int = 0
+
+    @staticmethod
+    def choose(wanted: str = "auto", local_rank: int = 0) -> Device:
+        """The device of a local rank; several ranks share one if there are more ranks than devices."""
+        kind = wanted
+        if wanted == "auto":
+            kind = next((k for k in ("cuda", "npu") if getattr(torch, k, None) and getattr(torch, k).is_available()), "cpu")
+        if kind == "cpu":
+            return Device("cpu")
+        module = getattr(torch, kind, None)
+        if module is None or not module.is_available():
+            raise UserError(f"run.device={kind}, but torch finds no {kind} device here: set run.device=cpu or auto")
+        device = Device(kind, local_rank % module.device_count())
+        module.set_device(device.index)
+        return device
+
+    @property
+    def torch(self) -> torch.device:
+        return torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, self.index)
+
+    def backend(self, wanted: str = "auto") -> str:
+        return BACKENDS[self.kind] if wanted == "auto" else wanted
+
+    def check_precision(self, precision: str) -> None:
+        if precision == "fp64" and self.kind == "npu":
+            raise UserError("train.precision=fp64 is not supported on npu: use fp32, bf16 or fp16")
+        if precision == "bf16" and self.kind == "cuda" and not torch.cuda.is_bf16_supported():
+            raise UserError("train.precision=bf16 is not supported by this GPU: use fp16 or fp32")
+
+    def synchronize(self) -> None:
+        if self.kind != "cpu":
+            getattr(torch, self.kind).synchronize()
+
+    def peak_bytes(self) -> int | None:
+        """Most memory that tensors took on this device so far, or None on a CPU."""
+        return None if self.kind == "cpu" else int(getattr(torch, self.kind).max_memory_allocated())
+
+
+def limit_threads() -> None:
+    """One thread a rank unless the user says otherwise: ranks share the cores."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)

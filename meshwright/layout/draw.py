@@ -1,0 +1,257 @@
+"""A layout as text: the grid of ranks with its nodes as walled rooms, and every kind of group below it.
+
+Pipeline stages are panels, replicas go down, tp goes across. Large worlds are abbreviated: the first rows,
+columns, stages and groups stand for the rest, and the last one shows where the count ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from meshwright.layout.layout import GROUP_KINDS, Layout
+
+CORNERS = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"
+"""The box character of a vertex, by the walls that meet there: up 1, down 2, left 4, right 8."""
+
+GAP = "   "
+SMALL_WORLD = 64
+"""Up to this many ranks every group is written out."""
+DRAWN_WORLD = 256
+"""Up to this many ranks the grid is drawn in full, where it is not very long in one direction."""
+
+
+class Grid(NamedTuple):
+    """One pipeline stage: ranks by row and column, None where rows or columns were left out.
+
+    A grid without columns stands for the stages left out.
+    """
+
+    title: str
+    columns: list[str]
+    cells: list[list[int | None]]
+
+
+def elide(count: int, limit: int) -> list[int | None]:
+    """The indices 0 to count - 1, with None for those left out where there are more than `limit`."""
+    if count <= limit:
+        return list(range(count))
+    return [*range(limit - 2), None, count - 1]
+
+
+def draw(layout: Layout, width: int = 100) -> str:
+    """The whole page: what the world is made of, its grid, its expert grid where ep > 1, and its groups."""
+    lines = [_heading(layout), ""]
+    lines += _view(layout, ("dp", "cp"), width)
+    if layout.ep > 1:
+        sizes = _sizes(layout, ("tp", "ep", "edp", "pp"))
+        lines += ["", f"the same ranks as the experts see them: {sizes}", ""]
+        lines += _view(layout, ("edp", "ep"), width)
+    lines += ["", *describe_groups(layout, width)]
+    return "\n".join(lines)
+
+
+def _sizes(layout: Layout, axes: Iterable[str]) -> str:
+    return " x ".join(f"{axis} {layout.axis_size(axis)}" for axis in axes)
+
+
+def _heading(layout: Layout) -> str:
+    text = f"world {layout.world} = {_sizes(layout, ('tp', 'cp', 'dp', 'pp'))}, order {layout.order}"
+    if layout.node_size is None:
+        return text
+    nodes = -(-layout.world // layout.node_size)
+    return f"{text}\n{nodes} node{'s' * (nodes > 1)} of {layout.node_size}, walls between nodes, n0 is node 0"
+
+
+def _view(layout: Layout, rows: tuple[str, str], width: int) -> list[str]:
+    """The panels of one view, as many side by side as fit; `rows` are its slow and fast axis downwards."""
+    drawn = layout.world <= DRAWN_WORLD
+    shown = elide(layout.axis_size(rows[0]) * layout.axis_size(rows[1]), 16 if drawn else 6)
+    columns = elide(layout.tp, 16 if drawn else 4)
+    labels = [_row_label(layout, rows, index) for index in shown]
+    names = ["…" if column is None else str(column) for column in columns]
+
+    def grid(stage: int | None) -> Grid:
+        if stage is None:
+            return Grid("…", [], [[] for _ in shown])
+        cells = [[_rank(layout, rows, row, column, stage) for column in columns] for row in shown]
+        return Grid(f"stage {stage}", names, cells)
+
+    cell = max(len(str(layout.world - 1)), 2)
+    last = grid(layout.pp - 1)
+    panel_width = max(map(len, _panel(layout, last, cell, set())))
+    gutter = max(map(len, labels))
+    across = max(1, (width - gutter - 1 - len(GAP)) // (panel_width + len(GAP)))
+    bands: list[list[Grid]] = [[]]
+    for stage in elide(layout.pp, 8 if drawn else max(3, min(across + 1, 8))):
+        if stage is not None and sum(bool(panel.columns) for panel in bands[-1]) == across:
+            bands.append([])
+        bands[-1].append(grid(stage))
+    lines: list[str] = []
+    for band in bands:
+        lines += [""] * bool(lines) + _band(layout, band, labels, cell)
+    return lines
+
+
+def _row_label(layout: Layout, rows: tuple[str, str], index: int | None) -> str:
+    if index is None:
+        return "⋮"
+    slow, fast = rows
+    size = layout.axis_size(fast)
+    return f"{slow} {index // size}" + (f" {fast} {index % size}" if size > 1 else "")
+
+
+def _rank(
+    layout: Layout, rows: tuple[str, str], row: int | None, column: int | None, stage: int | None
+) -> int | None:
+    if row is None or column is None or stage is None:
+        return None
+    slow, fast = rows
+    size = layout.axis_size(fast)
+    return layout.rank_at(**{"tp": column, slow: row // size, fast: row % size, "pp": stage})
+
+
+def _band(layout: Layout, panels: Sequence[Grid], labels: list[str], cell: int) -> list[str]:
+    """Panels side by side, with the rows' labels at their left."""
+    height = len(labels)
+    walls = {0, height} | {
+        row
+        for panel in panels
+        for row in range(1, height)
+        if any(_wall(layout, *pair) for pair in zip(panel.cells[row - 1], panel.cells[row], strict=True))
+    }
+    gutter = max(len(label) for label in labels)
+    left = ["", "tp"]
+    for row in range(height + 1):
+        if row in walls:
+            left.append("")
+        if row < height:
+            left.append(labels[row])
+    blocks = [_panel(layout, panel, cell, walls) for panel in panels]
+    widths = [max(map(len, block)) for block in blocks]
+    lines = []
+    for index, label in enumerate(left):
+        pieces = [block[index].ljust(size) for block, size in zip(blocks, widths, strict=True)]
+        lines.append(f"{label:>{gutter}} {GAP.join(pieces)}".rstrip())
+    return lines
+
+
+def _wall(layout: Layout, one: int | None, other: int | None) -> bool:
+    """Whether a node ends between two neighbouring cells."""
+    return one is not None and other is not None and layout.crosses_node((one, other))
+
+
+def _panel(layout: Layout, grid: Grid, cell: int, walls: set[int]) -> list[str]:
+    """One stage: title, column numbers, then rows; a line of wall above every row in `walls`."""
+    height, width = len(grid.cells), len(grid.columns)
+    if not width:
+        return [f" {grid.title} ", *[""] * (height + len(walls) + 1)]
+    between = zip(grid.cells, grid.cells[1:], strict=False)
+    across = [[_wall(layout, *pair) for pair in zip(*pairs, strict=True)] for pairs in between]
+    across = [[True] * width, *across, [True] * width]
+    for wall in across:
+        for col in range(1, width - 1):
+            if grid.columns[col] == "…":
+                wall[col] = wall[col - 1] and wall[col + 1]
+    upright = [
+        [col in (0, width) or _wall(layout, cells[col - 1], cells[col]) for col in range(width + 1)]
+        for cells in grid.cells
+    ]
+    lines = [" " + grid.title, " " + "".join(f" {name:>{cell}}  " for name in grid.columns).rstrip()]
+    for row in range(height + 1):
+        if row in walls:
+            lines.append(_wall_line(across, upright, row, cell))
+        if row < height:
+            cells = grid.cells[row]
+            text = "".join(
+                f"{'│' if upright[row][col] else ' '} {_text(cells, col):>{cell}} " for col in range(width)
+            )
+            lines.append(f"{text}│{_nodes(layout, cells)}")
+    return lines
+
+
+def _text(cells: list[int | None], col: int) -> str:
+    rank = cells[col]
+    if rank is not None:
+        return str(rank)
+    return "⋮" if all(other is None for other in cells) else "…"
+
+
+def _wall_line(across: list[list[bool]], upright: list[list[bool]], row: int, cell: int) -> str:
+    """The line above `row`: each vertex shows the walls that meet there."""
+    height, width = len(upright), len(across[0])
+    text = ""
+    for col in range(width + 1):
+        up = row > 0 and upright[row - 1][col]
+        down = row < height and upright[row][col]
+        left = col > 0 and across[row][col - 1]
+        right = col < width and across[row][col]
+        text += CORNERS[up + 2 * down + 4 * left + 8 * right]
+        if col < width:
+            text += ("─" if right else " ") * (cell + 2)
+    return text
+
+
+def _nodes(layout: Layout, cells: list[int | None]) -> str:
+    """Which nodes a row stands on: ` n0`, ` n0,1` or ` n0…7`."""
+    if layout.node_size is None:
+        return ""
+    nodes = sorted({rank // layout.node_size for rank in cells if rank is not None})
+    if len(nodes) < 2 or (len(nodes) == 2 and None not in cells):
+        return " n" + ",".join(map(str, nodes)) if nodes else ""
+    return f" n{nodes[0]}…{nodes[-1]}"
+
+
+def describe_groups(layout: Layout, width: int = 100) -> list[str]:
+    """Every kind of group: how many of what size, how many of them cross a node, and their ranks."""
+    lines: list[str] = []
+    seen: dict[tuple[tuple[int, ...], ...], str] = {}
+    indent = max(len(name) for name in GROUP_KINDS) + 2
+    for name in GROUP_KINDS:
+        groups = layout.groups(name)
+        count, size = len(groups), len(groups[0])
+        text = f"{name:<{indent}}{count} group{'s' * (count > 1)} of {size}"
+        if size > 1 and layout.node_size is not None:
+            text += f", {_crossing(layout, groups)}"
+        same = seen.setdefault(groups, name)
+        if size == 1 and count == layout.world:
+            lines.append(f"{text}, every rank alone")
+        elif same != name:
+            lines.append(f"{text}, the same as {same}")
+        else:
+            lines += [text, *_wrap(_written(layout, groups), width, " " * indent)]
+    if layout.world > SMALL_WORLD:
+        lines += ["", "… stands for what is left out: --json lists every group"]
+    return lines
+
+
+def _crossing(layout: Layout, groups: Sequence[tuple[int, ...]]) -> str:
+    """How many of these groups cross a node."""
+    crossing = sum(map(layout.crosses_node, groups))
+    if crossing in (0, len(groups)):
+        if len(groups) == 1:
+            return "crosses a node" if crossing else "inside a node"
+        return "all cross a node" if crossing else "none crosses a node"
+    return f"{crossing} cross{'es' * (crossing == 1)} a node"
+
+
+def _written(layout: Layout, groups: Sequence[tuple[int, ...]]) -> list[str]:
+    """`[0 4]`, `[1 5]`, ...: all groups and ranks in a small world, otherwise the first and the last."""
+    small = layout.world <= SMALL_WORLD
+    pieces = []
+    for index in elide(len(groups), len(groups) if small else 4):
+        group = () if index is None else groups[index]
+        kept = elide(len(group), len(group) if small else 8)
+        ranks = " ".join("…" if at is None else str(group[at]) for at in kept)
+        pieces.append(f"[{ranks}]" if group else "…")
+    return pieces
+
+
+def _wrap(pieces: Iterable[str], width: int, indent: str) -> list[str]:
+    """The pieces on lines of at most `width`, where a piece is never broken."""
+    lines = [""]
+    for piece in pieces:
+        if lines[-1] and len(indent) + len(lines[-1]) + 1 + len(piece) > width:
+            lines.append("")
+        lines[-1] += f" {piece}" if lines[-1] else piece
+    return [indent + line for line in lines]

@@ -1,0 +1,357 @@
+"""`Layout`: where every rank of a mesh stands, as a pure value.
+
+A world of ranks is seen in two ways. The *dense* view is tp x cp x dp x pp. The *expert* view, which
+mixture-of-experts layers use, is tp x ep x edp x pp over the same ranks, where ep and edp together cover
+dp x cp. Both follow one order string, fastest-varying axis first, with edp standing where dp is written.
+Everything is computed from strides, so that what one rank asks costs no more than the group it asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from meshwright.errors import UserError, nearest
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+DENSE_AXES = ("tp", "cp", "dp", "pp")
+EXPERT_AXES = ("tp", "ep", "edp", "pp")
+SPECIAL_GROUPS = ("embedding", "position_embedding", "world")
+
+GROUP_KINDS = (
+    *("tp", "cp", "ep", "dp", "pp", "dp-cp", "tp-cp", "tp-dp", "tp-dp-cp", "tp-pp"),
+    *("tp-ep", "tp-ep-pp", "edp", "embedding", "position_embedding"),
+)
+"""The kinds of groups a training job makes, in the order `meshwright layout` prints them."""
+
+Parts = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+
+
+class Atom(NamedTuple):
+    """An axis without parts, or one part of an axis: `size` steps of `stride` ranks each."""
+
+    name: str
+    axis: str
+    size: int
+    stride: int
+
+    def at(self, rank: int) -> int:
+        return rank // self.stride % self.size
+
+
+class Product(NamedTuple):
+    """A product of axes: the atoms inside a group, those between groups, one group less its first rank."""
+
+    inside: tuple[Atom, ...]
+    between: tuple[Atom, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where every rank stands.
+
+    `order` names the axes, fastest-varying first. `parts` makes an axis a product of named parts, fastest
+    first: `(("tp", (("tp.kv", 2), ("tp.q", 2))),)` is tp=4 as a 2 x 2 grid, and a part's name is usable
+    wherever an axis's is. `node_size` is the number of neighbouring ranks that share a machine.
+    """
+
+    world: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    order: str = "tp-cp-ep-dp-pp"
+    node_size: int | None = None
+    parts: Parts = ()
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+        _check_order(self)
+        _check_parts(self)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel replicas of the dense view."""
+        return self.world // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel replicas of an expert: dp x cp / ep."""
+        return self.dp * self.cp // self.ep
+
+    @property
+    def views_agree(self) -> bool:
+        """Whether every rank has the same tp and pp coordinate in the dense and the expert view.
+
+        They differ where an order puts cp, ep or dp before tp or pp and the two views count different sizes
+        there; an expert would then sit on another pipeline stage than its block.
+        """
+        dense, expert = _strides(self, DENSE_AXES), _strides(self, EXPERT_AXES)
+        return all(dense[axis] == expert[axis] or self.axis_size(axis) == 1 for axis in ("tp", "pp"))
+
+    def axis_size(self, axis: str) -> int:
+        """The size of one of tp, cp, ep, dp, pp, edp."""
+        size = getattr(self, axis)
+        assert isinstance(size, int)
+        return size
+
+    def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """All groups of an axis, a part, a product of them ("tp-pp", words in any order), or a special one.
+
+        Ranks in a group ascend and groups ascend by their first rank. Names with ep or edp are of the expert
+        view, all others of the dense one.
+        """
+        if name == "world":
+            return (tuple(range(self.world)),)
+        if name in SPECIAL_GROUPS:
+            return tuple(_ends(name, stages) for stages in self.groups("pp"))
+        product = _product(self, name)
+        offsets = product.offsets
+        if len(offsets) == 1:
+            return tuple((first,) for first in range(self.world))
+        return tuple(tuple([first + step for step in offsets]) for first in _offsets(product.between))
+
+    def group(self, name: str, rank: int) -> tuple[int, ...]:
+        """The group of `name` that holds `rank`; () where an embedding group holds it not."""
+        self._check_rank(rank)
+        if name == "world":
+            return tuple(range(self.world))
+        if name in SPECIAL_GROUPS:
+            ends = _ends(name, self.group("pp", rank))
+            return ends if rank in ends else ()
+        product = _product(self, name)
+        first = rank - sum(atom.at(rank) * atom.stride for atom in product.inside)
+        return tuple([first + step for step in product.offsets])
+
+    def size(self, name: str) -> int:
+        """How many ranks a group of `name` has."""
+        if name in SPECIAL_GROUPS:
+            return {"world": self.world, "embedding": min(self.pp, 2), "position_embedding": 1}[name]
+        return len(_product(self, name).offsets)
+
+    def canonical(self, name: str) -> str:
+        """One spelling of a product: words in the order string's order, an axis for all of its parts."""
+        if name in SPECIAL_GROUPS:
+            return name
+        inside = _product(self, name).inside
+        words: dict[str, None] = {}
+        for atom in inside:
+            named = sum(other.axis == atom.axis for other in inside)
+            whole = named == max(1, len(_parts_of(self, atom.axis)))
+            words[atom.axis if whole else atom.name] = None
+        return "-".join(words)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands in the dense view: tp, cp, dp, pp, and every part of these."""
+        self._check_rank(rank)
+        return _coordinate(self, DENSE_AXES, rank)
+
+    def expert_coordinate(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands in the expert view: tp, ep, edp, pp, and every part of these."""
+        self._check_rank(rank)
+        return _coordinate(self, EXPERT_AXES, rank)
+
+    def rank_at(self, **coordinates: int) -> int:
+        """The rank that stands at these coordinates of one view; an axis that is not named counts as 0.
+
+        The inverse of `coordinate` and `expert_coordinate`. Parts may be given instead of their axis, or
+        beside it where they say the same.
+        """
+        axes = _view_of(self, "-".join(coordinates), list(coordinates)) if coordinates else DENSE_AXES
+        strides = _strides(self, axes)
+        atoms = {atom.name: atom for atom in _atoms(self, axes)}
+        given_parts = [name for name in coordinates if name not in axes]
+        rank = 0
+        for name, value in coordinates.items():
+            size = self.axis_size(name) if name in axes else atoms[name].size
+            if not 0 <= value < size:
+                raise UserError(f"{name}={value} is outside this layout: choose 0 to {size - 1}")
+            if name in axes:
+                rank += value * strides[name]
+            elif atoms[name].axis not in coordinates:
+                rank += value * atoms[name].stride
+        for name in given_parts:
+            if atoms[name].at(rank) != coordinates[name]:
+                axis = atoms[name].axis
+                raise UserError(
+                    f"{axis}={coordinates[axis]} has {name}={atoms[name].at(rank)}, "
+                    f"not {coordinates[name]}: give {axis} or its parts, not both"
+                )
+        return rank
+
+    def crosses_node(self, ranks: Sequence[int]) -> bool:
+        """Whether these ranks stand on more than one node; False where `node_size` is not known."""
+        if self.node_size is None or len(ranks) == 0:
+            return False
+        return min(ranks) // self.node_size != max(ranks) // self.node_size
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world:
+            raise UserError(f"rank {rank} is not in a world of {self.world}: choose 0 to {self.world - 1}")
+
+
+def _listed(values: Iterable[int]) -> str:
+    """`1, 2 or 4`."""
+    words = [str(value) for value in values]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+
+
+def _check_sizes(layout: Layout) -> None:
+    for name in ("world", "tp", "cp", "pp", "ep"):
+        if layout.axis_size(name) < 1:
+            raise UserError(f"{name}={layout.axis_size(name)} is not a size: choose {name}=1 or more")
+    if layout.node_size is not None and layout.node_size < 1:
+        raise UserError(f"node_size={layout.node_size} is not a size: choose the number of ranks on a node")
+    world, tp, cp, pp = layout.world, layout.tp, layout.cp, layout.pp
+    model = tp * cp * pp
+    if world % model:
+        below = world // model * model
+        worlds = _listed([below, below + model] if below else [model])
+        raise UserError(
+            f"world={world} is not divisible by tp*cp*pp={tp}*{cp}*{pp}={model}: "
+            f"choose world={worlds}, or tp, cp and pp whose product divides {world}"
+        )
+    shared = layout.dp * cp
+    if shared % layout.ep:
+        divisors = _listed(d for d in range(1, shared + 1) if shared % d == 0)
+        product = f"dp*cp={layout.dp}*{cp}={shared}"
+        raise UserError(f"ep={layout.ep} does not divide {product}: choose ep={divisors}")
+
+
+def _check_order(layout: Layout) -> None:
+    words = layout.order.split("-")
+    for word in words:
+        if word not in AXES:
+            raise UserError(
+                f"order '{layout.order}' has the unknown axis '{word}'{nearest(word, AXES)}: "
+                f"use {', '.join(AXES)}, fastest-varying first, joined by '-'"
+            )
+        if words.count(word) > 1:
+            raise UserError(f"order '{layout.order}' names {word} {words.count(word)} times: name it once")
+    for axis in (*AXES, "edp"):
+        word = "dp" if axis == "edp" else axis
+        if word not in words and layout.axis_size(axis) > 1:
+            raise UserError(
+                f"order '{layout.order}' leaves out {word}, but {axis}={layout.axis_size(axis)}: "
+                f"add it, as in '{layout.order}-{word}'"
+            )
+
+
+def _check_parts(layout: Layout) -> None:
+    taken = {*AXES, "edp", *SPECIAL_GROUPS}
+    split: set[str] = set()
+    for axis, parts in layout.parts:
+        if axis not in (*AXES, "edp"):
+            raise UserError(
+                f"parts of the unknown axis '{axis}'{nearest(axis, AXES)}: "
+                f"split one of {', '.join(AXES)} or edp"
+            )
+        if axis in split:
+            raise UserError(f"parts name {axis} twice: list all of its parts together")
+        split.add(axis)
+        for name, size in parts:
+            if not name or "-" in name or name in taken:
+                raise UserError(f"'{name}' can't name a part of {axis}: choose a new name without '-'")
+            if size < 1:
+                raise UserError(f"part {name}={size} of {axis} is not a size: choose 1 or more")
+            taken.add(name)
+        product = prod(size for _, size in parts)
+        if product != layout.axis_size(axis) or not parts:
+            shown = "*".join(name for name, _ in parts) or "of none"
+            sizes = "*".join(str(size) for _, size in parts) or "1"
+            raise UserError(
+                f"parts {shown}={sizes}={product} do not make {axis}={layout.axis_size(axis)}: "
+                f"choose parts whose product is {layout.axis_size(axis)}"
+            )
+
+
+def _parts_of(layout: Layout, axis: str) -> tuple[tuple[str, int], ...]:
+    return next((parts for name, parts in layout.parts if name == axis), ())
+
+
+@lru_cache(maxsize=256)
+def _atoms(layout: Layout, axes: tuple[str, ...]) -> tuple[Atom, ...]:
+    """The atoms of one view (`DENSE_AXES` or `EXPERT_AXES`), by ascending stride; axes left out come last."""
+    words = layout.order.split("-")
+    words += [axis for axis in AXES if axis not in words]
+    if "edp" in axes:
+        words = ["edp" if word == "dp" else word for word in words]
+    atoms: list[Atom] = []
+    stride = 1
+    for axis in words:
+        if axis not in axes:
+            continue
+        for name, size in _parts_of(layout, axis) or ((axis, layout.axis_size(axis)),):
+            atoms.append(Atom(name, axis, size, stride))
+            stride *= size
+    assert stride == layout.world
+    return tuple(atoms)
+
+
+def _strides(layout: Layout, axes: tuple[str, ...]) -> dict[str, int]:
+    """The stride of every axis of a view: that of its first part."""
+    return {atom.axis: atom.stride for atom in reversed(_atoms(layout, axes))}
+
+
+def _offsets(atoms: Iterable[Atom]) -> list[int]:
+    """Every sum of steps along these atoms (given by ascending stride), ascending."""
+    offsets = [0]
+    for atom in atoms:
+        if atom.size > 1:
+            offsets = [step * atom.stride + offset for step in range(atom.size) for offset in offsets]
+    return offsets
+
+
+def _view_of(layout: Layout, name: str, words: list[str]) -> tuple[str, ...]:
+    """The axes of the view that `words` (axes or parts) belong to, after checking that there is one."""
+    axis_of = {axis: axis for axis in (*AXES, "edp")}
+    axis_of |= {part: axis for axis, parts in layout.parts for part, _ in parts}
+    for word in words:
+        if word not in axis_of:
+            whole = "" if name == word else f" in '{name}'"
+            hint = nearest(name, SPECIAL_GROUPS) or nearest(word, axis_of)
+            raise UserError(
+                f"unknown group '{word}'{whole}{hint}: use one of {', '.join(axis_of)}, "
+                f"several joined by '-', or {', '.join(SPECIAL_GROUPS)}"
+            )
+    axes = [axis_of[word] for word in words]
+    expert = [word for word, axis in zip(words, axes, strict=True) if axis in ("ep", "edp")]
+    dense = [word for word, axis in zip(words, axes, strict=True) if axis in ("dp", "cp")]
+    if expert and dense:
+        raise UserError(
+            f"group '{name}' mixes {dense[0]} of the dense view with {expert[0]} of the expert view: "
+            "combine ep with tp, pp and edp only"
+        )
+    return EXPERT_AXES if expert else DENSE_AXES
+
+
+@lru_cache(maxsize=1024)
+def _product(layout: Layout, name: str) -> Product:
+    words = name.split("-")
+    atoms = _atoms(layout, _view_of(layout, name, words))
+    inside = tuple(atom for atom in atoms if atom.name in words or atom.axis in words)
+    for atom in inside:
+        if sum(word in (atom.name, atom.axis) for word in words) > 1:
+            raise UserError(f"group '{name}' names {atom.axis} twice: name an axis, or parts of it, once")
+    between = tuple(atom for atom in atoms if atom not in inside)
+    return Product(inside, between, tuple(_offsets(inside)))
+
+
+def _coordinate(layout: Layout, axes: tuple[str, ...], rank: int) -> dict[str, int]:
+    strides = _strides(layout, axes)
+    found = {axis: rank // strides[axis] % layout.axis_size(axis) for axis in axes}
+    for atom in _atoms(layout, axes):
+        if atom.name not in found:
+            found[atom.name] = atom.at(rank)
+    return found
+
+
+def _ends(name: str, stages: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks of one pipeline that hold an embedding: word embeddings stand on the first and last stage."""
+    if name == "embedding" and len(stages) > 1:
+        return (stages[0], stages[-1])
+    return stages[:1]

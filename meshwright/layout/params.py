@@ -1,0 +1,131 @@
+"""A parameter knows where it lives: plain data that initialisation, gradient buffers, the gradient norm,
+checkpoints and the memory model all read. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+DATA_AXES = "dp-cp"  # every dense gradient is a partial sum over these
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of the global tensor and the corner of the local tensor where it lies."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    local_start: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Init:
+    kind: Literal["normal", "zeros", "ones"]
+    std: float = 0.0
+
+
+@dataclass(frozen=True)
+class ParamRecord:
+    """Where one local parameter stands in the model that all ranks hold together.
+
+    Several local parameters may hold boxes of one global tensor (`name`); rows of the local tensor that no
+    box covers are padding, stay zero and never enter the loss.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    init: Init
+    decay: bool = True
+    data_axes: str = DATA_AXES  # axes of the data-parallel reduction
+    partial: tuple[str, ...] = ()  # further axes over which this gradient is a partial sum
+    copies: tuple[str, ...] = ()  # axes (beside the data axes) along which the same content is held
+    tied: str = ""  # the tie this parameter belongs to, across stages
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.local_shape)
+
+
+def whole(name: str, shape: tuple[int, ...], init: Init, **more: object) -> ParamRecord:
+    """A parameter that every tp rank holds whole."""
+    box = Box((0,) * len(shape), shape, (0,) * len(shape))
+    return ParamRecord(name, shape, shape, (box,), init, **more)  # type: ignore[arg-type]
+
+
+def rows_of(
+    name: str,
+    parts: tuple[tuple[int, int, int], ...],
+    total_rows: int,
+    tail: tuple[int, ...],
+    init: Init,
+    local_rows: int = 0,
+    **more: object,
+) -> ParamRecord:
+    """A parameter cut along dim 0. `parts` are (global first row, rows, local first row); `tail` the other dims."""
+    zeros = (0,) * len(tail)
+    boxes = tuple(Box((g, *zeros), (n, *tail), (at, *zeros)) for g, n, at in parts if n > 0)
+    rows = local_rows or sum(n for _, n, _ in parts)
+    return ParamRecord(name, (total_rows, *tail), (rows, *tail), boxes, init, **more)  # type: ignore[arg-type]
+
+
+def columns_of(name: str, rows: int, columns: int, parts: int, index: int, init: Init, **more: object) -> ParamRecord:
+    """A matrix cut along dim 1 into equal `parts`, of which this is number `index`."""
+    width = columns // parts
+    box = Box((0, index * width), (rows, width), (0, 0))
+    return ParamRecord(name, (rows, columns), (rows, width), (box,), init, **more)  # type: ignore[arg-type]
+
+
+def under(records: dict[str, ParamRecord], prefix: str) -> dict[str, ParamRecord]:
+    """The records whose local name begins with `prefix.`, without it."""
+    head = f"{prefix}."
+    return {key[len(head) :]: record for key, record in records.items() if key.startswith(head)}
+
+
+# Weights are drawn in fixed tiles of the global tensor, so that a rank draws only the tiles it holds a part of
+# and every layout starts from the same model.
+TILE = 128
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One draw: the seed of a TILE x TILE block, the part of it that is wanted, and where that goes."""
+
+    seed: int
+    rows: slice
+    columns: slice
+    local_rows: slice
+    local_columns: slice
+
+
+def tiles(record: ParamRecord, seed: int) -> Iterator[Tile]:
+    """The draws that fill `record`'s boxes. Tensors are seen as matrices: dim 0 by the rest."""
+    for box in record.boxes:
+        assert len(box.shape) == 2, f"{record.name}: only matrices are drawn"
+        (r0, c0), (rows, columns), (lr, lc) = box.start, box.shape, box.local_start
+        for i in range(r0 // TILE, -(-(r0 + rows) // TILE)):
+            top, bottom = max(r0, i * TILE), min(r0 + rows, (i + 1) * TILE)
+            for j in range(c0 // TILE, -(-(c0 + columns) // TILE)):
+                left, right = max(c0, j * TILE), min(c0 + columns, (j + 1) * TILE)
+                yield Tile(
+                    key(seed, record.name, i, j),
+                    slice(top - i * TILE, bottom - i * TILE),
+                    slice(left - j * TILE, right - j * TILE),
+                    slice(lr + top - r0, lr + bottom - r0),
+                    slice(lc + left - c0, lc + right - c0),
+                )
+
+
+def key(*parts: object) -> int:
+    """A 63-bit number from any words and numbers: the seed of a random stream."""
+    text = "|".join(str(part) for part in parts).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

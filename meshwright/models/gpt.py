@@ -1,0 +1,133 @@
+"""A decoder-only transformer, one pipeline chunk at a time, assembled from `nn` by its description."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm.ledger import Ledger
+from meshwright.config.sections import ModelConfig
+from meshwright.layout.params import under
+from meshwright.models.description import GPTDescription, Stage
+from meshwright.nn.attention import Rotary
+from meshwright.nn.block import Block
+from meshwright.nn.embedding import PositionEmbedding, TokenEmbedding
+from meshwright.nn.linear import Linear
+from meshwright.nn.loss import cross_entropy_sum
+from meshwright.nn.norm import Norm
+from meshwright.nn.parallel import Parallel
+from meshwright.nn.random import dropout
+
+Batch = dict[str, Tensor]
+
+
+class Embedding(nn.Module):
+    """Token ids [batch, seq] to activations [tokens, hidden] (this rank's rows under sequence parallelism)."""
+
+    def __init__(self, parallel: Parallel, model: ModelConfig, description: GPTDescription) -> None:
+        super().__init__()
+        records = description.embedding()
+        self.tokens = TokenEmbedding(parallel, records["tokens.weight"])
+        self.positions = (
+            PositionEmbedding(parallel, records["positions.weight"]) if "positions.weight" in records else None
+        )
+        self.p, self.parallel = model.dropout, parallel
+
+    def forward(self, ids: Tensor, positions: Tensor | None) -> Tensor:
+        x = self.tokens(ids.flatten())
+        if self.positions is not None:
+            if positions is None:
+                positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+            x = x + self.positions(self.parallel.local_tokens(positions.flatten()))
+        if self.p and self.training:
+            streams = self.parallel.streams
+            x = dropout(x, self.p, streams.own if self.parallel.splits_tokens else streams.same)
+        return x
+
+
+class Head(nn.Module):
+    """The last norm, the output layer (a column-cut product whose weight may be the embedding's) and the loss."""
+
+    def __init__(self, parallel: Parallel, model: ModelConfig, description: GPTDescription) -> None:
+        super().__init__()
+        records = description.head()
+        self.norm = Norm(parallel, model.norm, model.norm_eps, under(records, "norm"))
+        self.output = Linear(parallel, records["output.weight"], None, "column")
+        self.vocab, self.parallel = model.vocab, parallel
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.output(self.norm(x))
+
+    def forward(self, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        return cross_entropy_sum(self.logits(x), labels.flatten(), mask.flatten(), self.vocab, self.parallel)
+
+
+class GPTStage(nn.Module):
+    """One chunk. The first takes tokens, the last gives the loss's sum, between them travels `hidden`."""
+
+    def __init__(
+        self, parallel: Parallel, description: GPTDescription, stage: Stage, micro_batch: int, ledger: Ledger
+    ) -> None:
+        super().__init__()
+        model = description.model
+        self.stage, self.parallel, self.ledger = stage, parallel, ledger
+        self.embedding = Embedding(parallel, model, description) if stage.first else None
+        self.blocks = nn.ModuleDict({str(n): Block(parallel, model, description.block(n)) for n in stage.layers})
+        self.rotary = Rotary(model, parallel) if model.position == "rope" else None
+        self.head = Head(parallel, model, description) if stage.last else None
+        if model.tied_embeddings and self.embedding is not None and self.head is not None:
+            tie(self.head, self.embedding)
+        tokens = micro_batch * model.seq // (parallel.tp.size if parallel.splits_tokens else 1)
+        self.micro_batch = micro_batch
+        # The fields of a batch that this chunk reads, where the data have them.
+        self.needs = {"positions", "segments"}
+        self.needs |= {"tokens"} if stage.first else set()
+        self.needs |= {"labels", "loss_mask"} if stage.last else set()
+        # What this chunk takes from the one before it.
+        self.receives = {} if stage.first else {"hidden": ((tokens, model.hidden), parallel.dtype)}
+
+    def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+        """`hidden` for the next chunk or, from the last, the loss's sum over the unmasked tokens."""
+        streams = self.parallel.streams
+        ids, positions = batch.get("tokens"), batch.get("positions")
+        if self.embedding is not None:
+            assert ids is not None
+            streams.layer(-1)
+            hidden = self.embedding(ids, positions)
+            self._mark_backward(hidden, None)
+        assert hidden is not None
+        tokens = hidden.shape[0] * (self.parallel.tp.size if self.parallel.splits_tokens else 1)
+        rotary = None if self.rotary is None else self.rotary(positions, tokens // self.micro_batch)
+        mask = None if "segments" not in batch else segment_mask(batch["segments"])
+        for number, block in self.blocks.items():
+            layer = int(number)
+            streams.layer(layer)
+            with self.ledger.layer(layer):
+                hidden = block(hidden, self.micro_batch, rotary, mask)
+            self._mark_backward(hidden, layer)
+        if self.head is None:
+            return hidden
+        return self.head(hidden, batch["labels"], batch["loss_mask"])
+
+    def _mark_backward(self, output: Tensor, layer: int | None) -> None:
+        """Backward runs outside of the block's context: the gradient of a block's output tells that it begins."""
+        if output.requires_grad:
+            output.register_hook(partial(_enter, self.ledger, layer))
+
+
+def _enter(ledger: Ledger, layer: int | None, grad: Tensor) -> None:
+    ledger.current_layer = layer
+
+
+def tie(head: Head, embedding: Embedding) -> None:
+    """Both use one parameter. (Across stages, each end holds a copy and the gradients are summed.)"""
+    head.output.weight = embedding.tokens.weight
+
+
+def segment_mask(segments: Tensor) -> Tensor:
+    """[batch, 1, seq, seq]: causal, and within one document."""
+    seq = segments.shape[1]
+    causal = torch.ones(seq, seq, dtype=torch.bool, device=segments.device).tril()
+    return (causal & (segments[:, :, None] == segments[:, None, :]))[:, None]

@@ -1,0 +1,35 @@
+"""The block: the unit that is split over stages, recomputed, compiled, gathered and counted."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from meshwright.config.sections import ModelConfig
+from meshwright.layout.params import ParamRecord, under
+from meshwright.nn.attention import Attention
+from meshwright.nn.mlp import MLP
+from meshwright.nn.norm import Norm
+from meshwright.nn.parallel import Parallel
+from meshwright.nn.random import dropout
+
+
+class Block(nn.Module):
+    """x [tokens, hidden] plus attention of its norm, plus the MLP of that one's norm."""
+
+    def __init__(self, parallel: Parallel, model: ModelConfig, records: dict[str, ParamRecord]) -> None:
+        super().__init__()
+        self.norm1 = Norm(parallel, model.norm, model.norm_eps, under(records, "norm1"))
+        self.attention = Attention(parallel, model, under(records, "attention"))
+        self.norm2 = Norm(parallel, model.norm, model.norm_eps, under(records, "norm2"))
+        self.mlp = MLP(parallel, model.mlp, under(records, "mlp"))
+        self.p = model.dropout
+        self.stream = parallel.streams.own if parallel.splits_tokens else parallel.streams.same
+
+    def forward(
+        self, x: Tensor, batch: int, rotary: tuple[Tensor, Tensor] | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        x = x + self._drop(self.attention(self.norm1(x), batch, rotary, mask))
+        return x + self._drop(self.mlp(self.norm2(x)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return dropout(x, self.p, self.stream) if self.p and self.training else x

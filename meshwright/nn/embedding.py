@@ -1,0 +1,66 @@
+"""Token embedding cut over tp by rows of the vocabulary, and learned positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm.ops import reduce_from, reduce_scatter_from
+from meshwright.layout.params import ParamRecord
+from meshwright.nn.parallel import Parallel
+from meshwright.nn.weight_grad import add_rows_grad
+
+
+class _Rows(torch.autograd.Function):
+    """weight[rows], with the rows outside of this rank's part (`inside` false) zero."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: Tensor, inside: Tensor | None, sink: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, inside, sink)
+        ctx.size = weight.shape[0]
+        out = weight[rows]
+        return out if inside is None else out.masked_fill_(~inside[:, None], 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        rows, inside, sink = ctx.saved_tensors
+        if inside is not None:
+            grad = grad.masked_fill(~inside[:, None], 0.0)
+        if sink is None:
+            return torch.ops.aten.embedding_dense_backward(grad, rows, ctx.size, -1, False), None, None, None
+        add_rows_grad(sink, grad.contiguous(), rows)
+        return None, None, None, None
+
+
+class TokenEmbedding(nn.Module):
+    """[tokens] ids to [tokens, hidden], or to this rank's rows of it under sequence parallelism."""
+
+    def __init__(self, parallel: Parallel, weight: ParamRecord) -> None:
+        super().__init__()
+        self.weight = parallel.parameter(weight)
+        self.sinks: dict[str, Tensor] = {}
+        self.parallel = parallel
+        self.first = parallel.tp.index * weight.local_shape[0] if not parallel.tp.alone else 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        tp, sink = self.parallel.tp, self.sinks.get("weight")
+        if tp.alone:
+            return _Rows.apply(self.weight, ids, None, sink)
+        rows = ids - self.first
+        inside = (rows >= 0) & (rows < self.weight.shape[0])
+        part = _Rows.apply(self.weight, torch.where(inside, rows, 0), inside, sink)
+        return reduce_scatter_from(part, tp) if self.parallel.splits_tokens else reduce_from(part, tp)
+
+
+class PositionEmbedding(nn.Module):
+    """Learned positions, held whole by every tp rank and looked up for the tokens it holds."""
+
+    def __init__(self, parallel: Parallel, weight: ParamRecord) -> None:
+        super().__init__()
+        self.weight = parallel.parameter(weight)
+        self.sinks: dict[str, Tensor] = {}
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return _Rows.apply(self.weight, positions, None, self.sinks.get("weight"))

@@ -1,0 +1,23 @@
+"""Layer norm and RMS norm over the hidden features of [tokens, hidden]."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.layout.params import ParamRecord
+from meshwright.nn.parallel import Parallel
+
+
+class Norm(nn.Module):
+    def __init__(self, parallel: Parallel, kind: str, eps: float, records: dict[str, ParamRecord]) -> None:
+        super().__init__()
+        self.kind, self.eps = kind, eps
+        self.weight = parallel.parameter(records["weight"])
+        self.bias = parallel.parameter(records["bias"]) if "bias" in records else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = self.weight.shape
+        if self.kind == "rmsnorm":
+            return F.rms_norm(x, shape, self.weight, self.eps)
+        return F.layer_norm(x, shape, self.weight, self.bias, self.eps)

@@ -1,0 +1,65 @@
+"""What a layer needs to know of the mesh, passed to it: its groups, dtype, device and random streams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm.group import Group
+from meshwright.layout.params import TILE, ParamRecord, tiles
+from meshwright.nn.random import Streams
+
+
+@dataclass(frozen=True)
+class Parallel:
+    tp: Group
+    sequence_parallel: bool
+    dtype: torch.dtype
+    device: torch.device
+    streams: Streams
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether, between the products, each tp rank holds only its rows of the tokens."""
+        return self.sequence_parallel and not self.tp.alone
+
+    def local_tokens(self, x: Tensor) -> Tensor:
+        """This rank's rows of something that every tp rank holds for all tokens."""
+        if not self.splits_tokens:
+            return x
+        rows = x.shape[0] // self.tp.size
+        return x[self.tp.index * rows : (self.tp.index + 1) * rows]
+
+    def parameter(self, record: ParamRecord) -> nn.Parameter:
+        """An empty parameter that carries its record."""
+        parameter = nn.Parameter(torch.empty(record.local_shape, dtype=self.dtype, device=self.device))
+        parameter.record = record  # type: ignore[attr-defined]
+        return parameter
+
+
+def record_of(parameter: nn.Parameter) -> ParamRecord | None:
+    return getattr(parameter, "record", None)
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, seed: int) -> None:
+    """Draws every parameter that carries a record, the same numbers in every layout and precision."""
+    generator = torch.Generator()
+    for parameter in module.parameters():
+        record = record_of(parameter)
+        if record is None:
+            continue
+        if record.init.kind == "ones":
+            parameter.fill_(1.0)
+            continue
+        parameter.zero_()
+        if record.init.kind == "zeros" or parameter.is_meta:
+            continue
+        local = torch.zeros(record.local_shape, dtype=torch.float32)
+        for tile in tiles(record, seed):
+            generator.manual_seed(tile.seed)
+            drawn = torch.randn(TILE, TILE, generator=generator)
+            local[tile.local_rows, tile.local_columns] = drawn[tile.rows, tile.columns]
+        parameter.copy_(local.mul_(record.init.std))

@@ -1,0 +1,42 @@
+"""Random numbers for dropout, keyed by seed, step, micro-batch, chunk, layer and stream, never by execution order.
+
+So a recomputed block, a repeated step and a resumed run draw the same numbers, and no state has to be saved.
+The stream `same` agrees across the tensor-parallel ranks (what all of them hold), `own` differs (what each holds a
+part of). torch's default generator, which attention's dropout uses, is seeded as `own` too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshwright.layout.params import key
+
+
+class Streams:
+    def __init__(self, seed: int, data_rank: int, tp_rank: int, device: torch.device) -> None:
+        self.seed, self.data_rank, self.tp_rank = seed, data_rank, tp_rank
+        self.same = torch.Generator(device)
+        self.own = torch.Generator(device)
+        self.active = False
+        self._where: tuple[int, int, int] = (0, 0, 0)
+
+    def begin(self, step: int, micro_batch: int, chunk: int) -> None:
+        self._where = (step, micro_batch, chunk)
+
+    def layer(self, number: int) -> None:
+        """Before each block (and the embedding, -1): its own numbers. Costs nothing while no dropout is on."""
+        if not self.active:
+            return
+        base = (self.seed, *self._where, number, self.data_rank)
+        self.same.manual_seed(key(*base, "same"))
+        self.own.manual_seed(key(*base, "own", self.tp_rank))
+        torch.manual_seed(key(*base, "default", self.tp_rank))
+
+
+def dropout(x: Tensor, p: float, generator: torch.Generator) -> Tensor:
+    """Zeroes elements with probability p and scales the rest, from the given stream."""
+    if p == 0.0:
+        return x
+    keep = torch.empty_like(x).bernoulli_(1.0 - p, generator=generator)
+    return x * keep.div_(1.0 - p)

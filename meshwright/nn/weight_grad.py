@@ -1,0 +1,80 @@
+"""The one function through which weight gradients pass: it adds to the flat buffer and tells the bucket.
+
+A `Sink` is a parameter's place in a flat gradient buffer. The first contribution of a step overwrites it, so the
+buffer is never zeroed; each contribution is reported, so that a full bucket can be reduced while backward goes on.
+Registered operators, since both run inside compiled backwards; they find the sink by the address of the view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+
+class Sink:
+    def __init__(self, view: Tensor, arrived: Callable[[Sink], None]) -> None:
+        self.view = view
+        self.fresh = True
+        self.contributions = 0
+        self._arrived = arrived
+        _SINKS[view.data_ptr()] = self
+
+    def reset(self) -> None:
+        self.fresh, self.contributions = True, 0
+
+    def done(self) -> None:
+        self.fresh = False
+        self.contributions += 1
+        self._arrived(self)
+
+    def add(self, grad: Tensor) -> None:
+        """One contribution, given as a whole gradient."""
+        if self.fresh:
+            self.view.copy_(grad)
+        else:
+            self.view.add_(grad)
+        self.done()
+
+
+_SINKS: WeakValueDictionary[int, Sink] = WeakValueDictionary()
+
+
+@custom_op("meshwright::add_product_grad", mutates_args={"sink"})
+def add_product_grad(sink: Tensor, grad: Tensor, x: Tensor) -> None:
+    """sink += grad^T x, for a linear layer's weight [out, in], grad [tokens, out], x [tokens, in]."""
+    slot = _SINKS[sink.data_ptr()]
+    if sink.dtype != x.dtype:
+        slot.add(grad.t() @ x)
+        return
+    if slot.fresh:
+        torch.mm(grad.t(), x, out=sink)
+    else:
+        sink.addmm_(grad.t(), x)
+    slot.done()
+
+
+@add_product_grad.register_fake
+def _(sink: Tensor, grad: Tensor, x: Tensor) -> None:
+    return None
+
+
+@custom_op("meshwright::add_rows_grad", mutates_args={"sink"})
+def add_rows_grad(sink: Tensor, grad: Tensor, rows: Tensor) -> None:
+    """sink[rows] += grad, for an embedding [vocabulary, hidden]; `rows` [tokens] may repeat."""
+    slot = _SINKS[sink.data_ptr()]
+    if sink.device.type != "cpu":  # index_add_ is not deterministic there
+        slot.add(torch.ops.aten.embedding_dense_backward(grad, rows, sink.shape[0], -1, False))
+        return
+    if slot.fresh:
+        sink.zero_()
+    sink.index_add_(0, rows, grad.to(sink.dtype))
+    slot.done()
+
+
+@add_rows_grad.register_fake
+def _(sink: Tensor, grad: Tensor, rows: Tensor) -> None:
+    return None

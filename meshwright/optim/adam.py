@@ -1,0 +1,77 @@
+"""Optimizers on flat buffers: a few fused calls for the whole model.
+
+fp64 and fp32 weights are updated in place; bf16 and fp16 weights have fp32 masters, which are copied over after the
+update. The gradient's scale (loss scale, token count, clipping) is one number that the update divides by.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshwright.config.sections import OptimizerConfig
+from meshwright.sharding.buffers import FlatBuffer
+
+
+class FlatState:
+    """Masters and moments of one buffer, and the ranges that decay and those that don't."""
+
+    def __init__(self, buffer: FlatBuffer, moments: int) -> None:
+        self.buffer = buffer
+        same = buffer.params.dtype == buffer.grads.dtype
+        self.master = buffer.params if same else buffer.params.to(buffer.grads.dtype)
+        self.moments = [torch.zeros_like(self.master) for _ in range(moments)]
+        decay = buffer.runs(slot for slot in buffer.slots if slot.record.decay)
+        rest = buffer.runs(slot for slot in buffer.slots if not slot.record.decay)
+        self.runs = [(a, b, True) for a, b in decay] + [(a, b, False) for a, b in rest]
+
+    def pieces(self, tensor: Tensor, decay: bool) -> list[Tensor]:
+        return [tensor[a:b] for a, b, d in self.runs if d == decay]
+
+    def publish(self) -> None:
+        """The updated masters become the model's weights."""
+        if self.master is not self.buffer.params:
+            self.buffer.params.copy_(self.master)
+
+
+class FlatOptimizer:
+    """AdamW (or plain SGD, to debug with) over all buffers."""
+
+    def __init__(self, buffers: list[FlatBuffer], config: OptimizerConfig) -> None:
+        self.config = config
+        self.states = [FlatState(buffer, 2 if config.name == "adamw" else 0) for buffer in buffers]
+        self.updates = 0
+
+    @torch.no_grad()
+    def step(self, lr: float, divisor: float) -> None:
+        """One update with gradients / divisor."""
+        self.updates += 1
+        for state in self.states:
+            grads = state.buffer.grads
+            if self.config.name == "sgd" or grads.dtype == torch.float64:
+                # The fused kernel takes its scale in float32 only.
+                grads.div_(divisor)
+                scale = None
+            else:
+                scale = torch.tensor(divisor, dtype=torch.float32, device=grads.device)
+            for decay in (True, False):
+                self._update(state, decay, lr, scale)
+            state.publish()
+
+    def _update(self, state: FlatState, decay: bool, lr: float, scale: Tensor | None) -> None:
+        c = self.config
+        params, grads = state.pieces(state.master, decay), state.pieces(state.buffer.grads, decay)
+        if not params:
+            return
+        weight_decay = c.weight_decay if decay else 0.0
+        if c.name == "sgd":
+            for param, grad in zip(params, grads, strict=True):
+                param.mul_(1.0 - lr * weight_decay).sub_(grad, alpha=lr)
+            return
+        first, second = (state.pieces(moment, decay) for moment in state.moments)
+        steps = [torch.tensor(float(self.updates), device=params[0].device) for _ in params]
+        extra = {} if scale is None else {"grad_scale": scale, "found_inf": torch.zeros_like(scale)}
+        torch._fused_adamw_(
+            params, grads, first, second, [], steps, lr=lr, beta1=c.betas[0], beta2=c.betas[1],
+            weight_decay=weight_decay, eps=c.eps, amsgrad=False, maximize=False, **extra,
+        )  # fmt: skip

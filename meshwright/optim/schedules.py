@@ -1,0 +1,45 @@
+"""Learning rate and batch size over a run: pure functions of the step and of the samples consumed. No torch."""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.config.sections import Config
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """The rate of step `step`, counted from 1."""
+    c, peak, steps = config.lr, config.optimizer.lr, config.train.steps
+    if step <= c.warmup:
+        return peak * step / c.warmup
+    if c.schedule == "constant":
+        return peak
+    if c.schedule == "wsd":
+        length = c.decay or max(1, steps // 10)
+        begin = max(c.warmup, steps - length)
+    else:
+        begin = c.warmup
+        length = c.decay or max(1, steps - c.warmup)
+    share = min(1.0, max(0.0, (step - begin) / length))
+    if c.schedule == "cosine":
+        return c.min + (peak - c.min) * 0.5 * (1.0 + math.cos(math.pi * share))
+    return peak + (c.min - peak) * share
+
+
+def global_batch(config: Config, consumed: int) -> int:
+    """Samples of the step that begins when `consumed` samples have been seen."""
+    if not config.train.ramp:
+        return config.train.global_batch
+    start, increment, samples = config.train.ramp
+    rises = (config.train.global_batch - start) // increment
+    if not rises:
+        return config.train.global_batch
+    return min(config.train.global_batch, start + increment * (consumed * rises // samples))
+
+
+def consumed_after(config: Config, steps: int) -> int:
+    """Samples seen after `steps` steps from the beginning."""
+    consumed = 0
+    for _ in range(steps):
+        consumed += global_batch(config, consumed)
+    return consumed

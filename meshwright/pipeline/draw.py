@@ -1,0 +1,264 @@
+"""A simulated schedule as a picture: a timeline for the terminal, and a self-contained SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from statistics import median_low
+from xml.sax.saxutils import escape
+
+from meshwright.pipeline.simulate import Simulation, Timed
+from meshwright.pipeline.table import Op, Table
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+RESET = "\x1b[0m"
+# Terminal backgrounds (of the 256) by op, one per chunk, in turn.
+BACKGROUNDS = {Op.FORWARD: (117, 75, 69, 111), Op.BACKWARD: (222, 214, 208, 179)}
+# SVG fills by op, from the first chunk to the last, and for a single chunk.
+FILLS = {Op.FORWARD: ((169, 208, 247), (38, 98, 173)), Op.BACKWARD: ((255, 212, 158), (196, 92, 22))}
+SINGLE = 0.3
+SEAM = " ~ "
+
+Window = tuple[int, int]  # columns from, up to
+
+
+def timeline_text(simulation: Simulation, width: int, colour: bool = False) -> str:
+    """One row per rank, an axis and a legend, `width` columns (at least 40).
+
+    Blocks begin with their micro-batch where it fits. In colour the background tells forward from backward
+    and chunk from chunk; without, it is plain ASCII and the fill tells them. What is too long for the width
+    is drawn as its beginning and its end, between which the pattern repeats.
+    """
+    pp = simulation.table.pp
+    margin = len(f"rank {pp - 1} ")
+    scale, windows = _windows(simulation, max(width, 40) - margin - 1)
+    lines = []
+    for rank in range(pp):
+        parts = (_row(simulation, rank, scale, window, colour) for window in windows)
+        lines.append(f"rank {rank}".ljust(margin) + SEAM.join(parts))
+    axes = [_text_axis(simulation, scale, window, len(windows)) for window in windows]
+    lines.append(" " * margin + SEAM.join(rule for rule, _ in axes))
+    lines.append(" " * margin + (" " * len(SEAM)).join(labels for _, labels in axes).rstrip())
+    left_out = "   ~ left out" if len(windows) > 1 else ""
+    return "\n".join([*lines, _legend(simulation.table, colour) + left_out])
+
+
+def _computes(simulation: Simulation, rank: int) -> Iterator[Timed]:
+    return (timed for timed in simulation.ranks[rank] if timed.action.peer is None)
+
+
+def _unit(simulation: Simulation) -> float:
+    """The length of a typical short block (the lower median of all that take any time), 0 if none does."""
+    spans = [t.end - t.start for rank in range(simulation.table.pp) for t in _computes(simulation, rank)]
+    spans = [span for span in spans if span > 1e-9 * simulation.makespan]
+    return median_low(spans) if spans else 0.0
+
+
+def _windows(simulation: Simulation, room: int) -> tuple[float, list[Window]]:
+    """Columns per unit of time, and the ranges of columns to show: all, or both ends if `room` is short."""
+    unit = _unit(simulation)
+    if not unit:
+        return 0.0, [(0, 0)]
+    per_block = min(8, int(room * unit / simulation.makespan + 1e-9))
+    if per_block:
+        scale = per_block / unit
+        return scale, [(0, round(simulation.makespan * scale))]
+    scale = (len(str(simulation.table.micro_batches - 1)) + 1) / unit
+    columns, half = round(simulation.makespan * scale), (room - len(SEAM)) // 2
+    return scale, [(0, half), (columns - half, columns)]
+
+
+def _row(simulation: Simulation, rank: int, scale: float, window: Window, colour: bool) -> str:
+    row, (at, stop) = [], window
+    for timed in _computes(simulation, rank):
+        first, last = max(round(timed.start * scale), at), min(round(timed.end * scale), stop)
+        if last > first:
+            block = _block(timed, last - first, simulation.table.chunks, colour)
+            row.append(_idle(first - at, colour) + block)
+            at = last
+    return "".join(row) + _idle(stop - at, colour)
+
+
+def _glyph(op: Op, chunk: int, chunks: int) -> str:
+    if chunks == 1:
+        return "-" if op is Op.FORWARD else "="
+    letter = LETTERS[chunk % len(LETTERS)]
+    return letter if op is Op.FORWARD else letter.upper()
+
+
+def _paint(op: Op, chunk: int, text: str) -> str:
+    shades = BACKGROUNDS[op]
+    return f"\x1b[38;5;16;48;5;{shades[chunk % len(shades)]}m{text}{RESET}"
+
+
+def _block(timed: Timed, width: int, chunks: int, colour: bool) -> str:
+    action, label = timed.action, str(timed.action.micro_batch)
+    if colour:
+        text = label if len(label) <= width else ""
+        edge = "|" if len(text) < width and width > 1 else ""
+        return _paint(action.op, action.chunk, text.ljust(width - len(edge)) + edge)
+    text = label if len(label) < width else ""
+    return text.ljust(width, _glyph(action.op, action.chunk, chunks))
+
+
+def _idle(width: int, colour: bool) -> str:
+    return (" " if colour else ".") * width
+
+
+def _text_axis(simulation: Simulation, scale: float, window: Window, windows: int) -> tuple[str, str]:
+    """A rule with its ticks and the line of times below it, both as long as the window and one more."""
+    start, stop = window
+    width = stop - start + (stop == round(simulation.makespan * scale))
+    rule, labels = "-" * width, ""
+    shown = simulation.makespan * min(1.0, windows * width / max(1.0, simulation.makespan * scale))
+    for tick in _ticks(simulation.makespan, step_for=(shown, max(2, windows * width // 10))):
+        column, text = round(tick * scale) - start, f"{tick:g}"
+        if 0 <= column < width:
+            rule = rule[:column] + "+" + rule[column + 1 :]
+            if (len(labels) < column or not labels) and column + len(text) <= width:
+                labels = labels.ljust(column) + text
+    return rule, labels.ljust(width)
+
+
+def _legend(table: Table, colour: bool) -> str:
+    parts = []
+    for op in (Op.FORWARD, Op.BACKWARD) if table.has_backward else (Op.FORWARD,):
+        samples = (
+            _paint(op, chunk, " 3 ") if colour else "3" + 2 * _glyph(op, chunk, table.chunks)
+            for chunk in range(table.chunks)
+        )
+        parts.append(f"{op.value} {' '.join(samples)}")
+    parts.append("idle" if colour else "idle ...")
+    parts.append("(micro-batch 3" + (f", chunks 0 to {table.chunks - 1})" if table.chunks > 1 else ")"))
+    return "   ".join(parts)
+
+
+def _ticks(makespan: float, step_for: tuple[float, int]) -> list[float]:
+    """Round times from 0 to the makespan, so far apart that `step_for` = (span, most) gets at most so many."""
+    span, most = step_for
+    if not span:
+        return [0.0]
+    rough = span / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    return [step * i for i in range(int(makespan / step + 1e-9) + 1)]
+
+
+LEFT, RIGHT, TOP, ROW, GAP, DIGIT = 84, 92, 104, 32, 7, 7.2
+STYLE = """
+text{font-family:system-ui,'Segoe UI','Helvetica Neue',Arial,sans-serif;font-size:12px;fill:#2b3440}
+.title{font-size:19px;font-weight:600}.sub{font-size:13px;fill:#5b6673}
+.rank{text-anchor:end;font-weight:600}.peak{fill:#5b6673}.tick{text-anchor:middle;fill:#7a8490;font-size:11px}
+.n{text-anchor:middle;dominant-baseline:central;font-size:12px;pointer-events:none}
+.grid{stroke:#d9dee5;stroke-width:1}.band{fill:#eef1f5}.b rect{stroke:#fff;stroke-width:1}
+.b:hover rect{stroke:#111;stroke-width:1.5}
+"""
+
+
+def timeline_svg(simulation: Simulation) -> str:
+    """The timeline as one SVG document without outside references; hovering a block tells what it is."""
+    table, unit = simulation.table, _unit(simulation)
+    digits = len(str(table.micro_batches - 1))
+    wanted = simulation.makespan / unit * (DIGIT * digits + 9) if unit else 0.0
+    chart = min(max(wanted, 760.0), 9000.0)
+    width, height = LEFT + chart + RIGHT, TOP + table.pp * (ROW + GAP) + 42
+    body = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
+        f'viewBox="0 0 {width:g} {height:g}" role="img">',
+        f"<title>{escape(title(table))}</title>",
+        f"<style>{STYLE}{_svg_shades(table.chunks)}</style>",
+        f'<rect width="{width:g}" height="{height:g}" rx="10" fill="#fff"/>',
+        *_svg_heading(simulation),
+        *_svg_axis(simulation, chart),
+        *(part for rank in range(table.pp) for part in _svg_rank(simulation, rank, chart)),
+        "</svg>",
+    ]
+    return "\n".join(body) + "\n"
+
+
+def title(table: Table) -> str:
+    """What a table is, in a few words."""
+    chunks = f" x {table.chunks} chunks" if table.chunks > 1 else ""
+    return f"{table.kind}, {_many(table.pp, 'rank')}{chunks}, {_many(table.micro_batches, 'micro-batch')}"
+
+
+def _many(count: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{'' if count == 1 else plural}"
+
+
+def _svg_heading(simulation: Simulation) -> Iterator[str]:
+    """Title, figures, legend."""
+    table = simulation.table
+    yield f'<text class="title" x="20" y="34">{escape(title(table))}</text>'
+    yield (
+        f'<text class="sub" x="20" y="56">makespan {simulation.makespan:g} · '
+        f"bubble {100 * simulation.bubble:.2f} % · peak activations "
+        f"{max(simulation.peak_activations):g} micro-batches</text>"
+    )
+    x = 20.0
+    for op in (Op.FORWARD, Op.BACKWARD) if table.has_backward else (Op.FORWARD,):
+        yield f'<text x="{x:g}" y="84">{op.value}</text>'
+        x += 10 + DIGIT * len(op.value)
+        for chunk in range(table.chunks):
+            yield f'<rect class="{_shade(op, chunk)}" x="{x:g}" y="72" width="22" height="16" rx="3"/>'
+            if table.chunks > 1:
+                yield f'<text class="n {_shade(op, chunk)}t" x="{x + 11:g}" y="80">{chunk}</text>'
+            x += 25
+        x += 20
+    if table.chunks > 1:
+        yield f'<text class="sub" x="{x:g}" y="84">shade: chunk</text>'
+        x += 108
+    yield f'<rect class="band" x="{x:g}" y="72" width="22" height="16" rx="3"/>'
+    yield f'<text x="{x + 28:g}" y="84">idle</text>'
+    yield f'<text class="sub" x="{x + 72:g}" y="84">number: micro-batch</text>'
+
+
+def _svg_axis(simulation: Simulation, chart: float) -> Iterator[str]:
+    bottom = TOP + simulation.table.pp * (ROW + GAP)
+    for tick in _ticks(simulation.makespan, (simulation.makespan, max(2, int(chart // 70)))):
+        x = LEFT + (tick / simulation.makespan * chart if simulation.makespan else 0.0)
+        yield f'<line class="grid" x1="{x:.2f}" y1="{TOP - 4}" x2="{x:.2f}" y2="{bottom + 4}"/>'
+        yield f'<text class="tick" x="{x:.2f}" y="{bottom + 19}">{tick:g}</text>'
+    yield f'<text class="tick" x="{LEFT + chart / 2:.2f}" y="{bottom + 35}">time</text>'
+
+
+def _svg_rank(simulation: Simulation, rank: int, chart: float) -> Iterator[str]:
+    table, y = simulation.table, TOP + rank * (ROW + GAP)
+    middle = y + ROW / 2
+    scale = chart / simulation.makespan if simulation.makespan else 0.0
+    yield f'<rect class="band" x="{LEFT}" y="{y}" width="{chart:g}" height="{ROW}" rx="4"/>'
+    yield f'<text class="rank" x="{LEFT - 12}" y="{middle + 4:g}">rank {rank}</text>'
+    for timed in _computes(simulation, rank):
+        action = timed.action
+        x, width = LEFT + timed.start * scale, (timed.end - timed.start) * scale
+        number, shade = str(action.micro_batch), _shade(action.op, action.chunk)
+        what = f"{action.op.value} of micro-batch {number}, stage {table.stage(rank, action.chunk)}"
+        where = f"rank {rank}" + (f", chunk {action.chunk}" if table.chunks > 1 else "")
+        label = ""
+        if width >= DIGIT * len(number) + 3:
+            label = f'<text class="n {shade}t" x="{x + width / 2:.2f}" y="{middle:g}">{number}</text>'
+        yield (
+            f'<g class="b"><title>{what} ({where}): {timed.start:g} to {timed.end:g}</title>'
+            f'<rect class="{shade}" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW}" rx="3"/>'
+            f"{label}</g>"
+        )
+    peak = f"peak {simulation.peak_activations[rank]:.4g}"
+    yield f'<text class="peak" x="{LEFT + chart + 12:g}" y="{middle + 4:g}">{peak}</text>'
+
+
+def _shade(op: Op, chunk: int) -> str:
+    """The CSS class of a block; with a `t` after it, of the text on it."""
+    return f"{op.value[0]}{chunk}"
+
+
+def _svg_shades(chunks: int) -> str:
+    rules = []
+    for op, (light, dark) in FILLS.items():
+        for chunk in range(chunks):
+            part = chunk / (chunks - 1) if chunks > 1 else SINGLE
+            red, green, blue = (round(a + (b - a) * part) for a, b in zip(light, dark, strict=True))
+            ink = "#17202b" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#fff"
+            name = _shade(op, chunk)
+            rules.append(f".{name}{{fill:#{red:02x}{green:02x}{blue:02x}}}.{name}t{{fill:{ink}}}")
+    return "\n".join(rules)

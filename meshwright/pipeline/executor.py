@@ -1,0 +1,210 @@
+"""The one executor: runs a rank's list of any schedule table. Without a pipeline it is gradient accumulation.
+
+Between stages travels a named set of tensors. A chunk declares what it takes (`receives`: name -> shape and dtype);
+receives are posted when the table says and waited for by the compute that needs them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm.group import Group, Pending
+from meshwright.comm.ledger import Ledger
+from meshwright.nn.random import Streams
+from meshwright.pipeline.table import Action, Op, Table
+
+Named = dict[str, Tensor]
+Loss = tuple[Tensor, Tensor | int | float, Mapping[str, Any]]
+ForwardStep = Callable[[nn.Module, Named, Named], "Named | Loss"]
+
+# Sends under way at most. The tables run without deadlock even if every send waits for its receive, so waiting for
+# the oldest is always safe.
+SENDS_IN_FLIGHT = 8
+
+
+@dataclass
+class Totals:
+    """What the last stage found, summed over this rank's micro-batches; zero on the other stages."""
+
+    loss_sum: float | Tensor = 0.0
+    tokens: float | Tensor = 0.0
+    monitored: dict[str, float | Tensor] = field(default_factory=dict)
+    micro_batches: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: {"data": 0.0, "forward": 0.0, "backward": 0.0})
+
+    def add(self, loss: Loss) -> None:
+        loss_sum, tokens, monitored = loss
+        self.loss_sum = self.loss_sum + loss_sum.detach().double()
+        self.tokens = self.tokens + tokens
+        self.micro_batches += 1
+        for name, value in monitored.items():
+            value = value.detach().double() if isinstance(value, Tensor) else float(value)
+            self.monitored[name] = self.monitored.get(name, 0.0) + value
+
+
+class Executor:
+    """Runs tables on this rank's chunks. `modules` are in the order of the local chunk number."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], pp: Group, forward_step: ForwardStep, ledger: Ledger, streams: Streams
+    ) -> None:
+        self.modules, self.pp, self.forward_step = list(modules), pp, forward_step
+        self.ledger, self.streams = ledger, streams
+        self.rank = max(0, pp.index)
+
+    def run(self, table: Table, batches: Callable[[int], Named], step: int, loss_weight: float = 1.0) -> Totals:
+        """One global batch. `batches(m)` loads micro-batch m; each loss sum is weighted before backward."""
+        run = _Run(self, table, batches, step, loss_weight)
+        for action in table.ranks[self.rank]:
+            run.act(action)
+        run.drain()
+        return run.totals
+
+
+class _Run:
+    """The state of one pass through a table. Keys are (micro-batch, local chunk)."""
+
+    def __init__(
+        self, executor: Executor, table: Table, batches: Callable[[int], Named], step: int, loss_weight: float
+    ) -> None:
+        self.executor, self.table, self.batches = executor, table, batches
+        self.step, self.loss_weight = step, loss_weight
+        self.training = table.has_backward
+        self.totals = Totals()
+        self.loaded: dict[int, tuple[Named, int]] = {}
+        self.arriving: dict[tuple[Op, int, int], tuple[Named, list[Pending]]] = {}
+        self.inputs: dict[tuple[int, int], Named] = {}
+        self.outputs: dict[tuple[int, int], Named | Tensor] = {}
+        self.grads: dict[tuple[int, int], Named] = {}
+        self.sends: deque[tuple[Pending, Tensor]] = deque()
+        self.do = {
+            Op.FORWARD: self.forward,
+            Op.BACKWARD: self.backward,
+            Op.SEND_FORWARD: self.send,
+            Op.SEND_BACKWARD: self.send,
+            Op.RECV_FORWARD: self.receive_forward,
+            Op.RECV_BACKWARD: self.receive_backward,
+        }
+
+    def act(self, action: Action) -> None:
+        backward = action.op in (Op.BACKWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD)
+        name = "backward" if backward else "forward"
+        data_before, begin = self.totals.seconds["data"], time.perf_counter()
+        ledger = self.executor.ledger
+        phase = ledger.current_phase if ledger.current_phase == "validation" else name
+        with ledger.phase(phase), ledger.layer(None):
+            self.do[action.op](action)
+        spent = time.perf_counter() - begin - (self.totals.seconds["data"] - data_before)
+        self.totals.seconds[name] += spent
+
+    def drain(self) -> None:
+        while self.sends:
+            self.sends.popleft()[0].wait()
+        assert not (self.arriving or self.inputs or self.outputs or self.grads), "a table left work undone"
+
+    def load(self, micro_batch: int) -> Named:
+        """The micro-batch, loaded once for all of this rank's chunks."""
+        if micro_batch not in self.loaded:
+            begin = time.perf_counter()
+            ledger = self.executor.ledger
+            phase = ledger.current_phase if ledger.current_phase == "validation" else "data"
+            with ledger.phase(phase), ledger.layer(None):
+                self.loaded[micro_batch] = (self.batches(micro_batch), len(self.executor.modules))
+            self.totals.seconds["data"] += time.perf_counter() - begin
+        batch, uses = self.loaded.pop(micro_batch)
+        if uses > 1:
+            self.loaded[micro_batch] = (batch, uses - 1)
+        return batch
+
+    def forward(self, action: Action) -> None:
+        e, key = self.executor, (action.micro_batch, action.chunk)
+        received = self._received(Op.RECV_FORWARD, key)
+        if self.training:
+            for x in received.values():
+                x.requires_grad_(x.is_floating_point())
+            self.inputs[key] = received
+        batch = self.load(action.micro_batch)
+        e.streams.begin(self.step, action.micro_batch, action.chunk)
+        with torch.set_grad_enabled(self.training):
+            result = e.forward_step(e.modules[action.chunk], batch, received)
+        if isinstance(result, tuple):
+            self.totals.add(result)
+            if self.training:
+                self.outputs[key] = result[0]
+            return
+        self.outputs[key] = result
+        self._hand_over(Op.FORWARD, action, {name: x.detach() for name, x in result.items()})
+
+    def backward(self, action: Action) -> None:
+        key = (action.micro_batch, action.chunk)
+        received = self._received(Op.RECV_BACKWARD, key)
+        output = self.outputs.pop(key)
+        if isinstance(output, Tensor):
+            torch.autograd.backward(output, torch.full_like(output, self.loss_weight))
+        else:
+            torch.autograd.backward([output[name] for name in received], list(received.values()))
+        inputs = self.inputs.pop(key)
+        if inputs:
+            grads = {name: _gradient(x) for name, x in inputs.items() if x.is_floating_point()}
+            self.grads[key] = grads
+            self._hand_over(Op.BACKWARD, action, grads)
+
+    def _hand_over(self, op: Op, action: Action, tensors: Named) -> None:
+        """To a neighbouring stage on this same rank, if it is one."""
+        to = self.table.consumer(op, self.executor.rank, action.chunk)
+        if to is None or to[0] != self.executor.rank:
+            return
+        arrival = Op.RECV_FORWARD if op is Op.FORWARD else Op.RECV_BACKWARD
+        self.arriving[arrival, action.micro_batch, to[1]] = (tensors, [])
+        self._forget(op, (action.micro_batch, action.chunk))
+
+    def _forget(self, op: Op, key: tuple[int, int]) -> None:
+        """What was handed on is no longer held: gradients at all, outputs where no backward comes."""
+        if op is Op.BACKWARD:
+            del self.grads[key]
+        elif not self.training:
+            del self.outputs[key]
+
+    def _received(self, op: Op, key: tuple[int, int]) -> Named:
+        tensors, pendings = self.arriving.pop((op, *key), ({}, []))
+        for pending in pendings:
+            pending.wait()
+        return tensors
+
+    def send(self, action: Action) -> None:
+        key = (action.micro_batch, action.chunk)
+        forward = action.op is Op.SEND_FORWARD
+        tensors = self.outputs[key] if forward else self.grads[key]
+        assert isinstance(tensors, dict) and action.peer is not None
+        for _, x in sorted(tensors.items()):
+            x = x.detach().contiguous()
+            self.sends.append((self.executor.pp.send(x, action.peer), x))
+        self._forget(Op.FORWARD if forward else Op.BACKWARD, key)
+        while len(self.sends) > SENDS_IN_FLIGHT:
+            self.sends.popleft()[0].wait()
+
+    def receive_forward(self, action: Action) -> None:
+        receives = self.executor.modules[action.chunk].receives
+        device = next(self.executor.modules[action.chunk].parameters()).device
+        self._receive(action, {name: torch.empty(s, dtype=d, device=device) for name, (s, d) in receives.items()})
+
+    def receive_backward(self, action: Action) -> None:
+        output = self.outputs[action.micro_batch, action.chunk]
+        assert isinstance(output, dict)
+        self._receive(action, {n: torch.empty_like(x) for n, x in output.items() if x.is_floating_point()})
+
+    def _receive(self, action: Action, buffers: Named) -> None:
+        assert action.peer is not None
+        pendings = [self.executor.pp.receive(x, action.peer) for _, x in sorted(buffers.items())]
+        self.arriving[action.op, action.micro_batch, action.chunk] = (buffers, pendings)
+
+
+def _gradient(x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad

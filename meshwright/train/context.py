@@ -1,0 +1,68 @@
+"""What a run passes around instead of globals: the config and this rank's place in the mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.comm.ledger import Ledger
+from meshwright.comm.mesh import Mesh
+from meshwright.config.sections import Config
+from meshwright.device import DTYPES, Device
+from meshwright.layout import Layout
+from meshwright.models.description import Stage, kv_parts, stages
+from meshwright.nn.parallel import Parallel
+from meshwright.nn.random import Streams
+
+
+@dataclass(frozen=True)
+class Context:
+    """Handed to every provider and to `forward_step`."""
+
+    config: Config
+    layout: Layout
+    mesh: Mesh
+    device: Device
+    parallel: Parallel
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.mesh.ledger
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parallel.dtype
+
+    @property
+    def pp_rank(self) -> int:
+        return self.mesh.coordinate["pp"]
+
+    def stages(self) -> list[Stage]:
+        """All chunks of the pipeline, in the order of the layers."""
+        c = self.config
+        return stages(c.model.layers, c.layout.pp * c.layout.chunks, c.pipeline.split)
+
+
+def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
+    c = config.layout
+    return Layout(
+        world=world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order,
+        node_size=c.node_size or node_size or None, parts=kv_parts(config.model, c.tp),
+    )  # fmt: skip
+
+
+def build_context(
+    config: Config, rank: int, world: int, device: Device, node_size: int = 0, process_groups: dict[str, Any] | None = None
+) -> Context:
+    layout = layout_of(config, world, node_size)
+    mesh = Mesh(layout, rank, made_elsewhere=process_groups)
+    streams = Streams(config.train.seed, max(0, mesh.data.index), max(0, mesh.tp.index), device.torch)
+    streams.active = config.model.dropout > 0
+    parallel = Parallel(mesh.tp, config.layout.sequence_parallel, DTYPES[config.train.precision], device.torch, streams)
+    return Context(config, layout, mesh, device, parallel)

@@ -1,0 +1,80 @@
+"""How a process learns which rank it is: from torchrun, from srun, or by being alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from meshwright.device import Device
+from meshwright.errors import UserError
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among all: its rank, the world, and how many share its machine."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+
+
+def find_place(env: Mapping[str, str] = os.environ) -> Place:
+    """The rank that the launcher gave this process."""
+    if "RANK" in env and "WORLD_SIZE" in env:
+        world = int(env["WORLD_SIZE"])
+        local_rank = int(env.get("LOCAL_RANK", env["RANK"]))
+        return Place(int(env["RANK"]), world, local_rank, int(env.get("LOCAL_WORLD_SIZE", world)))
+    if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+        world = int(env["SLURM_NTASKS"])
+        nodes = int(env.get("SLURM_NNODES", "1"))
+        return Place(int(env["SLURM_PROCID"]), world, int(env.get("SLURM_LOCALID", "0")), max(1, world // nodes))
+    return Place()
+
+
+def is_rank(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher started this process as one rank of several."""
+    return find_place(env).world > 1
+
+
+def rendezvous(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Where rank 0 listens. Under srun: the first node of the step and a port that follows from the job's number."""
+    if "MASTER_ADDR" in env:
+        return env["MASTER_ADDR"], int(env.get("MASTER_PORT", "29500"))
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    return first_host(nodes), 20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a Slurm node list: `gpu[07-09,12],x1` is gpu07."""
+    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?", nodes)
+    if not match:
+        raise UserError(f"can't read the node list '{nodes}': set MASTER_ADDR and MASTER_PORT")
+    head, inside = match.groups()
+    return head + re.split(r"[-,]", inside)[0] if inside else head
+
+
+def join(place: Place, device: Device, backend: str, timeout: float) -> None:
+    """Joins the world, unless this process is alone or somebody did it already."""
+    if place.world == 1 or dist.is_initialized():
+        return
+    host, port = rendezvous()
+    os.environ.update({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
+    # The watchdog reports a hang after `timeout`; torch's own limit stands behind it.
+    limit = timedelta(seconds=2 * timeout + 30)
+    try:
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=limit)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            raise UserError(f"port {port} on {host} is taken: choose another with --master_port or MASTER_PORT") from None
+        raise UserError(f"rank {place.rank} can't reach {host}:{port}: {str(error).splitlines()[0]}") from None
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
