@@ -17,7 +17,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 lint: setup
 	$(BIN)/ruff check .
-	$(BIN)/mypy meshwright/layout meshwright/config meshwright/plan meshwright/pipeline/tables
+	$(BIN)/mypy meshwright/layout meshwright/config meshwright/plan meshwright/pipeline/{table,schedules,verify,simulate,draw}.py
 
 test: setup
 	$(BIN)/python -m pytest -m 'not wide'

@@ -2,4 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 __version__ = "0.1.0"
+__all__ = ["Config", "Layout", "UserError", "load_config", "pretrain"]
+
+# Imported on first use: layout, config and the schedule tables must not pay for torch.
+_HOMES = {
+    "Config": "meshwright.config.sections",
+    "Layout": "meshwright.layout",
+    "UserError": "meshwright.errors",
+    "load_config": "meshwright.config.load",
+    "pretrain": "meshwright.train.pretrain",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'meshwright' has no attribute '{name}'")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -124,6 +124,7 @@ def _value(hint: Any, key: str, value: Any) -> Any:
             return None
         return _value(next(a for a in args if a is not type(None)), key, value)
     if origin is typing.Literal:
+        value = str(value).lower() if isinstance(value, bool) else value
         if str(value) in args:
             return str(value)
         raise UserError(f"{key}={value} is not one of {', '.join(args)}{nearest(str(value), args)}")

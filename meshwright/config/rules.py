@@ -107,6 +107,14 @@ def batch_divides(c: Config, world: int) -> str | None:
     return None
 
 
+def eval_divides(c: Config, world: int) -> str | None:
+    unit = world // (c.layout.tp * c.layout.pp * c.layout.cp) * c.train.micro_batch
+    if c.run.eval_samples % unit:
+        up = -(-c.run.eval_samples // unit) * unit
+        return f"run.eval_samples={c.run.eval_samples} is not a multiple of dp x micro_batch = {unit}: try {up}"
+    return None
+
+
 def lr_fits_steps(c: Config, world: int) -> str | None:
     if c.lr.warmup > c.train.steps:
         return f"lr.warmup={c.lr.warmup} is longer than train.steps={c.train.steps}: lower it"
@@ -131,6 +139,7 @@ RULES: list[Rule] = [
     layers_fill_stages,
     chunks_need_interleaving,
     batch_divides,
+    eval_divides,
     lr_fits_steps,
     position_table_covers,
 ]

@@ -117,6 +117,7 @@ class TrainConfig:
     seed: int = 1234
     precision: Precision = "fp32"
     clip: float = 1.0  # 0: no clipping
+    compile: Literal["auto", "true", "false"] = "auto"  # torch.compile of the blocks; auto: on accelerators
     ramp: tuple[int, ...] = ()  # (first global batch, increment, samples over which it grows)
 
     def __post_init__(self) -> None:
@@ -220,7 +221,6 @@ class RunConfig:
     eval_samples: int = 0  # 0: four global batches
     tensorboard: bool = True
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-    compile_blocks: bool = False
 
     def __post_init__(self) -> None:
         _positive("run", log_every=self.log_every)

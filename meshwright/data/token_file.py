@@ -130,7 +130,9 @@ class TokenFile:
                 f"{self.idx_path} is missing, so {self.bin_path} is not complete: prepare the data again"
             )
         if has_idx:
-            raise UserError(f"{self.bin_path} is missing beside {self.idx_path}: copy it there or prepare the data again")
+            raise UserError(
+                f"{self.bin_path} is missing beside {self.idx_path}: copy it there or prepare the data again"
+            )
         bare, suffix = os.path.splitext(self.prefix)
         if suffix in (".bin", ".idx") and os.path.isfile(self.prefix):
             raise UserError(f"{self.prefix} is one file of a pair: name the pair by its prefix, {bare}")
@@ -140,7 +142,7 @@ class TokenFile:
         )
 
     def _read_header(self) -> tuple[int, int]:
-        """Sets `dtype`; returns the number of sequences and of document boundaries, for which the file is long enough."""
+        """Sets `dtype`; returns the numbers of sequences and of document boundaries, which the file can hold."""
         path = self.idx_path
         try:
             with open(path, "rb") as file:
@@ -157,7 +159,9 @@ class TokenFile:
             raise UserError(f"{path} ends within its header: prepare the data again")
         _, version, code, sequences, boundaries = HEADER.unpack(head)
         if version != VERSION:
-            raise UserError(f"{path} has version {version}, this release reads version {VERSION}: prepare the data again")
+            raise UserError(
+                f"{path} has version {version}, this release reads version {VERSION}: prepare the data again"
+            )
         if code in FLOAT_CODES:
             raise UserError(f"{path} says its .bin holds floats, not token ids: prepare the data again")
         if code not in DTYPES:
@@ -165,7 +169,9 @@ class TokenFile:
         self.dtype = DTYPES[code]
         needed = HEADER.size + 12 * sequences + 8 * boundaries
         if length < needed:
-            raise UserError(f"{path} is truncated ({length} bytes of {needed}): copy it again or prepare the data again")
+            raise UserError(
+                f"{path} is truncated ({length} bytes of {needed}): copy it again or prepare the data again"
+            )
         return sequences, boundaries
 
     def _check_index(self) -> None:
@@ -173,9 +179,12 @@ class TokenFile:
         documents = self.document_indices
         consistent = len(documents) > 0 and documents[0] == 0 and documents[-1] == len(self)
         if len(self):
-            consistent = consistent and self.pointers[0] == 0 and self.pointers[-1] >= 0 and self.sizes[-1] >= 0
+            first, last = self.pointers[0], self.pointers[-1]
+            consistent = consistent and first == 0 and last >= 0 and self.sizes[-1] >= 0
         if not consistent:
-            raise UserError(f"{self.idx_path} is damaged (its documents and sequences disagree): prepare the data again")
+            raise UserError(
+                f"{self.idx_path} is damaged (its documents and sequences disagree): prepare the data again"
+            )
         length, needed = os.path.getsize(self.bin_path), self.token_count * self.dtype.itemsize
         if length < needed:
             raise UserError(

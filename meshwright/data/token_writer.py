@@ -6,6 +6,7 @@ beside it take their names, and PREFIX.idx takes its own last. No index, no toke
 
 from __future__ import annotations
 
+import contextlib
 import os
 from array import array
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,7 @@ class TokenFileWriter:
             if folder:
                 os.makedirs(folder, exist_ok=True)
             self._remove_partials()
-            self._bin = open(self.prefix + ".bin" + PARTIAL, "wb", buffering=1 << 20)
+            self._bin = open(self.prefix + ".bin" + PARTIAL, "wb", buffering=1 << 20)  # noqa: SIM115
         except OSError as error:
             raise self._failed(error) from None
 
@@ -122,10 +123,8 @@ class TokenFileWriter:
 
     def abort(self) -> None:
         """Remove the partial files; nothing that has its final name is touched."""
-        try:
+        with contextlib.suppress(OSError):  # a full disk refuses the last buffer too
             self._bin.close()
-        except OSError:
-            pass  # a full disk refuses the last buffer too
         self._remove_partials()
 
     def _remove_partials(self) -> None:
@@ -152,12 +151,14 @@ class TokenFileWriter:
         low, high = int(values.min()), int(values.max())
         if low < self._limits.min or high > self._limits.max:
             wrong = low if low < self._limits.min else high
-            raise UserError(f"token id {wrong} does not fit {self.dtype.name}: write {self.prefix} with a larger dtype")
+            raise UserError(
+                f"token id {wrong} does not fit {self.dtype.name}: write {self.prefix} with a larger dtype"
+            )
         return values.astype(self.dtype)
 
     def _write(self, values: NDArray[Any]) -> None:
         try:
-            self._bin.write(memoryview(np.ascontiguousarray(values)).cast("B") if values.size else b"")
+            self._bin.write(np.ascontiguousarray(values).data)
         except OSError as error:
             raise self._failed(error) from None
         self._tokens += int(values.size)
@@ -171,16 +172,17 @@ class TokenFileWriter:
                 "split it into several documents"
             ) from None
 
-    def _index(self) -> list[bytes | memoryview]:
+    def _index(self) -> list[Any]:
+        """The index in parts that can be written, in order."""
         sizes = np.frombuffer(self._sizes, dtype=np.intc).astype("<i4") if self._sizes else np.empty(0, "<i4")
         pointers = np.zeros(len(sizes), "<i8")
         np.cumsum(sizes[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self.dtype.itemsize
         documents = np.frombuffer(self._documents, dtype=np.int64).astype("<i8")
         head = HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(sizes), len(documents))
-        return [head, *(memoryview(part).cast("B") for part in (sizes, pointers, documents) if part.size)]
+        return [head, sizes.data, pointers.data, documents.data]
 
-    def _write_partial(self, suffix: str, parts: Sequence[bytes | memoryview]) -> None:
+    def _write_partial(self, suffix: str, parts: Sequence[Any]) -> None:
         with open(self.prefix + suffix + PARTIAL, "wb") as file:
             for part in parts:
                 file.write(part)
@@ -198,12 +200,9 @@ class TokenFileWriter:
             handle = os.open(os.path.dirname(self.prefix) or ".", os.O_RDONLY)
         except OSError:
             return
-        try:
+        with contextlib.suppress(OSError):
             os.fsync(handle)
-        except OSError:
-            pass
-        finally:
-            os.close(handle)
+        os.close(handle)
 
     def _failed(self, error: OSError) -> UserError:
         return UserError(
@@ -212,7 +211,5 @@ class TokenFileWriter:
 
 
 def _unlink(path: str) -> None:
-    try:
+    with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-    except FileNotFoundError:
-        pass

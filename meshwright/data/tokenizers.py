@@ -67,7 +67,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eod = 256
-    cut = re.compile(rb"\n")
+    cut: re.Pattern[bytes] | None = re.compile(rb"\n")
 
     def __init__(self, eod: str | None = None) -> None:
         if eod is not None:
@@ -97,7 +97,7 @@ class JsonTokenizer:
         try:
             self._library = Library.from_str(content)
         except Exception as error:  # the library raises plain Exception
-            raise UserError(f"{spec} is not a tokenizer.json that can be read ({error}): check the file") from None
+            raise UserError(f"{spec} is not a readable tokenizer.json ({error}): check the file") from None
         self._library.no_truncation()
         self._library.no_padding()
         vocabulary = self._library.get_vocab(with_added_tokens=True)
@@ -129,7 +129,7 @@ class JsonTokenizer:
 class SentencePieceTokenizer:
     """A SentencePiece .model."""
 
-    cut = None
+    cut: re.Pattern[bytes] | None = None
 
     def __init__(self, content: bytes, eod: str | None, spec: str) -> None:
         try:
@@ -161,7 +161,7 @@ class SentencePieceTokenizer:
 
 
 def load_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
-    """The tokenizer a spec names: `bytes`, a path to a tokenizer.json (or its folder), or to a SentencePiece .model."""
+    """The tokenizer a spec names: `bytes`, a tokenizer.json (or its folder), or a SentencePiece .model."""
     if spec == "bytes":
         return ByteTokenizer(eod)
     path = os.path.join(spec, "tokenizer.json") if os.path.isdir(spec) else spec
@@ -181,12 +181,14 @@ def trained_size(spec: str) -> int | None:
     except ValueError:
         raise UserError(f"'{spec}' does not name a vocabulary size: write for example train:8192") from None
     if size < SMALLEST_TRAINED:
-        raise UserError(f"'{spec}' is too small: 256 bytes and an end token need train:{SMALLEST_TRAINED} at least")
+        raise UserError(
+            f"'{spec}' is too small: 256 bytes and an end token need train:{SMALLEST_TRAINED} at least"
+        )
     return size
 
 
 def train_tokenizer(texts: Iterable[str], size: int, spec: str, eod: str | None = None) -> JsonTokenizer:
-    """A byte-level BPE of at most `size` entries, the end token included; the same texts give the same tokenizer."""
+    """A byte-level BPE of at most `size` entries, the end token included; the same texts give the same one."""
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -223,5 +225,6 @@ def _end_token(vocabulary: dict[str, int], eod: str | None, spec: str) -> int:
         if token in vocabulary:
             return vocabulary[token]
     raise UserError(
-        f"{spec} has none of the usual end-of-document tokens ({', '.join(END_TOKENS)}): name its own with --eod TOKEN"
+        f"{spec} has none of the usual end-of-document tokens ({', '.join(END_TOKENS)}): "
+        "name its own with --eod TOKEN"
     )

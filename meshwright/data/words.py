@@ -43,7 +43,7 @@ CUT_BYTES = re.compile(rb"[!-~](?= )")
 
 MAX_WORDS = 300_000
 MAX_CACHED = 64  # characters; longer words are rarely seen twice
-MOST_EXTRA_BYTES = 0.1  # of UTF-8 over characters, for text that counts as ASCII with exceptions
+MOST_EXTRA_BYTES = 0.1  # of UTF-8 per character, for text that counts as ASCII with exceptions
 
 
 def ascii_words(tokenizer: Tokenizer) -> str | None:

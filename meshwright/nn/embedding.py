@@ -18,14 +18,16 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rows: Tensor, inside: Tensor | None, sink: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows, inside, sink)
+        ctx.save_for_backward(rows, inside)
+        ctx.sink = sink
         ctx.size = weight.shape[0]
         out = weight[rows]
         return out if inside is None else out.masked_fill_(~inside[:, None], 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        rows, inside, sink = ctx.saved_tensors
+        rows, inside = ctx.saved_tensors
+        sink = ctx.sink
         if inside is not None:
             grad = grad.masked_fill(~inside[:, None], 0.0)
         if sink is None:

@@ -31,7 +31,8 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Tensor | None, mode: str, group: str, size: int
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, sink)
+        ctx.save_for_backward(x, weight)
+        ctx.sink = sink  # not saved: it changes under way, as it should
         ctx.mode, ctx.group, ctx.size, ctx.has_bias = mode, group, size, bias is not None
         full = all_gather(x, group, size) if mode == "gather" else x
         y = F.linear(full, weight, bias)
@@ -43,7 +44,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, sink = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
+        sink = ctx.sink
         mode, group, size = ctx.mode, ctx.group, ctx.size
         if mode == "scatter":
             grad = all_gather(grad, group, size)

@@ -63,3 +63,14 @@ def initialise(module: nn.Module, seed: int) -> None:
             drawn = torch.randn(TILE, TILE, generator=generator)
             local[tile.local_rows, tile.local_columns] = drawn[tile.rows, tile.columns]
         parameter.copy_(local.mul_(record.init.std))
+
+
+def share_tied(modules: list[nn.Module]) -> None:
+    """Where one rank holds both ends of a tie in different chunks, both use one parameter."""
+    kept: dict[str, nn.Parameter] = {}
+    for module in modules:
+        for layer in module.modules():
+            for name, parameter in list(layer.named_parameters(recurse=False)):
+                record = record_of(parameter)
+                if record is not None and record.tied:
+                    setattr(layer, name, kept.setdefault(record.tied, parameter))

@@ -160,7 +160,7 @@ def timeline_svg(simulation: Simulation) -> str:
     table, unit = simulation.table, _unit(simulation)
     digits = len(str(table.micro_batches - 1))
     wanted = simulation.makespan / unit * (DIGIT * digits + 9) if unit else 0.0
-    chart = min(max(wanted, 760.0), 9000.0)
+    chart = min(max(wanted, 760.0), 3600.0)
     width, height = LEFT + chart + RIGHT, TOP + table.pp * (ROW + GAP) + 42
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '

@@ -94,15 +94,21 @@ class Table:
 
     def consumer(self, op: Op, rank: int, chunk: int) -> Place | None:
         """The (rank, chunk) that takes what this compute produces, None at the pipeline's end."""
-        return self._beside(rank, chunk, STEP[op])
+        return self._beside[STEP[op], rank, chunk]
 
     def producer(self, op: Op, rank: int, chunk: int) -> Place | None:
         """The (rank, chunk) whose result this compute takes in, None at the pipeline's end."""
-        return self._beside(rank, chunk, -STEP[op])
+        return self._beside[-STEP[op], rank, chunk]
 
-    def _beside(self, rank: int, chunk: int, step: int) -> Place | None:
-        stage = self._stage_of[rank, chunk] + step
-        return self.placement[stage] if 0 <= stage < len(self.placement) else None
+    @cached_property
+    def _beside(self) -> dict[tuple[int, int, int], Place | None]:
+        """Who holds the next stage (1) and the one before (-1), by (step, rank, chunk)."""
+        padded = (None, *self.placement, None)
+        return {
+            (step, rank, chunk): padded[1 + stage + step]
+            for stage, (rank, chunk) in enumerate(self.placement)
+            for step in (1, -1)
+        }
 
 
 def looped(pp: int, chunks: int) -> tuple[Place, ...]:

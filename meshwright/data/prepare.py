@@ -1,0 +1,297 @@
+"""Turning text into a token file, on several processes, in the order of the input.
+
+The main process plans tasks of about a megabyte and writes what comes back; workers read, parse and encode. Results
+are taken in the order of the tasks, with a few in flight per worker, so the file does not depend on their number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.data.documents import Source, Task, find_sources, plan_tasks, read_pieces
+from meshwright.data.progress import Progress
+from meshwright.data.token_file import METADATA_FORMAT, token_dtype
+from meshwright.data.token_writer import BESIDE, TokenFileWriter
+from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer, train_tokenizer, trained_size
+from meshwright.errors import UserError
+
+IN_FLIGHT = 4  # tasks per worker
+QUICK_BYTES, SLOW_BYTES = 16 << 20, 2 << 20  # less input than this is not worth another process
+TRAINING_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A task's result: the ids of its pieces back to back, as the token file stores them, and their lengths."""
+
+    tokens: bytes
+    lengths: list[int]
+    last_open: bool
+    empty: int
+    replaced: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was written; `replaced` counts documents with bytes that are not UTF-8, `empty` those left out."""
+
+    prefix: str
+    files: list[str]
+    tokenizer: str
+    vocab_size: int
+    eod: int
+    dtype: str
+    documents: int
+    tokens: int
+    empty: int
+    replaced: int
+    input_files: int
+    input_bytes: int
+    workers: int
+    seconds: float
+    mb_per_s: float
+
+
+def encode_task(tokenizer: Tokenizer, task: Task, field: str) -> Encoded:
+    """Read and encode a task. A document without text is left out; a part of a long document is kept, though empty."""
+    pieces, replaced, empty = [], 0, 0
+    for span in task:
+        for piece in read_pieces(span, field):
+            replaced += piece.replaced
+            if piece.text or not piece.last or span.start:
+                pieces.append(piece)
+            else:
+                empty += 1
+    dtype = token_dtype(tokenizer.vocab_size)
+    end = np.array([tokenizer.eod], dtype=dtype).tobytes()
+    parts: list[bytes] = []
+    lengths = []
+    for piece, ids in zip(pieces, tokenizer.encode_batch([piece.text for piece in pieces]), strict=True):
+        parts.append(ids.tobytes())
+        if piece.last:
+            parts.append(end)
+        lengths.append(len(ids) + piece.last)
+    last_open = bool(pieces) and not pieces[-1].last
+    size = sum(span.end - span.start for span in task)
+    return Encoded(b"".join(parts), lengths, last_open, empty, replaced, size)
+
+
+_worker: tuple[Tokenizer, str]
+
+
+def _start_worker(recipe: Recipe, field: str) -> None:
+    """Make the tokenizer once; leave interrupts to the main process; and end when it does, however it ends."""
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+    _worker = recipe.make(), field
+
+
+def _run_task(task: Task) -> Encoded:
+    tokenizer, field = _worker
+    return encode_task(tokenizer, task, field)
+
+
+def encode_tasks(
+    tokenizer: Tokenizer, tasks: Iterator[Task], field: str, workers: int
+) -> Generator[Encoded, None, None]:
+    """The results of the tasks, in their order."""
+    if workers == 1:
+        for task in tasks:
+            yield encode_task(tokenizer, task, field)
+        return
+    pool = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("forkserver"), _start_worker, (tokenizer.recipe, field)
+    )
+    waiting: deque[Future[Encoded]] = deque()
+    try:
+        for task in tasks:
+            waiting.append(pool.submit(_run_task, task))
+            if len(waiting) >= IN_FLIGHT * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise UserError(
+            "a worker process ended early (the machine may be out of memory): try fewer with --workers"
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def prepare(
+    inputs: Sequence[str],
+    out: str,
+    *,
+    tokenizer: str = "bytes",
+    workers: int | None = None,
+    eod: str | None = None,
+    field: str = "text",
+    force: bool = False,
+) -> Summary:
+    """Write OUT.bin, OUT.idx and OUT.json (and OUT.tokenizer.json with `train:SIZE`) from the inputs.
+
+    With more than one worker a script must guard its entry with `if __name__ == "__main__"`, as for any module that
+    starts processes.
+    """
+    if workers is not None and workers < 1:
+        raise UserError(f"--workers {workers} does not work: give 1 or more")
+    _check_out(out, force)
+    size = trained_size(tokenizer)
+    made = None if size is not None else load_tokenizer(tokenizer, eod)
+    sources = find_sources(inputs)
+    begin = time.perf_counter()
+    beside: dict[str, bytes] = {}
+    if made is None:
+        assert size is not None
+        made = _train(sources, size, field, f"{os.path.basename(out)}.tokenizer.json", eod)
+        assert isinstance(made.recipe.content, str)
+        beside[".tokenizer.json"] = made.recipe.content.encode()
+    total = sum(source.size for source in sources)
+    workers = workers or _default_workers(total, made)
+    dtype = token_dtype(made.vocab_size)
+    with _sequential_library(), TokenFileWriter(out, dtype) as writer:
+        empty, replaced = _encode(writer, sources, made, field, workers)
+        beside[".json"] = _metadata(made, writer, trained=".tokenizer.json" in beside)
+        writer.finish(beside)
+    seconds = time.perf_counter() - begin
+    return Summary(
+        prefix=out,
+        files=[out + suffix for suffix in (".bin", ".idx", *beside)],
+        tokenizer=made.recipe.spec,
+        vocab_size=made.vocab_size,
+        eod=made.eod,
+        dtype=dtype.name,
+        documents=writer.document_count,
+        tokens=writer.token_count,
+        empty=empty,
+        replaced=replaced,
+        input_files=len(sources),
+        input_bytes=total,
+        workers=workers,
+        seconds=seconds,
+        mb_per_s=total / 1e6 / seconds,
+    )
+
+
+def _encode(
+    writer: TokenFileWriter, sources: list[Source], tokenizer: Tokenizer, field: str, workers: int
+) -> tuple[int, int]:
+    """Encode everything into the writer; returns the numbers of empty documents and of those with bad bytes."""
+    progress = Progress("encoding", sum(source.size for source in sources))
+    tasks = plan_tasks(sources, tokenizer.cut)
+    empty = replaced = 0
+    try:
+        with contextlib.closing(encode_tasks(tokenizer, tasks, field, workers)) as results:
+            for result in results:
+                tokens = np.frombuffer(result.tokens, dtype=writer.dtype)
+                writer.add_pieces(tokens, result.lengths, result.last_open)
+                empty += result.empty
+                replaced += result.replaced
+                progress.advance(result.size)
+    finally:
+        progress.close()
+    if not writer.document_count:
+        raise UserError("the input holds no text, every document is empty: check the files and --field")
+    return empty, replaced
+
+
+def _metadata(tokenizer: Tokenizer, writer: TokenFileWriter, trained: bool) -> bytes:
+    """PREFIX.json: what a model and a sampler need to know of the tokens; a trained tokenizer lies beside."""
+    spec = tokenizer.recipe.spec
+    found = {
+        "format": METADATA_FORMAT,
+        "version": 1,
+        "tokenizer": spec,
+        "tokenizer_file": spec if trained else None,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+        "dtype": writer.dtype.name,
+        "documents": writer.document_count,
+        "tokens": writer.token_count,
+    }
+    return json.dumps(found, indent=1).encode() + b"\n"
+
+
+def _train(sources: list[Source], size: int, field: str, spec: str, eod: str | None) -> Tokenizer:
+    """A tokenizer from the input; of more than TRAINING_BYTES, tasks spread evenly over it are used."""
+    from meshwright.data.words import CUT_BYTES
+
+    total = sum(source.size for source in sources)
+    step = -(-total // TRAINING_BYTES) or 1
+    progress = Progress("training the tokenizer", total)
+
+    def texts() -> Iterator[str]:
+        for number, task in enumerate(plan_tasks(sources, CUT_BYTES)):
+            if number % step == 0:
+                for span in task:
+                    for piece in read_pieces(span, field):
+                        yield piece.text
+            progress.advance(sum(span.end - span.start for span in task))
+
+    try:
+        return train_tokenizer(texts(), size, spec, eod)
+    finally:
+        progress.close()
+
+
+def _check_out(out: str, force: bool) -> None:
+    """Refuse to write over anything but on request, and names that cannot be meant."""
+    if not os.path.basename(out):
+        raise UserError(f"--out '{out}' is a folder: give a prefix in it, for example {os.path.join(out, 'train')}")
+    bare, suffix = os.path.splitext(out)
+    if suffix in (".bin", ".idx"):
+        raise UserError(f"--out is a prefix, without .bin or .idx: give {bare}")
+    if force:
+        return
+    if os.path.exists(out + ".idx"):
+        raise UserError(f"{out}.idx exists: add --force to write it again, or choose another --out")
+    for suffix in (".bin", *BESIDE):
+        if os.path.exists(out + suffix):
+            raise UserError(
+                f"{out}{suffix} exists without an index (from a run that did not finish, or another program): "
+                "add --force to write over it, or choose another --out"
+            )
+
+
+def _default_workers(total: int, tokenizer: Tokenizer) -> int:
+    """One process per core, but no more than have something to do (a tokenizer that can cut text is quick)."""
+    enough = SLOW_BYTES if tokenizer.cut is None else QUICK_BYTES
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, total // enough))
+
+
+@contextlib.contextmanager
+def _sequential_library() -> Iterator[None]:
+    """Workers are the parallelism: the tokenizers library must not start threads of its own beneath them."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

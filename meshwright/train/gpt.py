@@ -1,0 +1,41 @@
+"""The three providers of `pretrain` for our own GPT: its chunks, its token files, its forward step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.models.description import GPTDescription, Stage
+from meshwright.models.gpt import GPTStage
+from meshwright.train.context import Context
+
+
+def model_provider(ctx: Context, stage: Stage) -> nn.Module:
+    c = ctx.config
+    description = GPTDescription(
+        c.model, c.layout.tp, max(0, ctx.mesh.tp.index), c.layout.sequence_parallel, c.layout.pp
+    )
+    return GPTStage(ctx.parallel, description, stage, c.train.micro_batch, ctx.ledger)
+
+
+def datasets_provider(ctx: Context, samples: tuple[int, int, int]) -> tuple[Any, Any, Any]:
+    return datasets_of(ctx.config)
+
+
+def datasets_of(config: Any) -> tuple[Any, Any, Any]:
+    from meshwright.data.dataset import build_datasets
+
+    d = config.data
+    return build_datasets(
+        d.prefixes, d.weights, d.split, config.model.seq, config.train.seed,
+        mask_eod=d.mask_eod, reset_positions=d.reset_positions, reset_attention=d.reset_attention,
+        eod=d.eod if d.eod >= 0 else None,
+    )  # fmt: skip
+
+
+def forward_step(ctx: Context, module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> Any:
+    out = module(batch, received.get("hidden"))
+    if module.head is None:
+        return {"hidden": out}
+    return out, batch["loss_mask"].sum(), {}

@@ -1,0 +1,159 @@
+"""`pretrain`: initialise, build model, optimizer and schedule, build datasets, train. The command is a thin use of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from meshwright.config.load import load_config
+from meshwright.config.rules import check
+from meshwright.config.sections import Config
+from meshwright.device import Device, limit_threads
+from meshwright.errors import UserError
+from meshwright.models.description import Stage
+from meshwright.nn.parallel import initialise, share_tied
+from meshwright.optim.schedules import consumed_after
+from meshwright.pipeline.table import looped
+from meshwright.train.context import Context, build_context
+from meshwright.train.processes import find_place, join, leave
+from meshwright.train.run_folder import RunFolder
+from meshwright.train.step import ForwardStep, StepResult, Trainer
+
+ModelProvider = Callable[[Context, Stage], nn.Module]
+DatasetsProvider = Callable[[Context, tuple[int, int, int]], tuple[Any, Any, Any]]
+
+# Steps without a finite gradient, one after the other, after which a run gives up.
+MOST_SKIPPED = 25
+
+
+class Watcher(Protocol):
+    """Somebody who looks at a run on the rank that writes it: a progress display, a test."""
+
+    def started(self, ctx: Context) -> None: ...
+    def stepped(self, result: StepResult) -> None: ...
+    def validated(self, line: Mapping[str, Any]) -> None: ...
+    def finished(self) -> None: ...
+
+
+def pretrain(
+    config: Config | str,
+    model_provider: ModelProvider,
+    datasets_provider: DatasetsProvider,
+    forward_step: ForwardStep,
+    *,
+    sections: Mapping[str, type] | None = None,
+    process_groups: dict[str, Any] | None = None,
+    watcher: Watcher | None = None,
+) -> Trainer:
+    """Trains as one rank of a job and returns the trainer, whose `modules` are this rank's chunks.
+
+    - `model_provider(ctx, stage)` returns the module of one chunk. It needs `receives`, the named tensors it takes from
+      the chunk before (name -> (shape, dtype)); `needs`, the batch's fields it reads, is optional.
+    - `datasets_provider(ctx, (train, valid, test))` gets the samples that the run will ask for and returns three
+      objects with `sample(n) -> dict of arrays` (or None for valid and test).
+    - `forward_step(ctx, module, batch, received)` returns the named tensors to send on or, on the last stage, the loss's
+      sum, its token count and a dict of values to monitor.
+    - `config` may be the path of a YAML file; `sections` adds dataclasses of your own to it (`config.extra`).
+    - `process_groups`: torch process groups made elsewhere, by the layout's name of the axis.
+    """
+    if not isinstance(config, Config):
+        config = load_config(config, sections=sections)
+    place = find_place()
+    check(config, place.world)
+    limit_threads()
+    device = Device.choose(config.run.device, place.local_rank)
+    device.check_precision(config.train.precision)
+    own_world = not torch.distributed.is_initialized()
+    join(place, device, device.backend(config.comm.backend), config.comm.timeout)
+    try:
+        ctx = build_context(config, place.rank, place.world, device, place.local_world, process_groups)
+        modules = build_modules(ctx, model_provider)
+        train_data, valid_data, _ = datasets_provider(ctx, sample_counts(config))
+        trainer = Trainer(ctx, modules, forward_step, train_data, valid_data)
+        run(trainer, watcher)
+        return trainer
+    finally:
+        if own_world:
+            leave()
+
+
+def build_modules(ctx: Context, model_provider: ModelProvider) -> list[nn.Module]:
+    """This rank's chunks, drawn from the seed and the global names alone."""
+    config, modules = ctx.config, []
+    stages = ctx.stages()
+    for index, (rank, _) in enumerate(looped(config.layout.pp, config.layout.chunks)):
+        if rank == ctx.pp_rank:
+            torch.manual_seed(config.train.seed)
+            modules.append(model_provider(ctx, stages[index]).to(ctx.device.torch))
+    share_tied(modules)
+    for module in modules:
+        initialise(module, config.train.seed)
+        if config.train.compile == "true" or (config.train.compile == "auto" and ctx.device.kind != "cpu"):
+            compile_blocks(module)
+    return modules
+
+
+def compile_blocks(module: nn.Module) -> None:
+    """Each block as one compiled graph; all blocks of a chunk share it."""
+    blocks = getattr(module, "blocks", None)
+    for block in blocks.values() if isinstance(blocks, nn.ModuleDict) else []:
+        block.compile(fullgraph=True)
+
+
+def sample_counts(config: Config) -> tuple[int, int, int]:
+    evaluations = 1 + (config.train.steps // config.run.eval_every if config.run.eval_every else 0)
+    each = config.run.eval_samples or 4 * config.train.global_batch
+    return consumed_after(config, config.train.steps), evaluations * each, each
+
+
+def run(trainer: Trainer, watcher: Watcher | None) -> None:
+    """The loop. One rank, the first of the last stage, writes the run's folder and drives the display."""
+    ctx = trainer.ctx
+    config = ctx.config
+    writes = trainer.speaks and ctx.mesh.data.index <= 0
+    folder = agree(ctx, (lambda: RunFolder(config)) if writes else None)
+    watcher = watcher if writes else None
+    if watcher:
+        watcher.started(ctx)
+    skipped = 0
+    for step in range(trainer.step_number + 1, config.train.steps + 1):
+        result = trainer.step()
+        if folder:
+            folder.step(result.line())
+        if watcher:
+            watcher.stepped(result)
+        skipped = skipped + 1 if result.skipped else 0
+        if skipped == MOST_SKIPPED:
+            raise UserError(
+                f"the gradient was not finite in {skipped} steps in a row, up to step {step}: "
+                "lower optimizer.lr, lengthen lr.warmup or use another train.precision"
+            )
+        if step == config.train.steps or (config.run.eval_every and step % config.run.eval_every == 0):
+            line = trainer.validate()
+            if line and folder:
+                folder.validation(line)
+            if line and watcher:
+                watcher.validated(line)
+    if folder:
+        folder.close()
+    if watcher:
+        watcher.finished()
+
+
+def agree(ctx: Context, action: Callable[[], Any] | None) -> Any:
+    """Runs `action` on the ranks that have one; if it fails anywhere, every rank stops instead of waiting."""
+    result, error = None, None
+    try:
+        result = action() if action else None
+    except UserError as caught:
+        error = caught
+    failed = torch.tensor([float(error is not None)], device=ctx.device.torch)
+    ctx.mesh.world.all_reduce(failed)
+    if error:
+        raise error
+    if failed.item():
+        raise SystemExit(2)
+    return result

@@ -1,0 +1,196 @@
+"""One training step and one validation pass: what every layout does between two lines of metrics.jsonl."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm.ledger import wire_bytes
+from meshwright.optim.adam import FlatOptimizer
+from meshwright.optim.loss_scale import LossScale
+from meshwright.optim.schedules import global_batch, learning_rate
+from meshwright.pipeline.executor import Executor, Totals
+from meshwright.pipeline.schedules import build
+from meshwright.sharding.data_parallel import DataParallel
+from meshwright.train.batches import Dataset, MicroBatches
+from meshwright.train.context import Context
+
+ForwardStep = Callable[[Context, nn.Module, dict[str, Tensor], dict[str, Tensor]], Any]
+PHASES = ("data", "forward", "backward", "reduce", "optimizer")
+
+
+@dataclass
+class StepResult:
+    """What one step did, the same on every rank but for `monitored`, which the last stage's ranks know."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    loss_scale: float | None
+    skipped: bool
+    tokens: int
+    global_batch: int
+    monitored: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+    comm: dict[str, dict[str, int]] = field(default_factory=dict)
+    step_time_s: float = 0.0
+
+    def line(self) -> dict[str, Any]:
+        """The line of metrics.jsonl, numbers unrounded."""
+        out = {
+            "step": self.step, "loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr,
+            "loss_scale": self.loss_scale, "skipped": self.skipped, "tokens": self.tokens,
+            "global_batch": self.global_batch, "step_time_s": self.step_time_s,
+            "tokens_per_s": self.tokens / self.step_time_s, "phases": self.phases, "comm": self.comm,
+        }  # fmt: skip
+        return out | ({"monitored": self.monitored} if self.monitored else {})
+
+
+class Trainer:
+    """Model, optimizer and data of this rank, and the two counters that say where the run is."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        modules: Sequence[nn.Module],
+        forward_step: ForwardStep,
+        train_data: Dataset,
+        valid_data: Dataset | None = None,
+    ) -> None:
+        config = ctx.config
+        self.ctx, self.modules = ctx, list(modules)
+        self.data_parallel = DataParallel(self.modules, ctx.mesh, config.comm.bucket_mib)
+        self.optimizer = FlatOptimizer(self.data_parallel.buffers, config.optimizer)
+        self.loss_scale = LossScale(config.loss_scale, config.train.precision == "fp16")
+        step = lambda module, batch, received: forward_step(ctx, module, batch, received)  # noqa: E731
+        self.executor = Executor(self.modules, ctx.mesh.pp, step, ctx.ledger, ctx.parallel.streams)
+        needs = [getattr(module, "needs", None) for module in self.modules]
+        fields = None if any(n is None for n in needs) else set().union(*needs)  # type: ignore[arg-type]
+        self.train_batches = MicroBatches(ctx, train_data, fields)
+        self.valid_batches = MicroBatches(ctx, valid_data, fields) if valid_data is not None else None
+        self.table = cache(lambda m: build(config.pipeline.schedule, config.layout.pp, m, config.layout.chunks))
+        self.step_number = 0
+        self.consumed = 0
+        # Of each pipeline, one rank speaks for the loss that all tensor-parallel ranks of the last stage know.
+        self.speaks = ctx.pp_rank == config.layout.pp - 1 and ctx.mesh.tp.index <= 0
+
+    def micro_batches(self, samples: int) -> int:
+        return samples // (self.ctx.mesh.data.size * self.ctx.config.train.micro_batch)
+
+    def gradients(self) -> tuple[Totals, float]:
+        """Forward and backward of the next global batch and the reduced gradients, which come out as sums weighted by
+        loss scale / nominal tokens; that weight is returned."""
+        samples = global_batch(self.ctx.config, self.consumed)
+        count, weight = self.micro_batches(samples), self.loss_scale.value / (samples * self.ctx.config.model.seq)
+        for module in self.modules:
+            module.train()
+        self.data_parallel.begin(count)
+        consumed = self.consumed
+        totals = self.executor.run(
+            self.table(count), lambda i: self.train_batches.load(consumed, i), self.step_number + 1, weight
+        )
+        begin = time.perf_counter()
+        self.data_parallel.finish()
+        totals.seconds["reduce"] = time.perf_counter() - begin
+        return totals, weight
+
+    def step(self) -> StepResult:
+        """One update (or a skipped one): consumes its batch either way."""
+        begin = time.perf_counter()
+        config, ledger = self.ctx.config, self.ctx.ledger
+        ledger.clear()
+        samples = global_batch(config, self.consumed)
+        totals, weight = self.gradients()
+        update = time.perf_counter()
+        with ledger.phase("optimizer"):
+            loss_sum, tokens, squares = self._sum_over_world(totals, self.data_parallel.square_sum())
+            monitored = self._monitored(totals)
+        lr = learning_rate(config, self.step_number + 1)
+        # A gradient is stored as weight x sum over tokens; the true one is the sum / tokens.
+        divisor = weight * tokens
+        norm = math.sqrt(squares) / divisor if math.isfinite(squares) else math.inf
+        finite = math.isfinite(norm)
+        scale = self.loss_scale.value
+        if finite:
+            clip = config.train.clip
+            self.optimizer.step(lr, divisor * norm / clip if clip and norm > clip else divisor)
+        self.loss_scale.update(finite)
+        totals.seconds["optimizer"] = time.perf_counter() - update
+        self.step_number += 1
+        self.consumed += samples
+        result = StepResult(
+            self.step_number, loss_sum / tokens, norm, lr, scale if self.loss_scale.active else None, not finite,
+            int(tokens), samples, monitored,
+        )  # fmt: skip
+        result.phases, result.comm = self._step_counts(totals.seconds)
+        result.step_time_s = time.perf_counter() - begin
+        return result
+
+    def _sum_over_world(self, totals: Totals, squares: Tensor) -> tuple[float, float, float]:
+        """Loss sum, token count and squared gradient norm of the whole job, in one small all-reduce."""
+        vector = torch.zeros(3, dtype=torch.float64, device=self.ctx.device.torch)
+        if self.speaks:
+            vector[0], vector[1] = totals.loss_sum, totals.tokens
+        vector[2] = squares
+        self.ctx.mesh.world.all_reduce(vector)
+        loss_sum, tokens, total = vector.tolist()
+        return loss_sum, max(tokens, 1.0), total
+
+    def _monitored(self, totals: Totals) -> dict[str, float]:
+        """Averages over micro-batches and data-parallel ranks of what `forward_step` returned beside the loss."""
+        if not totals.monitored:
+            return {}
+        names = sorted(totals.monitored)
+        values = [*(float(totals.monitored[name]) for name in names), float(totals.micro_batches)]
+        vector = torch.tensor(values, dtype=torch.float64, device=self.ctx.device.torch)
+        self.ctx.mesh.data.all_reduce(vector)
+        return dict(zip(names, (vector[:-1] / vector[-1]).tolist(), strict=True))
+
+    def _step_counts(self, seconds: Mapping[str, float]) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
+        """Mean seconds by phase, and the ledger of this step summed over all ranks, this very call included."""
+        mesh = self.ctx.mesh
+        axes = sorted(mesh.groups)
+        totals = self.ctx.ledger.totals("axis")
+        rows = [[t.calls, t.payload_bytes, t.wire_bytes] if (t := totals.get(a)) else [0, 0, 0] for a in axes]
+        micros = [int(seconds.get(name, 0.0) * 1e6) for name in PHASES]
+        payload = 8 * (3 * len(axes) + len(PHASES))
+        if not mesh.world.alone:
+            own = rows[axes.index("world")]
+            own[0], own[1] = own[0] + 1, own[1] + payload
+            own[2] += wire_bytes("all_reduce", payload, mesh.world.size)
+        vector = torch.tensor([*(n for row in rows for n in row), *micros], dtype=torch.int64)
+        vector = vector.to(self.ctx.device.torch)
+        with self.ctx.ledger.phase("metrics"):
+            mesh.world.all_reduce(vector)
+        numbers = vector.tolist()
+        comm = {}
+        for i, axis in enumerate(axes):
+            calls, payload_bytes, wire = numbers[3 * i : 3 * i + 3]
+            if calls:
+                comm[axis] = {"calls": calls, "payload_bytes": payload_bytes, "wire_bytes": wire}
+        means = [n / 1e6 / mesh.world.size for n in numbers[3 * len(axes) :]]
+        return dict(zip(PHASES, means, strict=True)), comm
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, Any] | None:
+        """The loss over the first samples of the validation data, or None without any."""
+        if self.valid_batches is None:
+            return None
+        config, batches = self.ctx.config, self.valid_batches
+        samples = config.run.eval_samples or 4 * config.train.global_batch
+        table = build("forward_only", config.layout.pp, self.micro_batches(samples), config.layout.chunks)
+        for module in self.modules:
+            module.eval()
+        with self.ctx.ledger.phase("validation"):
+            totals = self.executor.run(table, lambda i: batches.load(0, i), self.step_number)
+            nothing = torch.zeros((), dtype=torch.float64)
+            loss_sum, tokens, _ = self._sum_over_world(totals, nothing)
+        return {"step": self.step_number, "loss": loss_sum / tokens, "tokens": int(tokens), "samples": samples}

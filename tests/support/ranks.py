@@ -1,0 +1,91 @@
+"""Runs a function on n Gloo ranks, started from a forkserver that has torch preloaded, with a deadline.
+
+A hang becomes a failure that shows every rank's stack. `body` must be a function at the top of a module, called as
+body(rank, world, *args) with the process group joined; what it returns comes back, in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["torch", "torch.distributed", "meshwright.train.step", "meshwright.train.gpt"])
+
+
+class RankFailed(AssertionError):
+    """A rank raised; carries its rank and traceback."""
+
+
+def _child(body: Any, rank: int, world: int, folder: str, args: tuple[Any, ...], pipe: Any) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    stacks = open(f"{folder}/stack-{rank}", "w")  # noqa: SIM115 (open as long as the process lives)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        if world > 1:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+        pipe.send(("ok", body(rank, world, *args)))
+        if world > 1:
+            dist.destroy_process_group()
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+        os._exit(1)
+
+
+def run_ranks(world: int, body: Any, *args: Any, deadline: float = 120.0) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, children = [], []
+        for rank in range(world):
+            ours, theirs = _SERVER.Pipe(duplex=False)
+            child = _SERVER.Process(target=_child, args=(body, rank, world, folder, args, theirs), daemon=True)
+            child.start()
+            theirs.close()
+            pipes.append(ours)
+            children.append(child)
+        try:
+            return _collect(pipes, children, folder, deadline)
+        finally:
+            for child in children:
+                if child.is_alive():
+                    child.kill()
+                child.join()
+
+
+def _collect(pipes: list[Any], children: list[Any], folder: str, deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    end = time.monotonic() + deadline
+    while len(results) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            raise RankFailed(f"no result within {deadline:.0f} s from ranks {sorted(waiting.values())}:\n" + _stacks(children, folder))
+        for pipe in ready:
+            rank = waiting[pipe]
+            try:
+                kind, value = pipe.recv()
+            except EOFError:
+                raise RankFailed(f"rank {rank} died without a word (exit code {children[rank].exitcode})") from None
+            if kind == "error":
+                raise RankFailed(f"rank {rank}:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _stacks(children: list[Any], folder: str) -> str:
+    for child in children:
+        if child.is_alive():
+            os.kill(child.pid, signal.SIGUSR1)
+    time.sleep(0.5)
+    return "\n".join(f"--- {p.name}\n{p.read_text()}" for p in sorted(Path(folder).glob("stack-*")))
