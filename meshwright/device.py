@@ -49,6 +49,17 @@ class Device:
     def backend(self, wanted: str = "auto") -> str:
         return BACKENDS[self.kind] if wanted == "auto" else wanted
 
+    def check_sharing(self, backend: str, local_world: int) -> None:
+        """NCCL and its kin refuse two ranks on one device."""
+        if self.kind == "cpu" or backend == "gloo":
+            return
+        here = getattr(torch, self.kind).device_count()
+        if local_world > here:
+            raise UserError(
+                f"{local_world} ranks on this machine, but it has {here} {self.kind} devices: "
+                f"start {here} ranks, or set run.device=cpu or comm.backend=gloo"
+            )
+
     def check_precision(self, precision: str) -> None:
         if precision == "fp64" and self.kind == "npu":
             raise UserError("train.precision=fp64 is not supported on npu: use fp32, bf16 or fp16")

@@ -57,7 +57,9 @@ def run(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(parser)
-    return int(module.run(parser.parse_args(argv[1:])) or 0)
+    # key=value words may stand on both sides of an option; argparse allows that only without subcommands.
+    parse = parser.parse_intermixed_args if getattr(module, "MIXED", False) else parser.parse_args
+    return int(module.run(parse(argv[1:])) or 0)
 
 
 def main(argv: list[str] | None = None) -> int:

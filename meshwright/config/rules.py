@@ -26,6 +26,8 @@ def axes_that_exist(c: Config, world: int) -> str | None:
 
 def world_divides(c: Config, world: int) -> str | None:
     model = c.layout.tp * c.layout.pp * c.layout.cp
+    if world < 1:
+        return f"a world of {world} ranks can't train: start at least {model}"
     if world % model:
         lower, upper = world // model * model, -(-world // model) * model
         sizes = f"{lower} or {upper}" if lower else str(upper)

@@ -67,12 +67,12 @@ class Summary:
 
 
 def encode_task(tokenizer: Tokenizer, task: Task, field: str) -> Encoded:
-    """Read and encode a task. A document without text is left out; a part of a long document is kept, though empty."""
+    """Read and encode a task; a document without text is left out, an empty end of a long one is not."""
     pieces, replaced, empty = [], 0, 0
     for span in task:
         for piece in read_pieces(span, field):
             replaced += piece.replaced
-            if piece.text or not piece.last or span.start:
+            if piece.text or (span.start and not span.lines):
                 pieces.append(piece)
             else:
                 empty += 1

@@ -1,17 +1,19 @@
 """Writing token files so that a killed run never leaves one that opens.
 
 Everything is written under PREFIX.*.partial and synced; then an old index is removed, PREFIX.bin and the files
-beside it take their names, and PREFIX.idx takes its own last. No index, no token file.
+beside it take their names, and PREFIX.idx takes its own last. No index, no token file. A lock on the partial .bin
+keeps a second writer away; it ends with the process, however that ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from array import array
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -45,8 +47,8 @@ class TokenFileWriter:
         try:
             if folder:
                 os.makedirs(folder, exist_ok=True)
-            self._remove_partials()
-            self._bin = open(self.prefix + ".bin" + PARTIAL, "wb", buffering=1 << 20)  # noqa: SIM115
+            self._bin = self._open_locked(self.prefix + ".bin" + PARTIAL)
+            self._remove_partials((".idx", *BESIDE))
         except OSError as error:
             raise self._failed(error) from None
 
@@ -105,17 +107,19 @@ class TokenFileWriter:
         extra = dict(beside or {})
         assert set(extra) <= set(BESIDE), f"only {BESIDE} lie beside a token file"
         try:
-            self._sync(self._bin)
+            _sync(self._bin)
             for suffix, content in extra.items():
                 self._write_partial(suffix, [content])
             self._write_partial(".idx", self._index())
             _unlink(self.prefix + ".idx")
             self._remove_stale(extra)
-            for suffix in (".bin", *extra, ".idx"):
-                if suffix == ".idx":
-                    self._sync_folder()
+            self._sync_folder()
+            for suffix in (".bin", *extra):
                 os.replace(self.prefix + suffix + PARTIAL, self.prefix + suffix)
             self._sync_folder()
+            os.replace(self.prefix + ".idx" + PARTIAL, self.prefix + ".idx")
+            self._sync_folder()
+            self._bin.close()
         except OSError as error:
             self.abort()
             raise self._failed(error) from None
@@ -123,13 +127,31 @@ class TokenFileWriter:
 
     def abort(self) -> None:
         """Remove the partial files; nothing that has its final name is touched."""
+        self._remove_partials((".bin", ".idx", *BESIDE))
         with contextlib.suppress(OSError):  # a full disk refuses the last buffer too
             self._bin.close()
-        self._remove_partials()
 
-    def _remove_partials(self) -> None:
+    def _open_locked(self, path: str) -> BinaryIO:
+        """The partial .bin, empty and ours: what a killed run left there is overwritten, a live one's is not."""
+        while True:
+            file = open(path, "ab", buffering=1 << 20)  # noqa: SIM115
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                raise UserError(
+                    f"another process is writing {self.prefix}: wait for it, or choose another place"
+                ) from None
+            except OSError:
+                pass  # a file system without locks
+            if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                file.truncate(0)
+                return file
+            file.close()  # its writer finished between our opening and locking it
+
+    def _remove_partials(self, suffixes: Sequence[str]) -> None:
         """What this run, or an earlier one that was killed, has left under temporary names."""
-        for suffix in (".bin", ".idx", *BESIDE):
+        for suffix in suffixes:
             _unlink(self.prefix + suffix + PARTIAL)
 
     def _remove_stale(self, kept: Mapping[str, bytes]) -> None:
@@ -186,13 +208,7 @@ class TokenFileWriter:
         with open(self.prefix + suffix + PARTIAL, "wb") as file:
             for part in parts:
                 file.write(part)
-            self._sync(file)
-
-    @staticmethod
-    def _sync(file: Any) -> None:
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
+            _sync(file)
 
     def _sync_folder(self) -> None:
         """Make the renames so far durable; some file systems cannot sync a folder, and then order is theirs."""
@@ -208,6 +224,11 @@ class TokenFileWriter:
         return UserError(
             f"cannot write {self.prefix}: {error.strerror or error}; free some space or choose another place"
         )
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _unlink(path: str) -> None:

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from meshwright.layout.params import Init, ParamRecord, whole
 from meshwright.nn.parallel import record_of
 from meshwright.nn.weight_grad import Sink
-
-# Each rank's share of a bucket is a multiple of this many elements, and each parameter starts at one.
-ALIGN = 16
+from meshwright.sharding.placement import backward_order, bucket_elements, place
 
 
 class Key(NamedTuple):
@@ -54,31 +52,6 @@ class Bucket:
     slots: list[Slot] = field(default_factory=list)
 
 
-def padded(size: int, ranks: int) -> int:
-    unit = ALIGN * ranks
-    return -(-size // unit) * unit
-
-
-def place(sizes: list[int], ranks: int, bucket_elements: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(start, bucket) of each parameter and (start, stop) of each bucket, from the sizes alone.
-
-    A bucket is closed by the parameter that fills it; no parameter is cut.
-    """
-    places: list[tuple[int, int]] = []
-    buckets: list[tuple[int, int]] = []
-    begin = at = 0
-    for size in sizes:
-        places.append((at, len(buckets)))
-        at += -(-size // ALIGN) * ALIGN
-        if at - begin >= bucket_elements:
-            at = begin + padded(at - begin, ranks)
-            buckets.append((begin, at))
-            begin = at
-    if at > begin:
-        buckets.append((begin, begin + padded(at - begin, ranks)))
-    return places, buckets
-
-
 def grad_dtype(dtype: torch.dtype) -> torch.dtype:
     """Gradients add up in float32 at least."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -93,7 +66,7 @@ class FlatBuffer:
         self.key = key
         self.ranks = ranks
         dtype = grad_dtype(key.dtype)
-        elements = max(1, int(bucket_bytes // torch.empty(0, dtype=dtype).element_size()))
+        elements = bucket_elements(bucket_bytes, dtype.itemsize)
         places, bounds = place([p.numel() for _, p, _ in named], ranks, elements)
         device = named[0][1].device
         self.size = bounds[-1][1]
@@ -143,10 +116,7 @@ def build_buffers(
             if parameter.requires_grad and id(parameter) not in named:
                 record = record_of(parameter) or foreign_record(name, parameter)
                 named[id(parameter)] = (f"{chunk}.{name}", parameter, record)
-    keyed: dict[Key, list[tuple[str, nn.Parameter, ParamRecord]]] = {}
-    for item in reversed(list(named.values())):
-        record = item[2]
-        keyed.setdefault(Key(item[1].dtype, record.data_axes, record.partial), []).append(item)
+    keyed = backward_order(named.values(), lambda item: Key(item[1].dtype, item[2].data_axes, item[2].partial))
     buffers = [
         FlatBuffer(key, items, (ranks_of or {}).get(key.data_axes, 1), bucket_mib * 2**20)
         for key, items in keyed.items()

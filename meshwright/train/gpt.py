@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from meshwright.models.description import GPTDescription, Stage
 from meshwright.models.gpt import GPTStage
 from meshwright.train.context import Context
+from meshwright.train.datasets import datasets_of
 
 
 def model_provider(ctx: Context, stage: Stage) -> nn.Module:
@@ -21,17 +22,6 @@ def model_provider(ctx: Context, stage: Stage) -> nn.Module:
 
 def datasets_provider(ctx: Context, samples: tuple[int, int, int]) -> tuple[Any, Any, Any]:
     return datasets_of(ctx.config)
-
-
-def datasets_of(config: Any) -> tuple[Any, Any, Any]:
-    from meshwright.data.dataset import build_datasets
-
-    d = config.data
-    return build_datasets(
-        d.prefixes, d.weights, d.split, config.model.seq, config.train.seed,
-        mask_eod=d.mask_eod, reset_positions=d.reset_positions, reset_attention=d.reset_attention,
-        eod=d.eod if d.eod >= 0 else None,
-    )  # fmt: skip
 
 
 def forward_step(ctx: Context, module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> Any:

@@ -66,8 +66,9 @@ def pretrain(
     limit_threads()
     device = Device.choose(config.run.device, place.local_rank)
     device.check_precision(config.train.precision)
-    own_world = not torch.distributed.is_initialized()
-    join(place, device, device.backend(config.comm.backend), config.comm.timeout)
+    backend = device.backend(config.comm.backend)
+    device.check_sharing(backend, place.local_world)
+    own_world = join(place, backend, config.comm.timeout)
     try:
         ctx = build_context(config, place.rank, place.world, device, place.local_world, process_groups)
         modules = build_modules(ctx, model_provider)
@@ -114,7 +115,7 @@ def run(trainer: Trainer, watcher: Watcher | None) -> None:
     ctx = trainer.ctx
     config = ctx.config
     writes = trainer.speaks and ctx.mesh.data.index <= 0
-    folder = agree(ctx, (lambda: RunFolder(config)) if writes else None)
+    folder = agree(ctx, (lambda: RunFolder(config, ctx.layout.world)) if writes else None)
     watcher = watcher if writes else None
     if watcher:
         watcher.started(ctx)

@@ -1,4 +1,7 @@
-"""How a process learns which rank it is: from torchrun, from srun, or by being alone."""
+"""How a process learns which rank it is: from torchrun, from srun, or by being alone.
+
+torch is imported only to join: the launcher asks `is_rank` before the ranks' torch is loaded beside its own.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch.distributed as dist
-
-from meshwright.device import Device
 from meshwright.errors import UserError
 
 
@@ -59,10 +59,12 @@ def first_host(nodes: str) -> str:
     return head + re.split(r"[-,]", inside)[0] if inside else head
 
 
-def join(place: Place, device: Device, backend: str, timeout: float) -> None:
-    """Joins the world, unless this process is alone or somebody did it already."""
+def join(place: Place, backend: str, timeout: float) -> bool:
+    """Joins the world, unless this process is alone or somebody did it already; whether `leave` is ours to call."""
+    import torch.distributed as dist
+
     if place.world == 1 or dist.is_initialized():
-        return
+        return False
     host, port = rendezvous()
     os.environ.update({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
     # The watchdog reports a hang after `timeout`; torch's own limit stands behind it.
@@ -73,8 +75,11 @@ def join(place: Place, device: Device, backend: str, timeout: float) -> None:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise UserError(f"port {port} on {host} is taken: choose another with --master_port or MASTER_PORT") from None
         raise UserError(f"rank {place.rank} can't reach {host}:{port}: {str(error).splitlines()[0]}") from None
+    return True
 
 
 def leave() -> None:
+    import torch.distributed as dist
+
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -24,12 +24,13 @@ def refuse_used(config: Config) -> None:
 class RunFolder:
     """Written by one rank. Each line is flushed, so that a killed run keeps every step it finished."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, world: int) -> None:
         refuse_used(config)
         self.path = Path(config.run.dir)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+            (self.path / "run.json").write_text(json.dumps({"world": world}) + "\n", encoding="utf-8")
             self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
             self._validation = (self.path / "validation.jsonl").open("a", encoding="utf-8")
         except OSError as error:

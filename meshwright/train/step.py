@@ -21,9 +21,9 @@ from meshwright.pipeline.schedules import build
 from meshwright.sharding.data_parallel import DataParallel
 from meshwright.train.batches import Dataset, MicroBatches
 from meshwright.train.context import Context
+from meshwright.train.counts import COUNTS, PHASES, SUMS, counts_bytes
 
 ForwardStep = Callable[[Context, nn.Module, dict[str, Tensor], dict[str, Tensor]], Any]
-PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Trainer:
 
     def _sum_over_world(self, totals: Totals, squares: Tensor) -> tuple[float, float, float]:
         """Loss sum, token count and squared gradient norm of the whole job, in one small all-reduce."""
-        vector = torch.zeros(3, dtype=torch.float64, device=self.ctx.device.torch)
+        vector = torch.zeros(len(SUMS), dtype=torch.float64, device=self.ctx.device.torch)
         if self.speaks:
             vector[0], vector[1] = totals.loss_sum, totals.tokens
         vector[2] = squares
@@ -161,7 +161,7 @@ class Trainer:
         totals = self.ctx.ledger.totals("axis")
         rows = [[t.calls, t.payload_bytes, t.wire_bytes] if (t := totals.get(a)) else [0, 0, 0] for a in axes]
         micros = [int(seconds.get(name, 0.0) * 1e6) for name in PHASES]
-        payload = 8 * (3 * len(axes) + len(PHASES))
+        payload = counts_bytes(len(axes))
         if not mesh.world.alone:
             own = rows[axes.index("world")]
             own[0], own[1] = own[0] + 1, own[1] + payload
@@ -172,11 +172,12 @@ class Trainer:
             mesh.world.all_reduce(vector)
         numbers = vector.tolist()
         comm = {}
+        width = len(COUNTS)
         for i, axis in enumerate(axes):
-            calls, payload_bytes, wire = numbers[3 * i : 3 * i + 3]
-            if calls:
-                comm[axis] = {"calls": calls, "payload_bytes": payload_bytes, "wire_bytes": wire}
-        means = [n / 1e6 / mesh.world.size for n in numbers[3 * len(axes) :]]
+            counts = dict(zip(COUNTS, numbers[width * i : width * (i + 1)], strict=True))
+            if counts["calls"]:
+                comm[axis] = counts
+        means = [n / 1e6 / mesh.world.size for n in numbers[width * len(axes) :]]
         return dict(zip(PHASES, means, strict=True)), comm
 
     @torch.no_grad()

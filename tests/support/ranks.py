@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch", "torch.distributed", "meshwright.train.step", "meshwright.train.gpt"])
+_SERVER.set_forkserver_preload(["torch._dynamo", "meshwright.train.pretrain", "meshwright.train.gpt", "tests.support.oracle"])
 
 
 class RankFailed(AssertionError):

@@ -1,0 +1,82 @@
+"""The same model as a good PyTorch user writes it: plain modules, SDPA, fused AdamW, no framework."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.config.sections import ModelConfig
+
+
+class Block(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = c.heads, c.kv_heads, c.head_dim
+        self.norm1, self.norm2 = nn.RMSNorm(c.hidden, eps=c.norm_eps), nn.RMSNorm(c.hidden, eps=c.norm_eps)
+        self.qkv = nn.Linear(c.hidden, (c.heads + 2 * c.kv_heads) * c.head_dim, bias=False)
+        self.out = nn.Linear(c.heads * c.head_dim, c.hidden, bias=False)
+        self.gate_up = nn.Linear(c.hidden, 2 * c.ffn, bias=False)
+        self.down = nn.Linear(c.ffn, c.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        qkv = self.qkv(self.norm1(x)).view(b, s, -1, self.head_dim).transpose(1, 2)
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        x = x + self.out(y.transpose(1, 2).reshape(b, s, -1))
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class PlainGPT(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(c.vocab, c.hidden)
+        self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
+        self.norm = nn.RMSNorm(c.hidden, eps=c.norm_eps)
+        self.head = nn.Linear(c.hidden, c.vocab, bias=False)
+        frequency = c.rope_theta ** (-torch.arange(0, c.head_dim, 2).float() / c.head_dim)
+        angle = torch.outer(torch.arange(c.seq).float(), frequency)
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, 0.0, c.init_std)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+class PlainLoop:
+    """Forward, backward (accumulating over micro-batches), clipping, fused AdamW."""
+
+    def __init__(self, c: ModelConfig, wrap: bool) -> None:
+        torch.manual_seed(1)
+        self.model: nn.Module = PlainGPT(c)
+        decay = [p for p in self.model.parameters() if p.dim() > 1]
+        rest = [p for p in self.model.parameters() if p.dim() <= 1]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
+        if wrap:
+            self.model = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+
+    def step(self, batches: list[tuple[Tensor, Tensor]]) -> float:
+        total = 0.0
+        for tokens, labels in batches:
+            loss = self.model(tokens, labels) / len(batches)
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total

@@ -1,0 +1,152 @@
+"""Tokens/s of our training step against plain PyTorch, side by side in one run.
+
+One process against a plain loop of the same model; two data-parallel ranks against torch's DDP. The two take turns,
+round by round, in the same processes on the same samples, so that a noisy machine disturbs both alike. A ratio above
+1 means ours is faster.
+
+    python benchmarks/train_step.py            # both
+    python benchmarks/train_step.py --ranks 1  # the plain loop only
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from plain_gpt import PlainLoop  # noqa: E402
+
+from meshwright.config.load import config_from  # noqa: E402
+from meshwright.config.sections import Config  # noqa: E402
+from meshwright.device import Device  # noqa: E402
+from meshwright.train.batches import sample_ids  # noqa: E402
+from meshwright.train.context import build_context  # noqa: E402
+from meshwright.train.gpt import forward_step, model_provider  # noqa: E402
+from meshwright.train.pretrain import build_modules  # noqa: E402
+from meshwright.train.processes import find_place, join, leave  # noqa: E402
+from meshwright.train.step import Trainer  # noqa: E402
+
+
+class RandomTokens:
+    def __init__(self, vocab: int, seq: int) -> None:
+        self.vocab, self.seq = vocab, seq
+
+    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
+        ids = np.random.default_rng(n).integers(0, self.vocab, self.seq + 1)
+        return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": np.ones(self.seq, dtype=np.int64)}
+
+
+def config_for(ranks: int, args: argparse.Namespace) -> Config:
+    return config_from({
+        "model": {
+            "layers": args.layers, "hidden": args.hidden, "heads": args.hidden // 64, "seq": 256, "vocab": 8192,
+            "norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tied_embeddings": False,
+        },
+        "train": {"global_batch": args.micro_batch * ranks, "micro_batch": args.micro_batch, "steps": 10**6},
+        "lr": {"schedule": "constant"}, "data": {"prefixes": ["none"]}, "run": {"device": "cpu"},
+    })  # fmt: skip
+
+
+def sides(config: Config, rank: int, world: int) -> dict[str, Callable[[], float]]:
+    """One step of each, on the same samples."""
+    data = RandomTokens(config.model.vocab, config.model.seq)
+    ctx = build_context(config, rank, world, Device("cpu"))
+    trainer = Trainer(ctx, build_modules(ctx, model_provider), forward_step, data)
+    plain = PlainLoop(config.model, wrap=world > 1)
+    state = {"consumed": 0}
+
+    def plain_step() -> float:
+        ids = sample_ids(state["consumed"], 0, config.train.micro_batch, rank, world)
+        samples = [data.sample(n) for n in ids]
+        state["consumed"] += config.train.global_batch
+        batch = [torch.from_numpy(np.stack([s[key] for s in samples])) for key in ("tokens", "labels")]
+        return plain.step([(batch[0], batch[1])])
+
+    return {"meshwright": lambda: trainer.step().loss, "plain": plain_step}
+
+
+def measure(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """Alternating rounds; the median ratio of tokens/s and its spread."""
+    torch.set_num_threads(args.threads)
+    place = find_place()
+    join(place, "gloo", 600.0)
+    config = config_for(ranks, args)
+    steps = sides(config, place.rank, place.world)
+    for step in steps.values():
+        step()
+        step()
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(args.rounds):
+        order = list(steps) if number % 2 == 0 else list(reversed(steps))
+        for name in order:
+            begin = time.perf_counter()
+            for _ in range(args.steps):
+                steps[name]()
+            seconds[name].append((time.perf_counter() - begin) / args.steps)
+        if place.rank == 0:
+            print(f"  round {number + 1}/{args.rounds}", end="\r", file=sys.stderr, flush=True)
+    leave()
+    ratios = sorted(p / o for p, o in zip(seconds["plain"], seconds["meshwright"], strict=True))
+    quarter = statistics.quantiles(ratios, n=4)
+    return {
+        "ranks": ranks, "against": "torch DDP" if ranks > 1 else "a plain loop", "rounds": args.rounds,
+        "ratio": statistics.median(ratios), "ratio_q1": quarter[0], "ratio_q3": quarter[2],
+        "ratio_min": ratios[0], "ratio_max": ratios[-1],
+    }  # fmt: skip
+
+
+def _rank(rank: int, args: argparse.Namespace, ranks: int, port: int, queue: Any) -> None:
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+    result = measure(args, ranks)
+    if rank == 0:
+        queue.put(json.dumps(result))
+
+
+def with_ranks(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.start_processes(_rank, (args, ranks, port, queue), nprocs=ranks, start_method="spawn")
+    result: dict[str, Any] = json.loads(queue.get())
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=2, help="steps a round and side")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--micro-batch", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    results = [measure(args, 1) if ranks == 1 else with_ranks(args, ranks) for ranks in args.ranks]
+    if args.json:
+        print(json.dumps(results))
+        return
+    for r in results:
+        print(
+            f"{r['ranks']} rank(s) against {r['against']}: {r['ratio']:.3f} x tokens/s (median of {r['rounds']} rounds, "
+            f"quartiles {r['ratio_q1']:.3f} to {r['ratio_q3']:.3f}, range {r['ratio_min']:.3f} to {r['ratio_max']:.3f})"
+        )
+
+
+if __name__ == "__main__":
+    main()

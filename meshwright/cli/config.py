@@ -1,0 +1,36 @@
+"""`meshwright config`: a config as it resolves, or only whether it is right."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from meshwright.config.load import load_config, to_mapping, to_yaml
+from meshwright.config.rules import check
+
+EXAMPLES = """example:
+  meshwright config show examples/demo.yaml train.steps=10
+  meshwright config check examples/demo.yaml --world 8"""
+
+MIXED = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["show", "check"], help="print the resolved config, or check it")
+    parser.add_argument("config", metavar="CONFIG.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to change")
+    parser.add_argument("--world", type=int, help="the number of ranks to check against (default: the smallest that fits)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(args: argparse.Namespace) -> None:
+    config = load_config(args.config, args.overrides)
+    world = args.world if args.world is not None else config.layout.tp * config.layout.pp * config.layout.cp
+    check(config, world)
+    if args.action == "check":
+        dp = world // (config.layout.tp * config.layout.pp * config.layout.cp)
+        facts = {"ok": True, "world": world, "dp": dp, "tp": config.layout.tp, "pp": config.layout.pp}
+        words = f"{args.config} is right for {world} ranks: dp={dp} tp={config.layout.tp} pp={config.layout.pp}"
+        print(json.dumps(facts) if args.json else words)
+        return
+    print(json.dumps(to_mapping(config)) if args.json else to_yaml(config).rstrip())

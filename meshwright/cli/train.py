@@ -1,0 +1,75 @@
+"""`meshwright train`: starts local ranks, or is one rank of torchrun or srun."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from meshwright.config.load import load_config
+from meshwright.config.rules import check
+from meshwright.config.sections import Config
+from meshwright.errors import UserError
+from meshwright.train.run_folder import refuse_used
+
+EXAMPLES = """example:
+  meshwright train examples/demo.yaml --nproc 8 layout.tp=2 layout.pp=2 train.steps=50
+  torchrun --nnodes 2 --node_rank 0 --nproc_per_node 8 --master_addr HOST --master_port 29500 -m meshwright train CONFIG.yaml
+  srun -N 2 --ntasks-per-node 8 meshwright train CONFIG.yaml"""
+
+MIXED = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG.yaml", help="the run's config file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to change, e.g. train.steps=100")
+    parser.add_argument("--nproc", type=int, help="local ranks to start (default: the number of GPUs, or 1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from meshwright.train.processes import is_rank
+
+    config = load_config(args.config, args.overrides)
+    if is_rank():
+        from meshwright.train.launch import guarded
+
+        guarded(train, args.config, args.overrides)
+        return 0
+    if args.nproc is not None and args.nproc < 1:
+        raise UserError(f"--nproc {args.nproc} must be at least 1")
+    from meshwright.train.launch import launch, warm_up
+
+    if args.nproc != 1:
+        warm_up()
+    ranks = args.nproc or _devices(config)
+    preflight(config, ranks)
+    if ranks == 1:
+        train(args.config, args.overrides)
+        return 0
+    return launch(ranks, train, args.config, args.overrides)
+
+
+def _devices(config: Config) -> int:
+    from meshwright import device
+
+    return 1 if config.run.device == "cpu" else max(1, device.count())
+
+
+def preflight(config: Config, world: int) -> None:
+    """Everything that can be known without ranks."""
+    from meshwright.train.datasets import datasets_of
+
+    check(config, world)
+    refuse_used(config)
+    datasets_of(config)
+
+
+def train(path: str, overrides: Sequence[str]) -> None:
+    """One rank's whole run."""
+    from meshwright.train.display import Display
+    from meshwright.train.gpt import datasets_provider, forward_step, model_provider
+    from meshwright.train.pretrain import pretrain
+    from meshwright.train.processes import find_place
+
+    config = load_config(path, overrides)
+    display = Display(config, find_place().world)
+    pretrain(config, model_provider, datasets_provider, forward_step, watcher=display)

@@ -1,0 +1,107 @@
+"""Several datasets as one, in given proportions, with any sample found at once.
+
+The rule: weights become whole numbers w out of W. Of every W samples dataset d gives w[d], the k-th of which may not
+come before floor(k W / w[d]) nor after ceil((k + 1) W / w[d]) - 1; among those that may come, the one that must come
+soonest is next. Earliest deadline first meets every such window (R. Tijdeman, "The chairman assignment problem",
+1980), and meeting them is the same as this: after any n samples each dataset has given its share n w[d] / W to within
+one. The pattern then repeats, so that sample n is a look-up, whatever n is.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.shuffle import keyed_permutation
+from meshwright.errors import UserError
+
+MAX_PERIOD = 1 << 16
+
+
+class Samples(Protocol):
+    """Anything with endless numbered samples of seq + 1 tokens."""
+
+    seq: int
+
+    def sample(self, n: int) -> NDArray[np.int64]: ...
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """Weights as whole numbers without a common divisor, at most MAX_PERIOD in sum.
+
+    Exact for weights as people write them (0.3 and 0.7, 5 and 2); others are rounded to the nearest 1 / MAX_PERIOD of
+    their sum, though never to nothing.
+    """
+    for weight in weights:
+        if not (math.isfinite(weight) and weight >= 0):
+            raise UserError(f"the weight {weight} does not work: weights are numbers from 0 up")
+    exact = [Fraction(str(weight)) for weight in weights]
+    total = sum(exact)
+    if not total:
+        raise UserError("every weight is 0: give at least one dataset a weight above 0")
+    scale = math.lcm(*(share.denominator for share in exact))
+    whole = [int(share * scale) for share in exact]
+    divisor = math.gcd(*whole)
+    whole = [count // divisor for count in whole]
+    if sum(whole) <= MAX_PERIOD:
+        return whole
+    ideal = [share * MAX_PERIOD / total for share in exact]
+    whole = [max(1, math.floor(share)) if share else 0 for share in ideal]
+    while (missing := MAX_PERIOD - sum(whole)) != 0:
+        step = 1 if missing > 0 else -1
+        owed = [(step * (share - count), count, d) for d, (share, count) in enumerate(zip(ideal, whole, strict=True))]
+        _, _, d = max(entry for entry in owed if ideal[entry[2]] and whole[entry[2]] + step > 0)
+        whole[d] += step
+    divisor = math.gcd(*whole)
+    return [count // divisor for count in whole]
+
+
+def blend_pattern(weights: Sequence[int], seed: int = 0) -> NDArray[np.int32]:
+    """Which dataset gives each sample of one period: [sum(weights)] int32. The seed settles ties."""
+    period = sum(weights)
+    rank = [int(r) for r in keyed_permutation(len(weights), seed, "blend")]
+    released: list[list[tuple[int, int, int]]] = [[] for _ in range(period + 1)]
+    for d, weight in enumerate(weights):
+        for k in range(weight):
+            deadline = -(-(k + 1) * period // weight)
+            released[k * period // weight].append((deadline, rank[d], d))
+    ready: list[tuple[int, int, int]] = []
+    pattern = np.empty(period, np.int32)
+    for slot in range(period):
+        for job in released[slot]:
+            heapq.heappush(ready, job)
+        deadline, _, pattern[slot] = heapq.heappop(ready)
+        assert deadline > slot, "a window was missed"
+    return pattern
+
+
+class Blend:
+    """Samples of several datasets in proportion to their weights; each dataset's own come in its own order."""
+
+    def __init__(self, datasets: Sequence[Samples], weights: Sequence[float], seed: int) -> None:
+        assert len(datasets) == len(weights) > 0, (len(datasets), len(weights))
+        assert len({dataset.seq for dataset in datasets}) == 1, "datasets of one sequence length"
+        self.datasets, self.seq = list(datasets), datasets[0].seq
+        self.weights = whole_weights(weights)
+        self.period = sum(self.weights)
+        self._dataset = blend_pattern(self.weights, seed)
+        self._rank = np.empty(self.period, np.int32)  # how many of its dataset came before it in the period
+        for d, weight in enumerate(self.weights):
+            self._rank[self._dataset == d] = np.arange(weight)
+
+    def locate(self, n: int) -> tuple[int, int]:
+        """Sample n is sample k of dataset d: (d, k)."""
+        periods, slot = divmod(n, self.period)
+        d = int(self._dataset[slot])
+        return d, periods * self.weights[d] + int(self._rank[slot])
+
+    def sample(self, n: int) -> NDArray[np.int64]:
+        """Tokens of sample n: [seq + 1]."""
+        d, k = self.locate(n)
+        return self.datasets[d].sample(k)

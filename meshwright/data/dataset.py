@@ -1,0 +1,125 @@
+"""Documents packed into samples of seq + 1 tokens, in an order that depends on the seed alone.
+
+An epoch is every document once, in an order drawn from (seed, epoch). Epochs laid end to end make one endless stream
+of tokens; piece g of it is the tokens [g * seq, g * seq + seq], so neighbours share one token, which is the last label
+of one and the first input of the next, and every token of an epoch is an input exactly once. The pieces that begin
+within an epoch are the samples of that epoch, taken in an order drawn from (seed, epoch) too. Sample n is thus a pure
+function of (seed, n): nothing depends on how many samples a run will ask for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.shuffle import keyed_permutation
+from meshwright.data.token_file import TokenFile
+from meshwright.errors import UserError
+
+EPOCHS_KEPT = 3  # a batch may straddle two epochs, whose later one may need the beginning of the next
+MANY_DOCUMENTS = 24  # in a sample; from here on one gather beats a copy per document
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch's order. Piece k begins `offset[k]` tokens into document `order[position[k]]`."""
+
+    order: NDArray[np.unsignedinteger[Any]]  # [documents]
+    position: NDArray[np.unsignedinteger[Any]]  # [pieces]
+    offset: NDArray[np.int64]  # [pieces]
+    shuffle: NDArray[np.unsignedinteger[Any]]  # [pieces]
+
+
+class GPTDataset:
+    """Samples from documents [documents[0], documents[1]) of a token file; all of them by default.
+
+    `stream` keeps datasets with the same seed apart. Memory: an epoch in use holds 4 bytes a document and 16 a sample.
+    """
+
+    def __init__(
+        self, file: TokenFile, seq: int, seed: int, documents: tuple[int, int] | None = None, stream: str = ""
+    ) -> None:
+        assert seq >= 1, seq
+        low, high = (0, file.document_count) if documents is None else documents
+        assert 0 <= low <= high <= file.document_count, (low, high)
+        self.file, self.seq, self.seed, self.stream = file, seq, seed, stream
+        self._tokens, self._itemsize = file.tokens, file.dtype.itemsize
+        self._pointers, self._lengths = _document_table(file, low, high)
+        self.documents = (low, high)
+        self.tokens_per_epoch = int(self._lengths.sum(dtype=np.int64))
+        if self.tokens_per_epoch < seq + 1:
+            raise UserError(
+                f"documents {low} to {high} of {file.prefix} hold {self.tokens_per_epoch} tokens, one sample takes "
+                f"{seq + 1}: use more data, a shorter sequence, or another split"
+            )
+        self._epochs: dict[int, Epoch] = {}
+
+    def first_sample(self, epoch: int) -> int:
+        """The number of the first sample that begins in an epoch."""
+        return -(-epoch * self.tokens_per_epoch // self.seq)
+
+    def sample(self, n: int) -> NDArray[np.int64]:
+        """Tokens of sample n: [seq + 1]."""
+        number = n * self.seq // self.tokens_per_epoch
+        epoch = self.epoch(number)
+        k = int(epoch.shuffle[n - self.first_sample(number)])
+        low, skip = int(epoch.position[k]), int(epoch.offset[k])
+        if k + 1 < len(epoch.position):
+            documents = epoch.order[low : int(epoch.position[k + 1]) + 1]
+            return self._read(documents, skip, int(epoch.offset[k + 1]) + 1)
+        following = self.epoch(number + 1)
+        begun = following.order[: int(following.position[0]) + 1]
+        documents = np.concatenate([epoch.order[low:], begun])
+        return self._read(documents, skip, int(following.offset[0]) + 1)
+
+    def epoch(self, number: int) -> Epoch:
+        """An epoch's order, drawn when first needed; the few used last are kept."""
+        found = self._epochs.pop(number, None) or self._draw(number)
+        self._epochs[number] = found
+        while len(self._epochs) > EPOCHS_KEPT:
+            del self._epochs[next(iter(self._epochs))]
+        return found
+
+    def _draw(self, number: int) -> Epoch:
+        order = keyed_permutation(len(self._lengths), self.seed, self.stream, "documents", number)
+        ends = np.cumsum(self._lengths[order], dtype=np.int64)
+        first, after = self.first_sample(number), self.first_sample(number + 1)
+        starts = np.arange(first, after, dtype=np.int64) * self.seq - number * self.tokens_per_epoch
+        position = np.searchsorted(ends, starts, side="right")
+        offset = starts - (ends[position] - self._lengths[order[position]])
+        shuffle = keyed_permutation(after - first, self.seed, self.stream, "samples", number)
+        return Epoch(order, position.astype(order.dtype), offset, shuffle)
+
+    def _read(
+        self, documents: NDArray[np.unsignedinteger[Any]], skip: int, last: int
+    ) -> NDArray[np.int64]:
+        """Documents end to end, without the first `skip` tokens of the first, with `last` tokens of the last."""
+        starts = self._pointers[documents] // self._itemsize
+        lengths = self._lengths[documents].astype(np.int64)
+        lengths[-1] = last
+        starts[0] += skip
+        lengths[0] -= skip
+        if len(documents) < MANY_DOCUMENTS:
+            tokens = self._tokens
+            parts = [tokens[a : a + n] for a, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
+            sample = np.concatenate(parts, dtype=np.int64)
+        else:
+            begin = np.cumsum(lengths) - lengths
+            at = np.repeat(starts - begin, lengths) + np.arange(self.seq + 1)
+            sample = self._tokens[at].astype(np.int64)
+        if len(sample) != self.seq + 1:
+            raise UserError(f"{self.file.idx_path} is damaged (a document reaches past the end): prepare it again")
+        return sample
+
+
+def _document_table(file: TokenFile, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """The byte at which each document begins and its tokens: views of the index where documents are sequences."""
+    bounds = file.document_indices[low : high + 1]
+    begin, end = int(bounds[0]), int(bounds[-1])
+    if end - begin == high - low and np.array_equal(bounds, np.arange(begin, end + 1)):
+        return file.pointers[begin:end], file.sizes[begin:end]
+    edges = np.append(file.pointers, file.token_count * file.dtype.itemsize)[bounds]
+    return edges[:-1], np.diff(edges) // file.dtype.itemsize

@@ -1,0 +1,166 @@
+"""What a run trains on: numbered samples with labels and masks, from token files, weights and a split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.blend import Blend, Samples
+from meshwright.data.dataset import GPTDataset
+from meshwright.data.token_file import TokenFile
+from meshwright.errors import UserError
+
+PARTS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """What the end-of-document token does. `eod` None: as the token files' metadata says.
+
+    mask_eod          no loss where the input is the end token: what follows is another document (as Megatron does)
+    reset_positions   positions begin again at 0 after each end token
+    reset_attention   segments number the documents of a sample, for attention that does not look across them
+    """
+
+    eod: int | None = None
+    mask_eod: bool = False
+    reset_positions: bool = False
+    reset_attention: bool = False
+
+    @property
+    def need_eod(self) -> bool:
+        return self.mask_eod or self.reset_positions or self.reset_attention
+
+
+class SampleStream:
+    """The samples of one part of the data; sample n, and so every batch, is a pure function of the seed and n."""
+
+    def __init__(
+        self, source: Samples, options: SampleOptions | None = None, vocab_needed: int | None = None
+    ) -> None:
+        self.source, self.seq = source, source.seq
+        self.options = options or SampleOptions()
+        self.vocab_needed = vocab_needed
+        assert self.options.eod is not None or not self.options.need_eod, "these options need an end token"
+
+    @staticmethod
+    def batch(consumed: int, size: int) -> range:
+        """The numbers of the samples of the global batch that follows `consumed` samples."""
+        return range(consumed, consumed + size)
+
+    def sample(self, n: int) -> dict[str, NDArray[np.int64]]:
+        """tokens, labels (already shifted) and loss_mask (0 or 1), and by option positions and segments: [seq] each."""
+        text = self.source.sample(n)
+        tokens, labels = text[:-1].copy(), text[1:].copy()
+        found = {"tokens": tokens, "labels": labels, "loss_mask": np.ones(self.seq, np.int64)}
+        options = self.options
+        if not options.need_eod:
+            return found
+        ends = tokens == options.eod
+        if options.mask_eod:
+            found["loss_mask"][ends] = 0
+        begins = np.zeros(self.seq, bool)  # a document begins here, the first of the sample apart
+        begins[1:] = ends[:-1]
+        if options.reset_positions:
+            index = np.arange(self.seq, dtype=np.int64)
+            found["positions"] = index - np.maximum.accumulate(np.where(begins, index, 0))
+        if options.reset_attention:
+            found["segments"] = np.cumsum(begins, dtype=np.int64)
+        return found
+
+
+def parse_split(split: str | Sequence[float]) -> tuple[float, float, float]:
+    """Shares of train, valid and test, summing to 1, from "969,30,1" or [0.9, 0.1]; what is left out is 0."""
+    try:
+        values = [float(value) for value in (split.split(",") if isinstance(split, str) else split)]
+    except (TypeError, ValueError):
+        raise UserError(f"the split '{split}' is not numbers: write for example 969,30,1") from None
+    total = sum(values)
+    if len(values) > 3 or min(values, default=-1) < 0 or not 0 < total < float("inf"):
+        raise UserError(f"the split '{split}' does not work: give up to three shares from 0 up, for example 969,30,1")
+    values += [0.0] * (3 - len(values))
+    return values[0] / total, values[1] / total, values[2] / total
+
+
+def split_documents(count: int, shares: Sequence[float]) -> list[tuple[int, int]]:
+    """The documents [low, high) of each part, in order, by number of documents.
+
+    While there are documents enough, a part with a share above 0 gets at least one.
+    """
+    left = sum(share > 0 for share in shares)  # parts that are still to get documents
+    least = int(count >= left)
+    ranges, low, total = [], 0, 0.0
+    for share in shares:
+        total += share
+        high = low
+        if share > 0:
+            left -= 1
+            high = min(max(round(total * count), low + least), count - least * left) if left else count
+        ranges.append((low, high))
+        low = high
+    return ranges
+
+
+def build_datasets(
+    prefixes: Sequence[str],
+    weights: Sequence[float] | None,
+    split: str | Sequence[float],
+    seq: int,
+    seed: int,
+    options: SampleOptions | None = None,
+) -> tuple[SampleStream | None, SampleStream | None, SampleStream | None]:
+    """The train, valid and test streams of token files, blended by `weights` (None: by their tokens).
+
+    Each file is split by documents; a part whose share is 0 is None.
+    """
+    if not prefixes:
+        raise UserError("no data: name at least one token file prefix")
+    if weights is not None and len(weights) != len(prefixes):
+        raise UserError(f"{len(weights)} weights for {len(prefixes)} token files: give one weight for each")
+    files = [TokenFile(prefix) for prefix in prefixes]
+    found = [file.metadata() for file in files]
+    options = _with_eod(options or SampleOptions(), files, found)
+    vocab = max((int(entry["vocab_size"]) for entry in found if entry), default=None)
+    if weights is None:
+        weights = [file.token_count for file in files]
+    shares = parse_split(split)
+    streams: list[SampleStream | None] = []
+    for part, name in enumerate(PARTS):
+        if not shares[part]:
+            streams.append(None)
+            continue
+        datasets: list[Samples] = []
+        for number, file in enumerate(files):
+            documents = split_documents(file.document_count, shares)[part]
+            datasets.append(_part(file, seq, seed, documents, name, number))
+        source = datasets[0] if len(datasets) == 1 else Blend(datasets, weights, seed)
+        streams.append(SampleStream(source, options, vocab))
+    train, valid, test = streams
+    return train, valid, test
+
+
+def _part(
+    file: TokenFile, seq: int, seed: int, documents: tuple[int, int], name: str, number: int
+) -> GPTDataset:
+    try:
+        return GPTDataset(file, seq, seed, documents, stream=f"{name}/{number}")
+    except UserError as error:
+        raise UserError(f"the {name} part is too small: {error}") from None
+
+
+def _with_eod(
+    options: SampleOptions, files: Sequence[TokenFile], found: Sequence[dict[str, Any] | None]
+) -> SampleOptions:
+    """The options with the end token filled in from the metadata, where they need one and do not name it."""
+    if options.eod is not None or not options.need_eod:
+        return options
+    known = {int(entry["eod"]) for entry in found if entry}
+    if not known:
+        raise UserError(f"{files[0].prefix}.json does not name the end-of-document token: set data.eod to its id")
+    if len(known) > 1:
+        raise UserError(f"the token files end documents with different tokens {sorted(known)}: set data.eod to one")
+    return SampleOptions(known.pop(), options.mask_eod, options.reset_positions, options.reset_attention)

@@ -1,0 +1,40 @@
+"""The token datasets of a config, and what can be known of them before any rank starts. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from meshwright.config.sections import Config
+from meshwright.data.stream import SampleOptions, build_datasets
+from meshwright.errors import UserError
+
+
+class Checked:
+    """A dataset whose ids are checked: one beyond the vocabulary would be looked up as nothing, silently."""
+
+    def __init__(self, dataset: Any, vocab: int) -> None:
+        self.dataset, self.vocab = dataset, vocab
+
+    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
+        sample: dict[str, np.ndarray[Any, Any]] = self.dataset.sample(n)
+        top = max(int(sample["tokens"].max()), int(sample["labels"].max()))
+        if top >= self.vocab:
+            raise UserError(f"the data hold token {top}, beyond model.vocab={self.vocab}: set model.vocab={top + 1} or more")
+        return sample
+
+
+def datasets_of(config: Config) -> tuple[Any, Any, Any]:
+    """Train, valid and test (None where the split leaves none); raises for every mistake that the files show."""
+    d = config.data
+    options = SampleOptions(d.eod if d.eod >= 0 else None, d.mask_eod, d.reset_positions, d.reset_attention)
+    parts = build_datasets(d.prefixes, d.weights or None, d.split, config.model.seq, config.train.seed, options)
+    assert parts[0] is not None
+    needed = parts[0].vocab_needed
+    if needed is not None and needed > config.model.vocab:
+        raise UserError(
+            f"model.vocab={config.model.vocab} is too small for the data, whose tokenizer has {needed} tokens: "
+            f"set model.vocab={needed} or more"
+        )
+    return tuple(part if part is None else Checked(part, config.model.vocab) for part in parts)  # type: ignore[return-value]

@@ -1,0 +1,99 @@
+"""Starts local ranks: torch's elastic launcher on a forkserver that has torch loaded, so that ranks start at once.
+
+A rank that fails leaves its sentence in a file; when all are gone the launcher prints each distinct one once.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwright.errors import UserError
+
+ERRORS = "MESHWRIGHT_ERRORS"  # the folder where ranks leave why they failed
+PRELOAD = ["torch._dynamo", "meshwright.train.pretrain", "meshwright.train.gpt", "meshwright.train.display"]
+
+
+def warm_up() -> None:
+    """Begins loading torch for the ranks while this process still checks the config."""
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    multiprocessing.forkserver.ensure_running()
+
+
+def guarded(main: Callable[..., None], *args: object) -> None:
+    """The body of a rank: a mistake is one sentence and exit code 2, a bug its traceback and 1."""
+    from meshwright.comm.group import CommError
+
+    rank = os.environ.get("RANK", "0")
+    try:
+        main(*args)
+    except UserError as error:
+        _report(rank, str(error))
+        raise SystemExit(2) from None
+    except CommError as error:
+        _report(rank, str(error), weak=True)
+        raise SystemExit(1) from None
+    except Exception:
+        _report(rank, traceback.format_exc())
+        raise SystemExit(1) from None
+
+
+def _report(rank: str, text: str, weak: bool = False) -> None:
+    """Weak reports follow from another rank's failure and count only if nothing else is known."""
+    folder = os.environ.get(ERRORS)
+    if folder:
+        (Path(folder) / f"{'weak' if weak else 'rank'}-{rank}").write_text(text, encoding="utf-8")
+    else:
+        print(f"meshwright: rank {rank}: {text}", file=sys.stderr, flush=True)
+
+
+def launch(ranks: int, main: Callable[..., None], *args: object) -> int:
+    """Runs `main(*args)` on `ranks` local ranks and returns the exit code."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        os.environ[ERRORS] = folder
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+            run_id=Path(folder).name, max_restarts=0, start_method="forkserver", local_addr="localhost",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )  # fmt: skip
+        try:
+            elastic_launch(config, guarded)(main, *args)
+        except ChildFailedError as error:
+            return _failed(Path(folder), error)
+        except SignalException as error:
+            print(f"meshwright: stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
+            return 128 + int(error.sigval)
+    return 0
+
+
+def _failed(folder: Path, error: object) -> int:
+    """Prints why; 2 if a user's mistake stopped the run, else 1."""
+    first = error.get_first_failure()[1]  # type: ignore[attr-defined]
+    told = {p.name.split("-")[1]: p.read_text(encoding="utf-8") for p in sorted(folder.glob("rank-*"))}
+    if first.exitcode < 0:
+        name = signal.Signals(-first.exitcode).name
+        print(f"meshwright: rank {first.local_rank} was killed by {name}; the other ranks were stopped", file=sys.stderr)
+        return 1
+    if not told:
+        told = {p.name.split("-")[1]: p.read_text(encoding="utf-8") for p in sorted(folder.glob("weak-*"))[:1]}
+    for text in dict.fromkeys(told.values()):
+        ranks = ", ".join(rank for rank, said in told.items() if said == text)
+        where = f"rank {ranks}: " if len(told) > 1 or "Traceback" in text else ""
+        print(f"meshwright: {where}{text}", file=sys.stderr)
+    if not told:
+        print(f"meshwright: rank {first.local_rank} ended with exit code {first.exitcode}", file=sys.stderr)
+    return first.exitcode if first.exitcode in (1, 2) else 1
