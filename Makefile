@@ -25,5 +25,13 @@ test: setup
 test-all: setup
 	$(BIN)/python -m pytest
 
+demo: setup
+	test -f data-cache/stdlib.idx || $(BIN)/meshwright data prepare stdlib --out data-cache/stdlib --tokenizer train:2048
+	rm -rf runs/demo
+	$(BIN)/meshwright train examples/demo.yaml --nproc 8
+
+bench: setup
+	$(BIN)/python benchmarks/train_step.py
+
 clean:
 	rm -rf $(VENV)

@@ -1,17 +1,22 @@
-"""The flight record: the last calls of a rank, so that a hang can name the op and who is missing."""
+"""The flight record: the last calls of a rank, so that a hang can name the op and who is missing.
+
+The main thread writes it and the watchdog's threads read it. There is no lock: every read is one step of the
+interpreter (a copy of a dict's values or of a deque), and nothing is read that could be half written.
+"""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
-    """One collective or transfer. `number` counts the calls of its group on this rank."""
+    """One collective or transfer. `group` names what counts together on all who take part: a group's collectives, or
+    one direction between two ranks; `number` counts those calls on this rank."""
 
     group: str
     axis: str
@@ -20,19 +25,49 @@ class Call:
     phase: str
     layer: int | None
     payload: int
+    ranks: Sequence[int] = ()
+    peer: int | None = None
     started: float = field(default_factory=time.monotonic)
     ended: float | None = None
+    # Since when the program is held up by it: while it is launched and while somebody waits for it.
+    since: float | None = None
+    # On an accelerator waiting only orders the stream; this marks the place (`query()` says whether it is reached).
+    event: Any = None
 
     def describe(self) -> str:
-        where = "" if self.layer is None else f", layer {self.layer}"
-        return f"{self.op} number {self.number} over {self.axis} ({self.phase}{where}, {self.payload} bytes)"
+        return describe(self.plain())
 
     def plain(self) -> dict[str, Any]:
+        """As JSON can hold it."""
         now = time.monotonic()
+        since = self.since
         return {
             "group": self.group, "axis": self.axis, "op": self.op, "number": self.number, "phase": self.phase,
-            "layer": self.layer, "payload": self.payload, "age_s": now - self.started, "done": self.ended is not None,
+            "layer": self.layer, "payload": self.payload, "ranks": list(self.ranks), "peer": self.peer,
+            "age_s": now - self.started, "held_s": None if since is None else now - since,
+            "done": self.ended is not None,
         }  # fmt: skip
+
+    def holds(self) -> bool:
+        """Whether the program, or the device behind it, can't go on before this call ends."""
+        event = self.event
+        if event is None:
+            return self.ended is None and self.since is not None
+        try:
+            reached = bool(event.query())
+        except RuntimeError:  # the device can't say (it failed, or captures a graph)
+            return False
+        # An event is used again for a later call once this one is forgotten; then its answer is not about this call.
+        return not reached and self.event is event
+
+
+def describe(call: dict[str, Any]) -> str:
+    """`all_reduce number 12 over dp (reduce, 4194304 bytes)`, from a call's plain form."""
+    toward = {"send": " to", "receive": " from"}.get(call["op"], " with")
+    peer = "" if call["peer"] is None else f"{toward} rank {call['peer']}"
+    where = "" if call["layer"] is None else f", layer {call['layer']}"
+    inside = f"{call['phase']}{where}, {call['payload']} bytes"
+    return f"{call['op']} number {call['number']} over {call['axis']}{peer} ({inside})"
 
 
 class FlightRecord:
@@ -42,21 +77,40 @@ class FlightRecord:
         self.last: deque[Call] = deque(maxlen=keep)
         self.open: dict[int, Call] = {}
         self.numbers: dict[str, int] = {}
-        self._ids = itertools.count()
+        self.spare_events: list[Any] = []
 
-    def begin(self, group: str, axis: str, op: str, phase: str, layer: int | None, payload: int) -> int:
+    def begin(
+        self,
+        group: str,
+        axis: str,
+        op: str,
+        phase: str,
+        layer: int | None,
+        payload: int,
+        ranks: Sequence[int] = (),
+        peer: int | None = None,
+    ) -> Call:
         number = self.numbers[group] = self.numbers.get(group, 0) + 1
-        call = Call(group, axis, op, number, phase, layer, payload)
-        key = next(self._ids)
+        call = Call(group, axis, op, number, phase, layer, payload, ranks, peer)
+        call.since = call.started
+        if len(self.last) == self.last.maxlen:
+            forgotten = self.last[0]
+            event, forgotten.event = forgotten.event, None
+            if event is not None:
+                self.spare_events.append(event)
         self.last.append(call)
-        self.open[key] = call
-        return key
+        self.open[id(call)] = call
+        return call
 
-    def end(self, key: int) -> float:
+    def end(self, call: Call) -> float:
         """Marks a call done; the seconds it was in flight."""
-        call = self.open.pop(key)
+        del self.open[id(call)]
         call.ended = time.monotonic()
         return call.ended - call.started
 
-    def oldest(self) -> Call | None:
-        return min(list(self.open.values()), key=lambda call: call.started, default=None)
+    def holding(self, longer_than: float = 0.0) -> Call | None:
+        """The call that has held up the program longest, if any has for `longer_than` seconds."""
+        limit = time.monotonic() - longer_than
+        calls = list(self.open.values()) + [call for call in list(self.last) if call.event is not None]
+        old = [(since, i) for i, call in enumerate(calls) if (since := call.since) is not None and since <= limit]
+        return next((calls[i] for _, i in sorted(old) if calls[i].holds()), None)

@@ -7,6 +7,7 @@ notes it in the flight record. A group of one rank does nothing and records noth
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.flight import FlightRecord
+from meshwright.comm.flight import Call, FlightRecord
 from meshwright.comm.ledger import Ledger
 
 # Registered operators may only take plain arguments, so they find their group by its name here. It is the only
@@ -33,18 +34,35 @@ def group_named(name: str) -> Group:
     return _BY_NAME[name]
 
 
+class CommError(RuntimeError):
+    """A collective or transfer that torch gave up; the message is one sentence that names it."""
+
+
+# How the back ends' messages sound when the other end of a connection is gone.
+_GONE = ("peer", "connection", "socket", "remote", "refused", "reset", "broken pipe", "timed out", "timeout", "aborted")
+
+
 class Pending:
     """A call under way; `wait` ends it (on an accelerator: orders the stream after it)."""
 
-    def __init__(self, group: Group, key: int, work: Any, tally: Any) -> None:
-        self._group, self._key, self._work, self._tally = group, key, work, tally
+    def __init__(self, group: Group, call: Call, work: Any, tally: Any, device: torch.device) -> None:
+        self._group, self._call, self._work, self._tally, self._device = group, call, work, tally, device
 
     def wait(self) -> None:
         if self._work is None:
             return
-        self._work.wait()
-        self._work = None
-        seconds = self._group.flight.end(self._key)
+        call, flight = self._call, self._group.flight
+        work, self._work = self._work, None
+        call.since = time.monotonic()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._group._failed(call, error) from error
+        if self._device.type != "cpu":
+            event = flight.spare_events.pop() if flight.spare_events else torch.Event(self._device)
+            event.record()
+            call.event = event
+        seconds = flight.end(call)
         if self._tally is not None:
             self._tally.seconds += seconds
 
@@ -89,18 +107,42 @@ class Group:
     def alone(self) -> bool:
         return self.size <= 1
 
-    def _call(self, op: str, payload: int, launch: Callable[[], Any], count: bool = True) -> Pending:
-        ledger = self.ledger
-        tally = ledger.record(self.axis, op, payload, self.size, self.crosses_node) if count else None
-        key = self.flight.begin(self.label, self.axis, op, ledger.current_phase, ledger.current_layer, payload)
-        return Pending(self, key, launch(), tally)
+    def _call(self, op: str, whole: Tensor, launch: Callable[[], Any], peer: int | None = None, tag: int = 0) -> Pending:
+        """Counts, notes and launches a call whose payload is `whole`. With a `peer` (its rank) it is one end of a
+        transfer: the flight record counts those by direction, so that both ends give a message the same number."""
+        ledger, payload = self.ledger, _bytes(whole)
+        tally = None if op == "receive" else ledger.record(self.axis, op, payload, self.size, self.crosses_node)
+        label, ranks = self.label, self.ranks
+        if peer is not None:
+            me = self.ranks[self.index]
+            ranks = (me, peer) if op == "send" else (peer, me)
+            label = f"{label} {ranks[0]}>{ranks[1]}" + (f" tag {tag}" if tag else "")
+        call = self.flight.begin(
+            label, self.axis, op, ledger.current_phase, ledger.current_layer, payload, ranks, peer
+        )
+        try:
+            work = launch()
+        except RuntimeError as error:
+            raise self._failed(call, error) from error
+        call.since = None
+        return Pending(self, call, work, tally, whole.device)
+
+    def _failed(self, call: Call, error: RuntimeError) -> CommError:
+        """The sentence for a call that torch gave up; the watchdog need not wait for it any more."""
+        self.flight.end(call)
+        text = str(error).strip().splitlines()
+        reason = text[0] if text else type(error).__name__
+        gone = any(word in reason.lower() for word in _GONE)
+        guess = "another rank has probably stopped" if gone else "torch refused it"
+        me = self.ranks[self.index]
+        return CommError(f"{call.describe()} of ranks {listed(self.ranks)} failed on rank {me}: {guess} ({reason})")
 
     def all_reduce(self, x: Tensor, op: str = "sum", wait: bool = True) -> Pending:
         """In place."""
         if self.alone:
             return DONE
         return _finish(
-            self._call("all_reduce", _bytes(x), lambda: dist.all_reduce(x, _OPS[op], self.process_group, async_op=True)),
+            self._call("all_reduce", x, lambda: dist.all_reduce(x, _OPS[op], self.process_group, async_op=True)),
             wait,
         )
 
@@ -110,7 +152,7 @@ class Group:
             out.copy_(x)
             return DONE
         return _finish(
-            self._call("all_gather", _bytes(out), lambda: _all_gather(out, x, self.process_group, async_op=True)), wait
+            self._call("all_gather", out, lambda: _all_gather(out, x, self.process_group, async_op=True)), wait
         )
 
     def reduce_scatter(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
@@ -119,25 +161,30 @@ class Group:
             out.copy_(x)
             return DONE
         launch = lambda: _reduce_scatter(out, x, dist.ReduceOp.SUM, self.process_group, async_op=True)  # noqa: E731
-        return _finish(self._call("reduce_scatter", _bytes(x), launch), wait)
+        return _finish(self._call("reduce_scatter", x, launch), wait)
 
     def broadcast(self, x: Tensor, source: int = 0, wait: bool = True) -> Pending:
         """In place, from the rank at place `source`. The ledger counts it on every rank that takes part."""
         if self.alone:
             return DONE
         launch = lambda: dist.broadcast(x, self.ranks[source], self.process_group, async_op=True)  # noqa: E731
-        return _finish(self._call("broadcast", _bytes(x), launch), wait)
+        return _finish(self._call("broadcast", x, launch), wait)
 
     def send(self, x: Tensor, to: int, tag: int = 0) -> Pending:
         assert x.is_contiguous()
         launch = lambda: dist.isend(x, self.ranks[to], self.process_group, tag)  # noqa: E731
-        return self._call("send", _bytes(x), launch)
+        return self._call("send", x, launch, self.ranks[to], tag)
 
     def receive(self, x: Tensor, source: int, tag: int = 0) -> Pending:
         """Into `x`. The sender counts it."""
         launch = lambda: dist.irecv(x, self.ranks[source], self.process_group, tag)  # noqa: E731
-        return self._call("receive", _bytes(x), launch, count=False)
+        return self._call("receive", x, launch, self.ranks[source], tag)
 
+
+def listed(ranks: Sequence[int], most: int = 16) -> str:
+    """`[0, 1, 5]`, cut short where there are many."""
+    shown = ", ".join(map(str, ranks[:most]))
+    return f"[{shown}]" if len(ranks) <= most else f"[{shown} and {len(ranks) - most} more]"
 
 
 def _bytes(x: Tensor) -> int:

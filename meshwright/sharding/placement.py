@@ -26,7 +26,7 @@ def bucket_elements(bucket_bytes: float, element_bytes: int) -> int:
 
 
 def backward_order(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Parameters, given in the order of forward, by what a buffer's have in common, in the order backward fills them."""
+    """Parameters, given in the order of forward, by what those of one buffer share, in the order of backward."""
     keyed: dict[Key, list[Item]] = {}
     for item in reversed(list(items)):
         keyed.setdefault(key(item), []).append(item)
