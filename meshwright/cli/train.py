@@ -26,14 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from meshwright.train.processes import is_rank
+    from meshwright.train.processes import find_place
 
+    place = find_place()
+    if place.world > 1:
+        return as_rank(args, place.local_rank, place.world)
     config = load_config(args.config, args.overrides)
-    if is_rank():
-        from meshwright.train.launch import guarded
-
-        guarded(train, args.config, args.overrides)
-        return 0
     if args.nproc is not None and args.nproc < 1:
         raise UserError(f"--nproc {args.nproc} must be at least 1")
     from meshwright.train.launch import launch, warm_up
@@ -46,6 +44,20 @@ def run(args: argparse.Namespace) -> int:
         train(args.config, args.overrides)
         return 0
     return launch(ranks, train, args.config, args.overrides)
+
+
+def as_rank(args: argparse.Namespace, local_rank: int, world: int) -> int:
+    """Started by torchrun or srun. A mistake in the config is the same on every rank, so one a machine says it."""
+    from meshwright.train.launch import guarded
+
+    try:
+        check(load_config(args.config, args.overrides), world)
+    except UserError:
+        if local_rank == 0:
+            raise
+        return 2
+    guarded(None, train, args.config, args.overrides)
+    return 0
 
 
 def _devices(config: Config) -> int:

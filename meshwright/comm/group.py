@@ -107,7 +107,9 @@ class Group:
     def alone(self) -> bool:
         return self.size <= 1
 
-    def _call(self, op: str, whole: Tensor, launch: Callable[[], Any], peer: int | None = None, tag: int = 0) -> Pending:
+    def _call(
+        self, op: str, whole: Tensor, launch: Callable[[], Any], peer: int | None = None, tag: int = 0
+    ) -> Pending:
         """Counts, notes and launches a call whose payload is `whole`. With a `peer` (its rank) it is one end of a
         transfer: the flight record counts those by direction, so that both ends give a message the same number."""
         ledger, payload = self.ledger, _bytes(whole)
@@ -117,9 +119,8 @@ class Group:
             me = self.ranks[self.index]
             ranks = (me, peer) if op == "send" else (peer, me)
             label = f"{label} {ranks[0]}>{ranks[1]}" + (f" tag {tag}" if tag else "")
-        call = self.flight.begin(
-            label, self.axis, op, ledger.current_phase, ledger.current_layer, payload, ranks, peer
-        )
+        phase, layer = ledger.current_phase, ledger.current_layer
+        call = self.flight.begin(label, self.axis, op, phase, layer, payload, ranks, peer)
         try:
             work = launch()
         except RuntimeError as error:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
+from meshwright.layout import Layout
 
 Rule = Callable[[Config, int], str | None]
 
@@ -35,6 +36,15 @@ def world_divides(c: Config, world: int) -> str | None:
             f"a world of {world} ranks is not divisible by tp x cp x pp = {c.layout.tp} x {c.layout.cp} x "
             f"{c.layout.pp} = {model}: start {sizes} ranks or change the layout"
         )
+    return None
+
+
+def order_names_axes(c: Config, world: int) -> str | None:
+    o = c.layout
+    try:
+        Layout(world, tp=o.tp, pp=o.pp, cp=o.cp, ep=o.ep, order=o.order, node_size=o.node_size or None)
+    except UserError as error:
+        return str(error)
     return None
 
 
@@ -134,6 +144,7 @@ def position_table_covers(c: Config, world: int) -> str | None:
 RULES: list[Rule] = [
     axes_that_exist,
     world_divides,
+    order_names_axes,
     tp_divides_heads,
     tp_fits_kv_heads,
     tp_divides_ffn,

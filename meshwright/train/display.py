@@ -42,11 +42,11 @@ STYLES = {
 }  # fmt: skip
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 
-# For terminals that can't show the rest; a braille cell with any dot becomes a star.
+# For terminals that can't show the rest, one character each; a braille cell with any dot becomes a star.
 ASCII: dict[int, str] = {0x2800 + dots: "*" for dots in range(1, 256)} | {0x2800: " "}
 ASCII |= {ord(bar): plain for bar, plain in zip(BARS, "_.-~=+*#", strict=True)}
 ASCII |= str.maketrans({
-    "━": "#", "╸": "#", "─": "-", "·": "-", "×": "x", "→": ">", "⇄": "<>", "…": "...", "│": "|", "┤": "+",
+    "━": "#", "╸": "#", "─": "-", "·": "-", "×": "x", "→": ">", "⇄": "=", "…": "~", "│": "|", "┤": "+",
     "└": "+", "┬": "+", "◆": "o", "•": ".",
 })  # fmt: skip
 
@@ -62,6 +62,8 @@ class Line:
         """Appends `text`; what would move the cursor or change the terminal becomes a question mark."""
         if text:
             clean = text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+            if self.pieces and self.pieces[-1][1] == style:
+                clean = self.pieces.pop()[0] + clean
             self.pieces.append((clean, style))
         return self
 
@@ -203,7 +205,7 @@ def head(
         if 1 < world <= DRAWN_RANKS:
             where.join([Line("   ").add(small_drawing(layout), "dim")], "", width)
     precision = t.precision + (f" on {device}" if device else "")
-    how = [precision, f"{quantity(t.global_batch * m.seq)} tokens a step", many(t.steps, "step"), config.run.dir]
+    how = [precision, f"{t.global_batch * m.seq:,} tokens a step", many(t.steps, "step"), config.run.dir]
     if world is not None:
         how.insert(0, schedule_words(config, layout))
     return [what, *([where] if world is not None else []), Line(" " * 12).add(" · ".join(how), "dim")]
@@ -412,12 +414,12 @@ class Display:
             return [waiting.cut(width)]
         times = f"  {r.step / self.steps:4.0%}  {clock(elapsed)} gone, {clock(self.seconds_left)} left"
         times = "" if len(times) + 24 > width else times
-        step = Line("step     ", "dim").add(f"{r.step}/{self.steps}  ", "bold")
+        step = Line("step     ", "dim").add(f"{r.step:>{len(str(self.steps))}}/{self.steps}  ", "bold")
         step.pieces += progress_bar(r.step / self.steps, max(0, width - len(step) - len(times))).pieces
         speed = [
             Line(quantity(self.tokens_per_s), "bold").add(" tok/s"),
             Line(duration(r.step_time_s), "bold").add(" a step"),
-            Line(quantity(self.consumed), "bold").add(f" of {quantity(self.samples)} samples"),
+            Line(f"{self.consumed:,}", "bold").add(f" of {self.samples:,} samples"),
             Line("batch ").add(str(r.global_batch), "bold"),
         ]
         lines = [

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from meshwright.errors import UserError
 
-ERRORS = "MESHWRIGHT_ERRORS"  # the folder where ranks leave why they failed
 PRELOAD = ["torch._dynamo", "meshwright.train.pretrain", "meshwright.train.gpt", "meshwright.train.display"]
 
 
@@ -29,27 +28,29 @@ def warm_up() -> None:
     multiprocessing.forkserver.ensure_running()
 
 
-def guarded(main: Callable[..., None], *args: object) -> None:
-    """The body of a rank: a mistake is one sentence and exit code 2, a bug its traceback and 1."""
+def guarded(folder: str | None, main: Callable[..., None], *args: object) -> None:
+    """The body of a rank: a mistake is one sentence and exit code 2, a bug its traceback and 1.
+
+    The launcher's ranks leave it in `folder`; ranks of another launcher say it themselves.
+    """
     from meshwright.comm.group import CommError
 
     rank = os.environ.get("RANK", "0")
     try:
         main(*args)
     except UserError as error:
-        _report(rank, str(error))
+        _report(folder, rank, str(error))
         raise SystemExit(2) from None
     except CommError as error:
-        _report(rank, str(error), weak=True)
+        _report(folder, rank, str(error), weak=True)
         raise SystemExit(1) from None
     except Exception:
-        _report(rank, traceback.format_exc())
+        _report(folder, rank, traceback.format_exc())
         raise SystemExit(1) from None
 
 
-def _report(rank: str, text: str, weak: bool = False) -> None:
+def _report(folder: str | None, rank: str, text: str, weak: bool = False) -> None:
     """Weak reports follow from another rank's failure and count only if nothing else is known."""
-    folder = os.environ.get(ERRORS)
     if folder:
         (Path(folder) / f"{'weak' if weak else 'rank'}-{rank}").write_text(text, encoding="utf-8")
     else:
@@ -64,14 +65,13 @@ def launch(ranks: int, main: Callable[..., None], *args: object) -> int:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
-        os.environ[ERRORS] = folder
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
             run_id=Path(folder).name, max_restarts=0, start_method="forkserver", local_addr="localhost",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )  # fmt: skip
         try:
-            elastic_launch(config, guarded)(main, *args)
+            elastic_launch(config, guarded)(folder, main, *args)
         except ChildFailedError as error:
             return _failed(Path(folder), error)
         except SignalException as error:

@@ -1,6 +1,6 @@
 """How a process learns which rank it is: from torchrun, from srun, or by being alone.
 
-torch is imported only to join: the launcher asks `is_rank` before the ranks' torch is loaded beside its own.
+torch is imported only to join: the launcher asks for its place before torch is loaded.
 """
 
 from __future__ import annotations
@@ -35,11 +35,6 @@ def find_place(env: Mapping[str, str] = os.environ) -> Place:
         nodes = int(env.get("SLURM_NNODES", "1"))
         return Place(int(env["SLURM_PROCID"]), world, int(env.get("SLURM_LOCALID", "0")), max(1, world // nodes))
     return Place()
-
-
-def is_rank(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher started this process as one rank of several."""
-    return find_place(env).world > 1
 
 
 def rendezvous(env: Mapping[str, str] = os.environ) -> tuple[str, int]:

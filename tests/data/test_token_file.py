@@ -229,7 +229,8 @@ print(json.dumps([code, states]))
 def test_a_crash_at_any_step_leaves_nothing_that_opens(tmp_path: Path) -> None:
     """Written over an older pair: at every step there is the old pair, none, or the new one; never a mixture."""
     write(tmp_path / "a", [[1, 2], [3]])
-    done = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path / "a")], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", CRASH, str(tmp_path / "a")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     code, states = json.loads(done.stdout)
     assert code == 0 and list(dict.fromkeys(states)) == ["old", "none", "new"], states
     assert states == sorted(states, key=["old", "none", "new"].index)

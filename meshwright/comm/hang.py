@@ -1,0 +1,105 @@
+"""What to say of a hang: from the states that the ranks published to one sentence that names who is missing.
+
+Pure: a *state* is what `Watchdog` publishes for a rank (plain JSON), and `ask(rank)` returns it, or None where the
+rank does not answer. Only the ranks that matter are asked: those of the stuck call, then those of the calls in which
+the missing ones wait themselves, and so on until somebody waits for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from meshwright.comm.flight import describe
+from meshwright.comm.group import listed
+
+State = dict[str, Any]
+Ask = Callable[[int], State | None]
+Key = tuple[str, int]
+
+# Calls that are looked at, the first one included.
+MOST_FOLLOWED = 8
+# The other end of a transfer, by this end's op.
+OTHER_END = {"send": "receive", "receive": "send"}
+
+
+def explain(call: dict[str, Any], rank: int, timeout: float, ask: Ask) -> str:
+    """The message for `call`, on which `rank` has waited longer than `timeout` seconds."""
+    stuck = [r for r in call["ranks"] if r == rank or _waits_in(ask(r), call)]
+    parts = [f"{describe(call)} did not end within {timeout:g} s on {ranks_named(stuck)}"]
+    queue, waits_for = [call], {_key(call): set[Key]()}
+    while queue:
+        here = queue.pop(0)
+        states = {r: ask(r) for r in here["ranks"]}
+        missing = {r: state for r, state in states.items() if not _arrived(state, here)}
+        prefix = "" if here is call else f"for {describe(here)} "
+        if not missing:
+            parts.append(prefix + _nobody_missing(here, states))
+        parts += [prefix + clause for clause in _clauses(here, missing)]
+        for held in (state["holding"] for state in missing.values() if state and state.get("holding")):
+            waits_for[_key(here)].add(_key(held))
+            if _key(held) not in waits_for and len(waits_for) < MOST_FOLLOWED:
+                waits_for[_key(held)] = set()
+                queue.append(held)
+    if _has_circle(waits_for, _key(call), ()):
+        parts.append("the ranks wait for each other, so they make their calls in different orders")
+    return "; ".join(parts)
+
+
+def _has_circle(waits_for: dict[Key, set[Key]], at: Key, path: tuple[Key, ...]) -> bool:
+    return at in path or any(_has_circle(waits_for, to, (*path, at)) for to in waits_for.get(at, ()))
+
+
+def _clauses(call: dict[str, Any], missing: dict[int, State | None]) -> list[str]:
+    """Who did not arrive, and where they are instead; ranks at the same place together."""
+    by_place: dict[str, list[int]] = {}
+    for rank, state in missing.items():
+        by_place.setdefault(_place(state), []).append(rank)
+    end = OTHER_END.get(call["op"])
+    what = "did not arrive" + (f" with the matching {end}" if end else "")
+    return [
+        f"{ranks_named(ranks)} {what}: {'it' if len(ranks) == 1 else 'each'} {place}"
+        for place, ranks in by_place.items()
+    ]
+
+
+def _place(state: State | None) -> str:
+    if state is None:
+        return "does not answer (stopped or dead)"
+    if "left" in state:
+        return f"has left ({state['left']})"
+    held = state.get("holding")
+    if held:
+        return f"waits in {describe(held)}"
+    return f"is outside any collective, in {state.get('at') or 'an unknown place'}"
+
+
+def _nobody_missing(call: dict[str, Any], states: dict[int, State | None]) -> str:
+    for rank, state in states.items():
+        other = _same_number(state, call)
+        expected = OTHER_END.get(call["op"], call["op"])
+        if other and (other["op"] != expected or other["payload"] != call["payload"]):
+            return f"rank {rank} has called {describe(other)} there, so the ranks disagree"
+    return "every rank of it arrived, so the network or a device is probably stuck"
+
+
+def _same_number(state: State | None, call: dict[str, Any]) -> dict[str, Any] | None:
+    calls = [] if state is None else state.get("last", [])
+    return next((c for c in calls if _key(c) == _key(call)), None)
+
+
+def _arrived(state: State | None, call: dict[str, Any]) -> bool:
+    return state is not None and state.get("numbers", {}).get(call["group"], 0) >= call["number"]
+
+
+def _waits_in(state: State | None, call: dict[str, Any]) -> bool:
+    held = state and state.get("holding")
+    return bool(held) and _key(held) == _key(call)  # type: ignore[arg-type]
+
+
+def _key(call: dict[str, Any]) -> Key:
+    return call["group"], call["number"]
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(ranks)}"

@@ -1,0 +1,299 @@
+"""The watchdog: turns a hang into one message that names the call and the ranks that did not arrive, and ends the run.
+
+Two threads a rank. The *timer* only looks at this rank's flight record, so nothing can hold it up. The *listener* alone
+talks to the store, on a connection of its own: a store that does not answer blocks its caller without limit. When a
+call has held up the program longer than `timeout`, the first rank to notice raises the alarm in the store; every rank
+that hears it publishes its state; the first one reads those it needs, writes the message, and all end with EXIT_CODE.
+Where the store is silent, each waiting rank says what it knows by itself. Only JSON goes through the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from meshwright.comm.flight import Call
+from meshwright.comm.group import CommError
+from meshwright.comm.hang import State, explain
+from meshwright.comm.mesh import Mesh
+
+# sysexits.h's "temporary failure": the same job may succeed if it is started again.
+EXIT_CODE = 75
+# Calls of each rank that travel through the store; the files hold the whole flight record.
+PUBLISHED_CALLS = 8
+# How long the rank that keeps the store waits at the end of a run for the others to leave it, at most.
+LAST_GUEST_S = 30.0
+
+_NUMBERS = itertools.count()
+
+
+def open_store(env: Mapping[str, str] = os.environ, timeout: float = 30.0) -> Store | None:
+    """A connection of its own to the store at MASTER_ADDR:MASTER_PORT, or None if there is none to be reached."""
+    if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
+        return None
+    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    limit = timedelta(seconds=timeout)
+    try:
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+    except RuntimeError:
+        return None
+    # torchrun's store outlives a restart of the ranks.
+    attempt = f"{env.get('TORCHELASTIC_RUN_ID', 'run')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return PrefixStore(f"meshwright/{attempt}", store)
+
+
+def store_keeper(env: Mapping[str, str] = os.environ) -> int | None:
+    """The rank that keeps the store of `open_store`, or None where the launcher does."""
+    return None if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+
+
+class Watchdog:
+    """Watches one rank: `with Watchdog(mesh, timeout, open_store(), folder=...):` around the run."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        timeout: float,
+        store: Store | None,
+        *,
+        folder: Path | str | None = None,
+        keeper: int | None = None,
+    ) -> None:
+        """`folder`: where `rank-N.json` is written after an alarm. `keeper`: the rank whose process is the store."""
+        self.rank, self.world, self.flight = mesh.rank, mesh.layout.world, mesh.flight
+        self.timeout, self.folder, self.keeper = timeout, folder, keeper
+        # One request a rank and interval: about a thousand a second at most on the store.
+        self.interval = max(min(1.0, timeout / 10), self.world / 1000)
+        self.grace = 2 * self.interval + 1.5
+        self._worker = threading.get_ident()
+        # Every rank makes its watchdogs in the same order, so their numbers agree.
+        self._store = None if store is None else PrefixStore(f"watchdog/{next(_NUMBERS)}", store)
+        self._stopping, self._wake, self._left = threading.Event(), threading.Event(), "it was finished"
+        self._overdue: Call | None = None
+        self._lost, self._clean = False, True
+        self._ending = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> Watchdog:
+        self._worker = threading.get_ident()
+        bodies = {"timer": self._time} | ({"listener": self._listen} if self._store is not None else {})
+        for name, body in bodies.items():
+            thread = threading.Thread(target=body, name=f"meshwright-watchdog-{name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Ends the watch. The others may ask later why this rank is not there: `error` is the answer."""
+        if error is not None:
+            self._left = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            if isinstance(error, CommError):
+                self._write_flight()
+        self._clean = error is None
+        self._stopping.set()
+        self._wake.set()
+        waits = LAST_GUEST_S + 1 if self._clean and self.rank == self.keeper else 2.0
+        for thread in self._threads:
+            thread.join(waits)
+        self._threads = []
+
+    def __enter__(self) -> Watchdog:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop(error)
+
+    def state(self) -> State:
+        """What this rank tells the others after an alarm."""
+        frames = self._stack()
+        held = self.flight.holding()
+        return {
+            "rank": self.rank,
+            "numbers": dict(self.flight.numbers),
+            "holding": held.plain() if held else None,
+            "at": next((where for where, ours in frames if ours), frames[0][0] if frames else None),
+            "stack": [where for where, _ in frames],
+            "last": [call.plain() for call in list(self.flight.last)[-PUBLISHED_CALLS:]],
+        }
+
+    # The timer's thread.
+
+    def _time(self) -> None:
+        pause = self.interval
+        while not self._stopping.wait(pause):
+            held = self.flight.holding(self.timeout)
+            if held is not None:
+                self._overdue = held
+                break
+            pause = self._pause()
+        else:
+            return
+        if self._store is not None and not self._lost:
+            self._wake.set()
+            # The listener ends the process, unless the store keeps it waiting.
+            self._stopping.wait(2 * self.grace + 2.0)
+        if not self._stopping.is_set():
+            self._speak_alone(self._overdue)
+
+    def _pause(self) -> float:
+        """Until the next look: an interval, or less if a call is about to be overdue."""
+        oldest = min((c.since for c in list(self.flight.open.values()) if c.since is not None), default=None)
+        left = self.interval if oldest is None else oldest + self.timeout - time.monotonic()
+        return min(self.interval, max(left, 0.02))
+
+    # The listener's thread: everything that uses the store.
+
+    def _listen(self) -> None:
+        assert self._store is not None
+        store = self._store
+        try:
+            while not self._stopping.is_set():
+                self._wake.wait(self.interval)
+                if self._overdue is not None:
+                    self._raise_alarm(store, self._overdue)
+                elif not self._stopping.is_set() and store.check(["alarm"]):
+                    self._answer(store)
+            self._say_goodbye(store)
+        except RuntimeError:  # the store is gone, and with it the rank that kept it
+            self._lost = True
+            if self._overdue is not None:
+                self._speak_alone(self._overdue)
+
+    def _raise_alarm(self, store: Store, call: Call) -> None:
+        if store.add("alarms", 1) > 1:
+            self._answer(store)
+            return
+        store.set("alarm", str(self.rank))
+        own = self._publish(store)
+        deadline = time.monotonic() + self.grace
+        told = explain(call.plain(), self.rank, self.timeout, _Asking(store, {self.rank: own}, deadline))
+        self._end(told, store)
+
+    def _answer(self, store: Store) -> None:
+        """Publishes this rank's state and stays until the message is out (or the store is gone)."""
+        try:
+            self._publish(store)
+            store.wait(["told"], timedelta(seconds=2 * self.grace + 1.0))
+        except RuntimeError:
+            if self._overdue is not None:
+                self._speak_alone(self._overdue)
+        self._end(None, store)
+
+    def _publish(self, store: Store) -> State:
+        state = self.state()
+        store.set(f"state/{self.rank}", json.dumps(state))
+        self._write_flight()
+        return state
+
+    def _say_goodbye(self, store: Store) -> None:
+        """Tells why this rank is gone. The rank that keeps the store leaves last, where the run ended well."""
+        store.set(f"state/{self.rank}", json.dumps({"rank": self.rank, "left": self._left}))
+        if self._clean:
+            self._leave(store, "left", LAST_GUEST_S)
+
+    def _leave(self, store: Store, count: str, patience: float) -> None:
+        """Counts this rank as gone; the keeper of the store stays until all are, or for `patience` seconds."""
+        gone = store.add(count, 1)
+        deadline = time.monotonic() + patience
+        while self.rank == self.keeper and gone < self.world and time.monotonic() < deadline:
+            time.sleep(0.02)
+            gone = store.add(count, 0)
+
+    # The end.
+
+    def _speak_alone(self, call: Call | None) -> None:
+        """For a rank that can't ask the others."""
+        assert call is not None
+        if self.keeper is not None and self.keeper != self.rank and self._store is not None:
+            why = f"rank {self.keeper}, which keeps the ranks' store, does not answer (stopped or dead)"
+        else:
+            why = "there is no store that answers"
+        what = f"{call.describe()} of ranks {list(call.ranks)[:16]} did not end within {self.timeout:g} s"
+        self._write_flight()
+        self._end(f"{what} on rank {self.rank}; {why}, so the other ranks can't be asked")
+
+    def _end(self, message: str | None, store: Store | None = None) -> None:
+        """Writes the message, tells the others and ends the process at once: its main thread can't do it."""
+        if not self._ending.acquire(blocking=False):
+            time.sleep(60.0)  # the other thread is ending the process
+        if message is not None:
+            where = "" if self.folder is None else f" (flight records in {self.folder})"
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.write(f"meshwright: {message}{where}\n")
+                sys.stderr.flush()
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set("told", "1")
+                # Long enough for those whom the hang does not concern to hear the alarm.
+                self._leave(store, "ended", self.interval + 0.5)
+        os._exit(EXIT_CODE)
+
+    def _write_flight(self) -> None:
+        """The whole flight record, for later study."""
+        if self.folder is None:
+            return
+        record = self.state() | {
+            "open": [call.plain() for call in list(self.flight.open.values())],
+            "last": [call.plain() for call in list(self.flight.last)],
+        }
+        with contextlib.suppress(OSError):
+            Path(self.folder).mkdir(parents=True, exist_ok=True)
+            (Path(self.folder) / f"rank-{self.rank}.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+    def _stack(self) -> list[tuple[str, bool]]:
+        """The working thread's frames, innermost first: `data/dataset.py:120 sample`, and whether the code is ours
+        or the user's."""
+        frame: FrameType | None = sys._current_frames().get(self._worker)
+        out: list[tuple[str, bool]] = []
+        while frame is not None and len(out) < 32:
+            code = frame.f_code
+            out.append((f"{_short(code.co_filename)}:{frame.f_lineno} {code.co_name}", _ours(code.co_filename)))
+            frame = frame.f_back
+        return out
+
+
+class _Asking:
+    """Reads each rank's state once, waiting for it until the deadline that all share."""
+
+    def __init__(self, store: Store, known: dict[int, State | None], deadline: float) -> None:
+        self._store, self._known, self._deadline = store, known, deadline
+
+    def __call__(self, rank: int) -> State | None:
+        if rank not in self._known:
+            self._known[rank] = self._read(f"state/{rank}")
+        return self._known[rank]
+
+    def _read(self, key: str) -> State | None:
+        while not self._store.check([key]):
+            if time.monotonic() >= self._deadline:
+                return None
+            time.sleep(0.05)
+        state: State = json.loads(self._store.get(key))
+        return state
+
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
+_LIBRARIES = (str(Path(torch.__file__).resolve().parent.parent) + os.sep, os.path.dirname(os.__file__) + os.sep)
+
+
+def _ours(path: str) -> bool:
+    """Whether a file is this package's or the user's, and neither Python's nor an installed library's."""
+    return path.startswith(_PACKAGE) or not (path.startswith(_LIBRARIES) or path.startswith("<"))
+
+
+def _short(path: str) -> str:
+    return path[len(_PACKAGE) :] if path.startswith(_PACKAGE) else os.sep.join(path.split(os.sep)[-2:])

@@ -1,0 +1,183 @@
+"""Every mistake that was tried: one sentence that names the fix, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.data.token_writer import TokenFileWriter
+
+GOOD = """
+model: {layers: 4, hidden: 32, heads: 4, vocab: 300, seq: 16}
+data: {prefixes: [tokens]}
+train: {steps: 2, global_batch: 8}
+run: {device: cpu, tensorboard: false}
+"""
+
+# (words after `meshwright train config.yaml`, what the sentence must contain)
+TRAIN = {
+    "unknown section": (["optimiser.lr=1"], "did you mean 'optimizer'"),
+    "unknown key": (["model.hiden=64"], "did you mean 'hidden'"),
+    "negative size": (["model.layers=-1"], "model.layers=-1 must be greater than zero"),
+    "zero size": (["train.micro_batch=0"], "must be greater than zero"),
+    "not a number": (["train.steps=many"], "must be a whole number"),
+    "a fraction of a step": (["train.steps=1.5"], "must be a whole number"),
+    "precision that does not exist": (["train.precision=fp7"], "fp64, fp32, bf16, fp16"),
+    "not key=value": (["train.steps"], "section.key=value"),
+    "heads do not divide hidden": (["model.heads=5"], "give model.head_dim"),
+    "kv heads do not divide heads": (["model.kv_heads=3"], "try 1, 2 or 4"),
+    "tp does not divide heads": (["layout.tp=3", "--nproc", "3"], "try layout.tp=1, 2, 4"),
+    "tp does not divide ffn": (["layout.tp=4", "model.ffn=126", "--nproc", "4"], "try model.ffn=128"),
+    "world not divisible": (["layout.tp=2", "layout.pp=2", "--nproc", "6"], "start 4 or 8 ranks"),
+    "more stages than layers": (["layout.pp=8", "--nproc", "8"], "lower layout.pp"),
+    "chunks without interleaving": (["layout.chunks=2"], "pipeline.schedule=interleaved"),
+    "split that does not add up": (["layout.pp=2", "pipeline.split=[1,2]", "--nproc", "2"], "add up to layers=4"),
+    "global batch": (["train.global_batch=7", "--nproc", "2"], "try 6 or 8"),
+    "ramp that misses": (["train.ramp=[3,2,100]"], "does not lead from 3"),
+    "ramp through an odd size": (["train.ramp=[1,1,64]", "--nproc", "2"], "train.ramp passes through 1"),
+    "context parallelism": (["layout.cp=2", "--nproc", "2"], "set layout.cp=1"),
+    "expert parallelism": (["layout.ep=2", "--nproc", "2"], "set layout.ep=1"),
+    "order": (["layout.order=tp-dp", "layout.pp=2", "--nproc", "2"], "pp"),
+    "sequence parallel tokens": (
+        ["layout.tp=4", "layout.sequence_parallel=true", "model.seq=15", "--nproc", "4"], "sequence_parallel=false"
+    ),
+    "warm-up longer than the run": (["lr.warmup=10"], "lower it"),
+    "minimum above the peak": (["lr.min=1"], "lower it"),
+    "unknown preset": (["model.preset=gpt2-125m"], "did you mean 'gpt2-124m'"),
+    "unknown schedule": (["pipeline.schedule=1f1"], "did you mean '1f1b'"),
+    "dropout of one": (["model.dropout=1.0"], "below 1"),
+    "betas": (["optimizer.betas=[0.9,1.0]"], "two numbers in [0, 1)"),
+    "weights for nothing": (["data.weights=[1,2]"], "give one each, or none"),
+    "split of two": (["data.split=[1,2]"], "three shares"),
+    "missing token file": (["data.prefixes=[nowhere]"], "nowhere"),
+    "vocabulary too small for the data": (["model.vocab=200"], "set model.vocab=257"),
+    "too few tokens for the sequence": (["model.seq=100000"], "too small"),
+    "evaluation samples": (["run.eval_samples=3", "--nproc", "2"], "try 4"),
+    "no ranks": (["--nproc", "0"], "at least 1"),
+    "a device that is not there": (["run.device=npu"], "run.device=cpu"),
+    "unknown option": (["--nprocs", "2"], "--help"),
+    "run folder is a file": (["run.dir=config.yaml"], "name a folder"),
+    "run folder below a file": (["run.dir=config.yaml/run"], "config.yaml/run"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text(GOOD)
+    (tmp_path / "text").mkdir()
+    for n in range(12):
+        (tmp_path / "text" / f"{n}.txt").write_text(f"document {n} says this and that. " * 20)
+    assert main(["data", "prepare", "text", "--out", "tokens", "--tokenizer", "bytes", "--workers", "1"]) == 0
+    return tmp_path
+
+
+def sentence(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
+    capsys.readouterr()
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("meshwright: ") and "Traceback" not in captured.err
+    assert captured.out == ""
+    return lines[0]
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_train_refuses(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, expected = TRAIN[name]
+    assert expected in sentence(capsys, ["train", "config.yaml", *words])
+
+
+def test_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no config file" in sentence(capsys, ["train", "nothing.yaml"])
+    (here / "bad.yaml").write_text("model: {layers: 4\ntrain: [")
+    assert "not valid YAML" in sentence(capsys, ["train", "bad.yaml"])
+    (here / "list.yaml").write_text("- a\n- b\n")
+    assert "sections" in sentence(capsys, ["train", "list.yaml"])
+    (here / "empty.yaml").write_text("")
+    assert "must be given" in sentence(capsys, ["train", "empty.yaml"])
+    (here / "sizes.yaml").write_text("model: {layers: 2}\ndata: {prefixes: [tokens]}\n")
+    assert "model.hidden and model.heads" in sentence(capsys, ["train", "sizes.yaml"])
+    assert "did you mean 'train'" in sentence(capsys, ["trian", "config.yaml"])
+    (here / "used").mkdir()
+    (here / "used" / "metrics.jsonl").write_text("")
+    assert "already holds a run" in sentence(capsys, ["train", "config.yaml", "run.dir=used"])
+
+
+def test_damaged_token_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index, tokens = (here / "tokens.idx").read_bytes(), (here / "tokens.bin").read_bytes()
+    (here / "tokens.idx").write_bytes(index[:-9])
+    assert "tokens.idx" in sentence(capsys, ["train", "config.yaml"])
+    (here / "tokens.idx").write_bytes(b"not an index at all" * 4)
+    assert "tokens.idx" in sentence(capsys, ["train", "config.yaml"])
+    (here / "tokens.idx").write_bytes(index)
+    (here / "tokens.bin").write_bytes(tokens[:-4])
+    assert "tokens.bin" in sentence(capsys, ["train", "config.yaml"])
+    (here / "tokens.bin").unlink()
+    assert "tokens.bin" in sentence(capsys, ["train", "config.yaml"])
+
+
+def command(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "meshwright", *words], capture_output=True, text=True, timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
+    )  # fmt: skip
+
+
+def test_token_beyond_the_vocabulary_stops_every_rank(here: Path) -> None:
+    """A file without metadata says nothing of its vocabulary: found when read, told once, by the rank that read it."""
+    with TokenFileWriter("foreign", np.uint16) as writer:
+        for _ in range(20):
+            writer.add_document(np.full(50, 999))
+        writer.finish()
+    done = command("train", "config.yaml", "--nproc", "2", "layout.tp=2", "data.prefixes=[foreign]")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("set model.vocab=1000 or more") == 1 and "Traceback" not in done.stderr
+
+
+def test_port_taken(here: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = command(
+            "train", "config.yaml",
+            RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+        )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert f"port {port}" in done.stderr and "choose another" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_rank_that_dies_ends_the_run(here: Path) -> None:
+    """kill -9 of one rank: the command says which and is gone within seconds, and so are the others."""
+    run = subprocess.Popen(
+        [sys.executable, "-m", "meshwright", "train", "config.yaml", "--nproc", "4", "layout.tp=2", "train.steps=100000"],
+        stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    metrics = here / "runs" / "default" / "metrics.jsonl"
+    end = time.monotonic() + 90
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < end:
+        time.sleep(0.1)
+    ranks = descendants(run.pid, only_leaves=True)
+    assert len(ranks) >= 4
+    os.kill(ranks[-1], 9)
+    _, said = run.communicate(timeout=15)
+    assert run.returncode == 1
+    assert "was killed by SIGKILL" in said and "Traceback" not in said
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+def descendants(pid: int, only_leaves: bool = False) -> list[int]:
+    children = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    found = [d for child in children for d in descendants(child, only_leaves)]
+    own = [] if only_leaves and children else [pid]
+    return own + found

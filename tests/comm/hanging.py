@@ -1,0 +1,79 @@
+"""Ranks that may hang, die or be stopped: processes of their own, as a launcher would start them, with a deadline.
+
+`body(mesh, *args)` runs at the top of a module, on every rank, under a watchdog. What comes back is how each rank
+ended: its exit code (None where it had to be killed), what it wrote to stderr, and after how many seconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.mesh import Mesh
+from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
+from meshwright.layout import Layout
+from tests.support import ranks as _preload  # noqa: F401 (tells the forkserver what to import once)
+
+_SERVER = multiprocessing.get_context("forkserver")
+
+
+@dataclass
+class Ended:
+    code: int | None
+    stderr: str
+    seconds: float
+
+
+def _child(body: Any, rank: int, world: int, port: int, folder: str, timeout: float, axes: Any, args: Any) -> None:
+    os.dup2(os.open(f"{folder}/stderr-{rank}", os.O_WRONLY | os.O_CREAT, 0o600), 2)
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"})
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=2 * timeout + 30))
+        mesh = Mesh(Layout(world=world, **axes), rank)
+        with Watchdog(mesh, timeout, open_store(), folder=f"{folder}/flight", keeper=store_keeper()):
+            body(mesh, *args)
+        dist.destroy_process_group()
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+        os._exit(1)
+
+
+def run_hanging(
+    world: int, body: Any, folder: Path, *args: Any, timeout: float = 2.0, deadline: float = 30.0, stopped: int = -1, **axes: int
+) -> list[Ended]:
+    """`stopped`: a rank that will not end by itself and is killed when the others have ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(world):
+        given = (body, rank, world, port, str(folder), timeout, axes, args)
+        children.append(_SERVER.Process(target=_child, args=given, daemon=True))
+    for child in children:
+        child.start()
+    begin, seconds = time.monotonic(), [deadline] * world
+    waiting = set(range(world)) - {stopped}
+    while waiting and time.monotonic() - begin < deadline:
+        for rank in list(waiting):
+            if children[rank].exitcode is not None:
+                seconds[rank] = time.monotonic() - begin
+                waiting.discard(rank)
+        time.sleep(0.02)
+    codes = [child.exitcode for child in children]
+    for child in children:
+        if child.is_alive():
+            child.kill()
+        child.join()
+    texts = [(folder / f"stderr-{rank}").read_text() for rank in range(world)]
+    return [Ended(*parts) for parts in zip(codes, texts, seconds, strict=True)]

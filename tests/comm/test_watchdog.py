@@ -1,0 +1,203 @@
+"""A hang ends, on every rank, in one message that names the call and who did not arrive to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+from meshwright.comm.hang import explain
+from meshwright.comm.mesh import Mesh
+from meshwright.comm.watchdog import EXIT_CODE, open_store
+from tests.comm.hanging import Ended, run_hanging
+
+TIMEOUT = 2.0
+# After the timeout: the grace for a rank that does not answer, and a busy machine's slowness.
+SLACK = 8.0
+
+
+def message(ends: list[Ended]) -> str:
+    """The one message of a run in which every rank ended with the watchdog's code, in time."""
+    lines = [line for end in ends for line in end.stderr.splitlines() if line.startswith("meshwright: ")]
+    assert len(lines) == 1, "\n".join(end.stderr for end in ends)
+    return lines[0]
+
+
+def warm(mesh: Mesh) -> None:
+    mesh.world.all_reduce(torch.ones(1))
+
+
+def asleep(mesh: Mesh, sleeper: int) -> None:
+    warm(mesh)
+    if mesh.rank == sleeper:
+        time.sleep(60)
+    with mesh.ledger.phase("reduce"):
+        mesh.world.all_reduce(torch.ones(256))
+
+
+def test_a_rank_that_sleeps_is_named_with_its_place(tmp_path: Path) -> None:
+    ends = run_hanging(4, asleep, tmp_path, 2, timeout=TIMEOUT)
+    text = message(ends)
+    assert "all_reduce number 2 over world (reduce, 1024 bytes) did not end within 2 s on ranks [0, 1, 3]" in text
+    assert re.search(r"; rank 2 did not arrive: it is outside any collective, in comm/test_watchdog.py:\d+ asleep", text)
+    assert [end.code for end in ends] == [EXIT_CODE] * 4
+    assert all(TIMEOUT <= end.seconds < TIMEOUT + SLACK for end in ends), ends
+    records = {rank: json.loads((tmp_path / f"flight/rank-{rank}.json").read_text()) for rank in range(4)}
+    assert records[2]["holding"] is None and records[0]["holding"]["number"] == 2
+    assert [call["op"] for call in records[1]["last"]] == ["all_reduce", "all_reduce"]
+
+
+def stopped(mesh: Mesh, victim: int) -> None:
+    warm(mesh)
+    if mesh.rank == victim:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    mesh.world.all_reduce(torch.ones(4))
+
+
+def test_a_stopped_rank_does_not_answer(tmp_path: Path) -> None:
+    ends = run_hanging(3, stopped, tmp_path, 1, timeout=TIMEOUT, stopped=1)
+    text = message(ends)
+    assert "on ranks [0, 2]; rank 1 did not arrive: it does not answer (stopped or dead)" in text
+    assert [ends[0].code, ends[2].code] == [EXIT_CODE] * 2
+    assert max(ends[0].seconds, ends[2].seconds) < TIMEOUT + SLACK
+
+
+def test_a_stopped_rank_that_keeps_the_store_is_named_by_all_others(tmp_path: Path) -> None:
+    ends = run_hanging(3, stopped, tmp_path, 0, timeout=TIMEOUT, stopped=0)
+    for end in ends[1:]:
+        assert end.code == EXIT_CODE and end.seconds < 2 * TIMEOUT + SLACK
+        assert "all_reduce number 2 over world" in end.stderr and "of ranks [0, 1, 2]" in end.stderr
+        assert "rank 0, which keeps the ranks' store, does not answer (stopped or dead)" in end.stderr
+
+
+def crossed(mesh: Mesh) -> None:
+    warm(mesh)
+    first, second = (mesh.tp, mesh.world) if mesh.rank == 0 else (mesh.world, mesh.tp)
+    first.all_reduce(torch.ones(8))
+    second.all_reduce(torch.ones(8))
+
+
+def test_two_orders_of_the_same_calls(tmp_path: Path) -> None:
+    ends = run_hanging(2, crossed, tmp_path, timeout=TIMEOUT, tp=2)
+    text = message(ends)
+    tp, world = "all_reduce number 1 over tp (startup, 32 bytes)", "all_reduce number 2 over world (startup, 32 bytes)"
+    here, there, other = (tp, world, 1) if text.startswith(f"meshwright: {tp}") else (world, tp, 0)
+    assert f"{here} did not end within 2 s on rank {1 - other}; rank {other} did not arrive: it waits in {there}" in text
+    assert "the ranks wait for each other, so they make their calls in different orders" in text
+    assert [end.code for end in ends] == [EXIT_CODE] * 2
+
+
+def unsent(mesh: Mesh) -> None:
+    warm(mesh)
+    x = torch.ones(16)
+    if mesh.rank == 1:
+        with mesh.ledger.phase("forward"):
+            mesh.pp.receive(x, 0).wait()
+            mesh.pp.receive(x, 0).wait()
+    else:
+        mesh.pp.send(x, 1).wait()
+        time.sleep(60)
+
+
+def test_a_receive_that_nobody_sends_to(tmp_path: Path) -> None:
+    ends = run_hanging(2, unsent, tmp_path, timeout=TIMEOUT, pp=2)
+    text = message(ends)
+    assert "receive number 2 over pp from rank 0 (forward, 64 bytes) did not end within 2 s on rank 1; " in text
+    assert re.search(r"rank 0 did not arrive with the matching send: it is outside any collective, in .* unsent", text)
+    assert [end.code for end in ends] == [EXIT_CODE] * 2
+
+
+def behind(mesh: Mesh) -> None:
+    """Rank 3 sleeps; 2 waits for it over tp; 0 and 1 wait for both over world."""
+    warm(mesh)
+    if mesh.rank == 3:
+        time.sleep(60)
+    mesh.tp.all_reduce(torch.ones(2))
+    mesh.world.all_reduce(torch.ones(2))
+
+
+def test_whoever_notices_first_the_last_cause_is_named(tmp_path: Path) -> None:
+    text = message(run_hanging(4, behind, tmp_path, timeout=TIMEOUT, tp=2))
+    assert re.search(r"rank 3 did not arrive: it is outside any collective, in comm/test_watchdog.py:\d+ behind", text)
+    assert "wait for each other" not in text
+
+
+def killed(mesh: Mesh) -> None:
+    warm(mesh)
+    if mesh.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    mesh.world.all_reduce(torch.ones(4))
+
+
+def test_a_killed_peer_gives_a_sentence_at_once(tmp_path: Path) -> None:
+    ends = run_hanging(3, killed, tmp_path, timeout=20.0)
+    assert ends[1].code == -signal.SIGKILL
+    for end in (ends[0], ends[2]):
+        assert end.code == 1 and end.seconds < 10
+        last = end.stderr.strip().splitlines()[-1]
+        begins = "meshwright.comm.group.CommError: all_reduce number 2 over world (startup, 16 bytes) of ranks [0, 1, 2]"
+        assert last.startswith(begins) and "another rank has probably stopped (" in last, end.stderr
+
+
+def slow(mesh: Mesh) -> None:
+    """Every call and every pause is shorter than the timeout, their sum is longer; an early receive stays open."""
+    warm(mesh)
+    x = torch.ones(4)
+    early = mesh.pp.receive(x, 0) if mesh.rank == 1 else None
+    for _ in range(4):
+        time.sleep(0.6 if mesh.rank else 0.0)
+        mesh.world.all_reduce(torch.ones(4))
+    if mesh.rank == 0:
+        mesh.pp.send(x, 1).wait()
+    if early:
+        time.sleep(1.5)
+        early.wait()
+
+
+def test_no_false_alarm_on_a_slow_run(tmp_path: Path) -> None:
+    ends = run_hanging(2, slow, tmp_path, timeout=1.2, pp=2)
+    assert [(end.code, end.stderr) for end in ends] == [(0, "")] * 2
+    assert not (tmp_path / "flight").exists()
+
+
+def test_a_clean_end_is_silent_though_the_store_s_keeper_is_done_first(tmp_path: Path) -> None:
+    ends = run_hanging(3, late_leaver, tmp_path, timeout=TIMEOUT)
+    assert [(end.code, end.stderr) for end in ends] == [(0, "")] * 3
+
+
+def late_leaver(mesh: Mesh) -> None:
+    warm(mesh)
+    time.sleep(0.0 if mesh.rank == 0 else 1.0)
+
+
+def test_open_store_without_a_place_to_look() -> None:
+    assert open_store({}) is None
+
+
+def _call(op: str, group: str, number: int, ranks: list[int], payload: int = 8) -> dict[str, object]:
+    return {"op": op, "group": group, "axis": group.split(":")[0], "number": number, "ranks": ranks, "peer": None,
+            "phase": "forward", "layer": 3, "payload": payload}  # fmt: skip
+
+
+def test_the_message_where_everybody_arrived() -> None:
+    here, other = _call("all_reduce", "tp:0", 4, [0, 1]), _call("all_gather", "tp:0", 4, [0, 1])
+    states = {0: {"numbers": {"tp:0": 4}, "holding": here}, 1: {"numbers": {"tp:0": 4}, "holding": other, "last": [other]}}
+    text = explain(here, 0, 9.0, states.get)
+    assert "rank 1 has called all_gather number 4 over tp (forward, layer 3, 8 bytes) there, so the ranks disagree" in text
+    states[1] = {"numbers": {"tp:0": 4}, "holding": here, "last": [here]}
+    assert explain(here, 0, 9.0, states.get).endswith("every rank of it arrived, so the network or a device is probably stuck")
+
+
+def test_many_missing_ranks_are_named_together_and_a_rank_that_left_says_why() -> None:
+    here = _call("all_reduce", "world:0", 2, list(range(100)))
+    at = {"numbers": {"world:0": 1}, "holding": None, "at": "data/dataset.py:9 sample"}
+    left = {"left": "ValueError: bad sample"}
+    states = {rank: at for rank in range(1, 99)} | {0: {"numbers": {"world:0": 2}, "holding": here}, 99: left}
+    text = explain(here, 0, 60.0, states.get)
+    assert "15, 16 and 82 more] did not arrive: each is outside any collective, in data/dataset.py:9 sample" in text
+    assert "rank 99 did not arrive: it has left (ValueError: bad sample)" in text

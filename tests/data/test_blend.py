@@ -1,0 +1,109 @@
+"""Blends: shares kept to within one at every sample, found at once, exact for weights as people write them."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from meshwright.data.blend import MAX_PERIOD, Blend, blend_pattern, whole_weights
+from meshwright.errors import UserError
+
+
+class Numbers:
+    """Dataset d; its sample k is [d, k]."""
+
+    seq = 1
+
+    def __init__(self, d: int) -> None:
+        self.d = d
+
+    def sample(self, n: int) -> NDArray[np.int64]:
+        return np.array([self.d, n])
+
+
+def blend(weights: list[float], seed: int = 0) -> Blend:
+    return Blend([Numbers(d) for d in range(len(weights))], weights, seed)
+
+
+def worst_error(pattern: NDArray[np.int32], weights: list[int]) -> float:
+    """The largest distance, over datasets and prefixes, of a count from its share."""
+    counts = np.cumsum(pattern[:, None] == np.arange(len(weights)), axis=0)
+    shares = np.arange(1, len(pattern) + 1)[:, None] * np.array(weights) / sum(weights)
+    return float(np.abs(counts - shares).max())
+
+
+@settings(max_examples=150, deadline=None)
+@given(weights=st.lists(st.integers(0, 60), min_size=1, max_size=30).filter(any), seed=st.integers(0, 9))
+def test_every_prefix_keeps_its_shares(weights: list[int], seed: int) -> None:
+    pattern = blend_pattern(weights, seed)
+    assert np.bincount(pattern, minlength=len(weights)).tolist() == weights
+    assert worst_error(pattern, weights) < 1
+
+
+def test_shares_of_many_small_and_some_large() -> None:
+    weights = [4000, 2500, 1] + [7] * 90 + [1] * 100
+    assert worst_error(blend_pattern(weights), weights) < 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    weights=st.lists(st.floats(0.01, 10, allow_nan=False), min_size=1, max_size=6).map(
+        lambda values: [round(value, 2) for value in values]
+    ),
+    far=st.integers(0, 10**15),
+)
+def test_any_sample_is_found_at_once(weights: list[float], far: int) -> None:
+    one = blend(weights)
+    taken = [0] * len(weights)
+    for n in range(min(2 * one.period + 3, 500)):
+        d, k = one.locate(n)
+        assert k == taken[d]
+        taken[d] += 1
+    d, k = one.locate(far)
+    share = Fraction(str(weights[d])) / sum(Fraction(str(weight)) for weight in weights)
+    assert abs(k - far * share) < 1.5  # exact for these weights, however far
+    assert one.sample(far).tolist() == [d, k]
+    assert blend(weights).locate(far) == (d, k)
+
+
+def test_simple_weights() -> None:
+    assert whole_weights([0.3, 0.7]) == [3, 7]
+    assert whole_weights([2, 4, 0]) == [1, 2, 0]
+    assert whole_weights([1e-3, 1.0]) == [1, 1000]
+    one = blend([1, 0, 1])
+    assert {one.locate(n)[0] for n in range(20)} == {0, 2}
+    assert blend([5]).locate(12) == (0, 12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=st.lists(st.floats(0, 1e6), min_size=1, max_size=12).filter(any))
+def test_odd_weights_are_rounded_and_never_to_nothing(weights: list[float]) -> None:
+    whole = whole_weights(weights)
+    assert sum(whole) <= MAX_PERIOD
+    assert [count > 0 for count in whole] == [weight > 0 for weight in weights]
+    small = sum(Fraction(weight) / Fraction(sum(map(Fraction, weights))) < Fraction(1, MAX_PERIOD) for weight in weights)
+    for count, weight in zip(whole, weights, strict=True):
+        assert abs(count / sum(whole) - weight / sum(weights)) <= (1 + small) / MAX_PERIOD
+
+
+def test_the_largest_period() -> None:
+    weights = [0.123456789, 0.6180339887, 0.2585092]
+    one = blend(weights)
+    assert 50_000 < one.period <= MAX_PERIOD
+    assert worst_error(one._dataset, one.weights) < 1
+
+
+def test_the_seed_settles_ties() -> None:
+    patterns = {tuple(blend_pattern([1] * 6, seed).tolist()) for seed in range(10)}
+    assert len(patterns) > 3
+
+
+@pytest.mark.parametrize("weights", [[0.0, 0.0], [-1.0, 2.0], [float("nan")], [float("inf"), 1.0]])
+def test_weights_that_cannot_be(weights: list[float]) -> None:
+    with pytest.raises(UserError, match="weight"):
+        blend(weights)

@@ -1,0 +1,165 @@
+"""Packing: every token once an epoch, samples that depend on the seed and their number alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshwright.data import dataset as module
+from meshwright.data.dataset import GPTDataset
+from meshwright.data.shuffle import keyed_permutation
+from meshwright.data.token_file import TokenFile
+from meshwright.data.token_writer import TokenFileWriter
+from meshwright.errors import UserError
+
+
+def token_file(prefix: Path, documents: list[list[int]]) -> TokenFile:
+    """Documents of sequences of the given lengths; token ids count up through the whole file."""
+    at = 0
+    with TokenFileWriter(prefix, np.int32) as writer:
+        for sequences in documents:
+            for length in sequences:
+                writer.add_sequence(np.arange(at, at + length, dtype=np.int32))
+                at += length
+            writer.end_document()
+        writer.finish()
+    return TokenFile(prefix)
+
+
+def stream(dataset: GPTDataset, file: TokenFile, epochs: int) -> list[int]:
+    """The first epochs end to end, straight from the documents and their drawn order."""
+    found: list[int] = []
+    low, _ = dataset.documents
+    for epoch in range(epochs):
+        for document in dataset.epoch(epoch).order:
+            first, after = file.document_indices[low + document], file.document_indices[low + document + 1]
+            for i in range(first, after):
+                found.extend(file.get(i).tolist())
+    return found
+
+
+lengths = st.lists(st.lists(st.integers(0, 12), max_size=3), min_size=1, max_size=20)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    documents=lengths,
+    seq=st.integers(1, 40),
+    seed=st.integers(0, 2**63),
+    many=st.sampled_from([0, 3, 1000]),
+    data=st.data(),
+)
+def test_samples_are_pieces_of_the_stream(
+    tmp_path: Path, documents: list[list[int]], seq: int, seed: int, many: int, data: st.DataObject
+) -> None:
+    file = token_file(tmp_path / "a", documents)
+    low = data.draw(st.integers(0, len(documents)))
+    high = data.draw(st.integers(low, len(documents)))
+    total = sum(sum(document) for document in documents[low:high])
+    if total < seq + 1:
+        with pytest.raises(UserError, match="one sample takes"):
+            GPTDataset(file, seq, seed, (low, high))
+        return
+    dataset = GPTDataset(file, seq, seed, (low, high))
+    assert dataset.tokens_per_epoch == total
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MANY_DOCUMENTS", many)
+        count = dataset.first_sample(3)
+        samples = [dataset.sample(n) for n in range(count)]
+    whole = stream(dataset, file, 5)
+    pieces = [whole[g * seq : g * seq + seq + 1] for g in range(count)]
+    for epoch in range(3):
+        begin, end = dataset.first_sample(epoch), dataset.first_sample(epoch + 1)
+        assert sorted(sample.tolist() for sample in samples[begin:end]) == sorted(pieces[begin:end])
+        order = dataset.epoch(epoch).order
+        assert sorted(order.tolist()) == list(range(high - low))
+    assert all(sample.dtype == np.int64 for sample in samples)
+    # any order of asking, from a fresh object, gives the same samples
+    fresh = GPTDataset(TokenFile(tmp_path / "a"), seq, seed, (low, high))
+    for n in data.draw(st.permutations(range(count)))[:10]:
+        assert np.array_equal(fresh.sample(n), samples[n])
+
+
+def test_an_epoch_sees_every_token_once(tmp_path: Path) -> None:
+    """When seq divides the tokens of an epoch, its samples' inputs are its tokens, each exactly once."""
+    file = token_file(tmp_path / "a", [[n % 17 + 1] for n in range(340)])
+    seq = 9
+    assert file.token_count % seq == 0
+    dataset = GPTDataset(file, seq, seed=3)
+    for epoch in range(3):
+        numbers = range(dataset.first_sample(epoch), dataset.first_sample(epoch + 1))
+        seen = np.concatenate([dataset.sample(n)[:-1] for n in numbers])
+        assert np.array_equal(np.sort(seen), np.arange(file.token_count))
+
+
+def test_over_many_epochs_no_token_is_lost(tmp_path: Path) -> None:
+    """When seq does not divide them, the stream goes on: after `seq` epochs each token was seen `seq` times."""
+    file = token_file(tmp_path / "a", [[3], [8], [1, 0, 4], [], [7]])
+    seq = 7
+    dataset = GPTDataset(file, seq, seed=11)
+    count = dataset.first_sample(seq)
+    assert count * seq == seq * file.token_count
+    seen = np.concatenate([dataset.sample(n)[:-1] for n in range(count)])
+    assert np.bincount(seen).tolist() == [seq] * file.token_count
+
+
+def test_seeds_streams_and_epochs_differ(tmp_path: Path) -> None:
+    file = token_file(tmp_path / "a", [[10]] * 100)
+    base = GPTDataset(file, 16, seed=1)
+    others = [GPTDataset(file, 16, seed=2), GPTDataset(file, 16, seed=1, stream="x")]
+    orders = [base.epoch(0), base.epoch(1), *(other.epoch(0) for other in others)]
+    assert len({tuple(epoch.order.tolist()) for epoch in orders}) == 4
+    assert len({tuple(epoch.shuffle.tolist()) for epoch in orders}) == 4
+    assert np.array_equal(GPTDataset(file, 16, seed=1).epoch(0).order, orders[0].order)
+
+
+def test_only_a_few_epochs_are_kept(tmp_path: Path) -> None:
+    dataset = GPTDataset(token_file(tmp_path / "a", [[10]] * 5), 7, seed=1)
+    first = dataset.sample(0)
+    for n in range(0, 200, 5):
+        dataset.sample(n)
+    assert len(dataset._epochs) == module.EPOCHS_KEPT
+    assert np.array_equal(dataset.sample(0), first)
+    far = dataset.sample(10**12 + 1)
+    assert np.array_equal(GPTDataset(dataset.file, 7, seed=1).sample(10**12 + 1), far)
+
+
+def test_a_damaged_index_is_named(tmp_path: Path) -> None:
+    token_file(tmp_path / "a", [[10]] * 5)
+    idx = bytearray((tmp_path / "a.idx").read_bytes())
+    idx[34 + 5 * 4 + 8 : 34 + 5 * 4 + 16] = (10**6).to_bytes(8, "little")  # the second sequence begins far beyond
+    (tmp_path / "a.idx").write_bytes(idx)
+    dataset = GPTDataset(TokenFile(tmp_path / "a"), 49, seed=1)
+    with pytest.raises(UserError, match="damaged"):
+        dataset.sample(0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(0, 3000), seed=st.integers(0, 2**64), label=st.text(max_size=5))
+def test_permutations(size: int, seed: int, label: str) -> None:
+    found = keyed_permutation(size, seed, label)
+    assert np.array_equal(np.sort(found), np.arange(size))
+    assert np.array_equal(found, keyed_permutation(size, seed, label))
+
+
+GOLDEN_10 = [6, 3, 1, 2, 5, 0, 4, 8, 7, 9]
+GOLDEN_100K = [39635, 41173, 34107, 50032, 38519, 95822]
+
+
+def test_permutations_are_fixed_for_ever() -> None:
+    """A run resumed by a later release sees the same data: these may never change."""
+    assert keyed_permutation(10, 1234, "documents", 0).tolist() == GOLDEN_10
+    found = keyed_permutation(100_000, 7, "", "samples", 3)
+    assert found[:6].tolist() == GOLDEN_100K
+
+
+def test_permutations_are_even() -> None:
+    """Every element comes to every place about equally often (chi-squared, 81 degrees of freedom)."""
+    table = np.zeros((10, 10))
+    for key in range(4000):
+        table[np.arange(10), keyed_permutation(10, key)] += 1
+    assert ((table - 400) ** 2 / 400).sum() < 140

@@ -1,0 +1,164 @@
+"""A run's samples: labels, masks, positions and segments; splits; what files together need."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from meshwright.data.blend import Blend
+from meshwright.data.dataset import GPTDataset
+from meshwright.data.stream import SampleOptions, SampleStream, build_datasets, parse_split, split_documents
+from meshwright.data.token_file import METADATA_FORMAT
+from meshwright.data.token_writer import TokenFileWriter
+from meshwright.errors import UserError
+
+
+class Fixed:
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens, self.seq = np.array(tokens, np.int64), len(tokens) - 1
+
+    def sample(self, n: int) -> NDArray[np.int64]:
+        return self.tokens
+
+
+def one(tokens: list[int], **options: bool) -> dict[str, list[int]]:
+    found = SampleStream(Fixed(tokens), SampleOptions(eod=0, **options)).sample(0)
+    assert all(value.dtype == np.int64 for value in found.values())
+    return {name: value.tolist() for name, value in found.items()}
+
+
+def test_a_plain_sample() -> None:
+    assert one([5, 0, 6, 7]) == {"tokens": [5, 0, 6], "labels": [0, 6, 7], "loss_mask": [1, 1, 1]}
+
+
+def test_masks_and_resets() -> None:
+    """The loss is masked where the input ends a document; the end token belongs to the document it ends."""
+    text = [5, 0, 6, 7, 0, 0, 8, 9]
+    assert one(text, mask_eod=True)["loss_mask"] == [1, 0, 1, 1, 0, 0, 1]
+    assert "positions" not in one(text, mask_eod=True)
+    assert one(text, reset_positions=True)["positions"] == [0, 1, 0, 1, 2, 0, 0]
+    assert one(text, reset_attention=True)["segments"] == [0, 0, 1, 1, 1, 2, 3]
+    assert set(one(text, reset_positions=True)) == {"tokens", "labels", "loss_mask", "positions"}
+    assert set(one(text, reset_attention=True)) == {"tokens", "labels", "loss_mask", "segments"}
+    assert one(text, reset_positions=True)["loss_mask"] == [1] * 7
+
+
+@settings(max_examples=50, deadline=None)
+@given(tokens=st.lists(st.integers(0, 2), min_size=2, max_size=40))
+def test_resets_against_a_plain_loop(tokens: list[int]) -> None:
+    position = segment = 0
+    positions, segments = [], []
+    for token in tokens[:-1]:
+        positions.append(position)
+        segments.append(segment)
+        position, segment = (0, segment + 1) if token == 0 else (position + 1, segment)
+    found = one(tokens, mask_eod=True, reset_positions=True, reset_attention=True)
+    assert (found["positions"], found["segments"]) == (positions, segments)
+    assert found["loss_mask"] == [int(token != 0) for token in tokens[:-1]]
+
+
+def test_a_sample_may_be_changed_by_who_asked_for_it() -> None:
+    stream = SampleStream(Fixed([1, 2, 3]))
+    stream.sample(0)["tokens"][:] = 9
+    assert stream.sample(0)["labels"].tolist() == [2, 3] and stream.sample(0)["tokens"].tolist() == [1, 2]
+
+
+def test_batches_are_consecutive() -> None:
+    assert list(SampleStream.batch(6, 3)) == [6, 7, 8]
+
+
+def test_parse_split() -> None:
+    assert parse_split("969,30,1") == (0.969, 0.03, 0.001)
+    assert parse_split([9, 1]) == (0.9, 0.1, 0) and parse_split("1") == (1, 0, 0)
+    for wrong in ("", "a,b", "1,2,3,4", "-1,2", "0,0", [], [float("nan")], "inf,1"):
+        with pytest.raises(UserError, match="for example 969,30,1"):
+            parse_split(wrong)
+
+
+@settings(max_examples=150, deadline=None)
+@given(count=st.integers(0, 5000), shares=st.lists(st.integers(0, 1000), min_size=3, max_size=3).filter(any))
+def test_split_boundaries(count: int, shares: list[int]) -> None:
+    parts = split_documents(count, parse_split(shares))
+    assert parts[0][0] == 0 and parts[-1][1] == count
+    assert all(a[1] == b[0] for a, b in zip(parts, parts[1:], strict=False))
+    wanted = sum(share > 0 for share in shares)
+    for (low, high), share in zip(parts, shares, strict=True):
+        assert low <= high
+        if not share:
+            assert low == high
+        elif count >= wanted:
+            assert high > low
+            assert abs((high - low) - count * share / sum(shares)) < 1 + wanted
+
+
+def test_split_as_megatron_rounds() -> None:
+    assert split_documents(1000, parse_split("969,30,1")) == [(0, 969), (969, 999), (999, 1000)]
+    assert split_documents(20, parse_split("969,30,1")) == [(0, 18), (18, 19), (19, 20)]
+    assert split_documents(1, parse_split("9,1")) == [(0, 1), (1, 1), (1, 1)]
+    assert split_documents(5, parse_split("0,1,0")) == [(0, 0), (0, 5), (5, 5)]
+
+
+def write(prefix: Path, documents: int, length: int = 10, **metadata: int) -> str:
+    with TokenFileWriter(prefix, np.uint16) as writer:
+        for number in range(documents):
+            writer.add_document([number] * (length - 1) + [999])
+        content = json.dumps({"format": METADATA_FORMAT, **metadata}).encode()
+        writer.finish({".json": content} if metadata else None)
+    return str(prefix)
+
+
+def test_build_one_file(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 100, vocab_size=1000, eod=999)
+    train, valid, test = build_datasets([prefix], None, "8,2,0", 7, 5, SampleOptions(mask_eod=True))
+    assert test is None and train is not None and valid is not None
+    assert train.vocab_needed == valid.vocab_needed == 1000
+    for part, low, high in ((train, 0, 80), (valid, 80, 100)):
+        seen = {int(token) for n in range(400) for token in part.sample(n)["tokens"]}
+        assert seen == set(range(low, high)) | {999}
+        sample = part.sample(3)
+        assert np.array_equal(sample["loss_mask"], sample["tokens"] != 999)
+    again = build_datasets([prefix], None, "8,2,0", 7, 5)[0]
+    assert again is not None and np.array_equal(again.sample(17)["tokens"], train.sample(17)["tokens"])
+
+
+def test_build_a_blend(tmp_path: Path) -> None:
+    prefixes = [write(tmp_path / "a", 60, vocab_size=300, eod=1), write(tmp_path / "b", 20, vocab_size=500, eod=1)]
+    train, valid, _ = build_datasets(prefixes, [1, 3], [0.5, 0.5], 7, 5)
+    assert train is not None and isinstance(train.source, Blend) and train.source.weights == [1, 3]
+    assert train.vocab_needed == 500
+    assert [entry.documents for entry in train.source.datasets if isinstance(entry, GPTDataset)] == [(0, 30), (0, 10)]
+    by_tokens = build_datasets(prefixes, None, "1", 7, 5)[0]
+    assert by_tokens is not None and isinstance(by_tokens.source, Blend) and by_tokens.source.weights == [3, 1]
+
+
+def test_the_same_file_twice_gives_two_orders(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 60)
+    train = build_datasets([prefix, prefix], [1, 1], "1", 7, 5)[0]
+    assert train is not None and isinstance(train.source, Blend) and train.vocab_needed is None
+    one, two = train.source.datasets
+    assert any(not np.array_equal(one.sample(n), two.sample(n)) for n in range(5))
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    plain = write(tmp_path / "plain", 20)
+    ends = [write(tmp_path / f"e{eod}", 20, vocab_size=9, eod=eod) for eod in (1, 2)]
+    with pytest.raises(UserError, match="valid part is too small.*hold 10 tokens, one sample takes 12"):
+        build_datasets([plain], None, "19,1", 11, 0)
+    with pytest.raises(UserError, match="no data"):
+        build_datasets([], None, "1", 7, 0)
+    with pytest.raises(UserError, match="1 weights for 2 token files"):
+        build_datasets(ends, [1], "1", 7, 0)
+    with pytest.raises(UserError, match="set data.eod"):
+        build_datasets([plain], None, "1", 7, 0, SampleOptions(reset_positions=True))
+    with pytest.raises(UserError, match=r"different tokens \[1, 2\]"):
+        build_datasets(ends, None, "1", 7, 0, SampleOptions(mask_eod=True))
+    named = build_datasets(ends, None, "1", 7, 0, SampleOptions(eod=2, mask_eod=True))[0]
+    assert named is not None and named.options.eod == 2
+    with pytest.raises(UserError, match="no token file"):
+        build_datasets([str(tmp_path / "none")], None, "1", 7, 0)

@@ -1,0 +1,339 @@
+"""The live display, its plain lines and the summary of a run folder, on streams that only pretend to be terminals."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.config.load import config_from, to_mapping
+from meshwright.config.sections import Config
+from meshwright.errors import UserError
+from meshwright.models.description import GPTDescription, stages
+from meshwright.train import display as module
+from meshwright.train.display import HIDE, SHOW, Display, Line, clock, parameters, quantity, size, sparkline
+from meshwright.train.step import StepResult
+from meshwright.train.summary import links, per_step, read_run, summary
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+COMM = {
+    "tp": {"calls": 64, "payload_bytes": 6400, "wire_bytes": 6400},
+    "dp": {"calls": 8, "payload_bytes": 80000, "wire_bytes": 80000},
+    "pp": {"calls": 32, "payload_bytes": 32000, "wire_bytes": 32000},
+    "embedding": {"calls": 8, "payload_bytes": 800, "wire_bytes": 800},
+    "world": {"calls": 16, "payload_bytes": 1600, "wire_bytes": 2800},
+}
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Screen:
+    """What a terminal of `columns` would show of the few control sequences that the display uses."""
+
+    def __init__(self, text: str, columns: int) -> None:
+        self.lines, self.row, self.columns = [""], 0, columns
+        for part in re.split(r"(\x1b\[[0-9;?]*[A-Za-z]|\n|\r)", text):
+            self._take(part)
+
+    def _take(self, part: str) -> None:
+        if part == "\n":
+            self.row += 1
+            if self.row == len(self.lines):
+                self.lines.append("")
+        elif part.endswith("F") and part.startswith("\x1b"):
+            self.row -= int(part[2:-1])
+            assert self.row >= 0
+        elif part == module.CLEAR_BELOW:
+            self.lines = [*self.lines[: self.row], ""]
+        elif part and not part.startswith(("\x1b", "\r")):
+            self.lines[self.row] += part
+            assert len(self.lines[self.row]) < self.columns, self.lines[self.row]
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    raw: dict[str, dict[str, Any]] = {
+        "model": {"layers": 4, "hidden": 64, "heads": 4, "vocab": 100, "seq": 32},
+        "data": {"prefixes": ["tokens"]},
+        "layout": {"tp": 2, "pp": 2},
+        "train": {"steps": 20, "global_batch": 8},
+        "run": {"dir": "runs/test", "log_every": 5},
+    }
+    for name, values in sections.items():
+        raw[name] = raw.get(name, {}) | values
+    return config_from(raw)
+
+
+def result(step: int, **changes: Any) -> StepResult:
+    phases = {"data": 0.01, "forward": 0.3, "backward": 0.5, "reduce": 0.1, "optimizer": 0.05}
+    values: dict[str, Any] = {
+        "step": step, "loss": 10.0 - 0.1 * step, "grad_norm": 1.02, "lr": 3e-4, "loss_scale": None, "skipped": False,
+        "tokens": 256, "global_batch": 8, "phases": phases, "comm": COMM, "step_time_s": 1.0,
+    }  # fmt: skip
+    return StepResult(**values | changes)
+
+
+def bad(step: int) -> StepResult:
+    return result(step, loss=math.nan, grad_norm=math.inf, skipped=True, loss_scale=65536.0)
+
+
+def play(stream: io.StringIO, c: Config, results: list[StepResult], **more: Any) -> str:
+    with Display(c, 8, stream, **more) as display:
+        display.started(None)
+        for r in results:
+            display.stepped(r)
+        display.validated({"step": results[-1].step if results else 0, "loss": 5.4321, "tokens": 1, "samples": 1})
+        display.finished()
+    return stream.getvalue()
+
+
+def test_plain_lines_come_every_few_steps_and_last() -> None:
+    text = play(io.StringIO(), config(train={"steps": 12}), [result(n) for n in range(1, 13)])
+    assert "\x1b" not in text
+    lines = [line for line in text.splitlines() if line.startswith("step")]
+    assert [line.split("/")[0].split()[-1] for line in lines] == ["5", "10", "12"]
+    assert lines[0].startswith("step  5/12  loss 9.5000  norm 1.02  lr 3.0e-04  256 tok/s  eta ")
+    assert "validation at step 12  loss 5.4321" in text
+    assert text.splitlines()[-1].startswith("finished 12 steps in 0:00: runs/test")
+
+
+def test_head_says_what_runs_where_and_how() -> None:
+    text = play(io.StringIO(), config(), [result(1)])
+    count = quantity(parameters(config()))
+    for words in (f"{count} parameters", "8 ranks = dp 2 × tp 2 × pp 2", "[0 1] [2 3] → [4 5] [6 7]", "1f1b", "fp32",
+                  "256 tokens a step", "runs/test"):  # fmt: skip
+        assert words in text
+    assert "parameters" not in play(io.StringIO(), config(), [result(1)], own_model=True)
+
+
+def test_parameters_equal_the_sum_over_stages() -> None:
+    for tied in (True, False):
+        c = config(model={"tied_embeddings": tied})
+        records = [r for s in stages(4, 2) for r in GPTDescription(c.model).stage(s).values()]
+        twice = 100 * 64 if tied else 0
+        assert parameters(c) == sum(r.numel for r in records) - twice
+
+
+def test_skipped_and_infinite_steps_are_told_off_the_rhythm() -> None:
+    text = play(io.StringIO(), config(), [result(1), bad(2), result(3, loss=math.inf)])
+    assert re.search(r"step  2/20  loss nan  norm inf .* scale 65.5k  SKIPPED", text)
+    assert re.search(r"step  3/20  loss inf .* LOSS NOT FINITE", text)
+    assert "finished 3 steps, 1 skipped" in text
+    live = ANSI.sub("", play(Terminal(), config(), [result(1), bad(2)]))
+    assert "× step 2  loss nan  the gradient was not finite, the update was skipped (loss scale 65.5k)" in live
+    assert "× 1 skipped" in live
+
+
+@pytest.mark.parametrize("columns", [12, 30, 50, 80, 100, 200])
+def test_the_live_block_is_redrawn_in_place_at_any_width(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(module, "REDRAW_SECONDS", 0.0)
+    stream = Terminal()
+    with Display(config(), 8, stream) as display:
+        display.started(None)
+        for n in range(1, 21):
+            display.stepped(bad(n) if n == 7 else result(n, monitored={"accuracy": 0.5, "bad\x1b[2Jname": 1.0}))
+        display.validated({"step": 20, "loss": 5.4321})
+    screen = Screen(stream.getvalue().split(HIDE)[1], columns)
+    block = screen.lines[-7:-1]
+    assert [line[:8].strip() for line in block] == ["step", "loss", "speed", "update", "time", ""]
+    assert len(screen.lines) == 1 + 2 + 6  # the skipped step, the validation and the block; a last line to go on from
+    if columns >= 80:
+        assert "20/20" in block[0] and "100%" in block[0] and "left" in block[0]
+        assert "validation 5.4321 at step 20" in block[1] and "×" in block[1]
+        assert "256 tok/s" in block[2] and "160 of 160 samples" in block[2] and "batch 8" in block[2]
+        assert "norm 1.02" in block[3] and "accuracy 0.5" in block[3]
+        assert "forward 30%" in block[5] and "backward 50%" in block[5]
+
+
+def test_redraws_are_few_and_the_last_state_is_shown() -> None:
+    stream = Terminal()
+    text = play(stream, config(train={"steps": 500}), [result(n) for n in range(1, 501)])
+    assert text.count(module.CLEAR_BELOW) < 20
+    assert "500/500" in text.split(module.CLEAR_BELOW)[-1]
+
+
+def test_the_clock_goes_on_during_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TICK_SECONDS", 0.01)
+    stream = Terminal()
+    with Display(config(), 8, stream) as display:
+        display.started(None)
+        display._stop.wait(0.3)
+    assert stream.getvalue().count("waiting for the first step") > 3
+
+
+def test_the_cursor_comes_back_whatever_happens() -> None:
+    stream = Terminal()
+    with pytest.raises(RuntimeError), Display(config(), 8, stream) as display:
+        display.started(None)
+        assert HIDE in stream.getvalue() and SHOW not in stream.getvalue()
+        raise RuntimeError
+    display.close()
+    assert stream.getvalue().count(SHOW) == 1 and stream.getvalue().endswith(SHOW)
+
+
+def test_a_terminal_that_goes_away_does_not_stop_the_run() -> None:
+    for stream in (Terminal(), io.StringIO()):
+        with Display(config(), 8, stream) as display:
+            display.started(None)
+            stream.close()
+            for n in range(1, 8):
+                display.stepped(result(n))
+            display.validated({"step": 7, "loss": 1.0})
+            display.finished()
+
+
+def test_streams_without_unicode_and_dumb_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    with Display(config(), 8, stream) as display:
+        display.started(None)
+        display.stepped(result(1))
+    assert " 1/20  ##" in ANSI.sub("", raw.getvalue().decode("ascii"))
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\x1b" not in play(Terminal(), config(), [result(5)])
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = play(Terminal(), config(), [result(5)])
+    assert HIDE in text and "\x1b[1m" not in text and "dfff" in text
+
+
+def test_a_resumed_run_counts_the_samples_before() -> None:
+    text = ANSI.sub("", play(Terminal(), config(train={"steps": 20, "ramp": [4, 4, 40]}), [result(15, global_batch=8)]))
+    expected = module.consumed_after(config(train={"steps": 20, "ramp": [4, 4, 40]}), 14) + 8
+    assert f"{expected} of" in text
+
+
+def test_units() -> None:
+    assert [quantity(n) for n in (0, 7.25, 950, 999.9, 12300, 5.29e6, 1e12)] == [
+        "0", "7.2", "950", "1.00k", "12.3k", "5.29M", "1.00T",
+    ]  # fmt: skip
+    assert [size(n) for n in (0, 512, 1536, 2**20, 3.5 * 2**30)] == ["0 B", "512 B", "1.50 KiB", "1.00 MiB", "3.50 GiB"]
+    assert [clock(n) for n in (0, 42.4, 3723, 180000, math.nan)] == ["0:00", "0:42", "1:02:03", "2d 02:00:00", "?"]
+    assert sparkline([1.0, 2.0, math.nan, 3.0]).render(False) == "▁▅×█"
+    assert sparkline([]).render(False) == "" and sparkline([2.0]).render(False) == "▅"
+    assert Line("a\x1b[2J\nb").render(False) == "a?[2J?b"
+
+
+def write_run(folder: Path, c: Config, results: list[StepResult], valid: list[float] = (), **notes: Any) -> Path:  # type: ignore[assignment]
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(json.dumps(to_mapping(c)), encoding="utf-8")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r.line()) + "\n" for r in results), encoding="utf-8")
+    lines = [json.dumps({"step": 10 * (i + 1), "loss": loss}) + "\n" for i, loss in enumerate(valid)]
+    (folder / "validation.jsonl").write_text("".join(lines), encoding="utf-8")
+    if notes:
+        (folder / "run.json").write_text(json.dumps(notes), encoding="utf-8")
+    return folder
+
+
+def summarised(folder: Path, stream: io.StringIO | None = None, **more: Any) -> str:
+    stream = stream or io.StringIO()
+    summary(folder, stream, **more)
+    return stream.getvalue()
+
+
+def test_summary_of_a_run(tmp_path: Path) -> None:
+    results = [bad(n) if n == 4 else result(n) for n in range(1, 21)]
+    text = summarised(write_run(tmp_path / "run", config(), results, [9.1, 8.2], world=8))
+    assert "\x1b" not in text and max(map(len, text.splitlines()[3:])) <= 100
+    assert re.search(r"training +9\.9000 +8\.0000 +8\.0000  at step 20", text)
+    assert re.search(r"validation +9\.1000 +8\.2000 +8\.2000  at step 20", text)
+    assert "256 tokens/s (median)   32 a rank   1.00 s a step" in text
+    assert "5.12k tokens" in text and "160 samples   20 steps in 0:20" in text
+    assert "1 step of 20: 4" in text and text.count("◆") == 3
+    for words in ("[0 1] [2 3] [4 5] [6 7]", "[0 2] [1 3] [4 6] [5 7]", "4 pipelines of 2: 0⇄4 1⇄5 2⇄6 3⇄7",
+                  "1 group of 8: [0 1 2 3 4 5 6 7]", "gradients of the tied embedding"):  # fmt: skip
+        assert words in text
+    assert re.search(r"dp +8 +78\.1 KiB +78\.1 KiB +9\.77 KiB +65\.6%", text)
+    coloured = summarised(tmp_path / "run", Terminal())
+    assert "\x1b[" in coloured and "78.1 KiB" in coloured
+
+
+def test_links_carry_what_the_axes_sum_to(tmp_path: Path) -> None:
+    for layout in ({"tp": 2, "pp": 2}, {"tp": 1, "pp": 4}, {"pp": 2, "chunks": 2, "tp": 2}):
+        c = config(layout=layout)
+        run = read_run(write_run(tmp_path / "run", c, [result(1)], world=8))
+        comm = {axis: counts for axis, counts in COMM.items() if layout["tp"] > 1 or axis != "tp"}
+        sent = links(c, run.layout, comm)  # type: ignore[arg-type]
+        assert math.isclose(sum(sent.values()), sum(counts["wire_bytes"] for counts in comm.values()))
+        assert all(a != b for a, b in sent)
+    pipeline = links(config(layout={"tp": 1, "pp": 4}), run.layout.__class__(4, pp=4), {"pp": COMM["pp"]})
+    assert sorted(pipeline) == [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
+
+
+def test_means_are_of_all_steps() -> None:
+    lines = [{"comm": {"dp": {"calls": n, "payload_bytes": 2 * n, "wire_bytes": 3 * n}}} for n in (1, 3)]
+    assert per_step([*lines, {}, {}]) == {"dp": {"calls": 1.0, "payload_bytes": 2.0, "wire_bytes": 3.0}}
+
+
+def test_summaries_of_odd_runs(tmp_path: Path) -> None:
+    one = summarised(write_run(tmp_path / "one", config(), [result(1)]))
+    assert re.search(r"training +9\.9000 +9\.9000", one) and "none" in one
+    assert "ranks together" not in one  # dp was used and nobody says how often
+    assert "8 ranks together" in summarised(tmp_path / "one", world=8)
+    nobody = write_run(tmp_path / "empty", config(), [], world=8)
+    assert "no step was finished" in summarised(nobody)
+    (nobody / "metrics.jsonl").unlink()
+    (nobody / "validation.jsonl").unlink()
+    assert "no step was finished" in summarised(nobody)
+    nan = summarised(write_run(tmp_path / "nan", config(), [bad(n) for n in range(1, 30)], [math.nan], world=8))
+    assert "no loss was finite" in nan and "29 steps of 29: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, …" in nan
+    alone = write_run(tmp_path / "alone", config(layout={"tp": 1, "pp": 1}), [result(1, comm={}), result(2, comm={})])
+    assert "1 rank = " in summarised(alone) and "nothing was sent" in summarised(alone)
+    flat = [result(n, loss=2.0) for n in range(1, 4)]
+    assert re.search(r"lowest\ntraining +2\.0000 +2\.0000", summarised(write_run(tmp_path / "flat", config(), flat)))
+
+
+def test_a_cut_line_a_repeated_step_and_a_foreign_section(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", config(), [result(1), result(2), result(2, loss=7.0)], world=8)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    raw = to_mapping(config()) | {"mine": {"key": 1}}
+    (folder / "config.yaml").write_text(json.dumps(raw), encoding="utf-8")
+    run = read_run(folder)
+    assert [line["loss"] for line in run.steps] == [9.9, 7.0]
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 160])
+def test_the_curve_keeps_to_the_width(tmp_path: Path, width: int) -> None:
+    folder = write_run(tmp_path / "run", config(), [result(n) for n in range(1, 300)], [9.0] * 9, world=8)
+    lines = summarised(folder, width=width).splitlines()
+    drawn = [line for line in lines if re.match(r" *[-\d.]* [│┤└]", line)]
+    assert len(drawn) == 17 and max(map(len, drawn)) <= max(40, width)
+
+
+def test_large_worlds_are_abbreviated(tmp_path: Path) -> None:
+    c = config(layout={"tp": 2, "pp": 4})
+    text = summarised(write_run(tmp_path / "run", c, [result(1)], world=4096))
+    assert max(map(len, text.splitlines()[3:])) <= 100
+    assert "2,048 groups of 2: [0 1] [2 3]" in text and "… [4094 4095]" in text
+    assert "from rank (row)" not in text
+
+
+def test_no_run_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no run"):
+        summary(tmp_path, io.StringIO())
+
+
+def test_neither_imports_torch() -> None:
+    code = "import sys, meshwright.train.display, meshwright.train.summary; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
