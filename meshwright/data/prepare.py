@@ -121,9 +121,9 @@ def encode_tasks(
         for task in tasks:
             yield encode_task(tokenizer, task, field)
         return
-    pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("forkserver"), _start_worker, (tokenizer.recipe, field)
-    )
+    others = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("forkserver")
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer.recipe, field))
     waiting: deque[Future[Encoded]] = deque()
     try:
         for task in tasks:
@@ -132,10 +132,14 @@ def encode_tasks(
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-    except BrokenProcessPool:
-        raise UserError(
-            "a worker process ended early (the machine may be out of memory): try fewer with --workers"
-        ) from None
+    except BaseException as error:
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.terminate()  # an interrupt need not wait for the documents in hand
+        if isinstance(error, BrokenProcessPool):
+            raise UserError(
+                "a worker process ended early (the machine may be out of memory): try fewer with --workers"
+            ) from None
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

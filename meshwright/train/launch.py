@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ from pathlib import Path
 from meshwright.errors import UserError
 
 PRELOAD = ["torch._dynamo", "meshwright.train.pretrain", "meshwright.train.gpt", "meshwright.train.display"]
+
+GRACE = 2.0  # a rank that lost its peers waits so long before it ends, so that the launcher sees first who was lost
 
 
 def warm_up() -> None:
@@ -43,6 +46,7 @@ def guarded(folder: str | None, main: Callable[..., None], *args: object) -> Non
         raise SystemExit(2) from None
     except CommError as error:
         _report(folder, rank, str(error), weak=True)
+        time.sleep(GRACE)
         raise SystemExit(1) from None
     except Exception:
         _report(folder, rank, traceback.format_exc())

@@ -173,7 +173,10 @@ def test_a_rank_that_dies_ends_the_run(here: Path) -> None:
     _, said = run.communicate(timeout=15)
     assert run.returncode == 1
     assert "was killed by SIGKILL" in said and "Traceback" not in said
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+    end = time.monotonic() + 5
+    while (left := [pid for pid in ranks if Path(f"/proc/{pid}").exists()]) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not left
 
 
 def descendants(pid: int, only_leaves: bool = False) -> list[int]:

@@ -86,7 +86,8 @@ def test_odd_weights_are_rounded_and_never_to_nothing(weights: list[float]) -> N
     whole = whole_weights(weights)
     assert sum(whole) <= MAX_PERIOD
     assert [count > 0 for count in whole] == [weight > 0 for weight in weights]
-    small = sum(Fraction(weight) / Fraction(sum(map(Fraction, weights))) < Fraction(1, MAX_PERIOD) for weight in weights)
+    total = sum(map(Fraction, weights))
+    small = sum(Fraction(weight) * MAX_PERIOD < total for weight in weights)
     for count, weight in zip(whole, weights, strict=True):
         assert abs(count / sum(whole) - weight / sum(weights)) <= (1 + small) / MAX_PERIOD
 

@@ -16,7 +16,9 @@ import pytest
 from meshwright.config.load import config_from, to_mapping
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
+from meshwright.layout import Layout
 from meshwright.models.description import GPTDescription, stages
+from meshwright.optim.schedules import consumed_after
 from meshwright.train import display as module
 from meshwright.train.display import HIDE, SHOW, Display, Line, clock, parameters, quantity, size, sparkline
 from meshwright.train.step import StepResult
@@ -219,7 +221,7 @@ def test_streams_without_unicode_and_dumb_terminals(monkeypatch: pytest.MonkeyPa
 
 def test_a_resumed_run_counts_the_samples_before() -> None:
     text = ANSI.sub("", play(Terminal(), config(train={"steps": 20, "ramp": [4, 4, 40]}), [result(15, global_batch=8)]))
-    expected = module.consumed_after(config(train={"steps": 20, "ramp": [4, 4, 40]}), 14) + 8
+    expected = consumed_after(config(train={"steps": 20, "ramp": [4, 4, 40]}), 14) + 8
     assert f"{expected} of" in text
 
 
@@ -276,7 +278,7 @@ def test_links_carry_what_the_axes_sum_to(tmp_path: Path) -> None:
         sent = links(c, run.layout, comm)  # type: ignore[arg-type]
         assert math.isclose(sum(sent.values()), sum(counts["wire_bytes"] for counts in comm.values()))
         assert all(a != b for a, b in sent)
-    pipeline = links(config(layout={"tp": 1, "pp": 4}), run.layout.__class__(4, pp=4), {"pp": COMM["pp"]})
+    pipeline = links(config(layout={"tp": 1, "pp": 4}), Layout(4, pp=4), {"pp": COMM["pp"]})
     assert sorted(pipeline) == [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
 
 
