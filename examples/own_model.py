@@ -3,7 +3,7 @@
 Nothing of Meshwright's model code is used; the mesh, the schedule, the data-parallel buffers, the optimizer, the
 metrics and the run folder are. The extra config section `gru` is the user's own.
 
-    python examples/own_model.py                                # one process
+    python examples/own_model.py [RUN_FOLDER [STEPS]]           # one process
     torchrun --nproc_per_node 4 examples/own_model.py           # dp=2 x pp=2
 """
 
@@ -109,11 +109,12 @@ class Printed:
 def main() -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     folder = sys.argv[1] if len(sys.argv) > 1 else "runs/own-model"
+    steps = int(sys.argv[2]) if len(sys.argv) > 2 else 100
     config = config_from(
         {
             "model": {"layers": 2, "hidden": 48, "heads": 1, "vocab": 16, "seq": 32, "tied_embeddings": False},
             "layout": {"pp": 2 if world > 1 else 1},
-            "train": {"steps": 100, "global_batch": 16, "micro_batch": 4},
+            "train": {"steps": steps, "global_batch": 16, "micro_batch": 4},
             "optimizer": {"lr": 1e-2},
             "data": {"prefixes": ["made"]},
             "run": {"dir": folder, "tensorboard": False, "device": "cpu"},

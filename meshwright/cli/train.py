@@ -81,7 +81,10 @@ def train(path: str, overrides: Sequence[str]) -> None:
     from meshwright.train.gpt import datasets_provider, forward_step, model_provider
     from meshwright.train.pretrain import pretrain
     from meshwright.train.processes import find_place
+    from meshwright.train.summary import summary
 
     config = load_config(path, overrides)
-    display = Display(config, find_place().world)
-    pretrain(config, model_provider, datasets_provider, forward_step, watcher=display)
+    with Display(config, find_place().world) as display:
+        trainer = pretrain(config, model_provider, datasets_provider, forward_step, watcher=display)
+    if trainer.writes:
+        summary(config.run.dir)

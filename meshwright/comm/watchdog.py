@@ -77,17 +77,18 @@ class Watchdog:
         # One request a rank and interval: about a thousand a second at most on the store.
         self.interval = max(min(1.0, timeout / 10), self.world / 1000)
         self.grace = 2 * self.interval + 1.5
-        self._worker = threading.get_ident()
+        self._worker = threading.get_ident()  # whose stack is shown
         # Every rank makes its watchdogs in the same order, so their numbers agree.
         self._store = None if store is None else PrefixStore(f"watchdog/{next(_NUMBERS)}", store)
         self._stopping, self._wake, self._left = threading.Event(), threading.Event(), "it was finished"
         self._overdue: Call | None = None
-        self._lost, self._clean = False, True
-        self._ending = threading.Lock()
+        self._heard = time.monotonic()  # when the store last answered
+        self._error: BaseException | None = None
+        self._alarmed, self._ending = threading.Event(), threading.Lock()
         self._threads: list[threading.Thread] = []
 
     def start(self) -> Watchdog:
-        self._worker = threading.get_ident()
+        self._worker, self._heard = threading.get_ident(), time.monotonic()
         bodies = {"timer": self._time} | ({"listener": self._listen} if self._store is not None else {})
         for name, body in bodies.items():
             thread = threading.Thread(target=body, name=f"meshwright-watchdog-{name}", daemon=True)
@@ -99,15 +100,17 @@ class Watchdog:
         """Ends the watch. The others may ask later why this rank is not there: `error` is the answer."""
         if error is not None:
             self._left = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            if isinstance(error, CommError):
-                self._write_flight()
-        self._clean = error is None
+        self._error = error
         self._stopping.set()
         self._wake.set()
-        waits = LAST_GUEST_S + 1 if self._clean and self.rank == self.keeper else 2.0
+        waits = LAST_GUEST_S + 1 if error is None and self.rank == self.keeper else 2.0
         for thread in self._threads:
             thread.join(waits)
+            if self._alarmed.is_set():  # this error is only how the end of the other ranks looks from here
+                thread.join(2 * self.grace + 4.0)
         self._threads = []
+        if isinstance(error, CommError):
+            self._write_flight(self.state())
 
     def __enter__(self) -> Watchdog:
         return self.start()
@@ -142,8 +145,8 @@ class Watchdog:
             pause = self._pause()
         else:
             return
-        if self._store is not None and not self._lost:
-            self._wake.set()
+        self._wake.set()
+        if self._store is not None and time.monotonic() - self._heard < 3 * self.interval + 1.0:
             # The listener ends the process, unless the store keeps it waiting.
             self._stopping.wait(2 * self.grace + 2.0)
         if not self._stopping.is_set():
@@ -165,15 +168,19 @@ class Watchdog:
                 self._wake.wait(self.interval)
                 if self._overdue is not None:
                     self._raise_alarm(store, self._overdue)
-                elif not self._stopping.is_set() and store.check(["alarm"]):
-                    self._answer(store)
+                elif not self._stopping.is_set():
+                    if store.check(["alarm"]):
+                        self._answer(store)
+                    self._heard = time.monotonic()
+            if isinstance(self._error, CommError) and store.check(["alarm"]):
+                self._answer(store)
             self._say_goodbye(store)
         except RuntimeError:  # the store is gone, and with it the rank that kept it
-            self._lost = True
             if self._overdue is not None:
                 self._speak_alone(self._overdue)
 
     def _raise_alarm(self, store: Store, call: Call) -> None:
+        self._alarmed.set()
         if store.add("alarms", 1) > 1:
             self._answer(store)
             return
@@ -185,25 +192,26 @@ class Watchdog:
 
     def _answer(self, store: Store) -> None:
         """Publishes this rank's state and stays until the message is out (or the store is gone)."""
+        self._alarmed.set()
         try:
             self._publish(store)
             store.wait(["told"], timedelta(seconds=2 * self.grace + 1.0))
         except RuntimeError:
             if self._overdue is not None:
                 self._speak_alone(self._overdue)
+            self._end(f"rank {self.rank} ends: another rank raised an alarm and did not say why")
         self._end(None, store)
 
     def _publish(self, store: Store) -> State:
         state = self.state()
         store.set(f"state/{self.rank}", json.dumps(state))
-        self._write_flight()
+        self._write_flight(state)
         return state
 
     def _say_goodbye(self, store: Store) -> None:
         """Tells why this rank is gone. The rank that keeps the store leaves last, where the run ended well."""
         store.set(f"state/{self.rank}", json.dumps({"rank": self.rank, "left": self._left}))
-        if self._clean:
-            self._leave(store, "left", LAST_GUEST_S)
+        self._leave(store, "left", LAST_GUEST_S if self._error is None else 0.0)
 
     def _leave(self, store: Store, count: str, patience: float) -> None:
         """Counts this rank as gone; the keeper of the store stays until all are, or for `patience` seconds."""
@@ -223,7 +231,7 @@ class Watchdog:
         else:
             why = "there is no store that answers"
         what = f"{call.describe()} of ranks {list(call.ranks)[:16]} did not end within {self.timeout:g} s"
-        self._write_flight()
+        self._write_flight(self.state())
         self._end(f"{what} on rank {self.rank}; {why}, so the other ranks can't be asked")
 
     def _end(self, message: str | None, store: Store | None = None) -> None:
@@ -242,11 +250,11 @@ class Watchdog:
                 self._leave(store, "ended", self.interval + 0.5)
         os._exit(EXIT_CODE)
 
-    def _write_flight(self) -> None:
+    def _write_flight(self, state: State) -> None:
         """The whole flight record, for later study."""
         if self.folder is None:
             return
-        record = self.state() | {
+        record = state | {
             "open": [call.plain() for call in list(self.flight.open.values())],
             "last": [call.plain() for call in list(self.flight.last)],
         }

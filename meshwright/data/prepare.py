@@ -1,22 +1,16 @@
 """Turning text into a token file, on several processes, in the order of the input.
 
 The main process plans tasks of about a megabyte and writes what comes back; workers read, parse and encode. Results
-are taken in the order of the tasks, with a few in flight per worker, so the file does not depend on their number.
+are taken in the order of the tasks, so the file does not depend on the number of workers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
-import signal
-import threading
 import time
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,9 +20,9 @@ from meshwright.data.progress import Progress
 from meshwright.data.token_file import METADATA_FORMAT, token_dtype
 from meshwright.data.token_writer import BESIDE, TokenFileWriter
 from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer, train_tokenizer, trained_size
+from meshwright.data.workers import in_order
 from meshwright.errors import UserError
 
-IN_FLIGHT = 4  # tasks per worker
 QUICK_BYTES, SLOW_BYTES = 16 << 20, 2 << 20  # less input than this is not worth another process
 TRAINING_BYTES = 512 << 20
 
@@ -90,58 +84,21 @@ def encode_task(tokenizer: Tokenizer, task: Task, field: str) -> Encoded:
     return Encoded(b"".join(parts), lengths, last_open, empty, replaced, size)
 
 
-_worker: tuple[Tokenizer, str]
-
-
-def _start_worker(recipe: Recipe, field: str) -> None:
-    """Make the tokenizer once; leave interrupts to the main process; and end when it does, however it ends."""
-    global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
-    _worker = recipe.make(), field
-
-
-def _run_task(task: Task) -> Encoded:
-    tokenizer, field = _worker
-    return encode_task(tokenizer, task, field)
+def make_encoder(recipe: Recipe, field: str) -> Callable[[Task], Encoded]:
+    """What a worker process does with its tasks."""
+    tokenizer = recipe.make()
+    return lambda task: encode_task(tokenizer, task, field)
 
 
 def encode_tasks(
     tokenizer: Tokenizer, tasks: Iterator[Task], field: str, workers: int
 ) -> Generator[Encoded, None, None]:
     """The results of the tasks, in their order."""
-    if workers == 1:
-        for task in tasks:
-            yield encode_task(tokenizer, task, field)
+    if workers > 1:
+        yield from in_order(make_encoder, (tokenizer.recipe, field), tasks, workers)
         return
-    others = set(multiprocessing.active_children())
-    context = multiprocessing.get_context("forkserver")
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer.recipe, field))
-    waiting: deque[Future[Encoded]] = deque()
-    try:
-        for task in tasks:
-            waiting.append(pool.submit(_run_task, task))
-            if len(waiting) >= IN_FLIGHT * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BaseException as error:
-        for worker in set(multiprocessing.active_children()) - others:
-            worker.terminate()  # an interrupt need not wait for the documents in hand
-        if isinstance(error, BrokenProcessPool):
-            raise UserError(
-                "a worker process ended early (the machine may be out of memory): try fewer with --workers"
-            ) from None
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    for task in tasks:
+        yield encode_task(tokenizer, task, field)
 
 
 def prepare(

@@ -67,6 +67,8 @@ def launch(ranks: int, main: Callable[..., None], *args: object) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from meshwright.train.display import show_cursor
+
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         config = LaunchConfig(
@@ -77,8 +79,10 @@ def launch(ranks: int, main: Callable[..., None], *args: object) -> int:
         try:
             elastic_launch(config, guarded)(folder, main, *args)
         except ChildFailedError as error:
+            show_cursor(sys.stderr)
             return _failed(Path(folder), error)
         except SignalException as error:
+            show_cursor(sys.stderr)
             print(f"meshwright: stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
             return 128 + int(error.sigval)
     return 0

@@ -114,9 +114,8 @@ def run(trainer: Trainer, watcher: Watcher | None) -> None:
     """The loop. One rank, the first of the last stage, writes the run's folder and drives the display."""
     ctx = trainer.ctx
     config = ctx.config
-    writes = trainer.speaks and ctx.mesh.data.index <= 0
-    folder = agree(ctx, (lambda: RunFolder(config, ctx.layout.world)) if writes else None)
-    watcher = watcher if writes else None
+    folder = agree(ctx, (lambda: RunFolder(config, ctx.layout.world)) if trainer.writes else None)
+    watcher = watcher if trainer.writes else None
     if watcher:
         watcher.started(ctx)
     skipped = 0

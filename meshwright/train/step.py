@@ -82,6 +82,11 @@ class Trainer:
         # Of each pipeline, one rank speaks for the loss that all tensor-parallel ranks of the last stage know.
         self.speaks = ctx.pp_rank == config.layout.pp - 1 and ctx.mesh.tp.index <= 0
 
+    @property
+    def writes(self) -> bool:
+        """Whether this is the one rank that writes the run's folder and drives its display."""
+        return self.speaks and self.ctx.mesh.data.index <= 0
+
     def micro_batches(self, samples: int) -> int:
         return samples // (self.ctx.mesh.data.size * self.ctx.config.train.micro_batch)
 

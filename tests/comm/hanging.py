@@ -24,6 +24,7 @@ from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
 from meshwright.layout import Layout
 from tests.support import ranks as _preload  # noqa: F401 (tells the forkserver what to import once)
 
+DEADLINE = 30.0
 _SERVER = multiprocessing.get_context("forkserver")
 
 
@@ -50,7 +51,7 @@ def _child(body: Any, rank: int, world: int, port: int, folder: str, timeout: fl
 
 
 def run_hanging(
-    world: int, body: Any, folder: Path, *args: Any, timeout: float = 2.0, deadline: float = 30.0, stopped: int = -1, **axes: int
+    world: int, body: Any, folder: Path, *args: Any, timeout: float, stopped: int = -1, **axes: int
 ) -> list[Ended]:
     """`stopped`: a rank that will not end by itself and is killed when the others have ended."""
     with socket.socket() as free:
@@ -62,9 +63,9 @@ def run_hanging(
         children.append(_SERVER.Process(target=_child, args=given, daemon=True))
     for child in children:
         child.start()
-    begin, seconds = time.monotonic(), [deadline] * world
+    begin, seconds = time.monotonic(), [DEADLINE] * world
     waiting = set(range(world)) - {stopped}
-    while waiting and time.monotonic() - begin < deadline:
+    while waiting and time.monotonic() - begin < DEADLINE:
         for rank in list(waiting):
             if children[rank].exitcode is not None:
                 seconds[rank] = time.monotonic() - begin

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -176,7 +178,8 @@ def gone(pid: int) -> bool:
         return True
 
 
-def stuck(folder: Path, workers: int) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def stuck(folder: Path, workers: int) -> Iterator[subprocess.Popen[str]]:
     """A prepare that has written some tokens and then waits for ever: its last input is a pipe without a writer."""
     (folder / "a.txt").write_text("some words to write, line by line\n" * 100_000)
     os.mkfifo(folder / "z.txt")
@@ -186,20 +189,22 @@ def stuck(folder: Path, workers: int) -> subprocess.Popen[str]:
     run = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     partial = folder / "out.bin.partial"
     deadline = time.monotonic() + 30
-    while not (partial.exists() and partial.stat().st_size > 1 << 20):
-        assert time.monotonic() < deadline and run.poll() is None, run.communicate()
-        time.sleep(0.01)
-    return run
+    try:
+        while not (partial.exists() and partial.stat().st_size > 1 << 20):
+            assert time.monotonic() < deadline and run.poll() is None, "nothing was written"
+            time.sleep(0.01)
+        yield run
+    finally:
+        run.kill()
+        run.communicate()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_killed_run_leaves_nothing_that_opens(tmp_path: Path, workers: int) -> None:
-    run = stuck(tmp_path, workers)
-    below = children(run.pid)
-    assert len(below) >= (workers if workers > 1 else 0)
-    run.kill()
-    run.communicate()
+    with stuck(tmp_path, workers) as run:
+        below = children(run.pid)
+        assert len(below) >= (workers if workers > 1 else 0)
     deadline = time.monotonic() + 10
     while not all(map(gone, below)):
         assert time.monotonic() < deadline, "workers outlived the process that started them"
@@ -214,11 +219,11 @@ def test_a_killed_run_leaves_nothing_that_opens(tmp_path: Path, workers: int) ->
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 def test_a_worker_that_dies_is_reported(tmp_path: Path) -> None:
-    run = stuck(tmp_path, workers=2)
-    workers = {below for child in children(run.pid) for below in children(child)}
-    assert len(workers) == 2
-    os.kill(workers.pop(), signal.SIGKILL)
-    out, err = run.communicate(timeout=20)
+    with stuck(tmp_path, workers=2) as run:
+        workers = {below for child in children(run.pid) for below in children(child)}
+        assert len(workers) == 2
+        os.kill(workers.pop(), signal.SIGKILL)
+        out, err = run.communicate(timeout=20)
     assert run.returncode == 2 and out == ""
     assert "try fewer with --workers" in err and err.count("\n") == 1
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "z.txt"]
@@ -226,9 +231,9 @@ def test_a_worker_that_dies_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_interrupted_run_cleans_up(tmp_path: Path, workers: int) -> None:
-    run = stuck(tmp_path, workers)
-    run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=20)
+    with stuck(tmp_path, workers) as run:
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=20)
     assert run.returncode == 130 and out == ""
     assert err == "meshwright: interrupted\n"
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "z.txt"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,12 +18,27 @@ from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
 from meshwright.train.step import Trainer
 
+Pairs = list[tuple[Any, torch.Tensor]]
+Whole = dict[str, np.ndarray]
+
+# What the trunk promises: float64 gradients, norms and parameters; fp32 losses over a run.
+EXACT = 1e-10
+LOSSES = 1e-5
+
+STEPS_64 = 3  # steps in float64 after which parameters are compared
+STEPS_32 = 20
+
 
 class Made:
-    """Random token samples, a pure function of n; with `holes` a part of each is masked, and not the same part."""
+    """Random token samples, a pure function of n; with `holes` a part of each is masked, and not the same part.
 
-    def __init__(self, vocab: int, seq: int, holes: bool = True, segments: bool = False) -> None:
-        self.vocab, self.seq, self.holes, self.segments = vocab, seq, holes, segments
+    With `blind`, every sample with an odd number is masked whole: a data-parallel rank may be left without a token.
+    """
+
+    def __init__(
+        self, vocab: int, seq: int, holes: bool = True, segments: bool = False, blind: bool = False
+    ) -> None:
+        self.vocab, self.seq, self.holes, self.segments, self.blind = vocab, seq, holes, segments, blind
 
     def sample(self, n: int) -> dict[str, np.ndarray]:
         random = np.random.default_rng([7, n])
@@ -29,6 +46,8 @@ class Made:
         mask = np.ones(self.seq, dtype=np.int64)
         if self.holes:
             mask[: 1 + n % (self.seq // 2)] = 0
+        if self.blind and n % 2:
+            mask[:] = 0
         out = {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": mask}
         if self.segments:
             cut = 1 + n % (self.seq - 1)
@@ -51,14 +70,16 @@ def small_config(**sections: dict[str, Any]) -> Config:
     return config_from(base)
 
 
-def make_trainer(config: Config, rank: int = 0, world: int = 1, data: Any = None) -> Trainer:
+def make_trainer(
+    config: Config, rank: int = 0, world: int = 1, data: Any = None, process_groups: dict[str, Any] | None = None
+) -> Trainer:
     check(config, world)
-    ctx: Context = build_context(config, rank, world, Device("cpu"))
+    ctx: Context = build_context(config, rank, world, Device("cpu"), process_groups=process_groups)
     data = data or Made(config.model.vocab, config.model.seq)
     return Trainer(ctx, build_modules(ctx, model_provider), forward_step, data, data)
 
 
-def true_gradients(trainer: Trainer) -> list[tuple[Any, torch.Tensor]]:
+def true_gradients(trainer: Trainer) -> Pairs:
     """(record, gradient) of every local parameter after one forward and backward, as the true mean over tokens."""
     totals, weight = trainer.gradients()
     _, tokens, _ = trainer._sum_over_world(totals, torch.zeros((), dtype=torch.float64))
@@ -69,9 +90,15 @@ def true_gradients(trainer: Trainer) -> list[tuple[Any, torch.Tensor]]:
     return pairs
 
 
-def gather_global(pairs: list[tuple[Any, torch.Tensor]]) -> dict[str, np.ndarray]:
+def parameters(trainer: Trainer) -> Pairs:
+    """(record, value) of every local parameter."""
+    slots = (slot for buffer in trainer.data_parallel.buffers for slot in buffer.slots)
+    return [(slot.record, slot.parameter.detach().double()) for slot in slots]
+
+
+def gather_global(pairs: Pairs) -> Whole:
     """Global tensors from one process's local ones."""
-    whole: dict[str, np.ndarray] = {}
+    whole: Whole = {}
     for record, local in pairs:
         target = whole.setdefault(record.name, np.zeros(record.shape))
         for box in record.boxes:
@@ -83,8 +110,11 @@ def _at(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
 
 
-def worst(pairs: list[tuple[Any, torch.Tensor]], whole: dict[str, np.ndarray]) -> tuple[float, str]:
-    """The largest error by the trunk's measure: |a-b| / max(max|b| of the parameter, 1e-6 x the largest of all)."""
+def worst(pairs: Pairs, whole: Whole) -> tuple[float, str]:
+    """The largest error by the trunk's measure: |a-b| / max(max|b| of the parameter, 1e-6 x the largest of all).
+
+    A number that is not one is an infinite error.
+    """
     largest = max(float(np.abs(b).max()) for b in whole.values())
     result, name = 0.0, ""
     for record, local in pairs:
@@ -93,6 +123,86 @@ def worst(pairs: list[tuple[Any, torch.Tensor]], whole: dict[str, np.ndarray]) -
         for box in record.boxes:
             a = local[_at(box.local_start, box.shape)].numpy()
             error = float(np.abs(a - reference[_at(box.start, box.shape)]).max()) / scale
-            if not error <= result:
+            error = error if error == error else np.inf
+            if error > result:
                 result, name = error, record.name
     return result, name
+
+
+def relative(a: Sequence[float], b: Sequence[float]) -> float:
+    """The largest relative difference of two series; infinite where one is not a number."""
+    errors = [abs(x - y) / abs(y) for x, y in zip(a, b, strict=True)]
+    return max(e if e == e else np.inf for e in errors)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one process finds: gradients of the first batch, norms and parameters after STEPS_64 steps, fp32 losses."""
+
+    gradients: Whole
+    norms: list[float]
+    parameters: Whole
+    losses: list[float]
+
+
+def solo(exact: Config, single: Config, data: Any = None) -> Reference:
+    """The reference of a config without any layout, given in float64 and in fp32."""
+    trainer = make_trainer(exact, data=data)
+    gradients = gather_global(true_gradients(trainer))
+    norms = [trainer.step().grad_norm for _ in range(STEPS_64)]
+    losses = make_trainer(single, data=data)
+    return Reference(
+        gradients, norms, gather_global(parameters(trainer)), [losses.step().loss for _ in range(STEPS_32)]
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far one rank is from the reference: (error, worst parameter) or an error, by what was compared."""
+
+    gradients: tuple[float, str]
+    overlapped: tuple[float, str]  # again, with buckets reduced while backward runs
+    norm: float
+    parameters: tuple[float, str] = (0.0, "")
+    losses: float = 0.0
+
+    def complaints(self) -> list[str]:
+        found = []
+        for what in ("gradients", "overlapped", "parameters"):
+            error, name = getattr(self, what)
+            if error > EXACT:
+                found.append(f"{what}: {name} is off by {error:.1e}")
+        if self.norm > EXACT:
+            found.append(f"norm: off by {self.norm:.1e}")
+        if self.losses > LOSSES:
+            found.append(f"losses: off by {self.losses:.1e}")
+        return found
+
+
+def compare_exact(trainer: Trainer, reference: Reference) -> Outcome:
+    """Gradients of the first batch, twice, and the norm that a step reports, against the reference.
+
+    Ranks only measure, and the test that started them judges: a rank that raised alone would leave the others waiting.
+    """
+    first = worst(true_gradients(trainer), reference.gradients)
+    again = worst(true_gradients(trainer), reference.gradients)
+    return Outcome(first, again, relative([trainer.step().grad_norm], reference.norms[:1]))
+
+
+def compare(exact: Trainer, single: Trainer, reference: Reference) -> Outcome:
+    """All of it: also the later norms, the parameters after STEPS_64 steps and the fp32 losses of STEPS_32."""
+    o = compare_exact(exact, reference)
+    norms = [exact.step().grad_norm for _ in range(STEPS_64 - 1)]
+    norm = max(o.norm, relative(norms, reference.norms[1:]))
+    after = worst(parameters(exact), reference.parameters)
+    losses = relative([single.step().loss for _ in range(STEPS_32)], reference.losses)
+    return Outcome(o.gradients, o.overlapped, norm, after, losses)
+
+
+def complaints(outcomes: Sequence[Outcome]) -> list[str]:
+    """What is wrong on any rank, each said once with the first rank that says it."""
+    found: dict[str, str] = {}
+    for rank, outcome in enumerate(outcomes):
+        for complaint in outcome.complaints():
+            found.setdefault(complaint.split(":")[0], f"rank {rank}: {complaint}")
+    return list(found.values())

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch._dynamo", "meshwright.train.pretrain", "meshwright.train.gpt", "tests.support.oracle"])
+_SERVER.set_forkserver_preload(
+    ["torch._dynamo", "meshwright.train.pretrain", "meshwright.train.gpt", "tests.support.oracle"]
+)
 
 
 class RankFailed(AssertionError):
@@ -38,6 +40,7 @@ def _child(body: Any, rank: int, world: int, folder: str, args: tuple[Any, ...],
             dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
         pipe.send(("ok", body(rank, world, *args)))
         if world > 1:
+            dist.barrier()  # one who leaves while others still connect their groups would fail them
             dist.destroy_process_group()
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
@@ -70,7 +73,8 @@ def _collect(pipes: list[Any], children: list[Any], folder: str, deadline: float
         waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
         ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
         if not ready:
-            raise RankFailed(f"no result within {deadline:.0f} s from ranks {sorted(waiting.values())}:\n" + _stacks(children, folder))
+            late = f"no result within {deadline:.0f} s from ranks {sorted(waiting.values())}"
+            raise RankFailed(f"{late}:\n{_stacks(children, folder)}")
         for pipe in ready:
             rank = waiting[pipe]
             try:

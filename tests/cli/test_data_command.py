@@ -1,0 +1,126 @@
+"""`meshwright data prepare`: its summary, its JSON, its progress, its mistakes, and that it starts without torch."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.data.progress import Progress
+from meshwright.data.token_file import TokenFile
+
+
+def data(*options: str | Path) -> int:
+    return main(["data", *map(str, options)])
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("one document of some words")
+    (tmp_path / "in" / "b.jsonl").write_text('{"text": "two"}\n{"text": "three"}\n{"text": ""}\n')
+    return tmp_path / "in"
+
+
+def test_summary(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert data("prepare", text, "--out", tmp_path / "out" / "a") == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "documents   3 (1 empty left out) from 2 files" in captured.out
+    assert "tokens      37 as uint16" in captured.out
+    assert "vocabulary  257, documents end with 256 (bytes)" in captured.out
+    for suffix in (".bin", ".idx", ".json"):
+        assert f"wrote       {tmp_path / 'out' / 'a'}{suffix} (" in captured.out
+
+
+def test_json(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert data("prepare", text, "--out", tmp_path / "a", "--tokenizer", "train:300", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) >= {"documents", "tokens", "vocab_size", "eod", "mb_per_s", "seconds", "files"}
+    file = TokenFile(tmp_path / "a")
+    assert (found["documents"], found["tokens"]) == (file.document_count, file.token_count)
+    assert [Path(path).name for path in found["files"]] == ["a.bin", "a.idx", "a.tokenizer.json", "a.json"]
+
+
+def test_a_warning_for_bad_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xff")
+    assert data("prepare", tmp_path / "a.txt", "--out", tmp_path / "a", "--json") == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["replaced"] == 1
+    assert captured.err == "meshwright: warning: 1 document holds bytes that are not UTF-8, replaced by U+FFFD\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("", "ACTION"),
+        ("prepare", "required"),
+        ("prepare stdlib", "--out"),
+        ("prepair stdlib --out a", "invalid choice"),
+        ("prepare none.txt --out a", "no such input 'none.txt'"),
+        ("prepare stdlib --out a --tokenizer gpt9", "unknown tokenizer 'gpt9'"),
+        ("prepare stdlib --out a --tokenizer train:many", "train:8192"),
+        ("prepare stdlib --out a --tokenizer none/tokenizer.json", "no tokenizer at"),
+        ("prepare stdlib --out a --workers 0", "give 1 or more"),
+        ("prepare stdlib --out a.bin", "give a"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    options: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert data(*options.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("meshwright: ") and captured.err.count("\n") == 1
+    assert words in captured.err
+
+
+def test_existing_output(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("prepare", text, "--out", tmp_path / "a")
+    assert [data(*options), data(*options), data(*options, "--force")] == [0, 2, 0]
+    assert "--force" in capsys.readouterr().err
+
+
+def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for options in (["--help"], ["prepare", "--help"]):
+        with pytest.raises(SystemExit) as done:
+            data(*options)
+        assert done.value.code == 0
+        assert "meshwright data prepare stdlib" in capsys.readouterr().out
+
+
+def test_no_torch(text: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys; from meshwright.cli.main import main; code = main(sys.argv[1:]); "
+        "import meshwright.data.stream; sys.exit(code or 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", script, "data", "prepare", str(text), "--out", str(tmp_path / "a"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("meshwright.data.progress.time.monotonic", lambda: now[0])
+    for stream, step, drawn in ((Terminal(), 1.0, 3), (io.StringIO(), 1.0, 0), (io.StringIO(), 15.0, 3)):
+        progress = Progress("encoding", 4_000_000, stream)
+        for _ in range(3):
+            now[0] += step
+            progress.advance(1_000_000)
+        progress.close()
+        text = stream.getvalue()
+        assert text.count("encoding [") == drawn
+        if drawn:
+            assert "75% 3.0 of 4.0 MB" in text and f"{1 / step:.1f} MB/s" in text
+            assert f"0:{round(step):02d} left" in text
+        assert text.endswith("\r\x1b[K") == isinstance(stream, Terminal)

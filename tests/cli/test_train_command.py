@@ -1,0 +1,124 @@
+"""`meshwright train` as a user runs it: its own ranks, torchrun's ranks, what it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.config.load import load_config
+from meshwright.train.processes import Place, find_place, first_host, rendezvous
+
+CONFIG = """
+model: {layers: 4, hidden: 32, heads: 4, vocab: 257, seq: 16, norm: rmsnorm, mlp: swiglu, position: rope, bias: false}
+layout: {tp: 2, pp: 2, sequence_parallel: true}
+data: {prefixes: [tokens], split: [0.8, 0.2, 0]}
+train: {steps: 6, global_batch: 8, ramp: [4, 4, 12]}
+optimizer: {lr: 1e-2}
+lr: {warmup: 2}
+run: {dir: run, eval_every: 3, device: cpu}
+"""
+KEYS = {
+    "step", "loss", "grad_norm", "lr", "loss_scale", "skipped", "tokens", "global_batch", "step_time_s", "tokens_per_s",
+    "phases", "comm",
+}  # fmt: skip
+ENV = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("train")
+    (path / "text").mkdir()
+    for n in range(20):
+        (path / "text" / f"{n}.txt").write_text(f"{n} little words make a document of no great length. " * 8)
+    words = ["data", "prepare", str(path / "text"), "--out", str(path / "tokens"), "--tokenizer", "bytes", "--workers", "1"]
+    assert main(words) == 0
+    (path / "config.yaml").write_text(CONFIG)
+    return path
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "meshwright", "train", "config.yaml", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180, env=ENV)
+
+
+def test_a_run_and_what_it_leaves(folder: Path) -> None:
+    done = train(folder, "--nproc", "4")
+    assert done.returncode == 0, done.stderr
+    steps = lines(folder / "run" / "metrics.jsonl")
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert [line["global_batch"] for line in steps] == [4, 4, 4, 8, 8, 8]
+    for line in steps:
+        assert set(line) == KEYS
+        assert line["tokens"] == 16 * line["global_batch"] and line["loss_scale"] is None and not line["skipped"]
+        assert set(line["phases"]) == {"data", "forward", "backward", "reduce", "optimizer"}
+        assert {"tp", "pp", "world", "embedding"} <= set(line["comm"])
+        assert set(line["comm"]["tp"]) == {"calls", "payload_bytes", "wire_bytes"}
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert [line["step"] for line in lines(folder / "run" / "validation.jsonl")] == [3, 6]
+    written = load_config(folder / "run" / "config.yaml")
+    assert written == load_config(folder / "config.yaml")
+    assert list((folder / "run" / "tensorboard").glob("events*"))
+    assert "tp" in done.stdout and "loss" in done.stdout, "the summary"
+
+    again = train(folder, "--nproc", "4")
+    assert again.returncode == 2 and "already holds a run" in again.stderr
+
+
+def test_the_same_losses_under_torchrun_and_in_one_process(folder: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    nodes = []
+    for node in (0, 1):
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", str(node),
+            "--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", str(port),
+            "-m", "meshwright", "train", "config.yaml", "run.dir=two", "train.steps=3",
+        ]  # fmt: skip
+        nodes.append(subprocess.Popen(command, cwd=folder, env=ENV, stderr=subprocess.PIPE, text=True))
+    for node in nodes:
+        _, said = node.communicate(timeout=180)
+        assert node.returncode == 0, said
+    one = train(folder, "run.dir=one", "train.steps=3", "layout.tp=1", "layout.pp=1", "--nproc", "1")
+    assert one.returncode == 0, one.stderr
+    straight = train(folder, "--nproc", "4", "run.dir=straight", "train.steps=3")
+    assert straight.returncode == 0, straight.stderr
+    two, alone, same = ([line["loss"] for line in lines(folder / name / "metrics.jsonl")] for name in ("two", "one", "straight"))
+    assert two == same, "two launchers are the same ranks"
+    assert two == pytest.approx(alone, rel=1e-5)
+
+
+def test_places() -> None:
+    assert find_place({}) == Place(0, 1, 0, 1)
+    assert find_place({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}) == Place(5, 8, 1, 4)
+    slurm = {"SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_NNODES": "2", "SLURM_JOB_ID": "77"}
+    assert find_place(slurm) == Place(9, 16, 1, 8)
+    assert rendezvous(slurm | {"SLURM_STEP_NODELIST": "gpu[07-09,12],x1"}) == ("gpu07", 20077)
+    assert rendezvous({"MASTER_ADDR": "h", "MASTER_PORT": "1"}) == ("h", 1)
+    assert [first_host(n) for n in ("a1", "a1,b2", "n[3,5]", "n[003-007]")] == ["a1", "a1", "n3", "n003"]
+
+
+def test_the_example_that_brings_its_own_model(tmp_path: Path) -> None:
+    """examples/own_model.py on one process and on dp=2 x pp=2: the same losses, its own section, its own monitor."""
+    script = Path(__file__).parents[2] / "examples" / "own_model.py"
+    alone = [sys.executable, str(script), str(tmp_path / "one"), "30"]
+    four = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
+    four += [str(script), str(tmp_path / "four"), "30"]
+    for command in (alone, four):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENV, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    one, many = (lines(tmp_path / name / "metrics.jsonl") for name in ("one", "four"))
+    assert [a["loss"] for a in many][:20] == pytest.approx([a["loss"] for a in one][:20], rel=1e-4)
+    assert many[-1]["loss"] < 0.97 * many[0]["loss"] and 0 < many[-1]["monitored"]["accuracy"] <= 1

@@ -1,0 +1,103 @@
+"""Configs: YAML and words into frozen dataclasses and back, rules across sections."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.config.load import config_from, load_config, parse_yaml, to_mapping, to_yaml, with_preset
+from meshwright.config.presets import PRESETS
+from meshwright.config.rules import RULES, check
+from meshwright.config.sections import ModelConfig
+from meshwright.errors import UserError
+
+SMALL = {"model": {"layers": 4, "hidden": 64, "heads": 4, "vocab": 100, "seq": 32}, "data": {"prefixes": ["a"]}}
+
+
+def test_numbers_as_people_write_them() -> None:
+    assert parse_yaml("[1e-3, 3E4, 1.5e2, .5, 7, -2e-1]", "here") == [1e-3, 3e4, 150.0, 0.5, 7, -0.2]
+    config = config_from(SMALL | {"optimizer": {"lr": parse_yaml("1e-3", "")}, "train": {"steps": 1e3}})
+    assert config.optimizer.lr == 1e-3 and config.train.steps == 1000 and isinstance(config.train.steps, int)
+
+
+def test_words_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(to_yaml(config_from(SMALL)))
+    config = load_config(path, ["train.steps=7", "data.prefixes=[x,y]", "data.weights=1,3", "train.compile=true"])
+    assert config.train.steps == 7 and config.data.prefixes == ("x", "y") and config.data.weights == (1.0, 3.0)
+    assert config.train.compile == "true"
+
+
+def test_round_trip() -> None:
+    config = config_from(SMALL | {"layout": {"tp": 2}, "train": {"ramp": [2, 2, 100]}})
+    assert config_from(parse_yaml(to_yaml(config), "")) == config
+    assert config_from(to_mapping(config)) == config
+
+
+def test_derived_sizes() -> None:
+    model = ModelConfig(layers=1, hidden=512, heads=8, vocab=10, seq=4, mlp="swiglu")
+    assert (model.kv_heads, model.head_dim, model.ffn) == (8, 64, 1408)
+    assert ModelConfig(layers=1, hidden=512, heads=8, vocab=10, seq=4).ffn == 2048
+
+
+def test_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config_from(SMALL).train.steps = 1  # type: ignore[misc]
+
+
+def test_presets_build_and_can_be_changed() -> None:
+    for name in PRESETS:
+        ModelConfig(**with_preset({"preset": name}))
+    config = config_from({"model": {"preset": "llama3-8b", "layers": 2}, "data": {"prefixes": ["a"]}})
+    assert config.model.layers == 2 and config.model.kv_heads == 8
+
+
+def test_sections_of_ones_own() -> None:
+    @dataclass(frozen=True)
+    class Inner:
+        deep: int = 1
+
+    @dataclass(frozen=True)
+    class Router:
+        experts: int
+        inner: Inner = dataclasses.field(default_factory=Inner)
+
+    # get_type_hints resolves names at module level only, so the hints are given as types.
+    Router.__annotations__ = {"experts": int, "inner": Inner}
+    Inner.__annotations__ = {"deep": int}
+    config = config_from(SMALL | {"router": {"experts": 4, "inner": {"deep": 3}}}, {"router": Router})
+    assert config.extra["router"].experts == 4 and config.extra["router"].inner.deep == 3
+    with pytest.raises(UserError, match="router.expert'.*did you mean 'experts'"):
+        config_from(SMALL | {"router": {"expert": 4}}, {"router": Router})
+    with pytest.raises(UserError, match="unknown section 'router'"):
+        config_from(SMALL | {"router": {"experts": 4}})
+
+
+def test_every_rule_is_small_and_passes_a_good_config() -> None:
+    config = config_from(SMALL | {"layout": {"tp": 2, "pp": 2}, "train": {"global_batch": 8}})
+    check(config, 8)
+    assert len({rule.__name__ for rule in RULES}) == len(RULES)
+
+
+def test_show_and_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "c.yaml")
+    Path(path).write_text(to_yaml(config_from(SMALL)))
+    assert main(["config", "show", path, "--json", "train.steps=5"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["train"]["steps"] == 5 and config_from(shown)
+    assert main(["config", "check", path, "layout.tp=2", "--world", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"ok": True, "world": 4, "dp": 2, "tp": 2, "pp": 1}
+    assert main(["config", "check", path, "layout.tp=3", "--world", "3"]) == 2
+
+
+@pytest.mark.parametrize("command", ["train", "config", "layout", "schedule", "data"])
+def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert "example" in capsys.readouterr().out
