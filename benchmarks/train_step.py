@@ -143,7 +143,7 @@ def main() -> None:
         return
     for r in results:
         print(
-            f"{r['ranks']} rank(s) against {r['against']}: {r['ratio']:.3f} x tokens/s (median of {r['rounds']} rounds, "
+            f"{r['ranks']} rank(s) against {r['against']}: {r['ratio']:.3f} x tokens/s (median of {r['rounds']}, "
             f"quartiles {r['ratio_q1']:.3f} to {r['ratio_q3']:.3f}, range {r['ratio_min']:.3f} to {r['ratio_max']:.3f})"
         )
 

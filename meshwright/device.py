@@ -32,7 +32,9 @@ class Device:
         """The device of a local rank; several ranks share one if there are more ranks than devices."""
         kind = wanted
         if wanted == "auto":
-            kind = next((k for k in ("cuda", "npu") if getattr(torch, k, None) and getattr(torch, k).is_available()), "cpu")
+            kind = next(
+                (k for k in ("cuda", "npu") if getattr(torch, k, None) and getattr(torch, k).is_available()), "cpu"
+            )
         if kind == "cpu":
             return Device("cpu")
         module = getattr(torch, kind, None)

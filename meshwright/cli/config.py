@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["show", "check"], help="print the resolved config, or check it")
     parser.add_argument("config", metavar="CONFIG.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to change")
-    parser.add_argument("--world", type=int, help="the number of ranks to check against (default: the smallest that fits)")
+    parser.add_argument(
+        "--world", type=int, help="the number of ranks to check against (default: the smallest that fits)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 

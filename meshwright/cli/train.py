@@ -13,7 +13,8 @@ from meshwright.train.run_folder import refuse_used
 
 EXAMPLES = """example:
   meshwright train examples/demo.yaml --nproc 8 layout.tp=2 layout.pp=2 train.steps=50
-  torchrun --nnodes 2 --node_rank 0 --nproc_per_node 8 --master_addr HOST --master_port 29500 -m meshwright train CONFIG.yaml
+  torchrun --nnodes 2 --node_rank 0 --nproc_per_node 8 --master_addr HOST --master_port 29500 \\
+      -m meshwright train CONFIG.yaml
   srun -N 2 --ntasks-per-node 8 meshwright train CONFIG.yaml"""
 
 MIXED = True

@@ -13,7 +13,15 @@ def _gpt(layers: int, hidden: int, heads: int, seq: int = 1024) -> dict[str, Any
 
 
 def _llama(
-    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq: int, theta: float, tied: bool = False
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int,
+    seq: int,
+    theta: float,
+    tied: bool = False,
 ) -> dict[str, Any]:
     return {
         "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab,

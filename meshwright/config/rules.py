@@ -21,7 +21,9 @@ def _divisors(number: int) -> str:
 def axes_that_exist(c: Config, world: int) -> str | None:
     for axis, what in (("cp", "context"), ("ep", "expert")):
         if getattr(c.layout, axis) > 1:
-            return f"layout.{axis}={getattr(c.layout, axis)}: {what} parallelism can't be trained yet, set layout.{axis}=1"
+            return (
+                f"layout.{axis}={getattr(c.layout, axis)}: {what} parallelism can't be trained yet, set layout.{axis}=1"
+            )
     return None
 
 

@@ -38,7 +38,9 @@ def stages(layers: int, count: int, split: Sequence[int] = ()) -> list[Stage]:
     sizes = list(split) or [layers // count + (i < layers % count) for i in range(count)]
     assert len(sizes) == count and sum(sizes) == layers
     starts = [sum(sizes[:i]) for i in range(count)]
-    return [Stage(i, count, range(start, start + size)) for i, (start, size) in enumerate(zip(starts, sizes, strict=True))]
+    return [
+        Stage(i, count, range(start, start + size)) for i, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    ]
 
 
 def kv_parts(model: ModelConfig, tp: int) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
@@ -122,11 +124,11 @@ class GPTDescription:
             if self.tp <= m.kv_heads:
                 parts = (q_rows, (k_first, kv, queries), (v_first, kv, queries + kv))
                 return {f"qkv.{key}": rows_of(full, parts, total, tail, init, decay=decay)}
-            copies = {"copies": (KV_COPIES,), "partial": (KV_COPIES,)}
+            shared = (KV_COPIES,)
             kv_parts = ((k_first, kv, 0), (v_first, kv, kv))
             return {
                 f"q.{key}": rows_of(full, (q_rows,), total, tail, init, decay=decay),
-                f"kv.{key}": rows_of(full, kv_parts, total, tail, init, decay=decay, **copies),
+                f"kv.{key}": rows_of(full, kv_parts, total, tail, init, decay=decay, copies=shared, partial=shared),
             }
 
         records = cut("weight", (m.hidden,), self.normal, True)
@@ -180,4 +182,3 @@ class GPTDescription:
 
 def prefixed(prefix: str, records: Records) -> Records:
     return {f"{prefix}.{key}": record for key, record in records.items()}
-

@@ -58,7 +58,12 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
 
 
 def build_context(
-    config: Config, rank: int, world: int, device: Device, node_size: int = 0, process_groups: dict[str, Any] | None = None
+    config: Config,
+    rank: int,
+    world: int,
+    device: Device,
+    node_size: int = 0,
+    process_groups: dict[str, Any] | None = None,
 ) -> Context:
     layout = layout_of(config, world, node_size)
     mesh = Mesh(layout, rank, made_elsewhere=process_groups)

@@ -21,7 +21,9 @@ class Checked:
         sample: dict[str, np.ndarray[Any, Any]] = self.dataset.sample(n)
         top = max(int(sample["tokens"].max()), int(sample["labels"].max()))
         if top >= self.vocab:
-            raise UserError(f"the data hold token {top}, beyond model.vocab={self.vocab}: set model.vocab={top + 1} or more")
+            raise UserError(
+                f"the data hold token {top}, beyond model.vocab={self.vocab}: set model.vocab={top + 1} or more"
+            )
         return sample
 
 

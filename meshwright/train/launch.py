@@ -94,7 +94,9 @@ def _failed(folder: Path, error: object) -> int:
     told = {p.name.split("-")[1]: p.read_text(encoding="utf-8") for p in sorted(folder.glob("rank-*"))}
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
-        print(f"meshwright: rank {first.local_rank} was killed by {name}; the other ranks were stopped", file=sys.stderr)
+        print(
+            f"meshwright: rank {first.local_rank} was killed by {name}; the other ranks were stopped", file=sys.stderr
+        )
         return 1
     if not told:
         told = {p.name.split("-")[1]: p.read_text(encoding="utf-8") for p in sorted(folder.glob("weak-*"))[:1]}

@@ -1,4 +1,4 @@
-"""`pretrain`: initialise, build model, optimizer and schedule, build datasets, train. The command is a thin use of it."""
+"""`pretrain`: initialise, build model, optimizer and schedule, build datasets, train. The command only calls it."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def pretrain(
       the chunk before (name -> (shape, dtype)); `needs`, the batch's fields it reads, is optional.
     - `datasets_provider(ctx, (train, valid, test))` gets the samples that the run will ask for and returns three
       objects with `sample(n) -> dict of arrays` (or None for valid and test).
-    - `forward_step(ctx, module, batch, received)` returns the named tensors to send on or, on the last stage, the loss's
-      sum, its token count and a dict of values to monitor.
+    - `forward_step(ctx, module, batch, received)` returns the named tensors to send on or, on the last stage, the
+      loss's sum, its token count and a dict of values to monitor.
     - `config` may be the path of a YAML file; `sections` adds dataclasses of your own to it (`config.extra`).
     - `process_groups`: torch process groups made elsewhere, by the layout's name of the axis.
     """

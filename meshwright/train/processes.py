@@ -68,7 +68,9 @@ def join(place: Place, backend: str, timeout: float) -> bool:
         dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=limit)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            raise UserError(f"port {port} on {host} is taken: choose another with --master_port or MASTER_PORT") from None
+            raise UserError(
+                f"port {port} on {host} is taken: choose another with --master_port or MASTER_PORT"
+            ) from None
         raise UserError(f"rank {place.rank} can't reach {host}:{port}: {str(error).splitlines()[0]}") from None
     return True
 

@@ -38,7 +38,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "text").mkdir()
     for n in range(20):
         (path / "text" / f"{n}.txt").write_text(f"{n} little words make a document of no great length. " * 8)
-    words = ["data", "prepare", str(path / "text"), "--out", str(path / "tokens"), "--tokenizer", "bytes", "--workers", "1"]
+    words = [
+        "data",
+        "prepare",
+        str(path / "text"),
+        "--out",
+        str(path / "tokens"),
+        "--tokenizer",
+        "bytes",
+        "--workers",
+        "1",
+    ]
     assert main(words) == 0
     (path / "config.yaml").write_text(CONFIG)
     return path
@@ -95,7 +105,9 @@ def test_the_same_losses_under_torchrun_and_in_one_process(folder: Path) -> None
     assert one.returncode == 0, one.stderr
     straight = train(folder, "--nproc", "4", "run.dir=straight", "train.steps=3")
     assert straight.returncode == 0, straight.stderr
-    two, alone, same = ([line["loss"] for line in lines(folder / name / "metrics.jsonl")] for name in ("two", "one", "straight"))
+    two, alone, same = (
+        [line["loss"] for line in lines(folder / name / "metrics.jsonl")] for name in ("two", "one", "straight")
+    )
     assert two == same, "two launchers are the same ranks"
     assert two == pytest.approx(alone, rel=1e-5)
 

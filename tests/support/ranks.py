@@ -38,13 +38,13 @@ def _child(body: Any, rank: int, world: int, folder: str, args: tuple[Any, ...],
     try:
         if world > 1:
             dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-        pipe.send(("ok", body(rank, world, *args)))
-        if world > 1:
-            dist.barrier()  # one who leaves while others still connect their groups would fail them
-            dist.destroy_process_group()
+        result = body(rank, world, *args)
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
         os._exit(1)
+    pipe.send(("ok", result))
+    if world > 1:
+        dist.barrier()  # one who leaves while others still connect their groups would fail them
 
 
 def run_ranks(world: int, body: Any, *args: Any, deadline: float = 120.0) -> list[Any]:

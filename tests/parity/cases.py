@@ -1,0 +1,190 @@
+"""The matrix of layouts: every way to cut 1, 2, 4 and 8 ranks into dp x tp x pp, and what else may differ. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+WORLDS = (1, 2, 4, 8)
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    # GPT-2's shape: layer norms, biases, learned positions.
+    "gpt": {"heads": 8, "norm": "layernorm", "mlp": "gelu", "position": "learned", "bias": True},
+    # Llama's shape. With two key-value heads, tp = 4 and 8 hold copies of them.
+    "llama": {
+        "heads": 8, "kv_heads": 2, "norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "ffn": 48,
+    },
+}  # fmt: skip
+
+# Micro-batches of each data-parallel rank, by pp: enough for a steady state, and not always a multiple of pp.
+MICRO_BATCHES = {1: 2, 2: 4, 4: 6, 8: 8}
+
+Overrides = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout and model. `extra` overrides config keys ("section.key"), `data` arguments of the made samples."""
+
+    dp: int
+    tp: int
+    pp: int
+    sp: bool = False
+    schedule: str = "1f1b"
+    family: str = "gpt"
+    tied: bool = True
+    label: str = ""
+    extra: Overrides = ()
+    data: Overrides = ()
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    @property
+    def name(self) -> str:
+        words = [
+            f"dp{self.dp}", f"tp{self.tp}", f"pp{self.pp}", "sp" if self.sp else "", self.schedule, self.family,
+            "tied" if self.tied else "untied", self.label,
+        ]  # fmt: skip
+        return "-".join(word for word in words if word)
+
+    def sections(self, precision: str) -> dict[str, dict[str, Any]]:
+        """The config's sections, for `small_config`."""
+        chunks = 2 if self.schedule == "interleaved" else 1
+        sections: dict[str, dict[str, Any]] = {
+            "model": {
+                "layers": max(2, self.pp * chunks), "hidden": 32, "vocab": 53, "seq": 16,
+                "tied_embeddings": self.tied, **FAMILIES[self.family],
+            },
+            "layout": {"tp": self.tp, "pp": self.pp, "sequence_parallel": self.sp, "chunks": chunks},
+            "pipeline": {"schedule": self.schedule},
+            # A norm of about 1.3: every step is clipped.
+            "train": {
+                "precision": precision, "global_batch": self.dp * MICRO_BATCHES[self.pp], "micro_batch": 1,
+                "steps": 20, "clip": 0.7,
+            },
+            "optimizer": {"lr": 1e-3},
+            "lr": {"warmup": 5},
+            "comm": {"bucket_mib": 0.02},
+        }  # fmt: skip
+        for path, value in self.extra:
+            section, key = path.split(".")
+            sections[section][key] = value
+        return sections
+
+    def alone(self, precision: str) -> dict[str, dict[str, Any]]:
+        """The same run on one process: no layout, no pipeline, and as few micro-batches as can be."""
+        sections = self.sections(precision)
+        sections["layout"], sections["pipeline"] = {}, {}
+        train = sections["train"]
+        train["micro_batch"] = train["ramp"][0] if "ramp" in train else train["global_batch"]
+        return sections
+
+
+def layouts(world: int) -> Iterator[tuple[int, int, int, bool]]:
+    """(dp, tp, pp, sequence parallel) of every way to cut `world` ranks."""
+    sizes = [n for n in range(1, world + 1) if world % n == 0]
+    for tp in sizes:
+        for pp in sizes:
+            if world % (tp * pp) == 0:
+                for sp in (False, True) if tp > 1 else (False,):
+                    yield world // (tp * pp), tp, pp, sp
+
+
+# Without a pipeline the kinds differ in the order of micro-batches only: there one cut is tried with all of them.
+MATRIX = [
+    Case(dp, tp, pp, sp, schedule, family, tied)
+    for world in WORLDS
+    for dp, tp, pp, sp in layouts(world)
+    for schedule in (SCHEDULES if pp > 1 or world == 1 else ("1f1b",))
+    for family in FAMILIES
+    for tied in (True, False)
+]
+
+
+def _special(label: str, case: dict[str, Any], data: dict[str, Any] | None = None, **extra: Any) -> Case:
+    """`extra`'s keys are written section__key."""
+    overrides = tuple((key.replace("__", "."), value) for key, value in extra.items())
+    return Case(**case, label=label, extra=overrides, data=tuple((data or {}).items()))
+
+
+def _cut(dp: int, tp: int, pp: int, **more: Any) -> dict[str, Any]:
+    return {"dp": dp, "tp": tp, "pp": pp, **more}
+
+
+_LLAMA = {"family": "llama"}
+_INTERLEAVED = {"schedule": "interleaved"}
+_REVERSED = "pp-dp-ep-cp-tp"
+
+SPECIAL = [
+    _special("chunks-on-one-rank", _cut(2, 1, 1, **_INTERLEAVED)),
+    _special("uneven-split", _cut(1, 1, 2), pipeline__split=[1, 3], model__layers=4),
+    _special("split-ends-without-layers", _cut(1, 1, 4, **_LLAMA), pipeline__split=[0, 2, 1, 0], model__layers=3),
+    _special("uneven-split", _cut(1, 2, 2, sp=True, **_INTERLEAVED), pipeline__split=[1, 2, 1, 1], model__layers=5),
+    _special("layers-not-divisible", _cut(1, 1, 4), model__layers=6),
+    _special("micro-batch-2", _cut(2, 1, 1), train__micro_batch=2, train__global_batch=8),
+    _special("micro-batch-2", _cut(1, 2, 1, sp=True, **_LLAMA), train__micro_batch=2, train__global_batch=6),
+    _special("micro-batch-2", _cut(1, 2, 2, sp=True), train__micro_batch=2, train__global_batch=8),
+    _special("fewer-micro-batches-than-stages", _cut(1, 1, 4, **_INTERLEAVED), train__global_batch=3),
+    _special("one-micro-batch", _cut(2, 1, 2), train__global_batch=2),
+    _special("order", _cut(1, 2, 2, **_LLAMA), layout__order=_REVERSED),
+    _special("order", _cut(2, 2, 1, sp=True), layout__order=_REVERSED),
+    _special("order", _cut(2, 2, 2, sp=True, tied=False), layout__order=_REVERSED),
+    _special("order-dp-first", _cut(2, 2, 2, **_INTERLEAVED), layout__order="dp-pp-tp-cp-ep"),
+    _special("documents", _cut(2, 1, 1, **_LLAMA), {"segments": True}),
+    _special("documents", _cut(1, 2, 2, sp=True), {"segments": True}),
+    _special("documents", _cut(2, 2, 2, sp=True, **_LLAMA), {"segments": True}, train__micro_batch=2),
+    _special("no-holes", _cut(2, 2, 1), {"holes": False}),
+    _special("masked-rank", _cut(2, 1, 1), {"blind": True}),
+    _special("masked-rank", _cut(2, 2, 1, sp=True, **_LLAMA), {"blind": True}),
+    _special("ramp", _cut(2, 1, 2), train__ramp=[4, 4, 24], train__global_batch=12),
+    _special("ramp", _cut(2, 2, 1, sp=True, **_LLAMA), train__ramp=[2, 2, 20], train__global_batch=6),
+    _special("rank-without-vocabulary", _cut(1, 4, 1), model__vocab=9),
+    _special("rank-without-vocabulary", _cut(1, 8, 1, sp=True, **_LLAMA), model__vocab=9),
+    _special("vocabulary-divides", _cut(1, 4, 1, sp=True, tied=False), model__vocab=64),
+    _special("copies-of-one-kv-head", _cut(1, 4, 1, sp=True, **_LLAMA), model__kv_heads=1),
+    _special("kv-copies-with-bias", _cut(1, 4, 1, sp=True, **_LLAMA), model__bias=True),
+    _special("kv-copies-with-bias", _cut(2, 4, 1), model__kv_heads=2),
+    _special("wide-heads", _cut(1, 2, 1, **_LLAMA), model__head_dim=6),
+    _special("no-positions-relu", _cut(1, 2, 1, sp=True), model__position="none", model__mlp="relu"),
+    _special("gelu-tanh-rms-with-bias", _cut(2, 1, 1), model__mlp="gelu_tanh", model__norm="rmsnorm"),
+    _special("one-bucket", _cut(2, 2, 1), comm__bucket_mib=25.0),
+    _special("bucket-a-parameter", _cut(2, 1, 2), comm__bucket_mib=1e-4),
+    _special("sgd-unclipped", _cut(2, 2, 1), optimizer__name="sgd", train__clip=0.0),
+]
+
+CASES = MATRIX + SPECIAL
+
+# The part that `make test` runs; the rest is marked wide.
+_QUICK_MATRIX = (
+    "dp1-tp1-pp1-gpipe-llama-tied", "dp1-tp1-pp1-interleaved-gpt-tied",
+    "dp2-tp1-pp1-1f1b-gpt-tied", "dp2-tp1-pp1-1f1b-llama-untied",
+    "dp1-tp2-pp1-1f1b-gpt-untied", "dp1-tp2-pp1-1f1b-llama-tied",
+    "dp1-tp2-pp1-sp-1f1b-gpt-tied", "dp1-tp2-pp1-sp-1f1b-llama-untied",
+    "dp1-tp1-pp2-gpipe-gpt-untied", "dp1-tp1-pp2-1f1b-gpt-tied", "dp1-tp1-pp2-interleaved-llama-tied",
+    "dp4-tp1-pp1-1f1b-gpt-tied", "dp1-tp4-pp1-1f1b-gpt-tied", "dp1-tp4-pp1-sp-1f1b-llama-tied",
+    "dp1-tp1-pp4-1f1b-gpt-tied", "dp2-tp2-pp1-sp-1f1b-gpt-untied", "dp2-tp1-pp2-gpipe-llama-tied",
+    "dp1-tp2-pp2-1f1b-llama-untied", "dp1-tp2-pp2-sp-interleaved-gpt-tied",
+    "dp8-tp1-pp1-1f1b-gpt-tied", "dp2-tp2-pp2-sp-1f1b-gpt-tied", "dp2-tp2-pp2-sp-interleaved-llama-untied",
+    "dp2-tp1-pp4-1f1b-gpt-tied",
+)  # fmt: skip
+_QUICK_LABELS = (
+    "chunks-on-one-rank", "uneven-split", "micro-batch-2", "documents", "masked-rank", "ramp", "order",
+    "rank-without-vocabulary", "kv-copies-with-bias", "one-bucket", "split-ends-without-layers",
+)  # fmt: skip
+
+
+def _quick() -> set[str]:
+    """The named part of the matrix, and of each chosen label its first case of four ranks at most."""
+    names = set(_QUICK_MATRIX)
+    for label in _QUICK_LABELS:
+        names.add(next(case.name for case in SPECIAL if case.label == label and case.world <= 4))
+    return names
+
+
+QUICK = _quick()
+_NAMES = {case.name for case in CASES}
+assert len(_NAMES) == len(CASES) and not QUICK - _NAMES

@@ -1,0 +1,94 @@
+"""Runs cases many to a launch of ranks, and keeps each one's outcome."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+from tests.parity.cases import Case
+from tests.support.oracle import Made, Outcome, Reference, compare, make_trainer, small_config, solo
+from tests.support.ranks import RankFailed, run_ranks
+
+PER_LAUNCH = 12
+DEADLINE = 40.0  # seconds for a case; a machine with other work on it may need many times what an idle one does
+
+_REFERENCES: dict[str, Reference] = {}
+
+
+def data_of(case: Case) -> Made:
+    model = case.sections("fp64")["model"]
+    return Made(model["vocab"], model["seq"], **dict(case.data))
+
+
+def reference_of(case: Case) -> Reference:
+    """What one process finds; cases that differ in their layout alone share it."""
+    exact, single = case.alone("fp64"), case.alone("fp32")
+    key = repr((exact, case.data))
+    if key not in _REFERENCES:
+        _REFERENCES[key] = solo(small_config(**exact), small_config(**single), data_of(case))
+    return _REFERENCES[key]
+
+
+def measure(rank: int, world: int, cases: list[Case], references: list[Reference]) -> list[Outcome]:
+    """The body of a rank. Layouts that are alike share their process groups."""
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    outcomes = []
+    for case, reference in zip(cases, references, strict=True):
+        shared = groups.setdefault((case.tp, case.pp, dict(case.extra).get("layout.order")), {})
+        trainers = []
+        for precision in ("fp64", "fp32"):
+            trainers.append(make_trainer(small_config(**case.sections(precision)), rank, world, data_of(case), shared))
+            made = trainers[-1].ctx.mesh.groups.items()
+            shared.update({name: group.process_group for name, group in made if group.process_group is not None})
+        outcomes.append(compare(*trainers, reference))
+        trainers.clear()
+        gc.collect()
+    return outcomes
+
+
+def launch(cases: list[Case]) -> list[list[Outcome]]:
+    """The outcomes of each case by rank; all cases have the same number of ranks."""
+    references = [reference_of(case) for case in cases]
+    deadline = 20.0 + DEADLINE * len(cases)
+    by_rank = run_ranks(cases[0].world, measure, cases, references, deadline=deadline)
+    return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
+
+
+class Launches:
+    """Outcomes of the cases of one test run. A launch happens when the first of its cases is asked for; if it fails,
+    its cases are launched one by one, so that the failure names the case that it belongs to."""
+
+    def __init__(self, cases: Iterable[Case]) -> None:
+        by_world: dict[int, list[Case]] = {}
+        for case in cases:
+            by_world.setdefault(case.world, []).append(case)
+        self._batch: dict[str, list[Case]] = {}
+        for same in by_world.values():
+            for first in range(0, len(same), PER_LAUNCH):
+                batch = same[first : first + PER_LAUNCH]
+                self._batch |= {case.name: batch for case in batch}
+        self.done: dict[str, list[Outcome]] = {}
+
+    def outcomes(self, case: Case) -> list[Outcome]:
+        """One outcome a rank."""
+        if case.name not in self.done:
+            batch = self._batch.get(case.name, [case])
+            try:
+                self.done |= zip((each.name for each in batch), launch(batch), strict=True)
+            except RankFailed:
+                if len(batch) == 1:
+                    raise
+                self._batch |= {each.name: [each] for each in batch}
+                return self.outcomes(case)
+        return self.done[case.name]
+
+    def summary(self) -> str:
+        """The largest errors of all cases and ranks in one line."""
+        outcomes = [outcome for ranks in self.done.values() for outcome in ranks]
+        gradient = max(max(o.gradients[0], o.overlapped[0]) for o in outcomes)
+        parameter, norm = max(o.parameters[0] for o in outcomes), max(o.norm for o in outcomes)
+        return (
+            f"parity: {len(self.done)} cases, largest errors: gradient {gradient:.1e}, norm {norm:.1e}, "
+            f"parameter {parameter:.1e}, fp32 loss {max(o.losses for o in outcomes):.1e}"
+        )
