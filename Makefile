@@ -32,6 +32,7 @@ demo: setup
 
 bench: setup
 	$(BIN)/python benchmarks/train_step.py
+	$(BIN)/python benchmarks/startup.py
 
 clean:
 	rm -rf $(VENV)

@@ -54,6 +54,9 @@ class Mesh:
 
     def _make(self, name: str) -> Group:
         ranks = self.layout.group(name, self.rank)
+        if not ranks:
+            # torch names a group after the number of groups its maker has made before, so every rank makes as many.
+            dist.new_group([self.rank], use_local_synchronization=True)
         process_group = self._given.get(name)
         if process_group is None and len(ranks) > 1:
             process_group = dist.new_group(list(ranks), use_local_synchronization=True)

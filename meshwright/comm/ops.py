@@ -27,14 +27,16 @@ def _(x: Tensor, group: str, op: str) -> None:
 
 
 @custom_op("meshwright::all_gather", mutates_args=())
-def all_gather(x: Tensor, group: str, size: int) -> Tensor:
+def all_gather(x: Tensor, group: str, size: int, again: bool = False) -> Tensor:
+    """`again` marks a second gather of a tensor in backward: without it a compiler sees the same call twice, makes it
+    once and keeps the result, which gathering again is there to avoid."""
     out = x.new_empty((x.shape[0] * size, *x.shape[1:]))
     group_named(group).all_gather(out, x.contiguous())
     return out
 
 
 @all_gather.register_fake
-def _(x: Tensor, group: str, size: int) -> Tensor:
+def _(x: Tensor, group: str, size: int, again: bool = False) -> Tensor:
     return x.new_empty((x.shape[0] * size, *x.shape[1:]))
 
 

@@ -88,6 +88,8 @@ def layers_fill_stages(c: Config, world: int) -> str | None:
                 f"pipeline.split={list(c.pipeline.split)} must name pp x chunks = {stages} numbers that add up to "
                 f"layers={c.model.layers}"
             )
+        if 0 in c.pipeline.split[1:-1]:
+            return f"pipeline.split={list(c.pipeline.split)} leaves a stage in the middle without layers: give it one"
     elif stages > c.model.layers:
         return (
             f"pp x chunks = {stages} stages need at least as many layers, and model.layers={c.model.layers}: "

@@ -58,7 +58,7 @@ class _Product(torch.autograd.Function):
                 grad_x = reduce_scatter(grad_x, group, size)
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            full = all_gather(x, group, size) if mode == "gather" else x
+            full = all_gather(x, group, size, again=True) if mode == "gather" else x
             if sink is None:
                 grad_weight = grad.t() @ full
             else:

@@ -20,7 +20,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, mask: Tensor, first: int, columns: int, group: str, size: int
     ) -> Tensor:
-        """Sum over the unmasked tokens of -log p(label); logits [tokens, this rank's columns, `columns` of them real]."""
+        """Sum over the unmasked tokens of -log p(label). logits [tokens, this rank's columns], `columns` are real."""
         wide = logits if logits.dtype == torch.float64 else logits.float()
         real = wide[:, :columns]
         norm = torch.logsumexp(real, dim=1) if columns else wide.new_full((len(wide),), -torch.inf)

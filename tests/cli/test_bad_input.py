@@ -160,7 +160,7 @@ def test_port_taken(here: Path) -> None:
 def test_a_rank_that_dies_ends_the_run(here: Path) -> None:
     """kill -9 of one rank: the command says which and is gone within seconds, and so are the others."""
     run = subprocess.Popen(
-        [sys.executable, "-m", "meshwright", "train", "config.yaml", "--nproc", "4", "layout.tp=2", "train.steps=99999"],
+        [sys.executable, "-m", "meshwright", "train", "config.yaml", "--nproc", "4", "layout.tp=2", "train.steps=9999"],
         stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     metrics = here / "runs" / "default" / "metrics.jsonl"

@@ -19,7 +19,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 # Micro-batches of each data-parallel rank, by pp: enough for a steady state, and not always a multiple of pp.
-MICRO_BATCHES = {1: 2, 2: 4, 4: 6, 8: 8}
+MICRO_BATCHES = {1: 2, 2: 3, 4: 5, 8: 8}
 
 Overrides = tuple[tuple[str, Any], ...]
 

@@ -76,7 +76,7 @@ CASES = [
         "pipeline": {"schedule": "interleaved"},
     }),
     Case("pp-dp-order-split", 4, {"layout": {"pp": 2, "order": "pp-dp-tp-cp-ep"}, "pipeline": {"split": [0, 2]}}),
-    Case("pp-middle-fields", 4, {"layout": {"pp": 2, "tp": 2, "order": "pp-tp-cp-ep-dp"}, "model": {"layers": 3}}),
+    Case("pp-tp-order", 4, {"layout": {"pp": 2, "tp": 2, "order": "pp-tp-cp-ep-dp"}, "model": {"layers": 3}}),
     Case("all", 8, {"layout": {"tp": 2, "pp": 2, **SP}, "model": {"kv_heads": 2, "position": "rope"}}, fields=ALL),
     Case("all-bf16", 8, {
         "layout": {"tp": 2, "pp": 2, "chunks": 2, **SP}, "pipeline": {"schedule": "interleaved"},
@@ -133,7 +133,7 @@ def launched(world: int) -> dict[str, list[list[dict[str, Any]]]] | RankFailed:
     """For each case of this many ranks: by rank, by step. A failure is kept, so that it costs its time once."""
     cases = [case for case in CASES if case.world == world]
     try:
-        ranks = run_ranks(world, record, cases, deadline=90.0)
+        ranks = run_ranks(world, record, cases)
     except RankFailed as error:
         return error
     return {case.name: [rank[i] for rank in ranks] for i, case in enumerate(cases)}
@@ -201,7 +201,7 @@ MUTATIONS: dict[str, tuple[str, tuple[str, Any]]] = {
     "no gather again": ("tp-sp-fp32", without("column", lambda call: call.line[::2] == ("backward", "all_gather"))),
     "no loss": ("tp", without("loss", lambda call: True)),
     "labels everywhere": ("pp-tp-sp-fields", ("EVERYWHERE", frozenset(ALL))),
-    "no fields in the middle": ("all", ("EVERYWHERE", frozenset())),
+    "no positions or segments": ("all", ("EVERYWHERE", frozenset())),
     "no further axes": ("kv-copies", without("gradients", lambda call: call.axis == "tp.kv")),
     "a tie counted once": ("pp", without("gradients", lambda call: call.axis == "embedding")),
     "metrics not counted": ("pp", without("sums", lambda call: call.phase == "metrics")),

@@ -43,8 +43,8 @@ def _child(body: Any, rank: int, world: int, folder: str, args: tuple[Any, ...],
         pipe.send(("error", traceback.format_exc()))
         os._exit(1)
     pipe.send(("ok", result))
-    if world > 1:
-        dist.barrier()  # one who leaves while others still connect their groups would fail them
+    # One who left while others still connect their groups would fail them: stay until the parent ends it (or ends).
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])  # type: ignore[union-attr]
 
 
 def run_ranks(world: int, body: Any, *args: Any, deadline: float = 120.0) -> list[Any]:

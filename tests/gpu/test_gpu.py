@@ -1,0 +1,70 @@
+"""What a GPU must give: the CPU's gradients, a compiled block that records the same calls, training in half precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.config.rules import check
+from meshwright.device import Device
+from meshwright.train.context import build_context
+from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.pretrain import build_modules
+from meshwright.train.step import Trainer
+from tests.support.oracle import Made, gather_global, make_trainer, small_config, true_gradients, worst
+from tests.support.ranks import run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "kv_heads": 2, "bias": False, "ffn": 48}
+
+
+def gpu_trainer(config: Any, rank: int = 0, world: int = 1) -> Trainer:
+    check(config, world)
+    ctx = build_context(config, rank, world, Device.choose("cuda", rank))
+    return Trainer(ctx, build_modules(ctx, model_provider), forward_step, Made(config.model.vocab, config.model.seq))
+
+
+def on_cpu(pairs: list[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
+    return [(record, grad.cpu()) for record, grad in pairs]
+
+
+@pytest.mark.parametrize("model", [{}, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradients_are_the_cpus(model: dict[str, Any], compiled: bool) -> None:
+    whole = gather_global(true_gradients(make_trainer(small_config(model=model))))
+    trainer = gpu_trainer(small_config(model=model, train={"compile": compiled}))
+    error, name = worst(on_cpu(true_gradients(trainer)), whole)
+    assert error <= 1e-10, name
+
+
+def shared_gpu(rank: int, world: int, layout: dict[str, Any], whole: Any) -> tuple[float, str]:
+    config = small_config(model=LLAMA, layout=layout, train={"compile": "false"}, comm={"backend": "gloo"})
+    return worst(on_cpu(true_gradients(gpu_trainer(config, rank, world))), whole)
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=["dp2", "tp2"])
+def test_ranks_that_share_a_gpu(layout: dict[str, Any]) -> None:
+    """Over Gloo, which sends no CUDA tensors from rank to rank: so no pipeline here."""
+    whole = gather_global(true_gradients(make_trainer(small_config(model=LLAMA))))
+    assert max(error for error, _ in run_ranks(2, shared_gpu, layout, whole)) <= 1e-10
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_training_lowers_the_loss(precision: str) -> None:
+    model = LLAMA | {"hidden": 128, "ffn": 256, "seq": 64}
+    config = small_config(
+        model=model, train={"precision": precision, "compile": "true", "steps": 30, "micro_batch": 4},
+        optimizer={"lr": 3e-3}, lr={"warmup": 5},
+    )  # fmt: skip
+
+    class Repeated(Made):
+        def sample(self, n: int) -> dict[str, Any]:
+            return super().sample(n % 8)
+
+    ctx = build_context(config, 0, 1, Device.choose("cuda"))
+    data = Repeated(config.model.vocab, config.model.seq)
+    trainer = Trainer(ctx, build_modules(ctx, model_provider), forward_step, data)
+    losses = [trainer.step().loss for _ in range(30)]
+    assert losses[-1] < 0.7 * losses[0]
