@@ -12,9 +12,6 @@ from meshwright.comm.group import Group
 from meshwright.comm.ledger import Ledger
 from meshwright.layout import Layout
 
-# What a dense training step communicates over.
-AXES = ("tp", "dp", "dp-cp", "pp", "embedding", "world")
-
 
 class Mesh:
     """The groups that hold this rank, by the layout's names. Groups of one have no process group."""
@@ -33,21 +30,13 @@ class Mesh:
         self.flight = FlightRecord()
         self._given = dict(made_elsewhere or {})
         self._groups: dict[str, Group] = {}
-        parts = [name for _, pieces in layout.parts for name, _ in pieces]
-        for axis in (*AXES, *parts):
-            self.group(axis)
+        for name in layout.step_groups():
+            self.group(name)
         self.coordinate = layout.coordinate(rank)
-
-    def name_of(self, axes: str) -> str:
-        """The layout's name of a product, without axes of one rank, so that dp-cp is dp where cp is 1."""
-        if axes in ("world", "embedding", "position_embedding"):
-            return axes
-        words = [word for word in axes.split("-") if self.layout.size(word) > 1]
-        return self.layout.canonical("-".join(words)) if words else axes.split("-")[0]
 
     def group(self, axes: str) -> Group:
         """The group over `axes` that holds this rank; made on first use, which every member must do together."""
-        name = self.name_of(axes)
+        name = self.layout.without_ones(axes)
         if name not in self._groups:
             self._groups[name] = self._make(name)
         return self._groups[name]

@@ -27,6 +27,9 @@ GROUP_KINDS = (
 )
 """The kinds of groups a training job makes, in the order `meshwright layout` prints them."""
 
+STEP_GROUPS = ("tp", "dp", "dp-cp", "pp", "embedding", "world")
+"""What a dense training step communicates over, beside the parts of an axis."""
+
 Parts = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
 
 
@@ -144,6 +147,18 @@ class Layout:
             whole = named == max(1, len(_parts_of(self, atom.axis)))
             words[atom.axis if whole else atom.name] = None
         return "-".join(words)
+
+    def without_ones(self, name: str) -> str:
+        """The name of the same groups without axes of one rank, so that dp-cp is dp where cp is 1."""
+        if name in SPECIAL_GROUPS:
+            return name
+        words = [word for word in name.split("-") if self.size(word) > 1]
+        return self.canonical("-".join(words)) if words else name.split("-")[0]
+
+    def step_groups(self) -> list[str]:
+        """The names of all groups that a dense training step communicates over."""
+        parts = [name for _, pieces in self.parts for name, _ in pieces]
+        return sorted({self.without_ones(name) for name in (*STEP_GROUPS, *parts)})
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where `rank` stands in the dense view: tp, cp, dp, pp, and every part of these."""

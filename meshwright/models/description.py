@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.config.sections import ModelConfig
+from meshwright.config.sections import Config, ModelConfig
+from meshwright.layout import Layout
 from meshwright.layout.params import Init, ParamRecord, columns_of, rows_of, whole
 
 Records = dict[str, ParamRecord]
@@ -48,6 +49,21 @@ def kv_parts(model: ModelConfig, tp: int) -> tuple[tuple[str, tuple[tuple[str, i
     if tp <= model.kv_heads:
         return ()
     return (("tp", ((KV_COPIES, tp // model.kv_heads), (KV_GROUPS, model.kv_heads))),)
+
+
+def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
+    """The layout that a config asks for on `world` ranks, `node_size` of them a machine if the config doesn't say."""
+    c = config.layout
+    return Layout(
+        world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, node_size=c.node_size or node_size or None,
+        parts=kv_parts(config.model, c.tp),
+    )  # fmt: skip
+
+
+def fields_read(stage: Stage) -> set[str]:
+    """The fields of a batch that a chunk reads, where the data have them."""
+    ends = ({"tokens"} if stage.first else set()) | ({"labels", "loss_mask"} if stage.last else set())
+    return ends | {"positions", "segments"}
 
 
 @dataclass(frozen=True)

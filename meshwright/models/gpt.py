@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshwright.comm.ledger import Ledger
 from meshwright.config.sections import ModelConfig
 from meshwright.layout.params import under
-from meshwright.models.description import GPTDescription, Stage
+from meshwright.models.description import GPTDescription, Stage, fields_read
 from meshwright.nn.attention import Rotary
 from meshwright.nn.block import Block
 from meshwright.nn.embedding import PositionEmbedding, TokenEmbedding
@@ -81,10 +81,7 @@ class GPTStage(nn.Module):
             tie(self.head, self.embedding)
         tokens = micro_batch * model.seq // (parallel.tp.size if parallel.splits_tokens else 1)
         self.micro_batch = micro_batch
-        # The fields of a batch that this chunk reads, where the data have them.
-        self.needs = {"positions", "segments"}
-        self.needs |= {"tokens"} if stage.first else set()
-        self.needs |= {"labels", "loss_mask"} if stage.last else set()
+        self.needs = fields_read(stage)
         # What this chunk takes from the one before it.
         self.receives = {} if stage.first else {"hidden": ((tokens, model.hidden), parallel.dtype)}
 

@@ -20,7 +20,7 @@ from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.layout.params import DATA_AXES, ParamRecord
-from meshwright.models.description import GPTDescription, Stage, kv_parts, stages
+from meshwright.models.description import GPTDescription, Stage, fields_read, layout_of, stages
 from meshwright.pipeline.table import looped
 from meshwright.sharding.placement import backward_order, bucket_elements, grad_bytes, place
 from meshwright.train.counts import WIDE, counts_bytes, sums_bytes
@@ -31,14 +31,6 @@ FIELD_BYTES = {
     "int64": 8, "float64": 8, "int32": 4, "float32": 4, "int16": 2, "float16": 2,
     "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-
-# The axes whose groups every mesh has, beside the parts of an axis.
-MESH_AXES = ("tp", "dp", "dp-cp", "pp", "embedding", "world")
-
-# The fields of a batch that a chunk reads wherever it stands, on the first stage, and on the last.
-EVERYWHERE = frozenset({"positions", "segments"})
-FIRST = frozenset({"tokens"})
-LAST = frozenset({"labels", "loss_mask"})
 
 
 class Traffic(NamedTuple):
@@ -129,7 +121,7 @@ class Job:
         return [stage for stage, (rank, _) in zip(self.stages, placement, strict=True) if rank == pp_rank]
 
     def tp_call(self, source: str, phase: str, op: str, payload: int, times: int) -> Call:
-        return Call(source, phase, axis_name(self.layout, "tp"), op, self.layout.tp, payload, times)
+        return Call(source, phase, self.layout.without_ones("tp"), op, self.layout.tp, payload, times)
 
     def world_call(self, source: str, phase: str, payload: int) -> Call:
         return Call(source, phase, "world", "all_reduce", self.layout.world, payload)
@@ -144,10 +136,7 @@ def job_of(
 ) -> Job:
     """The checked job. `samples` is the step's global batch (default: the config's, at the end of a ramp)."""
     check(config, world)
-    c = config.layout
-    layout = Layout(
-        world=world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, parts=kv_parts(config.model, c.tp)
-    )
+    layout = layout_of(config, world)
     samples = config.train.global_batch if samples is None else samples
     unit = layout.size(DATA_AXES) * config.train.micro_batch
     if samples < 1 or samples % unit:
@@ -169,20 +158,6 @@ def data_fields(config: Config) -> dict[str, str]:
     return dict.fromkeys(names, "int64")
 
 
-def axis_name(layout: Layout, axes: str) -> str:
-    """A group's name as the mesh gives it: axes of one rank left out, so that dp-cp is dp where cp is 1."""
-    if axes in ("world", "embedding", "position_embedding"):
-        return axes
-    words = [word for word in axes.split("-") if layout.size(word) > 1]
-    return layout.canonical("-".join(words)) if words else axes.split("-")[0]
-
-
-def mesh_axes(layout: Layout) -> list[str]:
-    """The names of all groups that a mesh makes; each has its row in the step's metrics."""
-    parts = [name for _, pieces in layout.parts for name, _ in pieces]
-    return sorted({axis_name(layout, axes) for axes in (*MESH_AXES, *parts)})
-
-
 # The sources of traffic. Calls over a group of one rank are dropped where they are collected.
 
 
@@ -191,9 +166,7 @@ def batch(job: Job, held: Sequence[Stage]) -> Iterator[Call]:
 
     M x (T x fields of this dtype that a chunk of this rank reads x bytes).
     """
-    needs = EVERYWHERE
-    for stage in held:
-        needs = needs | (FIRST if stage.first else frozenset()) | (LAST if stage.last else frozenset())
+    needs = set().union(*(fields_read(stage) for stage in held))
     dtypes = [dtype for name, dtype in job.fields.items() if name in needs]
     for dtype in dict.fromkeys(dtypes):
         payload = job.tokens * dtypes.count(dtype) * FIELD_BYTES[dtype]
@@ -310,11 +283,11 @@ def gradients(params: Iterable[tuple[ParamRecord, str]], layout: Layout, bucket_
         ranks = layout.size(data_axes)
         _, buckets = place(sizes, ranks, bucket_elements(bucket_mib * 2**20, element))
         for axis in partial:
-            name, size, payload = axis_name(layout, axis), layout.size(axis), buckets[-1][1] * element
+            name, size, payload = layout.without_ones(axis), layout.size(axis), buckets[-1][1] * element
             yield Call("shared gradients", "reduce", name, "all_reduce", size, payload)
         for start, stop in buckets:
             payload = (stop - start) * element
-            yield Call("gradients", "reduce", axis_name(layout, data_axes), "all_reduce", ranks, payload)
+            yield Call("gradients", "reduce", layout.without_ones(data_axes), "all_reduce", ranks, payload)
 
 
 def sums(job: Job, held: Sequence[Stage]) -> Iterator[Call]:
@@ -326,9 +299,9 @@ def sums(job: Job, held: Sequence[Stage]) -> Iterator[Call]:
     """
     yield job.world_call("sums", "optimizer", sums_bytes())
     if job.monitored and any(stage.last for stage in held):
-        name, size = axis_name(job.layout, DATA_AXES), job.layout.size(DATA_AXES)
+        name, size = job.layout.without_ones(DATA_AXES), job.layout.size(DATA_AXES)
         yield Call("sums", "optimizer", name, "all_reduce", size, WIDE * (job.monitored + 1))
-    yield job.world_call("metrics", "metrics", counts_bytes(len(mesh_axes(job.layout))))
+    yield job.world_call("metrics", "metrics", counts_bytes(len(job.layout.step_groups())))
 
 
 def stage_calls(job: Job, pp_rank: int) -> list[Call]:

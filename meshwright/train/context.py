@@ -12,7 +12,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import Config
 from meshwright.device import DTYPES, Device
 from meshwright.layout import Layout
-from meshwright.models.description import Stage, kv_parts, stages
+from meshwright.models.description import Stage, layout_of, stages
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import Streams
 
@@ -47,14 +47,6 @@ class Context:
         """All chunks of the pipeline, in the order of the layers."""
         c = self.config
         return stages(c.model.layers, c.layout.pp * c.layout.chunks, c.pipeline.split)
-
-
-def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
-    c = config.layout
-    return Layout(
-        world=world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order,
-        node_size=c.node_size or node_size or None, parts=kv_parts(config.model, c.tp),
-    )  # fmt: skip
 
 
 def build_context(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from meshwright.config.sections import Config
 from meshwright.layout import Layout
-from meshwright.models.description import GPTDescription, Stage, kv_parts
+from meshwright.models.description import GPTDescription, Stage, layout_of
 from meshwright.optim.schedules import consumed_after
 
 if TYPE_CHECKING:
@@ -176,12 +176,6 @@ def many(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 
-def layout_from(config: Config, world: int, node_size: int = 0) -> Layout:
-    c = config.layout
-    nodes = c.node_size or node_size or None
-    return Layout(world, c.tp, c.pp, c.cp, c.ep, c.order, nodes, kv_parts(config.model, c.tp))
-
-
 def parameters(config: Config) -> int:
     """Of our own GPT in the sizes of the config."""
     model = config.model
@@ -200,7 +194,7 @@ def head(
     what.add(sizes, "dim")
     where = Line(" " * 12)
     if world is not None:
-        layout = layout_from(config, world)
+        layout = layout_of(config, world)
         where.add(layout_words(config, layout), "bold")
         if 1 < world <= DRAWN_RANKS:
             where.join([Line("   ").add(small_drawing(layout), "dim")], "", width)

@@ -101,7 +101,7 @@ def read_run(run_dir: str | Path, world: int | None = None) -> Run:
     notes = _json_file(path / "run.json")
     steps = _json_lines(path / "metrics.jsonl")
     world = world or notes.get("world") or _least_world(config, steps)
-    layout = d.layout_from(config, int(world), int(notes.get("node_size") or 0)) if world else None
+    layout = d.layout_of(config, int(world), int(notes.get("node_size") or 0)) if world else None
     return Run(path, config, steps, _json_lines(path / "validation.jsonl"), layout, bool(notes.get("own_model")))
 
 

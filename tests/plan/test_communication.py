@@ -24,8 +24,10 @@ from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.layout.params import Init, whole
+from meshwright.models.description import fields_read
 from meshwright.plan import communication
 from meshwright.plan.communication import Call, Line, Traffic, predict_detail, predict_rank, predict_step
+from meshwright.train.counts import counts_bytes
 from tests.support.oracle import Made, small_config
 from tests.support.ranks import RankFailed, run_ranks
 
@@ -194,19 +196,23 @@ def without(name: str, dropped: Any) -> tuple[str, Any]:
     return name, mutated
 
 
+def ends_only(stage: Any) -> set[str]:
+    return fields_read(stage) - {"positions", "segments"}
+
+
 MUTATIONS: dict[str, tuple[str, tuple[str, Any]]] = {
     "no padding": ("dp-one-bucket", ("place", unpadded)),
     "one bucket": ("dp", ("bucket_elements", lambda size, element: 10**9)),
     "gradients in bf16": ("all-bf16", ("grad_bytes", lambda size: size)),
     "no gather again": ("tp-sp-fp32", without("column", lambda call: call.line[::2] == ("backward", "all_gather"))),
     "no loss": ("tp", without("loss", lambda call: True)),
-    "labels everywhere": ("pp-tp-sp-fields", ("EVERYWHERE", frozenset(ALL))),
-    "no positions or segments": ("all", ("EVERYWHERE", frozenset())),
+    "labels everywhere": ("pp-tp-sp-fields", ("fields_read", lambda stage: set(ALL))),
+    "no positions or segments": ("all", ("fields_read", ends_only)),
     "no further axes": ("kv-copies", without("gradients", lambda call: call.axis == "tp.kv")),
     "a tie counted once": ("pp", without("gradients", lambda call: call.axis == "embedding")),
     "metrics not counted": ("pp", without("sums", lambda call: call.phase == "metrics")),
     "no sends back": ("pp-interleaved", without("pipeline", lambda call: call.phase == "backward")),
-    "forgotten axes": ("kv-copies", ("mesh_axes", lambda layout: ["tp", "dp", "pp", "embedding", "world"])),
+    "forgotten axes": ("kv-copies", ("counts_bytes", lambda axes: counts_bytes(5))),
 }  # fmt: skip
 
 
@@ -309,18 +315,6 @@ def test_the_tables_of_the_docs() -> None:
     found = {(axis, sp): Traffic(*(int(n.replace(",", "")) for n in numbers)) for axis, sp, *numbers in rows}
     predicted = {"off": predict_step(worked(False), 16), "on": predict_step(worked(True), 16)}
     assert found == {(axis, sp): traffic for sp, axes in predicted.items() for axis, traffic in axes.items()}
-
-
-def test_names_are_the_mesh_s() -> None:
-    """The planner may not import torch, so it names groups itself."""
-    from meshwright.comm.mesh import AXES, Mesh
-
-    assert communication.MESH_AXES == AXES
-    for layout in (Layout(1), Layout(8, tp=2, pp=2), Layout(8, tp=2, cp=2), Layout(4, tp=4, parts=KV)):
-        mesh = Mesh.__new__(Mesh)
-        mesh.layout = layout
-        for axes in ("tp", "dp", "dp-cp", "tp-cp", "pp", "embedding", "world"):
-            assert communication.axis_name(layout, axes) == mesh.name_of(axes)
 
 
 def test_mistakes_are_told() -> None:

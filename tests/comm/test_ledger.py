@@ -1,0 +1,157 @@
+"""What the ledger counts: payload and wire of every op, by phase, axis, layer and whether a node is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.comm.flight import FlightRecord
+from meshwright.comm.group import DONE, CommError, Group
+from meshwright.comm.ledger import WIRE, Entry, Ledger, Tally, wire_bytes
+from meshwright.comm.mesh import Mesh
+from meshwright.layout import Layout
+from tests.support.ranks import run_ranks
+
+
+def test_wire_of_a_thousand_bytes_over_four() -> None:
+    assert {op: wire_bytes(op, 1000, 4) for op in WIRE} == {
+        "all_reduce": 1500, "all_gather": 750, "reduce_scatter": 750, "all_to_all": 750, "broadcast": 1000,
+        "send": 1000,
+    }  # fmt: skip
+
+
+@given(st.sampled_from(sorted(WIRE)), st.integers(0, 1 << 40), st.integers(2, 4096))
+def test_wire_is_between_half_and_twice_the_payload(op: str, pieces: int, size: int) -> None:
+    payload = pieces * size
+    assert payload // 2 <= wire_bytes(op, payload, size) < max(1, 2 * payload)
+    if op == "all_reduce":  # is a reduce_scatter and an all_gather
+        halves = wire_bytes("reduce_scatter", payload, size) + wire_bytes("all_gather", payload, size)
+        assert wire_bytes(op, payload, size) == halves
+
+
+def test_phases_and_layers_nest_and_survive_errors() -> None:
+    ledger = Ledger()
+    ledger.record("world", "all_reduce", 8, 2)
+    with pytest.raises(KeyError), ledger.phase("forward"), ledger.layer(3):
+        ledger.record("tp", "all_gather", 64, 4)
+        with ledger.phase("data"), ledger.layer(None):
+            ledger.record("tp", "broadcast", 16, 4, crosses_node=True)
+        ledger.record("tp", "all_gather", 64, 4)
+        raise KeyError
+    assert (ledger.current_phase, ledger.current_layer) == ("startup", None)
+    assert ledger.entries == {
+        Entry("startup", "world", "all_reduce", None, False): Tally(1, 8, 8),
+        Entry("forward", "tp", "all_gather", 3, False): Tally(2, 128, 96),
+        Entry("data", "tp", "broadcast", None, True): Tally(1, 16, 16),
+    }
+    assert ledger.totals() == {"tp": Tally(3, 144, 112)}
+    assert ledger.totals("op", step_only=False).keys() == {"all_reduce", "all_gather", "broadcast"}
+    assert ledger.totals("layer")["3"].calls == 2
+    ledger.clear()
+    assert ledger.totals(step_only=False) == {}
+
+
+def test_a_group_of_one_records_nothing() -> None:
+    ledger, flight = Ledger(), FlightRecord()
+    group = Group("tp", (3,), 3, None, ledger, flight)
+    x, out = torch.arange(4.0), torch.zeros(4)
+    assert group.all_reduce(x) is DONE and group.broadcast(x) is DONE
+    assert group.all_gather(out, x) is DONE and torch.equal(out, x)
+    assert group.reduce_scatter(out, 2 * x) is DONE and torch.equal(out, 2 * x)
+    assert not ledger.entries and not flight.last
+
+
+def test_the_flight_record_keeps_the_last_and_numbers_by_group() -> None:
+    flight = FlightRecord(keep=3)
+    calls = [flight.begin(group, "dp", "all_reduce", "reduce", None, 4, (0, 1)) for group in "aabab"]
+    assert [call.number for call in calls] == [1, 2, 1, 3, 2] and len(flight.last) == 3
+    assert flight.holding() is calls[0] and flight.holding(longer_than=60.0) is None
+    calls[0].since = None  # launched, and nobody waits for it
+    assert flight.holding() is calls[1]
+    for call in calls:
+        assert flight.end(call) >= 0.0
+    assert flight.holding() is None and not flight.open
+
+
+class _Event:
+    def __init__(self, reached: bool) -> None:
+        self.reached = reached
+
+    def query(self) -> bool:
+        return self.reached
+
+
+def test_on_an_accelerator_a_call_holds_until_the_stream_has_passed_it() -> None:
+    flight = FlightRecord(keep=2)
+    first, second = (flight.begin("tp", "tp", "all_reduce", "forward", 0, 4) for _ in range(2))
+    first.event, second.event = _Event(True), _Event(False)
+    flight.end(first)
+    flight.end(second)
+    assert flight.holding() is second
+    third = flight.begin("tp", "tp", "all_reduce", "forward", 0, 4)
+    assert first.event is None and flight.spare_events, "the event of a forgotten call is used again"
+    second.event.reached = True
+    assert flight.holding() is third
+
+
+class _Failing:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def wait(self) -> None:
+        raise RuntimeError(self.text)
+
+
+def test_an_error_of_torch_becomes_a_sentence_that_names_the_call() -> None:
+    flight = FlightRecord()
+    group = Group("dp", (1, 3), 3, None, Ledger(), flight)
+    pending = group._call("receive", torch.zeros(4), lambda: _Failing("Connection closed by peer [::1]:9\nmore"), 1)
+    with pytest.raises(CommError) as caught:
+        pending.wait()
+    assert str(caught.value) == (
+        "receive number 1 over dp from rank 1 (startup, 16 bytes) of ranks [1, 3] failed on rank 3: "
+        "another rank has probably stopped (Connection closed by peer [::1]:9)"
+    )
+    with pytest.raises(CommError, match="failed on rank 3: torch refused it [(]Invalid scalar type[)]"):
+        group._call("all_reduce", torch.zeros(4), lambda: _Failing("Invalid scalar type").wait())
+    assert not flight.open and flight.holding() is None
+
+
+def every_op(rank: int, world: int) -> Any:
+    """On 4 ranks, tp 2 and pp 2, nodes of two: tp stays in its node, pp and world leave it."""
+    mesh = Mesh(Layout(world=world, tp=2, pp=2, node_size=2), rank)
+    tp, pp = mesh.tp, mesh.pp
+    x, double = torch.full((6,), float(rank)), torch.zeros(12)
+    with mesh.ledger.phase("forward"), mesh.ledger.layer(5):
+        tp.all_reduce(x.clone())
+        tp.all_gather(double, x)
+        tp.reduce_scatter(x.clone(), double)
+        tp.broadcast(x.clone(), 1)
+    with mesh.ledger.phase("backward"):
+        pending = pp.send(x, 1) if pp.index == 0 else pp.receive(x, 0)
+        pending.wait()
+        pending.wait()  # once more does nothing
+    mesh.world.all_reduce(torch.zeros(3, dtype=torch.int64))
+    entries = {tuple(entry): (t.calls, t.payload_bytes, t.wire_bytes) for entry, t in mesh.ledger.entries.items()}
+    return entries, dict(mesh.flight.numbers), len(mesh.flight.open), x.tolist()
+
+
+def test_every_op_on_four_ranks() -> None:
+    for rank, (entries, numbers, still_open, x) in enumerate(run_ranks(4, every_op)):
+        assert {entry[2]: counts for entry, counts in entries.items() if entry[0] == "forward"} == {
+            "all_reduce": (1, 24, 24), "all_gather": (1, 48, 24), "reduce_scatter": (1, 48, 24),
+            "broadcast": (1, 24, 24),
+        }  # fmt: skip
+        assert {entry[3:] for entry in entries if entry[0] == "forward"} == {(5, False)}
+        sender = rank < 2
+        assert entries.get(("backward", "pp", "send", None, True)) == ((1, 24, 24) if sender else None)
+        assert not any(entry[2] == "receive" for entry in entries)
+        assert entries["startup", "world", "all_reduce", None, True] == (1, 24, 36)
+        first = rank % 2
+        assert numbers[f"pp:{first} {first}>{first + 2}"] == 1, "both ends number a message alike"
+        assert x == [float(first)] * 6
+        assert still_open == 0

@@ -1,0 +1,142 @@
+"""The oracle itself against a plain model: a GPT in a few lines of torch, with torch's autograd and optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.config.sections import Config, ModelConfig
+from tests.parity.cases import FAMILIES
+from tests.support.oracle import (
+    EXACT,
+    Made,
+    gather_global,
+    make_trainer,
+    parameters,
+    relative,
+    small_config,
+    true_gradients,
+    worst,
+)
+
+Weights = dict[str, torch.Tensor]
+
+
+def _norm(x: torch.Tensor, w: Weights, name: str, m: ModelConfig) -> torch.Tensor:
+    if m.norm == "rmsnorm":
+        return x / (x.square().mean(-1, keepdim=True) + m.norm_eps).sqrt() * w[f"{name}.weight"]
+    return F.layer_norm(x, (m.hidden,), w[f"{name}.weight"], w[f"{name}.bias"], m.norm_eps)
+
+
+def _rope(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+    """x [heads, seq, dim] as complex numbers turned by their position."""
+    half = x.shape[-1] // 2
+    angle = positions[:, None].double() * theta ** (-torch.arange(half).double() / half)
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def _attention(x: torch.Tensor, w: Weights, name: str, m: ModelConfig, sample: dict[str, Any]) -> torch.Tensor:
+    """Of one sequence, head by head."""
+    d, seq = m.head_dim, x.shape[0]
+    qkv = F.linear(x, w[f"{name}.qkv.weight"], w.get(f"{name}.qkv.bias"))
+    heads = qkv.view(seq, -1, d).transpose(0, 1)
+    q, k, v = heads.split((m.heads, m.kv_heads, m.kv_heads))
+    if m.position == "rope":
+        q, k = (_rope(t, sample["positions"], m.rope_theta) for t in (q, k))
+    at = torch.arange(seq)
+    allowed = (at[:, None] >= at[None]) & (sample["segments"][:, None] == sample["segments"][None])
+    out = []
+    for head in range(m.heads):
+        shared = head // (m.heads // m.kv_heads)
+        scores = (q[head] @ k[shared].T / d**0.5).masked_fill(~allowed, -torch.inf)
+        out.append(scores.softmax(-1) @ v[shared])
+    return F.linear(torch.cat(out, -1), w[f"{name}.out.weight"], w.get(f"{name}.out.bias"))
+
+
+def _mlp(x: torch.Tensor, w: Weights, name: str, m: ModelConfig) -> torch.Tensor:
+    if m.mlp == "swiglu":
+        gate, up = (x @ w[f"{name}.gate_up.weight"].T).chunk(2, -1)
+        return (gate * gate.sigmoid() * up) @ w[f"{name}.down.weight"].T
+    inner = F.linear(x, w[f"{name}.up.weight"], w[f"{name}.up.bias"])
+    inner = inner * 0.5 * (1.0 + torch.erf(inner / 2**0.5))
+    return F.linear(inner, w[f"{name}.down.weight"], w[f"{name}.down.bias"])
+
+
+def plain_loss(w: Weights, m: ModelConfig, sample: dict[str, Any]) -> torch.Tensor:
+    """Sum over the unmasked tokens of one sequence."""
+    x = w["embedding.weight"][sample["tokens"]]
+    if m.position == "learned":
+        x = x + w["position.weight"][sample["positions"]]
+    for n in range(m.layers):
+        x = x + _attention(_norm(x, w, f"layers.{n}.norm1", m), w, f"layers.{n}.attention", m, sample)
+        x = x + _mlp(_norm(x, w, f"layers.{n}.norm2", m), w, f"layers.{n}.mlp", m)
+    x = _norm(x, w, "final_norm", m)
+    logits = x @ w["embedding.weight" if m.tied_embeddings else "head.weight"].T
+    return (F.cross_entropy(logits, sample["labels"], reduction="none") * sample["loss_mask"]).sum()
+
+
+def plain_step(w: Weights, config: Config, data: Made, first: int) -> float:
+    """Gradients of the mean loss over the unmasked tokens of one global batch; returns the loss."""
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for n in range(first, first + config.train.global_batch):
+        sample: dict[str, Any] = {key: torch.from_numpy(value) for key, value in data.sample(n).items()}
+        sample.setdefault("positions", torch.arange(config.model.seq))
+        sample.setdefault("segments", torch.zeros(config.model.seq))
+        total = total + plain_loss(w, config.model, sample)
+        tokens += int(sample["loss_mask"].sum())
+    (total / tokens).backward()
+    return float(total.detach()) / tokens
+
+
+def _start(**model: Any) -> Config:
+    return small_config(
+        model={"layers": 2, **model}, train={"global_batch": 4, "micro_batch": 2, "clip": 0.7},
+        optimizer={"lr": 1e-3}, lr={"warmup": 2},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("segments", [False, True], ids=["whole", "documents"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_gradients_and_updates_equal_a_plain_model(family: str, tied: bool, segments: bool) -> None:
+    """Gradients, losses, norms, and parameters after three clipped AdamW steps."""
+    config = _start(tied_embeddings=tied, **FAMILIES[family])
+    data = Made(config.model.vocab, config.model.seq, segments=segments)
+    trainer = make_trainer(config, data=data)
+    start = gather_global(parameters(trainer))
+    w = {name: torch.from_numpy(np.array(value)).requires_grad_() for name, value in start.items()}
+    matrices, vectors = [p for p in w.values() if p.dim() > 1], [p for p in w.values() if p.dim() == 1]
+    c = config.optimizer
+    groups = [{"params": matrices, "weight_decay": c.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=c.betas, eps=c.eps)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = plain_step(w, config, data, step * config.train.global_batch)
+        if step == 0:
+            plain = {name: p.grad.numpy().copy() for name, p in w.items()}
+            assert worst(true_gradients(trainer), plain)[0] <= EXACT
+        norm = torch.stack([p.grad.square().sum() for p in w.values()]).sum().sqrt()
+        for p in w.values():
+            p.grad.mul_(min(1.0, config.train.clip / float(norm)))
+        result = trainer.step()
+        for group in optimizer.param_groups:
+            group["lr"] = result.lr
+        optimizer.step()
+        assert relative([result.loss, result.grad_norm], [loss, float(norm)]) <= EXACT
+    assert worst(parameters(trainer), {name: p.detach().numpy() for name, p in w.items()})[0] <= EXACT
+
+
+def test_global_batch_is_what_counts() -> None:
+    """The same samples in micro-batches of any size give the same gradients, holes and all."""
+    found = []
+    for micro_batch in (1, 2, 4):
+        config = small_config(model={"layers": 2}, train={"global_batch": 4, "micro_batch": micro_batch})
+        found.append(gather_global(true_gradients(make_trainer(config))))
+    for name, reference in found[0].items():
+        for other in found[1:]:
+            assert np.abs(other[name] - reference).max() <= EXACT * np.abs(reference).max()

@@ -1,0 +1,227 @@
+"""The parity check finds the classic bugs of this field: each is planted into the real code on every rank.
+
+The check is the one of the layout tests (`compare_exact` on the ranks, `complaints` here). Each bug alters one call
+or one reduction, not all of them, and is gone before the next case is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import meshwright.nn.linear as linear
+import meshwright.sharding.data_parallel as data_parallel
+import meshwright.train.batches as batches
+from meshwright.comm.group import DONE, group_named
+from meshwright.nn.weight_grad import Sink
+from meshwright.pipeline.table import Op, Table
+from meshwright.train.step import Trainer
+from tests.parity.cases import Case
+from tests.parity.launches import data_of, reference_of
+from tests.support.oracle import Outcome, Reference, compare_exact, complaints, make_trainer, small_config
+from tests.support.ranks import run_ranks
+
+Plant = Callable[[Trainer], Any]
+
+
+def _all_reduce_missing(phase: str) -> Plant:
+    """The third tensor-parallel all-reduce of a linear layer in this phase does not happen."""
+
+    @contextmanager
+    def plant(trainer: Trainer) -> Iterator[None]:
+        real, seen = linear.all_reduce_, 0
+
+        def fake(x: torch.Tensor, group: str, op: str) -> None:
+            nonlocal seen
+            seen += group_named(group).ledger.current_phase == phase
+            if seen != 3:
+                real(x, group, op)
+            else:
+                seen += 1
+
+        with mock.patch.object(linear, "all_reduce_", fake):
+            yield
+
+    return plant
+
+
+@contextmanager
+def _scatter_without_sum(trainer: Trainer) -> Iterator[None]:
+    """Under sequence parallelism a rank keeps its rows of its own product instead of those of the sum."""
+
+    def fake(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
+        return x.view(size, -1, *x.shape[1:])[group_named(group).index].clone()
+
+    with mock.patch.object(linear, "reduce_scatter", fake):
+        yield
+
+
+def _second_bucket(times: int) -> Plant:
+    """The second bucket is reduced this many times."""
+
+    @contextmanager
+    def plant(trainer: Trainer) -> Iterator[None]:
+        real, seen = trainer.data_parallel.reduce, 0
+
+        def fake(grads: torch.Tensor, group: Any) -> Any:
+            nonlocal seen
+            seen += 1
+            for _ in range(times if seen == 2 else 1):
+                real(grads, group).wait()
+            return DONE
+
+        trainer.data_parallel.reduce = fake
+        yield
+
+    return plant
+
+
+def _receives_swapped(op: Op) -> Plant:
+    """The receives of the first two micro-batches are posted in the wrong order, so each gets the other's tensor."""
+
+    def swapped(table: Table) -> Table:
+        ranks = []
+        for row in table.ranks:
+            pair = [action for action in row if action.op is op and action.micro_batch < 2]
+            at = row.index(pair[0]) if pair else 0
+            rest = [action for action in row if action not in pair]
+            ranks.append((*rest[:at], *reversed(pair), *rest[at:]))
+        return replace(table, ranks=tuple(ranks))
+
+    @contextmanager
+    def plant(trainer: Trainer) -> Iterator[None]:
+        real = trainer.table
+        trainer.table = lambda micro_batches: swapped(real(micro_batches))
+        yield
+
+    return plant
+
+
+def _reduction_missing(axis: str) -> Plant:
+    """Gradients that are partial sums over `axis` are not summed over it."""
+
+    @contextmanager
+    def plant(trainer: Trainer) -> Iterator[None]:
+        group = trainer.ctx.mesh.group(axis)
+        real = group.all_reduce
+
+        def fake(x: torch.Tensor, *more: Any, **named: Any) -> Any:
+            return DONE if group.ledger.current_phase == "reduce" else real(x, *more, **named)
+
+        with mock.patch.object(group, "all_reduce", fake):
+            yield
+
+    return plant
+
+
+@contextmanager
+def _copies_counted(trainer: Trainer) -> Iterator[None]:
+    """Every rank counts what it holds in the gradient norm, copies too."""
+    with mock.patch.object(data_parallel, "is_first_holder", lambda record, mesh: mesh.data.index <= 0):
+        yield
+
+
+@contextmanager
+def _mean_of_means(trainer: Trainer) -> Iterator[None]:
+    """Each micro-batch's loss is averaged over its own tokens."""
+    real = trainer.executor.forward_step
+
+    def fake(module: Any, batch: Any, received: Any) -> Any:
+        out = real(module, batch, received)
+        return (out[0] * 12.0 / out[1], *out[1:]) if isinstance(out, tuple) else out
+
+    trainer.executor.forward_step = fake
+    yield
+
+
+@contextmanager
+def _same_samples(trainer: Trainer) -> Iterator[None]:
+    """Every data-parallel rank reads the samples of the first."""
+    real = batches.sample_ids
+
+    def fake(consumed: int, micro_batch: int, size: int, data_rank: int, data_ranks: int) -> range:
+        return real(consumed, micro_batch, size, 0, data_ranks)
+
+    with mock.patch.object(batches, "sample_ids", fake):
+        yield
+
+
+@contextmanager
+def _stale_gradients(trainer: Trainer) -> Iterator[None]:
+    """A step adds to the gradients of the step before."""
+
+    def fake(sink: Sink) -> None:
+        sink.contributions = 0
+
+    with mock.patch.object(Sink, "reset", fake):
+        yield
+
+
+@dataclass(frozen=True)
+class Bug:
+    case: Case
+    plant: Plant
+    finds: str  # what the check must complain of
+
+
+TP, TP_SP, DP = Case(1, 2, 1), Case(1, 2, 1, sp=True), Case(2, 1, 1)
+PP = Case(1, 1, 2, schedule="gpipe", tied=False)
+TIED = Case(1, 1, 2)
+COPIES = Case(1, 4, 1, family="llama")
+ALL = Case(1, 2, 2, sp=True)
+
+BUGS = {
+    "row-output-not-summed": Bug(TP, _all_reduce_missing("forward"), "gradients"),
+    "column-input-gradient-not-summed": Bug(TP, _all_reduce_missing("backward"), "gradients"),
+    "scatter-without-sum": Bug(TP_SP, _scatter_without_sum, "gradients"),
+    "bucket-reduced-twice": Bug(DP, _second_bucket(2), "gradients"),
+    "bucket-not-reduced": Bug(DP, _second_bucket(0), "gradients"),
+    "forward-receives-swapped": Bug(PP, _receives_swapped(Op.RECV_FORWARD), "gradients"),
+    "backward-receives-swapped": Bug(PP, _receives_swapped(Op.RECV_BACKWARD), "gradients"),
+    "tied-embedding-not-summed": Bug(TIED, _reduction_missing("embedding"), "gradients"),
+    "tied-embedding-not-summed-with-tp": Bug(ALL, _reduction_missing("embedding"), "gradients"),
+    "norm-counts-tp-copies": Bug(TP, _copies_counted, "norm"),
+    "norm-counts-tied-copies": Bug(TIED, _copies_counted, "norm"),
+    "sp-norms-not-summed-over-tp": Bug(TP_SP, _reduction_missing("tp"), "gradients"),
+    "kv-copies-not-summed": Bug(COPIES, _reduction_missing("tp.kv"), "gradients"),
+    "norm-counts-kv-copies": Bug(COPIES, _copies_counted, "norm"),
+    "mean-of-means": Bug(DP, _mean_of_means, "gradients"),
+    "same-samples-on-every-rank": Bug(DP, _same_samples, "gradients"),
+    "stale-gradients": Bug(DP, _stale_gradients, "overlapped"),
+}
+
+
+def measure(rank: int, world: int, names: list[str], references: list[Reference]) -> list[tuple[Outcome, Outcome]]:
+    """On a rank, for each bug: the outcome without it and the one with it."""
+    found = []
+    for name, reference in zip(names, references, strict=True):
+        case = BUGS[name].case
+        config = small_config(**case.sections("fp64"))
+        clean = compare_exact(make_trainer(config, rank, world, data_of(case)), reference)
+        trainer = make_trainer(config, rank, world, data_of(case))
+        with BUGS[name].plant(trainer):
+            found.append((clean, compare_exact(trainer, reference)))
+    return found
+
+
+@cache
+def launched(world: int) -> dict[str, list[tuple[Outcome, Outcome]]]:
+    names = [name for name, bug in BUGS.items() if bug.case.world == world]
+    by_rank = run_ranks(world, measure, names, [reference_of(BUGS[name].case) for name in names], deadline=300.0)
+    return {name: [rank[i] for rank in by_rank] for i, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("name", list(BUGS))
+def test_the_check_finds(name: str) -> None:
+    bug = BUGS[name]
+    outcomes = launched(bug.case.world)[name]
+    assert complaints([clean for clean, _ in outcomes]) == []
+    found = complaints([planted for _, planted in outcomes])
+    assert any(f": {bug.finds}: " in complaint for complaint in found), found

@@ -1,0 +1,156 @@
+"""The rules of the house, read from the source: who may talk to other ranks, who names devices, who imports whom."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "meshwright"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Outside of comm: what each file may use of torch.distributed, and nothing of it is a collective.
+DISTRIBUTED = {
+    "train/processes.py": {"init_process_group", "destroy_process_group", "is_initialized", "DistNetworkError"},
+    "train/pretrain.py": {"is_initialized"},
+    "train/launch.py": {"elastic", "launcher"},
+}
+
+# A room imports only from rooms below it. `data` needs only the errors; `plan` reads the plain parts of all others.
+LEVELS = {
+    "errors": 0, "device": 1, "layout": 1, "data": 1, "config": 2, "comm": 3, "nn": 4, "models": 5, "pipeline": 6,
+    "sharding": 6, "optim": 7, "checkpoint": 8, "train": 9, "plan": 10, "cli": 11, "__main__": 12,
+}  # fmt: skip
+
+WITHOUT_TORCH = [
+    "layout", "layout.draw", "layout.params", "config.load", "config.rules", "models.description", "optim.schedules",
+    "comm.ledger", "pipeline.table", "pipeline.schedules", "pipeline.verify", "pipeline.simulate", "pipeline.draw",
+    *(f"plan.{path.stem}" for path in sorted((PACKAGE / "plan").glob("*.py")) if path.stem != "__init__"),
+    "cli.main", "cli.layout", "cli.schedule", "cli.config",
+]  # fmt: skip
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def dotted(node: ast.AST) -> str:
+    """`torch.distributed.x` of an attribute chain, or an empty string."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (head := dotted(node.value)):
+        return f"{head}.{node.attr}"
+    return ""
+
+
+def imported(module: ast.Module) -> Iterator[tuple[str, str]]:
+    """(full name, name here) of everything that a file imports, anywhere in it."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, alias.asname or alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", alias.asname or alias.name
+
+
+def uses(module: ast.Module, package: str) -> set[str]:
+    """The first names below `package` that a file uses, however it imports them; `*` for one that we can't follow."""
+    names = {here: full for full, here in imported(module)}
+    reached = list(names.values())
+    for node in ast.walk(module):
+        text = dotted(node)
+        head = next((h for h in names if text == h or text.startswith(f"{h}.")), None)
+        reached.append(names[head] + text[len(head) :] if head else text)
+    below = f"{package}."
+    found = {full.removeprefix(below).split(".")[0] for full in reached if full.startswith(below)}
+    plain = {here for here, full in names.items() if full == package and here != package}
+    parents = {id(node.value) for node in ast.walk(module) if isinstance(node, ast.Attribute)}
+    if any(isinstance(n, ast.Name) and n.id in plain and id(n) not in parents for n in ast.walk(module)):
+        found.add("*")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_only_comm_talks_to_other_ranks(path: Path) -> None:
+    if path.parent.name == "comm":
+        return
+    found = uses(tree(path), "torch.distributed")
+    assert found <= DISTRIBUTED.get(name_of(path), set()), "collectives go through comm.Group"
+    assert "c10d" not in path.read_text(encoding="utf-8").replace('rdzv_backend="c10d"', "")
+
+
+def test_the_rule_sees_every_way_to_a_collective() -> None:
+    ways = [
+        "import torch.distributed as dist\ndist.all_reduce(x)",
+        "import torch\ntorch.distributed.all_reduce(x)",
+        "from torch import distributed\ndistributed.all_reduce(x)",
+        "from torch.distributed import all_reduce",
+        "def f():\n    from torch.distributed import all_reduce as g",
+        "import torch.distributed as dist\ngetattr(dist, 'all_reduce')(x)",
+    ]
+    for source in ways:
+        assert uses(ast.parse(source), "torch.distributed") & {"all_reduce", "*"}, source
+    assert uses(ast.parse("import torch.distributed as dist\ndist.is_initialized()"), "torch.distributed") == {
+        "is_initialized"
+    }
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_is_unpickled(path: Path) -> None:
+    module = tree(path)
+    modules = {full.split(".")[0] for full, _ in imported(module)}
+    assert not modules & {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+    assert "load" not in uses(module, "torch")
+    assert not any("_object" in name for name in uses(module, "torch.distributed")), "object collectives unpickle"
+    keywords = {node.arg for node in ast.walk(module) if isinstance(node, ast.keyword)}
+    assert "allow_pickle" not in keywords
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_only_the_device_file_names_devices(path: Path) -> None:
+    if path.name == "device.py":
+        return
+    assert not uses(tree(path), "torch") & {"cuda", "npu"}
+    text = path.read_text(encoding="utf-8")
+    assert "torch.cuda" not in text and "torch.npu" not in text
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_go_one_way(path: Path) -> None:
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if room == "__init__":
+        return
+    assert room in LEVELS, f"say in LEVELS where the room {room} stands"
+    for full, _ in imported(tree(path)):
+        parts = full.split(".")
+        if parts[0] == "meshwright" and len(parts) > 1 and parts[1] in LEVELS and parts[1] != room:
+            assert LEVELS[parts[1]] < LEVELS[room], f"{name_of(path)} imports {full}, which stands above it"
+
+
+def test_what_must_start_fast_does_not_import_torch() -> None:
+    source = (
+        "import importlib, json, sys\n"
+        "loads = []\n"
+        "for name in json.loads(sys.argv[1]):\n"
+        "    importlib.import_module('meshwright.' + name)\n"
+        "    if 'torch' in sys.modules:\n"
+        "        loads.append(name)\n"
+        "        break\n"
+        "print(json.dumps(loads))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source, json.dumps(WITHOUT_TORCH)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [], "the first of them that imports torch"
