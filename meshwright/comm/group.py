@@ -7,6 +7,7 @@ notes it in the flight record. A group of one rank does nothing and records noth
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -131,8 +132,9 @@ class Group:
     def _failed(self, call: Call, error: RuntimeError) -> CommError:
         """The sentence for a call that torch gave up; the watchdog need not wait for it any more."""
         self.flight.end(call)
-        text = str(error).strip().splitlines()
-        reason = text[0] if text else type(error).__name__
+        # Without the place in torch's source before the reason, and without the advice behind it.
+        text = re.sub(r"^\[\S*\]\s*", "", str(error).strip()) or type(error).__name__
+        reason = text.splitlines()[0].split(". ")[0][:200]
         gone = any(word in reason.lower() for word in _GONE)
         guess = "another rank has probably stopped" if gone else "torch refused it"
         me = self.ranks[self.index]

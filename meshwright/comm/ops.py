@@ -1,8 +1,9 @@
 """Collectives inside a layer, as registered operators, and their autograd pairs.
 
 torch.compile can't trace a Python side effect (the ledger) inside an autograd function, but it can call a registered
-operator, whose Python runs every time. All of them work on dim 0: activations are [tokens, hidden], and a part of the
-tokens is a run of rows.
+operator, whose Python runs every time. The operators work on dim 0: activations are [tokens, hidden], and a part of the
+tokens is a run of rows. The pairs, each other's backward: copy_to and reduce_from, gather_from and scatter_to,
+all_gather_from and reduce_scatter_from.
 """
 
 from __future__ import annotations
@@ -94,13 +95,78 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather(grad, ctx.group, ctx.size), None, None
 
 
+class _AllGather(torch.autograd.Function):
+    """All ranks' rows, of which each rank then uses its own way: the gradient is the sum of what each found."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, size: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        return all_gather(x, group, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(grad, ctx.group, ctx.size), None, None
+
+
+def _part(x: Tensor, dim: int, index: int, size: int) -> Tensor:
+    return x.chunk(size, dim)[index].contiguous()
+
+
+def _whole(x: Tensor, dim: int, group: str, size: int) -> Tensor:
+    return torch.cat(all_gather(x.contiguous(), group, size).chunk(size), dim) if dim else all_gather(x, group, size)
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks' parts along `dim`, which every rank then uses alike: the gradient is this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: str, index: int, size: int) -> Tensor:
+        ctx.where = (dim, index, size)
+        return _whole(x, dim, group, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _part(grad, *ctx.where), None, None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    """This rank's part along `dim` of what every rank holds alike: the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: str, index: int, size: int) -> Tensor:
+        ctx.where = (dim, group, size)
+        return _part(x, dim, index, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _whole(grad, *ctx.where), None, None, None, None
+
+
 def copy_to(x: Tensor, group: Group) -> Tensor:
+    """Into a region where each rank does a part of the work on the same tensor."""
     return x if group.alone else _CopyTo.apply(x, group.name)
 
 
 def reduce_from(x: Tensor, group: Group) -> Tensor:
+    """Out of it: the sum."""
     return x if group.alone else _ReduceFrom.apply(x, group.name)
 
 
 def reduce_scatter_from(x: Tensor, group: Group) -> Tensor:
+    """This rank's rows of the sum."""
     return x if group.alone else _ReduceScatter.apply(x, group.name, group.size)
+
+
+def all_gather_from(x: Tensor, group: Group) -> Tensor:
+    """All rows, for ranks that each do a part of the work on them."""
+    return x if group.alone else _AllGather.apply(x, group.name, group.size)
+
+
+def gather_from(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """The whole of a tensor that is cut along `dim`."""
+    return x if group.alone else _Gather.apply(x, dim, group.name, group.index, group.size)
+
+
+def scatter_to(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """This rank's part along `dim`."""
+    return x if group.alone else _Scatter.apply(x, dim, group.name, group.index, group.size)

@@ -18,7 +18,7 @@ from meshwright.nn.parallel import initialise, share_tied
 from meshwright.optim.schedules import consumed_after
 from meshwright.pipeline.table import looped
 from meshwright.train.context import Context, build_context
-from meshwright.train.processes import find_place, join, leave
+from meshwright.train.processes import find_place, join, joined_place, leave
 from meshwright.train.run_folder import RunFolder
 from meshwright.train.step import ForwardStep, StepResult, Trainer
 
@@ -61,7 +61,7 @@ def pretrain(
     """
     if not isinstance(config, Config):
         config = load_config(config, sections=sections)
-    place = find_place()
+    place = joined_place() or find_place()
     check(config, place.world)
     limit_threads()
     device = Device.choose(config.run.device, place.local_rank)

@@ -37,6 +37,17 @@ def find_place(env: Mapping[str, str] = os.environ) -> Place:
     return Place()
 
 
+def joined_place() -> Place | None:
+    """This process in a world that somebody else has joined already."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return None
+    rank, world = dist.get_rank(), dist.get_world_size()
+    local = find_place()
+    return Place(rank, world, local.local_rank, local.local_world if local.world == world else world)
+
+
 def rendezvous(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Where rank 0 listens. Under srun: the first node of the step and a port that follows from the job's number."""
     if "MASTER_ADDR" in env:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -61,7 +62,9 @@ class RunFolder:
 
 
 def _write(file: TextIO, line: dict[str, Any]) -> None:
-    file.write(json.dumps(line) + "\n")
+    """One line of strict JSON: a number that is not finite is null."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+    file.write(json.dumps(finite) + "\n")
     file.flush()
 
 

@@ -122,6 +122,7 @@ def _json_lines(path: Path) -> Lines:
         except ValueError:
             continue
         if isinstance(value, dict) and "step" in value and "loss" in value:
+            value["loss"] = math.nan if value["loss"] is None else value["loss"]  # null: not finite
             found[value["step"]] = value
     return [found[step] for step in sorted(found)]
 

@@ -1,0 +1,107 @@
+"""The Python API: own sections, a world and process groups made elsewhere, monitored values, providers' arguments."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright
+from meshwright.config.load import config_from
+from meshwright.errors import UserError
+from tests.support.ranks import run_ranks
+
+
+@dataclass(frozen=True)
+class Bag:
+    scale: float = 1.0
+
+
+class Counter(nn.Module):
+    """Predicts the next token from the current one alone."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(vocab, vocab)
+        self.receives: dict[str, Any] = {}
+
+
+class Cycle:
+    def sample(self, n: int) -> dict[str, Any]:
+        import numpy as np
+
+        ids = (n + np.arange(9)) % 7
+        return {"tokens": ids[:-1], "labels": ids[1:]}
+
+
+def forward_step(ctx: Any, module: Counter, batch: dict[str, torch.Tensor], received: Any) -> Any:
+    logits = module.table(batch["tokens"]) * ctx.config.extra["bag"].scale
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    return loss, batch["labels"].numel(), {"rank": float(ctx.rank)}
+
+
+def train(folder: str, world: int, asked: list[Any], **more: Any) -> Any:
+    config = config_from(
+        {
+            "model": {"layers": 1, "hidden": 8, "heads": 1, "vocab": 7, "seq": 8},
+            "data": {"prefixes": ["none"]},
+            "train": {"steps": 30, "global_batch": 4},
+            "optimizer": {"lr": 0.1},
+            "run": {"dir": folder, "tensorboard": False, "device": "cpu"},
+            "bag": {"scale": 2.0},
+        },
+        {"bag": Bag},
+    )
+
+    def datasets(ctx: Any, samples: tuple[int, int, int]) -> Any:
+        asked.append(samples)
+        return Cycle(), Cycle(), None
+
+    return meshwright.pretrain(config, lambda ctx, stage: Counter(7), datasets, forward_step, **more)
+
+
+def body(rank: int, world: int, folder: str) -> Any:
+    import torch.distributed as dist
+
+    own = dist.new_group([0, 1])
+    asked: list[Any] = []
+    trainer = train(folder, world, asked, process_groups={"dp": own})
+    assert dist.is_initialized(), "a world made elsewhere is left as it was"
+    assert trainer.ctx.mesh.data.process_group is own
+    return asked, trainer.consumed, [p.detach().clone() for p in trainer.modules[0].parameters()]
+
+
+def test_a_world_and_groups_made_elsewhere(tmp_path: Path) -> None:
+    (asked, consumed, first), (_, _, second) = run_ranks(2, body, str(tmp_path / "two"))
+    assert asked == [(120, 16, 16)] and consumed == 120
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    alone = train(str(tmp_path / "one"), 1, [])
+    assert torch.allclose(first[0], alone.modules[0].table.weight, atol=1e-6)
+    lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
+    assert lines[-1]["monitored"] == {"rank": 0.5}, "the mean over data-parallel ranks"
+
+
+def test_it_gives_up_on_a_loss_that_is_never_finite(tmp_path: Path) -> None:
+    config = config_from(
+        {
+            "model": {"layers": 1, "hidden": 8, "heads": 1, "vocab": 7, "seq": 8},
+            "data": {"prefixes": ["none"]},
+            "train": {"steps": 100, "global_batch": 4},
+            "run": {"dir": str(tmp_path / "run"), "tensorboard": False, "device": "cpu"},
+        }
+    )
+
+    def broken(ctx: Any, module: Counter, batch: dict[str, torch.Tensor], received: Any) -> Any:
+        return module.table(batch["tokens"]).sum() * float("nan"), 8, {}
+
+    with pytest.raises(UserError, match="not finite in 25 steps in a row"):
+        meshwright.pretrain(config, lambda ctx, stage: Counter(7), lambda ctx, n: (Cycle(), None, None), broken)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 25 and all(line["skipped"] and line["loss"] is None for line in lines)
