@@ -9,12 +9,14 @@ from meshwright.config.load import load_config
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
-from meshwright.train.run_folder import refuse_used
+from meshwright.train.run_folder import refuse_finished
 
 EXAMPLES = """example:
   meshwright train examples/demo.yaml --nproc 8 layout.tp=2 layout.pp=2 train.steps=50
   torchrun --nnodes 2 --node_rank 0 --nproc_per_node 8 --master_addr HOST --master_port 29500 \\
       -m meshwright train CONFIG.yaml
+  meshwright train CONFIG.yaml --nproc 8 --restarts 3        (again: goes on from the last checkpoint)
+  meshwright train CONFIG.yaml run.dir=runs/tuned --from runs/first@1000
   srun -N 2 --ntasks-per-node 8 meshwright train CONFIG.yaml"""
 
 MIXED = True
@@ -23,6 +25,15 @@ MIXED = True
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG.yaml", help="the run's config file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to change, e.g. train.steps=100")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="PATH[@STEP]",
+        help="a run or checkpoint to start from: its weights for a new run, all of its state within the same run",
+    )
+    parser.add_argument(
+        "--restarts", type=int, default=0, help="times to start again from the last checkpoint when a rank dies"
+    )
     parser.add_argument("--nproc", type=int, help="local ranks to start (default: the number of GPUs, or 1)")
 
 
@@ -35,16 +46,18 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     if args.nproc is not None and args.nproc < 1:
         raise UserError(f"--nproc {args.nproc} must be at least 1")
+    if args.restarts < 0:
+        raise UserError(f"--restarts {args.restarts} must not be negative")
     from meshwright.train.launch import launch, warm_up
 
     if args.nproc != 1:
         warm_up()
     ranks = args.nproc or _devices(config)
-    preflight(config, ranks)
-    if ranks == 1:
-        train(args.config, args.overrides)
+    preflight(config, ranks, args.source)
+    if ranks == 1 and not args.restarts:
+        train(args.config, args.overrides, args.source)
         return 0
-    return launch(ranks, train, args.config, args.overrides)
+    return launch(ranks, args.restarts, train, args.config, args.overrides, args.source)
 
 
 def as_rank(args: argparse.Namespace, local_rank: int, world: int) -> int:
@@ -57,7 +70,7 @@ def as_rank(args: argparse.Namespace, local_rank: int, world: int) -> int:
         if local_rank == 0:
             raise
         return 2
-    guarded(None, train, args.config, args.overrides)
+    guarded(None, train, args.config, args.overrides, args.source)
     return 0
 
 
@@ -67,16 +80,16 @@ def _devices(config: Config) -> int:
     return 1 if config.run.device == "cpu" else max(1, device.count())
 
 
-def preflight(config: Config, world: int) -> None:
+def preflight(config: Config, world: int, source: str | None) -> None:
     """Everything that can be known without ranks."""
     from meshwright.train.datasets import datasets_of
 
     check(config, world)
-    refuse_used(config)
+    refuse_finished(config, source)
     datasets_of(config)
 
 
-def train(path: str, overrides: Sequence[str]) -> None:
+def train(path: str, overrides: Sequence[str], source: str | None) -> None:
     """One rank's whole run."""
     from meshwright.train.display import Display
     from meshwright.train.gpt import datasets_provider, forward_step, model_provider
@@ -86,6 +99,6 @@ def train(path: str, overrides: Sequence[str]) -> None:
 
     config = load_config(path, overrides)
     with Display(config, find_place().world) as display:
-        trainer = pretrain(config, model_provider, datasets_provider, forward_step, watcher=display)
+        trainer = pretrain(config, model_provider, datasets_provider, forward_step, source=source, watcher=display)
     if trainer.writes:
         summary(config.run.dir)

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -46,8 +47,10 @@ def open_store(env: Mapping[str, str] = os.environ, timeout: float = 30.0) -> St
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     limit = timedelta(seconds=timeout)
     try:
+        with socket.create_connection((host, port), timeout):  # torch would try again and again where nobody listens
+            pass
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-    except RuntimeError:
+    except (RuntimeError, OSError):
         return None
     # torchrun's store outlives a restart of the ranks.
     attempt = f"{env.get('TORCHELASTIC_RUN_ID', 'run')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -88,6 +91,8 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> Watchdog:
+        if self.world == 1:
+            return self
         self._worker, self._heard = threading.get_ident(), time.monotonic()
         bodies = {"timer": self._time} | ({"listener": self._listen} if self._store is not None else {})
         for name, body in bodies.items():

@@ -100,7 +100,7 @@ def with_preset(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def _section(cls: Any, name: str, given: Mapping[str, Any]) -> Any:
     hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}
+    fields = {key_of(f): f for f in dataclasses.fields(cls)}
     for key in given:
         if key not in fields:
             raise UserError(f"unknown key '{name}.{key}'{nearest(str(key), fields)}: {name} has {_list(fields)}")
@@ -112,7 +112,13 @@ def _section(cls: Any, name: str, given: Mapping[str, Any]) -> Any:
         keys = " and ".join(f"{name}.{key}" for key in missing)
         hint = " (or a model.preset)" if name == "model" else ""
         raise UserError(f"{keys} must be given in the config file or as {name}.{missing[0]}=...{hint}")
-    return cls(**{key: _value(hints[key], f"{name}.{key}", value) for key, value in given.items()})
+    named = {fields[key].name: (key, value) for key, value in given.items()}
+    return cls(**{field: _value(hints[field], f"{name}.{key}", value) for field, (key, value) in named.items()})
+
+
+def key_of(field: dataclasses.Field[Any]) -> str:
+    """A field's key in a config file: its name, unless Python reserves that word (`async`)."""
+    return str(field.metadata.get("key", field.name))
 
 
 def _value(hint: Any, key: str, value: Any) -> Any:
@@ -158,7 +164,7 @@ def to_mapping(config: Config) -> dict[str, Any]:
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+            return {key_of(f): plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
         if isinstance(value, (tuple, list)):
             return [plain(item) for item in value]
         return value

@@ -214,6 +214,18 @@ class CommConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 0  # steps between checkpoints; 0: only after the last step
+    keep: int = 2  # newest checkpoints to keep; 0: all
+    asynchronous: bool = field(default=True, metadata={"key": "async"})  # write in the background
+    busy: Literal["wait", "skip"] = "wait"  # when the last save is still being written
+    dir: str = ""  # empty: run.dir/checkpoints
+
+    def __post_init__(self) -> None:
+        _not_negative("checkpoint", every=self.every, keep=self.keep)
+
+
+@dataclass(frozen=True)
 class RunConfig:
     dir: str = "runs/default"
     log_every: int = 1
@@ -243,6 +255,7 @@ class Config:
     lr: LRConfig = field(default_factory=LRConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -56,6 +56,59 @@ class ParamRecord:
         return math.prod(self.local_shape)
 
 
+def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """A range of a row-major tensor's elements as rectangles: at most two for each dim but the last, and one."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield Box((start,) * len(shape), (stop - start,) * len(shape), (start,) * len(shape))
+        return
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), stop // inner
+    if first > last:  # inside one row
+        yield from _inside_row(shape, first - 1, start - (first - 1) * inner, stop - (first - 1) * inner)
+        return
+    yield from _inside_row(shape, first - 1, start - (first - 1) * inner, inner)
+    if last > first:
+        at = (first, *(0 for _ in shape[1:]))
+        yield Box(at, (last - first, *shape[1:]), at)
+    yield from _inside_row(shape, last, 0, stop - last * inner)
+
+
+def _inside_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
+    for box in rectangles(shape[1:], start, stop):
+        at = (row, *box.start)
+        yield Box(at, (1, *box.shape), at)
+
+
+def global_boxes(record: ParamRecord, start: int, stop: int) -> Iterator[Box]:
+    """The boxes of the global tensor that a range of the local tensor's elements holds; padding is in none."""
+    for piece in rectangles(record.local_shape, start, stop):
+        for box in record.boxes:
+            low = tuple(max(a, b) for a, b in zip(piece.local_start, box.local_start, strict=True))
+            high = tuple(
+                min(a + n, b + m)
+                for a, n, b, m in zip(piece.local_start, piece.shape, box.local_start, box.shape, strict=True)
+            )
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                shape = tuple(b - a for a, b in zip(low, high, strict=True))
+                at = tuple(g + a - b for g, a, b in zip(box.start, low, box.local_start, strict=True))
+                yield Box(at, shape, low)
+
+
+def overlap(a_start: tuple[int, ...], a_shape: tuple[int, ...], b: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Where the region (a_start, a_shape) of a global tensor meets box `b`: slices within the region, and within b's
+    local tensor; None if they don't meet."""
+    inside, local = [], []
+    for a, n, g, m, at in zip(a_start, a_shape, b.start, b.shape, b.local_start, strict=True):
+        low, high = max(a, g), min(a + n, g + m)
+        if low >= high:
+            return None
+        inside.append(slice(low - a, high - a))
+        local.append(slice(at + low - g, at + high - g))
+    return tuple(inside), tuple(local)
+
+
 def whole(name: str, shape: tuple[int, ...], init: Init, **more: object) -> ParamRecord:
     """A parameter that every tp rank holds whole."""
     box = Box((0,) * len(shape), shape, (0,) * len(shape))

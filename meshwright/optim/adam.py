@@ -6,6 +6,8 @@ update. The gradient's scale (loss scale, token count, clipping) is one number t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,13 @@ class FlatOptimizer:
         self.config = config
         self.states = [FlatState(buffer, 2 if config.name == "adamw" else 0) for buffer in buffers]
         self.updates = 0
+
+    def tensors(self) -> Iterator[tuple[str, FlatBuffer, Tensor]]:
+        """Every flat tensor that a run must keep: (what it is, its buffer, the tensor)."""
+        for state in self.states:
+            yield "param", state.buffer, state.master
+            for name, moment in zip(("exp_avg", "exp_avg_sq"), state.moments, strict=False):
+                yield name, state.buffer, moment
 
     @torch.no_grad()
     def step(self, lr: float, divisor: float) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from meshwright.comm.group import Group, Pending
 from meshwright.comm.mesh import Mesh
-from meshwright.layout.params import ParamRecord
 from meshwright.nn.weight_grad import Sink
 from meshwright.sharding.buffers import Bucket, FlatBuffer, Slot, build_buffers
 
@@ -116,9 +115,13 @@ class DataParallel:
                 self._expected[id(slot)] = each if not rest else -1
         self._learned = True
 
+    def holds_first(self, slot: Slot) -> bool:
+        """Whether this rank, or a data-parallel copy of it, is the first that holds this content."""
+        return all(self.mesh.group(axis).index <= 0 for axis in slot.record.copies)
+
     def counts(self, slot: Slot) -> bool:
         """Whether this rank is the one that counts `slot` in sums over all parameters (each exactly once)."""
-        return is_first_holder(slot.record, self.mesh)
+        return self.mesh.data.index <= 0 and self.holds_first(slot)
 
     @torch.no_grad()
     def square_sum(self) -> Tensor:
@@ -133,11 +136,6 @@ class DataParallel:
             return torch.zeros((), dtype=torch.float64, device=device)
         norms = torch._foreach_norm(pieces)
         return torch.stack([norm.double().square() for norm in norms]).sum()
-
-
-def is_first_holder(record: ParamRecord, mesh: Mesh) -> bool:
-    """The first rank along every axis on which the same content is held."""
-    return mesh.data.index <= 0 and all(mesh.group(axis).index <= 0 for axis in record.copies)
 
 
 def _take_gradient(sink: Sink, parameter: Tensor) -> None:

@@ -8,7 +8,8 @@ PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 # Summed over the world in float64 before the update.
 SUMS = ("loss", "tokens", "gradient squares")
 
-# Summed over the world in int64 after it: for each axis of the mesh, then the microseconds of each phase.
+# Summed over the world in int64 after it: for each axis of the mesh these, then the microseconds of each phase, then
+# the ranks that were asked to stop.
 COUNTS = ("calls", "payload_bytes", "wire_bytes")
 
 WIDE = 8  # bytes of a float64 or an int64
@@ -19,4 +20,4 @@ def sums_bytes() -> int:
 
 
 def counts_bytes(axes: int) -> int:
-    return WIDE * (len(COUNTS) * axes + len(PHASES))
+    return WIDE * (len(COUNTS) * axes + len(PHASES) + 1)

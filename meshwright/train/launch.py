@@ -5,6 +5,8 @@ A rank that fails leaves its sentence in a file; when all are gone the launcher 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import multiprocessing
 import multiprocessing.forkserver
@@ -16,11 +18,14 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.train.signals import STOP_SIGNALS
 
 PRELOAD = ["torch._dynamo", "meshwright.train.pretrain", "meshwright.train.gpt", "meshwright.train.display"]
 
+SHUTDOWN_S = 5  # from SIGTERM to SIGKILL, for ranks that are stopped because another one failed
 GRACE = 2.0  # a rank that lost its peers waits so long before it ends, so that the launcher sees first who was lost
 
 
@@ -39,6 +44,8 @@ def guarded(folder: str | None, main: Callable[..., None], *args: object) -> Non
     from meshwright.comm.group import CommError
 
     rank = os.environ.get("RANK", "0")
+    if folder:
+        (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
     try:
         main(*args)
     except UserError as error:
@@ -61,8 +68,12 @@ def _report(folder: str | None, rank: str, text: str, weak: bool = False) -> Non
         print(f"meshwright: rank {rank}: {text}", file=sys.stderr, flush=True)
 
 
-def launch(ranks: int, main: Callable[..., None], *args: object) -> int:
-    """Runs `main(*args)` on `ranks` local ranks and returns the exit code."""
+def launch(ranks: int, restarts: int, main: Callable[..., None], *args: object) -> int:
+    """Runs `main(*args)` on `ranks` local ranks and returns the exit code.
+
+    When a rank dies all are started again, at most `restarts` times. A request to stop (SIGTERM, SIGUSR1) is passed on to
+    the ranks, which save and end by themselves.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -71,11 +82,14 @@ def launch(ranks: int, main: Callable[..., None], *args: object) -> int:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        options: dict[str, Any] = {"signals_to_handle": "SIGINT,SIGHUP,SIGQUIT", "shutdown_timeout": SHUTDOWN_S}
+        known = {field.name for field in dataclasses.fields(LaunchConfig)}  # torch 2.11 has fewer
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-            run_id=Path(folder).name, max_restarts=0, start_method="forkserver", local_addr="localhost",
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            run_id=Path(folder).name, max_restarts=restarts, start_method="forkserver", local_addr="localhost",
+            logs_specs=DefaultLogsSpecs(log_dir=folder), **{k: v for k, v in options.items() if k in known},
         )  # fmt: skip
+        _pass_on_stop_requests(Path(folder))
         try:
             elastic_launch(config, guarded)(folder, main, *args)
         except ChildFailedError as error:
@@ -88,9 +102,25 @@ def launch(ranks: int, main: Callable[..., None], *args: object) -> int:
     return 0
 
 
+def _pass_on_stop_requests(folder: Path) -> None:
+    """To the ranks, whose numbers they leave in `folder`. A rank that has ended is passed over."""
+
+    def pass_on(number: int, frame: object) -> None:
+        for path in folder.glob("pid-*"):
+            with contextlib.suppress(ProcessLookupError, ValueError):
+                os.kill(int(path.read_text()), number)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, pass_on)
+
+
 def _failed(folder: Path, error: object) -> int:
     """Prints why; 2 if a user's mistake stopped the run, else 1."""
+    from meshwright.comm.watchdog import EXIT_CODE
+
     first = error.get_first_failure()[1]  # type: ignore[attr-defined]
+    if first.exitcode == EXIT_CODE:  # the watchdog has said what hung
+        return EXIT_CODE
     told = {p.name.split("-")[1]: p.read_text(encoding="utf-8") for p in sorted(folder.glob("rank-*"))}
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from meshwright.checkpoint.format import checkpoint_folder
+from meshwright.checkpoint.resume import resume
+from meshwright.checkpoint.save import Saver
+from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
 from meshwright.config.load import load_config
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
@@ -19,7 +24,8 @@ from meshwright.optim.schedules import consumed_after
 from meshwright.pipeline.table import looped
 from meshwright.train.context import Context, build_context
 from meshwright.train.processes import find_place, join, joined_place, leave
-from meshwright.train.run_folder import RunFolder
+from meshwright.train.run_folder import RunFolder, refuse_finished
+from meshwright.train.signals import StopRequests
 from meshwright.train.step import ForwardStep, StepResult, Trainer
 
 ModelProvider = Callable[[Context, Stage], nn.Module]
@@ -46,6 +52,7 @@ def pretrain(
     *,
     sections: Mapping[str, type] | None = None,
     process_groups: dict[str, Any] | None = None,
+    source: str | None = None,
     watcher: Watcher | None = None,
 ) -> Trainer:
     """Trains as one rank of a job and returns the trainer, whose `modules` are this rank's chunks.
@@ -58,6 +65,8 @@ def pretrain(
       loss's sum, its token count and a dict of values to monitor.
     - `config` may be the path of a YAML file; `sections` adds dataclasses of your own to it (`config.extra`).
     - `process_groups`: torch process groups made elsewhere, by the layout's name of the axis.
+    - A run whose folder holds checkpoints goes on from the newest; `source` (PATH[@STEP]) names another one, which in a
+      new run gives the weights alone.
     """
     if not isinstance(config, Config):
         config = load_config(config, sections=sections)
@@ -71,10 +80,13 @@ def pretrain(
     own_world = join(place, backend, config.comm.timeout)
     try:
         ctx = build_context(config, place.rank, place.world, device, place.local_world, process_groups)
-        modules = build_modules(ctx, model_provider)
-        train_data, valid_data, _ = datasets_provider(ctx, sample_counts(config))
-        trainer = Trainer(ctx, modules, forward_step, train_data, valid_data)
-        run(trainer, watcher)
+        store = open_store() if place.world > 1 else None
+        keeper = store_keeper() if own_world else None
+        with Watchdog(ctx.mesh, config.comm.timeout, store, folder=Path(config.run.dir) / "flight", keeper=keeper):
+            modules = build_modules(ctx, model_provider)
+            train_data, valid_data, _ = datasets_provider(ctx, sample_counts(config))
+            trainer = Trainer(ctx, modules, forward_step, train_data, valid_data)
+            run(trainer, source, watcher)
         return trainer
     finally:
         if own_world:
@@ -110,33 +122,44 @@ def sample_counts(config: Config) -> tuple[int, int, int]:
     return consumed_after(config, config.train.steps), evaluations * each, each
 
 
-def run(trainer: Trainer, watcher: Watcher | None) -> None:
+def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
     """The loop. One rank, the first of the last stage, writes the run's folder and drives the display."""
-    ctx = trainer.ctx
-    config = ctx.config
-    folder = agree(ctx, (lambda: RunFolder(config, ctx.layout.world)) if trainer.writes else None)
-    watcher = watcher if trainer.writes else None
+    ctx, config = trainer.ctx, trainer.ctx.config
+    agree(ctx, (lambda: refuse_finished(config, source)) if trainer.writes else None)
+    resume(trainer, source)
+    folder = agree(ctx, (lambda: RunFolder(config, ctx.layout.world, trainer.step_number)) if trainer.writes else None)
+    watcher = watcher if folder else None
+    c = config.checkpoint
+    saver = Saver(trainer, checkpoint_folder(config), c.asynchronous, c.busy, c.keep)
     if watcher:
         watcher.started(ctx)
     skipped = 0
-    for step in range(trainer.step_number + 1, config.train.steps + 1):
-        result = trainer.step()
-        if folder:
-            folder.step(result.line())
-        if watcher:
-            watcher.stepped(result)
-        skipped = skipped + 1 if result.skipped else 0
-        if skipped == MOST_SKIPPED:
-            raise UserError(
-                f"the gradient was not finite in {skipped} steps in a row, up to step {step}: "
-                "lower optimizer.lr, lengthen lr.warmup or use another train.precision"
-            )
-        if step == config.train.steps or (config.run.eval_every and step % config.run.eval_every == 0):
-            line = trainer.validate()
-            if line and folder:
-                folder.validation(line)
-            if line and watcher:
-                watcher.validated(line)
+    with StopRequests() as requests:
+        while trainer.step_number < config.train.steps:
+            result = trainer.step(stop_requested=requests.seen)
+            step = result.step
+            if folder:
+                folder.step(result.line())
+            if watcher:
+                watcher.stepped(result)
+            skipped = skipped + 1 if result.skipped else 0
+            if skipped == MOST_SKIPPED:
+                raise UserError(
+                    f"the gradient was not finite in {skipped} steps in a row, up to step {step}: "
+                    "lower optimizer.lr, lengthen lr.warmup or use another train.precision"
+                )
+            last = step == config.train.steps
+            if last or (config.run.eval_every and step % config.run.eval_every == 0):
+                line = trainer.validate()
+                if line and folder:
+                    folder.validation(line)
+                if line and watcher:
+                    watcher.validated(line)
+            if last or result.stop or (c.every and step % c.every == 0):
+                saver.save()
+            if result.stop:
+                break
+        saver.committed()
     if folder:
         folder.close()
     if watcher:

@@ -1,4 +1,7 @@
-"""The folder of a run: the resolved config, one line a step, validation losses, TensorBoard events."""
+"""The folder of a run: the resolved config, one line a step, validation losses, TensorBoard events.
+
+Torch is imported only for the events.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,38 @@ import math
 from pathlib import Path
 from typing import Any, TextIO
 
+from meshwright.checkpoint.format import checkpoint_folder, checkpoints
 from meshwright.config.load import to_yaml
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 
 
-def refuse_used(config: Config) -> None:
-    """Raises if `run.dir` can't take a new run."""
+def refuse_finished(config: Config, source: str | None = None) -> None:
+    """Raises if `run.dir` can't take this run: it is no folder, or holds a run that has nothing left to do."""
     folder = Path(config.run.dir)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run.dir={folder} is a file: name a folder")
-    for name in ("config.yaml", "metrics.jsonl"):
-        if (folder / name).exists():
-            raise UserError(f"run.dir={folder} already holds a run: choose another folder or remove it")
+    found = checkpoints(checkpoint_folder(config))
+    if source is None and found and found[-1][0] >= config.train.steps:
+        raise UserError(
+            f"run.dir={folder} holds a run that is complete at step {found[-1][0]}: raise train.steps to go on, "
+            "or choose another folder"
+        )
 
 
 class RunFolder:
     """Written by one rank. Each line is flushed, so that a killed run keeps every step it finished."""
 
-    def __init__(self, config: Config, world: int) -> None:
-        refuse_used(config)
+    def __init__(self, config: Config, world: int, step: int = 0) -> None:
+        """`step` is the one that the run goes on from: lines of later steps, which will be trained again, move to
+        lost.jsonl, so that the history has each step once."""
         self.path = Path(config.run.dir)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
             (self.path / "run.json").write_text(json.dumps({"world": world}) + "\n", encoding="utf-8")
+            for name in ("metrics.jsonl", "validation.jsonl"):
+                _set_lost_aside(self.path / name, step)
             self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
             self._validation = (self.path / "validation.jsonl").open("a", encoding="utf-8")
         except OSError as error:
@@ -59,6 +69,25 @@ class RunFolder:
         self._validation.close()
         if self._events is not None:
             self._events.close()
+
+
+def _set_lost_aside(path: Path, step: int) -> None:
+    """Moves the lines after `step`, and a last one that a kill cut off, to lost.jsonl. Lost first, then the rest: a kill
+    between the two repeats lines there and loses none."""
+    if not path.exists():
+        return
+    kept, lost = [], []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            (kept if json.loads(line)["step"] <= step else lost).append(line)
+        except ValueError:
+            lost.append(line)
+    if lost:
+        with (path.parent / "lost.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in lost)
+        aside = path.with_name(path.name + ".part")
+        aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        aside.replace(path)
 
 
 def _write(file: TextIO, line: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -18,6 +18,7 @@ from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.schedules import global_batch, learning_rate
 from meshwright.pipeline.executor import Executor, Totals
 from meshwright.pipeline.schedules import build
+from meshwright.sharding.buffers import FlatBuffer
 from meshwright.sharding.data_parallel import DataParallel
 from meshwright.train.batches import Dataset, MicroBatches
 from meshwright.train.context import Context
@@ -42,6 +43,7 @@ class StepResult:
     phases: dict[str, float] = field(default_factory=dict)
     comm: dict[str, dict[str, int]] = field(default_factory=dict)
     step_time_s: float = 0.0
+    stop: bool = False
 
     def line(self) -> dict[str, Any]:
         """The line of metrics.jsonl, numbers unrounded."""
@@ -107,8 +109,9 @@ class Trainer:
         totals.seconds["reduce"] = time.perf_counter() - begin
         return totals, weight
 
-    def step(self) -> StepResult:
-        """One update (or a skipped one): consumes its batch either way."""
+    def step(self, stop_requested: bool = False) -> StepResult:
+        """One update (or a skipped one): consumes its batch either way. `stop` of the result says whether any rank was
+        asked to stop, so that all stop after the same step."""
         begin = time.perf_counter()
         config, ledger = self.ctx.config, self.ctx.ledger
         ledger.clear()
@@ -135,7 +138,7 @@ class Trainer:
             self.step_number, loss_sum / tokens, norm, lr, scale if self.loss_scale.active else None, not finite,
             int(tokens), samples, monitored,
         )  # fmt: skip
-        result.phases, result.comm = self._step_counts(totals.seconds)
+        self._count(result, totals.seconds, stop_requested)
         result.step_time_s = time.perf_counter() - begin
         return result
 
@@ -159,8 +162,9 @@ class Trainer:
         self.ctx.mesh.data.all_reduce(vector)
         return dict(zip(names, (vector[:-1] / vector[-1]).tolist(), strict=True))
 
-    def _step_counts(self, seconds: Mapping[str, float]) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
-        """Mean seconds by phase, and the ledger of this step summed over all ranks, this very call included."""
+    def _count(self, result: StepResult, seconds: Mapping[str, float], stop_requested: bool) -> None:
+        """Mean seconds by phase, the ledger of this step summed over all ranks, this very call included, and whether any
+        rank was asked to stop."""
         mesh = self.ctx.mesh
         axes = sorted(mesh.groups)
         totals = self.ctx.ledger.totals("axis")
@@ -171,19 +175,40 @@ class Trainer:
             own = rows[axes.index("world")]
             own[0], own[1] = own[0] + 1, own[1] + payload
             own[2] += wire_bytes("all_reduce", payload, mesh.world.size)
-        vector = torch.tensor([*(n for row in rows for n in row), *micros], dtype=torch.int64)
+        vector = torch.tensor([*(n for row in rows for n in row), *micros, int(stop_requested)], dtype=torch.int64)
         vector = vector.to(self.ctx.device.torch)
         with self.ctx.ledger.phase("metrics"):
             mesh.world.all_reduce(vector)
         numbers = vector.tolist()
-        comm = {}
         width = len(COUNTS)
         for i, axis in enumerate(axes):
             counts = dict(zip(COUNTS, numbers[width * i : width * (i + 1)], strict=True))
             if counts["calls"]:
-                comm[axis] = counts
-        means = [n / 1e6 / mesh.world.size for n in numbers[width * len(axes) :]]
-        return dict(zip(PHASES, means, strict=True)), comm
+                result.comm[axis] = counts
+        means = [n / 1e6 / mesh.world.size for n in numbers[width * len(axes) : -1]]
+        result.phases = dict(zip(PHASES, means, strict=True))
+        result.stop = numbers[-1] > 0
+
+    def states(self) -> Iterator[tuple[str, FlatBuffer, Tensor]]:
+        """What a checkpoint holds of this rank, beside `counters`."""
+        return self.optimizer.tensors()
+
+    def counters(self) -> dict[str, float]:
+        scale = self.loss_scale
+        return {"updates": self.optimizer.updates, "loss_scale": scale.value, "good_steps": scale.good_steps}
+
+    def restore(self, step: int, consumed: int, counters: Mapping[str, float]) -> None:
+        """Where a loaded checkpoint left off. The loss scale of another precision starts anew."""
+        self.step_number, self.consumed = step, consumed
+        self.optimizer.updates = int(counters["updates"])
+        if self.loss_scale.active and counters["loss_scale"] != 1.0:
+            self.loss_scale.value = float(counters["loss_scale"])
+            self.loss_scale.good_steps = int(counters["good_steps"])
+
+    def publish(self) -> None:
+        """After masters were set from outside: the model's weights follow."""
+        for state in self.optimizer.states:
+            state.publish()
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -179,6 +180,11 @@ def late_leaver(mesh: Mesh) -> None:
 
 def test_open_store_without_a_place_to_look() -> None:
     assert open_store({}) is None
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        begin = time.monotonic()
+        assert open_store(env) is None and time.monotonic() - begin < 5.0, "nobody listens there"
 
 
 def _call(op: str, group: str, number: int, ranks: list[int], payload: int = 8) -> dict[str, object]:

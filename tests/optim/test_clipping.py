@@ -11,14 +11,14 @@ from tests.support.oracle import gather_global, make_trainer, parameters, small_
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 @pytest.mark.parametrize("clip", [0.0, 0.3, 100.0])
 def test_an_update_takes_the_gradients_that_torch_would(clip: float, precision: str) -> None:
-    """Plain descent at a rate of 1 shows the clipped gradients themselves; torch adds 1e-6 to the norm it divides by."""
+    """Descent at a rate of 1 shows the clipped gradients themselves. (torch adds 1e-6 to the norm it divides by.)"""
     config = small_config(
         model={"layers": 1}, train={"global_batch": 2, "clip": clip, "precision": precision},
         optimizer={"name": "sgd", "lr": 1.0, "weight_decay": 0.0}, lr={"schedule": "constant"},
     )  # fmt: skip
     trainer = make_trainer(config)
     before = gather_global(parameters(trainer))
-    grads = {name: torch.nn.Parameter(torch.zeros(g.shape)) for name, g in before.items()}
+    grads = {}
     for name, g in gather_global(true_gradients(trainer)).items():
         grads[name] = torch.nn.Parameter(torch.zeros(g.shape, dtype=torch.float64))
         grads[name].grad = torch.from_numpy(g.copy())

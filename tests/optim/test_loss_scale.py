@@ -54,12 +54,14 @@ def fp16_config(**sections: dict[str, Any]) -> Any:
 
 
 def overflow_once(trainer: Trainer) -> None:
-    """The next backward ends with an infinite gradient in this rank's first bucket."""
+    """The next backward ends with an infinite gradient in a parameter that no other tp or pp rank holds."""
     parallel = trainer.data_parallel
     real = parallel.finish
+    places = ((buffer, slot) for buffer in parallel.buffers for slot in buffer.slots if not slot.record.copies)
+    buffer, slot = next(places)
 
     def finish() -> None:
-        parallel.buffers[0].grads[0] = torch.inf
+        buffer.grad_of(slot).view(-1)[0] = torch.inf
         real()
         parallel.finish = real  # type: ignore[method-assign]
 

@@ -49,13 +49,13 @@ def test_the_loss_falls(precision: str) -> None:
     assert found[-1] < 0.6 * found[0]
 
 
-@pytest.mark.parametrize(("precision", "close"), [("bf16", 0.03), ("fp16", 0.005)])
+@pytest.mark.parametrize(("precision", "close"), [("bf16", 0.08), ("fp16", 0.01)])
 def test_low_precision_stays_near_fp32(precision: str, close: float) -> None:
     exact, found = four_ranks()["fp32"], four_ranks()[precision]
     assert found == pytest.approx(exact, rel=close)
 
 
-@pytest.mark.parametrize(("precision", "close"), [("bf16", 0.03), ("fp16", 0.005)])
+@pytest.mark.parametrize(("precision", "close"), [("bf16", 0.08), ("fp16", 0.01)])
 def test_layouts_agree_as_far_as_the_precision_goes(precision: str, close: float) -> None:
     (alone,) = losses(0, 1, [precision], {})
     assert four_ranks()[precision] == pytest.approx(alone, rel=close)

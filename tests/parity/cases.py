@@ -73,6 +73,7 @@ class Case:
         for path, value in self.extra:
             section, key = path.split(".")
             sections[section][key] = value
+        sections["run"] = {"eval_samples": sections["train"]["global_batch"]}
         return sections
 
     def alone(self, precision: str) -> dict[str, dict[str, Any]]:

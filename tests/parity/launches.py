@@ -6,6 +6,9 @@ import gc
 from collections.abc import Iterable
 from typing import Any
 
+from meshwright.comm.mesh import Mesh
+from meshwright.layout import Layout
+from meshwright.models.description import layout_of
 from tests.parity.cases import Case
 from tests.support.oracle import Made, Outcome, Reference, compare, make_trainer, small_config, solo
 from tests.support.ranks import RankFailed, run_ranks
@@ -31,18 +34,20 @@ def reference_of(case: Case) -> Reference:
 
 
 def measure(rank: int, world: int, cases: list[Case], references: list[Reference]) -> list[Outcome]:
-    """The body of a rank. Layouts that are alike share their process groups."""
-    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    """The body of a rank. Process groups are made first, once for each layout: the trainers use them."""
+    groups: dict[Layout, dict[str, Any]] = {}
+    layouts = [layout_of(small_config(**case.sections("fp64")), world) for case in cases]
+    for layout in dict.fromkeys(layouts):
+        made = Mesh(layout, rank).groups
+        groups[layout] = {name: group.process_group for name, group in made.items() if not group.alone}
     outcomes = []
-    for case, reference in zip(cases, references, strict=True):
-        shared = groups.setdefault((case.tp, case.pp, dict(case.extra).get("layout.order")), {})
-        trainers = []
-        for precision in ("fp64", "fp32"):
-            trainers.append(make_trainer(small_config(**case.sections(precision)), rank, world, data_of(case), shared))
-            made = trainers[-1].ctx.mesh.groups.items()
-            shared.update({name: group.process_group for name, group in made if group.process_group is not None})
-        outcomes.append(compare(*trainers, reference))
-        trainers.clear()
+    for case, layout, reference in zip(cases, layouts, references, strict=True):
+        exact, single = (
+            make_trainer(small_config(**case.sections(precision)), rank, world, data_of(case), groups[layout])
+            for precision in ("fp64", "fp32")
+        )
+        outcomes.append(compare(exact, single, reference))
+        del exact, single
         gc.collect()
     return outcomes
 

@@ -137,11 +137,13 @@ def relative(a: Sequence[float], b: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process finds: gradients of the first batch, norms and parameters after STEPS_64 steps, fp32 losses."""
+    """What one process finds: gradients of the first batch; norms, parameters and validation loss of STEPS_64 steps;
+    fp32 losses of STEPS_32."""
 
     gradients: Whole
     norms: list[float]
     parameters: Whole
+    validation: float
     losses: list[float]
 
 
@@ -150,10 +152,15 @@ def solo(exact: Config, single: Config, data: Any = None) -> Reference:
     trainer = make_trainer(exact, data=data)
     gradients = gather_global(true_gradients(trainer))
     norms = [trainer.step().grad_norm for _ in range(STEPS_64)]
-    losses = make_trainer(single, data=data)
-    return Reference(
-        gradients, norms, gather_global(parameters(trainer)), [losses.step().loss for _ in range(STEPS_32)]
-    )
+    after, validation = gather_global(parameters(trainer)), validation_loss(trainer)
+    trainer = make_trainer(single, data=data)
+    return Reference(gradients, norms, after, validation, [trainer.step().loss for _ in range(STEPS_32)])
+
+
+def validation_loss(trainer: Trainer) -> float:
+    line = trainer.validate()
+    assert line is not None
+    return float(line["loss"])
 
 
 @dataclass(frozen=True)
@@ -164,6 +171,7 @@ class Outcome:
     overlapped: tuple[float, str]  # again, with buckets reduced while backward runs
     norm: float
     parameters: tuple[float, str] = (0.0, "")
+    validation: float = 0.0
     losses: float = 0.0
 
     def complaints(self) -> list[str]:
@@ -172,10 +180,9 @@ class Outcome:
             error, name = getattr(self, what)
             if error > EXACT:
                 found.append(f"{what}: {name} is off by {error:.1e}")
-        if self.norm > EXACT:
-            found.append(f"norm: off by {self.norm:.1e}")
-        if self.losses > LOSSES:
-            found.append(f"losses: off by {self.losses:.1e}")
+        for what, limit in (("norm", EXACT), ("validation", EXACT), ("losses", LOSSES)):
+            if getattr(self, what) > limit:
+                found.append(f"{what}: off by {getattr(self, what):.1e}")
         return found
 
 
@@ -190,13 +197,14 @@ def compare_exact(trainer: Trainer, reference: Reference) -> Outcome:
 
 
 def compare(exact: Trainer, single: Trainer, reference: Reference) -> Outcome:
-    """All of it: also the later norms, the parameters after STEPS_64 steps and the fp32 losses of STEPS_32."""
+    """All of it: also the later norms, parameters and validation loss after STEPS_64 steps, fp32 losses of STEPS_32."""
     o = compare_exact(exact, reference)
     norms = [exact.step().grad_norm for _ in range(STEPS_64 - 1)]
     norm = max(o.norm, relative(norms, reference.norms[1:]))
     after = worst(parameters(exact), reference.parameters)
+    validation = relative([validation_loss(exact)], [reference.validation])
     losses = relative([single.step().loss for _ in range(STEPS_32)], reference.losses)
-    return Outcome(o.gradients, o.overlapped, norm, after, losses)
+    return Outcome(o.gradients, o.overlapped, norm, after, validation, losses)
 
 
 def complaints(outcomes: Sequence[Outcome]) -> list[str]:

@@ -1,0 +1,120 @@
+"""Loading into any layout, ZeRO stage, precision and world size: the only load path there is.
+
+A rank looks up, box by box, which blocks of the global tensors meet what it holds, reads those, checks each one's bytes,
+and copies the common part. It never holds more than its own state and one block.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from meshwright.checkpoint import format as fmt
+from meshwright.checkpoint.format import Block, DamagedCheckpoint, Index
+from meshwright.checkpoint.save import checksum
+from meshwright.errors import UserError
+from meshwright.layout.params import ParamRecord, overlap
+
+OPEN_FILES = 16
+
+
+class Reader:
+    """The tensors of one checkpoint, read by boxes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.index: Index = fmt.read_index(folder)
+        self._files: dict[str, Any] = {}
+        self._last: tuple[Block, Tensor] | None = None
+
+    def block(self, block: Block) -> Tensor:
+        """A block's values, checked."""
+        if self._last is not None and self._last[0] == block:
+            return self._last[1]
+        path = self.folder / block.file
+        try:
+            values = self._open(block.file).get_tensor(block.key)
+        except (SafetensorError, OSError, KeyError) as error:
+            raise DamagedCheckpoint(f"{path} can't be read ({error}): use another checkpoint") from None
+        if tuple(values.shape) != block.shape or checksum(values) != block.crc32:
+            raise DamagedCheckpoint(f"{path} is damaged in {block.tensor} (wrong checksum): use another checkpoint")
+        self._last = (block, values)
+        return values
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            if len(self._files) >= OPEN_FILES:
+                self._files.pop(next(iter(self._files)))
+            self._files[name] = safe_open(self.folder / name, framework="pt")
+        return self._files[name]
+
+    def fill(self, tensor: str, record: ParamRecord, local: Tensor) -> None:
+        """Sets `local`, of the record's local shape, from the global tensor."""
+        found = self.index.tensors.get(tensor)
+        if found is None:
+            raise UserError(f"{self.folder} has no {tensor}: it is of another model, check the model section")
+        if tuple(found["shape"]) != record.shape:
+            raise UserError(
+                f"{tensor} has shape {found['shape']} in {self.folder} and {list(record.shape)} in this config: "
+                "check the model section"
+            )
+        filled = 0
+        for block in self.index.of(tensor):
+            for box in record.boxes:
+                where = overlap(block.start, block.shape, box)
+                if where is not None:
+                    inside, at = where
+                    part = self.block(block)[inside]
+                    local[at] = part.to(local.dtype)
+                    filled += part.numel()
+        wanted = sum(box.numel for box in record.boxes)
+        if filled != wanted:
+            raise DamagedCheckpoint(f"{self.folder} lacks a part of {tensor}: use another checkpoint")
+
+    def verify(self) -> int:
+        """Reads and checks every block; the number of bytes."""
+        total = 0
+        for block in self.index.blocks:
+            values = self.block(block)
+            total += values.numel() * values.element_size()
+        return total
+
+
+@torch.no_grad()
+def load_into(trainer: Any, reader: Reader, model_only: bool = False) -> None:
+    """The whole state of a run, or only its weights (a new run from them: fresh optimizer, step 0)."""
+    names = {name.split("/", 1)[0] for name in reader.index.tensors}
+    for state_name, buffer, flat in trainer.states():
+        if state_name != "param" and (model_only or state_name not in names):
+            continue
+        for slot in buffer.slots:
+            local = flat[slot.start : slot.stop].view(slot.record.local_shape)
+            reader.fill(f"{state_name}/{slot.record.name}", slot.record, local)
+    trainer.publish()
+    if not model_only:
+        trainer.restore(reader.index.step, reader.index.consumed, reader.index.state)
+
+
+def find(source: str) -> Path:
+    """The checkpoint that PATH[@STEP] names: a checkpoint's folder, or the newest (or STEP's) of a run's."""
+    text, at, step = source.rpartition("@")
+    path, wanted = (Path(text), step) if at else (Path(source), "")
+    if wanted and not wanted.isdigit():
+        raise UserError(f"'{source}': after @ comes a step's number, e.g. {text}@1000")
+    if (path / fmt.INDEX).is_file():
+        return path
+    folder = path if fmt.checkpoints(path) else path / "checkpoints"
+    found = fmt.checkpoints(folder)
+    if not found:
+        raise UserError(f"there is no complete checkpoint in {path}: name a run's folder or a checkpoint's")
+    if not wanted:
+        return found[-1][1]
+    for number, candidate in found:
+        if number == int(wanted):
+            return candidate
+    steps = ", ".join(str(number) for number, _ in found)
+    raise UserError(f"{path} has no checkpoint of step {wanted}: it has {steps}")

@@ -1,0 +1,203 @@
+"""Saving: each rank writes the part of every buffer that a sharded optimizer would own, so replicas are written once.
+
+A save copies that part to host memory and hands it to a thread; training goes on. The rank that commits waits for the
+others' parts to appear beside its own, checks them, writes the index and renames the folder. No collective is used: who
+writes what follows from the records.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from meshwright.checkpoint import format as fmt
+from meshwright.checkpoint.format import Block, Index
+from meshwright.config.load import to_mapping
+from meshwright.errors import UserError
+from meshwright.layout.params import Box, global_boxes
+from meshwright.sharding.buffers import FlatBuffer, Slot
+from meshwright.sharding.data_parallel import DataParallel
+
+POLL_S = 0.02
+
+
+def owned(data_parallel: DataParallel, buffer: FlatBuffer) -> Iterator[tuple[Slot, int, int]]:
+    """(slot, start, stop) of the elements of each parameter that this rank writes."""
+    group = data_parallel.mesh.group(buffer.key.data_axes)
+    index, ranks = max(0, group.index), max(1, group.size)
+    for slot in buffer.slots:
+        if not data_parallel.holds_first(slot):
+            continue
+        bucket = buffer.buckets[slot.bucket]
+        share = (bucket.stop - bucket.start) // ranks
+        low = max(slot.start, bucket.start + index * share)
+        high = min(slot.stop, bucket.start + (index + 1) * share)
+        if low < high:
+            yield slot, low - slot.start, high - slot.start
+
+
+def piece(local: Tensor, box: Box) -> Tensor:
+    return local[tuple(slice(a, a + n) for a, n in zip(box.local_start, box.shape, strict=True))]
+
+
+class Snapshot:
+    """One rank's part of a checkpoint, copied out of the training state."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.blocks: list[tuple[str, tuple[int, ...], Tensor]] = []
+        self.tensors: dict[str, dict[str, Any]] = {}
+        for state_name, buffer, flat in trainer.states():
+            for slot, low, high in owned(trainer.data_parallel, buffer):
+                record = slot.record
+                name = f"{state_name}/{record.name}"
+                dtype = str(flat.dtype).removeprefix("torch.")
+                self.tensors[name] = {"shape": list(record.shape), "dtype": dtype}
+                local = flat[slot.start : slot.stop].view(record.local_shape)
+                for box in global_boxes(record, low, high):
+                    self._add(name, box, piece(local, box))
+
+    def _add(self, name: str, box: Box, values: Tensor) -> None:
+        if not box.shape:
+            self.blocks.append((name, (), values.detach().to("cpu", copy=True)))
+            return
+        for low, high in fmt.cut(box.start, box.shape, values.element_size()):
+            start = (box.start[0] + low, *box.start[1:])
+            copied = values[low:high].detach().to("cpu", copy=True).contiguous()
+            self.blocks.append((name, start, copied))
+
+
+def checksum(values: Tensor) -> int:
+    return zlib.crc32(values.contiguous().view(-1).numpy().tobytes() if values.dim() == 0 else values.numpy())
+
+
+def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
+    """This rank's blocks, then the list of them, which says that they are all there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"rank-{rank:05d}.safetensors"
+    blocks, tensors = [], {}
+    for number, (tensor, start, values) in enumerate(snapshot.blocks):
+        key = str(number)
+        tensors[key] = values
+        blocks.append([tensor, list(start), list(values.shape), name, key, checksum(values)])
+    size = 0
+    if tensors:
+        save_file(tensors, folder / name)
+        fmt.sync_folder(folder / name)
+        size = (folder / name).stat().st_size
+    part = {"file": name, "bytes": size, "tensors": snapshot.tensors, "blocks": blocks}
+    fmt.write_json(folder / f"rank-{rank:05d}.json", part)
+
+
+def commit(folder: Path, step: int, index: Index, keep: int, stopped: threading.Event) -> None:
+    """Waits for every rank's part, checks that they cover every tensor, and makes the folder a checkpoint."""
+    aside, final = folder / fmt.saving_name(step), folder / fmt.folder_name(step)
+    parts = [aside / f"rank-{rank:05d}.json" for rank in range(index.world)]
+    for path in parts:
+        while not path.exists():
+            if stopped.wait(POLL_S):
+                return
+    for path in parts:
+        part = json.loads(path.read_text(encoding="utf-8"))
+        if part["blocks"]:
+            index.files[part["file"]] = part["bytes"]
+        index.tensors |= part["tensors"]
+        index.blocks += [Block(t, tuple(a), tuple(n), f, k, c) for t, a, n, f, k, c in part["blocks"]]
+    check_cover(index)
+    fmt.write_index(aside, index)
+    for path in parts:
+        path.unlink()
+    fmt.sync_folder(aside)
+    os.rename(aside, final)
+    fmt.sync_folder(folder)
+    fmt.keep_newest(folder, keep)
+
+
+def check_cover(index: Index) -> None:
+    """Blocks of a tensor don't overlap (each element is written once), so counting elements shows that none is missing."""
+    held: dict[str, int] = {}
+    for block in index.blocks:
+        held[block.tensor] = held.get(block.tensor, 0) + _numel(block.shape)
+    for name, tensor in index.tensors.items():
+        wanted = _numel(tuple(tensor["shape"]))
+        assert held.get(name, 0) == wanted, f"{name}: {held.get(name, 0)} of {wanted} elements were written"
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
+
+
+class Saver:
+    """Saves of one rank, at most one under way."""
+
+    def __init__(self, trainer: Any, folder: Path, asynchronous: bool, busy: str, keep: int) -> None:
+        self.trainer, self.folder = trainer, folder
+        self.asynchronous, self.busy, self.keep = asynchronous, busy, keep
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._stopped = threading.Event()
+        self.saved_step: int | None = None
+
+    def save(self) -> bool:
+        """Begins a save of the present state; False if it is skipped since the last one is still under way."""
+        if self.busy == "skip" and self._any_busy():
+            return False
+        self.wait()
+        trainer = self.trainer
+        snapshot = Snapshot(trainer)
+        index = Index(
+            trainer.step_number, trainer.consumed, trainer.ctx.layout.world, to_mapping(trainer.ctx.config),
+            trainer.counters(),
+        )  # fmt: skip
+        self.saved_step = trainer.step_number
+        self._thread = threading.Thread(target=self._write, args=(snapshot, index), name="checkpoint", daemon=True)
+        self._thread.start()
+        if not self.asynchronous:
+            self.wait()
+        return True
+
+    def _any_busy(self) -> bool:
+        """Ranks must decide alike, so they ask each other."""
+        busy = self._thread is not None and self._thread.is_alive()
+        flag = torch.tensor([float(busy)], device=self.trainer.ctx.device.torch)
+        with self.trainer.ctx.ledger.phase("checkpoint"):
+            self.trainer.ctx.mesh.world.all_reduce(flag)
+        return bool(flag.item())
+
+    def _write(self, snapshot: Snapshot, index: Index) -> None:
+        try:
+            write_part(self.folder / fmt.saving_name(index.step), self.trainer.ctx.rank, snapshot)
+            if self.trainer.writes:
+                commit(self.folder, index.step, index, self.keep, self._stopped)
+        except BaseException as error:
+            self._error = error
+
+    def wait(self) -> None:
+        """Until the save under way is written (by this rank; on the rank that commits: by all)."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            if isinstance(error, OSError):
+                where = error.filename or self.folder
+                raise UserError(f"the checkpoint can't be written to {where}: {error.strerror}") from error
+            raise error
+
+    def committed(self) -> None:
+        """Every rank: until the last save counts."""
+        self.wait()
+        while self.saved_step is not None and not (self.folder / fmt.folder_name(self.saved_step)).exists():
+            time.sleep(POLL_S)
