@@ -28,7 +28,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Init:
-    kind: Literal["normal", "zeros", "ones"]
+    kind: Literal["normal", "zeros", "ones", "given"]  # given: the module has set it itself
     std: float = 0.0
 
 

@@ -49,7 +49,7 @@ def initialise(module: nn.Module, seed: int) -> None:
     generator = torch.Generator()
     for parameter in module.parameters():
         record = record_of(parameter)
-        if record is None:
+        if record is None or record.init.kind == "given":
             continue
         if record.init.kind == "ones":
             parameter.fill_(1.0)

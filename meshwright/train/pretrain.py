@@ -19,9 +19,10 @@ from meshwright.config.sections import Config
 from meshwright.device import Device, limit_threads
 from meshwright.errors import UserError
 from meshwright.models.description import Stage
-from meshwright.nn.parallel import initialise, share_tied
+from meshwright.nn.parallel import initialise, record_of, share_tied
 from meshwright.optim.schedules import consumed_after
 from meshwright.pipeline.table import looped
+from meshwright.sharding.buffers import foreign_record
 from meshwright.train.context import Context, build_context
 from meshwright.train.processes import find_place, join, joined_place, leave
 from meshwright.train.run_folder import RunFolder, refuse_finished
@@ -100,7 +101,12 @@ def build_modules(ctx: Context, model_provider: ModelProvider) -> list[nn.Module
     for index, (rank, _) in enumerate(looped(config.layout.pp, config.layout.chunks)):
         if rank == ctx.pp_rank:
             torch.manual_seed(config.train.seed)
-            modules.append(model_provider(ctx, stages[index]).to(ctx.device.torch))
+            module = model_provider(ctx, stages[index]).to(ctx.device.torch)
+            for name, parameter in module.named_parameters():
+                if record_of(parameter) is None:
+                    # Two stages of a foreign module may use one name for different parameters.
+                    parameter.record = foreign_record(f"stage{index}.{name}", parameter)  # type: ignore[attr-defined]
+            modules.append(module)
     share_tied(modules)
     for module in modules:
         initialise(module, config.train.seed)

@@ -63,6 +63,9 @@ TRAIN = {
     "evaluation samples": (["run.eval_samples=3", "--nproc", "2"], "try 4"),
     "no ranks": (["--nproc", "0"], "at least 1"),
     "a device that is not there": (["run.device=npu"], "run.device=cpu"),
+    "nothing to start from": (["--from", "nowhere"], "no complete checkpoint in nowhere"),
+    "a step that is no number": (["--from", "runs/a@last"], "after @ comes a step's number"),
+    "negative restarts": (["--restarts", "-1"], "must not be negative"),
     "unknown option": (["--nprocs", "2"], "--help"),
     "run folder is a file": (["run.dir=config.yaml"], "name a folder"),
     "run folder below a file": (["run.dir=config.yaml/run"], "config.yaml/run"),
@@ -108,9 +111,6 @@ def test_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "sizes.yaml").write_text("model: {layers: 2}\ndata: {prefixes: [tokens]}\n")
     assert "model.hidden and model.heads" in sentence(capsys, ["train", "sizes.yaml"])
     assert "did you mean 'train'" in sentence(capsys, ["trian", "config.yaml"])
-    (here / "used").mkdir()
-    (here / "used" / "metrics.jsonl").write_text("")
-    assert "already holds a run" in sentence(capsys, ["train", "config.yaml", "run.dir=used"])
 
 
 def test_damaged_token_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ def test_a_run_and_what_it_leaves(folder: Path) -> None:
     assert "tp" in done.stdout and "loss" in done.stdout, "the summary"
 
     again = train(folder, "--nproc", "4")
-    assert again.returncode == 2 and "already holds a run" in again.stderr
+    assert again.returncode == 2 and "complete at step 6" in again.stderr and "raise train.steps" in again.stderr
 
 
 def test_the_same_losses_under_torchrun_and_in_one_process(folder: Path) -> None:

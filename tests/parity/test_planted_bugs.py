@@ -17,16 +17,16 @@ import pytest
 import torch
 
 import meshwright.nn.linear as linear
-import meshwright.sharding.data_parallel as data_parallel
 import meshwright.train.batches as batches
 from meshwright.comm.group import DONE, group_named
 from meshwright.nn.weight_grad import Sink
 from meshwright.pipeline.table import Op, Table
+from meshwright.sharding.data_parallel import DataParallel
 from meshwright.train.step import Trainer
 from tests.parity.cases import Case
 from tests.parity.launches import data_of, reference_of
 from tests.support.oracle import Outcome, Reference, compare_exact, complaints, make_trainer, small_config
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailed, run_ranks
 
 Plant = Callable[[Trainer], Any]
 
@@ -124,7 +124,7 @@ def _reduction_missing(axis: str) -> Plant:
 @contextmanager
 def _copies_counted(trainer: Trainer) -> Iterator[None]:
     """Every rank counts what it holds in the gradient norm, copies too."""
-    with mock.patch.object(data_parallel, "is_first_holder", lambda record, mesh: mesh.data.index <= 0):
+    with mock.patch.object(DataParallel, "counts", lambda self, slot: self.mesh.data.index <= 0):
         yield
 
 
@@ -212,16 +212,24 @@ def measure(rank: int, world: int, names: list[str], references: list[Reference]
 
 
 @cache
-def launched(world: int) -> dict[str, list[tuple[Outcome, Outcome]]]:
+def launched(world: int) -> dict[str, list[tuple[Outcome, Outcome]]] | RankFailed:
+    """By bug and rank. A failure is kept, so that it costs its time once."""
     names = [name for name, bug in BUGS.items() if bug.case.world == world]
-    by_rank = run_ranks(world, measure, names, [reference_of(BUGS[name].case) for name in names], deadline=300.0)
+    references = [reference_of(BUGS[name].case) for name in names]
+    try:
+        by_rank = run_ranks(world, measure, names, references, deadline=300.0)
+    except RankFailed as error:
+        return error
     return {name: [rank[i] for rank in by_rank] for i, name in enumerate(names)}
 
 
 @pytest.mark.parametrize("name", list(BUGS))
 def test_the_check_finds(name: str) -> None:
     bug = BUGS[name]
-    outcomes = launched(bug.case.world)[name]
+    found = launched(bug.case.world)
+    if isinstance(found, RankFailed):
+        raise found
+    outcomes = found[name]
     assert complaints([clean for clean, _ in outcomes]) == []
-    found = complaints([planted for _, planted in outcomes])
-    assert any(f": {bug.finds}: " in complaint for complaint in found), found
+    noticed = complaints([planted for _, planted in outcomes])
+    assert any(f": {bug.finds}: " in complaint for complaint in noticed), noticed
