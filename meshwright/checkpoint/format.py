@@ -4,9 +4,9 @@
       index.json              what is in it: the run's state, and every block with its place, file and checksum
       rank-00000.safetensors  the blocks that one rank wrote
 
-A tensor is named STATE/NAME (`param/layers.0.mlp.up.weight`, `exp_avg/...`); a block is a rectangle of it. Nothing in the
-files depends on the layout that wrote them. A folder counts as a checkpoint only under its final name, which it gets
-by a rename when all is written and checked; until then it is called `.saving-step-...`.
+A tensor is named STATE/NAME (`param/layers.0.mlp.up.weight`, `exp_avg/...`); a block is a rectangle of it. Nothing in
+the files depends on the layout that wrote them. A folder counts as a checkpoint only under its final name, which it
+gets by a rename when all is written and checked; until then it is called `.saving-step-...`.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
 """Loading into any layout, ZeRO stage, precision and world size: the only load path there is.
 
-A rank looks up, box by box, which blocks of the global tensors meet what it holds, reads those, checks each one's bytes,
-and copies the common part. It never holds more than its own state and one block.
+A rank looks up, box by box, which blocks of the global tensors meet what it holds, reads those, checks each one's
+bytes, and copies the common part. It never holds more than its own state and one block.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.format import Block, DamagedCheckpoint, Index
@@ -97,6 +98,15 @@ def load_into(trainer: Any, reader: Reader, model_only: bool = False) -> None:
     trainer.publish()
     if not model_only:
         trainer.restore(reader.index.step, reader.index.consumed, reader.index.state)
+
+
+@torch.no_grad()
+def load_weights(modules: Iterable[nn.Module], reader: Reader) -> None:
+    """Only the weights, into modules without an optimizer."""
+    for module in modules:
+        for parameter in module.parameters():
+            record = parameter.record  # type: ignore[attr-defined]
+            reader.fill(f"param/{record.name}", record, parameter.data)
 
 
 def find(source: str) -> Path:

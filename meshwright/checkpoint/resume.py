@@ -42,7 +42,8 @@ def _newest(trainer: Any, folder: Path) -> None:
             if number == len(found) - 1:
                 raise UserError(f"{folder} holds no checkpoint that can be used: {error}") from None
             if trainer.writes:
-                print(f"meshwright: warning: {error}; going back to {found[number + 1].name}", file=sys.stderr, flush=True)
+                warning = f"meshwright: warning: {error}; going back to {found[number + 1].name}"
+                print(warning, file=sys.stderr, flush=True)
 
 
 def _attempt(trainer: Any, path: Path, model_only: bool) -> None:

@@ -123,7 +123,7 @@ def commit(folder: Path, step: int, index: Index, keep: int, stopped: threading.
 
 
 def check_cover(index: Index) -> None:
-    """Blocks of a tensor don't overlap (each element is written once), so counting elements shows that none is missing."""
+    """Blocks don't overlap (each element is written once), so counting elements shows that none is missing."""
     held: dict[str, int] = {}
     for block in index.blocks:
         held[block.tensor] = held.get(block.tensor, 0) + _numel(block.shape)

@@ -11,6 +11,7 @@ from meshwright.errors import UserError, nearest
 
 COMMANDS = {
     "train": "train a model from a config, on local ranks or as one rank of torchrun or srun",
+    "eval": "measure a trained model's loss and perplexity on token files",
     "config": "show a config as it resolves, or check it against a world size",
     "layout": "print every rank group of a mesh and draw it",
     "schedule": "print, draw and simulate a pipeline schedule",

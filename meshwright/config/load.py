@@ -52,11 +52,12 @@ def load_config(
             raise UserError(f"{path} must hold sections such as 'model:' and 'train:', not a {type(read).__name__}")
         raw = read or {}
     for word in overrides:
-        _override(raw, word)
+        set_key(raw, word)
     return config_from(raw, sections)
 
 
-def _override(raw: dict[str, Any], word: str) -> None:
+def set_key(raw: dict[str, Any], word: str) -> None:
+    """Puts one `section.key=value` word into nested mappings."""
     key, equals, value = word.partition("=")
     *path, last = key.split(".")
     if not equals or not path or not all(path) or not last:

@@ -96,7 +96,9 @@ def global_boxes(record: ParamRecord, start: int, stop: int) -> Iterator[Box]:
                 yield Box(at, shape, low)
 
 
-def overlap(a_start: tuple[int, ...], a_shape: tuple[int, ...], b: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def overlap(
+    a_start: tuple[int, ...], a_shape: tuple[int, ...], b: Box
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Where the region (a_start, a_shape) of a global tensor meets box `b`: slices within the region, and within b's
     local tensor; None if they don't meet."""
     inside, local = [], []

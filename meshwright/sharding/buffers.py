@@ -125,6 +125,6 @@ def build_buffers(
 
 
 def foreign_record(name: str, parameter: nn.Parameter) -> ParamRecord:
-    """For a module that is not ours: its parameter is taken to be whole, and the same on every rank but for the data."""
+    """For a module that is not ours: its parameter is taken to be whole, and the same on every rank."""
     shape = tuple(parameter.shape)
     return whole(name, shape, Init("given"), decay=parameter.dim() > 1, copies=("tp",))

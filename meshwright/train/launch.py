@@ -71,8 +71,8 @@ def _report(folder: str | None, rank: str, text: str, weak: bool = False) -> Non
 def launch(ranks: int, restarts: int, main: Callable[..., None], *args: object) -> int:
     """Runs `main(*args)` on `ranks` local ranks and returns the exit code.
 
-    When a rank dies all are started again, at most `restarts` times. A request to stop (SIGTERM, SIGUSR1) is passed on to
-    the ranks, which save and end by themselves.
+    When a rank dies all are started again, at most `restarts` times. A request to stop (SIGTERM, SIGUSR1) is passed on
+    to the ranks, which save and end by themselves.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

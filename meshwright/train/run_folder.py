@@ -72,8 +72,8 @@ class RunFolder:
 
 
 def _set_lost_aside(path: Path, step: int) -> None:
-    """Moves the lines after `step`, and a last one that a kill cut off, to lost.jsonl. Lost first, then the rest: a kill
-    between the two repeats lines there and loses none."""
+    """Moves the lines after `step`, and a last one that a kill cut off, to lost.jsonl. Lost first, then the rest: a
+    kill between the two repeats lines there and loses none."""
     if not path.exists():
         return
     kept, lost = [], []

@@ -74,29 +74,23 @@ class Trainer:
         self.loss_scale = LossScale(config.loss_scale, config.train.precision == "fp16")
         step = lambda module, batch, received: forward_step(ctx, module, batch, received)  # noqa: E731
         self.executor = Executor(self.modules, ctx.mesh.pp, step, ctx.ledger, ctx.parallel.streams)
-        needs = [getattr(module, "needs", None) for module in self.modules]
-        fields = None if any(n is None for n in needs) else set().union(*needs)  # type: ignore[arg-type]
+        fields = fields_of(self.modules)
         self.train_batches = MicroBatches(ctx, train_data, fields)
         self.valid_batches = MicroBatches(ctx, valid_data, fields) if valid_data is not None else None
         self.table = cache(lambda m: build(config.pipeline.schedule, config.layout.pp, m, config.layout.chunks))
         self.step_number = 0
         self.consumed = 0
-        # Of each pipeline, one rank speaks for the loss that all tensor-parallel ranks of the last stage know.
-        self.speaks = ctx.pp_rank == config.layout.pp - 1 and ctx.mesh.tp.index <= 0
 
     @property
     def writes(self) -> bool:
         """Whether this is the one rank that writes the run's folder and drives its display."""
-        return self.speaks and self.ctx.mesh.data.index <= 0
-
-    def micro_batches(self, samples: int) -> int:
-        return samples // (self.ctx.mesh.data.size * self.ctx.config.train.micro_batch)
+        return speaks(self.ctx) and self.ctx.mesh.data.index <= 0
 
     def gradients(self) -> tuple[Totals, float]:
         """Forward and backward of the next global batch and the reduced gradients, which come out as sums weighted by
         loss scale / nominal tokens; that weight is returned."""
         samples = global_batch(self.ctx.config, self.consumed)
-        count, weight = self.micro_batches(samples), self.loss_scale.value / (samples * self.ctx.config.model.seq)
+        count, weight = micro_batches(self.ctx, samples), self.loss_scale.value / (samples * self.ctx.config.model.seq)
         for module in self.modules:
             module.train()
         self.data_parallel.begin(count)
@@ -143,14 +137,7 @@ class Trainer:
         return result
 
     def _sum_over_world(self, totals: Totals, squares: Tensor) -> tuple[float, float, float]:
-        """Loss sum, token count and squared gradient norm of the whole job, in one small all-reduce."""
-        vector = torch.zeros(len(SUMS), dtype=torch.float64, device=self.ctx.device.torch)
-        if self.speaks:
-            vector[0], vector[1] = totals.loss_sum, totals.tokens
-        vector[2] = squares
-        self.ctx.mesh.world.all_reduce(vector)
-        loss_sum, tokens, total = vector.tolist()
-        return loss_sum, max(tokens, 1.0), total
+        return sum_over_world(self.ctx, totals, squares)
 
     def _monitored(self, totals: Totals) -> dict[str, float]:
         """Averages over micro-batches and data-parallel ranks of what `forward_step` returned beside the loss."""
@@ -163,8 +150,8 @@ class Trainer:
         return dict(zip(names, (vector[:-1] / vector[-1]).tolist(), strict=True))
 
     def _count(self, result: StepResult, seconds: Mapping[str, float], stop_requested: bool) -> None:
-        """Mean seconds by phase, the ledger of this step summed over all ranks, this very call included, and whether any
-        rank was asked to stop."""
+        """Mean seconds by phase, the ledger of this step summed over all ranks, this very call included, and whether
+        any rank was asked to stop."""
         mesh = self.ctx.mesh
         axes = sorted(mesh.groups)
         totals = self.ctx.ledger.totals("axis")
@@ -210,18 +197,49 @@ class Trainer:
         for state in self.optimizer.states:
             state.publish()
 
-    @torch.no_grad()
     def validate(self) -> dict[str, Any] | None:
         """The loss over the first samples of the validation data, or None without any."""
         if self.valid_batches is None:
             return None
-        config, batches = self.ctx.config, self.valid_batches
-        samples = config.run.eval_samples or 4 * config.train.global_batch
-        table = build("forward_only", config.layout.pp, self.micro_batches(samples), config.layout.chunks)
-        for module in self.modules:
-            module.eval()
-        with self.ctx.ledger.phase("validation"):
-            totals = self.executor.run(table, lambda i: batches.load(0, i), self.step_number)
-            nothing = torch.zeros((), dtype=torch.float64)
-            loss_sum, tokens, _ = self._sum_over_world(totals, nothing)
-        return {"step": self.step_number, "loss": loss_sum / tokens, "tokens": int(tokens), "samples": samples}
+        samples = self.ctx.config.run.eval_samples or 4 * self.ctx.config.train.global_batch
+        loss, tokens = mean_loss(self.ctx, self.executor, self.valid_batches, samples)
+        return {"step": self.step_number, "loss": loss, "tokens": tokens, "samples": samples}
+
+
+def fields_of(modules: Sequence[nn.Module]) -> set[str] | None:
+    """The batch's fields that a rank's chunks read; None (all of them) if one doesn't say."""
+    needs = [getattr(module, "needs", None) for module in modules]
+    return None if any(n is None for n in needs) else set().union(*needs)  # type: ignore[arg-type]
+
+
+def speaks(ctx: Context) -> bool:
+    """Of each pipeline, one rank speaks for the loss that all tensor-parallel ranks of the last stage know."""
+    return ctx.pp_rank == ctx.config.layout.pp - 1 and ctx.mesh.tp.index <= 0
+
+
+def micro_batches(ctx: Context, samples: int) -> int:
+    return samples // (ctx.mesh.data.size * ctx.config.train.micro_batch)
+
+
+def sum_over_world(ctx: Context, totals: Totals, squares: Tensor | float = 0.0) -> tuple[float, float, float]:
+    """Loss sum, token count and squared gradient norm of the whole job, in one small all-reduce."""
+    vector = torch.zeros(len(SUMS), dtype=torch.float64, device=ctx.device.torch)
+    if speaks(ctx):
+        vector[0], vector[1] = totals.loss_sum, totals.tokens
+    vector[2] = squares
+    ctx.mesh.world.all_reduce(vector)
+    loss_sum, tokens, total = vector.tolist()
+    return loss_sum, max(tokens, 1.0), total
+
+
+@torch.no_grad()
+def mean_loss(ctx: Context, executor: Executor, batches: MicroBatches, samples: int) -> tuple[float, int]:
+    """Loss by token and number of tokens of the first `samples` samples, without a backward."""
+    layout = ctx.config.layout
+    table = build("forward_only", layout.pp, micro_batches(ctx, samples), layout.chunks)
+    for module in executor.modules:
+        module.eval()
+    with ctx.ledger.phase("validation"):
+        totals = executor.run(table, lambda i: batches.load(0, i), 0)
+        loss_sum, tokens, _ = sum_over_world(ctx, totals)
+    return loss_sum / tokens, int(tokens)

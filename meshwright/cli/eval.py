@@ -1,0 +1,82 @@
+"""`meshwright eval`: the perplexity of a trained model on token files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.errors import UserError
+
+EXAMPLES = """example:
+  meshwright eval runs/demo --samples 64
+  meshwright eval runs/demo@100 --data data/other --nproc 2 layout.tp=2 --json"""
+MIXED = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="RUN|CHECKPOINT[@STEP]")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change, e.g. layout.tp=2")
+    parser.add_argument(
+        "--data", action="append", metavar="PREFIX", help="token files, whole (default: the run's validation part)"
+    )
+    parser.add_argument("--samples", type=int, default=0, help="sequences to look at (default: 64)")
+    parser.add_argument("--nproc", type=int, default=1, help="local ranks (default 1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(args: argparse.Namespace) -> int:
+    from meshwright.checkpoint.load import find
+    from meshwright.train.launch import launch, warm_up
+
+    if args.nproc < 1 or args.samples < 0:
+        raise UserError("--nproc must be at least 1 and --samples at least 0")
+    find(args.source)
+    words = (args.source, args.overrides, args.data, args.samples, args.json)
+    if args.nproc == 1:
+        evaluate_rank(*words)
+        return 0
+    warm_up()
+    return launch(args.nproc, 0, evaluate_rank, *words)
+
+
+def sections_of(overrides: Sequence[str], nproc: int) -> dict[str, dict[str, Any]]:
+    """The keys given, over a plain layout: one process, or all ranks data-parallel."""
+    from meshwright.config.load import set_key
+
+    raw: dict[str, Any] = {}
+    for word in overrides:
+        set_key(raw, word)
+    plain = {"tp": 1, "pp": 1, "chunks": 1, "sequence_parallel": False}
+    raw["layout"] = plain | raw.get("layout", {})
+    raw["pipeline"] = {"schedule": "1f1b", "split": []} | raw.get("pipeline", {})
+    raw["train"] = {"micro_batch": 1, "global_batch": 64, "ramp": []} | raw.get("train", {})
+    raw["run"] = {"eval_samples": 0} | raw.get("run", {})
+    return raw
+
+
+def evaluate_rank(source: str, overrides: list[str], prefixes: list[str] | None, samples: int, as_json: bool) -> None:
+    from meshwright.train.datasets import datasets_of
+    from meshwright.train.evaluate import evaluate, with_model
+    from meshwright.train.processes import find_place
+
+    sections = sections_of(overrides, find_place().world)
+    if prefixes:
+        sections["data"] = sections.get("data", {}) | {"prefixes": prefixes, "weights": [], "split": [1.0, 0.0, 0.0]}
+
+    def use(ctx: Any, modules: Any, place: Any) -> None:
+        train, valid, _ = datasets_of(ctx.config)
+        data = train if prefixes else valid
+        if data is None:
+            raise UserError("the run has no validation data: name token files with --data PREFIX")
+        unit = ctx.mesh.data.size * ctx.config.train.micro_batch
+        count = -(-(samples or 64) // unit) * unit
+        result = evaluate(ctx, modules, data, count)
+        if place.rank == 0:
+            words = (
+                f"loss {result['loss']:.4f}  perplexity {result['perplexity']:.2f}  over {result['tokens']:,} tokens"
+            )
+            print(json.dumps(result) if as_json else words, flush=True)
+
+    with_model(source, sections, use)

@@ -1,0 +1,65 @@
+"""A trained model on its own: loaded from a checkpoint into any layout, without an optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from meshwright.checkpoint.load import Reader, find, load_weights
+from meshwright.config.load import config_from
+from meshwright.config.rules import check
+from meshwright.config.sections import Config
+from meshwright.device import Device, limit_threads
+from meshwright.pipeline.executor import Executor
+from meshwright.train.batches import Dataset, MicroBatches
+from meshwright.train.context import Context, build_context
+from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.pretrain import build_modules
+from meshwright.train.processes import Place, find_place, join, leave
+from meshwright.train.step import fields_of, mean_loss
+
+
+def config_in(path: Path, **sections: dict[str, Any]) -> Config:
+    """The config that a checkpoint was written with, some keys changed; a foreign section is left out."""
+    from meshwright.checkpoint.format import read_index
+
+    raw = {name: dict(keys) for name, keys in read_index(path).config.items()}
+    known = set(Config.__dataclass_fields__) - {"extra"}
+    for name, keys in sections.items():
+        raw[name] = raw.get(name, {}) | keys
+    return config_from({name: keys for name, keys in raw.items() if name in known})
+
+
+def with_model(
+    source: str, sections: dict[str, dict[str, Any]], use: Callable[[Context, list[nn.Module], Place], Any]
+) -> Any:
+    """Joins the world, loads the model that `source` (PATH[@STEP]) names, and calls `use` with it."""
+    path = find(source)
+    place = find_place()
+    config = config_in(path, **sections)
+    check(config, place.world)
+    limit_threads()
+    device = Device.choose(config.run.device, place.local_rank)
+    backend = device.backend(config.comm.backend)
+    device.check_sharing(backend, place.local_world)
+    joined = join(place, backend, config.comm.timeout)
+    try:
+        ctx = build_context(config, place.rank, place.world, device, place.local_world)
+        modules = build_modules(ctx, model_provider)
+        load_weights(modules, Reader(path))
+        return use(ctx, modules, place)
+    finally:
+        if joined:
+            leave()
+
+
+def evaluate(ctx: Context, modules: list[nn.Module], dataset: Dataset, samples: int) -> dict[str, Any]:
+    """Mean loss and perplexity over the first `samples` samples."""
+    step = lambda module, batch, received: forward_step(ctx, module, batch, received)  # noqa: E731
+    executor = Executor(modules, ctx.mesh.pp, step, ctx.ledger, ctx.parallel.streams)
+    loss, tokens = mean_loss(ctx, executor, MicroBatches(ctx, dataset, fields_of(modules)), samples)
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens, "samples": samples}
