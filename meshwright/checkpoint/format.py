@@ -6,7 +6,8 @@
 
 A tensor is named STATE/NAME (`param/layers.0.mlp.up.weight`, `exp_avg/...`); a block is a rectangle of it. Nothing in
 the files depends on the layout that wrote them. A folder counts as a checkpoint only under its final name, which it
-gets by a rename when all is written and checked; until then it is called `.saving-step-...`.
+gets by a rename when all is written and checked; until then it is called `.saving-step-...`. The index ends with the
+CRC-32 of its own bytes, as each block has one in the index.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from meshwright.errors import UserError
 FORMAT = "meshwright checkpoint"
 VERSION = 1
 INDEX = "index.json"
+SEAL = b', "crc32": '  # before the index's last value, the checksum of all that stands before this
 BLOCK_BYTES = 16 * 2**20  # a reader that needs a part of a block reads and checks all of it
 
 
@@ -71,6 +74,11 @@ def checkpoint_folder(config: Config) -> Path:
     return Path(config.checkpoint.dir) if config.checkpoint.dir else Path(config.run.dir) / "checkpoints"
 
 
+def restarted(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher has started this job's ranks before: then the job goes on from where they came to."""
+    return env.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+
+
 def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
@@ -80,11 +88,11 @@ def saving_name(step: int) -> str:
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every complete checkpoint, oldest first."""
+    """(step, path) of every checkpoint, oldest first. They were complete once; `read_index` says if one still is."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = re.fullmatch(r"step-(\d{8,})", path.name)
-        if match and (path / INDEX).is_file():
+        if match and path.is_dir():
             found.append((int(match.group(1)), path))
     return sorted(found)
 
@@ -113,10 +121,14 @@ def remove_old(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
+    write_whole(path, json.dumps(value).encode())
+
+
+def write_whole(path: Path, data: bytes) -> None:
     """Whole or not at all: written aside, flushed to disk, renamed."""
     aside = path.with_name(path.name + ".part")
-    with aside.open("w", encoding="utf-8") as file:
-        json.dump(value, file)
+    with aside.open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)
@@ -130,20 +142,21 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-
 def write_index(folder: Path, index: Index) -> None:
     value = asdict(index)
     value["blocks"] = [[b.tensor, b.start, b.shape, b.file, b.key, b.crc32] for b in index.blocks]
-    write_json(folder / INDEX, {"format": FORMAT, "version": VERSION} | value)
+    head = json.dumps({"format": FORMAT, "version": VERSION} | value).encode()[:-1]
+    write_whole(folder / INDEX, head + SEAL + f"{zlib.crc32(head)}}}".encode())
 
 
 def read_index(folder: Path) -> Index:
-    """Checked: another format, a later version, a missing or truncated file are told apart by name."""
+    """Checked: another format, a later version, a missing, truncated or changed file are told apart by name."""
     path = folder / INDEX
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
+        value = json.loads(data)
     except FileNotFoundError:
-        raise DamagedCheckpoint(f"{folder} is not a checkpoint: it has no {INDEX}") from None
+        raise DamagedCheckpoint(f"{path} is missing: use another checkpoint") from None
     except (ValueError, OSError) as error:
         raise DamagedCheckpoint(f"{path} can't be read ({error}): use another checkpoint") from None
     if not isinstance(value, dict) or value.pop("format", None) != FORMAT:
@@ -151,18 +164,24 @@ def read_index(folder: Path) -> Index:
     version = value.pop("version", None)
     if version != VERSION:
         raise DamagedCheckpoint(f"{path} has format version {version}, and this program reads version {VERSION}")
+    head, _, _ = data.rpartition(SEAL)
+    if value.pop("crc32", None) != zlib.crc32(head):
+        raise DamagedCheckpoint(f"{path} is damaged (wrong checksum): use another checkpoint")
     try:
         rows = value.pop("blocks")
         index = Index(**value, blocks=[Block(t, tuple(a), tuple(n), f, k, c) for t, a, n, f, k, c in rows])
     except (TypeError, ValueError, KeyError):
         raise DamagedCheckpoint(f"{path} lacks a part of the index: use another checkpoint") from None
+    strange = any(os.path.basename(name) != name for name in index.files)
+    if strange or any(block.file not in index.files for block in index.blocks):
+        raise DamagedCheckpoint(f"{path} names files that are not the checkpoint's: use another checkpoint")
     for name, size in index.files.items():
         _check_file(folder / name, size)
     return index
 
 
 def _check_file(path: Path, size: int) -> None:
-    if path.name != os.path.basename(path.name) or not path.is_file():
+    if not path.is_file():
         raise DamagedCheckpoint(f"{path} is missing: use another checkpoint")
     found = path.stat().st_size
     if found != size:
@@ -186,3 +205,24 @@ def keep_newest(folder: Path, keep: int) -> None:
         aside = folder / f".old-{folder_name(step)}"
         path.rename(aside)
     remove_old(folder)
+
+
+def find(source: str) -> Path:
+    """The checkpoint that PATH[@STEP] names: a checkpoint's folder, or the newest (or STEP's) of a run's."""
+    text, at, step = source.rpartition("@")
+    path, wanted = (Path(text), step) if at and not Path(source).exists() else (Path(source), "")
+    if wanted and not wanted.isdigit():
+        raise UserError(f"'{source}': after @ comes a step's number, e.g. {text}@1000")
+    if (path / INDEX).is_file():
+        return path
+    folder = path if checkpoints(path) else path / "checkpoints"
+    found = checkpoints(folder)
+    if not found:
+        raise UserError(f"there is no complete checkpoint in {path}: name a run's folder or a checkpoint's")
+    if not wanted:
+        return found[-1][1]
+    for number, candidate in found:
+        if number == int(wanted):
+            return candidate
+    steps = ", ".join(str(number) for number, _ in found)
+    raise UserError(f"{path} has no checkpoint of step {wanted}: it has {steps}")

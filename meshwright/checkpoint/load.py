@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.format import Block, DamagedCheckpoint, Index
+from meshwright.checkpoint.format import find as find
 from meshwright.checkpoint.save import checksum
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord, overlap
@@ -41,7 +42,8 @@ class Reader:
             values = self._open(block.file).get_tensor(block.key)
         except (SafetensorError, OSError, KeyError) as error:
             raise DamagedCheckpoint(f"{path} can't be read ({error}): use another checkpoint") from None
-        if tuple(values.shape) != block.shape or checksum(values) != block.crc32:
+        wanted = (block.shape, self.index.tensors[block.tensor]["dtype"])
+        if (tuple(values.shape), str(values.dtype).removeprefix("torch.")) != wanted or checksum(values) != block.crc32:
             raise DamagedCheckpoint(f"{path} is damaged in {block.tensor} (wrong checksum): use another checkpoint")
         self._last = (block, values)
         return values
@@ -76,14 +78,6 @@ class Reader:
         if filled != wanted:
             raise DamagedCheckpoint(f"{self.folder} lacks a part of {tensor}: use another checkpoint")
 
-    def verify(self) -> int:
-        """Reads and checks every block; the number of bytes."""
-        total = 0
-        for block in self.index.blocks:
-            values = self.block(block)
-            total += values.numel() * values.element_size()
-        return total
-
 
 @torch.no_grad()
 def load_into(trainer: Any, reader: Reader, model_only: bool = False) -> None:
@@ -91,6 +85,7 @@ def load_into(trainer: Any, reader: Reader, model_only: bool = False) -> None:
     names = {name.split("/", 1)[0] for name in reader.index.tensors}
     for state_name, buffer, flat in trainer.states():
         if state_name != "param" and (model_only or state_name not in names):
+            flat.zero_()  # also what a damaged checkpoint, tried before this one, may have left
             continue
         for slot in buffer.slots:
             local = flat[slot.start : slot.stop].view(slot.record.local_shape)
@@ -107,24 +102,3 @@ def load_weights(modules: Iterable[nn.Module], reader: Reader) -> None:
         for parameter in module.parameters():
             record = parameter.record  # type: ignore[attr-defined]
             reader.fill(f"param/{record.name}", record, parameter.data)
-
-
-def find(source: str) -> Path:
-    """The checkpoint that PATH[@STEP] names: a checkpoint's folder, or the newest (or STEP's) of a run's."""
-    text, at, step = source.rpartition("@")
-    path, wanted = (Path(text), step) if at else (Path(source), "")
-    if wanted and not wanted.isdigit():
-        raise UserError(f"'{source}': after @ comes a step's number, e.g. {text}@1000")
-    if (path / fmt.INDEX).is_file():
-        return path
-    folder = path if fmt.checkpoints(path) else path / "checkpoints"
-    found = fmt.checkpoints(folder)
-    if not found:
-        raise UserError(f"there is no complete checkpoint in {path}: name a run's folder or a checkpoint's")
-    if not wanted:
-        return found[-1][1]
-    for number, candidate in found:
-        if number == int(wanted):
-            return candidate
-    steps = ", ".join(str(number) for number, _ in found)
-    raise UserError(f"{path} has no checkpoint of step {wanted}: it has {steps}")

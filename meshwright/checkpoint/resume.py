@@ -16,49 +16,58 @@ from meshwright.errors import UserError
 def resume(trainer: Any, source: str | None) -> None:
     """Loads what this run goes on from. Every rank calls it; all load the same checkpoint or none.
 
-    A damaged checkpoint is passed over, with a warning, for the one before it.
+    A damaged checkpoint is passed over, with a warning, for the one before it. Ranks that were started again after one
+    of them died go on from their own checkpoints, not from `source` once more.
     """
-    config = trainer.ctx.config
-    folder = fmt.checkpoint_folder(config)
+    folder = fmt.checkpoint_folder(trainer.ctx.config)
     if trainer.writes:
         fmt.remove_unfinished(folder)
-    if source is not None:
+    if source is not None and not (fmt.restarted() and fmt.checkpoints(folder)):
         path = find(source)
         own = path.resolve().parent == folder.resolve()
-        _attempt(trainer, path, model_only=not own)
+        damage = _attempt(trainer, path, model_only=not own)
+        if damage is not None:
+            raise damage
     else:
         _newest(trainer, folder)
     if trainer.writes:
-        fmt.set_aside(folder, trainer.step_number)
+        try:
+            fmt.set_aside(folder, trainer.step_number)
+        except OSError as error:
+            raise UserError(f"{folder} can't be written: {error.strerror}") from None
 
 
 def _newest(trainer: Any, folder: Path) -> None:
     found = [path for _, path in reversed(fmt.checkpoints(folder))]
     for number, path in enumerate(found):
-        try:
-            _attempt(trainer, path, model_only=False)
+        damage = _attempt(trainer, path, model_only=False)
+        if damage is None:
             return
-        except fmt.DamagedCheckpoint as error:
-            if number == len(found) - 1:
-                raise UserError(f"{folder} holds no checkpoint that can be used: {error}") from None
-            if trainer.writes:
-                warning = f"meshwright: warning: {error}; going back to {found[number + 1].name}"
-                print(warning, file=sys.stderr, flush=True)
+        if number == len(found) - 1:
+            if isinstance(damage, SystemExit):
+                raise damage
+            raise UserError(f"{folder} holds no checkpoint that can be used: {damage}") from None
+        if isinstance(damage, fmt.DamagedCheckpoint):
+            warning = f"meshwright: warning: {damage}; going back to {found[number + 1].name}"
+            print(warning, file=sys.stderr, flush=True)
 
 
-def _attempt(trainer: Any, path: Path, model_only: bool) -> None:
-    """Loads on all ranks, or raises on all: a file that one rank finds damaged is damaged for all."""
+def _attempt(trainer: Any, path: Path, model_only: bool) -> fmt.DamagedCheckpoint | SystemExit | None:
+    """Loads on all ranks, or fails on all: a file that one rank finds damaged is damaged for all. Returns the damage,
+    on the first rank that found some; on the others, who have nothing to add, a way to end."""
     error: UserError | None = None
     try:
         load_into(trainer, Reader(path), model_only)
     except UserError as caught:
         error = caught
-    kinds = torch.tensor([float(isinstance(error, fmt.DamagedCheckpoint)), float(error is not None)])
-    kinds = kinds.to(trainer.ctx.device.torch)
-    trainer.ctx.mesh.world.all_reduce(kinds)
-    if error is not None:
-        raise error
-    if kinds[0].item():
-        raise fmt.DamagedCheckpoint(f"{path} is damaged, as another rank found")
-    if kinds[1].item():
-        raise SystemExit(2)
+    damaged = isinstance(error, fmt.DamagedCheckpoint)
+    place = trainer.ctx.layout.world - trainer.ctx.rank  # the largest is the first rank's
+    firsts = torch.tensor([place * (error is not None and not damaged), place * damaged])
+    firsts = firsts.to(trainer.ctx.device.torch)
+    trainer.ctx.mesh.world.all_reduce(firsts, op="max")
+    mistaken, found = firsts.tolist()
+    if mistaken:
+        raise error if error is not None and mistaken == place else SystemExit(2)
+    if not found:
+        return None
+    return error if isinstance(error, fmt.DamagedCheckpoint) and found == place else SystemExit(2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 import zlib
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -91,7 +93,13 @@ def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
         blocks.append([tensor, list(start), list(values.shape), name, key, checksum(values)])
     size = 0
     if tensors:
-        save_file(tensors, folder / name)
+        try:
+            save_file(tensors, folder / name)
+        except SafetensorError as error:  # it wraps the system's error, number and all
+            number = re.search(r"os error (\d+)", str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder / name)) from error
         fmt.sync_folder(folder / name)
         size = (folder / name).stat().st_size
     part = {"file": name, "bytes": size, "tensors": snapshot.tensors, "blocks": blocks}
@@ -149,11 +157,17 @@ class Saver:
         self._error: BaseException | None = None
         self._stopped = threading.Event()
         self.saved_step: int | None = None
+        self._skipped_step: int | None = None
 
     def save(self) -> bool:
         """Begins a save of the present state; False if it is skipped since the last one is still under way."""
         if self.busy == "skip" and self._any_busy():
+            self._skipped_step = self.trainer.step_number
             return False
+        self._begin()
+        return True
+
+    def _begin(self) -> None:
         self.wait()
         trainer = self.trainer
         snapshot = Snapshot(trainer)
@@ -166,7 +180,6 @@ class Saver:
         self._thread.start()
         if not self.asynchronous:
             self.wait()
-        return True
 
     def _any_busy(self) -> bool:
         """Ranks must decide alike, so they ask each other."""
@@ -197,7 +210,9 @@ class Saver:
             raise error
 
     def committed(self) -> None:
-        """Every rank: until the last save counts."""
+        """Every rank, at the end of the run: until its last save counts, which is made now if it was skipped."""
+        if self._skipped_step == self.trainer.step_number:
+            self._begin()
         self.wait()
         while self.saved_step is not None and not (self.folder / fmt.folder_name(self.saved_step)).exists():
             time.sleep(POLL_S)

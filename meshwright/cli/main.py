@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import keyword
 import os
 import sys
 
@@ -11,7 +12,11 @@ from meshwright.errors import UserError, nearest
 
 COMMANDS = {
     "train": "train a model from a config, on local ranks or as one rank of torchrun or srun",
+    "generate": "write text with a trained or imported model",
     "eval": "measure a trained model's loss and perplexity on token files",
+    "inspect": "show what is in a checkpoint and verify every checksum",
+    "import": "turn a Hugging Face folder into a checkpoint",
+    "export": "write a run's or a checkpoint's weights as a Hugging Face folder",
     "config": "show a config as it resolves, or check it against a world size",
     "layout": "print every rank group of a mesh and draw it",
     "schedule": "print, draw and simulate a pipeline schedule",
@@ -50,7 +55,8 @@ def run(argv: list[str]) -> int:
     if name not in COMMANDS:
         known = ", ".join(COMMANDS)
         raise UserError(f"unknown command '{name}'{nearest(name, COMMANDS)}: the commands are {known}")
-    module = importlib.import_module(f"meshwright.cli.{name}")
+    reserved = "_" if keyword.iskeyword(name) else ""  # a module can't be called `import`
+    module = importlib.import_module(f"meshwright.cli.{name}{reserved}")
     parser = Parser(
         prog=f"meshwright {name}",
         description=COMMANDS[name][0].upper() + COMMANDS[name][1:] + ".",

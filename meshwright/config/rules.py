@@ -140,8 +140,8 @@ def lr_fits_steps(c: Config, world: int) -> str | None:
 
 
 def position_table_covers(c: Config, world: int) -> str | None:
-    if c.data.reset_positions and c.model.position == "none":
-        return "data.reset_positions=true has no effect with model.position=none: drop one of them"
+    if c.data.reset_positions and c.model.position in ("none", "alibi"):
+        return f"data.reset_positions=true has no effect with model.position={c.model.position}: drop one of them"
     return None
 
 

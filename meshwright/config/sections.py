@@ -44,9 +44,16 @@ class ModelConfig:
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = 1e-5
     mlp: Literal["gelu", "gelu_tanh", "relu", "swiglu"] = "gelu"
-    position: Literal["learned", "rope", "none"] = "learned"
+    position: Literal["learned", "rope", "alibi", "none"] = "learned"
+    position_offset: int = 0  # rows of the position table before the first position (OPT: 2)
     rope_theta: float = 10000.0
+    rotary_fraction: float = 1.0  # the part of each head that turns with the position
+    rope_scaling: tuple[float, ...] = ()  # (factor,), or Llama 3.1's (factor, low, high, original length)
     bias: bool = True
+    qkv_bias: bool = False  # with bias=false: on queries, keys and values alone
+    qk_norm: bool = False  # RMS norm of each head's queries and keys
+    parallel_residual: bool = False  # attention and MLP both of the block's input
+    embedding_norm: bool = False
     dropout: float = 0.0
     tied_embeddings: bool = True
     init_std: float = 0.02
@@ -56,7 +63,10 @@ class ModelConfig:
             "model", layers=self.layers, hidden=self.hidden, heads=self.heads, vocab=self.vocab, seq=self.seq,
             norm_eps=self.norm_eps, rope_theta=self.rope_theta, init_std=self.init_std,
         )  # fmt: skip
-        _not_negative("model", kv_heads=self.kv_heads, head_dim=self.head_dim, ffn=self.ffn)
+        _not_negative(
+            "model", kv_heads=self.kv_heads, head_dim=self.head_dim, ffn=self.ffn,
+            position_offset=self.position_offset,
+        )  # fmt: skip
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"model.dropout={self.dropout} must be at least 0 and below 1")
         if not self.head_dim and self.hidden % self.heads:
@@ -77,8 +87,38 @@ class ModelConfig:
                 f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}: "
                 f"try {_divisors(self.heads)}"
             )
-        if self.position == "rope" and self.head_dim % 2:
-            raise UserError(f"model.head_dim={self.head_dim} must be even for model.position=rope")
+        self._check_positions()
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that rotary positions turn, in pairs."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    def _check_positions(self) -> None:
+        if not 0.0 < self.rotary_fraction <= 1.0:
+            raise UserError(f"model.rotary_fraction={self.rotary_fraction} must be above 0 and at most 1")
+        if self.position == "rope" and self.rotary_dim % 2:
+            of = f" x rotary_fraction={self.rotary_fraction}" if self.rotary_fraction < 1.0 else ""
+            raise UserError(f"model.head_dim={self.head_dim}{of} must be even for model.position=rope")
+        if self.position == "rope" and not self.rotary_dim:
+            raise UserError(
+                f"model.rotary_fraction={self.rotary_fraction} of head_dim={self.head_dim} is less than one pair: "
+                "raise it or use model.position=none"
+            )
+        kinds = (("position_offset", "learned", 0), ("rope_scaling", "rope", ()), ("rotary_fraction", "rope", 1.0))
+        for key, of, default in kinds:
+            if self.position != of and getattr(self, key) != default:
+                raise UserError(f"model.{key} has no effect with model.position={self.position}: drop one of them")
+        if self.rope_scaling and (len(self.rope_scaling) not in (1, 4) or min(self.rope_scaling) <= 0):
+            raise UserError(
+                f"model.rope_scaling={list(self.rope_scaling)} must be one factor above zero, or Llama 3.1's four "
+                "numbers: factor, low, high, original length, e.g. [8, 1, 4, 8192]"
+            )
+        if len(self.rope_scaling) == 4 and self.rope_scaling[1] >= self.rope_scaling[2]:
+            raise UserError(
+                f"model.rope_scaling={list(self.rope_scaling)}: the low factor (second) must be below the high "
+                "one (third), e.g. [8, 1, 4, 8192]"
+            )
 
 
 @dataclass(frozen=True)

@@ -116,8 +116,10 @@ class GPTDescription:
     def embedding(self) -> Records:
         records = {"tokens.weight": self._vocabulary("embedding.weight", self.model.tied_embeddings)}
         if self.model.position == "learned":
-            shape = (self.model.seq, self.model.hidden)
+            shape = (self.model.position_offset + self.model.seq, self.model.hidden)
             records["positions.weight"] = whole("position.weight", shape, self.normal, **self._replicated)
+        if self.model.embedding_norm:
+            records |= prefixed("norm", self.norm("embedding_norm"))
         return records
 
     def head(self) -> Records:
@@ -148,8 +150,15 @@ class GPTDescription:
             }
 
         records = cut("weight", (m.hidden,), self.normal, True)
-        if m.bias:
+        if m.bias or m.qkv_bias:
             records |= cut("bias", (), Init("zeros"), False)
+        if m.qk_norm:
+            # One weight for all heads: each tp rank has the gradient of its own heads. Of copies of a key-value head,
+            # each has the gradient from its own queries, so there too the sum over tp is the whole.
+            axes = ("tp",) if self.tp > 1 else ()
+            for key in ("q_norm", "k_norm"):
+                full = f"{name}.{key}.weight"
+                records[f"{key}.weight"] = whole(full, (d,), Init("ones"), decay=False, copies=axes, partial=axes)
         return records | self._row(f"{name}.out", "out", m.heads * d)
 
     def mlp(self, name: str) -> Records:

@@ -11,7 +11,7 @@ from meshwright.comm.ledger import Ledger
 from meshwright.config.sections import ModelConfig
 from meshwright.layout.params import under
 from meshwright.models.description import GPTDescription, Stage, fields_read
-from meshwright.nn.attention import Rotary
+from meshwright.nn.attention import Alibi, Rotary, causal_mask
 from meshwright.nn.block import Block
 from meshwright.nn.embedding import PositionEmbedding, TokenEmbedding
 from meshwright.nn.linear import Linear
@@ -30,9 +30,10 @@ class Embedding(nn.Module):
         super().__init__()
         records = description.embedding()
         self.tokens = TokenEmbedding(parallel, records["tokens.weight"])
-        self.positions = (
-            PositionEmbedding(parallel, records["positions.weight"]) if "positions.weight" in records else None
-        )
+        learned = records.get("positions.weight")
+        self.positions = PositionEmbedding(parallel, learned, model.position_offset) if learned else None
+        norm = under(records, "norm")
+        self.norm = Norm(parallel, model.norm, model.norm_eps, norm) if norm else None
         self.p, self.parallel = model.dropout, parallel
 
     def forward(self, ids: Tensor, positions: Tensor | None) -> Tensor:
@@ -41,6 +42,8 @@ class Embedding(nn.Module):
             if positions is None:
                 positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
             x = x + self.positions(self.parallel.local_tokens(positions.flatten()))
+        if self.norm is not None:
+            x = self.norm(x)
         if self.p and self.training:
             streams = self.parallel.streams
             x = dropout(x, self.p, streams.own if self.parallel.splits_tokens else streams.same)
@@ -76,6 +79,7 @@ class GPTStage(nn.Module):
         self.embedding = Embedding(parallel, model, description) if stage.first else None
         self.blocks = nn.ModuleDict({str(n): Block(parallel, model, description.block(n)) for n in stage.layers})
         self.rotary = Rotary(model, parallel) if model.position == "rope" else None
+        self.alibi = Alibi(model, parallel) if model.position == "alibi" else None
         self.head = Head(parallel, model, description) if stage.last else None
         if model.tied_embeddings and self.embedding is not None and self.head is not None:
             tie(self.head, self.embedding)
@@ -87,6 +91,11 @@ class GPTStage(nn.Module):
 
     def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """`hidden` for the next chunk or, from the last, the loss's sum over the unmasked tokens."""
+        hidden = self.trunk(batch, hidden)
+        return hidden if self.head is None else self.head(hidden, batch["labels"], batch["loss_mask"])
+
+    def trunk(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+        """`hidden` after this chunk's blocks."""
         streams = self.parallel.streams
         ids, positions = batch.get("tokens"), batch.get("positions")
         if self.embedding is not None:
@@ -96,17 +105,18 @@ class GPTStage(nn.Module):
             self._mark_backward(hidden, None)
         assert hidden is not None
         tokens = hidden.shape[0] * (self.parallel.tp.size if self.parallel.splits_tokens else 1)
-        rotary = None if self.rotary is None else self.rotary(positions, tokens // self.micro_batch)
+        seq = tokens // self.micro_batch
+        rotary = None if self.rotary is None else self.rotary(positions, seq)
         mask = None if "segments" not in batch else segment_mask(batch["segments"])
+        if self.alibi is not None:
+            mask = self.alibi(causal_mask(seq, hidden.device) if mask is None else mask)
         for number, block in self.blocks.items():
             layer = int(number)
             streams.layer(layer)
             with self.ledger.layer(layer):
                 hidden = block(hidden, self.micro_batch, rotary, mask)
             self._mark_backward(hidden, layer)
-        if self.head is None:
-            return hidden
-        return self.head(hidden, batch["labels"], batch["loss_mask"])
+        return hidden
 
     def _mark_backward(self, output: Tensor, layer: int | None) -> None:
         """Backward runs outside of the block's context: the gradient of a block's output tells that it begins."""
@@ -125,6 +135,5 @@ def tie(head: Head, embedding: Embedding) -> None:
 
 def segment_mask(segments: Tensor) -> Tensor:
     """[batch, 1, seq, seq]: causal, and within one document."""
-    seq = segments.shape[1]
-    causal = torch.ones(seq, seq, dtype=torch.bool, device=segments.device).tril()
-    return (causal & (segments[:, :, None] == segments[:, None, :]))[:, None]
+    causal = causal_mask(segments.shape[1], segments.device)
+    return causal & (segments[:, :, None] == segments[:, None, :])[:, None]

@@ -2,40 +2,96 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config.sections import ModelConfig
-from meshwright.layout.params import ParamRecord
+from meshwright.layout.params import ParamRecord, under
 from meshwright.nn.linear import Linear, product, product_mode
+from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 
 
 class Rotary(nn.Module):
-    """Cosines and sines of rotary positions; each pair is an element of the first half of a head and its second."""
+    """Cosines and sines of rotary positions; each pair is an element of the first half of a head's turning part and its
+    partner in the second."""
 
     def __init__(self, model: ModelConfig, parallel: Parallel) -> None:
         super().__init__()
         exact = torch.float64
-        frequency = model.rope_theta ** (-torch.arange(0, model.head_dim, 2, dtype=exact) / model.head_dim)
+        frequency = model.rope_theta ** (-torch.arange(0, model.rotary_dim, 2, dtype=exact) / model.rotary_dim)
+        frequency = scaled_frequency(frequency, model.rope_scaling)
         angle = torch.outer(torch.arange(model.seq, dtype=exact), frequency)
         dtype = exact if parallel.dtype == exact else torch.float32
         for name, table in (("cos", angle.cos()), ("sin", angle.sin())):
             self.register_buffer(name, table.to(parallel.device, dtype), persistent=False)
 
     def forward(self, positions: Tensor | None, seq: int) -> tuple[Tensor, Tensor]:
-        """Tables [1 or batch, seq, 1, head_dim / 2]."""
+        """Tables [1 or batch, seq, 1, rotary_dim / 2]."""
         if positions is None:
             return self.cos[None, :seq, None], self.sin[None, :seq, None]
         return self.cos[positions][:, :, None], self.sin[positions][:, :, None]
 
 
+def scaled_frequency(frequency: Tensor, scaling: tuple[float, ...]) -> Tensor:
+    """Rotary frequencies for sequences longer than those a model was first trained on.
+
+    One number slows all by that factor. Llama 3.1's (factor, low, high, length) slows those that turn fewer than `low`
+    times over `length` positions, leaves those that turn more than `high` times, and blends between.
+    """
+    if not scaling:
+        return frequency
+    if len(scaling) == 1:
+        return frequency / scaling[0]
+    factor, low, high, length = scaling
+    turns = length * frequency / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return keep * frequency + (1 - keep) * frequency / factor
+
+
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """x [batch, seq, heads, head_dim], in the tables' precision."""
+    """x [batch, seq, heads, head_dim], in the tables' precision; elements beyond the tables' stay as they are."""
     cos, sin = tables
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    half = cos.shape[-1]
+    a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    turned = (a * cos - b * sin, b * cos + a * sin)
+    return torch.cat((*turned, rest) if rest.shape[-1] else turned, dim=-1).to(x.dtype)
+
+
+class Alibi(nn.Module):
+    """Scores fall with the distance to the key, for each head by its own slope. A rank takes its heads' slopes."""
+
+    def __init__(self, model: ModelConfig, parallel: Parallel) -> None:
+        super().__init__()
+        heads = model.heads // parallel.tp.size
+        first = heads * max(0, parallel.tp.index)
+        slopes = torch.tensor(alibi_slopes(model.heads)[first : first + heads], dtype=torch.float64)
+        self.register_buffer("slopes", slopes.to(parallel.device), persistent=False)
+        self.dtype = parallel.dtype
+
+    def forward(self, allowed: Tensor) -> Tensor:
+        """[batch, heads, queries, keys] to add to the scores, from `allowed` [batch, 1, queries, keys], true where one
+        may look. The queries are the last of the keys' positions."""
+        queries, keys = allowed.shape[-2:]
+        at = torch.arange(keys, device=allowed.device)
+        distance = at[None] - at[keys - queries :, None]
+        bias = (self.slopes[:, None, None] * distance).to(self.dtype)
+        return torch.where(allowed, bias, -torch.inf)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Of a power of two n of heads, 2^(-8/n), 2^(-16/n), ...; further heads take every other slope of 2n heads."""
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * (n + 1) / power) for n in range(power)]
+    return slopes + [2.0 ** (-4.0 * (2 * n + 1) / power) for n in range(heads - power)]
+
+
+def causal_mask(seq: int, device: torch.device) -> Tensor:
+    """[1, 1, seq, seq], true where one may look."""
+    return torch.ones(seq, seq, dtype=torch.bool, device=device).tril()[None, None]
 
 
 class QKV(nn.Module):
@@ -44,7 +100,7 @@ class QKV(nn.Module):
 
     def __init__(self, parallel: Parallel, records: dict[str, ParamRecord]) -> None:
         super().__init__()
-        self.parts = [key.split(".")[0] for key in records if key.endswith(".weight") and key != "out.weight"]
+        self.parts = [part for part in ("qkv", "q", "kv") if f"{part}.weight" in records]
         for part in self.parts:
             self.add_module(part, Linear(parallel, records[f"{part}.weight"], records.get(f"{part}.bias"), "column"))
         self.mode, self.group, self.size = product_mode(parallel, "column"), parallel.tp.name, parallel.tp.size
@@ -58,6 +114,27 @@ class QKV(nn.Module):
         return product(x, weight, bias, None, self.mode, self.group, self.size)
 
 
+class Past:
+    """Keys and values of the tokens before, of one layer. A generating model adds one token at a time, whose query
+    looks at all of them; the first call may hold many tokens."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest, self.length = longest, 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values [batch, heads, tokens so far, head_dim], with these at the end."""
+        if self.keys is None or self.values is None:
+            shape = (*keys.shape[:2], self.longest, keys.shape[3])
+            self.keys, self.values = keys.new_empty(shape), values.new_empty(shape)
+        end = self.length + keys.shape[2]
+        assert self.length == 0 or keys.shape[2] == 1, "after the first call, one token at a time"
+        self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = keys, values
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
 class Attention(nn.Module):
     def __init__(self, parallel: Parallel, model: ModelConfig, records: dict[str, ParamRecord]) -> None:
         super().__init__()
@@ -65,19 +142,34 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = model.heads // tp, max(1, model.kv_heads // tp), model.head_dim
         self.dropout = model.dropout
         self.projection = QKV(parallel, records)
+        self.q_norm, self.k_norm = (
+            Norm(parallel, "rmsnorm", model.norm_eps, under(records, key)) if model.qk_norm else None
+            for key in ("q_norm", "k_norm")
+        )
         self.out = Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
 
     def forward(
-        self, x: Tensor, batch: int, rotary: tuple[Tensor, Tensor] | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        batch: int,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | None = None,
+        past: Past | None = None,
     ) -> Tensor:
-        """x [tokens, hidden] of `batch` sequences; mask [batch, 1, seq, seq] true where one may look, or causal."""
+        """x [tokens, hidden] of `batch` sequences. `mask` [batch, 1 or heads, seq, seq] is true where one may look, or
+        is added to the scores; without it, attention is causal. With `past`, x goes on where that ends."""
         qkv = self.projection(x)
         qkv = qkv.view(batch, qkv.shape[0] // batch, self.heads + 2 * self.kv_heads, self.head_dim)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if past is not None:
+            k, v = past.extend(k, v)
         y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None,
+            q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] == k.shape[2],
             dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.heads != self.kv_heads,
         )  # fmt: skip
         return self.out(y.transpose(1, 2).reshape(qkv.shape[0] * qkv.shape[1], -1))

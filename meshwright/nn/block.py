@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from meshwright.config.sections import ModelConfig
 from meshwright.layout.params import ParamRecord, under
-from meshwright.nn.attention import Attention
+from meshwright.nn.attention import Attention, Past
 from meshwright.nn.mlp import MLP
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
@@ -14,7 +14,7 @@ from meshwright.nn.random import dropout
 
 
 class Block(nn.Module):
-    """x [tokens, hidden] plus attention of its norm, plus the MLP of that one's norm."""
+    """x [tokens, hidden] plus attention of its norm, plus the MLP of that sum's norm (parallel: of x's norm too)."""
 
     def __init__(self, parallel: Parallel, model: ModelConfig, records: dict[str, ParamRecord]) -> None:
         super().__init__()
@@ -22,14 +22,19 @@ class Block(nn.Module):
         self.attention = Attention(parallel, model, under(records, "attention"))
         self.norm2 = Norm(parallel, model.norm, model.norm_eps, under(records, "norm2"))
         self.mlp = MLP(parallel, model.mlp, under(records, "mlp"))
-        self.p = model.dropout
+        self.parallel_residual, self.p = model.parallel_residual, model.dropout
         self.stream = parallel.streams.own if parallel.splits_tokens else parallel.streams.same
 
     def forward(
-        self, x: Tensor, batch: int, rotary: tuple[Tensor, Tensor] | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        batch: int,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | None = None,
+        past: Past | None = None,
     ) -> Tensor:
-        x = x + self._drop(self.attention(self.norm1(x), batch, rotary, mask))
-        return x + self._drop(self.mlp(self.norm2(x)))
+        attended = x + self._drop(self.attention(self.norm1(x), batch, rotary, mask, past))
+        return attended + self._drop(self.mlp(self.norm2(x if self.parallel_residual else attended)))
 
     def _drop(self, x: Tensor) -> Tensor:
         return dropout(x, self.p, self.stream) if self.p and self.training else x

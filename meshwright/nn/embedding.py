@@ -57,12 +57,14 @@ class TokenEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned positions, held whole by every tp rank and looked up for the tokens it holds."""
+    """Learned positions, held whole by every tp rank and looked up for the tokens it holds. The first position has row
+    `offset` of the table."""
 
-    def __init__(self, parallel: Parallel, weight: ParamRecord) -> None:
+    def __init__(self, parallel: Parallel, weight: ParamRecord, offset: int = 0) -> None:
         super().__init__()
         self.weight = parallel.parameter(weight)
         self.sinks: dict[str, Tensor] = {}
+        self.offset = offset
 
     def forward(self, positions: Tensor) -> Tensor:
-        return _Rows.apply(self.weight, positions, None, self.sinks.get("weight"))
+        return _Rows.apply(self.weight, positions + self.offset, None, self.sinks.get("weight"))

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm over the hidden features of [tokens, hidden]."""
+"""Layer norm and RMS norm over the last dim: the hidden features of [tokens, hidden], or those of a head."""
 
 from __future__ import annotations
 

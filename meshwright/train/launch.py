@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.train.signals import STOP_SIGNALS
+from meshwright.train.signals import STOP_SIGNALS, StopRequests
 
 PRELOAD = ["torch._dynamo", "meshwright.train.pretrain", "meshwright.train.gpt", "meshwright.train.display"]
 
@@ -30,42 +31,76 @@ GRACE = 2.0  # a rank that lost its peers waits so long before it ends, so that 
 
 
 def warm_up() -> None:
-    """Begins loading torch for the ranks while this process still checks the config."""
+    """Begins loading torch for the ranks while this process still checks the config.
+
+    The server that forks them ignores requests to stop: a scheduler sends those to every process of a job, and without
+    the server all ranks would look dead.
+    """
     multiprocessing.set_forkserver_preload(PRELOAD)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    multiprocessing.forkserver.ensure_running()
+    if threading.current_thread() is not threading.main_thread():
+        multiprocessing.forkserver.ensure_running()
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def guarded(folder: str | None, main: Callable[..., None], *args: object) -> None:
     """The body of a rank: a mistake is one sentence and exit code 2, a bug its traceback and 1.
 
-    The launcher's ranks leave it in `folder`; ranks of another launcher say it themselves.
+    The launcher's ranks leave it in `folder`; ranks of another launcher say it themselves. A mistake is not mended by
+    starting again, so ranks that are end at once.
     """
     from meshwright.comm.group import CommError
 
-    rank = os.environ.get("RANK", "0")
-    if folder:
-        (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
+    place = Path(folder) if folder else None
     try:
-        main(*args)
+        with StopRequests(signal.SIG_DFL) as requests:
+            if place is not None:
+                (place / f"pid-{_me()}").write_text(str(os.getpid()))
+                if (place / STOP).exists():
+                    requests.request()
+                if _reports(place, "mistake"):
+                    raise SystemExit(2)
+            main(*args)
     except UserError as error:
-        _report(folder, rank, str(error))
+        _report(place, "mistake", str(error))
         raise SystemExit(2) from None
     except CommError as error:
-        _report(folder, rank, str(error), weak=True)
+        _report(place, "weak", str(error))
         time.sleep(GRACE)
         raise SystemExit(1) from None
     except Exception:
-        _report(folder, rank, traceback.format_exc())
+        _report(place, "bug", traceback.format_exc())
         raise SystemExit(1) from None
 
 
-def _report(folder: str | None, rank: str, text: str, weak: bool = False) -> None:
+STOP = "stop"  # the launcher leaves this file where it was asked to stop, for ranks that start later
+
+
+def _me() -> str:
+    """This rank in this attempt, as its files are called: what an earlier attempt left is told apart."""
+    return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{os.environ.get('RANK', '0')}"
+
+
+def _report(folder: Path | None, kind: str, text: str) -> None:
     """Weak reports follow from another rank's failure and count only if nothing else is known."""
     if folder:
-        (Path(folder) / f"{'weak' if weak else 'rank'}-{rank}").write_text(text, encoding="utf-8")
+        (folder / f"{kind}-{_me()}").write_text(text, encoding="utf-8")
     else:
-        print(f"meshwright: rank {rank}: {text}", file=sys.stderr, flush=True)
+        print(f"meshwright: rank {os.environ.get('RANK', '0')}: {text}", file=sys.stderr, flush=True)
+
+
+def _reports(folder: Path, kind: str) -> dict[int, str]:
+    """Texts of this kind by rank, of the last attempt (of any one for a mistake: no later one does anything)."""
+    names = [path.name.split("-") for path in folder.glob("*-*-*")]
+    last = max((int(attempt) for what, attempt, _ in names if what == "pid"), default=0)
+    wanted = [(int(n), a) for what, a, n in names if what == kind and (int(a) == last or kind == "mistake")]
+    return {rank: (folder / f"{kind}-{attempt}-{rank}").read_text(encoding="utf-8") for rank, attempt in sorted(wanted)}
 
 
 def launch(ranks: int, restarts: int, main: Callable[..., None], *args: object) -> int:
@@ -80,6 +115,7 @@ def launch(ranks: int, restarts: int, main: Callable[..., None], *args: object) 
 
     from meshwright.train.display import show_cursor
 
+    warm_up()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         options: dict[str, Any] = {"signals_to_handle": "SIGINT,SIGHUP,SIGQUIT", "shutdown_timeout": SHUTDOWN_S}
@@ -106,9 +142,11 @@ def _pass_on_stop_requests(folder: Path) -> None:
     """To the ranks, whose numbers they leave in `folder`. A rank that has ended is passed over."""
 
     def pass_on(number: int, frame: object) -> None:
-        for path in folder.glob("pid-*"):
-            with contextlib.suppress(ProcessLookupError, ValueError):
-                os.kill(int(path.read_text()), number)
+        with contextlib.suppress(OSError):
+            (folder / STOP).touch()
+        for pid in _reports(folder, "pid").values():
+            with contextlib.suppress(OSError, ValueError):
+                os.kill(int(pid), number)
 
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
@@ -121,17 +159,15 @@ def _failed(folder: Path, error: object) -> int:
     first = error.get_first_failure()[1]  # type: ignore[attr-defined]
     if first.exitcode == EXIT_CODE:  # the watchdog has said what hung
         return EXIT_CODE
-    told = {p.name.split("-")[1]: p.read_text(encoding="utf-8") for p in sorted(folder.glob("rank-*"))}
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
         print(
             f"meshwright: rank {first.local_rank} was killed by {name}; the other ranks were stopped", file=sys.stderr
         )
         return 1
-    if not told:
-        told = {p.name.split("-")[1]: p.read_text(encoding="utf-8") for p in sorted(folder.glob("weak-*"))[:1]}
+    told = _reports(folder, "mistake") or _reports(folder, "bug") or dict([*_reports(folder, "weak").items()][:1])
     for text in dict.fromkeys(told.values()):
-        ranks = ", ".join(rank for rank, said in told.items() if said == text)
+        ranks = ", ".join(str(rank) for rank, said in told.items() if said == text)
         where = f"rank {ranks}: " if len(told) > 1 or "Traceback" in text else ""
         print(f"meshwright: {where}{text}", file=sys.stderr)
     if not told:

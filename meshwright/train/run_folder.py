@@ -5,24 +5,34 @@ Torch is imported only for the events.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from meshwright.checkpoint.format import checkpoint_folder, checkpoints
+from meshwright.checkpoint.format import DamagedCheckpoint, checkpoint_folder, checkpoints, read_index, restarted
 from meshwright.config.load import to_yaml
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 
 
 def refuse_finished(config: Config, source: str | None = None) -> None:
-    """Raises if `run.dir` can't take this run: it is no folder, or holds a run that has nothing left to do."""
+    """Raises if `run.dir` can't take this run: it is no folder, or holds a run that has nothing left to do.
+
+    Ranks that are started again, since one died after the last checkpoint, have nothing to do, and that is no mistake.
+    """
     folder = Path(config.run.dir)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run.dir={folder} is a file: name a folder")
     found = checkpoints(checkpoint_folder(config))
-    if source is None and found and found[-1][0] >= config.train.steps:
+    if source is None and found and found[-1][0] >= config.train.steps and not restarted():
+        try:
+            read_index(found[-1][1])
+        except DamagedCheckpoint:
+            return  # the run goes on from the one before it
         raise UserError(
             f"run.dir={folder} holds a run that is complete at step {found[-1][0]}: raise train.steps to go on, "
             "or choose another folder"
@@ -46,9 +56,14 @@ class RunFolder:
             self._validation = (self.path / "validation.jsonl").open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(f"run.dir={self.path} can't be written: {error.strerror}") from None
+        _make_writable(checkpoint_folder(config))
         self._events = _event_writer(self.path) if config.run.tensorboard else None
 
     def step(self, line: dict[str, Any]) -> None:
+        with self._written():
+            self._step(line)
+
+    def _step(self, line: dict[str, Any]) -> None:
         _write(self._metrics, line)
         if self._events is not None:
             for key in ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "global_batch"):
@@ -60,15 +75,36 @@ class RunFolder:
                 self._events.add_scalar(f"comm_wire_bytes/{axis}", counts["wire_bytes"], line["step"])
 
     def validation(self, line: dict[str, Any]) -> None:
-        _write(self._validation, line)
-        if self._events is not None:
-            self._events.add_scalar("validation/loss", line["loss"], line["step"])
+        with self._written():
+            _write(self._validation, line)
+            if self._events is not None:
+                self._events.add_scalar("validation/loss", line["loss"], line["step"])
 
     def close(self) -> None:
-        self._metrics.close()
-        self._validation.close()
-        if self._events is not None:
-            self._events.close()
+        with self._written():
+            self._metrics.close()
+            self._validation.close()
+            if self._events is not None:
+                self._events.close()
+
+    @contextlib.contextmanager
+    def _written(self) -> Iterator[None]:
+        """A full disk is no bug."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"run.dir={self.path} can't be written: {error.strerror}") from None
+
+
+def _make_writable(folder: Path) -> None:
+    """Known before the first step, rather than at the first save."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trial = folder / f".trial-{os.getpid()}"
+        trial.touch()
+        trial.unlink()
+    except OSError as error:
+        raise UserError(f"checkpoints can't be written to {folder}: {error.strerror}") from None
 
 
 def _set_lost_aside(path: Path, step: int) -> None:
@@ -77,10 +113,10 @@ def _set_lost_aside(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept, lost = [], []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             (kept if json.loads(line)["step"] <= step else lost).append(line)
-        except ValueError:
+        except (ValueError, TypeError, KeyError):
             lost.append(line)
     if lost:
         with (path.parent / "lost.jsonl").open("a", encoding="utf-8") as file:

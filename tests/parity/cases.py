@@ -119,6 +119,8 @@ def _cut(dp: int, tp: int, pp: int, **more: Any) -> dict[str, Any]:
 _LLAMA = {"family": "llama"}
 _INTERLEAVED = {"schedule": "interleaved"}
 _REVERSED = "pp-dp-ep-cp-tp"
+_NEOX = {"model__position": "rope", "model__rotary_fraction": 0.5, "model__parallel_residual": True}
+_BLOOM = {"model__position": "alibi", "model__embedding_norm": True}
 
 SPECIAL = [
     _special("chunks-on-one-rank", _cut(2, 1, 1, **_INTERLEAVED)),
@@ -152,6 +154,22 @@ SPECIAL = [
     _special("wide-heads", _cut(1, 2, 1, **_LLAMA), model__head_dim=6),
     _special("no-positions-relu", _cut(1, 2, 1, sp=True), model__position="none", model__mlp="relu"),
     _special("gelu-tanh-rms-with-bias", _cut(2, 1, 1), model__mlp="gelu_tanh", model__norm="rmsnorm"),
+    # The parts that families of Hugging Face need: Qwen3's, Qwen2's, GPT-NeoX's, BLOOM's, OPT's, Llama 3.1's.
+    _special("qk-norm", _cut(1, 4, 1, sp=True, **_LLAMA), model__qk_norm=True),
+    _special("qk-norm", _cut(2, 2, 1, **_LLAMA), model__qk_norm=True),
+    _special("qk-norm", _cut(1, 2, 2, sp=True), model__qk_norm=True, model__position="rope"),
+    _special("qkv-bias", _cut(1, 2, 1, **_LLAMA), model__qkv_bias=True),
+    _special("qkv-bias", _cut(1, 4, 1, sp=True, **_LLAMA), model__qkv_bias=True),
+    _special("partial-rotary-parallel-residual", _cut(1, 2, 1, sp=True), **_NEOX),
+    _special("partial-rotary-parallel-residual", _cut(1, 2, 2), **_NEOX),
+    _special("partial-rotary-parallel-residual", _cut(1, 1, 2, tied=False), {"segments": True}, **_NEOX),
+    _special("alibi-embedding-norm", _cut(1, 2, 1), **_BLOOM),
+    _special("alibi-embedding-norm", _cut(1, 2, 1, sp=True), {"segments": True}, **_BLOOM),
+    _special("alibi-embedding-norm", _cut(1, 4, 1, sp=True), **_BLOOM, model__heads=12, model__hidden=48),
+    _special("alibi-embedding-norm", _cut(1, 2, 2, sp=True, **_INTERLEAVED), {"segments": True}, **_BLOOM),
+    _special("position-offset-relu", _cut(1, 2, 1, sp=True), model__position_offset=2, model__mlp="relu"),
+    _special("position-offset-relu", _cut(1, 1, 2), {"segments": True}, model__position_offset=2, model__mlp="relu"),
+    _special("rope-scaling", _cut(1, 2, 1, **_LLAMA), model__rope_scaling=[4.0, 1.0, 4.0, 8.0]),
     _special("one-bucket", _cut(2, 2, 1), comm__bucket_mib=25.0),
     _special("bucket-a-parameter", _cut(2, 1, 2), comm__bucket_mib=1e-4),
     _special("sgd-unclipped", _cut(2, 2, 1), optimizer__name="sgd", train__clip=0.0),
@@ -174,7 +192,8 @@ _QUICK_MATRIX = (
 )  # fmt: skip
 _QUICK_LABELS = (
     "chunks-on-one-rank", "uneven-split", "micro-batch-2", "documents", "masked-rank", "ramp", "order",
-    "rank-without-vocabulary", "kv-copies-with-bias", "one-bucket", "split-ends-without-layers",
+    "rank-without-vocabulary", "kv-copies-with-bias", "one-bucket", "split-ends-without-layers", "qk-norm",
+    "partial-rotary-parallel-residual", "alibi-embedding-norm", "position-offset-relu", "qkv-bias",
 )  # fmt: skip
 
 

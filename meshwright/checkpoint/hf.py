@@ -1,0 +1,283 @@
+"""Hugging Face in and out: a folder that transformers wrote becomes a checkpoint, and a checkpoint such a folder.
+
+Both go block by block, so memory does not grow with the model. What a folder says beyond our model section (its
+config.json, which names it used and in which dtypes) is kept in the checkpoint, so that a round trip gives it back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint import format as fmt
+from meshwright.checkpoint.format import Block, Index
+from meshwright.checkpoint.hf_files import DTYPES, SHARDED, SHORT, SINGLE, Entry, HFFolder, blocks, name_of, write_file
+from meshwright.checkpoint.load import Reader
+from meshwright.checkpoint.save import check_cover, checksum
+from meshwright.config.sections import ModelConfig
+from meshwright.data.token_file import read_metadata
+from meshwright.errors import UserError
+from meshwright.layout.params import Box, Init, ParamRecord
+from meshwright.models.hf import FAMILIES, family_for
+from meshwright.models.hf.family import Mapped, section
+
+ORIGIN = "hf_origin.json"
+WEIGHTS = "rank-00000.safetensors"
+SHARD_BYTES = 5 * 10**9
+BESIDE = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
+@contextmanager
+def written_aside(to: Path) -> Iterator[Path]:
+    """A new folder that gets its name only when all is in it."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"{to} exists already: name a new folder")
+    aside = to.with_name(f".writing-{to.name}")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        yield aside
+        fmt.sync_folder(aside)
+        os.replace(aside, to)
+    except OSError as error:
+        raise UserError(f"{to} can't be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0) -> ModelConfig:
+    """Turns a Hugging Face folder into the checkpoint `to` (weights alone, step 0) and returns its model section.
+
+    `dtype` is fp32 or fp16; without it tensors become float32, or stay float64 if they are.
+    """
+    folder = HFFolder(source, seq)
+    with written_aside(to) as aside:
+        index = Index(step=0, consumed=0, world=1, config=_config(folder.model))
+        entries: list[Entry] = []
+        for name, mapped in folder.tensors.items():
+            sources = [folder.dtype(each) for each in mapped.source_shapes()]
+            stored = SHORT[dtype] if dtype else "F64" if "F64" in sources else "F32"
+            kind = str(DTYPES[stored]).removeprefix("torch.")
+            index.tensors[f"param/{name}"] = {"shape": list(mapped.shape), "dtype": kind}
+            for low, high in blocks(mapped.shape, DTYPES[stored].itemsize):
+                shape = (high - low, *mapped.shape[1:])
+                start = (low, *(0 for _ in mapped.shape[1:]))
+                index.blocks.append(Block(f"param/{name}", start, shape, WEIGHTS, str(len(entries)), 0))
+                entries.append(Entry(str(len(entries)), stored, shape))
+        sums: list[int] = []
+        index.files[WEIGHTS] = write_file(aside / WEIGHTS, entries, _values(folder, index.blocks, entries, sums))
+        index.blocks = [
+            Block(b.tensor, b.start, b.shape, b.file, b.key, crc) for b, crc in zip(index.blocks, sums, strict=True)
+        ]
+        check_cover(index)
+        tensors = {full: [stored, folder.dtype(full)] for full, stored in folder.stored.items()}
+        fmt.write_json(aside / ORIGIN, {"config": folder.config, "tensors": tensors})
+        copy_beside(source, aside)
+        fmt.write_index(aside, index)
+    return folder.model
+
+
+def _config(model: ModelConfig) -> dict[str, Any]:
+    """Of a checkpoint that no run wrote: its model; the data's name stands for none."""
+    return {"model": asdict(model), "data": {"prefixes": ["imported"]}}
+
+
+def _values(folder: HFFolder, wanted: list[Block], entries: list[Entry], sums: list[int]) -> Iterator[Tensor]:
+    """The blocks' values in order, each one's checksum noted as it passes."""
+    for block, entry in zip(wanted, entries, strict=True):
+        low = block.start[0]
+        values = folder.rows(block.tensor.removeprefix("param/"), low, low + block.shape[0])
+        values = values.to(DTYPES[entry.dtype]).contiguous()
+        sums.append(checksum(values))
+        yield values
+
+
+def copy_beside(source: Path, to: Path) -> list[str]:
+    """The tokenizer's and the generation's files, where there are any."""
+    found = [name for name in BESIDE if (source / name).is_file()]
+    for name in found:
+        shutil.copyfile(source / name, to / name)
+    return found
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The Hugging Face folder that a model comes from or shall be like: where its files are, its config.json, and how it
+    stored its tensors (full name -> name and dtype)."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, list[str]]
+
+
+def origin_of(folder: Path) -> Origin | None:
+    """Of an imported checkpoint or a Hugging Face folder."""
+    for name in (ORIGIN, "config.json"):
+        if (folder / name).is_file():
+            try:
+                found = json.loads((folder / name).read_text(encoding="utf-8"))
+                return Origin(folder, found["config"], found["tensors"]) if name == ORIGIN else Origin(folder, found, {})
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{folder / name} can't be read ({error}): get it again") from None
+    return None
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """One tensor to write: its entry, and where its rows are in a tensor of ours."""
+
+    entry: Entry
+    ours: str
+    mapped: Mapped
+    source: str
+
+
+def export_folder(
+    checkpoint: Path, to: Path, dtype: str = "", family: str = "", like: Path | None = None
+) -> dict[str, Any]:
+    """Writes a checkpoint's weights as the Hugging Face folder `to`, and returns what was written.
+
+    `dtype` is fp32, fp16, bf16 or fp64; without it tensors have the dtype of the folder that the model comes from, or the
+    checkpoint's. `like` names a Hugging Face folder (or an imported checkpoint) whose config.json and tokenizer to follow.
+    """
+    reader = Reader(checkpoint)
+    model = section(reader.index.config["model"])
+    origin = origin_of(like or checkpoint)
+    if like is not None and origin is None:
+        raise UserError(f"{like} has no config.json: --like takes a Hugging Face folder or an imported checkpoint")
+    base = origin.config if origin is not None else {}
+    known = base.get("model_type") in FAMILIES and not FAMILIES[base["model_type"]].misfits(model)
+    chosen = family_for(model, family or (base["model_type"] if known else ""))
+    if base.get("model_type") != chosen.model_type:
+        origin, base = None, {}
+    stored = origin.tensors if origin is not None else {}
+    planned: list[Theirs] = []
+    for ours, mapped in chosen.tensors(model).items():
+        for source, shape in mapped.source_shapes().items():
+            planned.append(_theirs(reader, stored, source, shape, ours, mapped, dtype, source))
+            head = f"{chosen.head}.weight"
+            if ours == "embedding.weight" and model.tied_embeddings and head in stored:
+                planned.append(_theirs(reader, stored, head, shape, ours, mapped, dtype, source))
+    config = chosen.config_of(model, base or None)
+    with written_aside(to) as aside:
+        beside = copy_beside(origin.folder, aside) if origin else copy_tokenizer(reader, aside)
+        end = None if base else _end_token(reader)
+        if not base:
+            config |= {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+        if dtype or not base:
+            key = "dtype" if "dtype" in base else "torch_dtype"
+            config[key] = str(DTYPES[planned[0].entry.dtype]).removeprefix("torch.")
+        fmt.write_whole(aside / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+        files = write_weights(reader, aside, planned)
+    total = sum(each.entry.bytes for each in planned)
+    return {
+        "family": chosen.model_type, "step": reader.index.step, "tensors": len(planned), "bytes": total,
+        "files": files, "beside": beside,
+    }  # fmt: skip
+
+
+def _theirs(
+    reader: Reader, stored: dict[str, list[str]], name: str, shape: tuple[int, ...], ours: str, mapped: Mapped,
+    dtype: str, source: str,
+) -> Theirs:  # fmt: skip
+    held = reader.index.tensors.get(f"param/{ours}")
+    if held is None:
+        raise UserError(f"{reader.folder} has no param/{ours}: it is not a whole model of its model section")
+    actual, kind = stored.get(name, [name, name_of(getattr(torch, held["dtype"]))])
+    return Theirs(Entry(actual, SHORT[dtype] if dtype else kind, shape), ours, mapped, source)
+
+
+def write_weights(reader: Reader, folder: Path, planned: list[Theirs]) -> list[str]:
+    """One file, or several below SHARD_BYTES with an index."""
+    shards: list[list[Theirs]] = [[]]
+    size = 0
+    for each in planned:
+        if shards[-1] and size + each.entry.bytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(each)
+        size += each.entry.bytes
+    count = len(shards)
+    names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)] if count > 1 else [SINGLE]
+    for name, shard in zip(names, shards, strict=True):
+        write_file(folder / name, [each.entry for each in shard], _pieces(reader, shard))
+    if count > 1:
+        where = {each.entry.name: name for name, shard in zip(names, shards, strict=True) for each in shard}
+        total = sum(each.entry.bytes for each in planned)
+        value = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        fmt.write_whole(folder / SHARDED, (json.dumps(value, indent=2) + "\n").encode())
+    return names
+
+
+def _pieces(reader: Reader, shard: list[Theirs]) -> Iterator[Tensor]:
+    for each in shard:
+        dtype = DTYPES[each.entry.dtype]
+        if each.mapped.transposed:
+            yield _rows(reader, each, 0, each.mapped.shape[0], dtype).t()
+            continue
+        for low, high in blocks(each.entry.shape, max(4, dtype.itemsize)):
+            yield _rows(reader, each, low, high, dtype)
+
+
+def _rows(reader: Reader, theirs: Theirs, low: int, high: int, dtype: torch.dtype) -> Tensor:
+    """Rows [low, high) of their tensor, gathered from ours."""
+    shape = theirs.mapped.shape
+    zeros, boxes = (0,) * (len(shape) - 1), []
+    for run in theirs.mapped.runs:
+        first, last = max(low, run.source_start), min(high, run.source_start + run.count)
+        if run.source == theirs.source and first < last:
+            start = (run.start + first - run.source_start, *zeros)
+            boxes.append(Box(start, (last - first, *shape[1:]), (first - low, *zeros)))
+    record = ParamRecord(theirs.ours, shape, (high - low, *shape[1:]), tuple(boxes), Init("zeros"))
+    values = torch.empty(record.local_shape, dtype=dtype)
+    reader.fill(f"param/{theirs.ours}", record, values)
+    return values
+
+
+def _metadata(reader: Reader) -> tuple[Path, dict[str, Any]] | None:
+    """The prefix of the first of a run's token files that says how it was made, and what it says."""
+    for prefix in reader.index.config.get("data", {}).get("prefixes", []):
+        found = read_metadata(prefix)
+        if found:
+            return Path(prefix), found
+    return None
+
+
+def _end_token(reader: Reader) -> int | None:
+    found = _metadata(reader)
+    return int(found[1]["eod"]) if found and found[1].get("eod") is not None else None
+
+
+def copy_tokenizer(reader: Reader, to: Path) -> list[str]:
+    """The tokenizer of the run's data, if it was one with a file that is still there."""
+    found = _metadata(reader)
+    if found is None:
+        return []
+    prefix, metadata = found
+    words = [metadata.get("tokenizer_file"), metadata.get("tokenizer")]
+    places = [place for word in words if word for place in (prefix.parent / word, Path(word))]
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
+        return []
+    if file.suffix == ".model":
+        shutil.copyfile(file, to / "tokenizer.model")
+        return ["tokenizer.model"]
+    shutil.copyfile(file, to / "tokenizer.json")
+    from tokenizers import Tokenizer
+
+    end = Tokenizer.from_file(str(file)).id_to_token(int(metadata["eod"]))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end}
+    fmt.write_whole(to / "tokenizer_config.json", (json.dumps(settings, indent=2) + "\n").encode())
+    return ["tokenizer.json", "tokenizer_config.json"]

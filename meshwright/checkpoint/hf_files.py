@@ -1,0 +1,206 @@
+"""Safetensors files of any size, a block at a time: a Hugging Face folder read by rows, files written as a stream.
+
+(The library's own writer takes all of a file's tensors at once.) Pickled weights are never read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from meshwright.checkpoint.format import cut
+from meshwright.config.sections import ModelConfig
+from meshwright.errors import UserError
+from meshwright.layout.params import ParamRecord
+from meshwright.models.hf import family_named
+from meshwright.models.hf.family import Family, Mapped
+
+SINGLE = "model.safetensors"
+SHARDED = "model.safetensors.index.json"
+
+# Names of dtypes: in safetensors, on the command line, torch's.
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SHORT = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return next(name for name, each in DTYPES.items() if each == dtype)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file to be written."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        count = DTYPES[self.dtype].itemsize
+        for n in self.shape:
+            count *= n
+        return count
+
+
+def raw(values: Tensor) -> Any:
+    """The bytes of a tensor, in the order of its elements, as a buffer."""
+    return values.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def write_file(path: Path, entries: Sequence[Entry], pieces: Iterable[Tensor]) -> int:
+    """A safetensors file of `entries`, whose bytes come in order in any number of `pieces`; returns its size."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for entry in entries:
+        header[entry.name] = {
+            "dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [at, at + entry.bytes],
+        }  # fmt: skip
+        at += entry.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for piece in pieces:
+            file.write(raw(piece))
+        size = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+    assert size == 8 + len(text) + at, f"{path}: {size} bytes written of {8 + len(text) + at}"
+    return size
+
+
+def blocks(shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows, each within the size of a checkpoint's block."""
+    return cut((0,) * len(shape), shape, element_bytes)
+
+
+class HFFolder:
+    """A folder that transformers wrote: its model, and our global tensors read from its files."""
+
+    def __init__(self, folder: Path, seq: int = 0) -> None:
+        self.folder = folder
+        self.config = _json(folder / "config.json", folder)
+        self.family: Family = family_named(self.config.get("model_type"))
+        self.model: ModelConfig = self.family.model_of(self.config, seq)
+        self.tensors: dict[str, Mapped] = self.family.tensors(self.model)
+        self.file_of = _weight_map(folder)
+        self._open: dict[str, Any] = {}
+        self.stored = self._locate()  # their full name -> the name in this folder
+
+    def _locate(self) -> dict[str, str]:
+        """Finds every tensor that the model needs, checks its shape, and refuses those that nobody reads."""
+        shapes = {name: shape for m in self.tensors.values() for name, shape in m.source_shapes().items()}
+        stored: dict[str, str] = {}
+        for name, shape in shapes.items():
+            short = name.removeprefix(self.family.prefix)
+            found = name if name in self.file_of else short if short in self.file_of else None
+            if found is None:
+                raise UserError(f"{self.folder} lacks the tensor {name}: its files don't fit its config.json")
+            if tuple(self.slice(found).get_shape()) != shape:
+                raise UserError(
+                    f"{name} in {self.folder} has shape {self.slice(found).get_shape()}, and by config.json it has "
+                    f"{list(shape)}: its files don't fit its config.json"
+                )
+            stored[name] = found
+        head = f"{self.family.head}.weight"
+        if self.model.tied_embeddings and head in self.file_of:
+            stored[head] = head
+        unread = set(self.file_of) - set(stored.values())
+        strange = sorted(name for name in unread if not re.fullmatch(self.family.buffers, name))
+        if strange:
+            raise UserError(
+                f"{self.folder} holds {strange[0]}, which no {self.family.model_type} of its config.json has: the "
+                "model has parts that can't be imported"
+            )
+        return stored
+
+    def slice(self, name: str) -> Any:
+        """A stored tensor, of which parts can be read."""
+        file = self.file_of[name]
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(self.folder / file, framework="pt")
+            return self._open[file].get_slice(name)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{self.folder / file} can't be read ({error}): get it again") from None
+
+    def dtype(self, name: str) -> str:
+        found = str(self.slice(self.stored[name]).get_dtype())
+        if found not in DTYPES:
+            raise UserError(f"{name} in {self.folder} is of type {found}: only {', '.join(DTYPES)} can be imported")
+        return found
+
+    def rows(self, name: str, low: int, high: int) -> Tensor:
+        """Rows [low, high) of our global tensor `name`."""
+        mapped = self.tensors[name]
+        parts = []
+        for run in mapped.runs:
+            first, last = max(low, run.start), min(high, run.start + run.count)
+            if first < last:
+                source = self.slice(self.stored[run.source])
+                a = run.source_start + first - run.start
+                b = a + last - first
+                parts.append(source[:, a:b].t() if mapped.transposed else source[a:b])
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def fill(self, tensor: str, record: ParamRecord, local: Tensor) -> None:
+        """Sets `local`, of the record's local shape, as a checkpoint's reader does from `param/NAME`."""
+        assert tensor == f"param/{record.name}" and self.tensors[record.name].shape == record.shape
+        for box in record.boxes:
+            for low, high in blocks(box.shape, 4):
+                values = self.rows(record.name, box.start[0] + low, box.start[0] + high)
+                columns = tuple(slice(a, a + n) for a, n in zip(box.start[1:], box.shape[1:], strict=True))
+                at = tuple(slice(a, a + n) for a, n in zip(box.local_start[1:], box.shape[1:], strict=True))
+                to = slice(box.local_start[0] + low, box.local_start[0] + high)
+                local[(to, *at)] = values[(slice(None), *columns)].to(local.dtype)
+
+
+def _json(path: Path, folder: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{folder} has no {path.name}: name a folder that transformers saved a model in") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read ({error}): get it again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object: get it again")
+    return value
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Every tensor's file."""
+    if (folder / SHARDED).is_file():
+        found = _json(folder / SHARDED, folder).get("weight_map")
+        files = sorted(set(found.values())) if isinstance(found, dict) else []
+        missing = [name for name in files if os.path.basename(name) != name or not (folder / name).is_file()]
+        if missing or not files:
+            what = f"{missing[0]}, which {SHARDED} names, is missing" if missing else f"{SHARDED} names no files"
+            raise UserError(f"{folder} is incomplete: {what}")
+    elif (folder / SINGLE).is_file():
+        files = [SINGLE]
+    else:
+        pickles = sorted(path.name for path in folder.glob("*.bin"))
+        if pickles:
+            raise UserError(
+                f"{folder} holds its weights as {pickles[0]}, a pickle, which is never read here: load it with "
+                "transformers and save it again with save_pretrained(DIR, safe_serialization=True)"
+            )
+        raise UserError(f"{folder} has no {SINGLE}: name a folder that transformers saved a model in")
+    names: dict[str, str] = {}
+    for file in files:
+        try:
+            with safe_open(folder / file, framework="pt") as opened:
+                names |= dict.fromkeys(opened.keys(), file)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{folder / file} can't be read ({error}): get it again") from None
+    return names

@@ -1,0 +1,130 @@
+"""`meshwright generate`: text from a trained or imported model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+
+EXAMPLES = """example:
+  meshwright generate runs/demo --prompt "def main(" --max-tokens 64
+  meshwright generate runs/demo@100 --prompt-tokens 5,17,2 --temperature 0.8 --top-p 0.9 --nproc 2 --json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="RUN|CHECKPOINT[@STEP]|HF-FOLDER")
+    start = parser.add_mutually_exclusive_group(required=True)
+    start.add_argument("--prompt", metavar="TEXT")
+    start.add_argument("--prompt-tokens", metavar="1,2,3")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) takes the likeliest token")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that hold this share")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--nproc", type=int, default=1, help="cut the model over this many tensor-parallel ranks")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(args: argparse.Namespace) -> int:
+    from meshwright.train.launch import launch, warm_up
+
+    if args.nproc < 1 or args.max_tokens < 1:
+        raise UserError("--nproc and --max-tokens must be at least 1")
+    if args.temperature < 0 or not 0 < args.top_p <= 1:
+        raise UserError("--temperature must not be negative, and --top-p lies above 0 and up to 1")
+    if args.nproc > 1:
+        warm_up()
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        args.source = resolve(args.source, Path(folder))
+        if args.nproc == 1:
+            generate_rank(vars(args))
+            return 0
+        return launch(args.nproc, 0, generate_rank, vars(args))
+
+
+def resolve(source: str, folder: Path) -> str:
+    """The checkpoint to read; a Hugging Face folder is imported into `folder` first."""
+    from meshwright.checkpoint.load import find
+
+    if (Path(source) / "config.json").is_file():
+        from meshwright.checkpoint.hf import import_folder
+
+        import_folder(Path(source), folder / "imported")
+        return str(folder / "imported")
+    return str(find(source))
+
+
+def tokenizer_of(path: Path, config: Any) -> Any:
+    """The tokenizer that lies beside a checkpoint or was used for the run's data; None if there is none."""
+    from meshwright.data.token_file import read_metadata
+    from meshwright.data.tokenizers import load_tokenizer
+
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (path / name).is_file():
+            return load_tokenizer(str(path / name))
+    for prefix in config.data.prefixes:
+        found = read_metadata(prefix) or {}
+        if found.get("tokenizer") == "bytes":
+            return load_tokenizer("bytes")
+        if found.get("tokenizer_file"):
+            return load_tokenizer(str(Path(prefix).parent / found["tokenizer_file"]))
+    return None
+
+
+def prompt_ids(args: dict[str, Any], tokenizer: Any, vocab: int) -> list[int]:
+    if args["prompt_tokens"] is not None:
+        try:
+            ids = [int(word) for word in args["prompt_tokens"].split(",")]
+        except ValueError:
+            raise UserError(f"--prompt-tokens {args['prompt_tokens']} must be numbers, e.g. 5,17,2") from None
+        if min(ids) < 0 or max(ids) >= vocab:
+            raise UserError(f"--prompt-tokens must lie between 0 and {vocab - 1}, the model's vocabulary")
+        return ids
+    if tokenizer is None:
+        raise UserError("no tokenizer is known for this model: give --prompt-tokens instead of --prompt")
+    return list(tokenizer.encode(args["prompt"])) or [tokenizer.eod]
+
+
+def generate_rank(args: dict[str, Any]) -> None:
+    from meshwright.models.generate import Generator, generate
+    from meshwright.train.evaluate import with_model
+
+    tp = args["nproc"]
+    sections: dict[str, dict[str, Any]] = {
+        "layout": {"tp": tp, "pp": 1, "chunks": 1, "sequence_parallel": False},
+        "pipeline": {"schedule": "1f1b", "split": []},
+        "train": {"micro_batch": 1, "global_batch": 1, "ramp": []},
+        "run": {"eval_samples": 0},
+    }
+
+    def use(ctx: Any, modules: Any, place: Any) -> None:
+        model = ctx.config.model
+        tokenizer = tokenizer_of(Path(args["source"]), ctx.config)
+        prompt = prompt_ids(args, tokenizer, model.vocab)
+        longest = min(model.seq, len(prompt) + args["max_tokens"]) if model.position != "none" else model.seq
+        generator = Generator(modules[0], model.vocab, longest)
+        most = min(args["max_tokens"], max(1, model.seq - len(prompt)))
+        end = tokenizer.eod if tokenizer is not None else None
+        tokens = []
+        for token in generate(generator, prompt, most, args["temperature"], args["top_p"], args["seed"], end):
+            tokens.append(token)
+        if place.rank == 0:
+            show(args, prompt, tokens, tokenizer, end)
+
+    with_model(args["source"], sections, use)
+
+
+def show(args: dict[str, Any], prompt: list[int], tokens: list[int], tokenizer: Any, end: int | None) -> None:
+    kept = tokens[:-1] if tokens and tokens[-1] == end else tokens
+    text = tokenizer.decode(kept) if tokenizer is not None else None
+    if args["json"]:
+        print(json.dumps({"prompt_tokens": prompt, "tokens": tokens, "text": text}), flush=True)
+    elif text is None:
+        print(",".join(map(str, tokens)), flush=True)
+    else:
+        print((args["prompt"] or "") + text, flush=True)
+        print(f"({len(tokens)} tokens)", file=sys.stderr)

@@ -1,0 +1,102 @@
+"""`meshwright inspect`: what is in a checkpoint, and whether every byte is as it was written; imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.format import Index, find, read_index
+from meshwright.checkpoint.verify import element_bytes, verify
+from meshwright.data.progress import Progress
+
+EXAMPLES = """example:
+  meshwright inspect runs/demo
+  meshwright inspect runs/demo@1000 --json
+  meshwright inspect runs/demo/checkpoints/step-00001000 --no-verify"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="CKPT|RUN[@STEP]", help="a checkpoint's folder, or a run's (its newest one)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--no-verify", action="store_true", help="don't read the tensors to compare their checksums")
+
+
+def run(args: argparse.Namespace) -> int:
+    path = find(args.source)
+    index = read_index(path)
+    found = describe(path, index)
+    if not args.no_verify:
+        progress, begin = Progress(f"checking {path.name}", found["tensor_bytes"]), time.perf_counter()
+        try:
+            found["verified_bytes"] = verify(path, index, progress.advance)
+        finally:
+            progress.close()
+        found["verify_seconds"] = time.perf_counter() - begin
+    print(json.dumps(found) if args.json else "\n".join(page(found)))
+    return 0
+
+
+def describe(path: Path, index: Index) -> dict[str, Any]:
+    """All that `--json` prints but the verification, which adds `verified_bytes` and `verify_seconds`."""
+    states: dict[str, dict[str, Any]] = {}
+    for name, tensor in index.tensors.items():
+        state = states.setdefault(name.split("/", 1)[0], {"tensors": 0, "elements": 0, "bytes": 0, "dtypes": []})
+        count = math.prod(tensor["shape"])
+        state["tensors"] += 1
+        state["elements"] += count
+        state["bytes"] += count * element_bytes(tensor["dtype"])
+        if tensor["dtype"] not in state["dtypes"]:
+            state["dtypes"].append(tensor["dtype"])
+    train, model = index.config.get("train", {}), index.config.get("model", {})
+    return {
+        "path": str(path), "step": index.step, "consumed": index.consumed, "world": index.world,
+        "layout": index.config.get("layout", {}), "precision": train.get("precision"), "model": model,
+        "counters": index.state, "states": states, "tensors": len(index.tensors), "blocks": len(index.blocks),
+        "files": index.files, "file_bytes": sum(index.files.values()),
+        "tensor_bytes": sum(state["bytes"] for state in states.values()), "verified_bytes": None,
+        "verify_seconds": None,
+    }  # fmt: skip
+
+
+def page(found: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    layout, model, world = found["layout"], found["model"], found["world"]
+    cut = int(layout.get("tp", 1)) * int(layout.get("pp", 1)) * int(layout.get("cp", 1))
+    sizes = {"dp": world // cut} | {axis: layout[axis] for axis in ("tp", "pp", "cp", "chunks") if axis in layout}
+    axes = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "none"
+    shape = [f"{key}={model[key]}" for key in ("layers", "hidden", "heads", "vocab", "seq") if key in model]
+    counters = ", ".join(f"{key} {value:g}" for key, value in found["counters"].items())
+    lines = [
+        found["path"],
+        f"  step        {found['step']:,}, after {found['consumed']:,} samples",
+        f"  model       {' '.join(shape) or 'unknown'}",
+        f"  written by  {world} rank{'s' * (world != 1)}, layout {axes}, precision {found['precision'] or 'unknown'}",
+        f"  counters    {counters or 'none'}",
+        f"  {'state':<12}{'tensors':>9}{'elements':>16}{'size':>12}  dtype",
+    ]
+    for name, state in found["states"].items():
+        numbers = f"{state['tensors']:>9,}{state['elements']:>16,}{_size(state['bytes']):>12}"
+        lines.append(f"  {name:<12}{numbers}  {', '.join(state['dtypes'])}")
+    many = len(found["files"])
+    lines.append(
+        f"  {found['tensors']:,} tensors in {found['blocks']:,} blocks in {many:,} file{'s' * (many != 1)}, "
+        f"{_size(found['file_bytes'])}"
+    )
+    if found["verified_bytes"] is None:
+        lines.append("  not verified")
+    else:
+        speed = _size(found["verified_bytes"] / max(found["verify_seconds"], 1e-9))
+        lines.append(f"  every checksum is right ({_size(found['verified_bytes'])} at {speed}/s)")
+    return lines
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -1,0 +1,72 @@
+"""Text from a model, token by token, with a key-value cache; on one rank or cut over tp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.ops import gather_from
+from meshwright.errors import UserError
+from meshwright.models.gpt import GPTStage
+from meshwright.nn.attention import Past, causal_mask
+
+
+class Generator:
+    """A whole model (one stage, no sequence parallelism) and the keys and values of one sequence."""
+
+    def __init__(self, module: GPTStage, vocab: int, longest: int) -> None:
+        assert module.embedding is not None and module.head is not None and not module.parallel.splits_tokens
+        self.module, self.vocab, self.longest = module.eval(), vocab, longest
+        self.past = {number: Past(longest) for number in module.blocks}
+        self.length = 0
+
+    @torch.no_grad()
+    def next_logits(self, ids: list[int]) -> Tensor:
+        """The logits [vocab] after `ids`, which follow on what was given before. The same on every rank."""
+        module, count = self.module, len(ids)
+        end = self.length + count
+        if end > self.longest:
+            raise UserError(f"{end} tokens are more than the {self.longest} that the model takes: give a shorter prompt")
+        tokens = torch.tensor([ids], device=module.parallel.device)
+        positions = torch.arange(self.length, end, device=tokens.device)[None]
+        hidden = module.embedding(tokens, positions)  # type: ignore[misc]
+        rotary = None if module.rotary is None else module.rotary(positions, count)
+        mask = None
+        if module.alibi is not None:
+            mask = module.alibi(causal_mask(end, tokens.device)[:, :, self.length :])
+        for number, block in module.blocks.items():
+            hidden = block(hidden, 1, rotary, mask, self.past[number])
+        self.length = end
+        logits = gather_from(module.head.logits(hidden[-1:]), module.parallel.tp, dim=1)  # type: ignore[union-attr]
+        return logits[0, : self.vocab].double()
+
+
+def choose(logits: Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:
+    """The next token: the likeliest at temperature 0, else drawn from the likeliest ones that hold `top_p` together."""
+    if temperature == 0:
+        return int(logits.argmax())
+    shares, order = torch.softmax(logits / temperature, 0).sort(descending=True)
+    shares = shares.masked_fill(shares.cumsum(0) - shares >= top_p, 0.0).cpu()
+    return int(order[torch.multinomial(shares, 1, generator=random)])
+
+
+def generate(
+    generator: Generator,
+    prompt: list[int],
+    most: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    end: int | None = None,
+) -> Iterator[int]:
+    """At most `most` tokens after `prompt`; stops at the token `end`."""
+    random = torch.Generator().manual_seed(seed)
+    logits = generator.next_logits(prompt)
+    for number in range(most):
+        token = choose(logits, temperature, top_p, random)
+        yield token
+        if token == end or number == most - 1:
+            return
+        logits = generator.next_logits([token])

@@ -1,0 +1,212 @@
+"""What an adapter to a Hugging Face family is: tables of keys and names, read in both directions. No torch.
+
+A family says which of our model keys stand under which of its config's, which values of the others it can express, and
+under which names its files hold our tensors. Rows of our tensors are rows of theirs, in runs; `Mapped` lists the runs,
+so that import and export copy any part of any tensor without holding a whole one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from meshwright.config.load import config_from
+from meshwright.config.sections import ModelConfig
+from meshwright.errors import UserError
+from meshwright.models.description import GPTDescription, stages
+
+HFConfig = dict[str, Any]
+
+# Keys that change how a model is trained, not what it computes.
+TRAINING_KEYS = {"preset", "dropout", "init_std"}
+
+# What a family can express of these unless it says otherwise; an empty tuple, or no entry at all, stands for any value.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "bias": (False,), "qkv_bias": (False,), "qk_norm": (False,), "parallel_residual": (False,),
+    "embedding_norm": (False,), "position_offset": (0,), "rotary_fraction": (1.0,), "rope_scaling": ((),),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows [start, start + count) of our tensor, which are rows from `source_start` on of their tensor `source`."""
+
+    start: int
+    count: int
+    source: str
+    source_start: int
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """One of our global tensors in their names; with `transposed`, its rows are columns of theirs."""
+
+    shape: tuple[int, ...]
+    runs: tuple[Run, ...]
+    transposed: bool = False
+
+    def source_shapes(self) -> dict[str, tuple[int, ...]]:
+        rows: dict[str, int] = {}
+        for run in self.runs:
+            rows[run.source] = rows.get(run.source, 0) + run.count
+        shapes = {name: (count, *self.shape[1:]) for name, count in rows.items()}
+        return {name: shape[::-1] if self.transposed else shape for name, shape in shapes.items()}
+
+
+def _nothing(_: Any) -> dict[str, Any]:
+    return {}
+
+
+def _no_window(_: HFConfig) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Family:
+    """`#` in a stem stands for the layer's number; a stem that is a tuple is stacked row by row into ours."""
+
+    model_type: str
+    architecture: str
+    keys: Mapping[str, str]  # of our model section -> of config.json
+    allows: Mapping[str, tuple[Any, ...]]  # values of our keys that it can express, where not any
+    stems: Mapping[str, str | tuple[str, ...]]
+    head: str  # the output layer's stem, which files of tied models leave out
+    prefix: str  # of their names, which some files leave out
+    activation_key: str = "hidden_act"
+    activations: Mapping[str, str] = field(default_factory=dict)  # theirs -> model.mlp
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of config.json's keys
+    demands: Mapping[str, Any] = field(default_factory=dict)  # config.json's keys and the one value that we have
+    by_head: frozenset[str] = frozenset()  # our stems whose rows lie head by head there: query, key, value
+    transposed: frozenset[str] = frozenset()  # our stems whose weights are transposed there
+    buffers: str = r"(?!)"  # tensors in their files that are not weights
+    square: bool = True  # heads x head_dim = hidden, and as many key-value heads as heads
+    dropouts: tuple[str, ...] = ()
+    read: Callable[[HFConfig], dict[str, Any]] = _nothing  # our keys that need more than a table
+    write: Callable[[ModelConfig], dict[str, Any]] = _nothing  # and theirs
+    window: Callable[[HFConfig], int | None] = _no_window  # how far back attention looks at most
+
+    def model_of(self, config: HFConfig, seq: int = 0) -> ModelConfig:
+        """The model section of a config.json; `seq` for another context than its own."""
+        config = {**self.defaults, **{key: value for key, value in config.items() if value is not None}}
+        for key, value in self.demands.items():
+            if config.get(key, value) != value:
+                raise UserError(
+                    f"{key}={config[key]} in config.json can't be imported: of {self.model_type} only models with "
+                    f"{key}={value} can"
+                )
+        for key in ("layers", "hidden", "heads", "vocab", "seq"):
+            if self.keys[key] not in config:
+                raise UserError(f"config.json lacks {self.keys[key]}, which every {self.model_type} has: add it")
+        theirs = config.get(self.activation_key)
+        if self.activations and theirs not in self.activations:
+            known = ", ".join(self.activations)
+            raise UserError(
+                f"{self.activation_key}={theirs} in config.json can't be imported: use a model with {known}"
+            )
+        found = {key: values[0] for key, values in (PLAIN | dict(self.allows)).items() if len(values) == 1}
+        found |= {ours: config[name] for ours, name in self.keys.items() if name in config}
+        if self.activations:
+            found["mlp"] = self.activations[str(theirs)]
+        found |= self.read(config)
+        if seq:
+            if found["position"] == "learned" and seq != found["seq"]:
+                raise UserError(f"--seq {seq} can't change a table of {found['seq']} learned positions: leave it out")
+            found["seq"] = seq
+        window = self.window(config)
+        if window is not None and found["seq"] > window:
+            raise UserError(
+                f"attention of this model looks back {window} tokens, and over its context of {found['seq']} that "
+                f"can't be computed here: import it with --seq {window} or less"
+            )
+        return section(found)
+
+    def misfits(self, model: ModelConfig) -> list[str]:
+        """What this family can't express of a model: `key=value` words."""
+        found = []
+        allows = PLAIN | dict(self.allows)
+        for key, values in allows.items():
+            value = getattr(model, key)
+            if key == "qkv_bias" and model.bias:
+                continue
+            if values and value not in values:
+                found.append(f"{key}={list(value) if isinstance(value, tuple) else value}")
+        if self.activations and model.mlp not in self.activations.values():
+            found.append(f"mlp={model.mlp}")
+        if self.square and model.kv_heads != model.heads:
+            found.append(f"kv_heads={model.kv_heads}")
+        if self.square and model.head_dim * model.heads != model.hidden:
+            found.append(f"head_dim={model.head_dim}")
+        if "ffn" not in self.keys and model.ffn != 4 * model.hidden:
+            found.append(f"ffn={model.ffn}")
+        return found
+
+    def config_of(self, model: ModelConfig, base: HFConfig | None = None) -> HFConfig:
+        """A config.json for a model that fits. `base` is one it may come from: what it says is kept where it holds."""
+        if base is not None and same_function(self._model_or_none(base), model):
+            return dict(base)
+        names = {ours: theirs for theirs, ours in reversed(list(self.activations.items()))}
+        written = {theirs: getattr(model, ours) for ours, theirs in self.keys.items()}
+        written |= dict(self.demands) | self.write(model)
+        if self.activations:
+            written[self.activation_key] = names[model.mlp]
+        if base is not None:
+            return {key: value for key, value in base.items() if key != "rope_parameters"} | written
+        written |= dict.fromkeys(self.dropouts, model.dropout)
+        return {"architectures": [self.architecture], "model_type": self.model_type, "use_cache": True, **written}
+
+    def _model_or_none(self, config: HFConfig) -> ModelConfig | None:
+        try:
+            return self.model_of(config)
+        except UserError:
+            return None
+
+    def tensors(self, model: ModelConfig) -> dict[str, Mapped]:
+        """Every global tensor of a model, by our name."""
+        found: dict[str, Mapped] = {}
+        for stage in stages(model.layers, 1):
+            for record in GPTDescription(model).stage(stage).values():
+                found[record.name] = self._mapped(model, record.name, record.shape)
+        return found
+
+    def _mapped(self, model: ModelConfig, name: str, shape: tuple[int, ...]) -> Mapped:
+        stem, _, kind = name.rpartition(".")
+        layer = re.search(r"\.(\d+)\.", f".{stem}.")
+        ours = re.sub(r"(?<=layers\.)\d+", "#", stem)
+        theirs = self.stems[ours]
+        names = theirs if isinstance(theirs, tuple) else (theirs,)
+        full = [f"{each.replace('#', layer[1] if layer else '')}.{kind}" for each in names]
+        transposed = ours in self.transposed and len(shape) == 2
+        if ours in self.by_head:
+            return Mapped(shape, tuple(by_head(model, full[0])), transposed)
+        runs, start = [], 0
+        for source, count in zip(full, part_rows(model, ours, shape[0], len(full)), strict=True):
+            runs.append(Run(start, count, source, 0))
+            start += count
+        return Mapped(shape, tuple(runs), transposed)
+
+
+def part_rows(model: ModelConfig, stem: str, rows: int, parts: int) -> list[int]:
+    """Rows of each of the tensors that are stacked into one of ours."""
+    if stem.endswith(".qkv") and parts == 3:
+        return [model.heads * model.head_dim, *[model.kv_heads * model.head_dim] * 2]
+    return [rows // parts] * parts
+
+
+def by_head(model: ModelConfig, source: str) -> list[Run]:
+    """Ours are all queries, all keys, all values; theirs are query, key and value of head 0, of head 1, ..."""
+    heads, d = model.heads, model.head_dim
+    return [
+        Run((part * heads + head) * d, d, source, (head * 3 + part) * d) for part in range(3) for head in range(heads)
+    ]
+
+
+def section(values: Mapping[str, Any]) -> ModelConfig:
+    """The model section of plain values, every key checked."""
+    return config_from({"model": dict(values), "data": {"prefixes": ["none"]}}).model
+
+
+def same_function(a: ModelConfig | None, b: ModelConfig) -> bool:
+    keys = [f.name for f in fields(ModelConfig) if f.name not in TRAINING_KEYS]
+    return a is not None and all(getattr(a, key) == getattr(b, key) for key in keys)

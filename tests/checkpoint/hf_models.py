@@ -1,0 +1,77 @@
+"""Small random models of every Hugging Face family, as transformers makes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
+LLAMA = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
+OLD = {"n_layer": 2, "n_head": 4, "vocab_size": 61}
+LLAMA31 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+# (class of the config, its arguments). Each is another corner: grouped heads, tied or not, biases, scaling, ...
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", {**OLD, "n_embd": 32, "n_positions": 32}),
+    "gpt2-untied-relu": (
+        "GPT2Config",
+        {**OLD, "n_embd": 32, "n_positions": 32, "n_inner": 40, "activation_function": "relu",
+         "tie_word_embeddings": False},
+    ),
+    "llama2": ("LlamaConfig", {**LLAMA, "num_key_value_heads": 4}),
+    "llama3": ("LlamaConfig", {**LLAMA, "rope_theta": 5e5, "rope_scaling": LLAMA31, "tie_word_embeddings": True}),
+    "llama-bias-linear": (
+        "LlamaConfig",
+        {**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 6, "num_key_value_heads": 1,
+         "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ),
+    "qwen2": ("Qwen2Config", LLAMA),
+    "qwen2-tied": ("Qwen2Config", {**LLAMA, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {**LLAMA, "head_dim": 16}),
+    "qwen3-one-kv-head": ("Qwen3Config", {**LLAMA, "head_dim": 8, "num_key_value_heads": 1}),
+    "mistral": ("MistralConfig", {**LLAMA, "sliding_window": 64}),
+    "gpt-neox": ("GPTNeoXConfig", {**SIZES, "intermediate_size": 48, "max_position_embeddings": 64}),
+    "gpt-neox-in-series": (
+        "GPTNeoXConfig",
+        {**SIZES, "intermediate_size": 48, "max_position_embeddings": 64, "use_parallel_residual": False,
+         "hidden_act": "gelu_new", "rotary_pct": 1.0},
+    ),
+    "opt": ("OPTConfig", {**SIZES, "ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32}),
+    "bloom": ("BloomConfig", {**OLD, "hidden_size": 32}),
+    "bloom-six-heads": ("BloomConfig", {**OLD, "hidden_size": 48, "n_head": 6}),
+}  # fmt: skip
+
+
+def make(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model whose weights are all random: also the norms and biases, which would start as ones and zeros."""
+    import transformers
+
+    kind, arguments = MODELS[name]
+    torch.manual_seed(len(name))
+    config = getattr(transformers, kind)(**arguments)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            around = 1.0 if parameter.dim() == 1 and "norm" in name_of(model, parameter) else 0.0
+            parameter.copy_(around + 0.15 * torch.randn(parameter.shape))
+    return model.to(dtype)
+
+
+def name_of(model: Any, parameter: torch.Tensor) -> str:
+    return next(name for name, each in model.named_parameters() if each is parameter).replace("ln_", "norm")
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids).logits.float()
+
+
+def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    model = make(name, dtype)
+    model.save_pretrained(folder)
+    return model

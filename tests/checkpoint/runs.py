@@ -1,0 +1,240 @@
+"""Runs of `pretrain` on ranks that a test may kill: at a moment of its choice, or at one of their own calls that change
+the file system (in the middle of a save, of a rename, of a line)."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.connection
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.checkpoint import format as fmt
+from meshwright.checkpoint.verify import verify
+from tests.support.oracle import Made, small_config
+from tests.support.ranks import _SERVER, _child
+
+Sections = dict[str, dict[str, Any]]
+
+TIMES = ("step_time_s", "tokens_per_s", "phases")
+CHANGES = ("rename", "replace", "fsync", "unlink", "rmdir", "mkdir")  # calls of os after which the disk is another
+
+
+@dataclass(frozen=True)
+class Crash:
+    """`rank` kills itself at its n-th change of the file system: before it, after it, or (a file written) half-way."""
+
+    rank: int
+    call: int
+    when: str
+
+
+def tiny(folder: Path, **sections: dict[str, Any]) -> Sections:
+    """A model of a few hundred parameters, with dropout, and a checkpoint at every step."""
+    base: Sections = {
+        "model": {"layers": 2, "hidden": 16, "heads": 2, "vocab": 31, "seq": 8, "dropout": 0.1},
+        "train": {"precision": "fp32", "global_batch": 8, "micro_batch": 1, "steps": 8},
+        "optimizer": {"lr": 1e-2},
+        "lr": {"warmup": 2},
+        "checkpoint": {"every": 1, "keep": 2},
+        "run": {"dir": str(folder), "tensorboard": False, "device": "cpu", "eval_every": 4, "eval_samples": 8},
+    }
+    for name, keys in sections.items():
+        base[name] = base.get(name, {}) | keys
+    return base
+
+
+def train(rank: int, world: int, sections: Sections, crash: Crash | None, source: str | None) -> tuple[int, int]:
+    """The body of a rank: the whole run, as the command does it."""
+    from meshwright.train.gpt import forward_step, model_provider
+    from meshwright.train.pretrain import pretrain
+
+    if crash is not None and crash.rank == rank:
+        _plant(crash)
+    config = small_config(**sections)
+    data = Made(config.model.vocab, config.model.seq)
+    trainer = pretrain(config, model_provider, lambda ctx, n: (data, data, None), forward_step, source=source)
+    return trainer.step_number, trainer.consumed
+
+
+def _plant(crash: Crash) -> None:
+    import meshwright.checkpoint.save as save
+    import meshwright.train.run_folder as run_folder
+
+    count = 0
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted(call: Callable[..., Any], half: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        def changed(*args: Any, **more: Any) -> Any:
+            nonlocal count
+            count += 1
+            now = count == crash.call
+            if now and crash.when == "half" and half is not None:
+                half(*args, **more)
+            if now and crash.when != "after":
+                die()
+            result = call(*args, **more)
+            if now:
+                die()
+            return result
+
+        return changed
+
+    real_save, real_write = save.save_file, run_folder._write
+
+    def half_save(tensors: Any, path: Path) -> None:
+        real_save(tensors, path)
+        os.truncate(path, path.stat().st_size // 2)
+
+    def half_write(file: Any, line: dict[str, Any]) -> None:
+        file.write(json.dumps(line)[: len(json.dumps(line)) // 2])
+        file.flush()
+
+    for name in CHANGES:
+        setattr(os, name, counted(getattr(os, name)))
+    save.save_file = counted(real_save, half_save)
+    run_folder._write = counted(real_write, half_write)
+
+
+class Attempt:
+    """Ranks that train `sections`, until they are done or one of them is dead."""
+
+    def __init__(self, world: int, sections: Sections, crash: Crash | None = None, source: str | None = None) -> None:
+        self.world, self.run = world, Path(sections["run"]["dir"])
+        self._folder = tempfile.mkdtemp()
+        self._pipes, self.ranks = [], []
+        for rank in range(world):
+            ours, theirs = _SERVER.Pipe(duplex=False)
+            args = (train, rank, world, self._folder, (sections, crash, source), theirs)
+            process = _SERVER.Process(target=_child, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.ranks.append(process)
+
+    def kill(self, rank: int) -> None:
+        os.kill(self.ranks[rank].pid, signal.SIGKILL)
+
+    def until(self, ready: Callable[[], bool], deadline: float = 120.0) -> bool:
+        """Waits; False if the ranks came to an end first."""
+        end = time.monotonic() + deadline
+        while not ready():
+            assert time.monotonic() < end, "the ranks make no progress"
+            if any(pipe.poll() for pipe in self._pipes):
+                return False
+            time.sleep(0.002)
+        return True
+
+    def finish(self, deadline: float = 120.0) -> list[Any] | None:
+        """What each rank returned, or None if one of them died. In either case nobody is left."""
+        results: dict[int, Any] = {}
+        end = time.monotonic() + deadline
+        try:
+            while len(results) < self.world:
+                waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
+                ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+                assert ready, "the ranks make no progress"
+                for pipe in ready:
+                    try:
+                        kind, value = pipe.recv()
+                    except EOFError:
+                        return None
+                    if kind == "error":
+                        if self._victim():
+                            return None
+                        raise AssertionError(value)
+                    results[waiting[pipe]] = value
+            return [results[rank] for rank in range(self.world)]
+        finally:
+            self.stop()
+
+    def _victim(self) -> bool:
+        """Whether a rank was killed, which others may notice before we do."""
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            if any(process.exitcode == -signal.SIGKILL for process in self.ranks):
+                return True
+            time.sleep(0.01)
+        return False
+
+    def stop(self) -> None:
+        for process in self.ranks:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def complete(world: int, sections: Sections, source: str | None = None) -> Path:
+    """Trains to the end; the run's folder."""
+    attempt = Attempt(world, sections, source=source)
+    assert attempt.finish() is not None
+    return attempt.run
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a run that may have been killed in the middle of one."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def timeless(path: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines(path)]
+
+
+def steps(run: Path) -> list[int]:
+    return [line["step"] for line in whole_lines(run / "metrics.jsonl")]
+
+
+def saved(run: Path) -> list[int]:
+    return [step for step, _ in fmt.checkpoints(run / "checkpoints")]
+
+
+def newest(run: Path) -> Path:
+    return fmt.checkpoints(run / "checkpoints")[-1][1]
+
+
+def tensors(path: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a checkpoint, put together, and its checksums compared."""
+    from meshwright.checkpoint.load import Reader
+
+    reader = Reader(path)
+    verify(path, reader.index)
+    whole, covered = {}, {}
+    for name, tensor in reader.index.tensors.items():
+        whole[name] = np.zeros(tensor["shape"], dtype=tensor["dtype"])
+        covered[name] = np.zeros(tensor["shape"], dtype=np.int64)
+    for block in reader.index.blocks:
+        at = tuple(slice(a, a + n) for a, n in zip(block.start, block.shape, strict=True))
+        whole[block.tensor][at] = reader.block(block).numpy()
+        covered[block.tensor][at] += 1
+    assert all((count == 1).all() for count in covered.values()), "each element is written once"
+    return whole
+
+
+def assert_same(run: Path, reference: Path) -> None:
+    """Two finished runs are equal to the bit: metrics but for the times, and all that the last checkpoint holds."""
+    for name in ("metrics.jsonl", "validation.jsonl"):
+        assert timeless(run / name) == timeless(reference / name), name
+    ours, theirs = newest(run), newest(reference)
+    assert ours.name == theirs.name
+    a, b = fmt.read_index(ours), fmt.read_index(theirs)
+    assert (a.step, a.consumed, a.state) == (b.step, b.consumed, b.state)
+    mine, other = tensors(ours), tensors(theirs)
+    assert mine.keys() == other.keys()
+    for name, values in mine.items():
+        assert values.dtype == other[name].dtype and values.tobytes() == other[name].tobytes(), name

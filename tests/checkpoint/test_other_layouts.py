@@ -1,0 +1,208 @@
+"""A checkpoint has no layout: written by one, read by another, the run goes on as one process would have gone on."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshwright.checkpoint.load import Reader, load_into
+from meshwright.checkpoint.save import Saver
+from meshwright.comm.mesh import Mesh
+from meshwright.config.sections import Config
+from meshwright.layout import Layout
+from meshwright.models.description import layout_of
+from tests.checkpoint.runs import tensors
+from tests.support.oracle import EXACT, Made, make_trainer, small_config
+from tests.support.ranks import run_ranks
+
+BEFORE, AFTER, BATCH = 2, 2, 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """A layout to train in, and how the same global batch is cut."""
+
+    world: int = 1
+    tp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    sp: bool = False
+    micro: int = 1
+    bucket: float = 0.02
+
+    @property
+    def name(self) -> str:
+        dp = self.world // self.tp // self.pp
+        words = [f"dp{dp}", f"tp{self.tp}", f"pp{self.pp}", f"chunks{self.chunks}" if self.chunks > 1 else ""]
+        words += ["sp" if self.sp else "", f"micro{self.micro}" if self.micro > 1 else ""]
+        return "-".join(word for word in words if word)
+
+    def config(self, tied: bool) -> Config:
+        """Two key-value heads: tp=4 holds copies of them. 53 tokens: the vocabulary is padded."""
+        return small_config(
+            model={
+                "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 53, "seq": 16, "norm": "rmsnorm",
+                "mlp": "swiglu", "position": "rope", "ffn": 48, "tied_embeddings": tied,
+            },
+            layout={"tp": self.tp, "pp": self.pp, "chunks": self.chunks, "sequence_parallel": self.sp},
+            pipeline={"schedule": "interleaved" if self.chunks > 1 else "1f1b"},
+            train={"precision": "fp64", "global_batch": BATCH, "micro_batch": self.micro, "steps": 20, "clip": 0.7},
+            optimizer={"lr": 1e-3},
+            lr={"warmup": 5},
+            comm={"bucket_mib": self.bucket},
+        )  # fmt: skip
+
+
+ONE = Place(micro=8)
+DP2, DP4, DP8 = Place(2), Place(4, micro=2), Place(8)
+TP2, TP4, PP2, PP4 = Place(2, tp=2, sp=True), Place(4, tp=4, sp=True), Place(2, pp=2, micro=2), Place(4, pp=4)
+CHUNKS, DP2TP2, TP2PP2 = Place(2, pp=2, chunks=2), Place(4, tp=2, micro=4), Place(4, tp=2, pp=2)
+CUBE, CUBE_CHUNKS = Place(8, tp=2, pp=2, sp=True), Place(8, tp=2, pp=2, chunks=2, micro=2)
+COPIES8 = Place(8, tp=4, sp=True, bucket=1.0)
+
+# Tied embeddings have one tensor on two stages, untied ones two.
+PAIRS = [
+    (ONE, DP8, True), (ONE, CUBE, True), (ONE, TP4, False), (ONE, ONE, True),
+    (DP8, ONE, True), (CUBE, ONE, True), (COPIES8, ONE, False), (CUBE_CHUNKS, ONE, True),
+    (DP2, TP2, True), (TP2, PP2, True), (PP2, CHUNKS, True), (CHUNKS, DP2, False),
+    (TP4, PP4, True), (PP4, DP2TP2, True), (DP2TP2, TP4, False), (TP2PP2, DP4, True),
+    (DP8, CUBE_CHUNKS, True), (CUBE, COPIES8, True), (CUBE_CHUNKS, TP2PP2, True), (TP4, CUBE, False),
+]  # fmt: skip
+QUICK = [0, 1, 4, 5, 6, 8, 9, 10, 12, 13, 15, 18]
+
+
+class Noted(Made):
+    """Remembers which samples were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(53, 16)
+        self.asked: list[int] = []
+
+    def sample(self, n: int) -> dict[str, np.ndarray]:
+        self.asked.append(n)
+        return super().sample(n)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Train `steps` in a layout, from the checkpoint in `source` or from nothing, and save into `target`."""
+
+    place: Place
+    tied: bool
+    steps: int
+    source: str
+    target: str
+
+
+def work(rank: int, world: int, jobs: list[Job]) -> list[list[list[int]]]:
+    """The body of a rank: for each job the samples it read, step by step."""
+    groups: dict[Layout, dict[str, Any]] = {}
+    layouts = [layout_of(job.place.config(job.tied), world) for job in jobs]
+    for layout in dict.fromkeys(layouts):
+        made = Mesh(layout, rank).groups
+        groups[layout] = {name: group.process_group for name, group in made.items() if not group.alone}
+    read = []
+    for job, layout in zip(jobs, layouts, strict=True):
+        data = Noted()
+        trainer = make_trainer(job.place.config(job.tied), rank, world, data, groups[layout])
+        if job.source:
+            load_into(trainer, Reader(Path(job.source)))
+        by_step = []
+        for _ in range(job.steps):
+            data.asked.clear()
+            trainer.step()
+            by_step.append(list(data.asked))
+        read.append(by_step)
+        saver = Saver(trainer, Path(job.target), asynchronous=False, busy="wait", keep=0)
+        saver.save()
+        saver.committed()
+        del trainer, saver
+        gc.collect()
+    return read
+
+
+def launch(jobs: list[Job]) -> dict[str, list[list[int]]]:
+    """Runs the jobs, those of one number of ranks in one launch; by target: the samples of each step, in order."""
+    samples = {}
+    for world in sorted({job.place.world for job in jobs}):
+        same = [job for job in jobs if job.place.world == world]
+        by_rank = run_ranks(world, work, same, deadline=60.0 + 30.0 * len(same))
+        for number, job in enumerate(same):
+            steps = [set().union(*(rank[number][step] for rank in by_rank)) for step in range(job.steps)]
+            samples[job.target] = [sorted(step) for step in steps]
+    return samples
+
+
+@cache
+def undisturbed(tied: bool) -> tuple[dict[str, np.ndarray], list[list[int]]]:
+    """What one process has after all steps, and the samples it read."""
+    data = Noted()
+    trainer = make_trainer(ONE.config(tied), data=data)
+    read = []
+    for _ in range(BEFORE + AFTER):
+        data.asked.clear()
+        trainer.step()
+        read.append(list(data.asked))
+    whole = {}
+    for state, buffer, flat in trainer.states():
+        for slot in buffer.slots:
+            whole[f"{state}/{slot.record.name}"] = flat[slot.start : slot.stop].view(slot.record.local_shape).numpy()
+    return whole, read
+
+
+def worst(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> tuple[float, str]:
+    """By the trunk's measure, tensors of one kind (weights, first moments, second moments) apart."""
+    assert found.keys() == wanted.keys()
+    largest: dict[str, float] = {}
+    for name, b in wanted.items():
+        kind = name.split("/")[0]
+        largest[kind] = max(largest.get(kind, 0.0), float(np.abs(b).max()))
+    errors = []
+    for name, b in wanted.items():
+        assert found[name].shape == b.shape, name
+        scale = max(float(np.abs(b).max()), 1e-6 * largest[name.split("/")[0]])
+        errors.append((float(np.abs(found[name] - b).max()) / scale, name))
+    assert all(error == error for error, _ in errors)
+    return max(errors)
+
+
+def check_pairs(tmp_path: Path, pairs: list[tuple[Place, Place, bool]]) -> None:
+    first: dict[tuple[Place, bool], Job] = {}
+    second = []
+    for number, (a, b, tied) in enumerate(pairs):
+        job = Job(a, tied, BEFORE, "", str(tmp_path / f"{a.name}-{tied}"))
+        first.setdefault((a, tied), job)
+        source = f"{job.target}/step-{BEFORE:08d}"
+        second.append(Job(b, tied, AFTER, source, str(tmp_path / f"pair{number}")))
+    samples = launch(list(first.values())) | launch(second)
+    found = []
+    for (a, b, tied), job in zip(pairs, second, strict=True):
+        wanted, read = undisturbed(tied)
+        label = f"{a.name} -> {b.name}"
+        before = samples[first[a, tied].target]
+        assert before + samples[job.target] == [sorted(step) for step in read], f"{label}: the samples of each step"
+        error, name = worst(tensors(Path(job.target) / f"step-{BEFORE + AFTER:08d}"), wanted)
+        found.append((error, label, name))
+    bad = [f"{label}: {name} is off by {error:.1e}" for error, label, name in found if not error <= EXACT]
+    assert not bad, bad
+    print(f"reshard: {len(pairs)} pairs, largest error {max(found)[0]:.1e}")
+
+
+def test_twelve_pairs_of_layouts(tmp_path: Path) -> None:
+    check_pairs(tmp_path, [PAIRS[n] for n in QUICK])
+
+
+@pytest.mark.wide
+def test_all_pairs_of_layouts(tmp_path: Path) -> None:
+    check_pairs(tmp_path, PAIRS)
+
+
+def test_one_process_reads_the_samples_in_order() -> None:
+    _, read = undisturbed(True)
+    assert [n for step in read for n in step] == list(range((BEFORE + AFTER) * BATCH))

@@ -1,0 +1,136 @@
+"""The regions that checkpoints are cut into: ranges of flat tensors as rectangles, and where rectangles meet."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.checkpoint import format as fmt
+from meshwright.layout.params import Box, Init, ParamRecord, global_boxes, overlap, rectangles
+
+ZEROS = Init("zeros")
+shapes = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
+
+
+def at(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
+
+
+@st.composite
+def ranges(draw: st.DrawFn, size: int) -> tuple[int, int]:
+    low = draw(st.integers(0, size))
+    return low, draw(st.integers(low, size))
+
+
+@st.composite
+def records(draw: st.DrawFn) -> ParamRecord:
+    """A parameter cut along dim 0 into parts (as fused matrices are) with padding behind, and along dim 1 too."""
+    rows, columns = draw(st.integers(2, 12)), draw(st.integers(1, 6))
+    left = draw(st.integers(0, columns - 1))
+    width = draw(st.integers(1, columns - left))
+    cuts = sorted(draw(st.sets(st.integers(0, rows), min_size=2, max_size=4)))
+    boxes, top = [], 0
+    for low, high in zip(cuts[::2], cuts[1::2], strict=False):
+        top += draw(st.integers(0, 2))  # padding before it
+        boxes.append(Box((low, left), (high - low, width), (top, 0)))
+        top += high - low
+    local = (top + draw(st.integers(0, 3)), width)
+    return ParamRecord("p", (rows, columns), local, tuple(boxes), ZEROS)
+
+
+@given(st.data(), shapes)
+def test_rectangles_cover_a_range_once_and_nothing_else(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    size = math.prod(shape)
+    low, high = data.draw(ranges(size))
+    held = np.zeros(shape, dtype=np.int64)
+    boxes = list(rectangles(shape, low, high))
+    for box in boxes:
+        assert box.start == box.local_start and all(n > 0 for n in box.shape)
+        held[at(box.start, box.shape)] += 1
+    wanted = np.zeros(size, dtype=np.int64)
+    wanted[low:high] = 1
+    assert (held.reshape(-1) == wanted).all()
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@given(st.data(), records())
+def test_global_boxes_hold_what_the_range_holds_but_padding(data: st.DataObject, record: ParamRecord) -> None:
+    whole = np.arange(math.prod(record.shape)).reshape(record.shape)
+    local = np.full(record.local_shape, -1)
+    for box in record.boxes:
+        local[at(box.local_start, box.shape)] = whole[at(box.start, box.shape)]
+    low, high = data.draw(ranges(math.prod(record.local_shape)))
+    found = np.zeros(record.shape, dtype=np.int64)
+    for box in global_boxes(record, low, high):
+        assert (whole[at(box.start, box.shape)] == local[at(box.local_start, box.shape)]).all()
+        found[at(box.start, box.shape)] += 1
+    expected = np.zeros(record.shape, dtype=np.int64)
+    kept = local.reshape(-1)[low:high]
+    expected.reshape(-1)[kept[kept >= 0]] = 1
+    assert (found == expected).all()
+
+
+@given(st.data(), records())
+def test_overlap_moves_the_common_part(data: st.DataObject, record: ParamRecord) -> None:
+    whole = np.arange(math.prod(record.shape)).reshape(record.shape)
+    start, shape = [], []
+    for size in record.shape:
+        low, high = data.draw(ranges(size))
+        start.append(low)
+        shape.append(high - low)
+    region = whole[at(tuple(start), tuple(shape))]
+    local, expected = np.full(record.local_shape, -1), np.full(record.local_shape, -1)
+    for box in record.boxes:
+        expected[at(box.local_start, box.shape)] = whole[at(box.start, box.shape)]
+        where = overlap(tuple(start), tuple(shape), box)
+        if where is not None:
+            inside, to = where
+            assert region[inside].size > 0
+            local[to] = region[inside]
+    expected[~np.isin(expected, region)] = -1
+    assert (local == expected).all()
+
+
+@st.composite
+def slices(draw: st.DrawFn, shape: tuple[int, int]) -> ParamRecord:
+    """A part of a matrix, as one reader of some layout holds it."""
+    (top, bottom), (left, right) = draw(ranges(shape[0])), draw(ranges(shape[1]))
+    boxes = (Box((top, left), (bottom - top, right - left), (0, 0)),) if bottom > top and right > left else ()
+    return ParamRecord("p", shape, (bottom - top, right - left), boxes, ZEROS)
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(1, 8), st.integers(1, 6), st.integers(1, 4))
+def test_what_any_number_of_writers_cut_any_reader_puts_together(
+    data: st.DataObject, rows: int, columns: int, writers: int
+) -> None:
+    """A matrix whose elements are split among writers, cut into blocks, and read into a part of it."""
+    shape = (rows, columns)
+    values = np.random.default_rng(0).permutation(rows * columns).reshape(shape)
+    writer = ParamRecord("p", shape, shape, (Box((0, 0), shape, (0, 0)),), ZEROS)
+    inner = [data.draw(st.integers(0, values.size)) for _ in range(writers - 1)]
+    bounds = sorted([0, values.size, *inner])
+    reader = data.draw(slices(shape))
+    local = np.full(reader.local_shape, -1)
+    for low, high in zip(bounds, bounds[1:], strict=False):
+        for box in global_boxes(writer, low, high):
+            for top, bottom in fmt.cut(box.start, box.shape, fmt.BLOCK_BYTES // 4):
+                start = (box.start[0] + top, *box.start[1:])
+                block = values[at(box.start, box.shape)][top:bottom]
+                for into in reader.boxes:
+                    where = overlap(start, block.shape, into)
+                    if where is not None:
+                        local[where[1]] = block[where[0]]
+    for box in reader.boxes:
+        assert (local == values[at(box.start, box.shape)]).all()
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=3).map(tuple), st.integers(1, 2**22))
+def test_blocks_are_small_and_cover_their_box(shape: tuple[int, ...], element: int) -> None:
+    rows = list(fmt.cut((0,) * len(shape), shape, element))
+    assert [low for low, _ in rows] == [0, *(high for _, high in rows[:-1])] and rows[-1][1] == shape[0]
+    row = element * math.prod(shape[1:])
+    assert all((high - low) * row <= fmt.BLOCK_BYTES or high - low == 1 for low, high in rows)

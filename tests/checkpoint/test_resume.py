@@ -1,0 +1,79 @@
+"""A run that was killed and resumed on the same layout is the undisturbed run, to the bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.runs import Attempt, assert_same, complete, lines, newest, saved, steps, tensors, tiny
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "dp2-tp2-sp": (4, {"tp": 2, "sequence_parallel": True}),
+    "dp2-pp2": (4, {"pp": 2}),
+    "dp2-tp2-pp2": (8, {"tp": 2, "pp": 2}),
+}
+
+
+def kill_and_resume(tmp_path: Path, world: int, layout: dict[str, Any], precision: str, count: int) -> None:
+    half = count // 2
+    changes: dict[str, dict[str, Any]] = {
+        "train": {"precision": precision, "steps": count},
+        "layout": layout,
+        "checkpoint": {"every": half, "keep": 0},
+        "run": {"eval_every": half // 2},
+    }
+    reference = complete(world, tiny(tmp_path / "straight", **changes))
+    sections = tiny(tmp_path / "killed", **changes)
+    attempt = Attempt(world, sections)
+    victim = random.Random(f"{layout} {precision}").randrange(world)
+    assert attempt.until(lambda: saved(attempt.run) == [half] and len(steps(attempt.run)) > half)
+    attempt.kill(victim)
+    assert attempt.finish() is None, "a rank was killed before the end"
+    done = steps(attempt.run)
+    run = complete(world, sections)
+    assert_same(run, reference)
+    assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(1, count + 1))
+    lost = [line["step"] for line in lines(run / "lost.jsonl") if "phases" in line]
+    assert lost == done[half:] and len(lost) >= 1
+
+
+@pytest.mark.parametrize(("layout", "precision"), [("dp2-tp2-sp", "fp32"), ("dp2", "bf16")])
+def test_resume_is_bit_identical(layout: str, precision: str, tmp_path: Path) -> None:
+    kill_and_resume(tmp_path, *LAYOUTS[layout], precision, 8)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_resume_is_bit_identical_over_forty_steps(layout: str, precision: str, tmp_path: Path) -> None:
+    kill_and_resume(tmp_path, *LAYOUTS[layout], precision, 40)
+
+
+def test_a_resumed_run_may_be_made_longer_and_go_on_from_an_older_step(tmp_path: Path) -> None:
+    """And a new run takes another's weights alone."""
+    sections = tiny(tmp_path / "run", lr={"schedule": "constant"}, checkpoint={"every": 2, "keep": 0})
+    run = complete(1, sections)
+    longer = sections | {"train": sections["train"] | {"steps": 10}}
+    complete(1, longer)
+    assert steps(run) == list(range(1, 11)) and saved(run) == [2, 4, 6, 8, 10]
+    first = tensors(newest(run))
+    complete(1, longer, source=f"{run}@4")
+    assert steps(run) == list(range(1, 11)) and saved(run) == [2, 4, 6, 8, 10]
+    lost = sorted(path.name for path in (run / "checkpoints").glob("lost-*"))
+    assert lost == ["lost-step-00000006", "lost-step-00000008", "lost-step-00000010"]
+    again = tensors(newest(run))
+    assert all(values.tobytes() == again[name].tobytes() for name, values in first.items())
+
+    idle = {"train": {"steps": 1}, "optimizer": {"lr": 1e-30, "weight_decay": 0.0}, "lr": {"warmup": 0}}
+    other = tiny(tmp_path / "other", **idle)
+    complete(1, other, source=str(run))
+    tuned = tensors(newest(tmp_path / "other"))
+    for name, values in again.items():
+        if name.startswith("param/"):
+            assert values.tobytes() == tuned[name].tobytes(), "an update of nothing: the weights as they came"
+    assert any((tuned[name] != again[name]).any() for name in again if name.startswith("exp_avg/")), "fresh moments"
+    assert steps(tmp_path / "other") == [1]

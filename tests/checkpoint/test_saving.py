@@ -1,0 +1,230 @@
+"""Saving: what is written is the state at the call, one save at a time, in any precision; in one process."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import meshwright.checkpoint.save as save
+from meshwright.checkpoint import format as fmt
+from meshwright.checkpoint.load import Reader, load_into
+from meshwright.checkpoint.save import Saver
+from meshwright.errors import UserError
+from meshwright.train.step import Trainer
+from tests.checkpoint.runs import tensors
+from tests.support.oracle import make_trainer, small_config
+
+TINY = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 31, "seq": 8}
+
+
+def trainer_of(precision: str = "fp32", **more: Any) -> Trainer:
+    config = small_config(model=TINY, train={"precision": precision, "global_batch": 4, "steps": 50}, **more)
+    return make_trainer(config)
+
+
+def saver_of(trainer: Trainer, folder: Path, asynchronous: bool = True, busy: str = "wait", keep: int = 0) -> Saver:
+    return Saver(trainer, folder, asynchronous, busy, keep)
+
+
+def state_of(trainer: Trainer) -> dict[str, np.ndarray]:
+    """A copy of all that a checkpoint must hold."""
+    out = {}
+    for state, buffer, flat in trainer.states():
+        for slot in buffer.slots:
+            local = flat[slot.start : slot.stop].view(slot.record.local_shape)
+            out[f"{state}/{slot.record.name}"] = local.detach().clone().numpy()
+    return out
+
+
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and a[n].tobytes() == b[n].tobytes() for n in a)
+
+
+class Gate:
+    """Holds every writer at its first file until it is opened, and notes who came."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.came, self.inside, self.most = threading.Event(), threading.Event(), 0, 0
+        real = save.write_part
+
+        def held(folder: Path, rank: int, snapshot: Any) -> None:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+            self.came.set()
+            assert self.open.wait(60)
+            real(folder, rank, snapshot)
+            self.inside -= 1
+
+        monkeypatch.setattr(save, "write_part", held)
+
+
+def test_the_contents_are_those_of_the_call_while_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    trainer = trainer_of()
+    trainer.step()
+    expected, consumed = state_of(trainer), trainer.consumed
+    saver = saver_of(trainer, tmp_path)
+    assert saver.save()
+    for _ in range(3):
+        trainer.step()
+    assert fmt.checkpoints(tmp_path) == [], "nothing counts before all is written"
+    gate.open.set()
+    saver.committed()
+    ((step, path),) = fmt.checkpoints(tmp_path)
+    index = fmt.read_index(path)
+    assert (step, index.step, index.consumed, index.state["updates"]) == (1, 1, consumed, 1)
+    assert same(tensors(path), expected) and not same(tensors(path), state_of(trainer))
+
+
+def test_a_save_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    trainer = trainer_of()
+    saver = saver_of(trainer, tmp_path, busy="wait")
+    states = []
+    trainer.step()
+    states.append(state_of(trainer))
+    saver.save()
+    assert gate.came.wait(60)
+    trainer.step()
+    states.append(state_of(trainer))
+    threading.Timer(0.2, gate.open.set).start()
+    saver.save()
+    assert [step for step, _ in fmt.checkpoints(tmp_path)] == [1], "the first one counts before the second begins"
+    saver.committed()
+    assert gate.most == 1
+    assert [same(tensors(path), state) for (_, path), state in zip(fmt.checkpoints(tmp_path), states, strict=True)]
+
+
+def test_a_save_is_skipped_while_one_is_under_way_but_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    trainer = trainer_of()
+    saver = saver_of(trainer, tmp_path, busy="skip")
+    trainer.step()
+    assert saver.save() and gate.came.wait(60)
+    trainer.step()
+    assert not saver.save()
+    trainer.step()
+    assert not saver.save()
+    gate.open.set()
+    saver.committed()
+    assert [step for step, _ in fmt.checkpoints(tmp_path)] == [1, 3], "2 was skipped; where a run ends is saved"
+    assert gate.most == 1
+    trainer.step()
+    assert saver.save(), "nothing is under way any more"
+    saver.committed()
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])
+def test_keep(keep: int, left: list[int], tmp_path: Path) -> None:
+    trainer = trainer_of()
+    saver = saver_of(trainer, tmp_path, keep=keep)
+    for _ in range(4):
+        trainer.step()
+        saver.save()
+    saver.committed()
+    assert [step for step, _ in fmt.checkpoints(tmp_path)] == left
+    assert sorted(path.name for path in tmp_path.iterdir()) == [fmt.folder_name(step) for step in left]
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
+    for name in (".saving-step-00000003", ".old-step-00000001"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-00000.safetensors").write_bytes(b"half")
+    fmt.remove_unfinished(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def saved(trainer: Trainer, folder: Path) -> Path:
+    saver = saver_of(trainer, folder, asynchronous=False)
+    saver.save()
+    return fmt.checkpoints(folder)[-1][1]
+
+
+@pytest.mark.parametrize("to", ["fp32", "bf16", "fp16", "fp64"])
+@pytest.mark.parametrize("of", ["fp32", "bf16", "fp16", "fp64"])
+def test_any_precision_loads_into_any(of: str, to: str, tmp_path: Path) -> None:
+    """Masters and moments are kept in float32 at least, so only fp64 to a smaller one rounds, once."""
+    source, target = trainer_of(of), trainer_of(to)
+    source.step()
+    path = saved(source, tmp_path)
+    expected = state_of(source)
+    load_into(target, Reader(path))
+    found = state_of(target)
+    for name, values in expected.items():
+        assert (found[name] == values.astype(found[name].dtype)).all(), name
+    for buffer in target.data_parallel.buffers:
+        for slot in buffer.slots:
+            master = torch.from_numpy(found[f"param/{slot.record.name}"])
+            assert torch.equal(slot.parameter.detach(), master.to(slot.parameter.dtype)), "the model follows the masters"
+    assert (target.step_number, target.consumed, target.optimizer.updates) == (1, 4, source.optimizer.updates)
+    assert target.step().loss == pytest.approx(source.step().loss, rel=0.02)
+
+
+def test_the_loss_scale_is_part_of_it(tmp_path: Path) -> None:
+    scaling = {"initial": 2.0**30, "window": 3}
+    source = trainer_of("fp16", loss_scale=scaling)
+    skipped = [source.step().skipped for _ in range(24)]
+    assert any(skipped) and not all(skipped)
+    path = saved(source, tmp_path)
+    target = trainer_of("fp16", loss_scale=scaling)
+    load_into(target, Reader(path))
+    assert target.counters() == source.counters() and target.counters()["updates"] < 24
+    assert [target.step().line()["loss_scale"] for _ in range(4)] == [source.step().loss_scale for _ in range(4)]
+    plain = trainer_of("fp32")
+    load_into(plain, Reader(path))
+    assert plain.loss_scale.value == 1.0
+    again = saved(plain, tmp_path / "plain")
+    fresh = trainer_of("fp16", loss_scale=scaling)
+    load_into(fresh, Reader(again))
+    assert fresh.loss_scale.value == 2.0**30, "a run in another precision has no scale to give"
+
+
+def test_weights_alone(tmp_path: Path) -> None:
+    source, target = trainer_of(), trainer_of()
+    for _ in range(2):
+        source.step()
+    target.step()
+    load_into(target, Reader(saved(source, tmp_path)), model_only=True)
+    found, expected = state_of(target), state_of(source)
+    assert all((found[n] == expected[n]).all() for n in found if n.startswith("param/"))
+    assert all((found[n] == 0).all() for n in found if not n.startswith("param/"))
+
+
+def test_optimizers_without_moments(tmp_path: Path) -> None:
+    plain = trainer_of(optimizer={"name": "sgd"})
+    plain.step()
+    path = saved(plain, tmp_path)
+    assert {name.split("/")[0] for name in Reader(path).index.tensors} == {"param"}
+    adam = trainer_of()
+    adam.step()
+    load_into(adam, Reader(path))
+    assert all((v == 0).all() for n, v in state_of(adam).items() if not n.startswith("param/"))
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    path = saved(trainer_of(), tmp_path)
+    wider = make_trainer(small_config(model=TINY | {"hidden": 32}))
+    with pytest.raises(UserError, match="check the model section"):
+        load_into(wider, Reader(path))
+    deeper = make_trainer(small_config(model=TINY | {"layers": 2}))
+    with pytest.raises(UserError, match="of another model"):
+        load_into(deeper, Reader(path))
+
+
+def test_large_tensors_are_cut_into_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fmt, "BLOCK_BYTES", 256)
+    trainer = trainer_of()
+    path = saved(trainer, tmp_path)
+    index = fmt.read_index(path)
+    assert len(index.blocks) > 3 * len(index.tensors)
+    assert all(4 * np.prod(block.shape) <= 256 or block.shape[0] == 1 for block in index.blocks if block.shape)
+    assert same(tensors(path), state_of(trainer))

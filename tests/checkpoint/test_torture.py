@@ -1,0 +1,113 @@
+"""Ranks killed at any moment, in the middle of a save, of a rename, of a line: what is left is never wrong."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from meshwright.checkpoint import format as fmt
+from meshwright.checkpoint.verify import verify
+from tests.checkpoint.runs import Attempt, Crash, Sections, assert_same, complete, steps, tiny
+
+STEPS = 10
+CALLS = 40  # a rank changes the file system about so often in an attempt that comes to the end
+
+
+def straight(tmp_path: Path, world: int, **changes: dict[str, object]) -> tuple[Path, dict[int, fmt.Index]]:
+    """The undisturbed run, and its checkpoint at every step."""
+    sections = tiny(tmp_path / "straight", **{"train": {"steps": STEPS}, "checkpoint": {"keep": 0}} | changes)
+    run = complete(world, sections)
+    return run, {step: fmt.read_index(path) for step, path in fmt.checkpoints(run / "checkpoints")}
+
+
+def check(run: Path, reference: dict[int, fmt.Index]) -> None:
+    """After a kill: every checkpoint is whole and is the undisturbed run's; the history has each step once."""
+    for step, path in fmt.checkpoints(run / "checkpoints"):
+        index = fmt.read_index(path)
+        verify(path, index)
+        expected = reference[step]
+        assert (index.step, index.consumed, index.state) == (expected.step, expected.consumed, expected.state)
+        assert index.blocks == expected.blocks, "the same bytes in the same places"
+    assert not list((run / "checkpoints").glob("lost-*")), "no checkpoint was found damaged"
+    done = steps(run)
+    assert done == list(range(1, len(done) + 1)), "each step once, in order"
+
+
+def attempt_and_kill(world: int, sections: Sections, dice: random.Random) -> str:
+    """One attempt with one kill, of a kind that is drawn; what was done, or 'finished' if the run was faster."""
+    victim = dice.randrange(world)
+    kind = dice.choice(["call", "call", "step", "start"])
+    if kind == "call":
+        when = dice.choice(["before", "after", "half"])
+        attempt = Attempt(world, sections, Crash(victim, dice.randint(1, CALLS), when))
+        return "finished" if attempt.finish() else f"{kind} {when}"
+    attempt = Attempt(world, sections)
+    if kind == "step":
+        goal = len(steps(attempt.run)) + dice.randint(1, 3)
+        attempt.until(lambda: len(steps(attempt.run)) >= goal)
+    time.sleep(dice.random() * (0.02 if kind == "step" else 0.4))
+    attempt.kill(victim)
+    attempt.finish()
+    return kind
+
+
+def torture(tmp_path: Path, world: int, kills: int, seed: int, **changes: dict[str, object]) -> Counter[str]:
+    dice = random.Random(seed)
+    reference, indices = straight(tmp_path, world, **changes)
+    counts: Counter[str] = Counter()
+    for number in itertools.count():
+        sections = tiny(tmp_path / f"run{number}", **{"train": {"steps": STEPS}} | changes)
+        run = Path(sections["run"]["dir"])
+        while counts.total() < kills and STEPS not in [step for step, _ in fmt.checkpoints(run / "checkpoints")]:
+            what = attempt_and_kill(world, sections, dice)
+            if what != "finished":
+                counts[what] += 1
+            check(run, indices)
+        if STEPS not in [step for step, _ in fmt.checkpoints(run / "checkpoints")]:
+            complete(world, sections)
+        assert_same(run, reference)
+        if counts.total() >= kills:
+            return counts
+
+
+def test_a_few_kills(tmp_path: Path) -> None:
+    torture(tmp_path, 2, 5, seed=5)
+
+
+@pytest.mark.wide
+def test_fifty_kills(tmp_path: Path) -> None:
+    counts = torture(tmp_path, 2, 60, seed=1)
+    assert counts.total() >= 50 and len(counts) == 5, counts
+    print(f"torture: {counts.total()} kills: {dict(counts)}")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("layout", [{"tp": 2, "pp": 2}, {"pp": 2, "chunks": 1}], ids=["tp2-pp2", "pp2-dp2"])
+def test_kills_of_four_ranks(layout: dict[str, object], tmp_path: Path) -> None:
+    torture(tmp_path, 4, 12, seed=2, layout=layout, checkpoint={"async": True, "every": 2, "keep": 1})
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("when", ["before", "after", "half"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_kill_at_every_single_change_of_the_file_system(rank: int, when: str, tmp_path: Path) -> None:
+    """Two steps, a checkpoint at each, only the newest kept: resumed after a kill at the first, second, third... call,
+    until an attempt has fewer."""
+    changes = {"train": {"steps": 2}, "checkpoint": {"keep": 1}, "run": {"eval_every": 1}}
+    reference, indices = straight(tmp_path, 2, **changes | {"checkpoint": {"keep": 0}})
+    for call in itertools.count(1):
+        sections = tiny(tmp_path / f"run{call}", **changes)
+        attempt = Attempt(2, sections, Crash(rank, call, when))
+        finished = attempt.finish()
+        check(attempt.run, indices)
+        if 2 not in [step for step, _ in fmt.checkpoints(attempt.run / "checkpoints")]:
+            complete(2, sections)
+        assert_same(attempt.run, reference)
+        if finished:
+            assert call > 5
+            return
