@@ -201,7 +201,7 @@ def cut(start: tuple[int, ...], shape: tuple[int, ...], element_bytes: int) -> I
 def keep_newest(folder: Path, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints (0: keeps all). A removed one loses its name first."""
     found = checkpoints(folder)
-    for step, path in found[: len(found) - keep] if keep else ():
+    for step, path in found[: max(0, len(found) - keep)] if keep else ():
         aside = folder / f".old-{folder_name(step)}"
         path.rename(aside)
     remove_old(folder)

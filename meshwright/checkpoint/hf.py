@@ -22,7 +22,8 @@ from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.format import Block, Index
 from meshwright.checkpoint.hf_files import DTYPES, SHARDED, SHORT, SINGLE, Entry, HFFolder, blocks, name_of, write_file
 from meshwright.checkpoint.load import Reader
-from meshwright.checkpoint.save import check_cover, checksum
+from meshwright.checkpoint.save import check_cover
+from meshwright.checkpoint.tensor_file import checksum
 from meshwright.config.sections import ModelConfig
 from meshwright.data.token_file import read_metadata
 from meshwright.errors import UserError
@@ -114,8 +115,8 @@ def copy_beside(source: Path, to: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Origin:
-    """The Hugging Face folder that a model comes from or shall be like: where its files are, its config.json, and how it
-    stored its tensors (full name -> name and dtype)."""
+    """The Hugging Face folder that a model comes from or shall be like: where its files are, its config.json, and how
+    it stored its tensors (full name -> name and dtype)."""
 
     folder: Path
     config: dict[str, Any]
@@ -128,7 +129,8 @@ def origin_of(folder: Path) -> Origin | None:
         if (folder / name).is_file():
             try:
                 found = json.loads((folder / name).read_text(encoding="utf-8"))
-                return Origin(folder, found["config"], found["tensors"]) if name == ORIGIN else Origin(folder, found, {})
+                found = found if name == ORIGIN else {"config": found, "tensors": {}}
+                return Origin(folder, found["config"], found["tensors"])
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{folder / name} can't be read ({error}): get it again") from None
     return None
@@ -149,8 +151,9 @@ def export_folder(
 ) -> dict[str, Any]:
     """Writes a checkpoint's weights as the Hugging Face folder `to`, and returns what was written.
 
-    `dtype` is fp32, fp16, bf16 or fp64; without it tensors have the dtype of the folder that the model comes from, or the
-    checkpoint's. `like` names a Hugging Face folder (or an imported checkpoint) whose config.json and tokenizer to follow.
+    `dtype` is fp32, fp16, bf16 or fp64; without it tensors have the dtype of the folder that the model comes from, or
+    the checkpoint's. `like` names a Hugging Face folder (or an imported checkpoint) whose config.json and tokenizer to
+    follow.
     """
     reader = Reader(checkpoint)
     model = section(reader.index.config["model"])

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.format import Block, DamagedCheckpoint, Index
 from meshwright.checkpoint.format import find as find
-from meshwright.checkpoint.save import checksum
+from meshwright.checkpoint.tensor_file import TensorFile, checksum
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord, overlap
 
@@ -30,7 +29,7 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.index: Index = fmt.read_index(folder)
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, TensorFile] = {}
         self._last: tuple[Block, Tensor] | None = None
 
     def block(self, block: Block) -> Tensor:
@@ -39,8 +38,8 @@ class Reader:
             return self._last[1]
         path = self.folder / block.file
         try:
-            values = self._open(block.file).get_tensor(block.key)
-        except (SafetensorError, OSError, KeyError) as error:
+            values = self._open(block.file).get(block.key)
+        except (ValueError, OSError) as error:
             raise DamagedCheckpoint(f"{path} can't be read ({error}): use another checkpoint") from None
         wanted = (block.shape, self.index.tensors[block.tensor]["dtype"])
         if (tuple(values.shape), str(values.dtype).removeprefix("torch.")) != wanted or checksum(values) != block.crc32:
@@ -48,11 +47,11 @@ class Reader:
         self._last = (block, values)
         return values
 
-    def _open(self, name: str) -> Any:
+    def _open(self, name: str) -> TensorFile:
         if name not in self._files:
             if len(self._files) >= OPEN_FILES:
                 self._files.pop(next(iter(self._files)))
-            self._files[name] = safe_open(self.folder / name, framework="pt")
+            self._files[name] = TensorFile(self.folder / name)
         return self._files[name]
 
     def fill(self, tensor: str, record: ParamRecord, local: Tensor) -> None:

@@ -75,3 +75,51 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     model = make(name, dtype)
     model.save_pretrained(folder)
     return model
+
+
+def sections_of(checkpoint: str, **layout: Any) -> dict[str, dict[str, Any]]:
+    """A config for two sequences at once through an imported model."""
+    from meshwright.checkpoint.format import read_index
+
+    model = read_index(Path(checkpoint)).config["model"]
+    return {"model": model, "layout": layout, "train": {"precision": "fp32", "micro_batch": 2, "global_batch": 2}}
+
+
+def run_models(
+    rank: int, world: int, checkpoints: list[str], ids: torch.Tensor, layout: dict[str, int]
+) -> list[Any]:
+    """The body of a rank: this rank's columns of every model's logits, or None on a stage that is not the last."""
+    from meshwright.checkpoint.load import Reader, load_weights
+    from meshwright.comm.mesh import Mesh
+    from meshwright.device import Device
+    from meshwright.models.description import layout_of
+    from meshwright.train.context import build_context
+    from meshwright.train.gpt import model_provider
+    from meshwright.train.pretrain import build_modules
+    from tests.support.oracle import small_config
+
+    groups: dict[Any, dict[str, Any]] = {}
+    found: list[Any] = []
+    for checkpoint in checkpoints:
+        config = small_config(**sections_of(checkpoint, **layout))
+        key = layout_of(config, world)
+        if key not in groups:
+            made = Mesh(key, rank).groups
+            groups[key] = {name: group.process_group for name, group in made.items() if not group.alone}
+        ctx = build_context(config, rank, world, Device("cpu"), process_groups=groups[key])
+        (module,) = build_modules(ctx, model_provider)
+        load_weights([module], Reader(Path(checkpoint)))
+        with torch.no_grad():
+            found.append(_through(ctx, module.eval(), ids))
+    return found
+
+
+def _through(ctx: Any, module: Any, ids: torch.Tensor) -> Any:
+    hidden = torch.empty(ids.numel(), ctx.config.model.hidden)
+    if module.embedding is not None:
+        hidden = module.trunk({"tokens": ids})
+    if ctx.config.layout.pp > 1:
+        ctx.mesh.pp.broadcast(hidden)
+        if module.embedding is None:
+            hidden = module.trunk({}, hidden)
+    return None if module.head is None else module.head.logits(hidden).view(*ids.shape, -1).numpy()

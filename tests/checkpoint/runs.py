@@ -54,14 +54,19 @@ def tiny(folder: Path, **sections: dict[str, Any]) -> Sections:
 
 def train(rank: int, world: int, sections: Sections, crash: Crash | None, source: str | None) -> tuple[int, int]:
     """The body of a rank: the whole run, as the command does it."""
+    from meshwright.train.datasets import datasets_of
     from meshwright.train.gpt import forward_step, model_provider
     from meshwright.train.pretrain import pretrain
 
     if crash is not None and crash.rank == rank:
         _plant(crash)
     config = small_config(**sections)
-    data = Made(config.model.vocab, config.model.seq)
-    trainer = pretrain(config, model_provider, lambda ctx, n: (data, data, None), forward_step, source=source)
+    made = Made(config.model.vocab, config.model.seq)
+    files = "data" in sections
+    trainer = pretrain(
+        config, model_provider, lambda ctx, n: datasets_of(config) if files else (made, made, None), forward_step,
+        source=source,
+    )  # fmt: skip
     return trainer.step_number, trainer.consumed
 
 

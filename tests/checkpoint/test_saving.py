@@ -164,20 +164,20 @@ def test_any_precision_loads_into_any(of: str, to: str, tmp_path: Path) -> None:
     for buffer in target.data_parallel.buffers:
         for slot in buffer.slots:
             master = torch.from_numpy(found[f"param/{slot.record.name}"])
-            assert torch.equal(slot.parameter.detach(), master.to(slot.parameter.dtype)), "the model follows the masters"
+            assert torch.equal(slot.parameter.detach(), master.to(slot.parameter.dtype)), "the model follows"
     assert (target.step_number, target.consumed, target.optimizer.updates) == (1, 4, source.optimizer.updates)
     assert target.step().loss == pytest.approx(source.step().loss, rel=0.02)
 
 
 def test_the_loss_scale_is_part_of_it(tmp_path: Path) -> None:
-    scaling = {"initial": 2.0**30, "window": 3}
+    scaling = {"initial": 2.0**26, "window": 2}
     source = trainer_of("fp16", loss_scale=scaling)
-    skipped = [source.step().skipped for _ in range(24)]
+    skipped = [source.step().skipped for _ in range(10)]
     assert any(skipped) and not all(skipped)
     path = saved(source, tmp_path)
     target = trainer_of("fp16", loss_scale=scaling)
     load_into(target, Reader(path))
-    assert target.counters() == source.counters() and target.counters()["updates"] < 24
+    assert target.counters() == source.counters() and target.counters()["updates"] < 10
     assert [target.step().line()["loss_scale"] for _ in range(4)] == [source.step().loss_scale for _ in range(4)]
     plain = trainer_of("fp32")
     load_into(plain, Reader(path))
@@ -185,7 +185,7 @@ def test_the_loss_scale_is_part_of_it(tmp_path: Path) -> None:
     again = saved(plain, tmp_path / "plain")
     fresh = trainer_of("fp16", loss_scale=scaling)
     load_into(fresh, Reader(again))
-    assert fresh.loss_scale.value == 2.0**30, "a run in another precision has no scale to give"
+    assert fresh.loss_scale.value == 2.0**26, "a run in another precision has no scale to give"
 
 
 def test_weights_alone(tmp_path: Path) -> None:

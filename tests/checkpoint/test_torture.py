@@ -20,7 +20,8 @@ CALLS = 40  # a rank changes the file system about so often in an attempt that c
 
 def straight(tmp_path: Path, world: int, **changes: dict[str, object]) -> tuple[Path, dict[int, fmt.Index]]:
     """The undisturbed run, and its checkpoint at every step."""
-    sections = tiny(tmp_path / "straight", **{"train": {"steps": STEPS}, "checkpoint": {"keep": 0}} | changes)
+    sections = tiny(tmp_path / "straight", **{"train": {"steps": STEPS}} | changes)
+    sections["checkpoint"] |= {"keep": 0}
     run = complete(world, sections)
     return run, {step: fmt.read_index(path) for step, path in fmt.checkpoints(run / "checkpoints")}
 
@@ -98,8 +99,10 @@ def test_kills_of_four_ranks(layout: dict[str, object], tmp_path: Path) -> None:
 def test_a_kill_at_every_single_change_of_the_file_system(rank: int, when: str, tmp_path: Path) -> None:
     """Two steps, a checkpoint at each, only the newest kept: resumed after a kill at the first, second, third... call,
     until an attempt has fewer."""
-    changes = {"train": {"steps": 2}, "checkpoint": {"keep": 1}, "run": {"eval_every": 1}}
-    reference, indices = straight(tmp_path, 2, **changes | {"checkpoint": {"keep": 0}})
+    changes: dict[str, dict[str, object]] = {
+        "train": {"steps": 2}, "checkpoint": {"keep": 1}, "run": {"eval_every": 1},
+    }  # fmt: skip
+    reference, indices = straight(tmp_path, 2, **changes)
     for call in itertools.count(1):
         sections = tiny(tmp_path / f"run{call}", **changes)
         attempt = Attempt(2, sections, Crash(rank, call, when))

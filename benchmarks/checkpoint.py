@@ -1,0 +1,132 @@
+"""Saving and loading a checkpoint, against a plain torch.distributed.checkpoint save of the same tensors.
+
+One rank, at least 500 MB of state, rounds in turn on the same disk. Reported: how long the training loop is blocked by an
+asynchronous save, as a share of a synchronous one (with checksums and fsync); how much slower the steps beside it are;
+and save and load bandwidth as ratios against torch.distributed.checkpoint (above 1: ours is faster).
+
+    python benchmarks/checkpoint.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from train_step import RandomTokens
+
+from meshwright.checkpoint.format import folder_name
+from meshwright.checkpoint.load import Reader, load_into
+from meshwright.checkpoint.save import Saver
+from meshwright.config.load import config_from
+from meshwright.device import Device
+from meshwright.train.context import build_context
+from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.pretrain import build_modules
+from meshwright.train.step import Trainer
+
+
+def make_trainer(hidden: int) -> Trainer:
+    config = config_from({
+        "model": {"layers": 8, "hidden": hidden, "heads": hidden // 64, "seq": 64, "vocab": 8192, "tied_embeddings": False},
+        "train": {"global_batch": 1, "steps": 10**6}, "lr": {"schedule": "constant"},
+        "data": {"prefixes": ["none"]}, "run": {"device": "cpu"},
+    })  # fmt: skip
+    ctx = build_context(config, 0, 1, Device("cpu"))
+    return Trainer(ctx, build_modules(ctx, model_provider), forward_step, RandomTokens(8192, 64))
+
+
+def timed(work: Any) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def sync_all(folder: Path) -> None:
+    """What a plain save leaves to the system: the bytes on the disk."""
+    import os
+
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=640)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    trainer = make_trainer(args.hidden)
+    trainer.step()
+    size = sum(flat.numel() * flat.element_size() for _, _, flat in trainer.states())
+    tensors = {f"{name}/{i}": flat for i, (name, _, flat) in enumerate(trainer.states())}
+    rows: dict[str, list[float]] = {k: [] for k in ("sync", "stall", "beside", "alone", "dcp", "load", "dcp_load")}
+    with tempfile.TemporaryDirectory(dir=".") as name:
+        root = Path(name)
+        saver = Saver(trainer, root / "ours", asynchronous=True, busy="wait", keep=1)
+        for number in range(args.rounds + 1):
+            found = measure(trainer, saver, tensors, root)
+            if number:  # the first touches the staging memory
+                for key, seconds in found.items():
+                    rows[key].append(seconds)
+            print(f"  round {number}/{args.rounds}", end="\r", file=sys.stderr, flush=True)
+    report(rows, size, args)
+
+
+def measure(trainer: Trainer, saver: Saver, tensors: dict[str, torch.Tensor], root: Path) -> dict[str, float]:
+    """One round: every way once."""
+    out = {"alone": timed(trainer.step)}
+    saver.asynchronous = True
+    out["stall"] = timed(saver.save)
+    out["beside"] = timed(trainer.step)
+    saver.wait()
+    trainer.step()
+    saver.asynchronous = False
+    out["sync"] = timed(saver.save)
+    theirs = root / "theirs"
+    shutil.rmtree(theirs, ignore_errors=True)
+
+    def plain_save() -> None:
+        dcp.save(tensors, checkpoint_id=theirs, no_dist=True)
+        sync_all(theirs)
+
+    out["dcp"] = timed(plain_save)
+    ours = root / "ours" / folder_name(trainer.step_number)
+    out["load"] = timed(lambda: load_into(trainer, Reader(ours)))
+    out["dcp_load"] = timed(lambda: dcp.load(tensors, checkpoint_id=theirs, no_dist=True))
+    return out
+
+
+def report(rows: dict[str, list[float]], size: int, args: argparse.Namespace) -> None:
+    def ratio(over: str, under: str) -> float:
+        return statistics.median(a / b for a, b in zip(rows[over], rows[under], strict=True))
+
+    result = {
+        "bytes": size, "rounds": args.rounds, "stall_share": ratio("stall", "sync"), "save_ratio": ratio("dcp", "sync"),
+        "load_ratio": ratio("dcp_load", "load"), "step_beside_a_save": ratio("beside", "alone"),
+    }  # fmt: skip
+    if args.json:
+        print(json.dumps(result))
+        return
+    print(
+        f"{size / 1e6:.0f} MB, median of {args.rounds} rounds: an asynchronous save blocks the loop for "
+        f"{100 * result['stall_share']:.1f} % of a synchronous one's time; the step beside it takes "
+        f"{result['step_beside_a_save']:.2f} x; against torch.distributed.checkpoint: save {result['save_ratio']:.2f} x, "
+        f"load {result['load_ratio']:.2f} x the bandwidth"
+    )
+
+
+if __name__ == "__main__":
+    main()

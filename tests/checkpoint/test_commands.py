@@ -1,0 +1,262 @@
+"""`meshwright train` asked to stop, killed, started again, with a damaged checkpoint or a full disk; `inspect`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshwright.checkpoint import format as fmt
+from meshwright.cli.main import main
+from meshwright.config.load import to_yaml
+from meshwright.data.token_writer import TokenFileWriter
+from tests.checkpoint.runs import Sections, assert_same, complete, saved, steps, tiny
+from tests.support.oracle import small_config
+
+WAIT = 180.0
+LONG = 100000  # steps of a run that ends only when it is asked to
+
+
+def sections(folder: Path, run: str, steps: int = LONG, **more: dict[str, Any]) -> Sections:
+    data = {"prefixes": [str(folder / "tokens")], "split": [0.8, 0.2, 0]}
+    return tiny(folder / run, data=data, train={"steps": steps}, lr={"schedule": "constant"}, **more)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with TokenFileWriter(tmp_path / "tokens", np.dtype("uint16")) as writer:
+        random = np.random.default_rng(0)
+        for _ in range(50):
+            writer.add_document(random.integers(0, 31, 100).astype(np.uint16))
+        writer.finish()
+    (tmp_path / "config.yaml").write_text(to_yaml(small_config(**sections(tmp_path, "run"))))
+    return tmp_path
+
+
+def command(folder: Path, *words: str, **options: Any) -> subprocess.Popen[str]:
+    (folder / "tmp").mkdir(exist_ok=True)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "meshwright", "train", "config.yaml", *words],
+        cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts `meshwright train` in the folder; nothing of it outlives the test."""
+    made: list[subprocess.Popen[str]] = []
+
+    def starting(*words: str, **options: Any) -> subprocess.Popen[str]:
+        made.append(command(folder, *words, start_new_session=True, **options))
+        return made[-1]
+
+    yield starting
+    for process in made:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def until(ready: Callable[[], Any], process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + WAIT
+    while not ready():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "no progress"
+        time.sleep(0.01)
+
+
+def ranks(folder: Path, attempt: int = 0) -> dict[int, int]:
+    """The process of each rank that the launcher has started."""
+    paths = list((folder / "tmp").glob(f"meshwright-*/pid-{attempt}-*"))
+    return {int(path.name.split("-")[-1]): int(path.read_text() or 0) for path in paths}
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, said = process.communicate(timeout=WAIT)
+    return process.returncode, said
+
+
+def assert_stopped_cleanly(run: Path, process: subprocess.Popen[str], at_least: int) -> None:
+    """Exit 0, and a complete checkpoint at the step that the run came to."""
+    code, said = ended(process)
+    assert code == 0 and "Traceback" not in said, said
+    done = steps(run)
+    assert done == list(range(1, len(done) + 1)) and len(done) > at_least
+    assert saved(run)[-1] == done[-1]
+    assert main(["inspect", str(run)]) == 0
+
+
+def test_the_command_is_asked_to_stop_and_goes_on_when_it_is_started_again(folder: Path, start: Any) -> None:
+    """First all of its processes, as a scheduler does, then one rank of the resumed run, then the command alone."""
+    run = folder / "run"
+    process = start("--nproc", "2")
+    until(lambda: len(steps(run)) >= 3, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert_stopped_cleanly(run, process, 3)
+    first = steps(run)[-1]
+
+    process = start("--nproc", "2", "checkpoint.busy=skip", "checkpoint.every=1")
+    until(lambda: len(steps(run)) >= first + 2, process)
+    os.kill(ranks(folder)[1], signal.SIGUSR1)
+    assert_stopped_cleanly(run, process, first + 2)
+    second = steps(run)[-1]
+
+    process = start("--nproc", "1")
+    until(lambda: len(steps(run)) >= second + 2, process)
+    process.send_signal(signal.SIGTERM)
+    assert_stopped_cleanly(run, process, second + 2)
+    assert not (run / "lost.jsonl").exists()
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda n: n.name)
+@pytest.mark.parametrize("target", ["command", 0, 5, 7])
+def test_eight_ranks_asked_to_stop(number: signal.Signals, target: str | int, folder: Path, start: Any) -> None:
+    process = start("--nproc", "8", "layout.tp=2", "layout.pp=2")
+    until(lambda: len(steps(folder / "run")) >= 2, process)
+    os.kill(process.pid if isinstance(target, str) else ranks(folder)[target], number)
+    assert_stopped_cleanly(folder / "run", process, 2)
+
+
+@pytest.mark.wide
+def test_a_request_that_comes_before_the_first_step(folder: Path, start: Any) -> None:
+    process = start("--nproc", "2")
+    until(lambda: len(ranks(folder)) >= 1, process)
+    process.send_signal(signal.SIGTERM)
+    assert_stopped_cleanly(folder / "run", process, 0)
+    assert len(steps(folder / "run")) <= 2
+
+
+def test_restarts(folder: Path, start: Any) -> None:
+    """A rank is killed twice; the launcher starts again from the last checkpoint, to the undisturbed run's end."""
+    run = folder / "run"
+    process = start("--nproc", "2", "train.steps=24", "checkpoint.every=4", "--restarts", "3")
+    for attempt, goal in ((0, 5), (1, 10)):
+        until(lambda goal=goal: len(steps(run)) >= goal and saved(run), process)
+        os.kill(ranks(folder, attempt)[attempt], signal.SIGKILL)
+    code, said = ended(process)
+    assert code == 0, said
+    assert_same(run, complete(2, sections(folder, "straight", 24, checkpoint={"every": 4})))
+    assert len(ranks(folder)) == 0, "the launcher removes its files"
+
+
+@pytest.mark.wide
+def test_restarts_of_a_run_from_other_weights_and_after_its_end(folder: Path, start: Any) -> None:
+    """The ranks that are started again go on from their own checkpoint, not from the other run's weights."""
+    assert ended(start("--nproc", "2", "train.steps=4", "run.dir=base"))[0] == 0
+    words = ("--nproc", "2", "train.steps=16", "checkpoint.every=2", "--from", "base")
+    assert ended(start(*words, "run.dir=straight"))[0] == 0
+    process = start(*words, "--restarts", "1")
+    until(lambda: len(steps(folder / "run")) >= 8 and saved(folder / "run"), process)
+    os.kill(ranks(folder)[0], signal.SIGKILL)
+    code, said = ended(process)
+    assert code == 0, said
+    assert_same(folder / "run", folder / "straight")
+    assert not list((folder / "run" / "checkpoints").glob("lost-*"))
+
+
+@pytest.mark.wide
+def test_no_restarts_left(folder: Path, start: Any) -> None:
+    process = start("--nproc", "2", "--restarts", "1")
+    for attempt in (0, 1):
+        until(lambda attempt=attempt: len(ranks(folder, attempt)) == 2, process)
+        time.sleep(0.5)
+        os.kill(ranks(folder, attempt)[1], signal.SIGKILL)
+    code, said = ended(process)
+    assert code == 1 and "rank 1 was killed by SIGKILL" in said and "Traceback" not in said
+
+
+def test_a_damaged_checkpoint_is_passed_over(folder: Path, start: Any) -> None:
+    """By the ranks together, though one alone reads the damaged file; its sentence is said once."""
+    more: dict[str, dict[str, Any]] = {"layout": {"tp": 2}, "checkpoint": {"every": 2, "keep": 0}}
+    run = complete(2, sections(folder, "run", 4, **more))
+    path = run / "checkpoints" / "step-00000004" / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 16
+    path.write_bytes(bytes(data))
+    words = ("--nproc", "2", "layout.tp=2", "checkpoint.every=2", "checkpoint.keep=0", "train.steps=6")
+    code, said = ended(start(*words))
+    assert code == 0, said
+    warnings = [line for line in said.splitlines() if "warning" in line]
+    assert len(warnings) == 1 and "step-00000004/rank-00000.safetensors is damaged" in warnings[0], said
+    assert "going back to step-00000002" in warnings[0]
+    assert steps(run) == [1, 2, 3, 4, 5, 6] and saved(run) == [2, 4, 6]
+
+
+@pytest.mark.wide
+def test_all_checkpoints_are_damaged(folder: Path, start: Any) -> None:
+    more: dict[str, dict[str, Any]] = {"layout": {"tp": 2}, "checkpoint": {"every": 2, "keep": 0}}
+    run = complete(2, sections(folder, "run", 4, **more))
+    for step in (2, 4):
+        path = run / "checkpoints" / fmt.folder_name(step) / "rank-00001.safetensors"
+        os.truncate(path, path.stat().st_size - 1)
+    code, said = ended(start("--nproc", "2", "layout.tp=2", "--restarts", "2"))
+    told = [line for line in said.splitlines() if "no checkpoint that can be used" in line]
+    assert code == 2 and len(told) == 1 and "rank-00001.safetensors" in told[0] and "Traceback" not in said
+    assert saved(run) == [2, 4], "nothing was set aside"
+
+
+def limit_files(size: int) -> Callable[[], None]:
+    """A disk that is full as soon as a file has `size` bytes."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def test_a_full_disk(folder: Path, start: Any) -> None:
+    words = ("--nproc", "2", "checkpoint.every=1", "--restarts", "2")
+    code, said = ended(start(*words, preexec_fn=limit_files(20_000)))
+    told = [line for line in said.splitlines() if line.startswith("meshwright: ")]
+    assert code == 2 and len(told) == 1, said
+    assert re.search(r"the checkpoint can't be written to \S+rank-0000\d.safetensors: File too large", told[0])
+    assert saved(folder / "run") == []
+
+
+def test_folders_that_cannot_be_written(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found before the first step, not at the first checkpoint."""
+    (folder / "file").write_text("")
+    monkeypatch.chdir(folder)
+    for word, name in (("checkpoint.dir=file/here", "file/here"), ("run.dir=file/run", "file/run")):
+        assert main(["train", "config.yaml", word]) == 2
+        said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("meshwright: ")]
+        assert len(said) == 1 and name in said[0] and "Not a directory" in said[0]
+    assert steps(folder / "run") == []
+
+
+def test_inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = tiny(folder / "run", train={"steps": 3, "precision": "bf16"}, layout={"tp": 2})
+    run = complete(2, made)
+    assert main(["inspect", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    index = fmt.read_index(run / "checkpoints" / "step-00000003")
+    assert (found["step"], found["consumed"], found["world"], found["precision"]) == (3, 24, 2, "bf16")
+    assert found["layout"]["tp"] == 2 and found["counters"]["updates"] == 3
+    assert set(found["states"]) == {"param", "exp_avg", "exp_avg_sq"}
+    elements = sum(int(np.prod(t["shape"])) for n, t in index.tensors.items() if n.startswith("param/"))
+    assert found["states"]["param"]["elements"] == elements and found["states"]["param"]["dtypes"] == ["float32"]
+    assert found["tensor_bytes"] == found["verified_bytes"] == 12 * elements
+    assert found["tensors"] == len(index.tensors) and found["blocks"] == len(index.blocks)
+    assert set(found["files"]) == {"rank-00000.safetensors", "rank-00001.safetensors"}
+    assert main(["inspect", f"{run}@2"]) == 0
+    page = capsys.readouterr().out
+    assert "step        2, after 16 samples" in page and "every checksum is right" in page and "tp=2" in page
+    assert main(["inspect", str(run / "checkpoints" / "step-00000002"), "--no-verify"]) == 0
+    assert "not verified" in capsys.readouterr().out
+    assert main(["inspect", f"{run}@1"]) == 2
+    assert "it has 2, 3" in capsys.readouterr().err
+    assert main(["inspect", str(folder)]) == 2
+    assert "no complete checkpoint" in capsys.readouterr().err
+    source = "import sys, meshwright.cli.inspect; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", source]).returncode == 0, "it needs no torch"

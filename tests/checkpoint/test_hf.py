@@ -1,0 +1,234 @@
+"""Hugging Face in and out, against transformers itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import meshwright.checkpoint.hf as hf
+from meshwright.checkpoint.hf import ORIGIN, export_folder, import_folder
+from meshwright.checkpoint.load import Reader, load_into
+from meshwright.checkpoint.save import Saver
+from meshwright.cli.main import main
+from meshwright.errors import UserError
+from tests.checkpoint.hf_models import MODELS, logits, make, run_models, save
+from tests.support.oracle import make_trainer, small_config
+from tests.support.ranks import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+IDS = torch.from_numpy(np.random.default_rng(3).integers(0, 61, (2, 24)))
+CLOSE = 1e-5
+LAYOUTS = {"tp1": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every model as transformers saved it (NAME/hf), imported (NAME/checkpoint), with its logits."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    folder = tmp_path_factory.mktemp("families")
+    found = {}
+    for name in MODELS:
+        model = save(name, folder / name / "hf")
+        import_folder(folder / name / "hf", folder / name / "checkpoint")
+        found[name] = (folder / name, logits(model, IDS))
+    return found
+
+
+@pytest.fixture(scope="module")
+def computed(made: dict[str, Any]) -> Any:
+    """Our logits of all models at once in a layout."""
+
+    @cache
+    def at(layout: str) -> dict[str, np.ndarray]:
+        checkpoints = [str(folder / "checkpoint") for folder, _ in made.values()]
+        keys = LAYOUTS[layout]
+        world = max(keys.values(), default=1)
+        ranks = run_ranks(world, run_models, checkpoints, IDS, keys, deadline=300.0)
+        parts = [[rank[n] for rank in ranks if rank[n] is not None] for n in range(len(checkpoints))]
+        return {name: np.concatenate(each, -1) for name, each in zip(made, parts, strict=True)}
+
+    return at
+
+
+def same_files(a: Path, b: Path) -> None:
+    """Every tensor with its name, shape, dtype and bytes."""
+    first, second = load_file(a), load_file(b)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert value.dtype == second[name].dtype and value.shape == second[name].shape, name
+        assert torch.equal(value.view(torch.uint8), second[name].view(torch.uint8)), name
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+    return model.eval()
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("name", list(MODELS))
+def test_imported_models_have_the_same_logits(name: str, layout: str, made: dict[str, Any], computed: Any) -> None:
+    ours, theirs = computed(layout)[name][..., :61], made[name][1].numpy()
+    assert np.abs(ours - theirs).max() <= CLOSE
+    assert np.abs(theirs).max() > 1.0  # there is something to compare
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_round_trip_gives_everything_back(name: str, made: dict[str, Any], tmp_path: Path) -> None:
+    folder = made[name][0]
+    export_folder(folder / "checkpoint", tmp_path / "out")
+    same_files(folder / "hf" / "model.safetensors", tmp_path / "out" / "model.safetensors")
+    for file in ("config.json", "generation_config.json"):
+        assert json.loads((folder / "hf" / file).read_text()) == json.loads((tmp_path / "out" / file).read_text())
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_transformers_loads_what_we_write_ourselves(name: str, made: dict[str, Any], tmp_path: Path) -> None:
+    """Without knowing where the model comes from: a config.json of ours."""
+    folder, theirs = made[name]
+    shutil.copytree(folder / "checkpoint", tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / ORIGIN).unlink()
+    export_folder(tmp_path / "checkpoint", tmp_path / "out")
+    assert torch.equal(logits(load(tmp_path / "out"), IDS), theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_other_dtypes_come_back_as_they_were(dtype: torch.dtype, tmp_path: Path) -> None:
+    save("qwen3", tmp_path / "hf", dtype)
+    import_folder(tmp_path / "hf", tmp_path / "checkpoint")
+    export_folder(tmp_path / "checkpoint", tmp_path / "out")
+    same_files(tmp_path / "hf" / "model.safetensors", tmp_path / "out" / "model.safetensors")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == json.loads((tmp_path / "hf" / "config.json").read_text())
+    export_folder(tmp_path / "checkpoint", tmp_path / "half", "bf16")
+    halves = load_file(tmp_path / "half" / "model.safetensors")
+    assert {value.dtype for value in halves.values()} == {torch.bfloat16}
+    assert "bfloat16" in json.loads((tmp_path / "half" / "config.json").read_text()).values()
+
+
+def test_models_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: dict[str, Any]) -> None:
+    monkeypatch.setattr(hf, "SHARD_BYTES", 20_000)
+    written = export_folder(made["opt"][0] / "checkpoint", tmp_path / "out")
+    assert len(written["files"]) > 2
+    assert torch.equal(logits(load(tmp_path / "out"), IDS), made["opt"][1])
+    make("llama3").save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    assert not (tmp_path / "hf" / "model.safetensors").exists()
+    import_folder(tmp_path / "hf", tmp_path / "checkpoint")
+    monkeypatch.undo()
+    export_folder(tmp_path / "checkpoint", tmp_path / "again")
+    same_files(made["llama3"][0] / "hf" / "model.safetensors", tmp_path / "again" / "model.safetensors")
+
+
+def test_blocks_of_a_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: dict[str, Any]) -> None:
+    """Tensors cut at any row, also within a head: what bounded memory does to large ones."""
+    import meshwright.checkpoint.format as fmt
+
+    monkeypatch.setattr(fmt, "BLOCK_BYTES", 700)
+    for name in ("bloom", "gpt2", "qwen2"):
+        import_folder(made[name][0] / "hf", tmp_path / name)
+        assert len(Reader(tmp_path / name).index.blocks) > 100
+        export_folder(tmp_path / name, tmp_path / f"{name}-out")
+        same_files(made[name][0] / "hf" / "model.safetensors", tmp_path / f"{name}-out" / "model.safetensors")
+
+
+def test_names_without_prefix_old_buffers_and_a_stored_tie(tmp_path: Path, made: dict[str, Any]) -> None:
+    """As the first GPT-2 files have them."""
+    shutil.copytree(made["gpt2"][0] / "hf", tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    plain = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    plain["lm_head.weight"] = plain["wte.weight"].clone()
+    save_file(plain | {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}, tmp_path / "hf" / "model.safetensors")
+    import_folder(tmp_path / "hf", tmp_path / "checkpoint")
+    export_folder(tmp_path / "checkpoint", tmp_path / "out")
+    save_file(plain, tmp_path / "wanted.safetensors")
+    same_files(tmp_path / "wanted.safetensors", tmp_path / "out" / "model.safetensors")
+
+
+def _train_and_save(rank: int, world: int, sections: dict[str, Any], folder: str) -> None:
+    trainer = make_trainer(small_config(**sections), rank, world)
+    for _ in range(3):
+        trainer.step()
+    saver = Saver(trainer, Path(folder), asynchronous=False, busy="wait", keep=0)
+    saver.save()
+    saver.committed()
+
+
+def test_a_model_trained_on_many_ranks_is_exported_as_one_process_would(tmp_path: Path) -> None:
+    """dp 2 x tp 2 x pp 2; the one process loads the same checkpoint and saves it again. transformers agrees on what it
+    computes."""
+    model = {
+        "layers": 2, "heads": 4, "kv_heads": 2, "norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "ffn": 48,
+        "bias": False, "qk_norm": True, "vocab": 61, "seq": 24,
+    }  # fmt: skip
+    train = {"precision": "fp32", "global_batch": 8, "micro_batch": 2}
+    many = {"model": model, "train": train, "layout": {"tp": 2, "pp": 2, "sequence_parallel": True}}
+    run_ranks(8, _train_and_save, many, str(tmp_path / "many"), deadline=300.0)
+    one = make_trainer(small_config(model=model, train=train))
+    load_into(one, Reader(tmp_path / "many" / "step-00000003"))
+    saver = Saver(one, tmp_path / "one", asynchronous=False, busy="wait", keep=0)
+    saver.save()
+    saver.committed()
+    for name in ("many", "one"):
+        export_folder(tmp_path / name / "step-00000003", tmp_path / f"{name}-out")
+    files = sorted(path.name for path in (tmp_path / "many-out").iterdir())
+    assert files == ["config.json", "model.safetensors"]
+    for file in files:
+        assert (tmp_path / "many-out" / file).read_bytes() == (tmp_path / "one-out" / file).read_bytes()
+    with torch.no_grad():
+        module = one.modules[0].eval()
+        ours = module.head.logits(module.trunk({"tokens": IDS})).view(*IDS.shape, -1)
+    assert (logits(load(tmp_path / "one-out"), IDS) - ours).abs().max() <= CLOSE
+
+
+def test_the_two_commands(tmp_path: Path, made: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Import, export, and export of another checkpoint like it; the tokenizer's files go along."""
+    shutil.copytree(made["llama2"][0] / "hf", tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    checkpoint, out = str(tmp_path / "checkpoint"), str(tmp_path / "out")
+    assert main(["import", str(tmp_path / "hf"), "--to", checkpoint, "--seq", "16", "--json"]) == 0
+    model = json.loads(capsys.readouterr().out)["model"]
+    assert (model["seq"], model["position"], model["kv_heads"]) == (16, "rope", 4)
+    assert main(["export", checkpoint, "--to", out, "--dtype", "fp16", "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert (written["family"], "tokenizer.json" in written["beside"]) == ("llama", True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 16
+    assert logits(load(tmp_path / "out"), IDS[:, :16]).shape == (2, 16, 61)
+    (tmp_path / "checkpoint" / ORIGIN).unlink()
+    like = ["--like", str(tmp_path / "hf"), "--family", "mistral"]
+    assert main(["export", checkpoint, "--to", str(tmp_path / "other"), *like]) == 0
+    assert "MistralForCausalLM" in (tmp_path / "other" / "config.json").read_text()
+    capsys.readouterr()
+    assert main(["export", checkpoint, "--to", out]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"vocab_size": 62}, "its files don't fit its config.json"),
+        ({"attention_bias": True, "mlp_bias": True}, "lacks the tensor"),
+        ({"num_hidden_layers": 1}, "holds model.layers.1."),
+        ({"attention_bias": True}, "both or none"),
+        ({"model_type": "gemma"}, "is not a family"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+    ],
+    ids=str,
+)
+def test_a_folder_that_does_not_fit(change: Any, complaint: str, made: dict[str, Any], tmp_path: Path) -> None:
+    shutil.copytree(made["llama2"][0] / "hf", tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text()) | change
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=complaint):
+        import_folder(tmp_path / "hf", tmp_path / "checkpoint")
+    assert not list(tmp_path.glob("*checkpoint*"))

@@ -1,0 +1,116 @@
+"""Hugging Face folders without transformers: what is refused, the tokenizer that goes along, the stream of a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from meshwright.checkpoint.hf import export_folder, import_folder
+from meshwright.checkpoint.hf_files import Entry, HFFolder, write_file
+from meshwright.checkpoint.save import Saver
+from meshwright.cli.main import main
+from meshwright.errors import UserError
+from meshwright.nn.parallel import record_of
+from tests.support.oracle import make_trainer, small_config
+
+
+def saved(folder: Path, **sections: dict[str, Any]) -> Path:
+    """A checkpoint of a new model."""
+    trainer = make_trainer(small_config(**sections))
+    saver = Saver(trainer, folder, asynchronous=False, busy="wait", keep=0)
+    saver.save()
+    saver.committed()
+    return folder / "step-00000000"
+
+
+def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path) -> None:
+    a, b = torch.arange(12, dtype=torch.float32).view(3, 4), torch.randn(5).bfloat16()
+    entries = [Entry("a", "F32", (3, 4)), Entry("b", "BF16", (5,))]
+    size = write_file(tmp_path / "x.safetensors", entries, [a[:2], a[2:], b])
+    assert size == (tmp_path / "x.safetensors").stat().st_size
+    found = load_file(tmp_path / "x.safetensors")
+    assert torch.equal(found["a"], a) and torch.equal(found["b"], b)
+    with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_pickled_weights_are_refused_unread(tmp_path: Path) -> None:
+    export_folder(saved(tmp_path / "run"), tmp_path / "hf")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="has no model.safetensors"):
+        import_folder(tmp_path / "hf", tmp_path / "checkpoint")
+    (tmp_path / "hf" / "pytorch_model.bin").write_bytes(b"cos\nabort\n(tR.")
+    with pytest.raises(UserError, match="pytorch_model.bin, a pickle, which is never read.*save_pretrained"):
+        import_folder(tmp_path / "hf", tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "can't be read"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "must hold a JSON object"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"12345678"), "can't be read"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "names no files"),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'),
+            "../b, which .* is missing",
+        ),
+    ],
+)
+def test_broken_folders(break_it: Any, words: str, tmp_path: Path) -> None:
+    export_folder(saved(tmp_path / "run"), tmp_path / "hf")
+    break_it(tmp_path / "hf")
+    with pytest.raises(UserError, match=words):
+        import_folder(tmp_path / "hf", tmp_path / "checkpoint")
+
+
+def test_our_own_model_there_and_back(tmp_path: Path) -> None:
+    """Weights, bit by bit, also read straight from the folder; the model section; an earlier export is not lost."""
+    checkpoint = saved(tmp_path / "run", train={"precision": "fp32"})
+    written = export_folder(checkpoint, tmp_path / "hf")
+    assert (written["family"], written["beside"]) == ("gpt2", [])
+    model = import_folder(tmp_path / "hf", tmp_path / "checkpoint")
+    again = export_folder(tmp_path / "checkpoint", tmp_path / "again")
+    assert (model.mlp, again["tensors"]) == ("gelu", written["tensors"])
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("hf", "again"))
+    assert first == second
+    trainer, folder = make_trainer(small_config(train={"precision": "fp32"})), HFFolder(tmp_path / "hf")
+    for parameter in trainer.modules[0].parameters():
+        local = torch.empty_like(parameter)
+        record = record_of(parameter)
+        assert record is not None
+        folder.fill(f"param/{record.name}", record, local)
+        assert torch.equal(local, parameter)
+    with pytest.raises(UserError, match="exists already"):
+        export_folder(checkpoint, tmp_path / "hf")
+
+
+def test_a_model_of_no_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path / "run" / "checkpoints", model={"position": "none"})
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "hf")]) == 2
+    assert "no model.position=none" in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+
+
+def test_the_tokenizer_of_the_data_goes_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a few words to learn a few words from\n" * 50)
+    prefix = str(tmp_path / "data")
+    assert main(["data", "prepare", str(text), "--out", prefix, "--tokenizer", "train:300"]) == 0
+    capsys.readouterr()
+    checkpoint = saved(tmp_path / "run", data={"prefixes": [prefix]}, model={"vocab": 300})
+    assert main(["export", str(checkpoint), "--to", str(tmp_path / "hf"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["beside"] == ["tokenizer.json", "tokenizer_config.json"]
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["eos_token_id"] == json.loads((tmp_path / "data.json").read_text())["eod"]
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ids = tokenizer("a few words")["input_ids"]
+    assert tokenizer.decode(ids) == "a few words" and tokenizer.eos_token_id == config["eos_token_id"]

@@ -1,0 +1,136 @@
+"""Adapters without transformers: which models fit which family, and which rows of a file are which of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.config.sections import ModelConfig
+from meshwright.errors import UserError
+from meshwright.models.hf import FAMILIES, family_for, family_named
+from meshwright.models.hf.family import same_function
+
+SIZES: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 61, "seq": 64}
+LLAMA: dict[str, Any] = {
+    **SIZES, "norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "kv_heads": 2, "ffn": 48,
+}  # fmt: skip
+SECTIONS: dict[str, dict[str, Any]] = {
+    "gpt2": {**SIZES, "mlp": "gelu_tanh"},
+    "llama": {**LLAMA, "rope_scaling": (8.0, 1.0, 4.0, 8192.0), "tied_embeddings": False},
+    "qwen2": {**LLAMA, "qkv_bias": True},
+    "qwen3": {**LLAMA, "qk_norm": True, "head_dim": 16},
+    "gpt_neox": {**SIZES, "position": "rope", "rotary_fraction": 0.25, "parallel_residual": True},
+    "opt": {**SIZES, "position_offset": 2, "mlp": "relu"},
+    "bloom": {**SIZES, "position": "alibi", "embedding_norm": True, "mlp": "gelu_tanh"},
+    "mistral": {**LLAMA, "rope_theta": 1e6},
+}
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_a_model_section_survives_config_json(name: str) -> None:
+    model = ModelConfig(**SECTIONS[name])
+    family = family_for(model, name)
+    config = family.config_of(model)
+    assert config["model_type"] == name
+    assert same_function(family.model_of(config), model)
+    assert family_for(model).model_type == ("llama" if name == "mistral" else name)
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_every_row_has_its_place(name: str) -> None:
+    """Runs cover each of our rows once, and each of theirs once."""
+    model = ModelConfig(**SECTIONS[name])
+    for ours, mapped in FAMILIES[name].tensors(model).items():
+        rows = [run.start + n for run in mapped.runs for n in range(run.count)]
+        assert sorted(rows) == list(range(mapped.shape[0])), ours
+        for source, shape in mapped.source_shapes().items():
+            theirs = [r.source_start + n for r in mapped.runs if r.source == source for n in range(r.count)]
+            assert sorted(theirs) == list(range(shape[-1] if mapped.transposed else shape[0])), source
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"norm": "rmsnorm"}, "gpt2, has no model.norm=rmsnorm"),
+        ({"position": "none"}, "no model.position=none"),
+        ({"bias": False}, "no model.bias=False"),
+        ({"kv_heads": 2}, "no model.kv_heads=2"),
+        ({"mlp": "swiglu"}, "no model.mlp=swiglu"),
+        ({"position": "alibi", "embedding_norm": True, "mlp": "gelu_tanh", "ffn": 96}, "bloom, has no model.ffn=96"),
+    ],
+    ids=str,
+)
+def test_a_model_of_no_family_is_told_what_does_not_fit(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        family_for(ModelConfig(**SIZES | change))
+
+
+def test_a_family_that_was_asked_for_must_fit() -> None:
+    with pytest.raises(UserError, match="a bloom can't have .*model.norm=rmsnorm"):
+        family_for(ModelConfig(**LLAMA), "bloom")
+    with pytest.raises(UserError, match="did you mean 'llama'"):
+        family_named("lama")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("mistral", {"sliding_window": 32}, "looks back 32 tokens.*--seq 32"),
+        ("qwen2", {"sliding_window": 32, "use_sliding_window": True}, "looks back 32 tokens"),
+        ("opt", {"word_embed_proj_dim": 16}, "embedding is projected"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm=True"),
+        ("gpt_neox", {"attention_bias": False}, "attention_bias=False"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "lacks factor"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("qwen3", {"attention_bias": True}, "attention_bias=True"),
+        ("gpt2", {"activation_function": "swish"}, "activation_function=swish"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused(name: str, change: dict[str, Any], words: str) -> None:
+    family = FAMILIES[name]
+    config = family.config_of(ModelConfig(**SECTIONS[name])) | change
+    with pytest.raises(UserError, match=words):
+        family.model_of(config)
+
+
+def test_a_shorter_context() -> None:
+    mistral, gpt2 = FAMILIES["mistral"], FAMILIES["gpt2"]
+    config = mistral.config_of(ModelConfig(**SECTIONS["mistral"])) | {"sliding_window": 32}
+    assert mistral.model_of(config, seq=32).seq == 32
+    assert mistral.model_of(config | {"sliding_window": None}).seq == 64
+    with pytest.raises(UserError, match="table of 64 learned positions"):
+        gpt2.model_of(gpt2.config_of(ModelConfig(**SECTIONS["gpt2"])), seq=32)
+
+
+def test_configs_of_transformers_5() -> None:
+    family = FAMILIES["gpt_neox"]
+    config = family.config_of(ModelConfig(**SECTIONS["gpt_neox"]))
+    for key in ("rotary_pct", "partial_rotary_factor", "rotary_emb_base", "rope_theta", "rope_scaling"):
+        del config[key]
+    config["rope_parameters"] = {"partial_rotary_factor": 0.5, "rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}
+    model = family.model_of(config)
+    assert (model.rotary_fraction, model.rope_theta, model.rope_scaling) == (0.5, 5e5, (2.0,))
+    assert family.config_of(model, config) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rotary_fraction": 0.0}, "above 0 and at most 1"),
+        ({"position": "rope", "rotary_fraction": 0.1}, "less than one pair"),
+        ({"position": "rope", "rotary_fraction": 0.4}, "must be even"),
+        ({"position": "rope", "position_offset": 2}, "position_offset has no effect"),
+        ({"rope_scaling": (8.0,)}, "rope_scaling has no effect"),
+        ({"position": "rope", "rope_scaling": (8.0, 1.0)}, "four numbers"),
+        ({"position": "rope", "rope_scaling": (8.0, 4.0, 1.0, 64.0)}, "must be below the high"),
+        ({"position_offset": -1}, "must not be negative"),
+    ],
+    ids=str,
+)
+def test_parts_that_contradict_each_other(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        ModelConfig(**SIZES | change)
