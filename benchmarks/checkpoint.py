@@ -1,8 +1,8 @@
 """Saving and loading a checkpoint, against a plain torch.distributed.checkpoint save of the same tensors.
 
-One rank, at least 500 MB of state, rounds in turn on the same disk. Reported: how long the training loop is blocked by an
-asynchronous save, as a share of a synchronous one (with checksums and fsync); how much slower the steps beside it are;
-and save and load bandwidth as ratios against torch.distributed.checkpoint (above 1: ours is faster).
+One rank, at least 500 MB of state, rounds in turn on the same disk. Reported: how long the training loop is blocked by
+an asynchronous save, as a share of a synchronous one (with checksums and fsync); how much slower the steps beside it
+are; and save and load bandwidth as ratios against torch.distributed.checkpoint (above 1: ours is faster).
 
     python benchmarks/checkpoint.py
 """
@@ -36,7 +36,7 @@ from meshwright.train.step import Trainer
 
 def make_trainer(hidden: int) -> Trainer:
     config = config_from({
-        "model": {"layers": 8, "hidden": hidden, "heads": hidden // 64, "seq": 64, "vocab": 8192, "tied_embeddings": False},
+        "model": {"layers": 8, "hidden": hidden, "heads": hidden // 64, "seq": 64, "vocab": 8192},
         "train": {"global_batch": 1, "steps": 10**6}, "lr": {"schedule": "constant"},
         "data": {"prefixes": ["none"]}, "run": {"device": "cpu"},
     })  # fmt: skip
@@ -123,7 +123,8 @@ def report(rows: dict[str, list[float]], size: int, args: argparse.Namespace) ->
     print(
         f"{size / 1e6:.0f} MB, median of {args.rounds} rounds: an asynchronous save blocks the loop for "
         f"{100 * result['stall_share']:.1f} % of a synchronous one's time; the step beside it takes "
-        f"{result['step_beside_a_save']:.2f} x; against torch.distributed.checkpoint: save {result['save_ratio']:.2f} x, "
+        f"{result['step_beside_a_save']:.2f} x; against torch.distributed.checkpoint: "
+        f"save {result['save_ratio']:.2f} x, "
         f"load {result['load_ratio']:.2f} x the bandwidth"
     )
 

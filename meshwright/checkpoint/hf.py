@@ -20,10 +20,10 @@ from torch import Tensor
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.format import Block, Index
-from meshwright.checkpoint.hf_files import DTYPES, SHARDED, SHORT, SINGLE, Entry, HFFolder, blocks, name_of, write_file
+from meshwright.checkpoint.hf_files import SHARDED, SHORT, SINGLE, Entry, HFFolder, blocks, write_file
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import check_cover
-from meshwright.checkpoint.tensor_file import checksum
+from meshwright.checkpoint.tensor_file import DTYPES, NAMES, checksum
 from meshwright.config.sections import ModelConfig
 from meshwright.data.token_file import read_metadata
 from meshwright.errors import UserError
@@ -61,7 +61,7 @@ def written_aside(to: Path) -> Iterator[Path]:
 def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0) -> ModelConfig:
     """Turns a Hugging Face folder into the checkpoint `to` (weights alone, step 0) and returns its model section.
 
-    `dtype` is fp32 or fp16; without it tensors become float32, or stay float64 if they are.
+    `dtype` is fp32, bf16, fp16 or fp64; without it tensors become float32, or stay float64 if they are.
     """
     folder = HFFolder(source, seq)
     with written_aside(to) as aside:
@@ -198,7 +198,7 @@ def _theirs(
     held = reader.index.tensors.get(f"param/{ours}")
     if held is None:
         raise UserError(f"{reader.folder} has no param/{ours}: it is not a whole model of its model section")
-    actual, kind = stored.get(name, [name, name_of(getattr(torch, held["dtype"]))])
+    actual, kind = stored.get(name, [name, NAMES[getattr(torch, held["dtype"])]])
     return Theirs(Entry(actual, SHORT[dtype] if dtype else kind, shape), ours, mapped, source)
 
 

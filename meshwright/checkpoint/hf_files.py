@@ -1,6 +1,6 @@
 """Safetensors files of any size, a block at a time: a Hugging Face folder read by rows, files written as a stream.
 
-(The library's own writer takes all of a file's tensors at once.) Pickled weights are never read.
+(`tensor_file` writes a file whose tensors are all at hand.) Pickled weights are never read.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshwright.checkpoint.format import cut
+from meshwright.checkpoint.tensor_file import DTYPES, raw
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord
@@ -27,13 +28,8 @@ from meshwright.models.hf.family import Family, Mapped
 SINGLE = "model.safetensors"
 SHARDED = "model.safetensors.index.json"
 
-# Names of dtypes: in safetensors, on the command line, torch's.
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Weights' dtypes: our short names and those of safetensors.
 SHORT = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return next(name for name, each in DTYPES.items() if each == dtype)
 
 
 @dataclass(frozen=True)
@@ -52,11 +48,6 @@ class Entry:
         return count
 
 
-def raw(values: Tensor) -> Any:
-    """The bytes of a tensor, in the order of its elements, as a buffer."""
-    return values.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
 def write_file(path: Path, entries: Sequence[Entry], pieces: Iterable[Tensor]) -> int:
     """A safetensors file of `entries`, whose bytes come in order in any number of `pieces`; returns its size."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -71,7 +62,7 @@ def write_file(path: Path, entries: Sequence[Entry], pieces: Iterable[Tensor]) -
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for piece in pieces:
-            file.write(raw(piece))
+            file.write(raw(piece.contiguous()))
         size = file.tell()
         file.flush()
         os.fsync(file.fileno())
@@ -136,8 +127,9 @@ class HFFolder:
 
     def dtype(self, name: str) -> str:
         found = str(self.slice(self.stored[name]).get_dtype())
-        if found not in DTYPES:
-            raise UserError(f"{name} in {self.folder} is of type {found}: only {', '.join(DTYPES)} can be imported")
+        if found not in SHORT.values():
+            known = ", ".join(SHORT.values())
+            raise UserError(f"{name} in {self.folder} is of type {found}: only {known} can be imported")
         return found
 
     def rows(self, name: str, low: int, high: int) -> Tensor:

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="a folder that transformers saved a model in (safetensors)")
     parser.add_argument("--to", required=True, metavar="CHECKPOINT", help="the checkpoint's folder, a new one")
     parser.add_argument(
-        "--dtype", choices=("fp32", "fp16", "fp64"), default="",
+        "--dtype", choices=("fp32", "bf16", "fp16", "fp64"), default="",
         help="of the checkpoint (default: fp32, and fp64 where the folder has it)",
     )  # fmt: skip
     parser.add_argument(

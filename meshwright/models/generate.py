@@ -28,7 +28,7 @@ class Generator:
         module, count = self.module, len(ids)
         end = self.length + count
         if end > self.longest:
-            raise UserError(f"{end} tokens are more than the {self.longest} that the model takes: give a shorter prompt")
+            raise UserError(f"{end} tokens are more than the model's {self.longest}: give a shorter prompt")
         tokens = torch.tensor([ids], device=module.parallel.device)
         positions = torch.arange(self.length, end, device=tokens.device)[None]
         hidden = module.embedding(tokens, positions)  # type: ignore[misc]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +36,7 @@ DatasetsProvider = Callable[[Context, tuple[int, int, int]], tuple[Any, Any, Any
 
 # Steps without a finite gradient, one after the other, after which a run gives up.
 MOST_SKIPPED = 25
+SHARED_S = 10.0  # a network disk may take a while to show a new file
 
 
 class Watcher(Protocol):
@@ -134,6 +137,7 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
     agree(ctx, (lambda: refuse_finished(config, source)) if trainer.writes else None)
     resume(trainer, source)
     folder = agree(ctx, (lambda: RunFolder(config, ctx.layout.world, trainer.step_number)) if trainer.writes else None)
+    check_shared(trainer, checkpoint_folder(config))
     watcher = watcher if folder else None
     c = config.checkpoint
     saver = Saver(trainer, checkpoint_folder(config), c.asynchronous, c.busy, c.keep)
@@ -170,6 +174,26 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
         folder.close()
     if watcher:
         watcher.finished()
+
+
+def check_shared(trainer: Trainer, folder: Path) -> None:
+    """Every rank must see the folder that one rank made, or a checkpoint would wait for ever for the others' parts."""
+    ctx = trainer.ctx
+    mark = folder / ".seen-by-all"
+    if trainer.writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    agree(ctx, None)
+    end = time.monotonic() + SHARED_S
+    while not mark.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    agree(ctx, None if mark.exists() else partial(_refuse_unshared, folder, ctx.rank))
+    if trainer.writes:
+        mark.unlink()
+
+
+def _refuse_unshared(folder: Path, rank: int) -> None:
+    raise UserError(f"rank {rank} does not see {folder}, which another rank made: put run.dir on a disk that all share")
 
 
 def agree(ctx: Context, action: Callable[[], Any] | None) -> Any:
