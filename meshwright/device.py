@@ -28,18 +28,24 @@ class Device:
     index: int = 0
 
     @staticmethod
-    def choose(wanted: str = "auto", local_rank: int = 0) -> Device:
-        """The device of a local rank; several ranks share one if there are more ranks than devices."""
+    def find(wanted: str = "auto") -> Device:
+        """The first device of the wanted kind."""
         kind = wanted
         if wanted == "auto":
-            kind = next(
-                (k for k in ("cuda", "npu") if getattr(torch, k, None) and getattr(torch, k).is_available()), "cpu"
-            )
+            there = [k for k in ("cuda", "npu") if getattr(torch, k, None) and getattr(torch, k).is_available()]
+            kind = there[0] if there else "cpu"
+        module = getattr(torch, kind, None)
+        if kind != "cpu" and (module is None or not module.is_available()):
+            raise UserError(f"run.device={kind}, but torch finds no {kind} device here: set run.device=cpu or auto")
+        return Device(kind)
+
+    @staticmethod
+    def choose(wanted: str = "auto", local_rank: int = 0) -> Device:
+        """The device of a local rank, made current; several ranks share one if there are more ranks than devices."""
+        kind = Device.find(wanted).kind
         if kind == "cpu":
             return Device("cpu")
-        module = getattr(torch, kind, None)
-        if module is None or not module.is_available():
-            raise UserError(f"run.device={kind}, but torch finds no {kind} device here: set run.device=cpu or auto")
+        module = getattr(torch, kind)
         device = Device(kind, local_rank % module.device_count())
         module.set_device(device.index)
         return device
@@ -77,7 +83,16 @@ class Device:
         return None if self.kind == "cpu" else int(getattr(torch, self.kind).max_memory_allocated())
 
 
-def limit_threads() -> None:
-    """One thread a rank unless the user says otherwise: ranks share the cores."""
+def limit_threads(local_world: int) -> None:
+    """A rank's share of the cores, unless the user says otherwise."""
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+
+
+def check_machine(kind: str, backend: str, precision: str, ranks: int) -> None:
+    """What a launcher can know before it starts ranks on this machine."""
+    if kind == "cpu" or (kind == "auto" and not count()):
+        return
+    device = Device.find(kind)
+    device.check_precision(precision)
+    device.check_sharing(device.backend(backend), ranks)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.format import Block, DamagedCheckpoint, Index
-from meshwright.checkpoint.format import find as find
 from meshwright.checkpoint.tensor_file import TensorFile, checksum
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord, overlap

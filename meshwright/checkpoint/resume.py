@@ -9,22 +9,24 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint import format as fmt
-from meshwright.checkpoint.load import Reader, find, load_into
+from meshwright.checkpoint.format import find
+from meshwright.checkpoint.load import Reader, load_into
 from meshwright.errors import UserError
 
 
 def resume(trainer: Any, source: str | None) -> None:
     """Loads what this run goes on from. Every rank calls it; all load the same checkpoint or none.
 
-    A damaged checkpoint is passed over, with a warning, for the one before it. Ranks that were started again after one
-    of them died go on from their own checkpoints, not from `source` once more.
+    A damaged checkpoint is passed over, with a warning, for the one before it. A run that was begun from another
+    one's weights goes on from its own checkpoints when it is started again; so do ranks after one of them died.
     """
     folder = fmt.checkpoint_folder(trainer.ctx.config)
     if trainer.writes:
         fmt.remove_unfinished(folder)
-    if source is not None and not (fmt.restarted() and fmt.checkpoints(folder)):
-        path = find(source)
-        own = path.resolve().parent == folder.resolve()
+    path = find(source) if source is not None else None
+    own = path is not None and path.resolve().parent == folder.resolve()
+    begun = bool(fmt.checkpoints(folder)) and (fmt.restarted() or not own)
+    if path is not None and not begun:
         damage = _attempt(trainer, path, model_only=not own)
         if damage is not None:
             raise damage

@@ -104,14 +104,11 @@ def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
     fmt.write_json(folder / f"rank-{rank:05d}.json", part)
 
 
-def commit(folder: Path, step: int, index: Index, keep: int, stopped: threading.Event) -> None:
+def commit(folder: Path, step: int, index: Index, keep: int, patience: float) -> None:
     """Waits for every rank's part, checks that they cover every tensor, and makes the folder a checkpoint."""
     aside, final = folder / fmt.saving_name(step), folder / fmt.folder_name(step)
     parts = [aside / f"rank-{rank:05d}.json" for rank in range(index.world)]
-    for path in parts:
-        while not path.exists():
-            if stopped.wait(POLL_S):
-                return
+    wait_for(parts, patience)
     for path in parts:
         part = json.loads(path.read_text(encoding="utf-8"))
         if part["blocks"]:
@@ -126,6 +123,20 @@ def commit(folder: Path, step: int, index: Index, keep: int, stopped: threading.
     os.rename(aside, final)
     fmt.sync_folder(folder)
     fmt.keep_newest(folder, keep)
+
+
+def wait_for(paths: list[Path], patience: float) -> None:
+    """Until all are there; a rank that died or whose disk is full would keep everybody waiting for ever."""
+    end = time.monotonic() + patience
+    for path in paths:
+        while not path.exists():
+            if time.monotonic() > end:
+                missing = ", ".join(p.name for p in paths if not p.exists())
+                raise UserError(
+                    f"the checkpoint was not completed within {patience:.0f} s: {paths[0].parent} lacks {missing}; "
+                    "see whether a rank has stopped, or raise comm.timeout"
+                )
+            time.sleep(POLL_S)
 
 
 def check_cover(index: Index) -> None:
@@ -153,7 +164,7 @@ class Saver:
         self.asynchronous, self.busy, self.keep = asynchronous, busy, keep
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._stopped = threading.Event()
+        self._patience = trainer.ctx.config.comm.timeout
         self._staging: list[Tensor] = []
         self.saved_step: int | None = None
         self._skipped_step: int | None = None
@@ -192,7 +203,7 @@ class Saver:
         try:
             write_part(self.folder / fmt.saving_name(index.step), self.trainer.ctx.rank, snapshot)
             if self.trainer.writes:
-                commit(self.folder, index.step, index, self.keep, self._stopped)
+                commit(self.folder, index.step, index, self.keep, self._patience)
         except BaseException as error:
             self._error = error
 
@@ -213,5 +224,5 @@ class Saver:
         if self._skipped_step == self.trainer.step_number:
             self._begin()
         self.wait()
-        while self.saved_step is not None and not (self.folder / fmt.folder_name(self.saved_step)).exists():
-            time.sleep(POLL_S)
+        if self.saved_step is not None:
+            wait_for([self.folder / fmt.folder_name(self.saved_step)], self._patience)

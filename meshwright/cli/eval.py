@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from meshwright.checkpoint.load import find
+    from meshwright.checkpoint.format import find
     from meshwright.train.launch import launch, warm_up
 
     if args.nproc < 1 or args.samples < 0:
@@ -51,7 +51,7 @@ def sections_of(overrides: Sequence[str], nproc: int) -> dict[str, dict[str, Any
     plain = {"tp": 1, "pp": 1, "chunks": 1, "sequence_parallel": False}
     raw["layout"] = plain | raw.get("layout", {})
     raw["pipeline"] = {"schedule": "1f1b", "split": []} | raw.get("pipeline", {})
-    raw["train"] = {"micro_batch": 1, "global_batch": 64, "ramp": []} | raw.get("train", {})
+    raw["train"] = {"micro_batch": 1, "global_batch": 64, "ramp": [], "compile": "false"} | raw.get("train", {})
     raw["run"] = {"eval_samples": 0} | raw.get("run", {})
     return raw
 

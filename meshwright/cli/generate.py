@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 def resolve(source: str, folder: Path) -> str:
     """The checkpoint to read; a Hugging Face folder is imported into `folder` first."""
-    from meshwright.checkpoint.load import find
+    from meshwright.checkpoint.format import find
 
     if (Path(source) / "config.json").is_file():
         from meshwright.checkpoint.hf import import_folder
@@ -97,7 +97,7 @@ def generate_rank(args: dict[str, Any]) -> None:
     sections: dict[str, dict[str, Any]] = {
         "layout": {"tp": tp, "pp": 1, "chunks": 1, "sequence_parallel": False},
         "pipeline": {"schedule": "1f1b", "split": []},
-        "train": {"micro_batch": 1, "global_batch": 1, "ramp": []},
+        "train": {"micro_batch": 1, "global_batch": 1, "ramp": [], "compile": "false"},
         "run": {"eval_samples": 0},
     }
 

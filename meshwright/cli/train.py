@@ -41,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
     from meshwright.train.processes import find_place
 
     place = find_place()
-    if place.world > 1:
+    if place.launched:
+        if args.nproc is not None:
+            raise UserError("--nproc starts ranks, and this process is already one rank of a launcher: leave it out")
         return as_rank(args, place.local_rank, place.world)
     config = load_config(args.config, args.overrides)
     if args.nproc is not None and args.nproc < 1:
@@ -82,9 +84,11 @@ def _devices(config: Config) -> int:
 
 def preflight(config: Config, world: int, source: str | None) -> None:
     """Everything that can be known without ranks."""
+    from meshwright.device import check_machine
     from meshwright.train.datasets import datasets_of
 
     check(config, world)
+    check_machine(config.run.device, config.comm.backend, config.train.precision, world)
     refuse_finished(config, source)
     datasets_of(config)
 

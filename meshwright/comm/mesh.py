@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -10,7 +11,13 @@ import torch.distributed as dist
 from meshwright.comm.flight import FlightRecord
 from meshwright.comm.group import Group
 from meshwright.comm.ledger import Ledger
+from meshwright.errors import UserError
 from meshwright.layout import Layout
+
+
+def torch_limit(timeout: float) -> timedelta:
+    """torch's own limit for a call that the watchdog reports after `timeout` seconds."""
+    return timedelta(seconds=2 * timeout + 30)
 
 
 class Mesh:
@@ -22,13 +29,20 @@ class Mesh:
         rank: int,
         ledger: Ledger | None = None,
         made_elsewhere: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
     ) -> None:
-        """Every rank must call this together. `made_elsewhere`: process groups by axis to use instead of new ones."""
+        """Every rank must call this together. `made_elsewhere`: process groups by axis to use instead of new ones.
+        `timeout`: seconds until the watchdog reports a call; torch's own limit stands behind it."""
         self.layout = layout
         self.rank = rank
         self.ledger = ledger or Ledger()
         self.flight = FlightRecord()
-        self._given = dict(made_elsewhere or {})
+        self._limit = torch_limit(timeout) if timeout else None
+        self._given = {layout.without_ones(name): group for name, group in (made_elsewhere or {}).items()}
+        for name in self._given:
+            if name not in layout.step_groups():
+                known = ", ".join(layout.step_groups())
+                raise UserError(f"process group '{name}' is not used by this layout: name one of {known}")
         self._groups: dict[str, Group] = {}
         for name in layout.step_groups():
             self.group(name)
@@ -45,10 +59,10 @@ class Mesh:
         ranks = self.layout.group(name, self.rank)
         if not ranks:
             # torch names a group after the number of groups its maker has made before, so every rank makes as many.
-            dist.new_group([self.rank], use_local_synchronization=True)
+            dist.new_group([self.rank], timeout=self._limit, use_local_synchronization=True)
         process_group = self._given.get(name)
         if process_group is None and len(ranks) > 1:
-            process_group = dist.new_group(list(ranks), use_local_synchronization=True)
+            process_group = dist.new_group(list(ranks), timeout=self._limit, use_local_synchronization=True)
         crosses = self.layout.crosses_node(ranks) if ranks else False
         return Group(name, ranks, self.rank, process_group, self.ledger, self.flight, crosses)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import types
 import typing
@@ -47,7 +48,11 @@ def load_config(
         file = Path(path)
         if not file.is_file():
             raise UserError(f"there is no config file '{path}': give the path of a YAML file")
-        read = parse_yaml(file.read_text(encoding="utf-8"), str(path))
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} can't be read as UTF-8 text: {error}") from None
+        read = parse_yaml(text, str(path))
         if read is not None and not isinstance(read, dict):
             raise UserError(f"{path} must hold sections such as 'model:' and 'train:', not a {type(read).__name__}")
         raw = read or {}
@@ -142,6 +147,8 @@ def _value(hint: Any, key: str, value: Any) -> Any:
             value = [parse_yaml(part, key) for part in value.split(",")]
         items = value if isinstance(value, (list, tuple)) else [value]
         return tuple(_value(args[0], key, item) for item in items)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{key}={value} must be a finite number")
     if hint is bool and isinstance(value, bool):
         return value
     if hint is int and isinstance(value, (int, float)) and not isinstance(value, bool) and value == int(value):

@@ -139,7 +139,19 @@ def lr_fits_steps(c: Config, world: int) -> str | None:
     return None
 
 
-def position_table_covers(c: Config, world: int) -> str | None:
+def compiles_without_dropout(c: Config, world: int) -> str | None:
+    if c.train.compile == "true" and c.model.dropout:
+        return "train.compile=true can't be combined with dropout: set train.compile=auto or model.dropout=0"
+    return None
+
+
+def backend_fits_device(c: Config, world: int) -> str | None:
+    if c.run.device == "cpu" and c.comm.backend not in ("auto", "gloo"):
+        return f"comm.backend={c.comm.backend} does not work on run.device=cpu: set comm.backend=auto"
+    return None
+
+
+def positions_to_reset(c: Config, world: int) -> str | None:
     if c.data.reset_positions and c.model.position in ("none", "alibi"):
         return f"data.reset_positions=true has no effect with model.position={c.model.position}: drop one of them"
     return None
@@ -158,7 +170,9 @@ RULES: list[Rule] = [
     batch_divides,
     eval_divides,
     lr_fits_steps,
-    position_table_covers,
+    positions_to_reset,
+    compiles_without_dropout,
+    backend_fits_device,
 ]
 
 

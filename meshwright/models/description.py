@@ -131,9 +131,7 @@ class GPTDescription:
         m, d = self.model, self.model.head_dim
         total, queries = (m.heads + 2 * m.kv_heads) * d, m.heads // self.tp * d
         kv = max(1, m.kv_heads // self.tp) * d
-        kv_first = self.tp_rank * m.kv_heads // self.tp * d  # for replicated heads: tp_rank // copies
-        if self.tp > m.kv_heads:
-            kv_first = self.tp_rank // (self.tp // m.kv_heads) * d
+        kv_first = self.tp_rank * m.kv_heads // self.tp * d  # of copied heads: tp_rank // copies
         k_first, v_first = m.heads * d + kv_first, (m.heads + m.kv_heads) * d + kv_first
         q_rows = (self.tp_rank * queries, queries, 0)
 

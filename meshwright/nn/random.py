@@ -24,6 +24,10 @@ class Streams:
     def begin(self, step: int, micro_batch: int, chunk: int) -> None:
         self._where = (step, micro_batch, chunk)
 
+    def seed_default(self) -> None:
+        """For a module that draws from torch's default generator and knows nothing of these streams."""
+        torch.manual_seed(key(self.seed, *self._where, self.data_rank, "default"))
+
     def layer(self, number: int) -> None:
         """Before each block (and the embedding, -1): its own numbers. Costs nothing while no dropout is on."""
         if not self.active:

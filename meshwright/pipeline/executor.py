@@ -42,7 +42,7 @@ class Totals:
     def add(self, loss: Loss) -> None:
         loss_sum, tokens, monitored = loss
         self.loss_sum = self.loss_sum + loss_sum.detach().double()
-        self.tokens = self.tokens + tokens
+        self.tokens = self.tokens + (tokens.double() if isinstance(tokens, Tensor) else float(tokens))
         self.micro_batches += 1
         for name, value in monitored.items():
             value = value.detach().double() if isinstance(value, Tensor) else float(value)
@@ -131,9 +131,12 @@ class _Run:
                 x.requires_grad_(x.is_floating_point())
             self.inputs[key] = received
         batch = self.load(action.micro_batch)
+        module = e.modules[action.chunk]
         e.streams.begin(self.step, action.micro_batch, action.chunk)
+        if self.training and not hasattr(module, "parallel"):
+            e.streams.seed_default()
         with torch.set_grad_enabled(self.training):
-            result = e.forward_step(e.modules[action.chunk], batch, received)
+            result = e.forward_step(module, batch, received)
         if isinstance(result, tuple):
             self.totals.add(result)
             if self.training:
@@ -149,7 +152,8 @@ class _Run:
         if isinstance(output, Tensor):
             torch.autograd.backward(output, torch.full_like(output, self.loss_weight))
         else:
-            torch.autograd.backward([output[name] for name in received], list(received.values()))
+            names = [name for name in received if output[name].requires_grad]
+            torch.autograd.backward([output[name] for name in names], [received[name] for name in names])
         inputs = self.inputs.pop(key)
         if inputs:
             grads = {name: _gradient(x) for name, x in inputs.items() if x.is_floating_point()}

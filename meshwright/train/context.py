@@ -58,7 +58,7 @@ def build_context(
     process_groups: dict[str, Any] | None = None,
 ) -> Context:
     layout = layout_of(config, world, node_size)
-    mesh = Mesh(layout, rank, made_elsewhere=process_groups)
+    mesh = Mesh(layout, rank, made_elsewhere=process_groups, timeout=config.comm.timeout)
     streams = Streams(config.train.seed, max(0, mesh.data.index), max(0, mesh.tp.index), device.torch)
     streams.active = config.model.dropout > 0
     parallel = Parallel(mesh.tp, config.layout.sequence_parallel, DTYPES[config.train.precision], device.torch, streams)

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.checkpoint.load import Reader, find, load_weights
+from meshwright.checkpoint.format import find
+from meshwright.checkpoint.load import Reader, load_weights
 from meshwright.config.load import config_from
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
@@ -42,7 +43,7 @@ def with_model(
     place = find_place()
     config = config_in(path, **sections)
     check(config, place.world)
-    limit_threads()
+    limit_threads(place.local_world)
     device = Device.choose(config.run.device, place.local_rank)
     backend = device.backend(config.comm.backend)
     device.check_sharing(backend, place.local_world)

@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -37,7 +38,6 @@ def warm_up() -> None:
     the server all ranks would look dead.
     """
     multiprocessing.set_forkserver_preload(PRELOAD)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if threading.current_thread() is not threading.main_thread():
         multiprocessing.forkserver.ensure_running()
         return
@@ -121,10 +121,11 @@ def launch(ranks: int, restarts: int, main: Callable[..., None], *args: object) 
         options: dict[str, Any] = {"signals_to_handle": "SIGINT,SIGHUP,SIGQUIT", "shutdown_timeout": SHUTDOWN_S}
         known = {field.name for field in dataclasses.fields(LaunchConfig)}  # torch 2.11 has fewer
         config = LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-            run_id=Path(folder).name, max_restarts=restarts, start_method="forkserver", local_addr="localhost",
+            min_nodes=1, max_nodes=1, nproc_per_node=ranks, rdzv_backend="loopback", rdzv_endpoint="127.0.0.1:0",
+            run_id=Path(folder).name, max_restarts=restarts, start_method="forkserver", local_addr="127.0.0.1",
             logs_specs=DefaultLogsSpecs(log_dir=folder), **{k: v for k, v in options.items() if k in known},
         )  # fmt: skip
+        _meet_on_loopback()
         _pass_on_stop_requests(Path(folder))
         try:
             elastic_launch(config, guarded)(folder, main, *args)
@@ -136,6 +137,36 @@ def launch(ranks: int, restarts: int, main: Callable[..., None], *args: object) 
             print(f"meshwright: stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
             return 128 + int(error.sigval)
     return 0
+
+
+def _meet_on_loopback() -> None:
+    """The ranks' store listens on this machine alone. (torch's own would listen on every interface, and its dynamic
+    rendezvous unpickles what it finds there.)"""
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousParameters,
+        rendezvous_handler_registry,
+    )
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    class Loopback(StaticTCPRendezvous):
+        def get_backend(self) -> str:
+            return "loopback"
+
+    def handler(given: RendezvousParameters) -> RendezvousHandler:
+        listening = socket.socket()
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        meeting = Loopback("127.0.0.1", port, 0, 1, given.run_id, 900)
+        meeting._store = TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+        return meeting
+
+    with contextlib.suppress(ValueError):  # registered by an earlier launch of this process
+        rendezvous_handler_registry.register("loopback", handler)
 
 
 def _pass_on_stop_requests(folder: Path) -> None:

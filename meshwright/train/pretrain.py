@@ -25,6 +25,7 @@ from meshwright.nn.parallel import initialise, record_of, share_tied
 from meshwright.optim.schedules import consumed_after
 from meshwright.pipeline.table import looped
 from meshwright.sharding.buffers import foreign_record
+from meshwright.sharding.data_parallel import Reduce, all_reduce_bucket
 from meshwright.train.context import Context, build_context
 from meshwright.train.processes import find_place, join, joined_place, leave
 from meshwright.train.run_folder import RunFolder, refuse_finished
@@ -56,19 +57,23 @@ def pretrain(
     *,
     sections: Mapping[str, type] | None = None,
     process_groups: dict[str, Any] | None = None,
+    reduce: Reduce = all_reduce_bucket,
     source: str | None = None,
     watcher: Watcher | None = None,
 ) -> Trainer:
     """Trains as one rank of a job and returns the trainer, whose `modules` are this rank's chunks.
 
     - `model_provider(ctx, stage)` returns the module of one chunk. It needs `receives`, the named tensors it takes from
-      the chunk before (name -> (shape, dtype)); `needs`, the batch's fields it reads, is optional.
+      the chunk before (name -> (shape, dtype)); `needs`, the batch's fields it reads, is optional. Its parameters are
+      taken to be whole on every rank and are named by their stage in a checkpoint, which then loads into the same
+      pp x chunks only; one that has a `record` (`layout.params`) is drawn, reduced and saved by that instead.
     - `datasets_provider(ctx, (train, valid, test))` gets the samples that the run will ask for and returns three
       objects with `sample(n) -> dict of arrays` (or None for valid and test).
     - `forward_step(ctx, module, batch, received)` returns the named tensors to send on or, on the last stage, the
       loss's sum, its token count and a dict of values to monitor.
     - `config` may be the path of a YAML file; `sections` adds dataclasses of your own to it (`config.extra`).
     - `process_groups`: torch process groups made elsewhere, by the layout's name of the axis.
+    - `reduce(gradients, group)` begins the reduction of one bucket over the data-parallel ranks.
     - A run whose folder holds checkpoints goes on from the newest; `source` (PATH[@STEP]) names another one, which in a
       new run gives the weights alone.
     """
@@ -76,25 +81,23 @@ def pretrain(
         config = load_config(config, sections=sections)
     place = joined_place() or find_place()
     check(config, place.world)
-    limit_threads()
+    limit_threads(place.local_world)
     device = Device.choose(config.run.device, place.local_rank)
     device.check_precision(config.train.precision)
     backend = device.backend(config.comm.backend)
     device.check_sharing(backend, place.local_world)
     own_world = join(place, backend, config.comm.timeout)
-    try:
-        ctx = build_context(config, place.rank, place.world, device, place.local_world, process_groups)
-        store = open_store() if place.world > 1 else None
-        keeper = store_keeper() if own_world else None
-        with Watchdog(ctx.mesh, config.comm.timeout, store, folder=Path(config.run.dir) / "flight", keeper=keeper):
-            modules = build_modules(ctx, model_provider)
-            train_data, valid_data, _ = datasets_provider(ctx, sample_counts(config))
-            trainer = Trainer(ctx, modules, forward_step, train_data, valid_data)
-            run(trainer, source, watcher)
-        return trainer
-    finally:
-        if own_world:
-            leave()
+    ctx = build_context(config, place.rank, place.world, device, place.local_world, process_groups)
+    store = open_store() if place.world > 1 else None
+    keeper = store_keeper() if own_world else None
+    with Watchdog(ctx.mesh, config.comm.timeout, store, folder=Path(config.run.dir) / "flight", keeper=keeper):
+        modules = build_modules(ctx, model_provider)
+        train_data, valid_data, _ = datasets_provider(ctx, sample_counts(config))
+        trainer = Trainer(ctx, modules, forward_step, train_data, valid_data, reduce)
+        run(trainer, source, watcher)
+    if own_world:  # after an error the process ends, and leaving could wait for peers that are gone
+        leave()
+    return trainer
 
 
 def build_modules(ctx: Context, model_provider: ModelProvider) -> list[nn.Module]:
@@ -113,9 +116,15 @@ def build_modules(ctx: Context, model_provider: ModelProvider) -> list[nn.Module
     share_tied(modules)
     for module in modules:
         initialise(module, config.train.seed)
-        if config.train.compile == "true" or (config.train.compile == "auto" and ctx.device.kind != "cpu"):
+        if compiles(config, ctx.device):
             compile_blocks(module)
     return modules
+
+
+def compiles(config: Config, device: Device) -> bool:
+    """Dropout draws from random streams of its own, which torch.compile can't take, so `auto` leaves it out there."""
+    choice = config.train.compile
+    return choice == "true" or (choice == "auto" and device.kind != "cpu" and not config.model.dropout)
 
 
 def compile_blocks(module: nn.Module) -> None:
@@ -126,18 +135,18 @@ def compile_blocks(module: nn.Module) -> None:
 
 
 def sample_counts(config: Config) -> tuple[int, int, int]:
-    evaluations = 1 + (config.train.steps // config.run.eval_every if config.run.eval_every else 0)
+    """The samples that a run will ask for; every validation looks at the same ones."""
     each = config.run.eval_samples or 4 * config.train.global_batch
-    return consumed_after(config, config.train.steps), evaluations * each, each
+    return consumed_after(config, config.train.steps), each, each
 
 
 def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
     """The loop. One rank, the first of the last stage, writes the run's folder and drives the display."""
     ctx, config = trainer.ctx, trainer.ctx.config
     agree(ctx, (lambda: refuse_finished(config, source)) if trainer.writes else None)
+    check_shared(trainer, checkpoint_folder(config))
     resume(trainer, source)
     folder = agree(ctx, (lambda: RunFolder(config, ctx.layout.world, trainer.step_number)) if trainer.writes else None)
-    check_shared(trainer, checkpoint_folder(config))
     watcher = watcher if folder else None
     c = config.checkpoint
     saver = Saver(trainer, checkpoint_folder(config), c.asynchronous, c.busy, c.keep)
@@ -180,16 +189,21 @@ def check_shared(trainer: Trainer, folder: Path) -> None:
     """Every rank must see the folder that one rank made, or a checkpoint would wait for ever for the others' parts."""
     ctx = trainer.ctx
     mark = folder / ".seen-by-all"
-    if trainer.writes:
-        folder.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-    agree(ctx, None)
+    agree(ctx, partial(_make_mark, mark) if trainer.writes else None)
     end = time.monotonic() + SHARED_S
     while not mark.exists() and time.monotonic() < end:
         time.sleep(0.1)
     agree(ctx, None if mark.exists() else partial(_refuse_unshared, folder, ctx.rank))
     if trainer.writes:
         mark.unlink()
+
+
+def _make_mark(mark: Path) -> None:
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as error:
+        raise UserError(f"{mark.parent} can't be written: {error.strerror}") from None
 
 
 def _refuse_unshared(folder: Path, rank: int) -> None:

@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 
 from meshwright.errors import UserError
 
@@ -22,6 +21,7 @@ class Place:
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
+    launched: bool = False  # by torchrun, srun or our own launcher
 
 
 def find_place(env: Mapping[str, str] = os.environ) -> Place:
@@ -29,11 +29,12 @@ def find_place(env: Mapping[str, str] = os.environ) -> Place:
     if "RANK" in env and "WORLD_SIZE" in env:
         world = int(env["WORLD_SIZE"])
         local_rank = int(env.get("LOCAL_RANK", env["RANK"]))
-        return Place(int(env["RANK"]), world, local_rank, int(env.get("LOCAL_WORLD_SIZE", world)))
-    if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+        return Place(int(env["RANK"]), world, local_rank, int(env.get("LOCAL_WORLD_SIZE", world)), True)
+    # A batch script has SLURM_PROCID too; only srun makes steps.
+    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
         world = int(env["SLURM_NTASKS"])
         nodes = int(env.get("SLURM_NNODES", "1"))
-        return Place(int(env["SLURM_PROCID"]), world, int(env.get("SLURM_LOCALID", "0")), max(1, world // nodes))
+        return Place(int(env["SLURM_PROCID"]), world, int(env.get("SLURM_LOCALID", "0")), max(1, world // nodes), True)
     return Place()
 
 
@@ -69,20 +70,28 @@ def join(place: Place, backend: str, timeout: float) -> bool:
     """Joins the world, unless this process is alone or somebody did it already; whether `leave` is ours to call."""
     import torch.distributed as dist
 
+    from meshwright.comm.mesh import torch_limit
+    from meshwright.comm.watchdog import open_store, store_keeper
+
     if place.world == 1 or dist.is_initialized():
         return False
     host, port = rendezvous()
     os.environ.update({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
-    # The watchdog reports a hang after `timeout`; torch's own limit stands behind it.
-    limit = timedelta(seconds=2 * timeout + 30)
+    limit = torch_limit(timeout)
+    # A launcher's store outlives its ranks, and those it starts again must not read what the dead ones wrote.
+    store = open_store() if store_keeper() is None else None
     try:
-        dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=limit)
-    except dist.DistNetworkError as error:
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=limit)
+    except dist.DistError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise UserError(
                 f"port {port} on {host} is taken: choose another with --master_port or MASTER_PORT"
             ) from None
-        raise UserError(f"rank {place.rank} can't reach {host}:{port}: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"rank {place.rank} of {place.world} did not meet the others at {host}:{port} ({reason}): "
+            "start all ranks, with the same MASTER_ADDR and MASTER_PORT"
+        ) from None
     return True
 
 

@@ -128,9 +128,14 @@ def _set_lost_aside(path: Path, step: int) -> None:
 
 def _write(file: TextIO, line: dict[str, Any]) -> None:
     """One line of strict JSON: a number that is not finite is null."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-    file.write(json.dumps(finite) + "\n")
+    file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
     file.flush()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _event_writer(folder: Path) -> Any:

@@ -19,7 +19,7 @@ from meshwright.optim.schedules import global_batch, learning_rate
 from meshwright.pipeline.executor import Executor, Totals
 from meshwright.pipeline.schedules import build
 from meshwright.sharding.buffers import FlatBuffer
-from meshwright.sharding.data_parallel import DataParallel
+from meshwright.sharding.data_parallel import DataParallel, Reduce, all_reduce_bucket
 from meshwright.train.batches import Dataset, MicroBatches
 from meshwright.train.context import Context
 from meshwright.train.counts import COUNTS, PHASES, SUMS, counts_bytes
@@ -66,10 +66,11 @@ class Trainer:
         forward_step: ForwardStep,
         train_data: Dataset,
         valid_data: Dataset | None = None,
+        reduce: Reduce = all_reduce_bucket,
     ) -> None:
         config = ctx.config
         self.ctx, self.modules = ctx, list(modules)
-        self.data_parallel = DataParallel(self.modules, ctx.mesh, config.comm.bucket_mib)
+        self.data_parallel = DataParallel(self.modules, ctx.mesh, config.comm.bucket_mib, reduce)
         self.optimizer = FlatOptimizer(self.data_parallel.buffers, config.optimizer)
         self.loss_scale = LossScale(config.loss_scale, config.train.precision == "fp16")
         step = lambda module, batch, received: forward_step(ctx, module, batch, received)  # noqa: E731
@@ -180,15 +181,16 @@ class Trainer:
         """What a checkpoint holds of this rank, beside `counters`."""
         return self.optimizer.tensors()
 
-    def counters(self) -> dict[str, float]:
+    def counters(self) -> dict[str, float | None]:
         scale = self.loss_scale
-        return {"updates": self.optimizer.updates, "loss_scale": scale.value, "good_steps": scale.good_steps}
+        value = scale.value if scale.active else None
+        return {"updates": self.optimizer.updates, "loss_scale": value, "good_steps": scale.good_steps}
 
-    def restore(self, step: int, consumed: int, counters: Mapping[str, float]) -> None:
+    def restore(self, step: int, consumed: int, counters: Mapping[str, Any]) -> None:
         """Where a loaded checkpoint left off. The loss scale of another precision starts anew."""
         self.step_number, self.consumed = step, consumed
         self.optimizer.updates = int(counters["updates"])
-        if self.loss_scale.active and counters["loss_scale"] != 1.0:
+        if self.loss_scale.active and counters["loss_scale"] is not None:
             self.loss_scale.value = float(counters["loss_scale"])
             self.loss_scale.good_steps = int(counters["good_steps"])
 

@@ -71,7 +71,7 @@ def train(rank: int, world: int, sections: Sections, crash: Crash | None, source
 
 
 def _plant(crash: Crash) -> None:
-    import meshwright.checkpoint.save as save
+    import meshwright.checkpoint.tensor_file as tensor_file
     import meshwright.train.run_folder as run_folder
 
     count = 0
@@ -95,10 +95,10 @@ def _plant(crash: Crash) -> None:
 
         return changed
 
-    real_save, real_write = save.save_file, run_folder._write
+    real_save, real_write = tensor_file.write, run_folder._write
 
-    def half_save(tensors: Any, path: Path) -> None:
-        real_save(tensors, path)
+    def half_save(path: Path, tensors: Any) -> None:
+        real_save(path, tensors)
         os.truncate(path, path.stat().st_size // 2)
 
     def half_write(file: Any, line: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ def _plant(crash: Crash) -> None:
 
     for name in CHANGES:
         setattr(os, name, counted(getattr(os, name)))
-    save.save_file = counted(real_save, half_save)
+    tensor_file.write = counted(real_save, half_save)
     run_folder._write = counted(real_write, half_write)
 
 

@@ -74,7 +74,7 @@ def until(ready: Callable[[], Any], process: subprocess.Popen[str]) -> None:
     while not ready():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end, "no progress"
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 def ranks(folder: Path, attempt: int = 0) -> dict[int, int]:
@@ -142,13 +142,13 @@ def test_a_request_that_comes_before_the_first_step(folder: Path, start: Any) ->
 def test_restarts(folder: Path, start: Any) -> None:
     """A rank is killed twice; the launcher starts again from the last checkpoint, to the undisturbed run's end."""
     run = folder / "run"
-    process = start("--nproc", "2", "train.steps=24", "checkpoint.every=4", "--restarts", "3")
-    for attempt, goal in ((0, 5), (1, 10)):
+    process = start("--nproc", "2", "train.steps=16", "checkpoint.every=4", "--restarts", "3")
+    for attempt, goal in ((0, 5), (1, 9)):
         until(lambda goal=goal: len(steps(run)) >= goal and saved(run), process)
         os.kill(ranks(folder, attempt)[attempt], signal.SIGKILL)
     code, said = ended(process)
     assert code == 0, said
-    assert_same(run, complete(2, sections(folder, "straight", 24, checkpoint={"every": 4})))
+    assert_same(run, complete(2, sections(folder, "straight", 16, checkpoint={"every": 4})))
     assert len(ranks(folder)) == 0, "the launcher removes its files"
 
 
@@ -214,11 +214,11 @@ def limit_files(size: int) -> Callable[[], None]:
 
 
 def test_a_full_disk(folder: Path, start: Any) -> None:
-    words = ("--nproc", "2", "checkpoint.every=1", "--restarts", "2")
+    words = ("--nproc", "2", "checkpoint.every=1", "--restarts", "1")
     code, said = ended(start(*words, preexec_fn=limit_files(20_000)))
     told = [line for line in said.splitlines() if line.startswith("meshwright: ")]
     assert code == 2 and len(told) == 1, said
-    assert re.search(r"the checkpoint can't be written to \S+rank-0000\d.safetensors: File too large", told[0])
+    assert re.search(r"the checkpoint can't be written to \S+checkpoints\S*: File too large", told[0])
     assert saved(folder / "run") == []
 
 

@@ -12,6 +12,7 @@ from meshwright.checkpoint import format as fmt
 from meshwright.layout.params import Box, Init, ParamRecord, global_boxes, overlap, rectangles
 
 ZEROS = Init("zeros")
+FEW = settings(max_examples=50, deadline=None)
 shapes = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 
 
@@ -41,6 +42,7 @@ def records(draw: st.DrawFn) -> ParamRecord:
     return ParamRecord("p", (rows, columns), local, tuple(boxes), ZEROS)
 
 
+@FEW
 @given(st.data(), shapes)
 def test_rectangles_cover_a_range_once_and_nothing_else(data: st.DataObject, shape: tuple[int, ...]) -> None:
     size = math.prod(shape)
@@ -56,6 +58,7 @@ def test_rectangles_cover_a_range_once_and_nothing_else(data: st.DataObject, sha
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
+@FEW
 @given(st.data(), records())
 def test_global_boxes_hold_what_the_range_holds_but_padding(data: st.DataObject, record: ParamRecord) -> None:
     whole = np.arange(math.prod(record.shape)).reshape(record.shape)
@@ -73,6 +76,7 @@ def test_global_boxes_hold_what_the_range_holds_but_padding(data: st.DataObject,
     assert (found == expected).all()
 
 
+@FEW
 @given(st.data(), records())
 def test_overlap_moves_the_common_part(data: st.DataObject, record: ParamRecord) -> None:
     whole = np.arange(math.prod(record.shape)).reshape(record.shape)
@@ -102,7 +106,7 @@ def slices(draw: st.DrawFn, shape: tuple[int, int]) -> ParamRecord:
     return ParamRecord("p", shape, (bottom - top, right - left), boxes, ZEROS)
 
 
-@settings(max_examples=60)
+@FEW
 @given(st.data(), st.integers(1, 8), st.integers(1, 6), st.integers(1, 4))
 def test_what_any_number_of_writers_cut_any_reader_puts_together(
     data: st.DataObject, rows: int, columns: int, writers: int
@@ -128,6 +132,7 @@ def test_what_any_number_of_writers_cut_any_reader_puts_together(
         assert (local == values[at(box.start, box.shape)]).all()
 
 
+@FEW
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=3).map(tuple), st.integers(1, 2**22))
 def test_blocks_are_small_and_cover_their_box(shape: tuple[int, ...], element: int) -> None:
     rows = list(fmt.cut((0,) * len(shape), shape, element))

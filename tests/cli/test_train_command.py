@@ -114,9 +114,11 @@ def test_the_same_losses_under_torchrun_and_in_one_process(folder: Path) -> None
 
 def test_places() -> None:
     assert find_place({}) == Place(0, 1, 0, 1)
-    assert find_place({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}) == Place(5, 8, 1, 4)
+    assert find_place({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}) == Place(5, 8, 1, 4, True)
     slurm = {"SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_NNODES": "2", "SLURM_JOB_ID": "77"}
-    assert find_place(slurm) == Place(9, 16, 1, 8)
+    assert find_place(slurm) == Place(), "a batch script, not a step of srun"
+    slurm["SLURM_STEP_ID"] = "0"
+    assert find_place(slurm) == Place(9, 16, 1, 8, True)
     assert rendezvous(slurm | {"SLURM_STEP_NODELIST": "gpu[07-09,12],x1"}) == ("gpu07", 20077)
     assert rendezvous({"MASTER_ADDR": "h", "MASTER_PORT": "1"}) == ("h", 1)
     assert [first_host(n) for n in ("a1", "a1,b2", "n[3,5]", "n[003-007]")] == ["a1", "a1", "n3", "n003"]

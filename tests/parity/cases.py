@@ -139,7 +139,9 @@ SPECIAL = [
     _special("order-dp-first", _cut(2, 2, 2, **_INTERLEAVED), layout__order="dp-pp-tp-cp-ep"),
     _special("documents", _cut(2, 1, 1, **_LLAMA), {"segments": True}),
     _special("documents", _cut(1, 2, 2, sp=True), {"segments": True}),
-    _special("documents", _cut(2, 2, 2, sp=True, **_LLAMA), {"segments": True}, train__micro_batch=2),
+    _special(
+        "documents", _cut(2, 2, 2, sp=True, **_LLAMA), {"segments": True}, train__micro_batch=2, train__global_batch=8
+    ),
     _special("no-holes", _cut(2, 2, 1), {"holes": False}),
     _special("masked-rank", _cut(2, 1, 1), {"blind": True}),
     _special("masked-rank", _cut(2, 2, 1, sp=True, **_LLAMA), {"blind": True}),
