@@ -69,7 +69,7 @@ def page(found: dict[str, Any]) -> list[str]:
     sizes = {"dp": world // cut} | {axis: layout[axis] for axis in ("tp", "pp", "cp", "chunks") if axis in layout}
     axes = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "none"
     shape = [f"{key}={model[key]}" for key in ("layers", "hidden", "heads", "vocab", "seq") if key in model]
-    counters = ", ".join(f"{key} {value:g}" for key, value in found["counters"].items())
+    counters = ", ".join(f"{key} {value:g}" for key, value in found["counters"].items() if value is not None)
     lines = [
         found["path"],
         f"  step        {found['step']:,}, after {found['consumed']:,} samples",

@@ -153,7 +153,7 @@ def test_restarts(folder: Path, start: Any) -> None:
 
 
 @pytest.mark.wide
-def test_restarts_of_a_run_from_other_weights_and_after_its_end(folder: Path, start: Any) -> None:
+def test_restarts_of_a_run_from_other_weights(folder: Path, start: Any) -> None:
     """The ranks that are started again go on from their own checkpoint, not from the other run's weights."""
     assert ended(start("--nproc", "2", "train.steps=4", "run.dir=base"))[0] == 0
     words = ("--nproc", "2", "train.steps=16", "checkpoint.every=2", "--from", "base")

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.runs import Attempt, assert_same, complete, lines, newest, saved, steps, tensors, tiny
+from meshwright.errors import UserError
+from tests.checkpoint.runs import Attempt, assert_same, complete, lines, newest, saved, steps, tensors, tiny, train
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
@@ -77,3 +78,20 @@ def test_a_resumed_run_may_be_made_longer_and_go_on_from_an_older_step(tmp_path:
             assert values.tobytes() == tuned[name].tobytes(), "an update of nothing: the weights as they came"
     assert any((tuned[name] != again[name]).any() for name in again if name.startswith("exp_avg/")), "fresh moments"
     assert steps(tmp_path / "other") == [1]
+
+
+def test_a_finished_run_is_refused_but_not_to_ranks_that_are_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank may die after the last checkpoint: then there is nothing left to do, and that is no mistake."""
+    sections = tiny(tmp_path / "run", train={"steps": 2})
+    assert train(0, 1, sections, None, None) == (2, 16)
+    with pytest.raises(UserError, match="complete at step 2"):
+        train(0, 1, sections, None, None)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train(0, 1, sections, None, None) == (2, 16)
+    assert steps(tmp_path / "run") == [1, 2] and saved(tmp_path / "run") == [1, 2]
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    (newest(tmp_path / "run") / "index.json").write_text("{")
+    assert train(0, 1, sections, None, None) == (2, 16), "a damaged last one does not count"
+    assert steps(tmp_path / "run") == [1, 2] and saved(tmp_path / "run") == [1, 2]

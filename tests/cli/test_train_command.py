@@ -114,7 +114,9 @@ def test_the_same_losses_under_torchrun_and_in_one_process(folder: Path) -> None
 
 def test_places() -> None:
     assert find_place({}) == Place(0, 1, 0, 1)
-    assert find_place({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}) == Place(5, 8, 1, 4, True)
+    assert find_place({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}) == Place(
+        5, 8, 1, 4, True
+    )
     slurm = {"SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_NNODES": "2", "SLURM_JOB_ID": "77"}
     assert find_place(slurm) == Place(), "a batch script, not a step of srun"
     slurm["SLURM_STEP_ID"] = "0"

@@ -1,4 +1,4 @@
-"""What a GPU must give: the CPU's gradients, a compiled block that records the same calls, training in half precision."""
+"""What a GPU must give: the CPU's gradients, eager and compiled, and training in half precision."""
 
 from __future__ import annotations
 
