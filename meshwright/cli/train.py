@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from meshwright.config.load import load_config
 from meshwright.config.rules import check
@@ -34,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restarts", type=int, default=0, help="times to start again from the last checkpoint when a rank dies"
     )
+    parser.add_argument("--json", action="store_true", help="print the summary as one JSON document")
     parser.add_argument("--nproc", type=int, help="local ranks to start (default: the number of GPUs, or 1)")
 
 
@@ -57,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
     ranks = args.nproc or _devices(config)
     preflight(config, ranks, args.source)
     if ranks == 1 and not args.restarts:
-        train(args.config, args.overrides, args.source)
+        train(args.config, args.overrides, args.source, args.json)
         return 0
-    return launch(ranks, args.restarts, train, args.config, args.overrides, args.source)
+    return launch(ranks, args.restarts, train, args.config, args.overrides, args.source, args.json)
 
 
 def as_rank(args: argparse.Namespace, local_rank: int, world: int) -> int:
@@ -72,7 +77,7 @@ def as_rank(args: argparse.Namespace, local_rank: int, world: int) -> int:
         if local_rank == 0:
             raise
         return 2
-    guarded(None, train, args.config, args.overrides, args.source)
+    guarded(None, train, args.config, args.overrides, args.source, args.json)
     return 0
 
 
@@ -93,7 +98,7 @@ def preflight(config: Config, world: int, source: str | None) -> None:
     datasets_of(config)
 
 
-def train(path: str, overrides: Sequence[str], source: str | None) -> None:
+def train(path: str, overrides: Sequence[str], source: str | None, as_json: bool) -> None:
     """One rank's whole run."""
     from meshwright.train.display import Display
     from meshwright.train.gpt import datasets_provider, forward_step, model_provider
@@ -104,5 +109,20 @@ def train(path: str, overrides: Sequence[str], source: str | None) -> None:
     config = load_config(path, overrides)
     with Display(config, find_place().world) as display:
         trainer = pretrain(config, model_provider, datasets_provider, forward_step, source=source, watcher=display)
-    if trainer.writes:
+    if trainer.writes and as_json:
+        print(json.dumps(facts(config.run.dir)), flush=True)
+    elif trainer.writes:
         summary(config.run.dir)
+
+
+def facts(folder: str) -> dict[str, Any]:
+    """What the summary tells, as numbers: the run's first and last step and its validations."""
+    steps, validations = (
+        [json.loads(line) for line in (Path(folder) / name).read_text(encoding="utf-8").splitlines()]
+        for name in ("metrics.jsonl", "validation.jsonl")
+    )
+    return {
+        "run_dir": folder, "steps": len(steps), "first": steps[0], "last": steps[-1], "validation": validations,
+        "tokens": sum(step["tokens"] for step in steps),
+        "tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps),
+    }  # fmt: skip

@@ -103,8 +103,9 @@ def test_the_same_losses_under_torchrun_and_in_one_process(folder: Path) -> None
         assert node.returncode == 0, said
     one = train(folder, "run.dir=one", "train.steps=3", "layout.tp=1", "layout.pp=1", "--nproc", "1")
     assert one.returncode == 0, one.stderr
-    straight = train(folder, "--nproc", "4", "run.dir=straight", "train.steps=3")
+    straight = train(folder, "--nproc", "4", "run.dir=straight", "train.steps=3", "--json")
     assert straight.returncode == 0, straight.stderr
+    assert json.loads(straight.stdout)["last"] == lines(folder / "straight" / "metrics.jsonl")[-1]
     two, alone, same = (
         [line["loss"] for line in lines(folder / name / "metrics.jsonl")] for name in ("two", "one", "straight")
     )
