@@ -54,18 +54,22 @@ def fp16_config(**sections: dict[str, Any]) -> Any:
 
 
 def overflow_once(trainer: Trainer) -> None:
-    """The next backward ends with an infinite gradient in a parameter that no other tp or pp rank holds."""
+    """The next backward gives an infinite gradient in a parameter that no other tp or pp rank holds: it is there when
+    its bucket is reduced, be that while backward runs."""
     parallel = trainer.data_parallel
-    real = parallel.finish
+    real = parallel.reduce
     places = ((buffer, slot) for buffer in parallel.buffers for slot in buffer.slots if not slot.record.copies)
     buffer, slot = next(places)
 
-    def finish() -> None:
-        buffer.grad_of(slot).view(-1)[0] = torch.inf
-        real()
-        parallel.finish = real  # type: ignore[method-assign]
+    place = buffer.grad_of(slot)
 
-    parallel.finish = finish  # type: ignore[method-assign]
+    def reduce(grads: torch.Tensor, group: Any) -> Any:
+        if grads.data_ptr() <= place.data_ptr() < grads.data_ptr() + grads.nbytes:
+            place.view(-1)[0] = torch.inf
+            parallel.reduce = real
+        return real(grads, group)
+
+    parallel.reduce = reduce
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
