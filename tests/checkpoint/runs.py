@@ -88,10 +88,11 @@ def _plant(crash: Crash) -> None:
                 half(*args, **more)
             if now and crash.when != "after":
                 die()
-            result = call(*args, **more)
-            if now:
-                die()
-            return result
+            try:
+                return call(*args, **more)
+            finally:
+                if now:
+                    die()
 
         return changed
 
