@@ -31,8 +31,13 @@ def verify(folder: Path, index: Index, advance: Callable[[int], None] = lambda c
     Raises DamagedCheckpoint, which names the first file that is not as it was written.
     """
     by_file: dict[str, list[Block]] = {name: [] for name in index.files}
+    left = {name: math.prod(tensor["shape"]) for name, tensor in index.tensors.items()}
     for block in index.blocks:
         by_file[block.file].append(block)
+        left[block.tensor] = left.get(block.tensor, 0) - math.prod(block.shape)
+    for name, count in left.items():
+        if count:
+            raise DamagedCheckpoint(f"{folder} lacks a part of {name}: use another checkpoint")
     total = 0
     for name, blocks in by_file.items():
         path = folder / name

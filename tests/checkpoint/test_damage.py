@@ -146,16 +146,14 @@ def test_inspect_names_the_file(name: str, run: Path, capsys: pytest.CaptureFixt
     damage, file, word = DAMAGE[name]
     path = run / "checkpoints" / "step-00000002"
     damage(path)
-    if name in ("a tensor without blocks",):
-        return  # nothing is wrong with any file: loading finds what is missing
     assert main(["inspect", str(run)]) == 2
     captured = capsys.readouterr()
     said = captured.err.strip().splitlines()
     assert len(said) == 1 and said[0].startswith("meshwright: ") and file in said[0] and captured.out == ""
 
 
-def test_every_bit_matters(original: Path, tmp_path: Path) -> None:
-    """A bit flipped anywhere is found, by the verifier and by a reader of all blocks, or changes nothing they read."""
+def test_flipped_bits_are_found_all_over_the_files(original: Path, tmp_path: Path) -> None:
+    """One bit of each of some hundreds of bytes, by the verifier and by a reader of all blocks."""
     source = original / "checkpoints" / "step-00000002"
     folder = tmp_path / "step-00000002"
     shutil.copytree(source, folder)

@@ -99,7 +99,7 @@ def test_a_save_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.
     assert [step for step, _ in fmt.checkpoints(tmp_path)] == [1], "the first one counts before the second begins"
     saver.committed()
     assert gate.most == 1
-    assert [same(tensors(path), state) for (_, path), state in zip(fmt.checkpoints(tmp_path), states, strict=True)]
+    assert all(same(tensors(path), state) for (_, path), state in zip(fmt.checkpoints(tmp_path), states, strict=True))
 
 
 def test_a_save_is_skipped_while_one_is_under_way_but_not_the_last(
