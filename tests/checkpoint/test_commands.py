@@ -80,7 +80,8 @@ def until(ready: Callable[[], Any], process: subprocess.Popen[str]) -> None:
 def ranks(folder: Path, attempt: int = 0) -> dict[int, int]:
     """The process of each rank that the launcher has started."""
     paths = list((folder / "tmp").glob(f"meshwright-*/pid-{attempt}-*"))
-    return {int(path.name.split("-")[-1]): int(path.read_text() or 0) for path in paths}
+    found = {int(path.name.split("-")[-1]): path.read_text() for path in paths}
+    return {rank: int(pid) for rank, pid in found.items() if pid}  # one may be about to be written
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -145,6 +146,7 @@ def test_restarts(folder: Path, start: Any) -> None:
     process = start("--nproc", "2", "train.steps=16", "checkpoint.every=4", "--restarts", "3")
     for attempt, goal in ((0, 5), (1, 9)):
         until(lambda goal=goal: len(steps(run)) >= goal and saved(run), process)
+        until(lambda attempt=attempt: attempt in ranks(folder, attempt), process)
         os.kill(ranks(folder, attempt)[attempt], signal.SIGKILL)
     code, said = ended(process)
     assert code == 0, said
