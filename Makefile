@@ -33,6 +33,7 @@ demo: setup
 bench: setup
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/checkpoint.py
 
 clean:
 	rm -rf $(VENV)

@@ -75,9 +75,9 @@ def main() -> None:
     rows: dict[str, list[float]] = {k: [] for k in ("sync", "stall", "beside", "alone", "dcp", "load", "dcp_load")}
     with tempfile.TemporaryDirectory(dir=".") as name:
         root = Path(name)
-        saver = Saver(trainer, root / "ours", asynchronous=True, busy="wait", keep=1)
+        saver = Saver(trainer, root / "ours", asynchronous=True, busy="wait", keep=0)
         for number in range(args.rounds + 1):
-            found = measure(trainer, saver, tensors, root)
+            found = measure(trainer, saver, tensors, root, theirs_first=number % 2 == 1)
             if number:  # the first touches the staging memory
                 for key, seconds in found.items():
                     rows[key].append(seconds)
@@ -85,16 +85,22 @@ def main() -> None:
     report(rows, size, args)
 
 
-def measure(trainer: Trainer, saver: Saver, tensors: dict[str, torch.Tensor], root: Path) -> dict[str, float]:
-    """One round: every way once."""
+def measure(
+    trainer: Trainer, saver: Saver, tensors: dict[str, torch.Tensor], root: Path, theirs_first: bool
+) -> dict[str, float]:
+    """One round: every way once. The loop is blocked while a save begins and while the next update waits for it."""
+    shutil.rmtree(root / "ours", ignore_errors=True)
     out = {"alone": timed(trainer.step)}
     saver.asynchronous = True
-    out["stall"] = timed(saver.save)
+    blocked, wait = [], trainer.before_update
+    trainer.before_update = lambda: blocked.append(timed(wait))
+    blocked.append(timed(saver.save))
     out["beside"] = timed(trainer.step)
+    trainer.before_update = wait
+    out["stall"] = sum(blocked)
     saver.wait()
     trainer.step()
     saver.asynchronous = False
-    out["sync"] = timed(saver.save)
     theirs = root / "theirs"
     shutil.rmtree(theirs, ignore_errors=True)
 
@@ -102,7 +108,9 @@ def measure(trainer: Trainer, saver: Saver, tensors: dict[str, torch.Tensor], ro
         dcp.save(tensors, checkpoint_id=theirs, no_dist=True)
         sync_all(theirs)
 
-    out["dcp"] = timed(plain_save)
+    saves = {"sync": saver.save, "dcp": plain_save}
+    for name in sorted(saves, reverse=not theirs_first):
+        out[name] = timed(saves[name])
     ours = root / "ours" / folder_name(trainer.step_number)
     out["load"] = timed(lambda: load_into(trainer, Reader(ours)))
     out["dcp_load"] = timed(lambda: dcp.load(tensors, checkpoint_id=theirs, no_dist=True))

@@ -78,9 +78,34 @@ class Device:
         if self.kind != "cpu":
             getattr(torch, self.kind).synchronize()
 
+    def side_stream(self) -> SideStream:
+        """A stream for copies beside the computation, which sees all that was launched up to now."""
+        return SideStream(self)
+
     def peak_bytes(self) -> int | None:
         """Most memory that tensors took on this device so far, or None on a CPU."""
         return None if self.kind == "cpu" else int(getattr(torch, self.kind).max_memory_allocated())
+
+
+class SideStream:
+    """`with stream:` runs what is launched inside beside the computation, and ends when it is done. No-op on a CPU."""
+
+    def __init__(self, device: Device) -> None:
+        self.module = None if device.kind == "cpu" else getattr(torch, device.kind)
+        if self.module is not None:
+            self.stream = self.module.Stream(device.torch)
+            self.stream.wait_stream(self.module.current_stream(device.torch))
+
+    def __enter__(self) -> SideStream:
+        if self.module is not None:
+            self._inside = self.module.stream(self.stream)
+            self._inside.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.module is not None:
+            self._inside.__exit__(*error)
+            self.stream.synchronize()
 
 
 def limit_threads(local_world: int) -> None:

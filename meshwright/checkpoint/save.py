@@ -1,8 +1,8 @@
 """Saving: each rank writes the part of every buffer that a sharded optimizer would own, so replicas are written once.
 
-A save copies that part to host memory and hands it to a thread; training goes on. The rank that commits waits for the
-others' parts to appear beside its own, checks them, writes the index and renames the folder. No collective is used: who
-writes what follows from the records.
+A thread copies that part to host memory, while the next step computes its gradients, and then writes it; only the next
+update has to wait for the copy. The rank that commits waits for the others' parts to appear beside its own, checks
+them, writes the index and renames the folder. No collective is used: who writes what follows from the records.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint import tensor_file
 from meshwright.checkpoint.format import Block, Index
 from meshwright.config.load import to_mapping
+from meshwright.device import SideStream
 from meshwright.errors import UserError
 from meshwright.layout.params import Box, global_boxes
 from meshwright.sharding.buffers import FlatBuffer, Slot
@@ -50,14 +51,9 @@ def piece(local: Tensor, box: Box) -> Tensor:
 
 
 class Snapshot:
-    """One rank's part of a checkpoint, copied out of the training state.
+    """One rank's part of a checkpoint: views of the training state until `stage` copies them out of it."""
 
-    `staging` keeps the host memory from one save to the next: copying into memory that was never touched takes many
-    times as long as the copy.
-    """
-
-    def __init__(self, trainer: Any, staging: list[Tensor]) -> None:
-        self.staging = staging
+    def __init__(self, trainer: Any) -> None:
         self.blocks: list[tuple[str, tuple[int, ...], Tensor]] = []
         self.tensors: dict[str, dict[str, Any]] = {}
         for state_name, buffer, flat in trainer.states():
@@ -66,24 +62,31 @@ class Snapshot:
                 name = f"{state_name}/{record.name}"
                 dtype = str(flat.dtype).removeprefix("torch.")
                 self.tensors[name] = {"shape": list(record.shape), "dtype": dtype}
-                local = flat[slot.start : slot.stop].view(record.local_shape)
+                local = flat.detach()[slot.start : slot.stop].view(record.local_shape)
                 for box in global_boxes(record, low, high):
                     self._add(name, box, piece(local, box))
 
     def _add(self, name: str, box: Box, values: Tensor) -> None:
         if not box.shape:
-            self.blocks.append((name, (), self._stage(values)))
+            self.blocks.append((name, (), values))
             return
         for low, high in fmt.cut(box.start, box.shape, values.element_size()):
             start = (box.start[0] + low, *box.start[1:])
-            self.blocks.append((name, start, self._stage(values[low:high])))
+            self.blocks.append((name, start, values[low:high]))
 
-    def _stage(self, values: Tensor) -> Tensor:
-        number = len(self.blocks)
-        if number == len(self.staging):
-            pinned = values.device.type != "cpu"
-            self.staging.append(torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned))
-        return self.staging[number].copy_(values.detach())
+    @property
+    def on_host(self) -> bool:
+        """Whether the blocks can be written from where they are."""
+        return all(values.device.type == "cpu" and values.is_contiguous() for _, _, values in self.blocks)
+
+    def stage(self, staging: list[Tensor]) -> None:
+        """Copies every block into `staging`, which is kept from one save to the next: copying into memory that was
+        never touched takes many times as long as the copy."""
+        for number, (name, start, values) in enumerate(self.blocks):
+            if number == len(staging):
+                pinned = values.device.type != "cpu"
+                staging.append(torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned))
+            self.blocks[number] = (name, start, staging[number].copy_(values, non_blocking=True))
 
 
 def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
@@ -166,6 +169,9 @@ class Saver:
         self._error: BaseException | None = None
         self._patience = trainer.ctx.config.comm.timeout
         self._staging: list[Tensor] = []
+        self._staged = threading.Event()
+        self._staged.set()
+        trainer.before_update = self._staged.wait
         self.saved_step: int | None = None
         self._skipped_step: int | None = None
 
@@ -180,13 +186,17 @@ class Saver:
     def _begin(self) -> None:
         self.wait()
         trainer = self.trainer
-        snapshot = Snapshot(trainer, self._staging)
+        snapshot = Snapshot(trainer)
         index = Index(
             trainer.step_number, trainer.consumed, trainer.ctx.layout.world, to_mapping(trainer.ctx.config),
             trainer.counters(),
         )  # fmt: skip
         self.saved_step = trainer.step_number
-        self._thread = threading.Thread(target=self._write, args=(snapshot, index), name="checkpoint", daemon=True)
+        self._staged.clear()
+        copies = trainer.ctx.device.side_stream()
+        self._thread = threading.Thread(
+            target=self._write, args=(snapshot, index, copies), name="checkpoint", daemon=True
+        )
         self._thread.start()
         if not self.asynchronous:
             self.wait()
@@ -199,13 +209,20 @@ class Saver:
             self.trainer.ctx.mesh.world.all_reduce(flag)
         return bool(flag.item())
 
-    def _write(self, snapshot: Snapshot, index: Index) -> None:
+    def _write(self, snapshot: Snapshot, index: Index, copies: SideStream) -> None:
         try:
+            if self.asynchronous or not snapshot.on_host:
+                with copies:
+                    snapshot.stage(self._staging)
+            if self.asynchronous:
+                self._staged.set()
             write_part(self.folder / fmt.saving_name(index.step), self.trainer.ctx.rank, snapshot)
             if self.trainer.writes:
                 commit(self.folder, index.step, index, self.keep, self._patience)
         except BaseException as error:
             self._error = error
+        finally:
+            self._staged.set()
 
     def wait(self) -> None:
         """Until the save under way is written (by this rank; on the rank that commits: by all)."""

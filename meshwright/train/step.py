@@ -81,6 +81,7 @@ class Trainer:
         self.table = cache(lambda m: build(config.pipeline.schedule, config.layout.pp, m, config.layout.chunks))
         self.step_number = 0
         self.consumed = 0
+        self.before_update: Callable[[], object] = lambda: None
 
     @property
     def writes(self) -> bool:
@@ -122,6 +123,7 @@ class Trainer:
         norm = math.sqrt(squares) / divisor if math.isfinite(squares) else math.inf
         finite = math.isfinite(norm)
         scale = self.loss_scale.value
+        self.before_update()
         if finite:
             clip = config.train.clip
             self.optimizer.step(lr, divisor * norm / clip if clip and norm > clip else divisor)
