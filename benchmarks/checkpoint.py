@@ -70,8 +70,10 @@ def main() -> None:
     torch.set_num_threads(1)
     trainer = make_trainer(args.hidden)
     trainer.step()
-    size = sum(flat.numel() * flat.element_size() for _, _, flat in trainer.states())
-    tensors = {f"{name}/{i}": flat for i, (name, _, flat) in enumerate(trainer.states())}
+    shares = [(f"{name}/{i}/{j}", share) for i, (name, _, found) in enumerate(trainer.states())
+              for j, share in enumerate(found)]  # fmt: skip
+    tensors = dict(shares)
+    size = sum(share.nbytes for share in tensors.values())
     rows: dict[str, list[float]] = {k: [] for k in ("sync", "stall", "beside", "alone", "dcp", "load", "dcp_load")}
     with tempfile.TemporaryDirectory(dir=".") as name:
         root = Path(name)

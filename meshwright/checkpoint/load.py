@@ -7,6 +7,7 @@ bytes, and copies the common part. It never holds more than its own state and on
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from meshwright.checkpoint.format import Block, DamagedCheckpoint, Index
 from meshwright.checkpoint.tensor_file import TensorFile, checksum
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord, overlap
+from meshwright.sharding.buffers import regions
 
 OPEN_FILES = 16
 
@@ -55,6 +57,10 @@ class Reader:
 
     def fill(self, tensor: str, record: ParamRecord, local: Tensor) -> None:
         """Sets `local`, of the record's local shape, from the global tensor."""
+        self.fill_range(tensor, record, 0, record.numel, local.view(-1))
+
+    def fill_range(self, tensor: str, record: ParamRecord, low: int, high: int, values: Tensor) -> None:
+        """Sets `values`, which are elements low to high of the local tensor, from the global one."""
         found = self.index.tensors.get(tensor)
         if found is None:
             raise UserError(f"{self.folder} has no {tensor}: it is of another model, check the model section")
@@ -64,16 +70,17 @@ class Reader:
                 "check the model section"
             )
         filled = 0
+        found_in = regions(record, low, high, values)
+        wanted = [(replace(box, local_start=(0,) * len(box.shape)), region) for box, region in found_in]
         for block in self.index.of(tensor):
-            for box in record.boxes:
+            for box, region in wanted:
                 where = overlap(block.start, block.shape, box)
                 if where is not None:
                     inside, at = where
                     part = self.block(block)[inside]
-                    local[at] = part.to(local.dtype)
+                    region[at] = part.to(region.dtype)
                     filled += part.numel()
-        wanted = sum(box.numel for box in record.boxes)
-        if filled != wanted:
+        if filled != sum(box.numel for box, _ in wanted):
             raise DamagedCheckpoint(f"{self.folder} lacks a part of {tensor}: use another checkpoint")
 
 
@@ -81,13 +88,16 @@ class Reader:
 def load_into(trainer: Any, reader: Reader, model_only: bool = False) -> None:
     """The whole state of a run, or only its weights (a new run from them: fresh optimizer, step 0)."""
     names = {name.split("/", 1)[0] for name in reader.index.tensors}
-    for state_name, buffer, flat in trainer.states():
+    for state_name, buffer, shares in trainer.states():
         if state_name != "param" and (model_only or state_name not in names):
-            flat.zero_()  # also what a damaged checkpoint, tried before this one, may have left
+            for share in shares:
+                share.zero_()  # also what a damaged checkpoint, tried before this one, may have left
             continue
         for slot in buffer.slots:
-            local = flat[slot.start : slot.stop].view(slot.record.local_shape)
-            reader.fill(f"{state_name}/{slot.record.name}", slot.record, local)
+            low, high = buffer.owned(slot)
+            if low < high:
+                values = buffer.of_share(shares, slot, low, high)
+                reader.fill_range(f"{state_name}/{slot.record.name}", slot.record, low, high, values)
     trainer.publish()
     if not model_only:
         trainer.restore(reader.index.step, reader.index.consumed, reader.index.state)

@@ -24,30 +24,23 @@ from meshwright.checkpoint.format import Block, Index
 from meshwright.config.load import to_mapping
 from meshwright.device import SideStream
 from meshwright.errors import UserError
-from meshwright.layout.params import Box, global_boxes
-from meshwright.sharding.buffers import FlatBuffer, Slot
+from meshwright.layout.params import Box
+from meshwright.sharding.buffers import FlatBuffer, Slot, regions
 from meshwright.sharding.data_parallel import DataParallel
 
 POLL_S = 0.02
 
 
-def owned(data_parallel: DataParallel, buffer: FlatBuffer) -> Iterator[tuple[Slot, int, int]]:
+def written(data_parallel: DataParallel, buffer: FlatBuffer) -> Iterator[tuple[Slot, int, int]]:
     """(slot, start, stop) of the elements of each parameter that this rank writes."""
-    group = data_parallel.mesh.group(buffer.key.data_axes)
-    index, ranks = max(0, group.index), max(1, group.size)
     for slot in buffer.slots:
         if not data_parallel.holds_first(slot):
             continue
         bucket = buffer.buckets[slot.bucket]
-        share = (bucket.stop - bucket.start) // ranks
-        low = max(slot.start, bucket.start + index * share)
-        high = min(slot.stop, bucket.start + (index + 1) * share)
+        low, high = buffer.split.written(bucket.start, bucket.stop)
+        low, high = max(slot.start, low), min(slot.stop, high)
         if low < high:
             yield slot, low - slot.start, high - slot.start
-
-
-def piece(local: Tensor, box: Box) -> Tensor:
-    return local[tuple(slice(a, a + n) for a, n in zip(box.local_start, box.shape, strict=True))]
 
 
 class Snapshot:
@@ -56,15 +49,14 @@ class Snapshot:
     def __init__(self, trainer: Any) -> None:
         self.blocks: list[tuple[str, tuple[int, ...], Tensor]] = []
         self.tensors: dict[str, dict[str, Any]] = {}
-        for state_name, buffer, flat in trainer.states():
-            for slot, low, high in owned(trainer.data_parallel, buffer):
-                record = slot.record
+        for state_name, buffer, shares in trainer.states():
+            for slot, low, high in written(trainer.data_parallel, buffer):
+                record, values = slot.record, buffer.of_share(shares, slot, low, high)
                 name = f"{state_name}/{record.name}"
-                dtype = str(flat.dtype).removeprefix("torch.")
+                dtype = str(values.dtype).removeprefix("torch.")
                 self.tensors[name] = {"shape": list(record.shape), "dtype": dtype}
-                local = flat.detach()[slot.start : slot.stop].view(record.local_shape)
-                for box in global_boxes(record, low, high):
-                    self._add(name, box, piece(local, box))
+                for box, region in regions(record, low, high, values.detach()):
+                    self._add(name, box, region)
 
     def _add(self, name: str, box: Box, values: Tensor) -> None:
         if not box.shape:

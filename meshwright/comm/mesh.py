@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -65,6 +66,11 @@ class Mesh:
             process_group = dist.new_group(list(ranks), timeout=self._limit, use_local_synchronization=True)
         crosses = self.layout.crosses_node(ranks) if ranks else False
         return Group(name, ranks, self.rank, process_group, self.ledger, self.flight, crosses)
+
+    @cached_property
+    def alone(self) -> Group:
+        """This rank by itself, for what is divided among nobody."""
+        return Group("alone", (self.rank,), self.rank, None, self.ledger, self.flight)
 
     @property
     def groups(self) -> dict[str, Group]:

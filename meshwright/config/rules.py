@@ -131,6 +131,19 @@ def eval_divides(c: Config, world: int) -> str | None:
     return None
 
 
+def shards_fit_nodes(c: Config, world: int) -> str | None:
+    """What `zero` asks for must leave something to divide."""
+    offload = c.zero.offload
+    if c.zero.shard_group == "node" and c.zero.stage and c.layout.node_size > world:
+        return (
+            f"zero.shard_group=node with layout.node_size={c.layout.node_size} is larger than the world of {world} "
+            "ranks: lower layout.node_size or set zero.shard_group=dp"
+        )
+    if offload.params != "none" and c.zero.stage != 3:
+        return f"zero.offload.params={offload.params} needs zero.stage=3, not {c.zero.stage}: change one of them"
+    return None
+
+
 def lr_fits_steps(c: Config, world: int) -> str | None:
     if c.lr.warmup > c.train.steps:
         return f"lr.warmup={c.lr.warmup} is longer than train.steps={c.train.steps}: lower it"
@@ -169,6 +182,7 @@ RULES: list[Rule] = [
     chunks_need_interleaving,
     batch_divides,
     eval_divides,
+    shards_fit_nodes,
     lr_fits_steps,
     positions_to_reset,
     compiles_without_dropout,

@@ -178,6 +178,54 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class OffloadConfig:
+    """Where states live that are not on the device; moved in pieces, while others are used."""
+
+    optimizer: Literal["none", "cpu", "disk"] = "none"  # masters and moments
+    params: Literal["none", "cpu", "disk"] = "none"  # with zero.stage=3
+    path: str = ""  # folder of the files on disk
+    buffer_mib: float = 64.0  # size of a piece; a few are held at a time
+
+    def __post_init__(self) -> None:
+        _positive("zero.offload", buffer_mib=self.buffer_mib)
+        if "disk" in (self.optimizer, self.params) and not self.path:
+            raise UserError("zero.offload.path is empty: name a folder on a fast disk to offload to")
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """What the data-parallel ranks divide among them: 1 optimizer states, 2 gradients too, 3 parameters too."""
+
+    stage: int = 0
+    shard_group: Literal["dp", "node"] = "dp"  # node: divided inside a node, copied across nodes
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise UserError(f"zero.stage={self.stage} is not one of 0, 1, 2, 3")
+
+
+@dataclass(frozen=True)
+class RecomputeConfig:
+    """Activations to compute again in backward instead of keeping them."""
+
+    mode: str = "none"  # none, selective (the attention core), full (each block), every:N (each run of N blocks)
+
+    def __post_init__(self) -> None:
+        number = self.mode.removeprefix("every:")
+        every = number != self.mode and number.isdigit() and int(number) > 0
+        if self.mode not in ("none", "selective", "full") and not every:
+            raise UserError(f"recompute.mode={self.mode} is not one of none, selective, full, every:N (N blocks)")
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that are computed again together; 0: none are."""
+        if self.mode == "full":
+            return 1
+        return int(self.mode.removeprefix("every:")) if self.mode.startswith("every:") else 0
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     name: Literal["adamw", "sgd"] = "adamw"
     lr: float = 3e-4  # the peak
@@ -290,6 +338,8 @@ class Config:
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     lr: LRConfig = field(default_factory=LRConfig)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from meshwright.layout.layout import Layout
+from meshwright.layout.layout import Layout, Parts
 
-__all__ = ["Layout"]
+__all__ = ["Layout", "Parts"]

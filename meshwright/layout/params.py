@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 DATA_AXES = "dp-cp"  # every dense gradient is a partial sum over these
+SHARD, REPLICA = "dp.shard", "dp.replica"  # parts of dp, where states are divided inside a node
 
 
 @dataclass(frozen=True)

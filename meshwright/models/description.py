@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.config.sections import Config, ModelConfig
-from meshwright.layout import Layout
-from meshwright.layout.params import Init, ParamRecord, columns_of, rows_of, whole
+from meshwright.errors import UserError
+from meshwright.layout import Layout, Parts
+from meshwright.layout.params import REPLICA, SHARD, Init, ParamRecord, columns_of, rows_of, whole
 
 Records = dict[str, ParamRecord]
 
@@ -44,7 +45,7 @@ def stages(layers: int, count: int, split: Sequence[int] = ()) -> list[Stage]:
     ]
 
 
-def kv_parts(model: ModelConfig, tp: int) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
+def kv_parts(model: ModelConfig, tp: int) -> Parts:
     """How tp is a product when key-value heads are replicated: the copies are neighbours."""
     if tp <= model.kv_heads:
         return ()
@@ -54,10 +55,27 @@ def kv_parts(model: ModelConfig, tp: int) -> tuple[tuple[str, tuple[tuple[str, i
 def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
     """The layout that a config asks for on `world` ranks, `node_size` of them a machine if the config doesn't say."""
     c = config.layout
-    return Layout(
+    layout = Layout(
         world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, node_size=c.node_size or node_size or None,
         parts=kv_parts(config.model, c.tp),
     )  # fmt: skip
+    if config.zero.stage == 0 or config.zero.shard_group == "dp":
+        return layout
+    return replace(layout, parts=(*layout.parts, *node_parts(layout)))
+
+
+def node_parts(layout: Layout) -> Parts:
+    """dp as a product where weights are divided inside a node and copied across nodes."""
+    ranks = layout.group("dp", 0)
+    inside = sum(rank < (layout.node_size or layout.world) for rank in ranks)
+    if inside == len(ranks):
+        return ()
+    if inside == 1 or len(ranks) % inside:
+        raise UserError(
+            f"zero.shard_group=node: a node of layout.node_size={layout.node_size} holds {inside} of the {len(ranks)} "
+            "data-parallel ranks, which divides nothing evenly: set zero.shard_group=dp, or lower layout.tp or pp"
+        )
+    return (("dp", ((SHARD, inside), (REPLICA, len(ranks) // inside))),)
 
 
 def fields_read(stage: Stage) -> set[str]:

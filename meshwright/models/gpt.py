@@ -19,6 +19,8 @@ from meshwright.nn.loss import cross_entropy_sum
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
+from meshwright.nn.recompute import recompute
+from meshwright.nn.unit import through
 
 Batch = dict[str, Tensor]
 
@@ -92,7 +94,12 @@ class GPTStage(nn.Module):
     def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """`hidden` for the next chunk or, from the last, the loss's sum over the unmasked tokens."""
         hidden = self.trunk(batch, hidden)
-        return hidden if self.head is None else self.head(hidden, batch["labels"], batch["loss_mask"])
+        return hidden if self.head is None else through(self.head, hidden, batch["labels"], batch["loss_mask"])
+
+    def units(self) -> list[nn.Module]:
+        """The parts whose weights are needed together, in the order of forward."""
+        parts = [self.embedding, *self.blocks.values(), self.head]
+        return [part for part in parts if part is not None]
 
     def trunk(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """`hidden` after this chunk's blocks."""
@@ -101,7 +108,7 @@ class GPTStage(nn.Module):
         if self.embedding is not None:
             assert ids is not None
             streams.layer(-1)
-            hidden = self.embedding(ids, positions)
+            hidden = through(self.embedding, ids, positions)
             self._mark_backward(hidden, None)
         assert hidden is not None
         tokens = hidden.shape[0] * (self.parallel.tp.size if self.parallel.splits_tokens else 1)
@@ -110,12 +117,32 @@ class GPTStage(nn.Module):
         mask = None if "segments" not in batch else segment_mask(batch["segments"])
         if self.alibi is not None:
             mask = self.alibi(causal_mask(seq, hidden.device) if mask is None else mask)
-        for number, block in self.blocks.items():
-            layer = int(number)
-            streams.layer(layer)
-            with self.ledger.layer(layer):
-                hidden = block(hidden, self.micro_batch, rotary, mask)
-            self._mark_backward(hidden, layer)
+        layers, run = [int(number) for number in self.blocks], partial(self._run, rotary, mask, streams.where)
+        together = self.parallel.recompute.blocks if torch.is_grad_enabled() else 0
+        if not together:
+            return run(layers, hidden, False)
+        for first in range(0, len(layers), together):
+            hidden = recompute(partial(run, layers[first : first + together]), hidden)
+        return hidden
+
+    def _run(
+        self,
+        rotary: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+        where: tuple[int, int, int],
+        layers: list[int],
+        hidden: Tensor,
+        again: bool,
+    ) -> Tensor:
+        """`hidden` after these blocks. `again`: backward comes right after, and other micro-batches may have begun."""
+        streams = self.parallel.streams
+        with streams.again(where):
+            for layer in layers:
+                streams.layer(layer)
+                last = again and layer == layers[-1]
+                with self.ledger.layer(layer):
+                    hidden = through(self.blocks[str(layer)], hidden, self.micro_batch, rotary, mask, hold=last)
+                self._mark_backward(hidden, layer)
         return hidden
 
     def _mark_backward(self, output: Tensor, layer: int | None) -> None:

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.config.sections import ModelConfig
 from meshwright.layout.params import ParamRecord, under
@@ -136,6 +137,8 @@ class Past:
 
 
 class Attention(nn.Module):
+    """With `recompute: selective`, what lies between the queries, keys and values and their result is not kept."""
+
     def __init__(self, parallel: Parallel, model: ModelConfig, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         tp = parallel.tp.size
@@ -147,6 +150,14 @@ class Attention(nn.Module):
             for key in ("q_norm", "k_norm")
         )
         self.out = Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
+        self.recompute_core = parallel.recompute.mode == "selective"
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Softmax of the scores times the values, all [batch, heads, seq, head_dim]."""
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] == k.shape[2],
+            dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.heads != self.kv_heads,
+        )  # fmt: skip
 
     def forward(
         self,
@@ -168,8 +179,8 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if past is not None:
             k, v = past.extend(k, v)
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] == k.shape[2],
-            dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.heads != self.kv_heads,
-        )  # fmt: skip
+        if self.recompute_core and torch.is_grad_enabled():
+            y = checkpoint(self.core, q, k, v, mask, use_reentrant=False, preserve_rng_state=self.dropout > 0)
+        else:
+            y = self.core(q, k, v, mask)
         return self.out(y.transpose(1, 2).reshape(qkv.shape[0] * qkv.shape[1], -1))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.comm.group import Group
+from meshwright.config.sections import RecomputeConfig
 from meshwright.layout.params import TILE, ParamRecord, tiles
 from meshwright.nn.random import Streams
 
@@ -19,6 +20,7 @@ class Parallel:
     dtype: torch.dtype
     device: torch.device
     streams: Streams
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
 
     @property
     def splits_tokens(self) -> bool:

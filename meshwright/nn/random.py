@@ -7,6 +7,9 @@ part of). torch's default generator, which attention's dropout uses, is seeded a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -19,20 +22,29 @@ class Streams:
         self.same = torch.Generator(device)
         self.own = torch.Generator(device)
         self.active = False
-        self._where: tuple[int, int, int] = (0, 0, 0)
+        self.where: tuple[int, int, int] = (0, 0, 0)
 
     def begin(self, step: int, micro_batch: int, chunk: int) -> None:
-        self._where = (step, micro_batch, chunk)
+        self.where = (step, micro_batch, chunk)
+
+    @contextmanager
+    def again(self, where: tuple[int, int, int]) -> Iterator[None]:
+        """For a part of a micro-batch that is computed once more, with others begun since."""
+        before, self.where = self.where, where
+        try:
+            yield
+        finally:
+            self.where = before
 
     def seed_default(self) -> None:
         """For a module that draws from torch's default generator and knows nothing of these streams."""
-        torch.manual_seed(key(self.seed, *self._where, self.data_rank, "default"))
+        torch.manual_seed(key(self.seed, *self.where, self.data_rank, "default"))
 
     def layer(self, number: int) -> None:
         """Before each block (and the embedding, -1): its own numbers. Costs nothing while no dropout is on."""
         if not self.active:
             return
-        base = (self.seed, *self._where, number, self.data_rank)
+        base = (self.seed, *self.where, number, self.data_rank)
         self.same.manual_seed(key(*base, "same"))
         self.own.manual_seed(key(*base, "own", self.tp_rank))
         torch.manual_seed(key(*base, "default", self.tp_rank))

@@ -2,7 +2,7 @@
 
 A `Sink` is a parameter's place in a flat gradient buffer. The first contribution of a step overwrites it, so the
 buffer is never zeroed; each contribution is reported, so that a full bucket can be reduced while backward goes on.
-Registered operators, since both run inside compiled backwards; they find the sink by the address of the view.
+Registered operators, since both run inside compiled backwards; they find the sink by the view's storage and place.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ from torch.library import custom_op
 
 
 class Sink:
-    def __init__(self, view: Tensor, arrived: Callable[[Sink], None]) -> None:
+    """`prepare` is called before a contribution, `arrived` after it."""
+
+    def __init__(
+        self, view: Tensor, arrived: Callable[[Sink], None], prepare: Callable[[], None] = lambda: None
+    ) -> None:
         self.view = view
         self.fresh = True
         self.contributions = 0
+        self.prepare = prepare
         self._arrived = arrived
-        _SINKS[view.data_ptr()] = self
+        _SINKS[_address(view)] = self
 
     def reset(self) -> None:
         self.fresh, self.contributions = True, 0
@@ -33,6 +38,7 @@ class Sink:
 
     def add(self, grad: Tensor) -> None:
         """One contribution, given as a whole gradient."""
+        self.prepare()
         if self.fresh:
             self.view.copy_(grad)
         else:
@@ -40,16 +46,22 @@ class Sink:
         self.done()
 
 
-_SINKS: WeakValueDictionary[int, Sink] = WeakValueDictionary()
+_SINKS: WeakValueDictionary[tuple[int, int], Sink] = WeakValueDictionary()
+
+
+def _address(view: Tensor) -> tuple[int, int]:
+    """Of the storage itself, not of its memory, which may be given back and taken again."""
+    return view.untyped_storage()._cdata, view.storage_offset()
 
 
 @custom_op("meshwright::add_product_grad", mutates_args={"sink"})
 def add_product_grad(sink: Tensor, grad: Tensor, x: Tensor) -> None:
     """sink += grad^T x, for a linear layer's weight [out, in], grad [tokens, out], x [tokens, in]."""
-    slot = _SINKS[sink.data_ptr()]
+    slot = _SINKS[_address(sink)]
     if sink.dtype != x.dtype:
         slot.add(grad.t() @ x)
         return
+    slot.prepare()
     if slot.fresh:
         torch.mm(grad.t(), x, out=sink)
     else:
@@ -65,10 +77,11 @@ def _(sink: Tensor, grad: Tensor, x: Tensor) -> None:
 @custom_op("meshwright::add_rows_grad", mutates_args={"sink"})
 def add_rows_grad(sink: Tensor, grad: Tensor, rows: Tensor) -> None:
     """sink[rows] += grad, for an embedding [vocabulary, hidden]; `rows` [tokens] may repeat."""
-    slot = _SINKS[sink.data_ptr()]
+    slot = _SINKS[_address(sink)]
     if sink.device.type != "cpu":  # index_add_ is not deterministic there
         slot.add(torch.ops.aten.embedding_dense_backward(grad, rows, sink.shape[0], -1, False))
         return
+    slot.prepare()
     if slot.fresh:
         sink.zero_()
     sink.index_add_(0, rows, grad.to(sink.dtype))

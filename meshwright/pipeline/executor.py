@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,25 @@ from torch import Tensor, nn
 from meshwright.comm.group import Group, Pending
 from meshwright.comm.ledger import Ledger
 from meshwright.nn.random import Streams
-from meshwright.pipeline.table import Action, Op, Table
+from meshwright.pipeline.table import SHARDING, Action, Op, Table
 
 Named = dict[str, Tensor]
 Loss = tuple[Tensor, Tensor | int | float, Mapping[str, Any]]
 ForwardStep = Callable[[nn.Module, Named, Named], "Named | Loss"]
 
+PARTS = ("data", "forward", "backward", "reduce")
+
 # Sends under way at most. The tables run without deadlock even if every send waits for its receive, so waiting for
 # the oldest is always safe.
 SENDS_IN_FLIGHT = 8
+
+
+class Shares(Protocol):
+    """What a table's actions about the data-parallel ranks' shares call; `work` is the compute that comes next."""
+
+    def gather(self, chunk: int, work: str) -> None: ...
+    def free(self, chunk: int) -> None: ...
+    def add_up(self, chunk: int) -> None: ...
 
 
 @dataclass
@@ -37,7 +47,7 @@ class Totals:
     tokens: float | Tensor = 0.0
     monitored: dict[str, float | Tensor] = field(default_factory=dict)
     micro_batches: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: {"data": 0.0, "forward": 0.0, "backward": 0.0})
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
     def add(self, loss: Loss) -> None:
         loss_sum, tokens, monitored = loss
@@ -53,17 +63,24 @@ class Executor:
     """Runs tables on this rank's chunks. `modules` are in the order of the local chunk number."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], pp: Group, forward_step: ForwardStep, ledger: Ledger, streams: Streams
+        self,
+        modules: Sequence[nn.Module],
+        pp: Group,
+        forward_step: ForwardStep,
+        ledger: Ledger,
+        streams: Streams,
+        shares: Shares | None = None,
     ) -> None:
         self.modules, self.pp, self.forward_step = list(modules), pp, forward_step
-        self.ledger, self.streams = ledger, streams
+        self.ledger, self.streams, self.shares = ledger, streams, shares
         self.rank = max(0, pp.index)
 
     def run(self, table: Table, batches: Callable[[int], Named], step: int, loss_weight: float = 1.0) -> Totals:
         """One global batch. `batches(m)` loads micro-batch m; each loss sum is weighted before backward."""
         run = _Run(self, table, batches, step, loss_weight)
-        for action in table.ranks[self.rank]:
-            run.act(action)
+        actions = table.ranks[self.rank]
+        for action, following in zip(actions, (*actions[1:], None), strict=True):
+            run.act(action, following)
         run.drain()
         return run.totals
 
@@ -93,7 +110,10 @@ class _Run:
             Op.RECV_BACKWARD: self.receive_backward,
         }
 
-    def act(self, action: Action) -> None:
+    def act(self, action: Action, following: Action | None) -> None:
+        if action.op in SHARDING:
+            self.share(action, following)
+            return
         backward = action.op in (Op.BACKWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD)
         name = "backward" if backward else "forward"
         data_before, begin = self.totals.seconds["data"], time.perf_counter()
@@ -103,6 +123,18 @@ class _Run:
             self.do[action.op](action)
         spent = time.perf_counter() - begin - (self.totals.seconds["data"] - data_before)
         self.totals.seconds[name] += spent
+
+    def share(self, action: Action, following: Action | None) -> None:
+        shares, begin = self.executor.shares, time.perf_counter()
+        assert shares is not None, f"{action} needs somebody who shards"
+        if action.op is Op.GATHER:
+            assert following is not None
+            shares.gather(action.chunk, following.op.value)
+        elif action.op is Op.FREE:
+            shares.free(action.chunk)
+        else:
+            shares.add_up(action.chunk)
+        self.totals.seconds["reduce"] += time.perf_counter() - begin
 
     def drain(self) -> None:
         while self.sends:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from meshwright.errors import UserError, nearest
 from meshwright.pipeline.simulate import simulate
-from meshwright.pipeline.table import RECV_OF, SEND_OF, Action, Op, Table, looped
+from meshwright.pipeline.table import RECV_OF, SEND_OF, STEP, Action, Op, Table, looped
 
 LARGEST = 2**21  # stages x micro-batches; beyond it a table would fill gigabytes
 
@@ -84,8 +84,9 @@ def _rounds(pp: int, micro_batches: int, chunks: int) -> list[tuple[int, int]]:
     ]
 
 
-def build(kind: str, pp: int, micro_batches: int, chunks: int = 1) -> Table:
-    """The table of a schedule for `pp` pipeline ranks, each with `chunks` stages, and `micro_batches`."""
+def build(kind: str, pp: int, micro_batches: int, chunks: int = 1, zero_stage: int = 0) -> Table:
+    """The table of a schedule for `pp` pipeline ranks, each with `chunks` stages, and `micro_batches`; from ZeRO stage
+    2 on with what is done about the data-parallel ranks' shares."""
     if kind not in KINDS:
         raise UserError(f"unknown schedule '{kind}'{nearest(kind, KINDS)}: the kinds are {', '.join(KINDS)}")
     for name, value in (("pp", pp), ("micro_batches", micro_batches), ("chunks", chunks)):
@@ -101,7 +102,7 @@ def build(kind: str, pp: int, micro_batches: int, chunks: int = 1) -> Table:
             f"keep the product within {LARGEST}"
         )
     orders = (KINDS[kind](pp, micro_batches, chunks, rank) for rank in range(pp))
-    return with_transfers(_table(kind, pp, micro_batches, chunks, orders))
+    return with_shares(with_transfers(_table(kind, pp, micro_batches, chunks, orders)), zero_stage)
 
 
 def _table(kind: str, pp: int, micro_batches: int, chunks: int, orders: Iterable[list[Action]]) -> Table:
@@ -113,6 +114,27 @@ def _table(kind: str, pp: int, micro_batches: int, chunks: int, orders: Iterable
         ranks=tuple(tuple(order) for order in orders),
         placement=looped(pp, chunks),
     )
+
+
+def with_shares(table: Table, zero_stage: int) -> Table:
+    """Stage 2: after each backward (and its send), its gradients' shares are added up. Stage 3 also: around each
+    compute, its chunk's weights are fetched and freed."""
+    if zero_stage < 2:
+        return table
+    ranks = []
+    for actions in table.ranks:
+        out: list[Action] = []
+        due: list[Action] = []
+        for action in actions:
+            compute = action.op in STEP
+            if compute or action.op is not Op.SEND_BACKWARD:
+                out, due = out + due if due else out, []
+            around = [Action(op, action.micro_batch, action.chunk) for op in (Op.GATHER, Op.FREE)]
+            out += [around[0], action, around[1]] if compute and zero_stage == 3 else [action]
+            if action.op is Op.BACKWARD:
+                due = [Action(Op.REDUCE, action.micro_batch, action.chunk)]
+        ranks.append(tuple(out + due))
+    return replace(table, ranks=tuple(ranks))
 
 
 def with_transfers(table: Table) -> Table:

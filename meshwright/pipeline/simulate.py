@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.errors import UserError
-from meshwright.pipeline.table import RECEIVED, SENT, Action, Op, Table
+from meshwright.pipeline.table import RECEIVED, SENT, SHARDING, Action, Op, Table
 
 Duration = float | Callable[[int, int], float]
 Compute = tuple[Op, int, int, int]  # what is done: compute op, micro-batch, rank, chunk
@@ -65,7 +65,7 @@ def simulate(
         busy=busy,
         peak_activations=tuple(_peak(table, actions) / table.chunks for actions in table.ranks),
         ranks=tuple(
-            tuple(_timed(rank, action, times, journeys, send) for action in actions)
+            tuple(_timed(rank, action, times, journeys, send) for action in actions if action.op not in SHARDING)
             for rank, actions in enumerate(table.ranks)
         ),
     )

@@ -12,7 +12,8 @@ from functools import cached_property
 
 
 class Op(StrEnum):
-    """What a rank does in one action: compute on one chunk of its layers, or move one tensor."""
+    """What a rank does in one action: compute on one chunk of its layers, move one tensor, or, where the
+    data-parallel ranks own shares, fetch a chunk's weights, free them, or add up its gradients' shares."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -20,6 +21,9 @@ class Op(StrEnum):
     RECV_FORWARD = "recv_forward"
     SEND_BACKWARD = "send_backward"
     RECV_BACKWARD = "recv_backward"
+    GATHER = "gather"
+    FREE = "free"
+    REDUCE = "reduce"
 
     __hash__ = str.__hash__  # Enum's own is written in Python, and tables are looked up by op all the time
 
@@ -32,6 +36,10 @@ STEP = {Op.FORWARD: 1, Op.BACKWARD: -1}
 # Per transfer, the compute whose result it carries.
 SENT = {send: compute for compute, send in SEND_OF.items()}
 RECEIVED = {recv: compute for compute, recv in RECV_OF.items()}
+
+
+# What concerns the shares of the data-parallel ranks alone: it takes part in no dependency between stages.
+SHARDING = (Op.GATHER, Op.FREE, Op.REDUCE)
 
 
 @dataclass(frozen=True, slots=True)

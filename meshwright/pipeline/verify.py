@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from meshwright.pipeline.table import RECEIVED, RECV_OF, SEND_OF, SENT, Action, Op, Place, Table
+from meshwright.pipeline.table import RECEIVED, RECV_OF, SEND_OF, SENT, SHARDING, Action, Op, Place, Table
 
 # One tensor on its way between ranks: the compute that makes it, its micro-batch, where it is consumed.
 Tensor = tuple[Op, int, Place]
@@ -24,6 +24,7 @@ def verify(table: Table) -> None:
     _check_placement(table)
     for rank in range(table.pp):
         _check_rank(table, rank)
+        _check_shares(table, rank)
     _check_pairs(table)
     _check_progress(table, buffered=True)
     _check_progress(table, buffered=False)
@@ -46,6 +47,8 @@ def _check_rank(table: Table, rank: int) -> None:
     }
     done: set[tuple[Op, int, int]] = set()
     for action in table.ranks[rank]:
+        if action.op in SHARDING:
+            continue
         op, micro_batch, chunk = key = action.op, action.micro_batch, action.chunk
         if (op, chunk, action.peer) not in needs or not 0 <= micro_batch < table.micro_batches:
             raise AssertionError(f"rank {rank}: {action} has no place in this schedule")
@@ -64,6 +67,21 @@ def _check_rank(table: Table, rank: int) -> None:
             if (op, micro_batch, chunk) not in done
         )
         raise AssertionError(f"rank {rank}: {next(missing)} is missing")
+
+
+def _check_shares(table: Table, rank: int) -> None:
+    """Where weights are gathered, every compute stands between its own gather and free; where gradients are reduced
+    each time, every backward is followed by its reduce before anything else is computed."""
+    actions = [action for action in table.ranks[rank] if action.peer is None]
+    for op, around in ((Op.GATHER, -1), (Op.FREE, 1)):
+        if any(action.op is op for action in actions):
+            for i, action in enumerate(actions):
+                beside = actions[i + around] if 0 <= i + around < len(actions) else None
+                if action.op in (Op.FORWARD, Op.BACKWARD) and beside != Action(op, action.micro_batch, action.chunk):
+                    raise AssertionError(f"rank {rank}: {action} comes without its {op.value}")
+    reduces = [(a.micro_batch, a.chunk) for a in actions if a.op is Op.REDUCE]
+    if reduces and reduces != [(a.micro_batch, a.chunk) for a in actions if a.op is Op.BACKWARD]:
+        raise AssertionError(f"rank {rank}: the reduces are not those of the backwards, in their order")
 
 
 def _rows(table: Table, rank: int, chunk: int) -> list[tuple[Op, int | None]]:

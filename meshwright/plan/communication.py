@@ -11,18 +11,18 @@ ledger counts them; sums over calls and ranks equal the `comm` of metrics.jsonl.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshwright.comm.ledger import wire_bytes
 from meshwright.config.rules import check
-from meshwright.config.sections import Config
+from meshwright.config.sections import Config, ZeroConfig
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.layout.params import DATA_AXES, ParamRecord
-from meshwright.models.description import GPTDescription, Stage, fields_read, layout_of, stages
+from meshwright.models.description import GPTDescription, Stage, fields_read, layout_of, prefixed, stages
 from meshwright.pipeline.table import looped
-from meshwright.sharding.placement import backward_order, bucket_elements, grad_bytes, place
+from meshwright.sharding.placement import backward_order, bucket_elements, divided, grad_bytes, place
 from meshwright.train.counts import WIDE, counts_bytes, sums_bytes
 
 # Bytes of one element, by precision and by dtype of a batch's field.
@@ -215,9 +215,12 @@ def row(job: Job, source: str, products: int) -> Iterator[Call]:
 
 
 def blocks(job: Job, count: int) -> Iterator[Call]:
-    """A block is two column products (queries, keys and values; up) and two row products (out; down)."""
-    yield from column(job, "blocks", 2 * count)
-    yield from row(job, "blocks", 2 * count)
+    """A block is two column products (queries, keys and values; up) and two row products (out; down). If blocks are
+    recomputed, backward repeats what forward sends."""
+    calls = [*column(job, "blocks", 2 * count), *row(job, "blocks", 2 * count)]
+    yield from calls
+    if job.config.recompute.blocks:
+        yield from (replace(call, phase="backward") for call in calls if call.phase == "forward")
 
 
 def head(job: Job) -> Iterator[Call]:
@@ -249,45 +252,89 @@ def pipeline(job: Job, pp_rank: int, held: Sequence[Stage]) -> Iterator[Call]:
         yield Call("pipeline", phase, "pp", "send", job.layout.pp, payload, crossing * job.micro_batches)
 
 
-def parameters(job: Job, held: Sequence[Stage]) -> list[ParamRecord]:
-    """The records of a rank's chunks in the order of forward, both ends of a tie on one rank counted once.
+class Held(NamedTuple):
+    """A parameter of a rank, the number of its unit, and how often a micro-batch fetches it in ZeRO stage 3."""
 
-    Of all tp ranks alike: their pieces have one size.
+    record: ParamRecord
+    unit: int
+    fetches: int
+
+
+def parameters(job: Job, held: Sequence[Stage]) -> list[Held]:
+    """The parameters of a rank's chunks in the order of forward, both ends of a tie on one rank counted once, with the
+    fetches of both. Of all tp ranks alike: their pieces have one size.
+
+    A unit (embedding, block, head) is fetched for forward and for backward. Of N blocks that are computed again
+    together, all but the last are fetched once more for that.
     """
     c = job.config
     description = GPTDescription(c.model, c.layout.tp, 0, c.layout.sequence_parallel, c.layout.pp)
-    records: list[ParamRecord] = []
-    tied: set[str] = set()
+    together = c.recompute.blocks
+    found: dict[str, Held] = {}
+    units: dict[tuple[int, str], int] = {}
     for stage in held:
-        for record in description.stage(stage).values():
-            if record.tied not in tied:
-                records.append(record)
-            tied |= {record.tied} - {""}
-    return records
+        records = description.stage(stage)
+        if stage.first and stage.last and c.model.tied_embeddings:
+            records |= prefixed("head", description.head())
+        for key, record in records.items():
+            part = key.split(".")[1] if key.startswith("blocks.") else key.split(".")[0]
+            unit = units.setdefault((stage.index, part), len(units))
+            at = list(stage.layers).index(int(part)) if part.isdigit() else -1
+            again = together > 1 and at >= 0 and (at + 1) % together and at + 1 < len(stage.layers)
+            name = f"tie {record.tied}" if record.tied else f"{stage.index} {key}"
+            before = found.get(name, Held(record, unit, 0))
+            found[name] = before._replace(fetches=before.fetches + (3 if again else 2))
+    return list(found.values())
 
 
-def gradients(params: Iterable[tuple[ParamRecord, str]], layout: Layout, bucket_mib: float) -> Iterator[Call]:
-    """Gradients of parameters (record, dtype), given in the order of forward, once a step.
+def gradients(
+    params: Iterable[tuple[Held, str]],
+    layout: Layout,
+    bucket_mib: float,
+    zero: ZeroConfig | None = None,
+    micro_batches: int = 1,
+) -> Iterator[Call]:
+    """Gradients and weights of parameters (held, dtype), given in the order of forward.
 
     Parameters of one dtype, data axes and further partial axes share a buffer, in the order of backward. A
     parameter takes its size rounded up to 16 elements; the one that brings a bucket to the bucket size closes it,
-    and a bucket is rounded up to 16 d elements. With B the padded elements of a bucket:
+    and a bucket is rounded up to 16 d elements; in ZeRO stage 3 a unit's parameters make a bucket. With B the padded
+    elements of a bucket, g and w the bytes of a gradient and a weight, S the ranks that divide it, M micro-batches:
 
-    1 all_reduce of B g over the data axes for each bucket, and before them 1 all_reduce of the whole buffer,
-    (sum of B) g, over each further axis along which its gradients are partial sums.
+    stage 0   1 all_reduce of B g over the data axes
+    stage 1   1 reduce_scatter of B g and 1 all_gather of B w over the S ranks
+    stage 2   M reduce_scatter of B g and 1 all_gather of B w
+    stage 3   M reduce_scatter of B g and M f all_gather of B w, where f is how often a micro-batch fetches it: 2
+
+    and 1 all_reduce of a share, B g / S, over the copies of the S ranks, if there are any, and over each further axis
+    along which the gradients are partial sums.
     """
-    keyed = backward_order(params, lambda item: (item[1], item[0].data_axes, item[0].partial))
+    stage, shards, replicas = divided(layout, zero or ZeroConfig())
+    keyed = backward_order(params, lambda item: (item[1], item[0].record.data_axes, item[0].record.partial))
     for (dtype, data_axes, partial), items in keyed.items():
-        element = grad_bytes(BYTES[dtype])
-        sizes = [record.numel for record, _ in items]
-        ranks = layout.size(data_axes)
-        _, buckets = place(sizes, ranks, bucket_elements(bucket_mib * 2**20, element))
-        for axis in partial:
-            name, size, payload = layout.without_ones(axis), layout.size(axis), buckets[-1][1] * element
-            yield Call("shared gradients", "reduce", name, "all_reduce", size, payload)
-        for start, stop in buckets:
-            payload = (stop - start) * element
-            yield Call("gradients", "reduce", layout.without_ones(data_axes), "all_reduce", ranks, payload)
+        grad, weight = grad_bytes(BYTES[dtype]), BYTES[dtype]
+        sizes, units = [held.record.numel for held, _ in items], [held.unit for held, _ in items]
+        elements = bucket_elements(bucket_mib * 2**20, grad)
+        places, buckets = place(sizes, layout.size(data_axes), elements, units if stage == 3 else None)
+        for number, (start, stop) in enumerate(buckets):
+            size = stop - start
+            if shards is None:
+                yield _over(layout, "gradients", "reduce", data_axes, "all_reduce", size * grad)
+            else:
+                times = micro_batches if stage >= 2 else 1
+                yield _over(layout, "gradients", "reduce", shards, "reduce_scatter", size * grad, times)
+                inside = (held for (held, _), (_, where) in zip(items, places, strict=True) if where == number)
+                times = micro_batches * max(held.fetches for held in inside) if stage == 3 else 1
+                yield _over(layout, "weights", "gather", shards, "all_gather", size * weight, times)
+                if replicas is not None:
+                    yield _over(layout, "copies", "reduce", replicas, "all_reduce", size * grad // layout.size(shards))
+            share = size * grad // (layout.size(shards) if shards else 1)
+            for axis in partial:
+                yield _over(layout, "shared gradients", "reduce", axis, "all_reduce", share)
+
+
+def _over(layout: Layout, source: str, phase: str, axes: str, op: str, payload: int, times: int = 1) -> Call:
+    return Call(source, phase, layout.without_ones(axes), op, layout.size(axes), payload, times)
 
 
 def sums(job: Job, held: Sequence[Stage]) -> Iterator[Call]:
@@ -313,8 +360,9 @@ def stage_calls(job: Job, pp_rank: int) -> list[Call]:
         calls += blocks(job, len(stage.layers))
         calls += [*head(job), *loss(job)] if stage.last else ()
     calls += pipeline(job, pp_rank, held)
-    params = [(record, job.config.train.precision) for record in parameters(job, held)]
-    calls += gradients(params, job.layout, job.config.comm.bucket_mib)
+    c = job.config
+    params = [(param, c.train.precision) for param in parameters(job, held)]
+    calls += gradients(params, job.layout, c.comm.bucket_mib, c.zero, job.micro_batches)
     calls += sums(job, held)
     return [call for call in calls if call.size > 1 and call.times]
 

@@ -1,23 +1,26 @@
 """Contiguous parameter and gradient buffers: one for each dtype and set of axes to reduce over, cut into buckets.
 
 Parameters become views of the parameter buffer, weight gradients are added straight into the gradient buffer, and a
-bucket is what is reduced at once. Parameters lie in the order in which backward fills them. Each bucket is padded so
-that the data-parallel ranks can split it evenly, whatever the ZeRO stage.
+bucket is what is reduced or gathered at once. Parameters lie in the order in which backward fills them. Each bucket is
+padded so that the data-parallel ranks can split it evenly, whatever the ZeRO stage.
+
+What a rank owns of a bucket is its *share*: all of it without ZeRO. Whole gradients (stage 2) or whole parameters too
+(stage 3) then exist only while they are used: their memory is given back, but the tensors and all views of them stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.layout.params import Init, ParamRecord, whole
+from meshwright.layout.params import Box, Init, ParamRecord, global_boxes, whole
 from meshwright.nn.parallel import record_of
 from meshwright.nn.weight_grad import Sink
-from meshwright.sharding.placement import backward_order, bucket_elements, place
+from meshwright.sharding.placement import Split, backward_order, bucket_elements, place
 
 
 class Key(NamedTuple):
@@ -28,28 +31,88 @@ class Key(NamedTuple):
     partial: tuple[str, ...]
 
 
+class Named(NamedTuple):
+    """A parameter before it has a place; `unit` numbers the part of the model that is gathered at once."""
+
+    name: str
+    parameter: nn.Parameter
+    record: ParamRecord
+    unit: int
+
+
 @dataclass
 class Slot:
-    """One parameter's place in its buffer."""
+    """One parameter's place in its buffer. `view` and `grad` are its whole value and gradient: from stage 3, and from
+    stage 2 on, they have memory only while they are used."""
 
     name: str
     parameter: nn.Parameter
     record: ParamRecord
     start: int
     bucket: int
+    view: Tensor
+    grad: Tensor
     sink: Sink = field(init=False)
 
     @property
     def stop(self) -> int:
-        return self.start + self.parameter.numel()
+        return self.start + self.record.numel
 
 
-@dataclass
+class Memory:
+    """A flat tensor whose memory can be given back and taken again: the tensor and its views stay what they are."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._storage = tensor.untyped_storage()
+        self._bytes = self._storage.nbytes()
+
+    @property
+    def held(self) -> bool:
+        return self._storage.nbytes() == self._bytes
+
+    def take(self) -> None:
+        """With whatever lay there before."""
+        if not self.held:
+            self._storage.resize_(self._bytes)
+
+    def give(self) -> None:
+        self._storage.resize_(0)
+
+
+@dataclass(eq=False)
 class Bucket:
+    """`share` is the range of the buffer that this rank owns, `own_*` the tensors of that range, which last."""
+
     index: int
     start: int
     stop: int
+    share: tuple[int, int]
+    params: Memory
+    grads: Memory
+    own_params: Tensor
+    own_grads: Tensor
     slots: list[Slot] = field(default_factory=list)
+
+    def show_params(self) -> None:
+        """The model's parameters become views of the bucket's."""
+        self.params.take()
+        for slot in self.slots:
+            slot.parameter.data = slot.view
+
+    def hide_params(self) -> None:
+        """Gives the memory back. Whoever reads a parameter then finds it empty, not freed memory."""
+        for slot in self.slots:
+            slot.parameter.data = slot.view.new_empty(0)
+        self.params.give()
+
+    def zero_gaps(self) -> None:
+        """What lies between parameters is summed with them, so it must be zero."""
+        at = self.start
+        for start, stop in [*((s.start, s.stop) for s in self.slots), (self.stop, self.stop)]:
+            if start > at:
+                self.grads.tensor[at - self.start : start - self.start].zero_()
+            at = stop
 
 
 def grad_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -60,68 +123,124 @@ def grad_dtype(dtype: torch.dtype) -> torch.dtype:
 class FlatBuffer:
     """The parameters of one key, their gradients, and the buckets they are reduced in."""
 
-    def __init__(
-        self, key: Key, named: list[tuple[str, nn.Parameter, ParamRecord]], ranks: int, bucket_bytes: float
-    ) -> None:
-        self.key = key
-        self.ranks = ranks
+    def __init__(self, key: Key, named: list[Named], split: Split, bucket_bytes: float) -> None:
+        self.key, self.split = key, split
         dtype = grad_dtype(key.dtype)
         elements = bucket_elements(bucket_bytes, dtype.itemsize)
-        places, bounds = place([p.numel() for _, p, _ in named], ranks, elements)
-        device = named[0][1].device
+        units = [item.unit for item in named] if split.stage == 3 else None
+        places, bounds = place([item.record.numel for item in named], split.ranks, elements, units)
+        self.device = named[0].parameter.device
         self.size = bounds[-1][1]
-        self.params = torch.zeros(self.size, dtype=key.dtype, device=device)
-        self.grads = torch.zeros(self.size, dtype=dtype, device=device)
-        self.buckets = [Bucket(i, start, stop) for i, (start, stop) in enumerate(bounds)]
         self.slots: list[Slot] = []
-        for (name, parameter, record), (start, bucket) in zip(named, places, strict=True):
-            slot = Slot(name, parameter, record, start, bucket)
-            view = self.params[start : slot.stop].view_as(parameter)
-            view.copy_(parameter.data)
-            parameter.data = view
+        # The lasting memory: of everything, or of this rank's shares, one after the other.
+        self.params = self._flat(key.dtype, self.size // split.shards if split.stage == 3 else self.size)
+        self.grads = self._flat(dtype, self.size // split.shards if split.stage >= 2 else self.size)
+        self.buckets: list[Bucket] = []
+        placed = list(zip(named, places, strict=True))
+        for number, (start, stop) in enumerate(bounds):
+            bucket = self._bucket(number, start, stop)
+            self.buckets.append(bucket)
+            self._move_in(bucket, [(item, at) for item, (at, where) in placed if where == number])
+
+    def _flat(self, dtype: torch.dtype, size: int) -> Tensor:
+        return torch.zeros(size, dtype=dtype, device=self.device)
+
+    def _bucket(self, index: int, start: int, stop: int) -> Bucket:
+        low, high = share = self.split.share(start, stop)
+        own = slice(start // self.split.shards, stop // self.split.shards)
+        params, own_params = self.params[start:stop], self.params[low:high]
+        grads, own_grads = self.grads[start:stop], self.grads[low:high]
+        if self.split.stage == 3:
+            params, own_params = self._flat(self.params.dtype, stop - start), self.params[own]
+        if self.split.stage >= 2:
+            grads, own_grads = self._flat(self.grads.dtype, stop - start), self.grads[own]
+        return Bucket(index, start, stop, share, Memory(params), Memory(grads), own_params, own_grads)
+
+    def _move_in(self, bucket: Bucket, named: list[tuple[Named, int]]) -> None:
+        """Parameters get their slots, and their present values become the bucket's; then its memory, if it does not
+        last, is given back, so that no more than one bucket is there whole."""
+        for item, start in named:
+            at = slice(start - bucket.start, start - bucket.start + item.record.numel)
+            view, grad = (memory.tensor[at].view(item.record.local_shape) for memory in (bucket.params, bucket.grads))
+            view.copy_(item.parameter.data)
+            item.parameter.data = view
+            slot = Slot(item.name, item.parameter, item.record, start, bucket.index, view, grad)
             self.slots.append(slot)
-            self.buckets[bucket].slots.append(slot)
+            bucket.slots.append(slot)
+        if self.split.stage >= 2:
+            bucket.grads.give()
+        if self.split.stage == 3:
+            low, high = bucket.share
+            bucket.own_params.copy_(bucket.params.tensor[low - bucket.start : high - bucket.start])
+            bucket.hide_params()
 
-    def grad_of(self, slot: Slot) -> Tensor:
-        return self.grads[slot.start : slot.stop].view_as(slot.parameter)
+    def owned(self, slot: Slot) -> tuple[int, int]:
+        """The range of the parameter's elements that this rank owns; empty if the second is not above the first."""
+        low, high = self.buckets[slot.bucket].share
+        return max(low, slot.start) - slot.start, min(high, slot.stop) - slot.start
 
-    def runs(self, wanted: Iterable[Slot]) -> list[tuple[int, int]]:
-        """Ranges that cover the wanted slots, neighbours joined across the padding between them (it is zero)."""
+    def of_share(self, shares: list[Tensor], slot: Slot, low: int, high: int) -> Tensor:
+        """Elements low to high of a parameter, which this rank must own, of a tensor kept share by share."""
+        first = slot.start - self.buckets[slot.bucket].share[0]
+        return shares[slot.bucket][first + low : first + high]
+
+    def runs(self, wanted: Iterable[Slot]) -> list[tuple[Bucket, int, int]]:
+        """Ranges of this rank's shares that cover the wanted slots: (bucket, start, stop), counted from the share's
+        begin. Neighbours are joined across the padding between them, which is zero."""
         chosen = {id(slot) for slot in wanted}
-        ranges: list[tuple[int, int]] = []
-        joined = False
-        for slot, after in zip(self.slots, [*self.slots[1:], None], strict=True):
-            end = self.size if after is None else after.start
-            if id(slot) not in chosen:
-                joined = False
-            elif joined:
-                ranges[-1] = (ranges[-1][0], end)
-            else:
-                ranges.append((slot.start, end))
-                joined = True
+        ranges: list[tuple[Bucket, int, int]] = []
+        for bucket in self.buckets:
+            low, high = bucket.share
+            ends = [*(slot.start for slot in bucket.slots[1:]), bucket.stop]
+            joined = False
+            for slot, end in zip(bucket.slots, ends, strict=True):
+                start, stop = max(slot.start, low) - low, min(end, high) - low
+                if id(slot) not in chosen or start >= stop:
+                    joined = False
+                elif joined:
+                    ranges[-1] = (bucket, ranges[-1][1], stop)
+                else:
+                    ranges.append((bucket, start, stop))
+                    joined = True
         return ranges
 
 
 def build_buffers(
-    modules: Iterable[nn.Module], ranks_of: dict[str, int] | None, bucket_mib: float
+    modules: Iterable[nn.Module],
+    split_of: dict[str, Split] | None,
+    bucket_mib: float,
+    units: dict[int, int] | None = None,
 ) -> tuple[list[FlatBuffer], dict[int, Slot]]:
     """Buffers for every trainable parameter of the chunks, in the order of backward; and the slot of each parameter.
 
-    `ranks_of` gives the number of ranks that split a bucket, by data axes. A parameter without a record (of a module
-    that is not ours) is taken to be whole and the same on every rank but for the data.
+    `split_of` says how the ranks divide a buffer, by data axes; `units` gives the number of a parameter's unit, by its
+    id. A parameter without a record (of a module that is not ours) is taken to be whole and the same on every rank but
+    for the data.
     """
-    named: dict[int, tuple[str, nn.Parameter, ParamRecord]] = {}
+    named: dict[int, Named] = {}
     for chunk, module in enumerate(modules):
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in named:
                 record = record_of(parameter) or foreign_record(name, parameter)
-                named[id(parameter)] = (f"{chunk}.{name}", parameter, record)
-    keyed = backward_order(named.values(), lambda item: Key(item[1].dtype, item[2].data_axes, item[2].partial))
+                unit = (units or {}).get(id(parameter), chunk)
+                named[id(parameter)] = Named(f"{chunk}.{name}", parameter, record, unit)
+    keyed = backward_order(
+        named.values(), lambda item: Key(item.parameter.dtype, item.record.data_axes, item.record.partial)
+    )
     buffers = [
-        FlatBuffer(key, items, (ranks_of or {}).get(key.data_axes, 1), bucket_mib * 2**20)
+        FlatBuffer(key, items, (split_of or {}).get(key.data_axes, Split()), bucket_mib * 2**20)
         for key, items in keyed.items()
     ]
     return buffers, {id(slot.parameter): slot for buffer in buffers for slot in buffer.slots}
+
+
+def regions(record: ParamRecord, low: int, high: int, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """Boxes of the global tensor that elements low to high of the local one hold, each with its part of `values`,
+    which are those elements."""
+    strides = torch.empty(record.local_shape, device="meta").stride()
+    for box in global_boxes(record, low, high):
+        at = sum(a * stride for a, stride in zip(box.local_start, strides, strict=True)) - low
+        yield box, values.as_strided(box.shape, strides, values.storage_offset() + at)
 
 
 def foreign_record(name: str, parameter: nn.Parameter) -> ParamRecord:

@@ -5,8 +5,13 @@ The buffers are built from these functions and the planner reads the same ones. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
+
+from meshwright.config.sections import ZeroConfig
+from meshwright.layout import Layout
+from meshwright.layout.params import DATA_AXES, REPLICA, SHARD
 
 # Each rank's share of a bucket is a multiple of this many elements, and each parameter starts at one.
 ALIGN = 16
@@ -38,18 +43,60 @@ def padded(size: int, ranks: int) -> int:
     return -(-size // unit) * unit
 
 
-def place(sizes: list[int], ranks: int, bucket_elements: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+@dataclass(frozen=True)
+class Split:
+    """How the ranks that would all hold the same divide it: each of `shards` ranks owns a share of every bucket, and
+    there are `replicas` such sets. Without ZeRO there is one shard, and every rank is a replica."""
+
+    stage: int = 0
+    shards: int = 1
+    shard: int = 0
+    replicas: int = 1
+    replica: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.shards * self.replicas
+
+    def share(self, start: int, stop: int) -> tuple[int, int]:
+        """The part of a bucket that this rank owns."""
+        width = (stop - start) // self.shards
+        return start + self.shard * width, start + (self.shard + 1) * width
+
+    def written(self, start: int, stop: int) -> tuple[int, int]:
+        """The part of a bucket that this rank writes to a checkpoint: replicas divide their common share."""
+        low, high = self.share(start, stop)
+        width = (high - low) // self.replicas
+        return low + self.replica * width, low + (self.replica + 1) * width
+
+
+def divided(layout: Layout, zero: ZeroConfig) -> tuple[int, str | None, str | None]:
+    """The stage, the axes over whose ranks a bucket is divided and those over which the shares are copied. Among one
+    rank nothing is divided: then the stage is 0, unless weights are to live elsewhere."""
+    if any(axis == "dp" for axis, _ in layout.parts):
+        shards, replicas = SHARD, REPLICA
+    else:
+        shards, replicas = DATA_AXES, None
+    alone = layout.size(shards) == 1 and zero.offload.params == "none"
+    return (0, None, DATA_AXES) if zero.stage == 0 or alone else (zero.stage, shards, replicas)
+
+
+def place(
+    sizes: Sequence[int], ranks: int, bucket_elements: int, units: Sequence[int] | None = None
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """(start, bucket) of each parameter and (start, stop) of each bucket.
 
-    A bucket is closed by the parameter that fills it; no parameter is cut.
+    A bucket is closed by the parameter that fills it; no parameter is cut. With `units`, the number of the unit that
+    each parameter belongs to, a bucket is one unit's instead: what is gathered at once.
     """
     places: list[tuple[int, int]] = []
     buckets: list[tuple[int, int]] = []
     begin = at = 0
-    for size in sizes:
+    for i, size in enumerate(sizes):
         places.append((at, len(buckets)))
         at += -(-size // ALIGN) * ALIGN
-        if at - begin >= bucket_elements:
+        full = at - begin >= bucket_elements if units is None else i + 1 == len(sizes) or units[i + 1] != units[i]
+        if full:
             at = begin + padded(at - begin, ranks)
             buckets.append((begin, at))
             begin = at

@@ -61,5 +61,8 @@ def build_context(
     mesh = Mesh(layout, rank, made_elsewhere=process_groups, timeout=config.comm.timeout)
     streams = Streams(config.train.seed, max(0, mesh.data.index), max(0, mesh.tp.index), device.torch)
     streams.active = config.model.dropout > 0
-    parallel = Parallel(mesh.tp, config.layout.sequence_parallel, DTYPES[config.train.precision], device.torch, streams)
+    dtype = DTYPES[config.train.precision]
+    parallel = Parallel(
+        mesh.tp, config.layout.sequence_parallel, dtype, device.torch, streams, config.recompute
+    )
     return Context(config, layout, mesh, device, parallel)

@@ -70,15 +70,16 @@ class Trainer:
     ) -> None:
         config = ctx.config
         self.ctx, self.modules = ctx, list(modules)
-        self.data_parallel = DataParallel(self.modules, ctx.mesh, config.comm.bucket_mib, reduce)
-        self.optimizer = FlatOptimizer(self.data_parallel.buffers, config.optimizer)
+        self.data_parallel = DataParallel(self.modules, ctx.mesh, config.comm.bucket_mib, reduce, config.zero)
+        self.optimizer = FlatOptimizer(self.data_parallel.buffers, config.optimizer, self.data_parallel.weights.updated)
         self.loss_scale = LossScale(config.loss_scale, config.train.precision == "fp16")
         step = lambda module, batch, received: forward_step(ctx, module, batch, received)  # noqa: E731
-        self.executor = Executor(self.modules, ctx.mesh.pp, step, ctx.ledger, ctx.parallel.streams)
+        self.executor = Executor(self.modules, ctx.mesh.pp, step, ctx.ledger, ctx.parallel.streams, self.data_parallel)
         fields = fields_of(self.modules)
         self.train_batches = MicroBatches(ctx, train_data, fields)
         self.valid_batches = MicroBatches(ctx, valid_data, fields) if valid_data is not None else None
-        self.table = cache(lambda m: build(config.pipeline.schedule, config.layout.pp, m, config.layout.chunks))
+        layout, stage = config.layout, self.data_parallel.stage
+        self.table = cache(lambda m: build(config.pipeline.schedule, layout.pp, m, layout.chunks, stage))
         self.step_number = 0
         self.consumed = 0
         self.before_update: Callable[[], object] = lambda: None
@@ -102,7 +103,7 @@ class Trainer:
         )
         begin = time.perf_counter()
         self.data_parallel.finish()
-        totals.seconds["reduce"] = time.perf_counter() - begin
+        totals.seconds["reduce"] += time.perf_counter() - begin
         return totals, weight
 
     def step(self, stop_requested: bool = False) -> StepResult:
@@ -179,8 +180,8 @@ class Trainer:
         result.phases = dict(zip(PHASES, means, strict=True))
         result.stop = numbers[-1] > 0
 
-    def states(self) -> Iterator[tuple[str, FlatBuffer, Tensor]]:
-        """What a checkpoint holds of this rank, beside `counters`."""
+    def states(self) -> Iterator[tuple[str, FlatBuffer, list[Tensor]]]:
+        """What a checkpoint holds of this rank, beside `counters`: name, buffer, this rank's share of each bucket."""
         return self.optimizer.tensors()
 
     def counters(self) -> dict[str, float | None]:
@@ -198,15 +199,14 @@ class Trainer:
 
     def publish(self) -> None:
         """After masters were set from outside: the model's weights follow."""
-        for state in self.optimizer.states:
-            state.publish()
+        self.optimizer.publish()
 
     def validate(self) -> dict[str, Any] | None:
         """The loss over the first samples of the validation data, or None without any."""
         if self.valid_batches is None:
             return None
         samples = self.ctx.config.run.eval_samples or 4 * self.ctx.config.train.global_batch
-        loss, tokens = mean_loss(self.ctx, self.executor, self.valid_batches, samples)
+        loss, tokens = mean_loss(self.ctx, self.executor, self.valid_batches, samples, self.data_parallel.stage)
         return {"step": self.step_number, "loss": loss, "tokens": tokens, "samples": samples}
 
 
@@ -237,10 +237,12 @@ def sum_over_world(ctx: Context, totals: Totals, squares: Tensor | float = 0.0) 
 
 
 @torch.no_grad()
-def mean_loss(ctx: Context, executor: Executor, batches: MicroBatches, samples: int) -> tuple[float, int]:
+def mean_loss(
+    ctx: Context, executor: Executor, batches: MicroBatches, samples: int, zero_stage: int = 0
+) -> tuple[float, int]:
     """Loss by token and number of tokens of the first `samples` samples, without a backward."""
     layout = ctx.config.layout
-    table = build("forward_only", layout.pp, micro_batches(ctx, samples), layout.chunks)
+    table = build("forward_only", layout.pp, micro_batches(ctx, samples), layout.chunks, zero_stage)
     for module in executor.modules:
         module.eval()
     with ctx.ledger.phase("validation"):

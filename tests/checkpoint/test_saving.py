@@ -34,9 +34,9 @@ def saver_of(trainer: Trainer, folder: Path, asynchronous: bool = True, busy: st
 def state_of(trainer: Trainer) -> dict[str, np.ndarray]:
     """A copy of all that a checkpoint must hold."""
     out = {}
-    for state, buffer, flat in trainer.states():
+    for state, buffer, shares in trainer.states():
         for slot in buffer.slots:
-            local = flat[slot.start : slot.stop].view(slot.record.local_shape)
+            local = buffer.of_share(shares, slot, 0, slot.record.numel).view(slot.record.local_shape)
             out[f"{state}/{slot.record.name}"] = local.detach().clone().numpy()
     return out
 

@@ -42,7 +42,7 @@ def fill(buffers: Sequence[FlatBuffer], module: nn.Module, gradients: Sequence[T
     by_parameter = dict(zip(map(id, module.parameters()), gradients, strict=True))
     for buffer in buffers:
         for slot in buffer.slots:
-            buffer.grad_of(slot).copy_(by_parameter[id(slot.parameter)] * scale)
+            slot.grad.copy_(by_parameter[id(slot.parameter)] * scale)
 
 
 def torch_groups(module: nn.Module, decay: float) -> list[dict[str, object]]:
@@ -112,7 +112,7 @@ def test_low_precision_has_masters(dtype: torch.dtype) -> None:
     lost = 0
     for parameter, expected in zip(module.parameters(), masters, strict=True):
         state, slot = kept[id(parameter)]
-        master = state.master[slot.start : slot.stop].view_as(parameter)
+        master = state.buffer.of_share(state.master, slot, 0, parameter.numel()).view_as(parameter)
         assert state.buffer.grads.dtype == master.dtype == torch.float32
         torch.testing.assert_close(master, expected, rtol=1e-6, atol=1e-7)
         assert torch.equal(parameter.detach(), master.to(dtype))

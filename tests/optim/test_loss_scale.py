@@ -61,7 +61,7 @@ def overflow_once(trainer: Trainer) -> None:
     places = ((buffer, slot) for buffer in parallel.buffers for slot in buffer.slots if not slot.record.copies)
     buffer, slot = next(places)
 
-    place = buffer.grad_of(slot)
+    place = slot.grad
 
     def reduce(grads: torch.Tensor, group: Any) -> Any:
         if grads.data_ptr() <= place.data_ptr() < grads.data_ptr() + grads.nbytes:
@@ -81,7 +81,7 @@ def changed(trainer: Trainer, before: list[torch.Tensor]) -> bool:
 
 
 def all_moments(trainer: Trainer) -> list[torch.Tensor]:
-    return [moment for state in trainer.optimizer.states for moment in state.moments]
+    return [share for state in trainer.optimizer.states for moment in state.moments for share in moment]
 
 
 def story(rank: int, world: int, layout: dict[str, int]) -> list[tuple[Any, ...]]:

@@ -26,7 +26,7 @@ from meshwright.layout import Layout
 from meshwright.layout.params import Init, whole
 from meshwright.models.description import fields_read
 from meshwright.plan import communication
-from meshwright.plan.communication import Call, Line, Traffic, predict_detail, predict_rank, predict_step
+from meshwright.plan.communication import Call, Held, Line, Traffic, predict_detail, predict_rank, predict_step
 from meshwright.train.counts import counts_bytes
 from tests.support.oracle import Made, small_config
 from tests.support.ranks import RankFailed, run_ranks
@@ -83,6 +83,31 @@ CASES = [
     Case("all-bf16", 8, {
         "layout": {"tp": 2, "pp": 2, "chunks": 2, **SP}, "pipeline": {"schedule": "interleaved"},
         "model": {"layers": 4, "seq": 4, "hidden": 8, "vocab": 11}, "train": {"precision": "bf16"},
+    }),
+    Case("zero1", 2, {"zero": {"stage": 1}, "comm": {"bucket_mib": 0.01}}),
+    Case("zero2", 2, {"zero": {"stage": 2}, "comm": {"bucket_mib": 0.01}}),
+    Case("zero3", 2, {"zero": {"stage": 3}}),
+    Case("zero3-untied-bf16", 2, {"zero": {"stage": 3}, "model": LLAMA, "train": {"precision": "bf16"}}),
+    Case("zero3-full", 2, {"zero": {"stage": 3}, "recompute": {"mode": "full"}}),
+    Case("zero3-every", 2, {"zero": {"stage": 3}, "recompute": {"mode": "every:3"}, "model": {"layers": 5}}),
+    Case("zero3-chunks-on-one-rank", 2, {
+        "zero": {"stage": 3}, "layout": {"chunks": 2}, "pipeline": {"schedule": "interleaved"},
+    }),
+    Case("zero-alone", 2, {"zero": {"stage": 3}, "layout": {"tp": 2}}),
+    Case("tp-sp-recompute", 2, {"layout": {"tp": 2, **SP}, "recompute": {"mode": "every:2"}, "model": {"layers": 3}}),
+    Case("tp-recompute-full", 2, {"layout": {"tp": 2}, "recompute": {"mode": "full"}}),
+    Case("tp-recompute-selective", 2, {"layout": {"tp": 2}, "recompute": {"mode": "selective"}}),
+    Case("zero1-tp-sp", 4, {"zero": {"stage": 1}, "layout": {"tp": 2, **SP}}),
+    Case("zero2-pp", 4, {"zero": {"stage": 2}, "layout": {"pp": 2}, "train": {"precision": "bf16", "global_batch": 8}}),
+    Case("zero3-tp-sp", 4, {"zero": {"stage": 3}, "layout": {"tp": 2, **SP}, "recompute": {"mode": "full"}}),
+    Case("zero1-node", 4, {"zero": {"stage": 1, "shard_group": "node"}, "layout": {"node_size": 2}}),
+    Case("zero3-node", 8, {
+        "zero": {"stage": 3, "shard_group": "node"}, "layout": {"node_size": 4, "tp": 2, **SP},
+        "train": {"global_batch": 8},
+    }),
+    Case("zero3-all", 8, {
+        "layout": {"tp": 2, "pp": 2, "chunks": 2, **SP}, "pipeline": {"schedule": "interleaved"},
+        "model": {"layers": 4, "seq": 4, "hidden": 8, "vocab": 11}, "zero": {"stage": 3}, "train": {"global_batch": 8},
     }),
     Case("tp-pp-middle", 8, {"layout": {"tp": 2, "pp": 4}, "model": {"layers": 4, "hidden": 8}}),
 ]  # fmt: skip
@@ -178,7 +203,7 @@ def test_one_process_sends_nothing() -> None:
     assert predict_step(CASES[0].config, 1) == {} == recorded(CASES[0])[0][0]["comm"]
 
 
-def unpadded(sizes: list[int], ranks: int, elements: int) -> Any:
+def unpadded(sizes: list[int], ranks: int, elements: int, units: list[int] | None) -> Any:
     places, at = [], 0
     for size in sizes:
         places.append((at, 0))
@@ -275,8 +300,9 @@ def test_six_parameters_of_two_dtypes(bucket_mib: float, matrix_buckets: list[An
     for packed, lines in run_ranks(2, six, bucket_mib):
         assert packed == [("torch.bfloat16", 128, MATRICES, matrix_buckets), ("torch.float32", 64, NORMS, [(0, 64)])]
         assert lines == {line: traffic}
-    records = [(whole(f"{i}", shape, Init("zeros")), dtype) for i, (shape, dtype) in enumerate(SHAPES)]
-    assert communication.by_line(communication.gradients(records, Layout(2), bucket_mib)) == {line: traffic}
+    held = [Held(whole(f"{i}", shape, Init("zeros")), 0, 2) for i, (shape, _) in enumerate(SHAPES)]
+    params = [(one, dtype) for one, (_, dtype) in zip(held, SHAPES, strict=True)]
+    assert communication.by_line(communication.gradients(params, Layout(2), bucket_mib)) == {line: traffic}
 
 
 def worked(sequence_parallel: bool) -> Config:

@@ -51,7 +51,7 @@ class Run:
         self.parallel.finish()
 
     def gradients(self) -> dict[str, Tensor]:
-        return {slot.name[2:].split(".")[0]: self.buffer.grad_of(slot).clone() for slot in self.buffer.slots}
+        return {slot.name[2:].split(".")[0]: slot.grad.clone() for slot in self.buffer.slots}
 
 
 def expected(inputs: list[Tensor], **how: bool) -> dict[str, Tensor]:

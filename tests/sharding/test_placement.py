@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshwright.sharding.buffers import build_buffers
-from meshwright.sharding.placement import ALIGN, place
+from meshwright.sharding.placement import ALIGN, Split, place
 
 SIZES = st.lists(st.integers(1, 400), min_size=1, max_size=30)
 
@@ -51,7 +51,7 @@ def test_six_parameters_of_two_dtypes_make_two_buffers() -> None:
     dtypes = [torch.float32, torch.bfloat16] * 3
     for i, dtype in enumerate(dtypes):
         module.register_parameter(f"p{i}", nn.Parameter(torch.full((i + 1, 3), float(i + 1), dtype=dtype)))
-    buffers, slots = build_buffers([module], {"dp-cp": 4}, bucket_mib=25.0)
+    buffers, slots = build_buffers([module], {"dp-cp": Split(replicas=4)}, bucket_mib=25.0)
     assert sorted(str(b.key.dtype) for b in buffers) == ["torch.bfloat16", "torch.float32"]
     assert len(slots) == 6 and all(len(b.slots) == 3 and b.size % (4 * ALIGN) == 0 for b in buffers)
     assert all(b.grads.dtype == torch.float32 for b in buffers)
@@ -72,7 +72,7 @@ def test_runs_join_neighbours_and_keep_others_apart() -> None:
     matrices = buffer.runs(slot for slot in buffer.slots if slot.record.decay)
     vectors = buffer.runs(slot for slot in buffer.slots if not slot.record.decay)
     assert len(matrices) == 2 and len(vectors) == 2
-    covered = sorted(matrices + vectors)
+    covered = sorted((a, b) for bucket, a, b in matrices + vectors)
     assert covered[0][0] == 0 and covered[-1][1] == buffer.size
     assert all(a[1] == b[0] for a, b in zip(covered, covered[1:], strict=False))
-    assert sum(float(buffer.params[a:b].sum()) for a, b in matrices) == 16 + 25 + 21
+    assert sum(float(buffer.params[a:b].sum()) for _, a, b in matrices) == 16 + 25 + 21

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from meshwright.config.load import config_from
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device
+from meshwright.sharding.buffers import FlatBuffer, Slot
 from meshwright.train.context import Context, build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
@@ -85,15 +86,42 @@ def true_gradients(trainer: Trainer) -> Pairs:
     _, tokens, _ = trainer._sum_over_world(totals, torch.zeros((), dtype=torch.float64))
     pairs = []
     for buffer in trainer.data_parallel.buffers:
-        for slot in buffer.slots:
-            pairs.append((slot.record, buffer.grad_of(slot).double() / (weight * tokens)))
+        for slot, grad in _whole(trainer, buffer, [bucket.own_grads for bucket in buffer.buckets]):
+            pairs.append((slot.record, grad / (weight * tokens)))
     return pairs
 
 
+def _whole(trainer: Trainer, buffer: FlatBuffer, shares: list[torch.Tensor]) -> Iterator[tuple[Slot, torch.Tensor]]:
+    """The local tensors of all parameters from the shares of the ranks that divide them."""
+    for bucket, share in zip(buffer.buckets, shares, strict=True):
+        flat = share.new_empty(bucket.stop - bucket.start)
+        trainer.data_parallel.shards.all_gather(flat, share.contiguous())
+        for slot in bucket.slots:
+            at = slot.start - bucket.start
+            yield slot, flat[at : at + slot.record.numel].view(slot.record.local_shape).double()
+
+
 def parameters(trainer: Trainer) -> Pairs:
-    """(record, value) of every local parameter."""
-    slots = (slot for buffer in trainer.data_parallel.buffers for slot in buffer.slots)
-    return [(slot.record, slot.parameter.detach().double()) for slot in slots]
+    """(record, value) of every local parameter, as the model holds it or, where it is not there, as its ranks do."""
+    pairs = []
+    trainer.data_parallel.weights.settle()
+    for buffer in trainer.data_parallel.buffers:
+        if trainer.data_parallel.stage < 3:
+            pairs += [(slot.record, slot.parameter.detach().double()) for slot in buffer.slots]
+        else:
+            own = [bucket.own_params for bucket in buffer.buckets]
+            pairs += [(slot.record, value) for slot, value in _whole(trainer, buffer, own)]
+    return pairs
+
+
+def moments(trainer: Trainer) -> Pairs:
+    """(record, value) of both moments of every local parameter, the second ones under a name of their own."""
+    pairs = []
+    for name, buffer, shares in trainer.states():
+        if name != "param":
+            found = _whole(trainer, buffer, shares)
+            pairs += [(replace(slot.record, name=f"{name}/{slot.record.name}"), value) for slot, value in found]
+    return pairs
 
 
 def gather_global(pairs: Pairs) -> Whole:

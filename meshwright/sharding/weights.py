@@ -1,0 +1,142 @@
+"""Weights that other ranks own a part of: gathered after the update (stages 1 and 2) or for each use (stage 3).
+
+What is gathered and freed together is a unit: what a chunk of ours names in `units`, or a whole chunk. In stage 3 a
+unit's gate fetches its buckets before forward and before backward and frees them after. The order in which a chunk's
+forward, or backward, opens its units is noted the first time; from then on the next unit is fetched one ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from meshwright.comm.group import Group, Pending
+from meshwright.comm.ledger import Ledger
+from meshwright.sharding.buffers import Bucket, FlatBuffer, Slot
+
+
+class Unit:
+    """One gate. `chunk` is the local chunk whose work it belongs to."""
+
+    def __init__(self, module: nn.Module, chunk: int, whole_chunk: bool) -> None:
+        self.module, self.chunk, self.whole_chunk = module, chunk, whole_chunk
+        self.buckets: list[Bucket] = []
+        self.weights: Weights
+        self.closes = False
+
+    def open(self) -> None:
+        self.weights.open(self)
+
+    def close(self) -> None:
+        self.weights.close(self)
+
+
+def find_units(modules: Sequence[nn.Module]) -> list[Unit]:
+    """The units of all chunks, in the order of forward."""
+    found: list[Unit] = []
+    for chunk, module in enumerate(modules):
+        named = module.units() if hasattr(module, "units") else None
+        found += [Unit(module, chunk, True)] if named is None else [Unit(part, chunk, False) for part in named]
+    return found
+
+
+def number_units(units: Sequence[Unit]) -> dict[int, int]:
+    """The number of the first unit that a parameter belongs to, by the parameter's id."""
+    numbers: dict[int, int] = {}
+    for number, unit in enumerate(units):
+        for parameter in unit.module.parameters():
+            numbers.setdefault(id(parameter), number)
+    return numbers
+
+
+class Weights:
+    def __init__(
+        self,
+        units: list[Unit],
+        slots: dict[int, Slot],
+        buffers: list[FlatBuffer],
+        shards: Group,
+        ledger: Ledger,
+        stage: int,
+    ) -> None:
+        self.units, self.shards, self.ledger, self.stage = units, shards, ledger, stage
+        self._coming: dict[int, Pending] = {}
+        self._orders: dict[tuple[int, str], list[Unit]] = {}
+        self._action: tuple[int, str] | None = None
+        self._opened: list[Unit] = []
+        bucket_of = {id(slot): buffer.buckets[slot.bucket] for buffer in buffers for slot in buffer.slots}
+        for unit in units:
+            used = [bucket_of[id(slots[id(p)])] for p in unit.module.parameters() if id(p) in slots]
+            unit.buckets = list(dict.fromkeys(used))
+            unit.weights, unit.closes = self, stage == 3
+            if stage and not unit.whole_chunk:
+                unit.module.gate = unit  # type: ignore[assignment]
+
+    # Stages 1 and 2.
+
+    def updated(self, bucket: Bucket) -> None:
+        """This rank's share has new weights: gathers the others' while other work goes on."""
+        if self.stage in (1, 2):
+            self._fetch(bucket)
+            if any(unit.whole_chunk for unit in self.units):
+                self.settle()
+
+    def settle(self) -> None:
+        """Until everything that is on its way has come."""
+        for pending in self._coming.values():
+            pending.wait()
+        self._coming = {}
+
+    # Stage 3.
+
+    def begin(self, chunk: int, work: str) -> None:
+        """Before a chunk's forward or backward: begins to fetch what it will open first."""
+        self._action, self._opened = (chunk, work), []
+        order = self._orders.get(self._action)
+        if order is not None:
+            self._fetch_unit(order[0])
+        for unit in self.units:
+            if unit.chunk == chunk and unit.whole_chunk:
+                self.open(unit)
+
+    def end(self, chunk: int) -> None:
+        """After it: what is still there, since nothing told that it is done with, goes."""
+        for unit in self.units:
+            if unit.chunk == chunk:
+                self.close(unit)
+        if self._action is not None:
+            self._orders[self._action] = self._opened
+        self._action = None
+
+    def open(self, unit: Unit) -> None:
+        self._fetch_unit(unit)
+        for bucket in unit.buckets:
+            pending = self._coming.pop(id(bucket), None)
+            if pending is not None:
+                pending.wait()
+        if self._action is None:
+            return
+        self._opened.append(unit)
+        order, at = self._orders.get(self._action, []), len(self._opened)
+        if at < len(order) and order[at - 1] is unit:
+            self._fetch_unit(order[at])
+
+    def close(self, unit: Unit) -> None:
+        if self.stage != 3:
+            return
+        for bucket in unit.buckets:
+            if bucket.params.held and id(bucket) not in self._coming:
+                bucket.hide_params()
+
+    def _fetch_unit(self, unit: Unit) -> None:
+        if self.stage == 3:
+            for bucket in unit.buckets:
+                if not bucket.params.held:
+                    bucket.show_params()
+                    self._fetch(bucket)
+
+    def _fetch(self, bucket: Bucket) -> None:
+        phase = "validation" if self.ledger.current_phase == "validation" else "gather"
+        with self.ledger.phase(phase), self.ledger.layer(None):
+            self._coming[id(bucket)] = self.shards.all_gather(bucket.params.tensor, bucket.own_params, wait=False)
