@@ -32,6 +32,7 @@ from meshwright.models.hf import FAMILIES, family_for
 from meshwright.models.hf.family import Mapped, section
 
 ORIGIN = "hf_origin.json"
+NO_DATA = "imported"
 WEIGHTS = "rank-00000.safetensors"
 SHARD_BYTES = 5 * 10**9
 BESIDE = (
@@ -65,7 +66,7 @@ def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0) -> Mode
     """
     folder = HFFolder(source, seq)
     with written_aside(to) as aside:
-        index = Index(step=0, consumed=0, world=1, config=_config(folder.model))
+        index = Index(step=0, consumed=0, world=1, config=config_of(folder.model))
         entries: list[Entry] = []
         for name, mapped in folder.tensors.items():
             sources = [folder.dtype(each) for each in mapped.source_shapes()]
@@ -90,9 +91,9 @@ def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0) -> Mode
     return folder.model
 
 
-def _config(model: ModelConfig) -> dict[str, Any]:
+def config_of(model: ModelConfig) -> dict[str, Any]:
     """Of a checkpoint that no run wrote: its model; the data's name stands for none."""
-    return {"model": asdict(model), "data": {"prefixes": ["imported"]}}
+    return {"model": asdict(model), "data": {"prefixes": [NO_DATA]}}
 
 
 def _values(folder: HFFolder, wanted: list[Block], entries: list[Entry], sums: list[int]) -> Iterator[Tensor]:
