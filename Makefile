@@ -34,6 +34,7 @@ bench: setup
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/generate.py
 
 clean:
 	rm -rf $(VENV)

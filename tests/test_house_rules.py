@@ -34,7 +34,8 @@ WITHOUT_TORCH = [
     "layout", "layout.draw", "layout.params", "config.load", "config.rules", "models.description", "optim.schedules",
     "comm.ledger", "pipeline.table", "pipeline.schedules", "pipeline.verify", "pipeline.simulate", "pipeline.draw",
     *(f"plan.{path.stem}" for path in sorted((PACKAGE / "plan").glob("*.py")) if path.stem != "__init__"),
-    "cli.main", "cli.layout", "cli.schedule", "cli.config",
+    "models.hf", "checkpoint.format", "checkpoint.verify", "cli.main", "cli.layout", "cli.schedule", "cli.config",
+    "cli.data", "cli.eval", "cli.export", "cli.generate", "cli.import_", "cli.inspect", "cli.train",
 ]  # fmt: skip
 
 

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint import format as fmt
+from meshwright.checkpoint import tensor_file
 from meshwright.checkpoint.format import Block, Index
-from meshwright.checkpoint.hf_files import SHARDED, SHORT, SINGLE, Entry, HFFolder, blocks, write_file
+from meshwright.checkpoint.hf_files import SHARDED, SHORT, SINGLE, HFFolder, blocks
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import check_cover
-from meshwright.checkpoint.tensor_file import DTYPES, NAMES, checksum
+from meshwright.checkpoint.tensor_file import DTYPES, NAMES, Entry
 from meshwright.config.sections import ModelConfig
 from meshwright.data.token_file import read_metadata
 from meshwright.errors import UserError
@@ -32,8 +33,10 @@ from meshwright.models.hf import FAMILIES, family_for
 from meshwright.models.hf.family import Mapped, section
 
 ORIGIN = "hf_origin.json"
+NO_DATA = "imported"
 WEIGHTS = "rank-00000.safetensors"
 SHARD_BYTES = 5 * 10**9
+METADATA = {"format": "pt"}  # which transformers asks for
 BESIDE = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
@@ -65,7 +68,7 @@ def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0) -> Mode
     """
     folder = HFFolder(source, seq)
     with written_aside(to) as aside:
-        index = Index(step=0, consumed=0, world=1, config=_config(folder.model))
+        index = Index(step=0, consumed=0, world=1, config=config_of(folder.model))
         entries: list[Entry] = []
         for name, mapped in folder.tensors.items():
             sources = [folder.dtype(each) for each in mapped.source_shapes()]
@@ -77,8 +80,8 @@ def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0) -> Mode
                 start = (low, *(0 for _ in mapped.shape[1:]))
                 index.blocks.append(Block(f"param/{name}", start, shape, WEIGHTS, str(len(entries)), 0))
                 entries.append(Entry(str(len(entries)), stored, shape))
-        sums: list[int] = []
-        index.files[WEIGHTS] = write_file(aside / WEIGHTS, entries, _values(folder, index.blocks, entries, sums))
+        sums = tensor_file.write(aside / WEIGHTS, entries, _values(folder, index.blocks, entries))
+        index.files[WEIGHTS] = (aside / WEIGHTS).stat().st_size
         index.blocks = [
             Block(b.tensor, b.start, b.shape, b.file, b.key, crc) for b, crc in zip(index.blocks, sums, strict=True)
         ]
@@ -90,19 +93,17 @@ def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0) -> Mode
     return folder.model
 
 
-def _config(model: ModelConfig) -> dict[str, Any]:
+def config_of(model: ModelConfig) -> dict[str, Any]:
     """Of a checkpoint that no run wrote: its model; the data's name stands for none."""
-    return {"model": asdict(model), "data": {"prefixes": ["imported"]}}
+    return {"model": asdict(model), "data": {"prefixes": [NO_DATA]}}
 
 
-def _values(folder: HFFolder, wanted: list[Block], entries: list[Entry], sums: list[int]) -> Iterator[Tensor]:
-    """The blocks' values in order, each one's checksum noted as it passes."""
+def _values(folder: HFFolder, wanted: list[Block], entries: list[Entry]) -> Iterator[Tensor]:
+    """The blocks' values in order."""
     for block, entry in zip(wanted, entries, strict=True):
         low = block.start[0]
         values = folder.rows(block.tensor.removeprefix("param/"), low, low + block.shape[0])
-        values = values.to(DTYPES[entry.dtype]).contiguous()
-        sums.append(checksum(values))
-        yield values
+        yield values.to(DTYPES[entry.dtype])
 
 
 def copy_beside(source: Path, to: Path) -> list[str]:
@@ -215,7 +216,7 @@ def write_weights(reader: Reader, folder: Path, planned: list[Theirs]) -> list[s
     count = len(shards)
     names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)] if count > 1 else [SINGLE]
     for name, shard in zip(names, shards, strict=True):
-        write_file(folder / name, [each.entry for each in shard], _pieces(reader, shard))
+        tensor_file.write(folder / name, [each.entry for each in shard], _pieces(reader, shard), METADATA)
     if count > 1:
         where = {each.entry.name: name for name, shard in zip(names, shards, strict=True) for each in shard}
         total = sum(each.entry.bytes for each in planned)

@@ -1,15 +1,11 @@
-"""Safetensors files of any size, a block at a time: a Hugging Face folder read by rows, files written as a stream.
-
-(`tensor_file` writes a file whose tensors are all at hand.) Pickled weights are never read.
-"""
+"""A Hugging Face folder, read by rows of any of our tensors. Pickled weights are never read."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshwright.checkpoint.format import cut
-from meshwright.checkpoint.tensor_file import DTYPES, raw
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord
@@ -30,44 +25,6 @@ SHARDED = "model.safetensors.index.json"
 
 # Weights' dtypes: our short names and those of safetensors.
 SHORT = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a file to be written."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        count = DTYPES[self.dtype].itemsize
-        for n in self.shape:
-            count *= n
-        return count
-
-
-def write_file(path: Path, entries: Sequence[Entry], pieces: Iterable[Tensor]) -> int:
-    """A safetensors file of `entries`, whose bytes come in order in any number of `pieces`; returns its size."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for entry in entries:
-        header[entry.name] = {
-            "dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [at, at + entry.bytes],
-        }  # fmt: skip
-        at += entry.bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for piece in pieces:
-            file.write(raw(piece.contiguous()))
-        size = file.tell()
-        file.flush()
-        os.fsync(file.fileno())
-    assert size == 8 + len(text) + at, f"{path}: {size} bytes written of {8 + len(text) + at}"
-    return size
 
 
 def blocks(shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[int, int]]:

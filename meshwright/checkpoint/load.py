@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -103,8 +103,14 @@ def load_into(trainer: Any, reader: Reader, model_only: bool = False) -> None:
         trainer.restore(reader.index.step, reader.index.consumed, reader.index.state)
 
 
+class Weights(Protocol):
+    """A checkpoint or another folder of global tensors."""
+
+    def fill(self, tensor: str, record: ParamRecord, local: Tensor) -> None: ...
+
+
 @torch.no_grad()
-def load_weights(modules: Iterable[nn.Module], reader: Reader) -> None:
+def load_weights(modules: Iterable[nn.Module], reader: Weights) -> None:
     """Only the weights, into modules without an optimizer."""
     for module in modules:
         for parameter in module.parameters():

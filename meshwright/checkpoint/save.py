@@ -85,11 +85,9 @@ def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
     """This rank's blocks, then the list of them, which says that they are all there."""
     folder.mkdir(parents=True, exist_ok=True)
     name = f"rank-{rank:05d}.safetensors"
-    sums = (
-        []
-        if not snapshot.blocks
-        else tensor_file.write(folder / name, [(str(n), values) for n, (_, _, values) in enumerate(snapshot.blocks)])
-    )
+    held = [values for _, _, values in snapshot.blocks]
+    entries = [tensor_file.Entry.of(str(n), values) for n, values in enumerate(held)]
+    sums = tensor_file.write(folder / name, entries, held) if held else []
     blocks = [
         [tensor, list(start), list(values.shape), name, str(n), crc]
         for n, ((tensor, start, values), crc) in enumerate(zip(snapshot.blocks, sums, strict=True))

@@ -10,9 +10,12 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +27,7 @@ NAMES = {
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 LONGEST_HEADER = 1 << 30
+PIECES_AHEAD = 4  # that may be written before their checksums are there
 
 
 def raw(values: Tensor) -> memoryview:
@@ -35,23 +39,53 @@ def checksum(values: Tensor) -> int:
     return zlib.crc32(raw(values.contiguous()))
 
 
-def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> list[int]:
-    """Writes contiguous tensors to disk (flushed); the CRC-32 of each, found in a second thread meanwhile."""
-    header: dict[str, object] = {}
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file to be written."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, values: Tensor) -> Entry:
+        return cls(name, NAMES[values.dtype], tuple(values.shape))
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def write(
+    path: Path, entries: Sequence[Entry], pieces: Iterable[Tensor], metadata: Mapping[str, str] | None = None
+) -> list[int]:
+    """Writes the file of `entries`, flushed to disk; their bytes come in order, in any number of `pieces`.
+
+    Returns the CRC-32 of each piece, found in a second thread meanwhile. No more than a few pieces are held at once.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
-    for key, values in tensors:
-        size = values.numel() * values.element_size()
-        header[key] = {"dtype": NAMES[values.dtype], "shape": list(values.shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header).encode()
+    for entry in entries:
+        offsets = [at, at + entry.bytes]
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
+        at = offsets[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    whole = 8 + len(text) + at
+    sums: list[int] = []
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
-        sums = [beside.submit(checksum, values) for _, values in tensors]
         at = _write_out(file.fileno(), memoryview(len(text).to_bytes(8, "little") + text), 0)
-        for _, values in tensors:
+        pending: deque[Future[int]] = deque()
+        for piece in pieces:
+            values = piece.contiguous()
+            pending.append(beside.submit(checksum, values))
             at = _write_out(file.fileno(), raw(values), at)
+            if len(pending) > PIECES_AHEAD:
+                sums.append(pending.popleft().result())
         os.fsync(file.fileno())
-        return [found.result() for found in sums]
+        sums += [found.result() for found in pending]
+    assert at == whole, f"{path}: {at} bytes written of {whole}"
+    return sums
 
 
 def _write_all(handle: int, data: memoryview) -> None:

@@ -16,7 +16,7 @@ MIXED = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="RUN|CHECKPOINT[@STEP]")
+    parser.add_argument("source", metavar="RUN|CHECKPOINT[@STEP]|HF-FOLDER")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change, e.g. layout.tp=2")
     parser.add_argument(
         "--data", action="append", metavar="PREFIX", help="token files, whole (default: the run's validation part)"
@@ -27,13 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from meshwright.checkpoint.format import find
+    from meshwright.cli.generate import resolve
     from meshwright.train.launch import launch, warm_up
 
     if args.nproc < 1 or args.samples < 0:
         raise UserError("--nproc must be at least 1 and --samples at least 0")
-    find(args.source)
-    words = (args.source, args.overrides, args.data, args.samples, args.json)
+    words = (resolve(args.source), args.overrides, args.data, args.samples, args.json)
     if args.nproc == 1:
         evaluate_rank(*words)
         return 0
@@ -57,6 +56,7 @@ def sections_of(overrides: Sequence[str], nproc: int) -> dict[str, dict[str, Any
 
 
 def evaluate_rank(source: str, overrides: list[str], prefixes: list[str] | None, samples: int, as_json: bool) -> None:
+    from meshwright.checkpoint.hf import NO_DATA
     from meshwright.train.datasets import datasets_of
     from meshwright.train.evaluate import evaluate, with_model
     from meshwright.train.processes import find_place
@@ -66,6 +66,8 @@ def evaluate_rank(source: str, overrides: list[str], prefixes: list[str] | None,
         sections["data"] = sections.get("data", {}) | {"prefixes": prefixes, "weights": [], "split": [1.0, 0.0, 0.0]}
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
+        if ctx.config.data.prefixes == (NO_DATA,):
+            raise UserError(f"{source} comes without data: name token files with --data PREFIX")
         train, valid, _ = datasets_of(ctx.config)
         data = train if prefixes else valid
         if data is None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,24 +38,18 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--temperature must not be negative, and --top-p lies above 0 and up to 1")
     if args.nproc > 1:
         warm_up()
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
-        args.source = resolve(args.source, Path(folder))
-        if args.nproc == 1:
-            generate_rank(vars(args))
-            return 0
-        return launch(args.nproc, 0, generate_rank, vars(args))
+    args.source = resolve(args.source)
+    if args.nproc == 1:
+        generate_rank(vars(args))
+        return 0
+    return launch(args.nproc, 0, generate_rank, vars(args))
 
 
-def resolve(source: str, folder: Path) -> str:
-    """The checkpoint to read; a Hugging Face folder is imported into `folder` first."""
+def resolve(source: str) -> str:
+    """The folder to read: a checkpoint, or a Hugging Face folder as it is."""
     from meshwright.checkpoint.format import find
 
-    if (Path(source) / "config.json").is_file():
-        from meshwright.checkpoint.hf import import_folder
-
-        import_folder(Path(source), folder / "imported")
-        return str(folder / "imported")
-    return str(find(source))
+    return source if (Path(source) / "config.json").is_file() else str(find(source))
 
 
 def tokenizer_of(path: Path, config: Any) -> Any:
@@ -75,7 +69,25 @@ def tokenizer_of(path: Path, config: Any) -> Any:
     return None
 
 
+def end_tokens(path: Path, tokenizer: Any) -> set[int]:
+    """After which a text is complete: as the model's makers say, else as the run's documents end."""
+    from meshwright.checkpoint.hf import origin_of
+
+    origin = origin_of(path)
+    told: list[Any] = []
+    with contextlib.suppress(OSError, ValueError):  # it may be missing, and says nothing that can't be done without
+        told.append(json.loads((path / "generation_config.json").read_text(encoding="utf-8")))
+    told += [origin.config] if origin is not None else []
+    for each in told:
+        found = each.get("eos_token_id") if isinstance(each, dict) else None
+        if found is not None:
+            return set(found) if isinstance(found, list) else {found}
+    return set() if tokenizer is None else {tokenizer.eod}
+
+
 def prompt_ids(args: dict[str, Any], tokenizer: Any, vocab: int) -> list[int]:
+    from meshwright.checkpoint.hf import origin_of
+
     if args["prompt_tokens"] is not None:
         try:
             ids = [int(word) for word in args["prompt_tokens"].split(",")]
@@ -86,7 +98,8 @@ def prompt_ids(args: dict[str, Any], tokenizer: Any, vocab: int) -> list[int]:
         return ids
     if tokenizer is None:
         raise UserError("no tokenizer is known for this model: give --prompt-tokens instead of --prompt")
-    return list(tokenizer.encode(args["prompt"])) or [tokenizer.eod]
+    encode = tokenizer.encode if origin_of(Path(args["source"])) is None else tokenizer.encode_marked
+    return list(encode(args["prompt"])) or [tokenizer.eod]
 
 
 def generate_rank(args: dict[str, Any]) -> None:
@@ -102,24 +115,24 @@ def generate_rank(args: dict[str, Any]) -> None:
     }
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
-        model = ctx.config.model
-        tokenizer = tokenizer_of(Path(args["source"]), ctx.config)
+        model, path = ctx.config.model, Path(args["source"])
+        tokenizer = tokenizer_of(path, ctx.config)
         prompt = prompt_ids(args, tokenizer, model.vocab)
-        longest = min(model.seq, len(prompt) + args["max_tokens"]) if model.position != "none" else model.seq
-        generator = Generator(modules[0], model.vocab, longest)
-        most = min(args["max_tokens"], max(1, model.seq - len(prompt)))
-        end = tokenizer.eod if tokenizer is not None else None
-        tokens = []
-        for token in generate(generator, prompt, most, args["temperature"], args["top_p"], args["seed"], end):
-            tokens.append(token)
+        ends = end_tokens(path, tokenizer)
+        generator = Generator(modules[0], model.vocab, min(model.seq, len(prompt) + args["max_tokens"]))
+        most = min(args["max_tokens"], max(1, model.seq - len(prompt) + 1))  # the last token is not looked back at
+        words = (generator, prompt, most, args["temperature"], args["top_p"], args["seed"], ends)
+        tokens = list(generate(*words))
         if place.rank == 0:
-            show(args, prompt, tokens, tokenizer, end)
+            if len(tokens) == most < args["max_tokens"] and tokens[-1] not in ends:
+                print(f"(stopped: the model's context of {model.seq} tokens is full)", file=sys.stderr)
+            show(args, prompt, tokens, tokenizer, ends)
 
     with_model(args["source"], sections, use)
 
 
-def show(args: dict[str, Any], prompt: list[int], tokens: list[int], tokenizer: Any, end: int | None) -> None:
-    kept = tokens[:-1] if tokens and tokens[-1] == end else tokens
+def show(args: dict[str, Any], prompt: list[int], tokens: list[int], tokenizer: Any, ends: set[int]) -> None:
+    kept = tokens[:-1] if tokens[-1] in ends else tokens
     text = tokenizer.decode(kept) if tokenizer is not None else None
     if args["json"]:
         print(json.dumps({"prompt_tokens": prompt, "tokens": tokens, "text": text}), flush=True)

@@ -55,6 +55,10 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def encode_marked(self, text: str) -> list[int]:
+        """With the tokens that the tokenizer's own files put around a text, as models trained elsewhere expect."""
+        ...
+
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """The ids of each text, in the token file's dtype."""
         ...
@@ -76,6 +80,9 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_marked(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         dtype = token_dtype(self.vocab_size)
@@ -115,6 +122,10 @@ class JsonTokenizer:
         ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
         return ids
 
+    def encode_marked(self, text: str) -> list[int]:
+        ids: list[int] = self._library.encode(text).ids
+        return ids
+
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         if self._words is not None:
             return [self._words.encode(text) for text in texts]
@@ -150,6 +161,10 @@ class SentencePieceTokenizer:
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._library.encode(text, out_type=int)
         return ids
+
+    def encode_marked(self, text: str) -> list[int]:
+        begin = int(self._library.bos_id())
+        return ([begin] if begin >= 0 else []) + self.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         lists = self._library.encode(list(texts), out_type=int, num_threads=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class Generator:
         rotary = None if module.rotary is None else module.rotary(positions, count)
         mask = None
         if module.alibi is not None:
-            mask = module.alibi(causal_mask(end, tokens.device)[:, :, self.length :])
+            mask = module.alibi(causal_mask(end, tokens.device, count))
         for number, block in module.blocks.items():
             hidden = block(hidden, 1, rotary, mask, self.past[number])
         self.length = end
@@ -59,14 +59,14 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
-    end: int | None = None,
+    ends: Container[int] = (),
 ) -> Iterator[int]:
-    """At most `most` tokens after `prompt`; stops at the token `end`."""
+    """At most `most` tokens after `prompt`; stops after a token of `ends`."""
     random = torch.Generator().manual_seed(seed)
     logits = generator.next_logits(prompt)
     for number in range(most):
         token = choose(logits, temperature, top_p, random)
         yield token
-        if token == end or number == most - 1:
+        if token in ends or number == most - 1:
             return
         logits = generator.next_logits([token])

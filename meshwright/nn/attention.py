@@ -90,9 +90,10 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes + [2.0 ** (-4.0 * (2 * n + 1) / power) for n in range(heads - power)]
 
 
-def causal_mask(seq: int, device: torch.device) -> Tensor:
-    """[1, 1, seq, seq], true where one may look."""
-    return torch.ones(seq, seq, dtype=torch.bool, device=device).tril()[None, None]
+def causal_mask(seq: int, device: torch.device, queries: int | None = None) -> Tensor:
+    """[1, 1, queries, seq], true where one may look; the queries are the last positions, without a number all."""
+    rows = seq if queries is None else queries
+    return torch.ones(rows, seq, dtype=torch.bool, device=device).tril(seq - rows)[None, None]
 
 
 class QKV(nn.Module):

@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 
 from meshwright.checkpoint.format import find
+from meshwright.checkpoint.hf import config_of
+from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader, load_weights
 from meshwright.config.load import config_from
 from meshwright.config.rules import check
@@ -24,11 +26,18 @@ from meshwright.train.processes import Place, find_place, join, leave
 from meshwright.train.step import fields_of, mean_loss
 
 
-def config_in(path: Path, **sections: dict[str, Any]) -> Config:
-    """The config that a checkpoint was written with, some keys changed; a foreign section is left out."""
-    from meshwright.checkpoint.format import read_index
+def open_model(source: str) -> tuple[Reader | HFFolder, dict[str, Any]]:
+    """The weights that PATH[@STEP] or a Hugging Face folder holds, and the config that says of which model."""
+    if (Path(source) / "config.json").is_file():
+        folder = HFFolder(Path(source))
+        return folder, config_of(folder.model)
+    reader = Reader(find(source))
+    return reader, reader.index.config
 
-    raw = {name: dict(keys) for name, keys in read_index(path).config.items()}
+
+def config_with(found: dict[str, Any], sections: dict[str, dict[str, Any]]) -> Config:
+    """A checkpoint's config, some keys changed; a foreign section is left out."""
+    raw = {name: dict(keys) for name, keys in found.items()}
     known = set(Config.__dataclass_fields__) - {"extra"}
     for name, keys in sections.items():
         raw[name] = raw.get(name, {}) | keys
@@ -38,10 +47,10 @@ def config_in(path: Path, **sections: dict[str, Any]) -> Config:
 def with_model(
     source: str, sections: dict[str, dict[str, Any]], use: Callable[[Context, list[nn.Module], Place], Any]
 ) -> Any:
-    """Joins the world, loads the model that `source` (PATH[@STEP]) names, and calls `use` with it."""
-    path = find(source)
+    """Joins the world, loads the model that `source` names, and calls `use` with it."""
+    weights, found = open_model(source)
     place = find_place()
-    config = config_in(path, **sections)
+    config = config_with(found, sections)
     check(config, place.world)
     limit_threads(place.local_world)
     device = Device.choose(config.run.device, place.local_rank)
@@ -51,7 +60,7 @@ def with_model(
     try:
         ctx = build_context(config, place.rank, place.world, device, place.local_world)
         modules = build_modules(ctx, model_provider)
-        load_weights(modules, Reader(path))
+        load_weights(modules, weights)
         return use(ctx, modules, place)
     finally:
         if joined:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
-LLAMA = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
+LLAMA = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 96}
 OLD = {"n_layer": 2, "n_head": 4, "vocab_size": 61}
 LLAMA31 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 
-# (class of the config, its arguments). Each is another corner: grouped heads, tied or not, biases, scaling, ...
+# (class of the config, its arguments), all with a context of 96 tokens or more.
+# Each is another corner: grouped heads, tied or not, biases, scaling, ...
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("GPT2Config", {**OLD, "n_embd": 32, "n_positions": 32}),
+    "gpt2": ("GPT2Config", {**OLD, "n_embd": 32, "n_positions": 96}),
     "gpt2-untied-relu": (
         "GPT2Config",
-        {**OLD, "n_embd": 32, "n_positions": 32, "n_inner": 40, "activation_function": "relu",
+        {**OLD, "n_embd": 32, "n_positions": 96, "n_inner": 40, "activation_function": "relu",
          "tie_word_embeddings": False},
     ),
     "llama2": ("LlamaConfig", {**LLAMA, "num_key_value_heads": 4}),
@@ -34,20 +36,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2Config", {**LLAMA, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {**LLAMA, "head_dim": 16}),
     "qwen3-one-kv-head": ("Qwen3Config", {**LLAMA, "head_dim": 8, "num_key_value_heads": 1}),
-    "mistral": ("MistralConfig", {**LLAMA, "sliding_window": 64}),
-    "gpt-neox": ("GPTNeoXConfig", {**SIZES, "intermediate_size": 48, "max_position_embeddings": 64}),
+    "mistral": ("MistralConfig", {**LLAMA, "sliding_window": 96}),
+    "gpt-neox": ("GPTNeoXConfig", {**SIZES, "intermediate_size": 48, "max_position_embeddings": 96}),
     "gpt-neox-in-series": (
         "GPTNeoXConfig",
-        {**SIZES, "intermediate_size": 48, "max_position_embeddings": 64, "use_parallel_residual": False,
+        {**SIZES, "intermediate_size": 48, "max_position_embeddings": 96, "use_parallel_residual": False,
          "hidden_act": "gelu_new", "rotary_pct": 1.0},
     ),
-    "opt": ("OPTConfig", {**SIZES, "ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32}),
+    "opt": ("OPTConfig", {**SIZES, "ffn_dim": 48, "max_position_embeddings": 96, "word_embed_proj_dim": 32}),
     "bloom": ("BloomConfig", {**OLD, "hidden_size": 32}),
     "bloom-six-heads": ("BloomConfig", {**OLD, "hidden_size": 48, "n_head": 6}),
 }  # fmt: skip
 
 
-def make(name: str, dtype: torch.dtype = torch.float32) -> Any:
+def make(name: str, dtype: torch.dtype = torch.float32, std: float = 0.15) -> Any:
     """A model whose weights are all random: also the norms and biases, which would start as ones and zeros."""
     import transformers
 
@@ -56,14 +58,10 @@ def make(name: str, dtype: torch.dtype = torch.float32) -> Any:
     config = getattr(transformers, kind)(**arguments)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            around = 1.0 if parameter.dim() == 1 and "norm" in name_of(model, parameter) else 0.0
-            parameter.copy_(around + 0.15 * torch.randn(parameter.shape))
+        for key, parameter in model.named_parameters():
+            around = 1.0 if parameter.dim() == 1 and key.endswith("weight") else 0.0  # a norm's
+            parameter.copy_(around + (std if parameter.dim() > 1 else 0.15) * torch.randn(parameter.shape))
     return model.to(dtype)
-
-
-def name_of(model: Any, parameter: torch.Tensor) -> str:
-    return next(name for name, each in model.named_parameters() if each is parameter).replace("ln_", "norm")
 
 
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -71,8 +69,8 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids).logits.float()
 
 
-def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    model = make(name, dtype)
+def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, std: float = 0.15) -> Any:
+    model = make(name, dtype, std)
     model.save_pretrained(folder)
     return model
 
@@ -85,10 +83,8 @@ def sections_of(checkpoint: str, **layout: Any) -> dict[str, dict[str, Any]]:
     return {"model": model, "layout": layout, "train": {"precision": "fp32", "micro_batch": 2, "global_batch": 2}}
 
 
-def run_models(
-    rank: int, world: int, checkpoints: list[str], ids: torch.Tensor, layout: dict[str, int]
-) -> list[Any]:
-    """The body of a rank: this rank's columns of every model's logits, or None on a stage that is not the last."""
+def loaded(rank: int, world: int, checkpoints: list[str], layout: dict[str, int]) -> Iterator[tuple[Any, Any]]:
+    """On one of the ranks of a layout: each model's context and its module with the weights."""
     from meshwright.checkpoint.load import Reader, load_weights
     from meshwright.comm.mesh import Mesh
     from meshwright.device import Device
@@ -99,7 +95,6 @@ def run_models(
     from tests.support.oracle import small_config
 
     groups: dict[Any, dict[str, Any]] = {}
-    found: list[Any] = []
     for checkpoint in checkpoints:
         config = small_config(**sections_of(checkpoint, **layout))
         key = layout_of(config, world)
@@ -109,8 +104,27 @@ def run_models(
         ctx = build_context(config, rank, world, Device("cpu"), process_groups=groups[key])
         (module,) = build_modules(ctx, model_provider)
         load_weights([module], Reader(Path(checkpoint)))
-        with torch.no_grad():
-            found.append(_through(ctx, module.eval(), ids))
+        yield ctx, module.eval()
+
+
+def run_models(
+    rank: int, world: int, checkpoints: list[str], ids: torch.Tensor, layout: dict[str, int]
+) -> list[Any]:
+    """The body of a rank: this rank's columns of every model's logits, or None on a stage that is not the last."""
+    with torch.no_grad():
+        return [_through(ctx, module, ids) for ctx, module in loaded(rank, world, checkpoints, layout)]
+
+
+def continue_prompts(
+    rank: int, world: int, checkpoints: list[str], prompt: list[int], count: int, layout: dict[str, int]
+) -> list[list[int]]:
+    """The body of a rank: every model's greedy `count` tokens after the prompt."""
+    from meshwright.models.generate import Generator, generate
+
+    found = []
+    for ctx, module in loaded(rank, world, checkpoints, layout):
+        generator = Generator(module, ctx.config.model.vocab, len(prompt) + count)
+        found.append(list(generate(generator, prompt, count)))
     return found
 
 

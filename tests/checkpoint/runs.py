@@ -98,8 +98,8 @@ def _plant(crash: Crash) -> None:
 
     real_save, real_write = tensor_file.write, run_folder._write
 
-    def half_save(path: Path, tensors: Any) -> None:
-        real_save(path, tensors)
+    def half_save(path: Path, *contents: Any) -> None:
+        real_save(path, *contents)
         os.truncate(path, path.stat().st_size // 2)
 
     def half_write(file: Any, line: dict[str, Any]) -> None:

@@ -31,11 +31,17 @@ def test_anyone_can_read_it_with_safetensors_and_json(tmp_path: Path) -> None:
 
 
 def test_every_promise_names_tests_that_exist() -> None:
-    folder = Path(__file__).parent
-    known = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("test_*.py")}
-    files = set(re.findall(r"test_\w+\.py", PAGE))
-    assert files and files <= set(known)
-    functions = {
-        node.name for text in known.values() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)
-    }
-    assert set(re.findall(r"::(test_\w+)", PAGE)) <= functions
+    """Each of its paragraphs that begins with a promise names one or more, by file (and folder) and function."""
+    tests = Path(__file__).parents[1]
+    promises = PAGE.split("## Promises")[1].split("What is not promised")[0]
+    paragraphs = [text for text in promises.split("\n\n") if text.startswith("**")]
+    assert len(paragraphs) > 15
+    for text in paragraphs:
+        named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", text)
+        assert named, text
+        assert len(named) == len(re.findall(r"\btest_\w+\.py\b", text)), f"a file without a test in it: {text}"
+        for file, function in named:
+            path = tests.parent / file if "/" in file else tests / "checkpoint" / file
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (file, function)
+    assert all((tests.parent / file).is_file() for file in re.findall(r"`(benchmarks/\w+\.py)`", PAGE))

@@ -20,6 +20,7 @@ from meshwright.checkpoint.save import Saver
 from meshwright.cli.main import main
 from meshwright.errors import UserError
 from tests.checkpoint.hf_models import MODELS, logits, make, run_models, save
+from tests.models.test_hf_families import SECTIONS
 from tests.support.oracle import make_trainer, small_config
 from tests.support.ranks import run_ranks
 
@@ -153,6 +154,33 @@ def test_names_without_prefix_old_buffers_and_a_stored_tie(tmp_path: Path, made:
     export_folder(tmp_path / "checkpoint", tmp_path / "out")
     save_file(plain, tmp_path / "wanted.safetensors")
     same_files(tmp_path / "wanted.safetensors", tmp_path / "out" / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", list(SECTIONS))
+def test_a_model_trained_here_has_the_same_logits_in_transformers(name: str, tmp_path: Path) -> None:
+    """Ten steps in each family's shape, loaded without a word from us but config.json and the weights."""
+    sections = {
+        "model": SECTIONS[name], "train": {"precision": "fp32", "global_batch": 4, "micro_batch": 2},
+        "optimizer": {"lr": 1e-2}, "lr": {"warmup": 0},
+    }  # fmt: skip
+    trainer = make_trainer(small_config(**sections))
+    module = trainer.modules[0]
+
+    def ours() -> torch.Tensor:
+        with torch.no_grad():
+            return module.head.logits(module.trunk({"tokens": IDS})).view(*IDS.shape, -1)
+
+    new = ours()
+    for _ in range(10):
+        trainer.step()
+    saver = Saver(trainer, tmp_path / "run", asynchronous=False, busy="wait", keep=0)
+    saver.save()
+    saver.committed()
+    written = export_folder(tmp_path / "run" / "step-00000010", tmp_path / "hf", family=name)
+    assert written["family"] == name
+    found = logits(load(tmp_path / "hf"), IDS)
+    assert float((ours() - found).abs().max()) <= CLOSE
+    assert float((new - found).abs().max()) > 0.3, "it has learned something"
 
 
 def _train_and_save(rank: int, world: int, sections: dict[str, Any], folder: str) -> None:

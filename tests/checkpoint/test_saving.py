@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,77 @@ def test_the_contents_are_those_of_the_call_while_training_goes_on(
     index = fmt.read_index(path)
     assert (step, index.step, index.consumed, index.state["updates"]) == (1, 1, consumed, 1)
     assert same(tensors(path), expected) and not same(tensors(path), state_of(trainer))
+
+
+def test_only_the_next_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the copy is held up, a save returns and the next step computes its gradients, but changes nothing."""
+    copying, computed, go = threading.Event(), threading.Event(), threading.Event()
+    real_stage = save.Snapshot.stage
+
+    def held(snapshot: Any, staging: Any) -> None:
+        copying.set()
+        assert go.wait(60)
+        real_stage(snapshot, staging)
+
+    monkeypatch.setattr(save.Snapshot, "stage", held)
+    trainer = trainer_of()
+    trainer.step()
+    expected, real_gradients = state_of(trainer), trainer.gradients
+
+    def gradients() -> Any:
+        found = real_gradients()
+        computed.set()
+        return found
+
+    monkeypatch.setattr(trainer, "gradients", gradients)
+    saver = saver_of(trainer, tmp_path)
+    assert saver.save() and copying.wait(60)
+    step = threading.Thread(target=trainer.step, daemon=True)
+    step.start()
+    assert computed.wait(60), "gradients are computed while the copy is under way"
+    step.join(0.3)
+    assert step.is_alive() and same(state_of(trainer), expected), "the update waits"
+    go.set()
+    step.join(60)
+    saver.committed()
+    ((_, path),) = fmt.checkpoints(tmp_path)
+    assert same(tensors(path), expected) and not same(state_of(trainer), expected)
+
+
+def test_loading_needs_no_more_than_a_few_blocks_beside_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tensor of 67 MB, blocks of 4: the memory of the process grows by less than 20 MB at any block."""
+    monkeypatch.setattr(fmt, "BLOCK_BYTES", 4 * 2**20)
+    config = small_config(
+        model={"layers": 1, "hidden": 256, "heads": 4, "vocab": 65536, "seq": 8},
+        train={"precision": "fp32", "global_batch": 4},
+    )
+    trainer = make_trainer(config)
+    saver = saver_of(trainer, tmp_path, asynchronous=False)
+    saver.save()
+    saver.committed()
+    ((_, path),) = fmt.checkpoints(tmp_path)
+    for _, _, flat in trainer.states():
+        flat.fill_(0.5)  # all of its memory is there before the load
+    seen, real = [], Reader.block
+
+    def noted(reader: Reader, block: fmt.Block) -> torch.Tensor:
+        seen.append(private_bytes())
+        return real(reader, block)
+
+    monkeypatch.setattr(Reader, "block", noted)
+    before = private_bytes()
+    load_into(trainer, Reader(path))
+    seen.append(private_bytes())
+    assert len(seen) > 40 and max(seen) - before < 20e6
+    assert float(trainer.modules[0].embedding.tokens.weight.detach().std()) > 1e-3, "it was loaded"
+
+
+def private_bytes() -> int:
+    """Of this process, without the files that it has mapped."""
+    (found,) = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024 * int(found)
 
 
 def test_a_save_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

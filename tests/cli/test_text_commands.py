@@ -1,0 +1,166 @@
+"""`meshwright generate` and `meshwright eval`, of a Hugging Face folder, a checkpoint and a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.checkpoint.save import Saver
+from meshwright.cli.main import main
+from meshwright.data.token_writer import TokenFileWriter
+from tests.checkpoint.hf_models import save
+from tests.support.oracle import make_trainer, small_config
+
+transformers = pytest.importorskip("transformers")
+
+PROMPT = [7, 3, 41, 9]
+WORDS = ["<s>", "</s>", *(f"w{n}" for n in range(2, 61))]
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Words between blanks; it puts <s> before a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="w2"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama that transformers saved, with a tokenizer; its checkpoint."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    found = tmp_path_factory.mktemp("text")
+    save("llama2", found / "hf", std=0.5)
+    write_tokenizer(found / "hf")
+    assert main(["import", str(found / "hf"), "--to", str(found / "checkpoint"), "--json"]) == 0
+    return found
+
+
+def theirs(folder: Path, ids: list[int], count: int) -> list[int]:
+    """Greedy text as transformers has it, which stops where the folder's files say."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf").eval()
+    given = torch.tensor([ids])
+    out = model.generate(
+        given, attention_mask=torch.ones_like(given), max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
+    return list(out[0, len(ids) :].tolist())
+
+
+def text_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["generate", *words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert set(found) == {"prompt_tokens", "tokens", "text"}
+    return found
+
+
+def set_end(folder: Path, end: Any) -> None:
+    """In the Hugging Face folder and in the checkpoint."""
+    for path in (folder / "hf" / "generation_config.json", folder / "checkpoint" / "generation_config.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": end}))
+
+
+def test_the_folder_and_its_checkpoint_write_what_transformers_writes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_end(folder, None)
+    ids = ["--prompt-tokens", ",".join(map(str, PROMPT))]
+    expected = theirs(folder, PROMPT, 24)
+    assert len(set(expected)) > 4
+    for source in ("hf", "checkpoint"):
+        found = text_of(capsys, str(folder / source), *ids, "--max-tokens", "24")
+        assert (found["prompt_tokens"], found["tokens"]) == (PROMPT, expected)
+        assert found["text"].split() == [WORDS[n] for n in expected]
+    for end in (expected[6], [60, expected[6], expected[9]]):
+        set_end(folder, end)
+        expected_end = theirs(folder, PROMPT, 24)
+        assert len(expected_end) < 24
+        for source in ("hf", "checkpoint"):
+            assert text_of(capsys, str(folder / source), *ids)["tokens"] == expected_end
+
+
+def test_a_text_begins_as_the_model_is_used_to(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    set_end(folder, None)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hf")
+    ids = tokenizer("w5 w17")["input_ids"]
+    found = text_of(capsys, str(folder / "hf"), "--prompt", "w5 w17", "--max-tokens", "8")
+    assert found["prompt_tokens"] == ids == [0, 5, 17]
+    assert found["tokens"] == theirs(folder, ids, 8)
+    assert main(["generate", str(folder / "hf"), "--prompt", "w5 w17", "--max-tokens", "8"]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"w5 w17{found['text']}\n" and "(8 tokens)" in said.err
+
+
+def test_two_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Greedy and drawn text, the same as on one rank; stdout is one JSON document."""
+    set_end(folder, None)
+    words = [str(folder / "hf"), "--prompt-tokens", "7,3,41,9", "--max-tokens", "12", "--temperature", "0.7"]
+    one = text_of(capsys, *words, "--seed", "3", "--top-p", "0.9")
+    command = [sys.executable, "-m", "meshwright", "generate", *words, "--seed", "3", "--top-p", "0.9", "--json"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "--nproc", "2"], capture_output=True, text=True, timeout=180, env=env)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == one
+    assert one["tokens"] != text_of(capsys, *words, "--seed", "4")["tokens"]
+
+
+def test_the_end_of_the_context_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    set_end(folder, None)
+    ids = ",".join(str(n % 61) for n in range(90))
+    assert main(["generate", str(folder / "hf"), "--prompt-tokens", ids, "--json"]) == 0
+    said = capsys.readouterr()
+    assert len(json.loads(said.out)["tokens"]) == 7 and "context of 96 tokens is full" in said.err
+    assert main(["generate", str(folder / "hf"), "--prompt-tokens", ",".join(["1"] * 97)]) == 2
+    assert "97 tokens are more than the model's 96" in capsys.readouterr().err
+
+
+def test_a_run_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = make_trainer(small_config(model={"seq": 24}))
+    saver = Saver(trainer, tmp_path / "checkpoints", asynchronous=False, busy="wait", keep=0)
+    saver.save()
+    saver.committed()
+    found = text_of(capsys, str(tmp_path), "--prompt-tokens", "5", "--max-tokens", "20")
+    assert len(found["tokens"]) == 20 and found["text"] is None
+    mistakes = {
+        "no tokenizer is known": ["--prompt", "a"],
+        "between 0 and 52": ["--prompt-tokens", "53"],
+        "must be numbers": ["--prompt-tokens", "a"],
+        "--max-tokens must be": ["--prompt-tokens", "1", "--max-tokens", "0"],
+        "--top-p lies above": ["--prompt-tokens", "1", "--top-p", "0"],
+    }
+    for sentence, words in mistakes.items():
+        assert main(["generate", str(tmp_path), *words]) == 2
+        assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", ["hf", "checkpoint"])
+def test_eval_is_the_loss_of_transformers(
+    source: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with TokenFileWriter(tmp_path / "tokens", np.dtype("uint16")) as writer:
+        writer.add_document(np.random.default_rng(0).integers(0, 61, 8 * 96 + 1).astype(np.uint16))
+        writer.finish()
+    words = ["--data", str(tmp_path / "tokens"), "--samples", "8", "train.global_batch=8"]  # an epoch: each window once
+    assert main(["eval", str(folder / source), *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf").eval()
+    ids = torch.from_numpy(np.fromfile(tmp_path / "tokens.bin", dtype=np.uint16).astype(np.int64))
+    with torch.no_grad():
+        logits = model(input_ids=ids[:-1].view(8, 96)).logits.double()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[1:]).item()
+    assert found["tokens"] == 8 * 96 and abs(found["loss"] - loss) < 1e-5
+    assert abs(found["perplexity"] - np.exp(loss)) < 1e-4 * np.exp(loss)
+    assert main(["eval", str(folder / source)]) == 2
+    assert "--data" in capsys.readouterr().err
