@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -74,9 +76,26 @@ class Device:
         if precision == "bf16" and self.kind == "cuda" and not torch.cuda.is_bf16_supported():
             raise UserError("train.precision=bf16 is not supported by this GPU: use fp16 or fp32")
 
+    @property
+    def name(self) -> str:
+        return "cpu" if self.kind == "cpu" else str(getattr(torch, self.kind).get_device_name(self.index))
+
+    def empty_cache(self) -> None:
+        """Memory that no tensor uses goes back to the device."""
+        if self.kind != "cpu":
+            gc.collect()
+            getattr(torch, self.kind).empty_cache()
+
     def synchronize(self) -> None:
         if self.kind != "cpu":
             getattr(torch, self.kind).synchronize()
+
+    def upload(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy on this device. The host does not wait for it."""
+        return x if self.kind == "cpu" else x.pin_memory().to(self.torch, non_blocking=True)
+
+    def download(self, x: torch.Tensor) -> Download:
+        return Download(self, x)
 
     def side_stream(self) -> SideStream:
         """A stream for copies beside the computation, which sees all that was launched up to now."""
@@ -85,6 +104,24 @@ class Device:
     def peak_bytes(self) -> int | None:
         """Most memory that tensors took on this device so far, or None on a CPU."""
         return None if self.kind == "cpu" else int(getattr(torch, self.kind).max_memory_allocated())
+
+
+class Download:
+    """A copy to the host under way; `read` waits for it alone, not for what was launched after it."""
+
+    def __init__(self, device: Device, x: torch.Tensor) -> None:
+        self._event = None
+        self._copy = x
+        if device.kind != "cpu":
+            self._copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self._copy.copy_(x, non_blocking=True)
+            self._event = torch.Event(device.torch)
+            self._event.record()
+
+    def read(self) -> list[Any]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy.tolist()
 
 
 class SideStream:

@@ -21,6 +21,8 @@ class Parallel:
     device: torch.device
     streams: Streams
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    fused: bool = False  # whether norms and activations are taken into the products behind them
+    products: str = ""  # in which precision linear layers multiply, if not in `dtype` (see nn/products.py)
 
     @property
     def splits_tokens(self) -> bool:
