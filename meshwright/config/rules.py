@@ -144,6 +144,15 @@ def shards_fit_nodes(c: Config, world: int) -> str | None:
     return None
 
 
+def dtypes_fit_precision(c: Config, world: int) -> str | None:
+    precision = c.train.precision
+    if c.train.grad_dtype not in ("fp32", precision):
+        return f"train.grad_dtype={c.train.grad_dtype} is neither fp32 nor train.precision={precision}: set one of these"
+    if c.optimizer.master_dtype == "bf16" and precision != "bf16":
+        return f"optimizer.master_dtype=bf16 needs train.precision=bf16, not {precision}: change one of them"
+    return None
+
+
 def lr_fits_steps(c: Config, world: int) -> str | None:
     if c.lr.warmup > c.train.steps:
         return f"lr.warmup={c.lr.warmup} is longer than train.steps={c.train.steps}: lower it"
@@ -183,6 +192,7 @@ RULES: list[Rule] = [
     batch_divides,
     eval_divides,
     shards_fit_nodes,
+    dtypes_fit_precision,
     lr_fits_steps,
     positions_to_reset,
     compiles_without_dropout,

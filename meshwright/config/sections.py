@@ -156,6 +156,7 @@ class TrainConfig:
     micro_batch: int = 1
     seed: int = 1234
     precision: Precision = "fp32"
+    grad_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # in which gradients add up: fp32 or the model's precision
     clip: float = 1.0  # 0: no clipping
     compile: Literal["auto", "true", "false"] = "auto"  # torch.compile of the blocks; auto: on accelerators
     ramp: tuple[int, ...] = ()  # (first global batch, increment, samples over which it grows)
@@ -232,6 +233,8 @@ class OptimizerConfig:
     betas: tuple[float, ...] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1  # not on norms and biases
+    master_dtype: Literal["fp32", "bf16"] = "fp32"  # bf16, with train.precision=bf16: no masters
+    state_dtype: Literal["fp32", "bf16"] = "fp32"  # of the moments; updates are computed in fp32
 
     def __post_init__(self) -> None:
         _positive("optimizer", lr=self.lr, eps=self.eps)

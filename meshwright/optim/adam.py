@@ -1,20 +1,24 @@
 """Optimizers on flat buffers: a few fused calls for the whole model, each rank on the shares that it owns.
 
 fp64 and fp32 weights are updated in place; bf16 and fp16 weights have fp32 masters, which are copied over after the
-update. The gradient's scale (loss scale, token count, clipping) is one number that the update divides by.
+update. Updates are computed in fp32 (fp64 for fp64), whatever the states are kept in and wherever they live. The
+gradient's scale (loss scale, token count, clipping) is one number that the update divides by.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from meshwright.config.sections import OptimizerConfig
+from meshwright.config.sections import OffloadConfig, OptimizerConfig
+from meshwright.device import DTYPES
 from meshwright.kernels import fits
 from meshwright.sharding.buffers import Bucket, FlatBuffer
+from meshwright.sharding.homes import Kept, Pieces, pieces
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -30,55 +34,104 @@ class Span(NamedTuple):
     weights: Tensor | None
 
 
+class Run(NamedTuple):
+    """Elements low to high, from the begin of a bucket's share, that all decay or all don't."""
+
+    bucket: Bucket
+    low: int
+    high: int
+    decay: bool
+
+
 class FlatState:
     """Masters and moments of one buffer: for each a tensor of this rank's share of each bucket."""
 
-    def __init__(self, buffer: FlatBuffer, moments: int) -> None:
+    def __init__(self, buffer: FlatBuffer, config: OptimizerConfig, offload: OffloadConfig) -> None:
         self.buffer = buffer
+        double = buffer.key.dtype == torch.float64
+        self.dtype = torch.float64 if double else torch.float32
+        names = (config.master_dtype, config.state_dtype)
+        master_dtype, state_dtype = (self.dtype if double else DTYPES[name] for name in names)
         own = [bucket.own_params for bucket in buffer.buckets]
-        self.master = own if self.in_place else self._flat()
+        sizes = [share.numel() for share in own]
+        self.in_place = buffer.key.dtype == master_dtype  # the masters are the model's own weights
+
+        def new(dtype: torch.dtype) -> Kept:
+            return Kept(sizes, dtype, buffer.device, offload.optimizer, Path(offload.path))
+
+        self.kinds = [Kept.of(own) if self.in_place else new(master_dtype)]
         if not self.in_place:
             for master, params in zip(self.master, own, strict=True):
                 master.copy_(params)
-        self.moments = [self._flat() for _ in range(moments)]
-        self._spans = [span for decay in (True, False) for span in self._find_spans(decay)]
+        self.kinds += [new(state_dtype) for _ in MOMENTS if config.name == "adamw"]
+        here = (kind.is_at_hand(buffer.device, self.dtype) for kind in self.kinds)
+        self.at_hand = buffer.grads.dtype == self.dtype and all(here)
+        self._runs = list(self._find_runs())
+        if self.at_hand:
+            self._spans = [(run.bucket, self._span(run)) for run in self._runs]
+        else:
+            most = int(offload.buffer_mib * 2**20 // self.dtype.itemsize)
+            self._order = pieces(sizes, list(reversed(range(len(sizes)))), most)
+            self._pieces = Pieces(self.kinds, buffer.device, self.dtype, min(most, max(sizes)))
 
     @property
-    def in_place(self) -> bool:
-        """Whether the masters are the model's own weights."""
-        return self.buffer.params.dtype == self.buffer.grads.dtype
+    def master(self) -> list[Tensor]:
+        return self.kinds[0].shares
 
-    def _flat(self) -> list[Tensor]:
-        """One zero tensor for all shares, cut into them."""
-        sizes = [bucket.own_params.numel() for bucket in self.buffer.buckets]
-        return list(torch.zeros(sum(sizes), dtype=self.buffer.grads.dtype, device=self.buffer.device).split(sizes))
+    @property
+    def moments(self) -> list[list[Tensor]]:
+        return [kind.shares for kind in self.kinds[1:]]
 
-    def _find_spans(self, decay: bool) -> Iterator[tuple[Bucket, Span]]:
-        """Where this rank owns whole buckets, they lie one behind the other: ranges go on from one into the next."""
-        runs = self.buffer.runs(slot for slot in self.buffer.slots if slot.record.decay == decay)
-        joined: list[tuple[Bucket, int, int]] = []
-        end = -1  # of the last range, in the buffer
-        for bucket, low, high in runs:
-            if self.buffer.split.shards == 1 and bucket.start + low == end:
-                first, begin, _ = joined[-1]
-                joined[-1] = (first, begin, bucket.start + high - first.start)
-            else:
-                joined.append((bucket, low, high))
-            end = bucket.start + high
-        for bucket, low, high in joined:
-            weights = None if self.in_place else _from(bucket.own_params, low, high)
-            moments = tuple(_from(moment[bucket.index], low, high) for moment in self.moments)
-            master = _from(self.master[bucket.index], low, high)
-            yield bucket, Span(decay, master, _from(bucket.own_grads, low, high), moments, weights)
+    def _find_runs(self) -> Iterator[Run]:
+        """Where this rank owns whole buckets and all is at hand, they lie one behind the other: a run goes on from one
+        into the next, and there are few of them."""
+        for decay in (True, False):
+            runs = self.buffer.runs(slot for slot in self.buffer.slots if slot.record.decay == decay)
+            joined: list[Run] = []
+            end = -1  # of the last one, in the buffer
+            for bucket, low, high in runs:
+                if self.at_hand and self.buffer.split.shards == 1 and bucket.start + low == end:
+                    first = joined[-1].bucket
+                    joined[-1] = joined[-1]._replace(high=bucket.start + high - first.start)
+                else:
+                    joined.append(Run(bucket, low, high, decay))
+                end = bucket.start + high
+            yield from joined
 
-    def spans(self, buckets: Sequence[Bucket]) -> list[Span]:
-        chosen = {bucket.index for bucket in buckets}
-        return [span for bucket, span in self._spans if bucket.index in chosen]
+    def _span(self, run: Run) -> Span:
+        bucket, low, high, decay = run
+        master, *moments = (_from(kind.shares[bucket.index], low, high) for kind in self.kinds)
+        weights = None if self.in_place else _from(bucket.own_params, low, high)
+        return Span(decay, master, _from(bucket.own_grads, low, high), tuple(moments), weights)
 
-    def publish(self, bucket: Bucket) -> None:
-        """The updated masters become the model's weights, as far as this rank owns them."""
+    def portions(self) -> Iterator[tuple[list[Span], list[Bucket]]]:
+        """What is updated at once, and the buckets that are done with it: the whole buffer, or, where other ranks wait
+        for the result, a bucket, those first that forward needs first; or what fits into the room for pieces."""
+        if not self.at_hand:
+            yield from self._brought()
+        elif self.buffer.split.shards == 1:
+            yield [span for _, span in self._spans], self.buffer.buckets
+        else:
+            for bucket in reversed(self.buffer.buckets):
+                yield [span for owner, span in self._spans if owner is bucket], [bucket]
+
+    def _brought(self) -> Iterator[tuple[list[Span], list[Bucket]]]:
+        for piece, (master, *moments) in self._pieces.run(self._order):
+            bucket, spans = self.buffer.buckets[piece.share], []
+            grad = bucket.own_grads[piece.low : piece.high].to(self.dtype)
+            for _, low, high, decay in (run for run in self._runs if run.bucket is bucket):
+                low, high = max(low, piece.low), min(high, piece.high)
+                if low < high:
+                    at = slice(low - piece.low, high - piece.low)
+                    weights = None if self.in_place else bucket.own_params[low:high]
+                    spans.append(Span(decay, master[at], grad[at], tuple(m[at] for m in moments), weights))
+            yield spans, [bucket] if piece.last else []
+
+    def publish(self) -> None:
+        """After masters were set from outside: the model's weights follow, as far as this rank owns them."""
         if not self.in_place:
-            bucket.own_params.copy_(self.master[bucket.index])
+            for bucket, master in zip(self.buffer.buckets, self.master, strict=True):
+                bucket.own_params.copy_(master)
 
 
 def _from(share: Tensor, low: int, high: int) -> Tensor:
@@ -94,9 +147,10 @@ class FlatOptimizer:
         buffers: list[FlatBuffer],
         config: OptimizerConfig,
         updated: Callable[[Bucket], None] = lambda bucket: None,
+        offload: OffloadConfig | None = None,
     ) -> None:
         self.config, self.updated = config, updated
-        self.states = [FlatState(buffer, len(MOMENTS) if config.name == "adamw" else 0) for buffer in buffers]
+        self.states = [FlatState(buffer, config, offload or OffloadConfig()) for buffer in buffers]
         self._updates: int | Tensor = 0
 
     @property
@@ -108,10 +162,25 @@ class FlatOptimizer:
     def updates(self, value: int) -> None:
         self._updates = value
 
+    def tensors(self) -> Iterator[tuple[str, FlatBuffer, list[Tensor]]]:
+        """Everything that a run must keep: (what it is, its buffer, this rank's share of each bucket)."""
+        for state in self.states:
+            for name, kind in zip(("param", *MOMENTS), state.kinds, strict=False):
+                yield name, state.buffer, kind.shares
+
+    def publish(self) -> None:
+        """After masters were set from outside: the model's weights follow."""
+        for state in self.states:
+            state.publish()
+            for bucket in reversed(state.buffer.buckets):
+                self.updated(bucket)
+
     @property
     def on_device(self) -> bool:
         """Whether `step_on_device` can run: a fused pass over float32 masters, with numbers from the device."""
-        return self.config.name == "adamw" and all(fits(*s.master, s.buffer.grads) for s in self.states)
+        return self.config.name == "adamw" and all(
+            state.at_hand and fits(*state.master, state.buffer.grads) for state in self.states
+        )
 
     @torch.no_grad()
     def step_on_device(self, lr: float, sums: Tensor, weight: float, clip: float) -> None:
@@ -131,72 +200,50 @@ class FlatOptimizer:
         self._updates = self._updates + finite
         corrections = [1.0 - beta**self._updates for beta in c.betas]
         numbers = torch.stack([finite.double(), 1.0 / divisor, *corrections]).float()
-        for state, buckets in self._portions():
-            for span in state.spans(buckets):
+        for spans, done in self._portions():
+            for span in spans:
                 adamw(
                     span.master, span.grad, *span.moments, span.weights, numbers, lr=lr,
                     betas=(c.betas[0], c.betas[1]), eps=c.eps, decay=c.weight_decay if span.decay else 0.0,
                 )  # fmt: skip
-            for bucket in buckets:
+            for bucket in done:
                 self.updated(bucket)
 
-    def tensors(self) -> Iterator[tuple[str, FlatBuffer, list[Tensor]]]:
-        """Everything that a run must keep: (what it is, its buffer, this rank's share of each bucket)."""
-        for state in self.states:
-            yield "param", state.buffer, state.master
-            for name, moment in zip(MOMENTS, state.moments, strict=False):
-                yield name, state.buffer, moment
+    def _portions(self) -> Iterator[tuple[list[Span], list[Bucket]]]:
+        for state in reversed(self.states):
+            yield from state.portions()
 
     @torch.no_grad()
     def step(self, lr: float, divisor: float) -> None:
         """One update with gradients / divisor."""
         self.updates += 1
-        for state, buckets in self._portions():
-            dtype = state.buffer.grads.dtype
-            if self.config.name == "sgd" or dtype == torch.float64:
-                # The fused kernel takes its scale in float32 only.
-                torch._foreach_div_([bucket.own_grads for bucket in buckets], divisor)
-                scale = None
-            else:
-                scale = torch.tensor(divisor, dtype=torch.float32, device=state.buffer.device)
+        for spans, done in self._portions():
             for decay in (True, False):
-                self._update(state.spans(buckets), decay, lr, scale)
-            self._publish(state, buckets)
+                self._update([span for span in spans if span.decay == decay], decay, lr, divisor)
+            for span in spans:
+                if span.weights is not None:
+                    span.weights.copy_(span.master)
+            for bucket in done:
+                self.updated(bucket)
 
-    def _portions(self) -> Iterator[tuple[FlatState, list[Bucket]]]:
-        """What is updated at once: a whole buffer, or, where other ranks wait for the result, a bucket, those first
-        that forward needs first."""
-        for state in reversed(self.states):
-            if state.buffer.split.shards > 1:
-                yield from ((state, [bucket]) for bucket in reversed(state.buffer.buckets))
-            else:
-                yield state, state.buffer.buckets
-
-    def _publish(self, state: FlatState, buckets: list[Bucket]) -> None:
-        for bucket in buckets:
-            state.publish(bucket)
-            self.updated(bucket)
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """After masters were set from outside: the model's weights follow."""
-        for state, buckets in self._portions():
-            self._publish(state, buckets)
-
-    def _update(self, spans: list[Span], decay: bool, lr: float, scale: Tensor | None) -> None:
-        c = self.config
-        spans = [span for span in spans if span.decay == decay]
+    def _update(self, spans: Sequence[Span], decay: bool, lr: float, divisor: float) -> None:
         if not spans:
             return
+        c = self.config
         weight_decay = c.weight_decay if decay else 0.0
-        if c.name == "sgd":
-            for span in spans:
-                span.master.mul_(1.0 - lr * weight_decay).sub_(span.grad, alpha=lr)
-            return
         params, grads = [span.master for span in spans], [span.grad for span in spans]
+        extra = {}
+        if c.name == "sgd" or grads[0].dtype == torch.float64:  # the fused kernel takes its scale in float32 only
+            torch._foreach_div_(grads, divisor)
+        else:
+            scale = torch.tensor(divisor, dtype=torch.float32, device=grads[0].device)
+            extra = {"grad_scale": scale, "found_inf": torch.zeros_like(scale)}
+        if c.name == "sgd":
+            torch._foreach_mul_(params, 1.0 - lr * weight_decay)
+            torch._foreach_sub_(params, grads, alpha=lr)
+            return
         first, second = ([span.moments[i] for span in spans] for i in range(2))
         steps = [torch.tensor(float(self.updates), device=params[0].device) for _ in params]
-        extra = {} if scale is None else {"grad_scale": scale, "found_inf": torch.zeros_like(scale)}
         torch._fused_adamw_(
             params, grads, first, second, [], steps, lr=lr, beta1=c.betas[0], beta2=c.betas[1],
             weight_decay=weight_decay, eps=c.eps, amsgrad=False, maximize=False, **extra,

@@ -305,6 +305,7 @@ def gradients(
     bucket_mib: float,
     zero: ZeroConfig | None = None,
     micro_batches: int = 1,
+    grad_dtype: str = "fp32",
 ) -> Iterator[Call]:
     """Gradients and weights of parameters (held, dtype), given in the order of forward.
 
@@ -324,7 +325,7 @@ def gradients(
     stage, shards, replicas = divided(layout, zero or ZeroConfig())
     keyed = backward_order(params, lambda item: (item[1], item[0].record.data_axes, item[0].record.partial))
     for (dtype, data_axes, partial), items in keyed.items():
-        grad, weight = grad_bytes(BYTES[dtype]), BYTES[dtype]
+        grad, weight = grad_bytes(BYTES[dtype], BYTES[grad_dtype]), BYTES[dtype]
         sizes, units = [held.record.numel for held, _ in items], [held.unit for held, _ in items]
         elements = bucket_elements(bucket_mib * 2**20, grad)
         places, buckets = place(sizes, layout.size(data_axes), elements, units if stage == 3 else None)
@@ -374,7 +375,7 @@ def stage_calls(job: Job, pp_rank: int) -> list[Call]:
     calls += pipeline(job, pp_rank, held)
     c = job.config
     params = [(param, c.train.precision) for param in parameters(job, held)]
-    calls += gradients(params, job.layout, c.comm.bucket_mib, c.zero, job.micro_batches)
+    calls += gradients(params, job.layout, c.comm.bucket_mib, c.zero, job.micro_batches, c.train.grad_dtype)
     calls += sums(job, held)
     return [call for call in calls if call.size > 1 and call.times]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from meshwright.layout.params import Box, Init, ParamRecord, global_boxes, whole
 from meshwright.nn.parallel import record_of
 from meshwright.nn.weight_grad import Sink
-from meshwright.sharding.placement import Split, backward_order, bucket_elements, place
+from meshwright.sharding.homes import Kept
+from meshwright.sharding.placement import Split, backward_order, bucket_elements, grad_bytes, place
 
 
 class Key(NamedTuple):
@@ -115,17 +117,21 @@ class Bucket:
             at = stop
 
 
-def grad_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Gradients add up in float32 at least."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 class FlatBuffer:
     """The parameters of one key, their gradients, and the buckets they are reduced in."""
 
-    def __init__(self, key: Key, named: list[Named], split: Split, bucket_bytes: float) -> None:
+    def __init__(
+        self,
+        key: Key,
+        named: list[Named],
+        split: Split,
+        bucket_bytes: float,
+        grad_dtype: torch.dtype = torch.float32,
+        params_at: tuple[str, Path] = ("none", Path()),
+    ) -> None:
+        """`params_at`: where owned weights live in stage 3, on the device, in host memory or in a file."""
         self.key, self.split = key, split
-        dtype = grad_dtype(key.dtype)
+        dtype = key.dtype if grad_bytes(key.dtype.itemsize, grad_dtype.itemsize) == key.dtype.itemsize else grad_dtype
         elements = bucket_elements(bucket_bytes, dtype.itemsize)
         units = [item.unit for item in named] if split.stage == 3 else None
         places, bounds = place([item.record.numel for item in named], split.ranks, elements, units)
@@ -133,7 +139,9 @@ class FlatBuffer:
         self.size = bounds[-1][1]
         self.slots: list[Slot] = []
         # The lasting memory: of everything, or of this rank's shares, one after the other.
-        self.params = self._flat(key.dtype, self.size // split.shards if split.stage == 3 else self.size)
+        sizes = [(stop - start) // split.shards for start, stop in bounds]
+        self._kept = Kept(sizes, key.dtype, self.device, *params_at) if split.stage == 3 else None
+        self.params = self._flat(key.dtype, 0 if split.stage == 3 else self.size)
         self.grads = self._flat(dtype, self.size // split.shards if split.stage >= 2 else self.size)
         self.buckets: list[Bucket] = []
         placed = list(zip(named, places, strict=True))
@@ -151,7 +159,8 @@ class FlatBuffer:
         params, own_params = self.params[start:stop], self.params[low:high]
         grads, own_grads = self.grads[start:stop], self.grads[low:high]
         if self.split.stage == 3:
-            params, own_params = self._flat(self.params.dtype, stop - start), self.params[own]
+            assert self._kept is not None
+            params, own_params = self._flat(self.params.dtype, stop - start), self._kept.shares[index]
         if self.split.stage >= 2:
             grads, own_grads = self._flat(self.grads.dtype, stop - start), self.grads[own]
         return Bucket(index, start, stop, share, Memory(params), Memory(grads), own_params, own_grads)
@@ -210,6 +219,8 @@ def build_buffers(
     split_of: dict[str, Split] | None,
     bucket_mib: float,
     units: dict[int, int] | None = None,
+    grad_dtype: torch.dtype = torch.float32,
+    params_at: tuple[str, Path] = ("none", Path()),
 ) -> tuple[list[FlatBuffer], dict[int, Slot]]:
     """Buffers for every trainable parameter of the chunks, in the order of backward; and the slot of each parameter.
 
@@ -227,10 +238,10 @@ def build_buffers(
     keyed = backward_order(
         named.values(), lambda item: Key(item.parameter.dtype, item.record.data_axes, item.record.partial)
     )
-    buffers = [
-        FlatBuffer(key, items, (split_of or {}).get(key.data_axes, Split()), bucket_mib * 2**20)
-        for key, items in keyed.items()
-    ]
+    buffers = []
+    for key, items in keyed.items():
+        split = (split_of or {}).get(key.data_axes, Split())
+        buffers.append(FlatBuffer(key, items, split, bucket_mib * 2**20, grad_dtype, params_at))
     return buffers, {id(slot.parameter): slot for buffer in buffers for slot in buffer.slots}
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -46,17 +47,19 @@ class DataParallel:
         bucket_mib: float = 25.0,
         reduce: Reduce = all_reduce_bucket,
         zero: ZeroConfig | None = None,
+        grad_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.mesh, self.reduce = mesh, reduce
-        modules = list(modules)
-        self.stage, shard_axes, replica_axes = divided(mesh.layout, zero or ZeroConfig())
+        modules, zero = list(modules), zero or ZeroConfig()
+        self.stage, shard_axes, replica_axes = divided(mesh.layout, zero)
         self.shards = mesh.group(shard_axes) if shard_axes else mesh.alone
         self.replicas = mesh.group(replica_axes) if replica_axes else mesh.alone
         stage = self.stage
         places = ((group.size, max(0, group.index)) for group in (self.shards, self.replicas))
         split = Split(stage, *(number for place in places for number in place))
         units = find_units(modules)
-        self.buffers, slots = build_buffers(modules, {"dp-cp": split}, bucket_mib, number_units(units))
+        numbers, at = number_units(units), (zero.offload.params, Path(zero.offload.path))
+        self.buffers, slots = build_buffers(modules, {"dp-cp": split}, bucket_mib, numbers, grad_dtype, at)
         self.buckets = [bucket for buffer in self.buffers for bucket in buffer.buckets]
         self.weights = Weights(units, slots, self.buffers, self.shards, mesh.ledger, stage)
         self._expected: dict[int, int] = {}
@@ -238,7 +241,7 @@ class DataParallel:
             return torch.zeros((), dtype=torch.float64, device=device)
         if device.type == "cpu":  # whose kernel adds up one by one in float32: short pieces keep it exact
             pieces = [part for piece in pieces for part in piece.split(NORM_PIECE)]
-            norms = torch._foreach_norm(pieces)
+            norms = torch._foreach_norm(pieces, dtype=None if pieces[0].element_size() > 2 else torch.float32)
         else:
             norms = [torch.linalg.vector_norm(piece) for piece in pieces]
         return torch.stack(list(norms)).double().square().sum()

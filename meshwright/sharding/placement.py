@@ -20,9 +20,9 @@ Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 
 
-def grad_bytes(param_bytes: int) -> int:
-    """Bytes of one element's gradient, which adds up in float32 at least."""
-    return max(4, param_bytes)
+def grad_bytes(param_bytes: int, wanted: int = 4) -> int:
+    """Bytes of one element's gradient, which adds up in float32 unless the model's own precision is asked for."""
+    return max(wanted, param_bytes)
 
 
 def bucket_elements(bucket_bytes: float, element_bytes: int) -> int:

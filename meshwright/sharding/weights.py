@@ -138,5 +138,9 @@ class Weights:
 
     def _fetch(self, bucket: Bucket) -> None:
         phase = "validation" if self.ledger.current_phase == "validation" else "gather"
+        whole, share = bucket.params.tensor, bucket.own_params
+        if share.device.type != whole.device.type:
+            low, high = bucket.share
+            share = whole[low - bucket.start : high - bucket.start].copy_(share, non_blocking=True)
         with self.ledger.phase(phase), self.ledger.layer(None):
-            self._coming[id(bucket)] = self.shards.all_gather(bucket.params.tensor, bucket.own_params, wait=False)
+            self._coming[id(bucket)] = self.shards.all_gather(whole, share, wait=False)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm.ledger import wire_bytes
-from meshwright.device import Device, Download
+from meshwright.device import DTYPES, Device, Download
 from meshwright.optim.adam import FlatOptimizer
 from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.schedules import global_batch, learning_rate
@@ -82,8 +82,10 @@ class Trainer:
     ) -> None:
         config = ctx.config
         self.ctx, self.modules = ctx, list(modules)
-        self.data_parallel = DataParallel(self.modules, ctx.mesh, config.comm.bucket_mib, reduce, config.zero)
-        self.optimizer = FlatOptimizer(self.data_parallel.buffers, config.optimizer, self.data_parallel.weights.updated)
+        grad_dtype, offload = DTYPES[config.train.grad_dtype], config.zero.offload
+        parallel = DataParallel(self.modules, ctx.mesh, config.comm.bucket_mib, reduce, config.zero, grad_dtype)
+        self.data_parallel = parallel
+        self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, parallel.weights.updated, offload)
         self.loss_scale = LossScale(config.loss_scale, config.train.precision == "fp16")
         step = lambda module, batch, received: forward_step(ctx, module, batch, received)  # noqa: E731
         self.executor = Executor(self.modules, ctx.mesh.pp, step, ctx.ledger, ctx.parallel.streams, self.data_parallel)

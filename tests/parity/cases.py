@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 WORLDS = (1, 2, 4, 8)
@@ -71,8 +74,11 @@ class Case:
             "comm": {"bucket_mib": 0.02},
         }  # fmt: skip
         for path, value in self.extra:
-            section, key = path.split(".")
-            sections[section][key] = value
+            *above, key = path.split(".")
+            section: dict[str, Any] = sections
+            for name in above:
+                section = section.setdefault(name, {})
+            section[key] = value
         sections["run"] = {"eval_samples": sections["train"]["global_batch"]}
         return sections
 
@@ -80,6 +86,8 @@ class Case:
         """The same run on one process: no layout, no pipeline, and as few micro-batches as can be."""
         sections = self.sections(precision)
         sections["layout"], sections["pipeline"] = {}, {}
+        sections.pop("zero", None)
+        sections.pop("recompute", None)
         train = sections["train"]
         train["micro_batch"] = train["ramp"][0] if "ramp" in train else train["global_batch"]
         return sections
@@ -177,7 +185,66 @@ SPECIAL = [
     _special("sgd-unclipped", _cut(2, 2, 1), optimizer__name="sgd", train__clip=0.0),
 ]
 
-CASES = MATRIX + SPECIAL
+# ZeRO stages over every way to cut 4 and 8 ranks; what else may differ is chosen so that every pair of values meets.
+STAGES = (1, 2, 3)
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "optimizer": ("none", "cpu", "disk"),
+    "params": ("none", "cpu", "disk"),
+    "recompute": ("none", "selective", "full", "every:2"),
+    "schedule": SCHEDULES,  # interleaved has two chunks, the others one
+    "sp": (False, True),
+}
+Choice = dict[str, Any]
+
+
+def pairs_of(choice: Choice) -> set[tuple[Any, ...]]:
+    """Every pair of values of one case."""
+    items = sorted(choice.items())
+    return {(*a, *b) for i, a in enumerate(items) for b in items[i + 1 :]}
+
+
+def _choices(stage: int, tp: int, pp: int) -> Iterator[Choice]:
+    for values in product(*FACTORS.values()):
+        choice = dict(zip(FACTORS, values, strict=True))
+        fits = (stage == 3 or choice["params"] == "none") and (tp > 1 or not choice["sp"])
+        if fits and (pp > 1 or choice["schedule"] != "gpipe"):
+            yield choice
+
+
+def _cover() -> Iterator[tuple[int, int, int, int, Choice]]:
+    """(stage, dp, tp, pp, choice), each choice the one that brings most pairs that were not met before."""
+    met: set[tuple[Any, ...]] = set()
+    for world in (4, 8):
+        for stage in STAGES:
+            for dp, tp, pp, sp in layouts(world):
+                if not sp:
+                    choice = max(_choices(stage, tp, pp), key=lambda c: len(pairs_of(c) - met))
+                    if dp > 1:
+                        met |= pairs_of(choice)
+                    yield stage, dp, tp, pp, choice
+
+
+def _sharded(number: int, stage: int, dp: int, tp: int, pp: int, choice: Choice) -> Case:
+    extra: dict[str, Any] = {
+        "zero.stage": stage, "recompute.mode": choice["recompute"], "zero.offload.optimizer": choice["optimizer"],
+        "zero.offload.params": choice["params"], "zero.offload.path": OFFLOAD, "zero.offload.buffer_mib": 0.02,
+    }  # fmt: skip
+    family, tied = list(FAMILIES)[number % 2], number % 3 != 0
+    label = f"zero{stage}-{choice['optimizer']}-{choice['params']}-{choice['recompute']}"
+    return Case(dp, tp, pp, choice["sp"], choice["schedule"], family, tied, label, tuple(extra.items()))
+
+
+OFFLOAD = str(Path(tempfile.gettempdir()) / "meshwright-offload-tests")
+COVER = list(_cover())
+SHARDED = [_sharded(number, *found) for number, found in enumerate(COVER)] + [
+    _special("zero1-node", _cut(4, 1, 1), zero__stage=1, zero__shard_group="node", layout__node_size=2),
+    _special("zero3-node", _cut(4, 1, 2, **_LLAMA), zero__stage=3, zero__shard_group="node", layout__node_size=2),
+    _special("zero3-ramp", _cut(2, 1, 1), zero__stage=3, train__ramp=[2, 2, 20], train__global_batch=6),
+    _special("zero2-masked-rank", _cut(2, 1, 1), {"blind": True}, zero__stage=2),
+    _special("zero3-chunks-on-one-rank", _cut(2, 1, 1, **_INTERLEAVED), zero__stage=3),
+]
+
+CASES = MATRIX + SPECIAL + SHARDED
 
 # The part that `make test` runs; the rest is marked wide.
 _QUICK_MATRIX = (
@@ -192,6 +259,7 @@ _QUICK_MATRIX = (
     "dp8-tp1-pp1-1f1b-gpt-tied", "dp2-tp2-pp2-sp-1f1b-gpt-tied", "dp2-tp2-pp2-sp-interleaved-llama-untied",
     "dp2-tp1-pp4-1f1b-gpt-tied",
 )  # fmt: skip
+_QUICK_SHARDED = ("zero1-node", "zero3-ramp", "zero3-chunks-on-one-rank")
 _QUICK_LABELS = (
     "chunks-on-one-rank", "uneven-split", "micro-batch-2", "documents", "masked-rank", "ramp", "order",
     "rank-without-vocabulary", "kv-copies-with-bias", "one-bucket", "split-ends-without-layers", "qk-norm",
@@ -204,6 +272,9 @@ def _quick() -> set[str]:
     names = set(_QUICK_MATRIX)
     for label in _QUICK_LABELS:
         names.add(next(case.name for case in SPECIAL if case.label == label and case.world <= 4))
+    names |= {case.name for case in SHARDED if case.label in _QUICK_SHARDED}
+    names |= {case.name for case in SHARDED if case.dp == 4 and case.world == 4 and case.label.count("-") == 3}
+    names.add(next(case.name for case in SHARDED if case.label.startswith("zero3") and case.dp == case.tp == case.pp))
     return names
 
 

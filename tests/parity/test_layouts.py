@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from meshwright.config.rules import check
-from tests.parity.cases import CASES, QUICK, Case
+from tests.parity.cases import CASES, COVER, FACTORS, QUICK, Case, pairs_of
 from tests.parity.launches import Launches
 from tests.support.oracle import complaints, small_config
 
@@ -23,6 +25,18 @@ def test_the_matrix_is_whole_and_valid() -> None:
         check(small_config(**case.alone("fp64")), 1)
     cuts = {(c.world, c.dp, c.tp, c.pp) for c in CASES if not c.label}
     assert len(cuts) == 1 + 3 + 6 + 10 and all(dp * tp * pp == world for world, dp, tp, pp in cuts)
+
+
+def test_every_pair_of_sharding_choices_is_among_the_cases() -> None:
+    """Over stages 1 to 3 with something to divide: of those values that can meet."""
+    met = set().union(*(pairs_of(choice) for _, dp, _, _, choice in COVER if dp > 1))
+    names = list(FACTORS)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            for value, other in product(FACTORS[a], FACTORS[b]):
+                assert pairs_of({a: value, b: other}) <= met, (a, value, b, other)
+    cuts = {(stage, dp, tp, pp) for stage, dp, tp, pp, _ in COVER}
+    assert len(cuts) == 3 * (6 + 10) and (3, 2, 2, 2) in cuts
 
 
 @pytest.mark.parametrize("case", _params())

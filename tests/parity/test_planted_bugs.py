@@ -1,6 +1,6 @@
 """The parity check finds the classic bugs of this field: each is planted into the real code on every rank.
 
-The check is the one of the layout tests (`compare_exact` on the ranks, `complaints` here). Each bug alters one call
+The check is the one of the layout tests (`compare_steps` on the ranks, `complaints` here). Each bug alters one call
 or one reduction, not all of them, and is gone before the next case is built.
 """
 
@@ -25,7 +25,7 @@ from meshwright.sharding.data_parallel import DataParallel
 from meshwright.train.step import Trainer
 from tests.parity.cases import Case
 from tests.parity.launches import data_of, reference_of
-from tests.support.oracle import Outcome, Reference, compare_exact, complaints, make_trainer, small_config
+from tests.support.oracle import Outcome, Reference, compare_steps, complaints, make_trainer, small_config
 from tests.support.ranks import RankFailed, run_ranks
 
 Plant = Callable[[Trainer], Any]
@@ -164,6 +164,55 @@ def _stale_gradients(trainer: Trainer) -> Iterator[None]:
         yield
 
 
+def _gather_missing(number: int) -> Plant:
+    """Of one gather of weights, a rank gets nothing but what it has itself."""
+
+    @contextmanager
+    def plant(trainer: Trainer) -> Iterator[None]:
+        shards, seen = trainer.data_parallel.shards, 0
+        real = shards.all_gather
+
+        def fake(out: torch.Tensor, x: torch.Tensor, wait: bool = True) -> Any:
+            nonlocal seen
+            seen += shards.ledger.current_phase == "gather"
+            if seen != number or shards.ledger.current_phase != "gather":
+                return real(out, x, wait)
+            out.view(shards.size, -1)[shards.index].copy_(x)
+            return DONE
+
+        with mock.patch.object(shards, "all_gather", fake):
+            yield
+
+    return plant
+
+
+@contextmanager
+def _scattered_twice(trainer: Trainer) -> Iterator[None]:
+    """The second scattered bucket is summed into its share twice."""
+    shards, seen = trainer.data_parallel.shards, 0
+    real = shards.reduce_scatter
+
+    def fake(out: torch.Tensor, x: torch.Tensor, wait: bool = True) -> Any:
+        nonlocal seen
+        seen += 1
+        pending = real(out, x, wait)
+        if seen == 2:
+            pending.wait()
+            out.mul_(2.0)
+        return pending
+
+    with mock.patch.object(shards, "reduce_scatter", fake):
+        yield
+
+
+@contextmanager
+def _stale_prefetch(trainer: Trainer) -> Iterator[None]:
+    """A unit's weights, once fetched, are used for ever."""
+    bucket = trainer.data_parallel.weights.units[1].buckets[0]
+    with mock.patch.object(bucket, "hide_params", lambda: None):
+        yield
+
+
 @dataclass(frozen=True)
 class Bug:
     case: Case
@@ -174,6 +223,7 @@ class Bug:
 TP, TP_SP, DP = Case(1, 2, 1), Case(1, 2, 1, sp=True), Case(2, 1, 1)
 PP = Case(1, 1, 2, schedule="gpipe", tied=False)
 TIED = Case(1, 1, 2)
+ZERO1, ZERO2, ZERO3 = (Case(2, 1, 1, label=f"zero{n}", extra=(("zero.stage", n),)) for n in (1, 2, 3))
 COPIES = Case(1, 4, 1, family="llama")
 ALL = Case(1, 2, 2, sp=True)
 
@@ -195,6 +245,11 @@ BUGS = {
     "mean-of-means": Bug(DP, _mean_of_means, "gradients"),
     "same-samples-on-every-rank": Bug(DP, _same_samples, "gradients"),
     "stale-gradients": Bug(DP, _stale_gradients, "overlapped"),
+    "zero1-update-not-gathered": Bug(ZERO1, _gather_missing(2), "norm"),
+    "zero2-scattered-twice": Bug(ZERO2, _scattered_twice, "gradients"),
+    "zero3-shard-not-gathered": Bug(ZERO3, _gather_missing(3), "gradients"),
+    "zero3-scattered-twice": Bug(ZERO3, _scattered_twice, "gradients"),
+    "zero3-stale-prefetch": Bug(ZERO3, _stale_prefetch, "norm"),
 }
 
 
@@ -204,10 +259,10 @@ def measure(rank: int, world: int, names: list[str], references: list[Reference]
     for name, reference in zip(names, references, strict=True):
         case = BUGS[name].case
         config = small_config(**case.sections("fp64"))
-        clean = compare_exact(make_trainer(config, rank, world, data_of(case)), reference)
+        clean = compare_steps(make_trainer(config, rank, world, data_of(case)), reference)
         trainer = make_trainer(config, rank, world, data_of(case))
         with BUGS[name].plant(trainer):
-            found.append((clean, compare_exact(trainer, reference)))
+            found.append((clean, compare_steps(trainer, reference)))
     return found
 
 

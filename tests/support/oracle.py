@@ -171,8 +171,14 @@ class Reference:
     gradients: Whole
     norms: list[float]
     parameters: Whole
+    moments: Whole
     validation: float
     losses: list[float]
+
+
+    def of_kind(self, kind: str) -> Whole:
+        """First or second moments alone: their sizes are not alike."""
+        return {name: value for name, value in self.moments.items() if name.startswith(f"{kind}/")}
 
 
 def solo(exact: Config, single: Config, data: Any = None) -> Reference:
@@ -180,9 +186,10 @@ def solo(exact: Config, single: Config, data: Any = None) -> Reference:
     trainer = make_trainer(exact, data=data)
     gradients = gather_global(true_gradients(trainer))
     norms = [trainer.step().grad_norm for _ in range(STEPS_64)]
-    after, validation = gather_global(parameters(trainer)), validation_loss(trainer)
+    after, states = gather_global(parameters(trainer)), gather_global(moments(trainer))
+    validation = validation_loss(trainer)
     trainer = make_trainer(single, data=data)
-    return Reference(gradients, norms, after, validation, [trainer.step().loss for _ in range(STEPS_32)])
+    return Reference(gradients, norms, after, states, validation, [trainer.step().loss for _ in range(STEPS_32)])
 
 
 def validation_loss(trainer: Trainer) -> float:
@@ -199,12 +206,13 @@ class Outcome:
     overlapped: tuple[float, str]  # again, with buckets reduced while backward runs
     norm: float
     parameters: tuple[float, str] = (0.0, "")
+    moments: tuple[float, str] = (0.0, "")
     validation: float = 0.0
     losses: float = 0.0
 
     def complaints(self) -> list[str]:
         found = []
-        for what in ("gradients", "overlapped", "parameters"):
+        for what in ("gradients", "overlapped", "parameters", "moments"):
             error, name = getattr(self, what)
             if error > EXACT:
                 found.append(f"{what}: {name} is off by {error:.1e}")
@@ -224,15 +232,22 @@ def compare_exact(trainer: Trainer, reference: Reference) -> Outcome:
     return Outcome(first, again, relative([trainer.step().grad_norm], reference.norms[:1]))
 
 
+def compare_steps(trainer: Trainer, reference: Reference) -> Outcome:
+    """`compare_exact`, and the norms of the next steps: what an update leaves behind shows there."""
+    o = compare_exact(trainer, reference)
+    norms = [trainer.step().grad_norm for _ in range(STEPS_64 - 1)]
+    return replace(o, norm=max(o.norm, relative(norms, reference.norms[1:])))
+
+
 def compare(exact: Trainer, single: Trainer, reference: Reference) -> Outcome:
     """All of it: also the later norms, parameters and validation loss after STEPS_64 steps, fp32 losses of STEPS_32."""
-    o = compare_exact(exact, reference)
-    norms = [exact.step().grad_norm for _ in range(STEPS_64 - 1)]
-    norm = max(o.norm, relative(norms, reference.norms[1:]))
+    o = compare_steps(exact, reference)
     after = worst(parameters(exact), reference.parameters)
+    states = max(worst([p for p in moments(exact) if p[0].name.startswith(f"{kind}/")], reference.of_kind(kind))
+                 for kind in ("exp_avg", "exp_avg_sq")) if reference.moments else (0.0, "")  # fmt: skip
     validation = relative([validation_loss(exact)], [reference.validation])
     losses = relative([single.step().loss for _ in range(STEPS_32)], reference.losses)
-    return Outcome(o.gradients, o.overlapped, norm, after, validation, losses)
+    return replace(o, parameters=after, moments=states, validation=validation, losses=losses)
 
 
 def complaints(outcomes: Sequence[Outcome]) -> list[str]:
