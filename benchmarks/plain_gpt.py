@@ -58,16 +58,23 @@ class PlainGPT(nn.Module):
 
 
 class PlainLoop:
-    """Forward, backward (accumulating over micro-batches), clipping, fused AdamW."""
+    """Forward, backward (accumulating over micro-batches), clipping, fused AdamW. `wrap`: "" for one process, "ddp" or
+    "fsdp" for torch's DistributedDataParallel and fully_shard (each block and the rest)."""
 
-    def __init__(self, c: ModelConfig, wrap: bool) -> None:
+    def __init__(self, c: ModelConfig, wrap: str = "") -> None:
         torch.manual_seed(1)
         self.model: nn.Module = PlainGPT(c)
+        if wrap == "fsdp":
+            from torch.distributed.fsdp import fully_shard
+
+            for block in self.model.blocks:
+                fully_shard(block)
+            fully_shard(self.model)
         decay = [p for p in self.model.parameters() if p.dim() > 1]
         rest = [p for p in self.model.parameters() if p.dim() <= 1]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
-        if wrap:
+        if wrap == "ddp":
             self.model = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
 
     def step(self, batches: list[tuple[Tensor, Tensor]]) -> float:
@@ -79,4 +86,32 @@ class PlainLoop:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+
+class DeepSpeedLoop:
+    """The same model under DeepSpeed's ZeRO stage 1 or 2, with its own AdamW."""
+
+    def __init__(self, c: ModelConfig, stage: int, micro_batch: int) -> None:
+        import os
+
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        import deepspeed
+
+        torch.manual_seed(1)
+        model = PlainGPT(c)
+        config = {
+            "train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
+            "steps_per_print": 10**9, "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        }  # fmt: skip
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step(self, batches: list[tuple[Tensor, Tensor]]) -> float:
+        total = 0.0
+        for tokens, labels in batches:
+            loss = self.engine(tokens, labels)
+            self.engine.backward(loss)
+            self.engine.step()
+            total += loss.item()
         return total

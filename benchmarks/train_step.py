@@ -1,11 +1,11 @@
 """Tokens/s of our training step against plain PyTorch, side by side in one run.
 
-One process against a plain loop of the same model; two data-parallel ranks against torch's DDP. The two take turns,
-round by round, in the same processes on the same samples, so that a noisy machine disturbs both alike. A ratio above
-1 means ours is faster.
+One process against a plain loop of the same model; two data-parallel ranks against torch's DDP, ZeRO stage 3 against
+its fully_shard, stages 1 and 2 against DeepSpeed's where that is installed. The two take turns, round by round, in the
+same processes on the same samples, so that a noisy machine disturbs both alike. A ratio above 1 means ours is faster.
 
-    python benchmarks/train_step.py            # both
-    python benchmarks/train_step.py --ranks 1  # the plain loop only
+    python benchmarks/train_step.py                # all
+    python benchmarks/train_step.py --against ddp  # two ranks against torch's DDP only
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ import torch
 import torch.multiprocessing as mp
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from plain_gpt import PlainLoop  # noqa: E402
+from plain_gpt import DeepSpeedLoop, PlainLoop  # noqa: E402
 
 from meshwright.config.load import config_from  # noqa: E402
 from meshwright.config.sections import Config  # noqa: E402
@@ -47,8 +49,26 @@ class RandomTokens:
         return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": np.ones(self.seq, dtype=np.int64)}
 
 
-def config_for(ranks: int, args: argparse.Namespace) -> Config:
+@dataclass(frozen=True)
+class Peer:
+    name: str
+    ranks: int
+    stage: int = 0
+
+
+PEERS = {
+    "plain": Peer("a plain loop", 1),
+    "ddp": Peer("torch DDP", 2),
+    "deepspeed1": Peer("DeepSpeed ZeRO-1", 2, 1),
+    "deepspeed2": Peer("DeepSpeed ZeRO-2", 2, 2),
+    "fsdp": Peer("torch fully_shard", 2, 3),
+}
+
+
+def config_for(peer: Peer, args: argparse.Namespace) -> Config:
+    ranks = peer.ranks
     return config_from({
+        "zero": {"stage": peer.stage},
         "model": {
             "layers": args.layers, "hidden": args.hidden, "heads": args.hidden // 64, "seq": 256, "vocab": 8192,
             "norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tied_embeddings": False,
@@ -58,12 +78,16 @@ def config_for(ranks: int, args: argparse.Namespace) -> Config:
     })  # fmt: skip
 
 
-def sides(config: Config, rank: int, world: int) -> dict[str, Callable[[], float]]:
+def sides(config: Config, peer: str, rank: int, world: int) -> dict[str, Callable[[], float]]:
     """One step of each, on the same samples."""
     data = RandomTokens(config.model.vocab, config.model.seq)
     ctx = build_context(config, rank, world, Device("cpu"))
     trainer = Trainer(ctx, build_modules(ctx, model_provider), forward_step, data)
-    plain = PlainLoop(config.model, wrap=world > 1)
+    plain: PlainLoop | DeepSpeedLoop
+    if peer.startswith("deepspeed"):
+        plain = DeepSpeedLoop(config.model, PEERS[peer].stage, config.train.micro_batch)
+    else:
+        plain = PlainLoop(config.model, wrap=peer.removeprefix("plain"))
     state = {"consumed": 0}
 
     def plain_step() -> float:
@@ -76,13 +100,13 @@ def sides(config: Config, rank: int, world: int) -> dict[str, Callable[[], float
     return {"meshwright": lambda: trainer.step().loss, "plain": plain_step}
 
 
-def measure(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
+def measure(args: argparse.Namespace, peer: str) -> dict[str, Any]:
     """Alternating rounds; the median ratio of tokens/s and its spread."""
     torch.set_num_threads(args.threads)
     place = find_place()
     join(place, "gloo", 600.0)
-    config = config_for(ranks, args)
-    steps = sides(config, place.rank, place.world)
+    config = config_for(PEERS[peer], args)
+    steps = sides(config, peer, place.rank, place.world)
     for step in steps.values():
         step()
         step()
@@ -100,35 +124,35 @@ def measure(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
     ratios = sorted(p / o for p, o in zip(seconds["plain"], seconds["meshwright"], strict=True))
     quarter = statistics.quantiles(ratios, n=4)
     return {
-        "ranks": ranks, "against": "torch DDP" if ranks > 1 else "a plain loop", "rounds": args.rounds,
+        "ranks": PEERS[peer].ranks, "zero_stage": PEERS[peer].stage, "against": PEERS[peer].name, "rounds": args.rounds,
         "ratio": statistics.median(ratios), "ratio_q1": quarter[0], "ratio_q3": quarter[2],
         "ratio_min": ratios[0], "ratio_max": ratios[-1],
     }  # fmt: skip
 
 
-def _rank(rank: int, args: argparse.Namespace, ranks: int, port: int, queue: Any) -> None:
+def _rank(rank: int, args: argparse.Namespace, peer: str, port: int, queue: Any) -> None:
     os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(rank), "WORLD_SIZE": str(PEERS[peer].ranks), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }  # fmt: skip
-    result = measure(args, ranks)
+    result = measure(args, peer)
     if rank == 0:
         queue.put(json.dumps(result))
 
 
-def with_ranks(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
+def with_ranks(args: argparse.Namespace, peer: str) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     queue = mp.get_context("spawn").SimpleQueue()
-    mp.start_processes(_rank, (args, ranks, port, queue), nprocs=ranks, start_method="spawn")
+    mp.start_processes(_rank, (args, peer, port, queue), nprocs=PEERS[peer].ranks, start_method="spawn")
     result: dict[str, Any] = json.loads(queue.get())
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--against", choices=list(PEERS), nargs="*", default=list(PEERS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2, help="steps a round and side")
     parser.add_argument("--layers", type=int, default=8)
@@ -137,13 +161,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    results = [measure(args, 1) if ranks == 1 else with_ranks(args, ranks) for ranks in args.ranks]
+    chosen = [peer for peer in args.against if not peer.startswith("deepspeed") or find_spec("deepspeed")]
+    for peer in set(args.against) - set(chosen):
+        print(f"{PEERS[peer].name} is left out: deepspeed is not installed", file=sys.stderr)
+    results = [measure(args, peer) if PEERS[peer].ranks == 1 else with_ranks(args, peer) for peer in chosen]
     if args.json:
         print(json.dumps(results))
         return
     for r in results:
         print(
-            f"{r['ranks']} rank(s) against {r['against']}: {r['ratio']:.3f} x tokens/s (median of {r['rounds']}, "
+            f"{r['ranks']} rank(s), ZeRO stage {r['zero_stage']}, against {r['against']}: "
+            f"{r['ratio']:.3f} x tokens/s (median of {r['rounds']}, "
             f"quartiles {r['ratio_q1']:.3f} to {r['ratio_q3']:.3f}, range {r['ratio_min']:.3f} to {r['ratio_max']:.3f})"
         )
 

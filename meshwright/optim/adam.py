@@ -83,14 +83,15 @@ class FlatState:
         return [kind.shares for kind in self.kinds[1:]]
 
     def _find_runs(self) -> Iterator[Run]:
-        """Where this rank owns whole buckets and all is at hand, they lie one behind the other: a run goes on from one
-        into the next, and there are few of them."""
+        """Where this rank owns whole buckets and all is at hand, they lie one behind the other (but in stage 3, where a
+        file has gaps): a run goes on from one into the next, and there are few of them."""
+        split = self.buffer.split
         for decay in (True, False):
             runs = self.buffer.runs(slot for slot in self.buffer.slots if slot.record.decay == decay)
             joined: list[Run] = []
             end = -1  # of the last one, in the buffer
             for bucket, low, high in runs:
-                if self.at_hand and self.buffer.split.shards == 1 and bucket.start + low == end:
+                if self.at_hand and split.shards == 1 and split.stage < 3 and bucket.start + low == end:
                     first = joined[-1].bucket
                     joined[-1] = joined[-1]._replace(high=bucket.start + high - first.start)
                 else:
