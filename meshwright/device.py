@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -78,6 +79,13 @@ class Device:
         if self.kind != "cpu":
             getattr(torch, self.kind).synchronize()
 
+    def upload(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy on this device. The host does not wait for it."""
+        return x if self.kind == "cpu" else x.pin_memory().to(self.torch, non_blocking=True)
+
+    def download(self, x: torch.Tensor) -> Download:
+        return Download(self, x)
+
     def side_stream(self) -> SideStream:
         """A stream for copies beside the computation, which sees all that was launched up to now."""
         return SideStream(self)
@@ -85,6 +93,24 @@ class Device:
     def peak_bytes(self) -> int | None:
         """Most memory that tensors took on this device so far, or None on a CPU."""
         return None if self.kind == "cpu" else int(getattr(torch, self.kind).max_memory_allocated())
+
+
+class Download:
+    """A copy to the host under way; `read` waits for it alone, not for what was launched after it."""
+
+    def __init__(self, device: Device, x: torch.Tensor) -> None:
+        self._event = None
+        self._copy = x
+        if device.kind != "cpu":
+            self._copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self._copy.copy_(x, non_blocking=True)
+            self._event = torch.Event(device.torch)
+            self._event.record()
+
+    def read(self) -> list[Any]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy.tolist()
 
 
 class SideStream:

@@ -15,7 +15,7 @@ from meshwright.nn.attention import Alibi, Rotary, causal_mask
 from meshwright.nn.block import Block
 from meshwright.nn.embedding import PositionEmbedding, TokenEmbedding
 from meshwright.nn.linear import Linear
-from meshwright.nn.loss import cross_entropy_sum
+from meshwright.nn.loss import output_loss
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
@@ -63,8 +63,10 @@ class Head(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         return self.output(self.norm(x))
 
-    def forward(self, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-        return cross_entropy_sum(self.logits(x), labels.flatten(), mask.flatten(), self.vocab, self.parallel)
+    def forward(self, x: Tensor, labels: Tensor, mask: Tensor, weight: float | None = None) -> Tensor:
+        """The loss's sum; `weight` announces its gradient."""
+        x = self.norm(x)
+        return output_loss(x, self.output, labels.flatten(), mask.flatten(), self.vocab, self.parallel, weight)
 
 
 class GPTStage(nn.Module):
@@ -85,6 +87,7 @@ class GPTStage(nn.Module):
             tie(self.head, self.embedding)
         tokens = micro_batch * model.seq // (parallel.tp.size if parallel.splits_tokens else 1)
         self.micro_batch = micro_batch
+        self.loss_weight: float | None = None  # what backward will multiply the loss's sum by, where that is known
         self.needs = fields_read(stage)
         # What this chunk takes from the one before it.
         self.receives = {} if stage.first else {"hidden": ((tokens, model.hidden), parallel.dtype)}
@@ -92,7 +95,9 @@ class GPTStage(nn.Module):
     def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """`hidden` for the next chunk or, from the last, the loss's sum over the unmasked tokens."""
         hidden = self.trunk(batch, hidden)
-        return hidden if self.head is None else self.head(hidden, batch["labels"], batch["loss_mask"])
+        if self.head is None:
+            return hidden
+        return self.head(hidden, batch["labels"], batch["loss_mask"], self.loss_weight)
 
     def trunk(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """`hidden` after this chunk's blocks."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.config.sections import ModelConfig
 from meshwright.layout.params import ParamRecord, under
-from meshwright.nn.linear import Linear, product, product_mode
+from meshwright.nn.linear import Linear, norm_product
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 
@@ -103,15 +103,15 @@ class QKV(nn.Module):
         self.parts = [part for part in ("qkv", "q", "kv") if f"{part}.weight" in records]
         for part in self.parts:
             self.add_module(part, Linear(parallel, records[f"{part}.weight"], records.get(f"{part}.bias"), "column"))
-        self.mode, self.group, self.size = product_mode(parallel, "column"), parallel.tp.name, parallel.tp.size
 
-    def forward(self, x: Tensor) -> Tensor:
-        if len(self.parts) == 1:
-            return self.get_submodule(self.parts[0])(x)
+    def forward(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """x, for what else needs it, and the projection of its norm."""
         linears = [self.get_submodule(part) for part in self.parts]
+        if len(linears) == 1:
+            return linears[0].after_norm(x, norm)
         weight = torch.cat([linear.weight for linear in linears])
         bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-        return product(x, weight, bias, None, self.mode, self.group, self.size)
+        return norm_product(x, norm, weight, bias, (None, *linears[0].how[1:]))
 
 
 class Past:
@@ -151,14 +151,15 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
+        norm: Norm,
         batch: int,
         rotary: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | None = None,
         past: Past | None = None,
-    ) -> Tensor:
-        """x [tokens, hidden] of `batch` sequences. `mask` [batch, 1 or heads, seq, seq] is true where one may look, or
+    ) -> tuple[Tensor, Tensor]:
+        """x, for what else needs it, and attention of its norm; x [tokens, hidden] of `batch` sequences. `mask` [batch, 1 or heads, seq, seq] is true where one may look, or
         is added to the scores; without it, attention is causal. With `past`, x goes on where that ends."""
-        qkv = self.projection(x)
+        x, qkv = self.projection(x, norm)
         qkv = qkv.view(batch, qkv.shape[0] // batch, self.heads + 2 * self.kv_heads, self.head_dim)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
@@ -172,4 +173,4 @@ class Attention(nn.Module):
             q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] == k.shape[2],
             dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.heads != self.kv_heads,
         )  # fmt: skip
-        return self.out(y.transpose(1, 2).reshape(qkv.shape[0] * qkv.shape[1], -1))
+        return x, self.out(y.transpose(1, 2).reshape(qkv.shape[0] * qkv.shape[1], -1))

@@ -33,8 +33,12 @@ class Block(nn.Module):
         mask: Tensor | None = None,
         past: Past | None = None,
     ) -> Tensor:
-        attended = x + self._drop(self.attention(self.norm1(x), batch, rotary, mask, past))
-        return attended + self._drop(self.mlp(self.norm2(x if self.parallel_residual else attended)))
+        x, change = self.attention(x, self.norm1, batch, rotary, mask, past)
+        attended = x + self._drop(change)
+        if self.parallel_residual:
+            return attended + self._drop(self.mlp(x, self.norm2)[1])
+        attended, change = self.mlp(attended, self.norm2)
+        return attended + self._drop(change)
 
     def _drop(self, x: Tensor) -> Tensor:
         return dropout(x, self.p, self.stream) if self.p and self.training else x

@@ -9,62 +9,131 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
 from meshwright.layout.params import ParamRecord
+from meshwright.nn import products
+from meshwright.nn.fused import rms_norm, rms_norm_backward, swiglu, swiglu_backward
+from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
-from meshwright.nn.weight_grad import add_product_grad
 
 Cut = Literal["column", "row"]
+# Where the weight gradient goes, mode, group, its size, and the products' precision.
+How = tuple[Tensor | None, str, str, int, str]
 
 
 class _Product(torch.autograd.Function):
     """y = x W^T with its collectives. `mode` says what happens to the tokens and where the sum is taken:
 
     plain; column: sum of the input gradient; row: sum of the output; gather: tokens gathered before; scatter: tokens
-    scattered after.
+    scattered after. `kind` says in which precision the products run (see `products`).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Tensor | None, mode: str, group: str, size: int
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Tensor | None, mode: str, group: str, size: int,
+        kind: str,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
         ctx.sink = sink  # not saved: it changes under way, as it should
-        ctx.mode, ctx.group, ctx.size, ctx.has_bias = mode, group, size, bias is not None
-        full = all_gather(x, group, size) if mode == "gather" else x
-        y = F.linear(full, weight, bias)
-        if mode == "row":
-            all_reduce_(y, group, "sum")
-        elif mode == "scatter":
-            y = reduce_scatter(y, group, size)
-        return y
+        ctx.mode, ctx.group, ctx.size, ctx.kind, ctx.has_bias = mode, group, size, kind, bias is not None
+        return _forward(x, weight, bias, mode, group, size, kind)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        sink = ctx.sink
-        mode, group, size = ctx.mode, ctx.group, ctx.size
-        if mode == "scatter":
-            grad = all_gather(grad, group, size)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ weight
-            if mode == "column":
-                all_reduce_(grad_x, group, "sum")
-            elif mode == "gather":
-                grad_x = reduce_scatter(grad_x, group, size)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            full = all_gather(x, group, size, again=True) if mode == "gather" else x
-            if sink is None:
-                grad_weight = grad.t() @ full
-            else:
-                add_product_grad(sink, grad.contiguous(), full)
-        grad_bias = grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad = _whole_grad(ctx, grad)
+        prepared = products.prepare_grad(grad, ctx.kind, needs_x, needs_weight)
+        grad_x = _input_grad(ctx, prepared, weight) if needs_x else None
+        grad_weight = _weight_grad(ctx, prepared, x) if needs_weight else None
+        grad_bias = grad.sum(0) if ctx.has_bias and needs_bias else None
+        return grad_x, grad_weight, grad_bias, *_NONE
+
+
+class _SwigluProduct(torch.autograd.Function):
+    """y = swiglu(x) W^T: x is kept, its SwiGLU is made again in backward beside the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, sink: Tensor | None, mode: str, group: str, size: int, kind: str
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sink = sink
+        ctx.mode, ctx.group, ctx.size, ctx.kind = mode, group, size, kind
+        return _forward(swiglu(x), weight, None, mode, group, size, kind)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = _whole_grad(ctx, grad)
+        prepared = products.prepare_grad(grad, ctx.kind, True, True)
+        grad_x, value = swiglu_backward(x, _input_grad(ctx, prepared, weight))
+        grad_weight = _weight_grad(ctx, prepared, value) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, *_NONE
+
+
+class _NormProduct(torch.autograd.Function):
+    """x itself and y = rms_norm(x) W^T. x is kept, its norm is made again in backward, in the pass that also adds the
+    gradient that x has from elsewhere."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, eps: float, weight: Tensor, bias: Tensor | None, sink: Tensor | None,
+        mode: str, group: str, size: int, kind: str,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        normed, rstd = rms_norm(x, scale, eps)
+        ctx.save_for_backward(x, rstd, scale, weight)
+        ctx.sink = sink
+        ctx.mode, ctx.group, ctx.size, ctx.kind, ctx.has_bias = mode, group, size, kind, bias is not None
+        return x.view_as(x), _forward(normed, weight, bias, mode, group, size, kind)
+
+    @staticmethod
+    def backward(ctx: Any, passed: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, rstd, scale, weight = ctx.saved_tensors
+        grad = _whole_grad(ctx, grad)
+        prepared = products.prepare_grad(grad, ctx.kind, True, True)
+        back = _input_grad(ctx, prepared, weight)
+        grad_x, normed, grad_scale = rms_norm_backward(x, rstd, scale, back, passed)
+        grad_weight = _weight_grad(ctx, prepared, normed) if ctx.needs_input_grad[3] else None
+        grad_bias = grad.sum(0) if ctx.has_bias else None
+        return grad_x, grad_scale.to(scale.dtype), None, grad_weight, grad_bias, *_NONE
+
+
+_NONE = (None, None, None, None, None)  # of the arguments that have no gradient: sink, mode, group, size, kind
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mode: str, group: str, size: int, kind: str
+) -> Tensor:
+    full = all_gather(x, group, size) if mode == "gather" else x
+    y = products.forward(full, weight, bias, kind)
+    if mode == "row":
+        all_reduce_(y, group, "sum")
+    elif mode == "scatter":
+        y = reduce_scatter(y, group, size)
+    return y
+
+
+def _whole_grad(ctx: Any, grad: Tensor) -> Tensor:
+    """Of all tokens."""
+    return all_gather(grad, ctx.group, ctx.size) if ctx.mode == "scatter" else grad
+
+
+def _input_grad(ctx: Any, grad: products.Prepared, weight: Tensor) -> Tensor:
+    grad_x = products.input_grad(grad, weight, ctx.kind)
+    if ctx.mode == "column":
+        all_reduce_(grad_x, ctx.group, "sum")
+    elif ctx.mode == "gather":
+        grad_x = reduce_scatter(grad_x, ctx.group, ctx.size)
+    return grad_x
+
+
+def _weight_grad(ctx: Any, grad: products.Prepared, x: Tensor) -> Tensor | None:
+    """Added to the sink, if there is one."""
+    full = all_gather(x, ctx.group, ctx.size, again=True) if ctx.mode == "gather" else x
+    return products.weight_grad(grad, full, ctx.sink, ctx.kind)
 
 
 class Linear(nn.Module):
@@ -77,11 +146,34 @@ class Linear(nn.Module):
         self.sinks: dict[str, Tensor] = {}
         self.mode = product_mode(parallel, cut)
         self.group, self.size = parallel.tp.name, parallel.tp.size
+        self.kind, self.fuses = parallel.products, parallel.fused
+
+    @property
+    def how(self) -> How:
+        return (self.sinks.get("weight"), self.mode, self.group, self.size, self.kind)
 
     def forward(self, x: Tensor) -> Tensor:
-        inside = self.bias if self.mode in ("plain", "column", "gather") else None
-        y = product(x, self.weight, inside, self.sinks.get("weight"), self.mode, self.group, self.size)
-        return y if inside is self.bias else y + self.bias
+        return self._biased(_Product.apply(x, self.weight, self._inside, *self.how))
+
+    def after_norm(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """x and the product of its norm. What else needs x must take it from here: its gradient is added on the way."""
+        if not norm.fuses:
+            return x, self(norm(x))
+        x, y = _NormProduct.apply(x, norm.weight, norm.eps, self.weight, self._inside, *self.how)
+        return x, self._biased(y)
+
+    def after_swiglu(self, x: Tensor) -> Tensor:
+        if not self.fuses or self._inside is not None:
+            return self(swiglu(x))
+        return self._biased(_SwigluProduct.apply(x, self.weight, *self.how))
+
+    @property
+    def _inside(self) -> Tensor | None:
+        """The bias that the product itself adds."""
+        return self.bias if self.mode in ("plain", "column", "gather") else None
+
+    def _biased(self, y: Tensor) -> Tensor:
+        return y if self.bias is None or self._inside is not None else y + self.bias
 
 
 def product_mode(parallel: Parallel, cut: Cut) -> str:
@@ -92,7 +184,11 @@ def product_mode(parallel: Parallel, cut: Cut) -> str:
     return cut
 
 
-def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, sink: Tensor | None, mode: str, group: str, size: int
-) -> Tensor:
-    return _Product.apply(x, weight, bias, sink, mode, group, size)
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+    return _Product.apply(x, weight, bias, *how)
+
+
+def norm_product(x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
+    if not norm.fuses:
+        return x, product(norm(x), weight, bias, how)
+    return _NormProduct.apply(x, norm.weight, norm.eps, weight, bias, *how)

@@ -1,58 +1,166 @@
-"""Cross entropy over a vocabulary cut over tp: the full logits are never gathered.
+"""The output layer and the cross entropy over a vocabulary that may be cut over tp, in chunks of tokens.
 
-Each rank reduces its own columns to one number a token (the logarithm of its sum of exponentials), and only those
-numbers travel. The sums are taken in float32 at least.
+The logits of one chunk exist at a time, in the model's precision, and their gradient takes their place: the gradients of
+the input and of the weight are made in the forward. A chunk's tokens are chosen so that its logits stay small beside the
+model. The full logits are never gathered: each rank reduces its own columns to one number a token (the logarithm of its
+sum of exponentials), and only those numbers travel. Sums are taken in float32 at least.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.comm.ops import all_reduce_
-from meshwright.nn.parallel import Parallel
+from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
+from meshwright.kernels import fits
+from meshwright.layout.chunks import chunk_rows
+from meshwright.nn.linear import Linear
+from meshwright.nn.parallel import Parallel, record_of
+from meshwright.nn.weight_grad import add_product, sink_of, write_product
 
 
-class _CrossEntropy(torch.autograd.Function):
+@dataclass(frozen=True)
+class Vocabulary:
+    """This rank's columns: `columns` real ones, the first of them number `first`; the others are padding."""
+
+    first: int
+    columns: int
+    group: str
+    size: int
+
+    @staticmethod
+    def of(width: int, vocab: int, parallel: Parallel) -> Vocabulary:
+        tp = parallel.tp
+        first = 0 if tp.alone else tp.index * width
+        return Vocabulary(first, max(0, min(width, vocab - first)), tp.name, tp.size)
+
+
+def loss_and_grad_(logits: Tensor, labels: Tensor, mask: Tensor, scale: float | None, vocabulary: Vocabulary) -> Tensor:
+    """Each token's -log p(label) times its mask, in float32 at least; with a `scale`, the logits [tokens, this rank's
+    columns] become scale times the gradient of these losses' sum."""
+    v = vocabulary
+    kernel = fits(logits) and v.columns > 0
+    norm = logits.new_empty(len(logits), dtype=_wide(logits.dtype))
+    target = torch.empty_like(norm)
+    both = kernel and v.size == 1 and scale is not None
+    if kernel:
+        from meshwright.kernels.cross_entropy import loss_rows
+
+        loss_rows(logits, labels, mask, v.first, v.columns, norm, target, scale or 0.0, stats=True, grad=both)
+    else:
+        norm, target = _stats(logits, labels, v)
+    if v.size > 1:
+        top = norm.clone()
+        all_reduce_(top, v.group, "max")
+        sums = torch.stack((torch.exp(norm - top), target))
+        all_reduce_(sums, v.group, "sum")
+        norm, target = top + torch.log(sums[0]), sums[1]
+    if scale is not None and not both:
+        if kernel:
+            loss_rows(logits, labels, mask, v.first, v.columns, norm, target, scale, stats=False, grad=True)
+        else:
+            _grad_(logits, labels, mask, norm, scale, v)
+    return (norm - target) * mask.to(norm.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _place(labels: Tensor, v: Vocabulary) -> tuple[Tensor, Tensor]:
+    at = labels - v.first
+    inside = (at >= 0) & (at < v.columns)
+    return torch.where(inside, at, 0), inside
+
+
+def _stats(logits: Tensor, labels: Tensor, v: Vocabulary) -> tuple[Tensor, Tensor]:
+    wide = logits.to(_wide(logits.dtype))
+    norm = torch.logsumexp(wide[:, : v.columns], dim=1) if v.columns else wide.new_full((len(wide),), -torch.inf)
+    at, inside = _place(labels, v)
+    return norm, torch.where(inside, wide.gather(1, at[:, None]).squeeze(1), 0.0)
+
+
+def _grad_(logits: Tensor, labels: Tensor, mask: Tensor, norm: Tensor, scale: float, v: Vocabulary) -> None:
+    weight = mask.to(norm.dtype) * scale
+    out = torch.sub(logits, norm[:, None]).exp_().mul_(weight[:, None])
+    out[:, v.columns :] = 0.0
+    at, inside = _place(labels, v)
+    out.scatter_add_(1, at[:, None], torch.where(inside, -weight, 0.0)[:, None])
+    logits.copy_(out)
+
+
+class _OutputLoss(torch.autograd.Function):
+    """The loss's sum from the hidden states. `scale` is the gradient that backward will bring: with it, the weight's
+    gradient goes straight to its place in the buffer; without, it is kept until backward tells its factor. (So a forward
+    that is announced is a part of the step, and may not be run twice.)"""
+
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, mask: Tensor, first: int, columns: int, group: str, size: int
-    ) -> Tensor:
-        """Sum over the unmasked tokens of -log p(label). logits [tokens, this rank's columns], `columns` are real."""
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        real = wide[:, :columns]
-        norm = torch.logsumexp(real, dim=1) if columns else wide.new_full((len(wide),), -torch.inf)
-        at = labels - first
-        inside = (at >= 0) & (at < columns)
-        at = torch.where(inside, at, 0)
-        target = torch.where(inside, wide.gather(1, at[:, None]).squeeze(1), 0.0)
-        if size > 1:
-            top = norm.clone()
-            all_reduce_(top, group, "max")
-            sums = torch.stack((torch.exp(norm - top), target))
-            all_reduce_(sums, group, "sum")
-            norm, target = top + torch.log(sums[0]), sums[1]
-        weight = mask.to(wide.dtype)
-        ctx.save_for_backward(wide, norm, at, inside, weight)
-        ctx.columns, ctx.dtype = columns, logits.dtype
-        return ((norm - target) * weight).sum()
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, sink: Tensor | None, mode: str,
+        vocabulary: Vocabulary, scale: float | None, training: bool,
+    ) -> Tensor:  # fmt: skip
+        v = vocabulary
+        full = all_gather(x, v.group, v.size) if mode == "gather" else x
+        needs_x, needs_weight = (training and needed for needed in ctx.needs_input_grad[:2])
+        grad_x = torch.empty_like(full) if needs_x else None
+        kept = None
+        direct = sink is not None and scale is not None
+        if needs_weight and not direct:
+            kept = torch.empty(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
+        total = full.new_zeros((), dtype=_wide(full.dtype))
+        factor = (1.0 if scale is None else scale) if training else None
+        rows = chunk_rows(len(full), weight.shape[0])
+        for begin in range(0, len(full), rows):
+            part = slice(begin, begin + rows)
+            logits = F.linear(full[part], weight)
+            total = total + loss_and_grad_(logits, labels[part], mask[part], factor, v).sum()
+            if grad_x is not None:
+                torch.mm(logits, weight, out=grad_x[part])
+            if needs_weight and direct:
+                add_product(sink_of(sink), logits, full[part], last=begin + rows >= len(full))
+            elif kept is not None:
+                write_product(kept, logits, full[part], add=begin > 0)
+        ctx.save_for_backward(grad_x, kept)
+        ctx.sink, ctx.mode, ctx.group, ctx.size, ctx.scale, ctx.direct = sink, mode, v.group, v.size, factor, direct
+        ctx.dtype = weight.dtype
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        wide, norm, at, inside, weight = ctx.saved_tensors
-        weight = weight * grad
-        out = torch.sub(wide, norm[:, None]).exp_().mul_(weight[:, None])
-        if ctx.columns < out.shape[1]:
-            out[:, ctx.columns :] = 0.0
-        out.scatter_add_(1, at[:, None], torch.where(inside, -weight, 0.0)[:, None])
-        return out.to(ctx.dtype), None, None, None, None, None, None
+        grad_x, kept = ctx.saved_tensors
+        ratio = grad / ctx.scale
+        if ctx.direct:
+            # The weight's gradient is where it belongs already, so no other factor may come.
+            torch._assert_async((ratio - 1.0).abs() < 1e-5, "the loss's gradient is not the one that was announced")
+        if grad_x is not None:
+            grad_x = grad_x if ctx.direct else grad_x * ratio.to(grad_x.dtype)
+            if ctx.mode == "column":
+                all_reduce_(grad_x, ctx.group, "sum")
+            elif ctx.mode == "gather":
+                grad_x = reduce_scatter(grad_x, ctx.group, ctx.size)
+        grad_weight = None
+        if kept is not None:
+            kept = kept.mul_(ratio.to(kept.dtype))
+            if ctx.sink is None:
+                grad_weight = kept.to(ctx.dtype)
+            else:
+                sink_of(ctx.sink).add(kept)
+        return grad_x, grad_weight, *([None] * 7)
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor, mask: Tensor, vocab: int, parallel: Parallel) -> Tensor:
-    """The loss's sum; `vocab` is the true vocabulary, columns beyond it are padding."""
-    tp = parallel.tp
-    first = 0 if tp.alone else tp.index * logits.shape[1]
-    columns = max(0, min(logits.shape[1], vocab - first))
-    return _CrossEntropy.apply(logits, labels, mask, first, columns, tp.name, tp.size)
+def output_loss(
+    x: Tensor, output: Linear, labels: Tensor, mask: Tensor, vocab: int, parallel: Parallel, scale: float | None = None
+) -> Tensor:
+    """The sum over the unmasked tokens of -log p(label), of hidden states x [tokens, hidden]. `vocab` is the true
+    vocabulary, columns beyond it are padding; `scale` announces the gradient of this sum, if it is known."""
+    vocabulary = Vocabulary.of(output.weight.shape[0], vocab, parallel)
+    sink = output.sinks.get("weight")
+    record = record_of(output.weight)
+    if record is not None and record.tied:
+        scale = None  # the embedding adds to the same place in backward: the order of sums must not depend on a schedule
+    training = torch.is_grad_enabled()
+    return _OutputLoss.apply(x, output.weight, labels, mask, sink, output.mode, vocabulary, scale, training)

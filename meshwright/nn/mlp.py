@@ -7,19 +7,14 @@ from torch import Tensor, nn
 
 from meshwright.layout.params import ParamRecord
 from meshwright.nn.linear import Linear
+from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
-
-
-def _swiglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
-    "swiglu": _swiglu,
 }
 
 
@@ -28,8 +23,12 @@ class MLP(nn.Module):
         super().__init__()
         name = "gate_up" if kind == "swiglu" else "up"
         self.up = Linear(parallel, records[f"{name}.weight"], records.get(f"{name}.bias"), "column")
-        self.activation = ACTIVATIONS[kind]
+        self.activation = None if kind == "swiglu" else ACTIVATIONS[kind]
         self.down = Linear(parallel, records["down.weight"], records.get("down.bias"), "row")
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x)))
+    def forward(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """x, for what else needs it, and the MLP of its norm."""
+        x, inner = self.up.after_norm(x, norm)
+        if self.activation is None:
+            return x, self.down.after_swiglu(inner)
+        return x, self.down(self.activation(inner))

@@ -13,6 +13,7 @@ class Norm(nn.Module):
     def __init__(self, parallel: Parallel, kind: str, eps: float, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         self.kind, self.eps = kind, eps
+        self.fuses = kind == "rmsnorm" and parallel.fused  # with the product behind it
         self.weight = parallel.parameter(records["weight"])
         self.bias = parallel.parameter(records["bias"]) if "bias" in records else None
 

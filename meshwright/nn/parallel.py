@@ -19,6 +19,8 @@ class Parallel:
     dtype: torch.dtype
     device: torch.device
     streams: Streams
+    fused: bool = False  # whether norms and activations are taken into the products behind them
+    products: str = ""  # in which precision linear layers multiply, if not in `dtype` (see nn/products.py)
 
     @property
     def splits_tokens(self) -> bool:

@@ -43,18 +43,39 @@ class Sink:
 _SINKS: WeakValueDictionary[int, Sink] = WeakValueDictionary()
 
 
+def sink_of(view: Tensor) -> Sink:
+    return _SINKS[view.data_ptr()]
+
+
+def add_product(slot: Sink, grad: Tensor, x: Tensor, last: bool = True) -> None:
+    """grad^T x: one contribution, or a part of one that comes in several, of which one is the last."""
+    write_product(slot.view, grad, x, add=not slot.fresh)
+    slot.fresh = False
+    if last:
+        slot.done()
+
+
+def write_product(out: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
+    """out (+)= grad^T x, where `out` may be wider than the factors: CUDA's products then add in float32 themselves."""
+    left = grad.t()
+    if out.dtype == x.dtype:
+        out.addmm_(left, x) if add else torch.mm(left, x, out=out)
+    elif x.is_cuda and out.dtype == torch.float32:
+        wide = torch.ops.aten
+        if add:
+            wide.addmm.dtype_out(out, left, x, torch.float32, out=out)
+        else:
+            wide.mm.dtype_out(left, x, torch.float32, out=out)
+    elif add:
+        out.add_(left @ x)
+    else:
+        out.copy_(left @ x)
+
+
 @custom_op("meshwright::add_product_grad", mutates_args={"sink"})
 def add_product_grad(sink: Tensor, grad: Tensor, x: Tensor) -> None:
     """sink += grad^T x, for a linear layer's weight [out, in], grad [tokens, out], x [tokens, in]."""
-    slot = _SINKS[sink.data_ptr()]
-    if sink.dtype != x.dtype:
-        slot.add(grad.t() @ x)
-        return
-    if slot.fresh:
-        torch.mm(grad.t(), x, out=sink)
-    else:
-        sink.addmm_(grad.t(), x)
-    slot.done()
+    add_product(sink_of(sink), grad, x)
 
 
 @add_product_grad.register_fake
@@ -65,7 +86,7 @@ def _(sink: Tensor, grad: Tensor, x: Tensor) -> None:
 @custom_op("meshwright::add_rows_grad", mutates_args={"sink"})
 def add_rows_grad(sink: Tensor, grad: Tensor, rows: Tensor) -> None:
     """sink[rows] += grad, for an embedding [vocabulary, hidden]; `rows` [tokens] may repeat."""
-    slot = _SINKS[sink.data_ptr()]
+    slot = sink_of(sink)
     if sink.device.type != "cpu":  # index_add_ is not deterministic there
         slot.add(torch.ops.aten.embedding_dense_backward(grad, rows, sink.shape[0], -1, False))
         return

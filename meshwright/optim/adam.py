@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.config.sections import OptimizerConfig
+from meshwright.kernels import fits
 from meshwright.sharding.buffers import FlatBuffer
 
 
@@ -30,6 +31,11 @@ class FlatState:
     def pieces(self, tensor: Tensor, decay: bool) -> list[Tensor]:
         return [tensor[a:b] for a, b, d in self.runs if d == decay]
 
+    @property
+    def low(self) -> Tensor | None:
+        """The model's weights, where they are narrower than the masters."""
+        return None if self.master is self.buffer.params else self.buffer.params
+
     def publish(self) -> None:
         """The updated masters become the model's weights."""
         if self.master is not self.buffer.params:
@@ -42,7 +48,48 @@ class FlatOptimizer:
     def __init__(self, buffers: list[FlatBuffer], config: OptimizerConfig) -> None:
         self.config = config
         self.states = [FlatState(buffer, 2 if config.name == "adamw" else 0) for buffer in buffers]
-        self.updates = 0
+        self._updates: int | Tensor = 0
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far; on a device that counts them itself, reading this waits for it."""
+        return int(self._updates)
+
+    @updates.setter
+    def updates(self, value: int) -> None:
+        self._updates = value
+
+    @property
+    def on_device(self) -> bool:
+        """Whether `step_on_device` can run: a fused pass over float32 masters that takes its numbers from the device."""
+        return self.config.name == "adamw" and all(fits(state.master, state.buffer.grads) for state in self.states)
+
+    @torch.no_grad()
+    def step_on_device(self, lr: float, sums: Tensor, weight: float, clip: float) -> None:
+        """One update from the summed (loss, tokens, squared norm) of this step, or none if the norm is not finite. The
+        host never learns which, and never waits."""
+        from meshwright.kernels.adamw import adamw
+
+        c = self.config
+        if not isinstance(self._updates, Tensor):
+            self._updates = torch.full((), float(self._updates), dtype=torch.float64, device=sums.device)
+        tokens, squares = sums[1].clamp(min=1.0), sums[2]
+        divisor = weight * tokens
+        norm = squares.sqrt() / divisor
+        finite = torch.isfinite(norm)
+        if clip:
+            divisor = divisor * (norm / clip).clamp(min=1.0)
+        self._updates = self._updates + finite
+        corrections = [1.0 - beta**self._updates for beta in c.betas]
+        numbers = torch.stack([finite.double(), 1.0 / divisor, *corrections]).float()
+        for state in self.states:
+            for start, stop, decay in state.runs:
+                low = None if state.low is None else state.low[start:stop]
+                adamw(
+                    state.master[start:stop], state.buffer.grads[start:stop], *(m[start:stop] for m in state.moments),
+                    low, numbers, lr=lr, betas=(c.betas[0], c.betas[1]), eps=c.eps,
+                    decay=c.weight_decay if decay else 0.0,
+                )  # fmt: skip
 
     def tensors(self) -> Iterator[tuple[str, FlatBuffer, Tensor]]:
         """Every flat tensor that a run must keep: (what it is, its buffer, the tensor)."""

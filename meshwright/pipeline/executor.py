@@ -135,6 +135,8 @@ class _Run:
         e.streams.begin(self.step, action.micro_batch, action.chunk)
         if self.training and not hasattr(module, "parallel"):
             e.streams.seed_default()
+        if hasattr(module, "loss_weight"):
+            module.loss_weight = self.loss_weight if self.training else None
         with torch.set_grad_enabled(self.training):
             result = e.forward_step(module, batch, received)
         if isinstance(result, tuple):

@@ -19,6 +19,7 @@ from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.layout.chunks import chunk_rows
 from meshwright.layout.params import DATA_AXES, ParamRecord
 from meshwright.models.description import GPTDescription, Stage, fields_read, layout_of, stages
 from meshwright.pipeline.table import looped
@@ -221,18 +222,29 @@ def blocks(job: Job, count: int) -> Iterator[Call]:
 
 
 def head(job: Job) -> Iterator[Call]:
-    """The output layer is one column product; its logits [T, vocab / t] stay where they are."""
-    yield from column(job, "head", 1)
+    """The output layer is one column product; its logits [T, vocab / t] stay where they are.
+
+    Its gradients are made in the forward, chunk by chunk, so with split tokens the input is gathered only there:
+    forward 1 all_gather, backward 1 reduce_scatter of H. Plain: backward 1 all_reduce of H.
+    """
+    calls = list(column(job, "head", 1))
+    yield from (call for call in calls if (call.phase, call.op) != ("backward", "all_gather"))
 
 
 def loss(job: Job) -> Iterator[Call]:
     """Per token the largest of the ranks' log-sums, then the sums of two numbers; backward sends nothing.
 
-    Forward 1 all_reduce of T w and 1 of 2 T w; w is 8 in fp64 and else 4.
+    Forward, for each chunk of C tokens: 1 all_reduce of C w and 1 of 2 C w; w is 8 in fp64 and else 4. The chunks
+    are the fewest of equal size (but for the last) with at most 2^29 logits on a rank.
     """
-    payload = job.tokens * max(4, job.activation_bytes)
-    yield job.tp_call("loss", "forward", "all_reduce", payload, job.micro_batches)
-    yield job.tp_call("loss", "forward", "all_reduce", 2 * payload, job.micro_batches)
+    c = job.config
+    description = GPTDescription(c.model, c.layout.tp, 0, c.layout.sequence_parallel, c.layout.pp)
+    rows = chunk_rows(job.tokens, description.head()["output.weight"].local_shape[0])
+    full, rest = divmod(job.tokens, rows)
+    for tokens, times in ((rows, full), (rest, min(rest, 1))):
+        payload = tokens * max(4, job.activation_bytes)
+        yield job.tp_call("loss", "forward", "all_reduce", payload, times * job.micro_batches)
+        yield job.tp_call("loss", "forward", "all_reduce", 2 * payload, times * job.micro_batches)
 
 
 def pipeline(job: Job, pp_rank: int, held: Sequence[Stage]) -> Iterator[Call]:

@@ -138,8 +138,10 @@ class DataParallel:
             return torch.zeros((), dtype=torch.float64, device=device)
         if device.type == "cpu":  # whose kernel adds up one by one in float32: short pieces keep it exact
             pieces = [part for piece in pieces for part in piece.split(NORM_PIECE)]
-        norms = torch._foreach_norm(pieces)
-        return torch.stack([norm.double().square() for norm in norms]).sum()
+            norms = torch._foreach_norm(pieces)
+        else:
+            norms = [torch.linalg.vector_norm(piece) for piece in pieces]
+        return torch.stack(list(norms)).double().square().sum()
 
 
 def _take_gradient(sink: Sink, parameter: Tensor) -> None:

@@ -50,7 +50,7 @@ class MicroBatches:
             sizes = [self.size * int(np.prod(shape)) for _, shape in fields]
             if reads:
                 parts = [np.stack([s[name] for s in samples]).reshape(-1) for name, _ in fields]
-                packed = torch.from_numpy(np.concatenate(parts)).to(ctx.device.torch)
+                packed = ctx.device.upload(torch.from_numpy(np.concatenate(parts)))
             else:
                 packed = torch.empty(sum(sizes), dtype=dtype, device=ctx.device.torch)
             tp.broadcast(packed)

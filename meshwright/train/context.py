@@ -61,5 +61,17 @@ def build_context(
     mesh = Mesh(layout, rank, made_elsewhere=process_groups, timeout=config.comm.timeout)
     streams = Streams(config.train.seed, max(0, mesh.data.index), max(0, mesh.tp.index), device.torch)
     streams.active = config.model.dropout > 0
-    parallel = Parallel(mesh.tp, config.layout.sequence_parallel, DTYPES[config.train.precision], device.torch, streams)
+    parallel = Parallel(
+        mesh.tp, config.layout.sequence_parallel, DTYPES[config.train.precision], device.torch, streams,
+        fused=compiles(config, device),
+    )  # fmt: skip
     return Context(config, layout, mesh, device, parallel)
+
+
+def compiles(config: Config, device: Device) -> bool:
+    """Whether blocks are compiled, and with them use the fused parts whose forward a compiler must put together.
+
+    Dropout draws from random streams of its own, which torch.compile can't take, so `auto` leaves it out there.
+    """
+    choice = config.train.compile
+    return choice == "true" or (choice == "auto" and device.kind != "cpu" and not config.model.dropout)

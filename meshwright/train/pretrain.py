@@ -26,7 +26,8 @@ from meshwright.optim.schedules import consumed_after
 from meshwright.pipeline.table import looped
 from meshwright.sharding.buffers import foreign_record
 from meshwright.sharding.data_parallel import Reduce, all_reduce_bucket
-from meshwright.train.context import Context, build_context
+from meshwright.train.ahead import Ahead
+from meshwright.train.context import Context, build_context, compiles
 from meshwright.train.processes import find_place, join, joined_place, leave
 from meshwright.train.run_folder import RunFolder, refuse_finished
 from meshwright.train.signals import StopRequests
@@ -121,12 +122,6 @@ def build_modules(ctx: Context, model_provider: ModelProvider) -> list[nn.Module
     return modules
 
 
-def compiles(config: Config, device: Device) -> bool:
-    """Dropout draws from random streams of its own, which torch.compile can't take, so `auto` leaves it out there."""
-    choice = config.train.compile
-    return choice == "true" or (choice == "auto" and device.kind != "cpu" and not config.model.dropout)
-
-
 def compile_blocks(module: nn.Module) -> None:
     """Each block as one compiled graph; all blocks of a chunk share it."""
     blocks = getattr(module, "blocks", None)
@@ -153,9 +148,13 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
     if watcher:
         watcher.started(ctx)
     skipped = 0
+    steps, validates = config.train.steps, lambda n: config.run.eval_every and n % config.run.eval_every == 0
+    saves = lambda n: c.every and n % c.every == 0  # noqa: E731
+    ahead = Ahead(trainer, lambda n: bool(n == steps or validates(n) or saves(n)))
     with StopRequests() as requests:
-        while trainer.step_number < config.train.steps:
-            result = trainer.step(stop_requested=requests.seen)
+        step = trainer.step_number
+        while step < steps:
+            result = ahead.next(requests.seen)
             step = result.step
             if folder:
                 folder.step(result.line())
@@ -167,14 +166,13 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
                     f"the gradient was not finite in {skipped} steps in a row, up to step {step}: "
                     "lower optimizer.lr, lengthen lr.warmup or use another train.precision"
                 )
-            last = step == config.train.steps
-            if last or (config.run.eval_every and step % config.run.eval_every == 0):
+            if step == steps or validates(step):
                 line = trainer.validate()
                 if line and folder:
                     folder.validation(line)
                 if line and watcher:
                     watcher.validated(line)
-            if last or result.stop or (c.every and step % c.every == 0):
+            if step == steps or result.stop or saves(step):
                 saver.save()
             if result.stop:
                 break

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm.ledger import wire_bytes
+from meshwright.device import Device, Download
 from meshwright.optim.adam import FlatOptimizer
 from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.schedules import global_batch, learning_rate
@@ -56,6 +57,17 @@ class StepResult:
         return out | ({"monitored": self.monitored} if self.monitored else {})
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A step that the device may still be working on: its result but for the numbers that are on their way."""
+
+    result: StepResult
+    begin: float
+    weight: float
+    sums: Download
+    counts: Download
+
+
 class Trainer:
     """Model, optimizer and data of this rank, and the two counters that say where the run is."""
 
@@ -81,6 +93,7 @@ class Trainer:
         self.table = cache(lambda m: build(config.pipeline.schedule, config.layout.pp, m, config.layout.chunks))
         self.step_number = 0
         self.consumed = 0
+        self._read_at = 0.0
         self.before_update: Callable[[], object] = lambda: None
 
     @property
@@ -108,6 +121,10 @@ class Trainer:
     def step(self, stop_requested: bool = False) -> StepResult:
         """One update (or a skipped one): consumes its batch either way. `stop` of the result says whether any rank was
         asked to stop, so that all stop after the same step."""
+        return self.read(self.launch(stop_requested))
+
+    def launch(self, stop_requested: bool = False) -> Launched:
+        """All of a step but reading its numbers. Where `runs_ahead`, the host waits for nothing in here."""
         begin = time.perf_counter()
         config, ledger = self.ctx.config, self.ctx.ledger
         ledger.clear()
@@ -115,32 +132,48 @@ class Trainer:
         totals, weight = self.gradients()
         update = time.perf_counter()
         with ledger.phase("optimizer"):
-            loss_sum, tokens, squares = self._sum_over_world(totals, self.data_parallel.square_sum())
+            sums = sums_over_world(self.ctx, totals, self.data_parallel.square_sum())
             monitored = self._monitored(totals)
-        lr = learning_rate(config, self.step_number + 1)
-        # A gradient is stored as weight x sum over tokens; the true one is the sum / tokens.
-        divisor = weight * tokens
-        norm = math.sqrt(squares) / divisor if math.isfinite(squares) else math.inf
-        finite = math.isfinite(norm)
-        scale = self.loss_scale.value
+        lr, scale = learning_rate(config, self.step_number + 1), self.loss_scale.value
         self.before_update()
-        if finite:
-            clip = config.train.clip
-            self.optimizer.step(lr, divisor * norm / clip if clip and norm > clip else divisor)
-        self.loss_scale.update(finite)
+        clip = config.train.clip
+        if self.runs_ahead:
+            self.optimizer.step_on_device(lr, sums, weight, clip)
+        else:
+            loss, tokens, squares = sums.tolist()
+            norm = gradient_norm(tokens, squares, weight)
+            if math.isfinite(norm):
+                divisor = weight * max(tokens, 1.0)
+                self.optimizer.step(lr, divisor * norm / clip if clip and norm > clip else divisor)
+            self.loss_scale.update(math.isfinite(norm))
+        read = self.ctx.device.download(sums)
         totals.seconds["optimizer"] = time.perf_counter() - update
         self.step_number += 1
         self.consumed += samples
         result = StepResult(
-            self.step_number, loss_sum / tokens, norm, lr, scale if self.loss_scale.active else None, not finite,
-            int(tokens), samples, monitored,
-        )  # fmt: skip
-        self._count(result, totals.seconds, stop_requested)
-        result.step_time_s = time.perf_counter() - begin
-        return result
+            self.step_number, 0.0, 0.0, lr, scale if self.loss_scale.active else None, False, 0, samples, monitored
+        )
+        counts = self._count(totals.seconds, stop_requested)
+        return Launched(result, begin, weight, read, counts)
 
-    def _sum_over_world(self, totals: Totals, squares: Tensor) -> tuple[float, float, float]:
-        return sum_over_world(self.ctx, totals, squares)
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the host can go on to the next step before it knows this one's numbers. (A dynamic loss scale needs
+        them first.)"""
+        return self.optimizer.on_device and not self.loss_scale.active
+
+    def read(self, launched: Launched) -> StepResult:
+        """The finished result of a launched step, once the device has come that far."""
+        result = launched.result
+        loss, tokens, squares = launched.sums.read()
+        result.loss, result.tokens = loss / max(tokens, 1.0), int(max(tokens, 1.0))
+        result.grad_norm = gradient_norm(tokens, squares, launched.weight)
+        result.skipped = not math.isfinite(result.grad_norm)
+        self._read_counts(result, launched.counts.read())
+        end = time.perf_counter()
+        result.step_time_s = end - max(launched.begin, self._read_at)
+        self._read_at = end
+        return result
 
     def _monitored(self, totals: Totals) -> dict[str, float]:
         """Averages over micro-batches and data-parallel ranks of what `forward_step` returned beside the loss."""
@@ -152,9 +185,9 @@ class Trainer:
         self.ctx.mesh.data.all_reduce(vector)
         return dict(zip(names, (vector[:-1] / vector[-1]).tolist(), strict=True))
 
-    def _count(self, result: StepResult, seconds: Mapping[str, float], stop_requested: bool) -> None:
-        """Mean seconds by phase, the ledger of this step summed over all ranks, this very call included, and whether
-        any rank was asked to stop."""
+    def _count(self, seconds: Mapping[str, float], stop_requested: bool) -> Download:
+        """Sum over all ranks of seconds by phase, the ledger of this step, this very call included, and the ranks that
+        were asked to stop."""
         mesh = self.ctx.mesh
         axes = sorted(mesh.groups)
         totals = self.ctx.ledger.totals("axis")
@@ -166,11 +199,15 @@ class Trainer:
             own[0], own[1] = own[0] + 1, own[1] + payload
             own[2] += wire_bytes("all_reduce", payload, mesh.world.size)
         vector = torch.tensor([*(n for row in rows for n in row), *micros, int(stop_requested)], dtype=torch.int64)
-        vector = vector.to(self.ctx.device.torch)
+        if mesh.world.alone:
+            return Device("cpu").download(vector)
+        vector = self.ctx.device.upload(vector)
         with self.ctx.ledger.phase("metrics"):
             mesh.world.all_reduce(vector)
-        numbers = vector.tolist()
-        width = len(COUNTS)
+        return self.ctx.device.download(vector)
+
+    def _read_counts(self, result: StepResult, numbers: list[int]) -> None:
+        mesh, axes, width = self.ctx.mesh, sorted(self.ctx.mesh.groups), len(COUNTS)
         for i, axis in enumerate(axes):
             counts = dict(zip(COUNTS, numbers[width * i : width * (i + 1)], strict=True))
             if counts["calls"]:
@@ -225,15 +262,19 @@ def micro_batches(ctx: Context, samples: int) -> int:
     return samples // (ctx.mesh.data.size * ctx.config.train.micro_batch)
 
 
-def sum_over_world(ctx: Context, totals: Totals, squares: Tensor | float = 0.0) -> tuple[float, float, float]:
+def sums_over_world(ctx: Context, totals: Totals, squares: Tensor | float = 0.0) -> Tensor:
     """Loss sum, token count and squared gradient norm of the whole job, in one small all-reduce."""
     vector = torch.zeros(len(SUMS), dtype=torch.float64, device=ctx.device.torch)
     if speaks(ctx):
         vector[0], vector[1] = totals.loss_sum, totals.tokens
     vector[2] = squares
     ctx.mesh.world.all_reduce(vector)
-    loss_sum, tokens, total = vector.tolist()
-    return loss_sum, max(tokens, 1.0), total
+    return vector
+
+
+def gradient_norm(tokens: float, squares: float, weight: float) -> float:
+    """Of the true gradient: what is stored is weight x its sum over tokens, and the true one is the sum / tokens."""
+    return math.sqrt(squares) / (weight * max(tokens, 1.0)) if math.isfinite(squares) else math.inf
 
 
 @torch.no_grad()
@@ -245,5 +286,5 @@ def mean_loss(ctx: Context, executor: Executor, batches: MicroBatches, samples: 
         module.eval()
     with ctx.ledger.phase("validation"):
         totals = executor.run(table, lambda i: batches.load(0, i), 0)
-        loss_sum, tokens, _ = sum_over_world(ctx, totals)
-    return loss_sum / tokens, int(tokens)
+        loss_sum, tokens, _ = sums_over_world(ctx, totals).tolist()
+    return loss_sum / max(tokens, 1.0), int(max(tokens, 1.0))

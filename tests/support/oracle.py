@@ -16,7 +16,7 @@ from meshwright.device import Device
 from meshwright.train.context import Context, build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
-from meshwright.train.step import Trainer
+from meshwright.train.step import Trainer, sums_over_world
 
 Pairs = list[tuple[Any, torch.Tensor]]
 Whole = dict[str, np.ndarray]
@@ -82,7 +82,7 @@ def make_trainer(
 def true_gradients(trainer: Trainer) -> Pairs:
     """(record, gradient) of every local parameter after one forward and backward, as the true mean over tokens."""
     totals, weight = trainer.gradients()
-    _, tokens, _ = trainer._sum_over_world(totals, torch.zeros((), dtype=torch.float64))
+    tokens = max(sums_over_world(trainer.ctx, totals).tolist()[1], 1.0)
     pairs = []
     for buffer in trainer.data_parallel.buffers:
         for slot in buffer.slots:

@@ -1,0 +1,71 @@
+"""Parts of a block that a product takes in, so that memory is passed over once and nothing is kept twice.
+
+A product's input is often a cheap function of something that is kept anyway: the RMS norm of the residual, or SwiGLU of
+the layer before. Its backward makes that input again beside the gradient, in one pass (`kernels` on CUDA, the plain
+definitions here elsewhere). Registered operators, so that a compiled backward can call them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import custom_op
+
+from meshwright.kernels import fits
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32 at least."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The normed rows and 1 / the root of each row's mean square."""
+    rstd = torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + eps)
+    return (wide(x) * rstd * wide(weight)).to(x.dtype), rstd
+
+
+def swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@custom_op("meshwright::rms_norm_backward", mutates_args=())
+def rms_norm_backward(
+    x: Tensor, rstd: Tensor, weight: Tensor, grad: Tensor, passed: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of `rms_norm`, given the gradient of its value and the one of x from elsewhere: the gradient of x, the value once
+    more, the gradient of the weight."""
+    if fits(x, grad, passed):
+        from meshwright.kernels.block import rms_norm_backward as kernel
+
+        return kernel(x.contiguous(), rstd, weight, grad.contiguous(), passed.contiguous())
+    y, w, g = wide(x) * rstd, wide(weight), wide(grad)
+    scaled = g * w
+    dx = rstd * (scaled - y * (scaled * y).mean(-1, keepdim=True)) + wide(passed)
+    return dx.to(x.dtype), (y * w).to(x.dtype), (g * y).sum(0)
+
+
+@rms_norm_backward.register_fake
+def _(x: Tensor, rstd: Tensor, weight: Tensor, grad: Tensor, passed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x), x.new_empty(x.shape[1], dtype=wide(weight).dtype)
+
+
+@custom_op("meshwright::swiglu_backward", mutates_args=())
+def swiglu_backward(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `swiglu`: the gradient of x, and the value once more."""
+    if fits(x, grad):
+        from meshwright.kernels.block import swiglu_backward as kernel
+
+        return kernel(x.contiguous(), grad.contiguous())
+    gate, up = wide(x).chunk(2, dim=-1)
+    g, share = wide(grad), torch.sigmoid(gate)
+    silu = gate * share
+    dx = torch.cat((g * up * (share + silu * (1.0 - share)), g * silu), dim=-1)
+    return dx.to(x.dtype), (silu * up).to(x.dtype)
+
+
+@swiglu_backward.register_fake
+def _(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(grad)
