@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,16 @@ class Device:
             raise UserError("train.precision=fp64 is not supported on npu: use fp32, bf16 or fp16")
         if precision == "bf16" and self.kind == "cuda" and not torch.cuda.is_bf16_supported():
             raise UserError("train.precision=bf16 is not supported by this GPU: use fp16 or fp32")
+
+    @property
+    def name(self) -> str:
+        return "cpu" if self.kind == "cpu" else str(getattr(torch, self.kind).get_device_name(self.index))
+
+    def empty_cache(self) -> None:
+        """Memory that no tensor uses goes back to the device."""
+        if self.kind != "cpu":
+            gc.collect()
+            getattr(torch, self.kind).empty_cache()
 
     def synchronize(self) -> None:
         if self.kind != "cpu":

@@ -21,6 +21,7 @@ COMMANDS = {
     "layout": "print every rank group of a mesh and draw it",
     "schedule": "print, draw and simulate a pipeline schedule",
     "data": "turn text into token files",
+    "bench": "measure this device's training step beside the least time it could take",
 }
 
 

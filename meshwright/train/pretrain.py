@@ -101,7 +101,9 @@ def pretrain(
     return trainer
 
 
-def build_modules(ctx: Context, model_provider: ModelProvider) -> list[nn.Module]:
+def build_modules(
+    ctx: Context, model_provider: ModelProvider, draw: Callable[[nn.Module, int], None] = initialise
+) -> list[nn.Module]:
     """This rank's chunks, drawn from the seed and the global names alone."""
     config, modules = ctx.config, []
     stages = ctx.stages()
@@ -116,7 +118,7 @@ def build_modules(ctx: Context, model_provider: ModelProvider) -> list[nn.Module
             modules.append(module)
     share_tied(modules)
     for module in modules:
-        initialise(module, config.train.seed)
+        draw(module, config.train.seed)
         if compiles(config, ctx.device):
             compile_blocks(module)
     return modules

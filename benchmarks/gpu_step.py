@@ -1,0 +1,83 @@
+"""Our training step on one GPU beside a plain compiled PyTorch loop and beside the floor, in one run.
+
+    python benchmarks/gpu_step.py                              # the table of docs/performance.md
+    python benchmarks/gpu_step.py --cases 1b:bf16:1 3b:fp8:1   # model:precision:micro-batches a step
+
+Every case prints one line of JSON: what `meshwright bench step` finds, and the plain loop's step_ms and memory. The
+plain loop runs once for each model, in bf16 autocast with one micro-batch a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from plain_llama import plain_step  # noqa: E402
+
+from meshwright.bench import floor, step  # noqa: E402
+from meshwright.bench.models import bench_config  # noqa: E402
+from meshwright.bench.timing import once_ms  # noqa: E402
+from meshwright.device import Device  # noqa: E402
+
+CASES = ["1b:bf16:1", "3b:bf16:1", "3b:bf16:8", "3b:fp8:1"]
+
+
+def clean(device: Device) -> None:
+    gc.collect()
+    torch._dynamo.reset()
+    device.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def plain(model: str, device: Device, steps: int) -> dict[str, float]:
+    clean(device)
+    config = bench_config(model)
+    work = plain_step(config.model, config.train.micro_batch, 1, device.torch)
+    for _ in range(4):
+        work()
+    ms = statistics.median(once_ms(device, work) for _ in range(steps))
+    return {"plain_ms": ms, "plain_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def ours(model: str, precision: str, count: int, device: Device, steps: int, least: floor.Floor) -> dict[str, Any]:
+    clean(device)
+    config = bench_config(model, precision, count)
+    trainer = step.make_trainer(config, device)
+    measured = step.measure(trainer, steps)
+    return step.facts(config, device, measured, least)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", default=CASES)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--no-plain", action="store_true")
+    args = parser.parse_args()
+    torch.set_float32_matmul_precision("high")
+    device = Device.choose("cuda")
+    others: dict[str, dict[str, float]] = {}
+    floors: dict[str, floor.Floor] = {}
+    for case in args.cases:
+        model, precision, count = case.split(":")
+        begin = time.time()
+        if model not in others:
+            others[model] = {} if args.no_plain else plain(model, device, args.steps)
+            clean(device)
+            floors[model] = floor.measure(bench_config(model), device, torch.bfloat16)
+        found = ours(model, precision, int(count), device, args.steps, floors[model]) | others[model]
+        if not args.no_plain:
+            found["speedup"] = int(count) * found["plain_ms"] / found["step_ms"]
+        print(json.dumps({"case": case, "seconds": time.time() - begin} | found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The step of `meshwright train` on one device, timed as its loop runs it."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from meshwright.bench.floor import Floor
+from meshwright.bench.models import DATASHEET, flops
+from meshwright.bench.timing import by_kind
+from meshwright.config.rules import check
+from meshwright.config.sections import Config
+from meshwright.device import Device
+from meshwright.nn.parallel import record_of
+from meshwright.train.ahead import Ahead
+from meshwright.train.context import build_context
+from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.pretrain import build_modules
+from meshwright.train.step import Trainer
+
+
+class RandomTokens:
+    def __init__(self, vocab: int, seq: int) -> None:
+        self.vocab, self.seq = vocab, seq
+
+    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
+        ids = np.random.default_rng(n).integers(0, self.vocab, self.seq + 1)
+        return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": np.ones(self.seq, dtype=np.int64)}
+
+
+@dataclass
+class Measured:
+    step_ms: float
+    peak_gib: float | None
+    losses: list[float]
+    kinds: dict[str, float]
+    kernels: list[tuple[str, int, float]]
+
+
+@torch.no_grad()
+def draw_on_device(module: nn.Module, seed: int) -> None:
+    """Weights like a real start's, drawn by the device: a bench need not be the same on every layout."""
+    torch.manual_seed(seed)
+    for parameter in module.parameters():
+        record = record_of(parameter)
+        if record is not None and record.init.kind == "normal":
+            parameter.normal_(0.0, record.init.std)
+        else:
+            parameter.fill_(1.0 if record is not None and record.init.kind == "ones" else 0.0)
+
+
+def make_trainer(config: Config, device: Device) -> Trainer:
+    check(config, 1)
+    ctx = build_context(config, 0, 1, device)
+    data = RandomTokens(config.model.vocab, config.model.seq)
+    return Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
+
+
+def measure(trainer: Trainer, steps: int, warm: int = 3) -> Measured:
+    ahead = Ahead(trainer, lambda step: step in (warm, warm + steps))
+    losses = [ahead.next(False).loss for _ in range(warm)]
+    results = [ahead.next(False) for _ in range(steps)]
+    kinds, kernels = by_kind(trainer.ctx.device, trainer.step)
+    peak = trainer.ctx.device.peak_bytes()
+    return Measured(
+        1e3 * statistics.median(r.step_time_s for r in results), None if peak is None else peak / 2**30,
+        losses + [r.loss for r in results], kinds, kernels,
+    )  # fmt: skip
+
+
+def facts(config: Config, device: Device, measured: Measured, floor: Floor) -> dict[str, Any]:
+    """What the command prints as JSON."""
+    tokens = config.train.global_batch * config.model.seq
+    seconds = measured.step_ms / 1e3
+    tflops = flops(config, tokens) / seconds / 1e12
+    name = device.name
+    sheet = next((rate for part, rate in DATASHEET.items() if part in name), None)
+    count = config.train.global_batch // config.train.micro_batch
+    return {
+        "device": name, "torch": torch.__version__, "precision": config.train.precision, "micro_batches": count,
+        "step_ms": measured.step_ms, "tokens_per_s": tokens / seconds, "tflops": tflops,
+        "mfu": tflops / sheet if sheet else None, "mfu_measured": tflops / floor.product_tflops,
+        "peak_gib": measured.peak_gib, "floor_ms": floor.step_ms(count),
+        "floor_loaded_ms": floor.step_ms(count, loaded=True), "of_floor": floor.step_ms(count) / measured.step_ms,
+        "floor": floor.facts(), "kinds_ms": measured.kinds,
+        "kernels": [{"name": n, "calls": c, "ms": ms} for n, c, ms in measured.kernels[:40]],
+        "losses": measured.losses,
+    }  # fmt: skip

@@ -1,0 +1,75 @@
+"""`meshwright bench step`: one device's training step beside the least time that it could take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from meshwright.bench.models import MICRO_BATCH, MODELS, bench_config
+from meshwright.errors import UserError, nearest
+
+EXAMPLES = """example:
+  meshwright bench step --model 3b
+  meshwright bench step --model 1b --micro-batches 8 --json
+  meshwright bench step --model 3b --precision fp8
+
+tflops counts 6 operations for each weight of a product and token, and 6 x layers x hidden x seq a token for causal
+attention; mfu divides by the maker's dense bf16 rate, mfu_measured by that of a large product measured here."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=["step"], help="what to measure: the training step")
+    parser.add_argument("--model", default="1b", help=f"{', '.join(MODELS)} (default: 1b)")
+    parser.add_argument("--precision", default="bf16", help="train.precision (default: bf16)")
+    parser.add_argument(
+        "--micro-batch", type=int, default=MICRO_BATCH, help=f"sequences of a micro-batch (default: {MICRO_BATCH})"
+    )
+    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches of a step (default: 1)")
+    parser.add_argument("--steps", type=int, default=10, help="steps to time after the warm-up (default: 10)")
+    parser.add_argument("--compile", default="auto", choices=["auto", "true", "false"], help="train.compile")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "npu"], help="run.device")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.model not in MODELS:
+        raise UserError(f"unknown model '{args.model}'{nearest(args.model, MODELS)}: choose {', '.join(MODELS)}")
+    for name in ("micro_batch", "micro_batches", "steps"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    config = bench_config(
+        args.model, args.precision, args.micro_batches, args.micro_batch,
+        train={"compile": args.compile}, run={"device": args.device},
+    )  # fmt: skip
+    from meshwright.bench import floor, step
+    from meshwright.device import DTYPES, Device
+
+    device = Device.choose(args.device)
+    device.check_precision(args.precision)
+    print(f"measuring {args.model} on {device.name}", file=sys.stderr, flush=True)
+    trainer = step.make_trainer(config, device)
+    measured = step.measure(trainer, args.steps)
+    del trainer
+    device.empty_cache()
+    least = floor.measure(config, device, DTYPES[args.precision])
+    found = {"model": args.model} | step.facts(config, device, measured, least)
+    print(json.dumps(found) if args.json else report(found))
+    return 0
+
+
+def report(f: dict[str, Any]) -> str:
+    low = f["floor"]
+    rows = [
+        ("step", f"{f['step_ms']:.1f} ms   {f['tokens_per_s']:,.0f} tokens/s"),
+        ("model", f"{f['tflops']:.1f} TFLOP/s   MFU " + (f"{f['mfu']:.3f} of the datasheet, " if f["mfu"] else "")
+         + f"{f['mfu_measured']:.3f} of {low['product_tflops']:.0f} TFLOP/s measured"),
+        ("memory", "-" if f["peak_gib"] is None else f"{f['peak_gib']:.1f} GiB at most"),
+        ("floor", f"{f['floor_ms']:.1f} ms: the step reaches {f['of_floor']:.3f} of it"),
+        ("", f"products {low['products_ms']:.1f} (back to back {low['products_loaded_ms']:.1f}), attention "
+         f"{low['attention_ms']:.1f} a micro-batch, optimizer {low['optimizer_ms']:.1f} a step"),
+        ("by kind", ", ".join(f"{kind} {ms:.1f}" for kind, ms in f["kinds_ms"].items()) or "-"),
+    ]  # fmt: skip
+    title = f"{f['model']} {f['precision']}, {f['micro_batches']} micro-batches a step, {f['device']}, torch {f['torch']}"
+    return "\n".join([title, *(f"  {name:<8} {text}" for name, text in rows)])
