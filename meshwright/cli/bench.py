@@ -71,5 +71,5 @@ def report(f: dict[str, Any]) -> str:
          f"{low['attention_ms']:.1f} a micro-batch, optimizer {low['optimizer_ms']:.1f} a step"),
         ("by kind", ", ".join(f"{kind} {ms:.1f}" for kind, ms in f["kinds_ms"].items()) or "-"),
     ]  # fmt: skip
-    title = f"{f['model']} {f['precision']}, {f['micro_batches']} micro-batches a step, {f['device']}, torch {f['torch']}"
+    title = f"{f['model']} {f['precision']}, {f['micro_batches']} micro-batches, {f['device']}, torch {f['torch']}"
     return "\n".join([title, *(f"  {name:<8} {text}" for name, text in rows)])

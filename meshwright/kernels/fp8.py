@@ -1,0 +1,97 @@
+"""Scaled casts to fp8: the largest magnitude, then one pass that writes the cast, its transpose, or both.
+
+A product in fp8 sums along the inner dimension of both factors, so a gradient that takes part in two products is
+needed in both orders; the transpose is written from the same read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TINY = tl.constexpr(1e-12)  # a tensor of zeros gets a scale too
+
+
+@triton.jit
+def _largest(x, out, size, BLOCK: tl.constexpr, LOOP: tl.constexpr):
+    begin = tl.program_id(0).to(tl.int64) * (BLOCK * LOOP)
+    top = tl.zeros((BLOCK,), tl.float32)
+    for i in range(LOOP):
+        at = begin + i * BLOCK + tl.arange(0, BLOCK)
+        top = tl.maximum(top, tl.abs(tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)))
+    tl.atomic_max(out, tl.max(top, 0))
+
+
+@triton.jit
+def _largest_of_lines(
+    x, of_rows, of_columns, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    here = r.to(tl.int64)[:, None] * columns + c[None, :]
+    y = tl.abs(tl.load(x + here, mask=inside, other=0.0).to(tl.float32))
+    if ROWS:
+        tl.atomic_max(of_rows + r, tl.max(y, 1), mask=r < rows)
+    if COLUMNS:
+        tl.atomic_max(of_columns + c, tl.max(y, 0), mask=c < columns)
+
+
+@triton.jit
+def _cast(
+    x, of_rows, of_columns, out, across, rows, columns, limit,
+    LINES: tl.constexpr, OUT: tl.constexpr, ACROSS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    here = r.to(tl.int64)[:, None] * columns + c[None, :]
+    y = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
+    if OUT:
+        if LINES:
+            z = y * (limit / tl.maximum(tl.load(of_rows + r, mask=r < rows, other=1.0), TINY))[:, None]
+        else:
+            z = y * (limit / tl.maximum(tl.load(of_rows), TINY))
+        z = tl.minimum(tl.maximum(z, -limit), limit)
+        tl.store(out + here, z.to(out.dtype.element_ty), mask=inside)
+    if ACROSS:
+        if LINES:
+            z = y * (limit / tl.maximum(tl.load(of_columns + c, mask=c < columns, other=1.0), TINY))[None, :]
+        else:
+            z = y * (limit / tl.maximum(tl.load(of_columns), TINY))
+        z = tl.minimum(tl.maximum(z, -limit), limit).to(across.dtype.element_ty)
+        there = c.to(tl.int64)[:, None] * rows + r[None, :]
+        tl.store(across + there, tl.trans(z), mask=(c < columns)[:, None] & (r < rows)[None, :])
+
+
+def largest(x: Tensor, lines: bool, rows_wanted: bool, columns_wanted: bool) -> tuple[Tensor, Tensor]:
+    """Largest magnitudes of the rows and of the columns; without `lines`, of the whole tensor, for both."""
+    rows, columns = x.shape
+    if not lines:
+        out = torch.zeros((), dtype=torch.float32, device=x.device)
+        block, loop = 4096, 8
+        _largest[(triton.cdiv(x.numel(), block * loop),)](x, out, x.numel(), BLOCK=block, LOOP=loop, num_warps=8)
+        return out, out
+    of_rows, of_columns = (torch.zeros(n, dtype=torch.float32, device=x.device) for n in (rows, columns))
+    grid = (triton.cdiv(rows, 64), triton.cdiv(columns, 256))
+    _largest_of_lines[grid](
+        x, of_rows, of_columns, rows, columns, ROWS=rows_wanted, COLUMNS=columns_wanted, BLOCK_R=64, BLOCK_C=256,
+        num_warps=8,
+    )  # fmt: skip
+    return of_rows, of_columns
+
+
+def cast(
+    x: Tensor, of_rows: Tensor, of_columns: Tensor, out: Tensor, across: Tensor, limit: float, lines: bool
+) -> None:
+    """Writes x scaled so that the largest magnitude becomes `limit` into `out`, and its transpose into `across`;
+    either may be empty, and is left out then."""
+    rows, columns = x.shape
+    grid = (triton.cdiv(rows, 128), triton.cdiv(columns, 64))
+    _cast[grid](
+        x, of_rows, of_columns, out, across, rows, columns, limit, LINES=lines, OUT=out.numel() > 0,
+        ACROSS=across.numel() > 0, BLOCK_R=128, BLOCK_C=64, num_warps=4,
+    )  # fmt: skip
