@@ -21,6 +21,7 @@ DISTRIBUTED = {
         "DistError",
     },
     "train/pretrain.py": {"is_initialized"},
+    "bench/fake.py": {"init_process_group", "destroy_process_group"},
     "train/launch.py": {"elastic", "launcher", "TCPStore"},
 }  # fmt: skip
 

@@ -59,15 +59,15 @@ def _quantise(
         from meshwright.kernels.fp8 import cast, largest
 
         of_rows, of_columns = largest(x, lines, straight, across)
-        cast(x, of_rows, of_columns, value, turned, limit, lines)
-    else:
-        size = x.abs().float()
-        of_rows, of_columns = (size.amax(1), size.amax(0)) if lines else (size.amax(), size.amax())
-        for out, top, wide in ((value, of_rows, x.float()), (turned, of_columns, x.float().t())):
-            if out.numel():
-                factor = limit / top.clamp(min=1e-12)
-                out.copy_((wide * (factor[:, None] if lines else factor)).clamp(-limit, limit))
-    return value, of_rows.clamp(min=1e-12) / limit, turned, of_columns.clamp(min=1e-12) / limit
+        scale, turned_scale = cast(x, of_rows, of_columns, value, turned, limit, lines)
+        return value, scale, turned, turned_scale
+    size = x.abs().float()
+    of_rows, of_columns = (size.amax(1), size.amax(0)) if lines else (size.amax(), size.amax())
+    for out, top, wide in ((value, of_rows, x.float()), (turned, of_columns, x.float().t())):
+        if out.numel():
+            factor = limit / top.clamp(min=1e-12)
+            out.copy_((wide * (factor[:, None] if lines else factor)).clamp(-limit, limit))
+    return value, of_rows.clamp(min=1e-12) / limit, turned, of_columns.clone().clamp(min=1e-12) / limit
 
 
 @_quantise.register_fake

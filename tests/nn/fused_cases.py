@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.nn import fp8, fused
 from meshwright.nn.loss import Vocabulary, loss_and_grad_
 from meshwright.nn.rotary import rotate, turn_qkv
-from meshwright.nn.weight_grad import write_product
+from meshwright.nn.weight_grad import Sink, add_rows_grad, write_product
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,23 @@ def weight_gradient(at: Where) -> float:
     return error([(first, plain), (out, 2 * plain)])
 
 
+def embedding(at: Where) -> float:
+    """Ids that repeat, onto a buffer that is fresh and one that is not."""
+    tokens, vocab, hidden = 301, 40, 1100
+    grad = at.draw(tokens, hidden)
+    rows = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(at.seed))
+    rows[:20] = 7
+    wide = torch.float64 if at.dtype == torch.float64 else torch.float32
+    view = torch.full((vocab, hidden), 9.0, dtype=wide, device=at.device)
+    sink = Sink(view, lambda _: None)
+    plain = torch.zeros(vocab, hidden, dtype=torch.float64).index_add_(0, rows, grad.double().cpu())
+    add_rows_grad(view, grad, rows.to(at.device))
+    first = view.clone()
+    add_rows_grad(view, grad, rows.to(at.device))
+    assert sink.contributions == 2
+    return error([(first, plain), (view, 2 * plain)])
+
+
 def fp8_products(at: Where, kind: str = "fp8") -> float:
     """All three products of a layer, against the emulation: the factors round alike, so little is left."""
     x, weight, grad = at.draw(48, 32), at.draw(64, 32, factor=0.02), at.draw(48, 64, factor=1e-4)
@@ -142,6 +159,7 @@ CASES: dict[str, Callable[[Where], float]] = {
     "loss": loss,
     "loss of a rank": lambda at: loss(at, 512, 400, 512),
     "weight gradient": weight_gradient,
+    "embedding": embedding,
 }
 # Relative errors that rounding explains.
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
