@@ -66,15 +66,24 @@ def make_trainer(config: Config, device: Device) -> Trainer:
 
 
 def measure(trainer: Trainer, steps: int, warm: int = 3) -> Measured:
+    """Times `steps` steps after the warm-up and profiles two more; the trainer can't be used after."""
     ahead = Ahead(trainer, lambda step: step in (warm, warm + steps))
     losses = [ahead.next(False).loss for _ in range(warm)]
     results = [ahead.next(False) for _ in range(steps)]
     kinds, kernels = by_kind(trainer.ctx.device, lambda: two_steps(trainer), 2)
     peak = trainer.ctx.device.peak_bytes()
+    release(trainer)
     return Measured(
         1e3 * statistics.median(r.step_time_s for r in results), None if peak is None else peak / 2**30,
         losses + [r.loss for r in results], kinds, kernels,
     )  # fmt: skip
+
+
+def release(trainer: Trainer) -> None:
+    """Gives a measured trainer's memory back: autograd's hooks keep its buffers, and they each other, alive."""
+    for buffer in trainer.data_parallel.buffers:
+        for tensor in (buffer.params, buffer.grads):
+            tensor.untyped_storage().resize_(0)
 
 
 def two_steps(trainer: Trainer) -> None:
