@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_step.py                              # the table of docs/performance.md
     python benchmarks/gpu_step.py --cases 1b:bf16:1 3b:fp8:1   # model:precision:micro-batches a step
+    python benchmarks/gpu_step.py --no-plain --cases 3b:bf16:1:tp2 3b:bf16:4:pp2   # the first rank's share
 
 Every case prints one line of JSON: what `meshwright bench step` finds, and the plain loop's step_ms and memory. The
 plain loop runs once for each model, in bf16 autocast with one micro-batch a step.
@@ -24,16 +25,18 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from plain_llama import plain_step  # noqa: E402
 
 from meshwright.bench import floor, step  # noqa: E402
+from meshwright.bench.fake import fake_world  # noqa: E402
 from meshwright.bench.models import bench_config  # noqa: E402
 from meshwright.bench.timing import once_ms  # noqa: E402
+from meshwright.config.sections import Config  # noqa: E402
 from meshwright.device import Device  # noqa: E402
 
-CASES = ["1b:bf16:1", "3b:bf16:1", "3b:bf16:8", "3b:fp8:1"]
+CASES = ["1b:bf16:1", "3b:bf16:1", "3b:fp8:1", "3b:bf16:8", "3b:bf16:1:tp2", "3b:bf16:4:pp2"]
 
 
 def clean(device: Device) -> None:
-    gc.collect()
     torch._dynamo.reset()
+    gc.collect()
     device.empty_cache()
     torch.cuda.reset_peak_memory_stats()
 
@@ -48,12 +51,17 @@ def plain(model: str, device: Device, steps: int) -> dict[str, float]:
     return {"plain_ms": ms, "plain_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
-def ours(model: str, precision: str, count: int, device: Device, steps: int, least: floor.Floor) -> dict[str, Any]:
+def ours(config: Config, device: Device, steps: int, least: floor.Floor) -> dict[str, Any]:
     clean(device)
-    config = bench_config(model, precision, count)
-    trainer = step.make_trainer(config, device)
-    measured = step.measure(trainer, steps)
+    with fake_world(0, config.layout.tp * config.layout.pp):
+        measured = step.measure(step.make_trainer(config, device), steps)
     return step.facts(config, device, measured, least)
+
+
+def case_config(case: str) -> Config:
+    model, precision, count, *rest = case.split(":")
+    layout: dict[str, Any] = {part[:2]: int(part[2:]) for part in rest}
+    return bench_config(model, precision, int(count), layout=layout | {"sequence_parallel": "tp" in layout})
 
 
 def main() -> None:
@@ -65,17 +73,18 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     device = Device.choose("cuda")
     others: dict[str, dict[str, float]] = {}
-    floors: dict[str, floor.Floor] = {}
+    floors: dict[Any, floor.Floor] = {}
     for case in args.cases:
-        model, precision, count = case.split(":")
-        begin = time.time()
+        config, begin = case_config(case), time.time()
+        model, layout = case.split(":")[0], (config.model, config.layout)
         if model not in others:
             others[model] = {} if args.no_plain else plain(model, device, args.steps)
+        if layout not in floors:
             clean(device)
-            floors[model] = floor.measure(bench_config(model), device, torch.bfloat16)
-        found = ours(model, precision, int(count), device, args.steps, floors[model]) | others[model]
-        if not args.no_plain:
-            found["speedup"] = int(count) * found["plain_ms"] / found["step_ms"]
+            floors[layout] = floor.measure(config, device, torch.bfloat16)
+        found = ours(config, device, args.steps, floors[layout]) | others[model]
+        if not args.no_plain and config.layout.tp * config.layout.pp == 1:
+            found["speedup"] = found["micro_batches"] * found["plain_ms"] / found["step_ms"]
         print(json.dumps({"case": case, "seconds": time.time() - begin} | found), flush=True)
 
 

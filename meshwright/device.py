@@ -12,7 +12,10 @@ import torch
 from meshwright.errors import UserError
 
 BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# What weights and activations are kept in; fp8 is for products alone.
+DTYPES = {
+    "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16,
+}  # fmt: skip
 
 
 def count() -> int:
@@ -73,6 +76,10 @@ class Device:
     def check_precision(self, precision: str) -> None:
         if precision == "fp64" and self.kind == "npu":
             raise UserError("train.precision=fp64 is not supported on npu: use fp32, bf16 or fp16")
+        if precision == "fp8" and self.kind == "npu":
+            raise UserError("train.precision=fp8 is not supported on npu: use bf16")
+        if precision == "fp8" and self.kind == "cuda" and torch.cuda.get_device_capability(self.index) < (8, 9):
+            raise UserError("train.precision=fp8 is not supported by this GPU: use bf16")
         if precision == "bf16" and self.kind == "cuda" and not torch.cuda.is_bf16_supported():
             raise UserError("train.precision=bf16 is not supported by this GPU: use fp16 or fp32")
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshwright.bench.models import Product, parameters, products
+from meshwright.bench.models import Product, parameters, products, stage_of
 from meshwright.bench.timing import median_ms, once_ms
 from meshwright.config.sections import Config
 from meshwright.device import Device
@@ -41,13 +41,13 @@ class Floor:
         return asdict(self)
 
 
-def measure(config: Config, device: Device, dtype: torch.dtype) -> Floor:
+def measure(config: Config, device: Device, dtype: torch.dtype, pp_rank: int = 0) -> Floor:
     tokens = config.train.micro_batch * config.model.seq
     rate = product_rate(device, dtype)
     speed = copy_speed(device)
-    alone, loaded = product_times(products(config), tokens, device, dtype)
-    attention = config.model.layers * attention_ms(config, device, dtype)
-    optimizer = parameters(config) // config.layout.tp * OPTIMIZER_BYTES / speed / 1e6
+    alone, loaded = product_times(products(config, pp_rank), tokens, device, dtype)
+    attention = len(stage_of(config, pp_rank).layers) * attention_ms(config, device, dtype)
+    optimizer = parameters(config, pp_rank) * OPTIMIZER_BYTES / speed / 1e6
     return Floor(alone, loaded, attention, optimizer, rate, speed)
 
 

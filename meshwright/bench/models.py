@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.config.load import config_from
 from meshwright.config.sections import Config
+from meshwright.models.description import Stage, stages
 
 LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tied_embeddings": False}
 MODELS: dict[str, dict[str, Any]] = {
@@ -43,29 +44,35 @@ class Product:
     count: int
 
 
-def products(config: Config) -> list[Product]:
-    """Of one micro-batch of one rank: all layers of the whole model, cut over tp."""
-    m, tp = config.model, config.layout.tp
-    heads, kv, ffn = m.heads // tp, max(1, m.kv_heads // tp), m.ffn // tp
-    return [
-        Product("qkv", (heads + 2 * kv) * m.head_dim, m.hidden, m.layers),
-        Product("out", m.hidden, heads * m.head_dim, m.layers),
-        Product("gate_up", 2 * ffn, m.hidden, m.layers),
-        Product("down", m.hidden, ffn, m.layers),
-        Product("output", -(-m.vocab // tp), m.hidden, 1),
+def stage_of(config: Config, pp_rank: int) -> Stage:
+    o = config.layout
+    return stages(config.model.layers, o.pp * o.chunks, config.pipeline.split)[pp_rank]
+
+
+def products(config: Config, pp_rank: int = 0) -> list[Product]:
+    """Of one micro-batch of one rank: its stage's layers, cut over tp."""
+    m, tp, stage = config.model, config.layout.tp, stage_of(config, pp_rank)
+    heads, kv, ffn, layers = m.heads // tp, max(1, m.kv_heads // tp), m.ffn // tp, len(stage.layers)
+    found = [
+        Product("qkv", (heads + 2 * kv) * m.head_dim, m.hidden, layers),
+        Product("out", m.hidden, heads * m.head_dim, layers),
+        Product("gate_up", 2 * ffn, m.hidden, layers),
+        Product("down", m.hidden, ffn, layers),
     ]
+    return [*found, Product("output", -(-m.vocab // tp), m.hidden, 1)] if stage.last else found
 
 
-def parameters(config: Config) -> int:
-    """Of the whole model, norms included."""
-    m = config.model
-    each = sum(p.n * p.k * p.count for p in products(config)) * config.layout.tp
-    return each + m.vocab * m.hidden + (2 * m.layers + 1) * m.hidden
+def parameters(config: Config, pp_rank: int = 0) -> int:
+    """Of one rank, norms included."""
+    m, stage = config.model, stage_of(config, pp_rank)
+    embedding = m.vocab * m.hidden // config.layout.tp if stage.first else 0
+    norms = (2 * len(stage.layers) + stage.last) * m.hidden
+    return sum(p.n * p.k * p.count for p in products(config, pp_rank)) + embedding + norms
 
 
-def flops(config: Config, tokens: int) -> float:
-    """6 for each weight of a product and token (2 forward, 4 backward), and attention's 2 x 2 x 3 s/2 h a layer and
-    token: of the scores only those that the causal mask leaves. The embedding's rows are looked up, not multiplied."""
-    m = config.model
-    weights = sum(p.n * p.k * p.count for p in products(config)) * config.layout.tp
-    return tokens * (6.0 * weights + 6.0 * m.layers * m.heads * m.head_dim * m.seq)
+def flops(config: Config, tokens: int, pp_rank: int = 0) -> float:
+    """Of one rank: 6 for each weight of a product and token (2 forward, 4 backward), and attention's 2 x 2 x 3 s/2 h a
+    layer and token: of the scores only those that the causal mask leaves. An embedding is looked up, not multiplied."""
+    m, layers = config.model, len(stage_of(config, pp_rank).layers)
+    weights = sum(p.n * p.k * p.count for p in products(config, pp_rank))
+    return tokens * (6.0 * weights + 6.0 * layers * m.heads * m.head_dim * m.seq / config.layout.tp)

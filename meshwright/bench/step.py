@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from meshwright.bench.fake import receive_noise
 from meshwright.bench.floor import Floor
 from meshwright.bench.models import DATASHEET, flops
 from meshwright.bench.timing import by_kind
@@ -39,7 +40,7 @@ class Measured:
     peak_gib: float | None
     losses: list[float]
     kinds: dict[str, float]
-    kernels: list[tuple[str, int, float]]
+    kernels: list[tuple[str, float, float]]
 
 
 @torch.no_grad()
@@ -55,22 +56,40 @@ def draw_on_device(module: nn.Module, seed: int) -> None:
 
 
 def make_trainer(config: Config, device: Device) -> Trainer:
-    check(config, 1)
-    ctx = build_context(config, 0, 1, device)
+    """Of the first rank of a job without data parallelism (`fake_world` stands for the others)."""
+    world = config.layout.tp * config.layout.pp
+    check(config, world)
+    ctx = build_context(config, 0, world, device)
+    receive_noise(ctx.mesh.pp)
     data = RandomTokens(config.model.vocab, config.model.seq)
     return Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
 
 
 def measure(trainer: Trainer, steps: int, warm: int = 3) -> Measured:
+    """Times `steps` steps after the warm-up and profiles two more; the trainer can't be used after."""
     ahead = Ahead(trainer, lambda step: step in (warm, warm + steps))
     losses = [ahead.next(False).loss for _ in range(warm)]
     results = [ahead.next(False) for _ in range(steps)]
-    kinds, kernels = by_kind(trainer.ctx.device, trainer.step)
+    kinds, kernels = by_kind(trainer.ctx.device, lambda: two_steps(trainer), 2)
     peak = trainer.ctx.device.peak_bytes()
+    release(trainer)
     return Measured(
         1e3 * statistics.median(r.step_time_s for r in results), None if peak is None else peak / 2**30,
         losses + [r.loss for r in results], kinds, kernels,
     )  # fmt: skip
+
+
+def release(trainer: Trainer) -> None:
+    """Gives a measured trainer's memory back: autograd's hooks keep its buffers, and they each other, alive."""
+    for buffer in trainer.data_parallel.buffers:
+        for tensor in (buffer.params, buffer.grads):
+            tensor.untyped_storage().resize_(0)
+
+
+def two_steps(trainer: Trainer) -> None:
+    """The second is launched before the first is read, as in a run."""
+    for launched in [trainer.launch() for _ in range(2)]:
+        trainer.read(launched)
 
 
 def facts(config: Config, device: Device, measured: Measured, floor: Floor) -> dict[str, Any]:
@@ -83,6 +102,7 @@ def facts(config: Config, device: Device, measured: Measured, floor: Floor) -> d
     count = config.train.global_batch // config.train.micro_batch
     return {
         "device": name, "torch": torch.__version__, "precision": config.train.precision, "micro_batches": count,
+        "tp": config.layout.tp, "pp": config.layout.pp,
         "step_ms": measured.step_ms, "tokens_per_s": tokens / seconds, "tflops": tflops,
         "mfu": tflops / sheet if sheet else None, "mfu_measured": tflops / floor.product_tflops,
         "peak_gib": measured.peak_gib, "floor_ms": floor.step_ms(count),

@@ -44,9 +44,11 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.I)), "memory-bound")
 
 
-def by_kind(device: Device, work: Callable[[], Any]) -> tuple[dict[str, float], list[tuple[str, int, float]]]:
-    """Milliseconds of `work` by kind, with `idle` for the time in which no kernel ran; and every kernel's name, calls
-    and milliseconds, the longest first. Empty on a CPU."""
+def by_kind(
+    device: Device, work: Callable[[], Any], parts: int
+) -> tuple[dict[str, float], list[tuple[str, float, float]]]:
+    """Milliseconds of one of `parts` equal parts of `work` by kind, with `idle` for the time in which no kernel ran;
+    and every kernel's name, calls and milliseconds, the longest first. Empty on a CPU."""
     if device.kind == "cpu":
         return {}, []
     device.synchronize()
@@ -68,4 +70,6 @@ def by_kind(device: Device, work: Callable[[], Any]) -> tuple[dict[str, float], 
     for begin, end in spans:
         idle += max(0.0, begin - reached) / 1e3
         reached = max(reached, end)
-    return dict(kinds) | {"idle": idle}, [(name, calls[name], ms) for name, ms in times.most_common()]
+    kinds["idle"] = idle
+    kernels = [(name, calls[name] / parts, ms / parts) for name, ms in times.most_common()]
+    return {kind: ms / parts for kind, ms in kinds.items()}, kernels

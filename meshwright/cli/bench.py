@@ -14,6 +14,7 @@ EXAMPLES = """example:
   meshwright bench step --model 3b
   meshwright bench step --model 1b --micro-batches 8 --json
   meshwright bench step --model 3b --precision fp8
+  meshwright bench step --model 3b --tp 2                (one rank's share, sequence parallel; the others are not there)
 
 tflops counts 6 operations for each weight of a product and token, and 6 x layers x hidden x seq a token for causal
 attention; mfu divides by the maker's dense bf16 rate, mfu_measured by that of a large product measured here."""
@@ -27,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--micro-batch", type=int, default=MICRO_BATCH, help=f"sequences of a micro-batch (default: {MICRO_BATCH})"
     )
     parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches of a step (default: 1)")
+    parser.add_argument("--tp", type=int, default=1, help="measure one rank's share of this many tp ranks (default: 1)")
+    parser.add_argument("--pp", type=int, default=1, help="measure the first of this many stages (default: 1)")
     parser.add_argument("--steps", type=int, default=10, help="steps to time after the warm-up (default: 10)")
     parser.add_argument("--compile", default="auto", choices=["auto", "true", "false"], help="train.compile")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "npu"], help="run.device")
@@ -36,22 +39,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.model not in MODELS:
         raise UserError(f"unknown model '{args.model}'{nearest(args.model, MODELS)}: choose {', '.join(MODELS)}")
-    for name in ("micro_batch", "micro_batches", "steps"):
+    for name in ("micro_batch", "micro_batches", "steps", "tp", "pp"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     config = bench_config(
         args.model, args.precision, args.micro_batches, args.micro_batch,
         train={"compile": args.compile}, run={"device": args.device},
+        layout={"tp": args.tp, "pp": args.pp, "sequence_parallel": args.tp > 1},
     )  # fmt: skip
-    from meshwright.bench import floor, step
+    from meshwright.bench import fake, floor, step
     from meshwright.device import DTYPES, Device
 
     device = Device.choose(args.device)
     device.check_precision(args.precision)
     print(f"measuring {args.model} on {device.name}", file=sys.stderr, flush=True)
-    trainer = step.make_trainer(config, device)
-    measured = step.measure(trainer, args.steps)
-    del trainer
+    with fake.fake_world(0, args.tp * args.pp):
+        measured = step.measure(step.make_trainer(config, device), args.steps)
     device.empty_cache()
     least = floor.measure(config, device, DTYPES[args.precision])
     found = {"model": args.model} | step.facts(config, device, measured, least)
@@ -71,5 +74,6 @@ def report(f: dict[str, Any]) -> str:
          f"{low['attention_ms']:.1f} a micro-batch, optimizer {low['optimizer_ms']:.1f} a step"),
         ("by kind", ", ".join(f"{kind} {ms:.1f}" for kind, ms in f["kinds_ms"].items()) or "-"),
     ]  # fmt: skip
-    title = f"{f['model']} {f['precision']}, {f['micro_batches']} micro-batches a step, {f['device']}, torch {f['torch']}"
+    share = f"tp={f['tp']} pp={f['pp']}, " if f["tp"] * f["pp"] > 1 else ""
+    title = f"{f['model']} {f['precision']}, {share}{f['micro_batches']} micro-batches, {f['device']}"
     return "\n".join([title, *(f"  {name:<8} {text}" for name, text in rows)])

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from meshwright.errors import UserError
 
-Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved"]
 
 
@@ -157,6 +157,7 @@ class TrainConfig:
     seed: int = 1234
     precision: Precision = "fp32"
     grad_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # in which gradients add up: fp32 or the model's precision
+    fp8_scale: Literal["tensor", "row"] = "tensor"  # with precision=fp8: one scale for a tensor, or for each row
     clip: float = 1.0  # 0: no clipping
     compile: Literal["auto", "true", "false"] = "auto"  # torch.compile of the blocks; auto: on accelerators
     ramp: tuple[int, ...] = ()  # (first global batch, increment, samples over which it grows)

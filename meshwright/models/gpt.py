@@ -11,7 +11,7 @@ from meshwright.comm.ledger import Ledger
 from meshwright.config.sections import ModelConfig
 from meshwright.layout.params import under
 from meshwright.models.description import GPTDescription, Stage, fields_read
-from meshwright.nn.attention import Alibi, Rotary, causal_mask
+from meshwright.nn.attention import Alibi, causal_mask
 from meshwright.nn.block import Block
 from meshwright.nn.embedding import PositionEmbedding, TokenEmbedding
 from meshwright.nn.linear import Linear
@@ -20,6 +20,7 @@ from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
 from meshwright.nn.recompute import recompute
+from meshwright.nn.rotary import Rotary
 from meshwright.nn.unit import through
 
 Batch = dict[str, Tensor]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,52 +12,7 @@ from meshwright.layout.params import ParamRecord, under
 from meshwright.nn.linear import Linear, norm_product
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
-
-
-class Rotary(nn.Module):
-    """Cosines and sines of rotary positions; each pair is an element of the first half of a head's turning part and its
-    partner in the second."""
-
-    def __init__(self, model: ModelConfig, parallel: Parallel) -> None:
-        super().__init__()
-        exact = torch.float64
-        frequency = model.rope_theta ** (-torch.arange(0, model.rotary_dim, 2, dtype=exact) / model.rotary_dim)
-        frequency = scaled_frequency(frequency, model.rope_scaling)
-        angle = torch.outer(torch.arange(model.seq, dtype=exact), frequency)
-        dtype = exact if parallel.dtype == exact else torch.float32
-        for name, table in (("cos", angle.cos()), ("sin", angle.sin())):
-            self.register_buffer(name, table.to(parallel.device, dtype), persistent=False)
-
-    def forward(self, positions: Tensor | None, seq: int) -> tuple[Tensor, Tensor]:
-        """Tables [1 or batch, seq, 1, rotary_dim / 2]."""
-        if positions is None:
-            return self.cos[None, :seq, None], self.sin[None, :seq, None]
-        return self.cos[positions][:, :, None], self.sin[positions][:, :, None]
-
-
-def scaled_frequency(frequency: Tensor, scaling: tuple[float, ...]) -> Tensor:
-    """Rotary frequencies for sequences longer than those a model was first trained on.
-
-    One number slows all by that factor. Llama 3.1's (factor, low, high, length) slows those that turn fewer than `low`
-    times over `length` positions, leaves those that turn more than `high` times, and blends between.
-    """
-    if not scaling:
-        return frequency
-    if len(scaling) == 1:
-        return frequency / scaling[0]
-    factor, low, high, length = scaling
-    turns = length * frequency / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return keep * frequency + (1 - keep) * frequency / factor
-
-
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """x [batch, seq, heads, head_dim], in the tables' precision; elements beyond the tables' stay as they are."""
-    cos, sin = tables
-    half = cos.shape[-1]
-    a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    turned = (a * cos - b * sin, b * cos + a * sin)
-    return torch.cat((*turned, rest) if rest.shape[-1] else turned, dim=-1).to(x.dtype)
+from meshwright.nn.rotary import rotate, turn_qkv
 
 
 class Alibi(nn.Module):
@@ -144,7 +97,7 @@ class Attention(nn.Module):
         super().__init__()
         tp = parallel.tp.size
         self.heads, self.kv_heads, self.head_dim = model.heads // tp, max(1, model.kv_heads // tp), model.head_dim
-        self.dropout = model.dropout
+        self.dropout, self.fuses = model.dropout, parallel.fused
         self.projection = QKV(parallel, records)
         self.q_norm, self.k_norm = (
             Norm(parallel, "rmsnorm", model.norm_eps, under(records, key)) if model.qk_norm else None
@@ -173,11 +126,14 @@ class Attention(nn.Module):
         is added to the scores; without it, attention is causal. With `past`, x goes on where that ends."""
         x, qkv = self.projection(x, norm)
         qkv = qkv.view(batch, qkv.shape[0] // batch, self.heads + 2 * self.kv_heads, self.head_dim)
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+        if self.fuses and rotary is not None and self.q_norm is None:
+            q, k, v = turn_qkv(qkv, rotary, self.heads, self.kv_heads)
+        else:
+            q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            if rotary is not None:
+                q, k = rotate(q, rotary), rotate(k, rotary)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if past is not None:
             k, v = past.extend(k, v)

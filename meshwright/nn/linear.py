@@ -45,7 +45,7 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = _whole_grad(ctx, grad)
-        prepared = products.prepare_grad(grad, ctx.kind, needs_x, needs_weight)
+        prepared = products.prepare_grad(grad, weight, ctx.kind, needs_x, needs_weight)
         grad_x = _input_grad(ctx, prepared, weight) if needs_x else None
         grad_weight = _weight_grad(ctx, prepared, x) if needs_weight else None
         grad_bias = grad.sum(0) if ctx.has_bias and needs_bias else None
@@ -68,7 +68,7 @@ class _SwigluProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = _whole_grad(ctx, grad)
-        prepared = products.prepare_grad(grad, ctx.kind, True, True)
+        prepared = products.prepare_grad(grad, weight, ctx.kind)
         grad_x, value = swiglu_backward(x, _input_grad(ctx, prepared, weight))
         grad_weight = _weight_grad(ctx, prepared, value) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, *_NONE
@@ -93,7 +93,7 @@ class _NormProduct(torch.autograd.Function):
     def backward(ctx: Any, passed: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, scale, weight = ctx.saved_tensors
         grad = _whole_grad(ctx, grad)
-        prepared = products.prepare_grad(grad, ctx.kind, True, True)
+        prepared = products.prepare_grad(grad, weight, ctx.kind)
         back = _input_grad(ctx, prepared, weight)
         grad_x, normed, grad_scale = rms_norm_backward(x, rstd, scale, back, passed)
         grad_weight = _weight_grad(ctx, prepared, normed) if ctx.needs_input_grad[3] else None

@@ -10,7 +10,6 @@ from meshwright.nn.linear import Linear
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 
-
 ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from meshwright.kernels import fits
+
 
 class Sink:
     """`prepare` is called before a contribution, `arrived` after it."""
@@ -99,6 +101,14 @@ def _(sink: Tensor, grad: Tensor, x: Tensor) -> None:
 def add_rows_grad(sink: Tensor, grad: Tensor, rows: Tensor) -> None:
     """sink[rows] += grad, for an embedding [vocabulary, hidden]; `rows` [tokens] may repeat."""
     slot = sink_of(sink)
+    if sink.dtype == torch.float32 and fits(sink, grad):
+        from meshwright.kernels.embedding import add_rows
+
+        if slot.fresh:
+            sink.zero_()
+        add_rows(sink, grad, rows)
+        slot.done()
+        return
     if sink.device.type != "cpu":  # index_add_ is not deterministic there
         slot.add(torch.ops.aten.embedding_dense_backward(grad, rows, sink.shape[0], -1, False))
         return

@@ -27,7 +27,7 @@ from meshwright.sharding.placement import backward_order, bucket_elements, divid
 from meshwright.train.counts import WIDE, counts_bytes, sums_bytes
 
 # Bytes of one element, by precision and by dtype of a batch's field.
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 FIELD_BYTES = {
     "int64": 8, "float64": 8, "int32": 4, "float32": 4, "int16": 2, "float16": 2,
     "int8": 1, "uint8": 1, "bool": 1,

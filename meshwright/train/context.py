@@ -63,7 +63,7 @@ def build_context(
     streams.active = config.model.dropout > 0
     parallel = Parallel(
         mesh.tp, config.layout.sequence_parallel, DTYPES[config.train.precision], device.torch, streams,
-        config.recompute, fused=compiles(config, device),
+        config.recompute, fused=compiles(config, device), products=products_of(config),
     )  # fmt: skip
     return Context(config, layout, mesh, device, parallel)
 
@@ -75,3 +75,10 @@ def compiles(config: Config, device: Device) -> bool:
     """
     choice = config.train.compile
     return choice == "true" or (choice == "auto" and device.kind != "cpu" and not config.model.dropout)
+
+
+def products_of(config: Config) -> str:
+    """The precision of linear layers' products where it is not the weights' (see nn/products.py)."""
+    if config.train.precision != "fp8":
+        return ""
+    return "fp8" if config.train.fp8_scale == "tensor" else "fp8-row"

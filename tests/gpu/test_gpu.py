@@ -20,6 +20,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "kv_heads": 2, "bias": False, "ffn": 48}
 
 
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    """Every test compiles other blocks, and torch gives up on a function that it compiles too often."""
+    torch._dynamo.reset()
+
+
 def gpu_trainer(config: Any, rank: int = 0, world: int = 1) -> Trainer:
     check(config, world)
     ctx = build_context(config, rank, world, Device.choose("cuda", rank))

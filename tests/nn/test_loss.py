@@ -12,9 +12,13 @@ import torch.nn.functional as F
 
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.nn.loss import cross_entropy_sum
+from meshwright.layout.params import Init, whole
+from meshwright.nn import loss as loss_module
+from meshwright.nn.linear import Linear
+from meshwright.nn.loss import Vocabulary, loss_and_grad_, output_loss
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import Streams
+from meshwright.nn.weight_grad import Sink
 from tests.support.ranks import run_ranks
 
 TOKENS = 12
@@ -43,7 +47,7 @@ def cut(logits: torch.Tensor, tp: int, index: int) -> torch.Tensor:
     """A rank's columns, padded to the same number on every rank."""
     width = -(-logits.shape[1] // tp)
     whole = F.pad(logits, (0, width * tp - logits.shape[1]), value=PADDING)
-    return whole[:, index * width : (index + 1) * width].clone().requires_grad_()
+    return whole[:, index * width : (index + 1) * width].clone()
 
 
 def on_rank(rank: int, world: int, kinds: list[str], dtype: torch.dtype) -> list[tuple[float, Any]]:
@@ -53,10 +57,11 @@ def on_rank(rank: int, world: int, kinds: list[str], dtype: torch.dtype) -> list
     for kind in kinds:
         logits, labels, mask = problem(kind, dtype)
         mine = cut(logits, world, rank)
-        loss = cross_entropy_sum(mine, labels, mask, logits.shape[1], parallel)
-        (2.5 * loss).backward()
-        assert mine.grad is not None and mine.grad.dtype == dtype
-        found.append((loss.item(), mine.grad.double().numpy()))
+        vocabulary = Vocabulary.of(mine.shape[1], logits.shape[1], parallel)
+        loss = loss_and_grad_(mine.clone(), labels, mask, None, vocabulary).sum()
+        again = loss_and_grad_(mine, labels, mask, 2.5, vocabulary).sum()
+        assert loss == again and mine.dtype == dtype
+        found.append((loss.item(), mine.double().numpy()))
     return found
 
 
@@ -103,14 +108,70 @@ def test_low_precision_logits_are_summed_in_float32(tp: int) -> None:
 
 def test_all_masked_is_zero_and_so_is_the_gradient() -> None:
     logits, labels, mask = problem("padded")
-    logits.requires_grad_()
-    loss = cross_entropy_sum(logits, labels, torch.zeros_like(mask), 13, parallel_of(Mesh(Layout(world=1), 0)))
-    loss.backward()
-    assert loss.item() == 0.0 and logits.grad is not None and not logits.grad.any()
+    vocabulary = Vocabulary.of(13, 13, parallel_of(Mesh(Layout(world=1), 0)))
+    losses = loss_and_grad_(logits, labels, torch.zeros_like(mask), 1.0, vocabulary)
+    assert not losses.any() and not logits.any()
 
 
-def test_agrees_with_finite_differences() -> None:
-    logits, labels, mask = problem("padded")
+# The output layer with the loss: chunks, places of the weight's gradient, announced gradients.
+
+
+def output_layer(draw: torch.Generator) -> tuple[Linear, Parallel]:
     parallel = parallel_of(Mesh(Layout(world=1), 0))
-    logits = F.pad(logits, (0, 3)).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: cross_entropy_sum(x, labels, mask, 13, parallel), (logits,))
+    layer = Linear(parallel, whole("w", (16, 5), Init("normal", 1.0)), None, "column")
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(16, 5, generator=draw, dtype=torch.float64))
+    return layer, parallel
+
+
+@pytest.mark.parametrize("rows", [12, 5, 1])
+@pytest.mark.parametrize("way", ["autograd", "sink", "announced"])
+def test_the_output_layer_in_chunks(way: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two micro-batches of 2.5 times the loss, the true vocabulary 13 of 16 columns."""
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda tokens, columns: rows)
+    draw = torch.Generator().manual_seed(rows)
+    layer, parallel = output_layer(draw)
+    exact = layer.weight.detach().clone().requires_grad_()
+    view = torch.full((16, 5), 3.0, dtype=torch.float64)
+    told: list[int] = []
+    sink = Sink(view, lambda s: told.append(s.contributions))
+    if way != "autograd":
+        layer.sinks["weight"] = view
+    for _ in range(2):
+        _, labels, mask = problem("padded")
+        x = torch.randn(TOKENS, 5, generator=draw, dtype=torch.float64).requires_grad_()
+        loss = output_loss(x, layer, labels, mask, 13, parallel, 2.5 if way == "announced" else None)
+        loss.backward(torch.full_like(loss, 2.5))
+        plain_x = x.detach().clone().requires_grad_()
+        plain = (F.cross_entropy((plain_x @ exact.t())[:, :13], labels, reduction="none") * mask).sum()
+        (2.5 * plain).backward()
+        assert loss.item() == pytest.approx(plain.item(), rel=1e-13)
+        torch.testing.assert_close(x.grad, plain_x.grad, rtol=1e-12, atol=1e-14)
+    found = layer.weight.grad if way == "autograd" else view
+    torch.testing.assert_close(found, exact.grad, rtol=1e-12, atol=1e-14)
+    assert told == ([] if way == "autograd" else [1, 2]) and sink.fresh == (way == "autograd")
+
+
+def test_an_announced_gradient_that_does_not_come_is_noticed() -> None:
+    draw = torch.Generator().manual_seed(1)
+    layer, parallel = output_layer(draw)
+    view = torch.zeros(16, 5, dtype=torch.float64)
+    sink = Sink(view, lambda _: None)
+    layer.sinks["weight"] = view
+    _, labels, mask = problem("padded")
+    x = torch.randn(TOKENS, 5, generator=draw, dtype=torch.float64).requires_grad_()
+    loss = output_loss(x, layer, labels, mask, 13, parallel, 2.5)
+    assert sink.contributions == 1
+    with pytest.raises(RuntimeError, match="announced"):
+        loss.backward()
+
+
+def test_without_gradients_only_the_loss_is_made() -> None:
+    layer, parallel = output_layer(torch.Generator().manual_seed(1))
+    view = torch.full((16, 5), 3.0, dtype=torch.float64)
+    sink = Sink(view, lambda _: None)
+    layer.sinks["weight"] = view
+    _, labels, mask = problem("padded")
+    with torch.no_grad():
+        loss = output_loss(torch.randn(TOKENS, 5, dtype=torch.float64), layer, labels, mask, 13, parallel)
+    assert loss > 0 and not loss.requires_grad and (view == 3.0).all() and sink.fresh

@@ -320,7 +320,7 @@ def test_the_worked_layout_by_hand(split: bool) -> None:
     """tp of 16 ranks, 8 on each of two stages with 4 layers and M = 8 micro-batches; ring shares of 3/2, 3/4 and 1."""
     m, each, tokens, hidden = 8, 8, 2048, 1024
     h = tokens * hidden * 2
-    layer, ends = (10, 2 + 3) if split else (4, 1 + 1)  # ends: embedding + head
+    layer, ends = (10, 2 + 2) if split else (4, 1 + 1)  # ends: embedding + head
     calls = (8 * layer + ends) * m * each
     loss = 3 * tokens * 4 * m * each  # in two all_reduces
     batches = 3 * tokens * 8 * m * each  # tokens to the first stage, labels and mask to the last

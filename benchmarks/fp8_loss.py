@@ -1,0 +1,73 @@
+"""The loss of the same model on the same text in bf16 and in fp8: same weights, same samples, 200 steps.
+
+    meshwright data prepare stdlib --out data-cache/stdlib --tokenizer train:2048
+    python benchmarks/fp8_loss.py data-cache/stdlib
+
+Prints the loss curves and, for each, the mean of the last ten steps against bf16's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+
+import torch
+
+from meshwright.bench.models import LLAMA
+from meshwright.bench.step import draw_on_device
+from meshwright.config.load import config_from
+from meshwright.device import Device
+from meshwright.train.ahead import Ahead
+from meshwright.train.context import build_context
+from meshwright.train.datasets import datasets_of
+from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.pretrain import build_modules
+from meshwright.train.step import Trainer
+
+RUNS = {"bf16": ("bf16", "tensor"), "fp8": ("fp8", "tensor"), "fp8 by rows": ("fp8", "row")}
+
+
+def losses(prefix: str, precision: str, scale: str, args: argparse.Namespace) -> list[float]:
+    config = config_from({
+        "model": LLAMA | {
+            "layers": args.layers, "hidden": args.hidden, "heads": args.hidden // 64, "kv_heads": args.hidden // 128,
+            "vocab": 2048, "seq": args.seq,
+        },
+        "train": {
+            "precision": precision, "fp8_scale": scale, "micro_batch": args.batch, "global_batch": args.batch,
+            "steps": args.steps,
+        },
+        "optimizer": {"lr": 1e-3}, "lr": {"warmup": 20, "min": 1e-4}, "data": {"prefixes": [prefix]},
+        "run": {"device": args.device},
+    })  # fmt: skip
+    torch._dynamo.reset()
+    gc.collect()
+    ctx = build_context(config, 0, 1, Device.choose(args.device))
+    train_data, _, _ = datasets_of(config)
+    trainer = Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, train_data)
+    ahead = Ahead(trainer, lambda step: step == args.steps)
+    return [ahead.next(False).loss for _ in range(args.steps)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prefix")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args()
+    base = 0.0
+    for name, (precision, scale) in RUNS.items():
+        found = losses(args.prefix, precision, scale, args)
+        last = statistics.mean(found[-10:])
+        base = base or last
+        print(json.dumps({"run": name, "last": last, "against_bf16": last / base - 1, "losses": found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

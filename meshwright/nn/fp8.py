@@ -1,0 +1,125 @@
+"""Products in fp8: both factors are scaled to the range of an 8-bit float just before, by the largest magnitude of the
+whole tensor ("fp8") or of each row along which the product sums ("fp8-row"), and the scales are divided out after.
+
+Values are e4m3 (three bits of mantissa), gradients e5m2 (two, and more range). `Quantised` holds a factor in the
+order that a product wants: [lines, inner], inner being the dimension that is summed. On CUDA products run on torch's
+scaled product; elsewhere they are emulated in float32, to the same rounding of the factors.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from meshwright.kernels import fits
+from meshwright.nn.weight_grad import sink_of
+
+VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
+KINDS = ("fp8", "fp8-row")
+UNIT = 16  # CUDA's scaled product takes multiples of this
+
+
+class Quantised(NamedTuple):
+    """The factor is value times scale; value [lines, inner], scale [] or [lines]."""
+
+    value: Tensor
+    scale: Tensor
+
+
+class Pair(NamedTuple):
+    """A tensor [rows, columns] for products that sum over its columns, and one for those that sum over its rows."""
+
+    straight: Quantised
+    across: Quantised
+
+
+def multiplies(*sizes: int) -> bool:
+    return all(size % UNIT == 0 for size in sizes)
+
+
+def quantise(x: Tensor, kind: str, dtype: torch.dtype, straight: bool = True, across: bool = False) -> Pair:
+    value, scale, turned, turned_scale = _quantise(x, kind == "fp8-row", dtype == GRADIENTS, straight, across)
+    return Pair(Quantised(value, scale), Quantised(turned, turned_scale))
+
+
+@custom_op("meshwright::fp8_quantise", mutates_args=())
+def _quantise(
+    x: Tensor, lines: bool, gradient: bool, straight: bool, across: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype = GRADIENTS if gradient else VALUES
+    limit = torch.finfo(dtype).max
+    rows, columns = x.shape
+    value = torch.empty((rows, columns) if straight else (0, 0), dtype=dtype, device=x.device)
+    turned = torch.empty((columns, rows) if across else (0, 0), dtype=dtype, device=x.device)
+    x = x.contiguous()
+    if fits(x):
+        from meshwright.kernels.fp8 import cast, largest
+
+        of_rows, of_columns = largest(x, lines, straight, across)
+        scale, turned_scale = cast(x, of_rows, of_columns, value, turned, limit, lines)
+        return value, scale, turned, turned_scale
+    size = x.abs().float()
+    of_rows, of_columns = (size.amax(1), size.amax(0)) if lines else (size.amax(), size.amax())
+    for out, top, wide in ((value, of_rows, x.float()), (turned, of_columns, x.float().t())):
+        if out.numel():
+            factor = limit / top.clamp(min=1e-12)
+            out.copy_((wide * (factor[:, None] if lines else factor)).clamp(-limit, limit))
+    return value, of_rows.clamp(min=1e-12) / limit, turned, of_columns.clone().clamp(min=1e-12) / limit
+
+
+@_quantise.register_fake
+def _(x: Tensor, lines: bool, gradient: bool, straight: bool, across: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype = GRADIENTS if gradient else VALUES
+    rows, columns = x.shape
+    value = x.new_empty((rows, columns) if straight else (0, 0), dtype=dtype)
+    turned = x.new_empty((columns, rows) if across else (0, 0), dtype=dtype)
+    of_rows, of_columns = (x.new_empty((n,) if lines else (), dtype=torch.float32) for n in (rows, columns))
+    return value, of_rows, turned, of_columns
+
+
+def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool) -> Tensor:
+    """a b^T, [lines of a, lines of b]. `fast` sums in fewer bits than float32's on CUDA."""
+    return _product(a.value, a.scale, b.value, b.scale, dtype, fast)
+
+
+@custom_op("meshwright::fp8_product", mutates_args=())
+def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    return _multiply(a, a_scale, b, b_scale, dtype, fast, None)
+
+
+@_product.register_fake
+def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+def _multiply(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool, out: Tensor | None
+) -> Tensor:
+    if a.is_cuda:
+        if a_scale.dim():
+            a_scale, b_scale = a_scale[:, None], b_scale[None, :]
+        kwargs = {} if out is None else {"out": out}
+        return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast, **kwargs)
+    wide = (a.float() * (a_scale[:, None] if a_scale.dim() else a_scale)) @ (
+        b.float() * (b_scale[:, None] if b_scale.dim() else b_scale)
+    ).t()
+    return wide.to(dtype) if out is None else out.copy_(wide)
+
+
+@custom_op("meshwright::add_fp8_product_grad", mutates_args={"sink"})
+def add_product_grad(sink: Tensor, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor) -> None:
+    """sink += grad x^T, given as [out, tokens] and [in, tokens]."""
+    slot = sink_of(sink)
+    if slot.fresh:
+        _multiply(grad, grad_scale, x, x_scale, sink.dtype, False, slot.view)
+        slot.done()
+    else:
+        slot.add(_multiply(grad, grad_scale, x, x_scale, sink.dtype, False, None))
+
+
+@add_product_grad.register_fake
+def _(sink: Tensor, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor) -> None:
+    return None

@@ -1,0 +1,166 @@
+"""The fast paths on a GPU: kernels against their plain definitions, gradients against the CPU's, and a step that
+neither recompiles nor waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.config.sections import Config, OptimizerConfig
+from meshwright.device import Device
+from meshwright.kernels import fits
+from meshwright.plan.communication import Line, Traffic, predict_rank
+from meshwright.train.ahead import Ahead
+from meshwright.train.context import build_context
+from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.pretrain import build_modules
+from meshwright.train.step import Trainer
+from tests.nn.fused_cases import BOUNDS, CASES, Where, fp8_products
+from tests.support.oracle import Made, gather_global, make_trainer, small_config, true_gradients, worst
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "kv_heads": 2, "bias": False, "ffn": 48}
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+
+
+def gpu_trainer(config: Config, rank: int = 0, world: int = 1) -> Trainer:
+    ctx = build_context(config, rank, world, Device.choose("cuda"))
+    return Trainer(ctx, build_modules(ctx, model_provider), forward_step, Made(config.model.vocab, config.model.seq))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("dtype", list(BOUNDS), ids=str)
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_kernel_is_its_definition(name: str, dtype: torch.dtype, seed: int) -> None:
+    assert CASES[name](Where(CUDA, dtype, seed)) <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8-row"])
+def test_fp8_products_are_the_emulated_ones(kind: str) -> None:
+    assert fp8_products(Where(CUDA, torch.bfloat16), kind) < 1e-2
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+def test_the_optimizer_pass_is_adamw(low: torch.dtype | None) -> None:
+    from meshwright.kernels.adamw import adamw
+
+    size, c, lr, inverse = 5003, OptimizerConfig(), 1e-2, 0.25
+    torch.manual_seed(1)
+    master, grads = torch.randn(size, device=CUDA), [torch.randn(size, device=CUDA) for _ in range(3)]
+    exact = master.double().clone().requires_grad_()
+    other = torch.optim.AdamW([exact], lr=lr, betas=(c.betas[0], c.betas[1]), eps=c.eps, weight_decay=c.weight_decay)
+    first, second = torch.zeros_like(master), torch.zeros_like(master)
+    weights = None if low is None else torch.zeros(size, dtype=low, device=CUDA)
+    for step, grad in enumerate(grads, 1):
+        exact.grad = inverse * grad.double()
+        other.step()
+        for update in (1.0, 0.0):  # the second must leave everything as it is
+            kept = [x.clone() for x in (master, first, second)]
+            numbers = torch.tensor([update, inverse, *(1 - b**step for b in c.betas)], device=CUDA)
+            betas = (c.betas[0], c.betas[1])
+            adamw(master, grad, first, second, weights, numbers, lr=lr, betas=betas, eps=c.eps, decay=c.weight_decay)
+            if not update:
+                assert all(torch.equal(x, y) for x, y in zip(kept, (master, first, second), strict=True))
+    assert float((master - exact).detach().norm() / exact.detach().norm()) < 1e-6
+    assert weights is None or torch.equal(weights, master.to(weights.dtype))
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("bf16", 0.05), ("fp8", 0.2)])
+def test_gradients_of_a_compiled_model(precision: str, bound: float) -> None:
+    """fp32 against the CPU's; bf16 and fp8 within their rounding of the float64 ones (the worst parameter's norm)."""
+    model = LLAMA | {"hidden": 128, "ffn": 192, "seq": 32}
+    whole = gather_global(true_gradients(make_trainer(small_config(model=model))))
+    trainer = gpu_trainer(small_config(model=model, train={"precision": precision, "compile": "true"}))
+    found = [(record, grad.cpu()) for record, grad in true_gradients(trainer)]
+    error, name = worst(found, whole)
+    assert error <= bound, name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp32"])
+def test_a_step_neither_waits_nor_recompiles(precision: str) -> None:
+    """Over a ramp of the batch size, after the first step."""
+    config = small_config(
+        model=LLAMA | {"ffn": 64}, lr={"warmup": 3},
+        train={"precision": precision, "compile": "true", "steps": 20, "ramp": [2, 2, 16], "global_batch": 8},
+    )  # fmt: skip
+    trainer = gpu_trainer(config)
+    assert trainer.runs_ahead and fits(trainer.data_parallel.buffers[0].grads)
+    trainer.step()
+    torch._dynamo.config.error_on_recompile = True
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        launched = [trainer.launch() for _ in range(8)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch._dynamo.config.error_on_recompile = False
+    results = [trainer.read(each) for each in launched]
+    assert len({r.global_batch for r in results}) > 2 and not any(r.skipped for r in results)
+
+
+def test_results_read_late_are_the_same() -> None:
+    config = small_config(model=LLAMA, train={"precision": "bf16", "compile": "false", "steps": 6})
+    trainer, other = gpu_trainer(config), gpu_trainer(config)
+    ahead = Ahead(other, lambda step: step in (3, 6))
+    for step in range(1, 7):
+        now, late = trainer.step(), ahead.next(stop_requested=step == 5)
+        assert (now.step, now.loss, now.grad_norm) == (late.step, late.loss, late.grad_norm)
+        # Step 6 was launched with the request, when step 5 was read, and nothing runs beyond the one that says stop.
+        assert late.stop == (step == 6)
+        assert other.step_number == (step if step in (3, 6) else step + 1)
+    assert trainer.optimizer.updates == other.optimizer.updates == 6
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    trainer = gpu_trainer(small_config(model=LLAMA, train={"precision": "bf16", "compile": "false"}))
+    trainer.step()
+    before = [state.master.clone() for state in trainer.optimizer.states]
+    trainer.before_update = lambda: None
+    weight = trainer.modules[0].blocks["0"].mlp.down.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(float("inf"))
+    assert trainer.step().skipped
+    assert all(torch.equal(a, s.master) for a, s in zip(before, trainer.optimizer.states, strict=True))
+    with torch.no_grad():
+        weight.copy_(kept)
+    assert not trainer.step().skipped and trainer.optimizer.updates == 2
+
+
+def one_of_a_fake_world(config: Config, world: int) -> dict[Line, Traffic]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        trainer = gpu_trainer(config, 0, world)
+        for _ in range(2):
+            trainer.step()
+        found: dict[Line, Traffic] = {}
+        for entry, tally in trainer.ctx.ledger.entries.items():
+            line = Line(entry.phase, entry.axis, entry.op)
+            more = Traffic(tally.calls, tally.payload_bytes, tally.wire_bytes)
+            found[line] = found.get(line, Traffic()).plus(more)
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_ledger_of_fast_paths_equals_the_formulas(precision: str, sequence_parallel: bool) -> None:
+    """Compiled, on one rank of four, whose partners are not there."""
+    layout: dict[str, Any] = {"tp": 2, "sequence_parallel": sequence_parallel}
+    config = small_config(
+        model=LLAMA | {"ffn": 64}, layout=layout, train={"precision": precision, "compile": "true", "global_batch": 8}
+    )
+    assert one_of_a_fake_world(config, 4) == predict_rank(config, 4, 0)

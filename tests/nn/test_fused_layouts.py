@@ -1,0 +1,51 @@
+"""Norms, SwiGLU and rotary positions taken into their products: the same gradients in every tensor-parallel layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from meshwright.device import Device
+from meshwright.train.context import build_context
+from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.pretrain import build_modules
+from meshwright.train.step import Trainer
+from tests.support.oracle import EXACT, Made, gather_global, make_trainer, small_config, true_gradients, worst
+from tests.support.ranks import run_ranks
+
+LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "kv_heads": 2, "bias": False, "ffn": 48}
+MODELS = {
+    "llama": LLAMA,
+    "biases, part of a head": LLAMA | {"bias": True, "rotary_fraction": 0.5},
+    "parallel, query norms": LLAMA | {"parallel_residual": True, "qk_norm": True},
+}
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}), (2, {"tp": 2}), (2, {"tp": 2, "sequence_parallel": True}), (4, {"tp": 4, "sequence_parallel": True}),
+]  # fmt: skip
+
+
+def fused_gradients(rank: int, world: int, model: str, layout: dict[str, Any]) -> Any:
+    """Eager: the compiler only puts the same calls together."""
+    config = small_config(model=MODELS[model], layout=layout)
+    ctx = build_context(config, rank, world, Device("cpu"))
+    ctx = replace(ctx, parallel=replace(ctx.parallel, fused=True))
+    data = Made(config.model.vocab, config.model.seq)
+    return true_gradients(Trainer(ctx, build_modules(ctx, model_provider), forward_step, data))
+
+
+@cache
+def expected(model: str) -> Any:
+    return gather_global(true_gradients(make_trainer(small_config(model=MODELS[model]))))
+
+
+@pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=["one", "tp2", "tp2-sp", "tp4-sp"])
+@pytest.mark.parametrize("model", list(MODELS))
+def test_gradients_are_those_of_the_separate_parts(model: str, index: int) -> None:
+    world, layout = LAYOUTS[index]
+    ranks = [fused_gradients(0, 1, model, {})] if world == 1 else run_ranks(world, fused_gradients, model, layout)
+    for pairs in ranks:
+        error, name = worst(pairs, expected(model))
+        assert error <= EXACT, name
