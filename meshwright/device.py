@@ -152,6 +152,11 @@ class SideStream:
             self.stream.synchronize()
 
 
+def accelerator(device: torch.device) -> Any:
+    """torch's module of a device's kind, with its streams; None for a CPU."""
+    return None if device.type == "cpu" else getattr(torch, device.type)
+
+
 def limit_threads(local_world: int) -> None:
     """A rank's share of the cores, unless the user says otherwise."""
     if "OMP_NUM_THREADS" not in os.environ:

@@ -147,7 +147,7 @@ def shards_fit_nodes(c: Config, world: int) -> str | None:
 def dtypes_fit_precision(c: Config, world: int) -> str | None:
     precision = c.train.precision
     if c.train.grad_dtype not in ("fp32", precision):
-        return f"train.grad_dtype={c.train.grad_dtype} is neither fp32 nor train.precision={precision}: set one of these"
+        return f"train.grad_dtype={c.train.grad_dtype} is neither fp32 nor the precision {precision}: set one of these"
     if c.optimizer.master_dtype == "bf16" and precision != "bf16":
         return f"optimizer.master_dtype=bf16 needs train.precision=bf16, not {precision}: change one of them"
     return None

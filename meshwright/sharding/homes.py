@@ -17,11 +17,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from meshwright.device import accelerator
 from meshwright.errors import UserError
 
 PAGE = 4096  # direct reads and writes are in whole pages
@@ -168,9 +169,10 @@ class Pieces:
             [] if kind.is_at_hand(device, dtype) else [self._pair(kind) for _ in range(RING)] for kind in kinds
         ]
         self._files = ThreadPoolExecutor(2, "states") if any(kind.file for kind in kinds) else None
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+        self._module = accelerator(device)
+        self._streams = [self._module.Stream(device) for _ in range(2)] if self._module else []
         self._writes: deque[list[Future[None]]] = deque()
-        self._free: dict[int, torch.cuda.Event] = {}
+        self._free: dict[int, Any] = {}
 
     def _pair(self, kind: Kept) -> tuple[Tensor | None, Tensor]:
         """Where a piece lands as a file has it, and where it is updated; often the same."""
@@ -225,12 +227,12 @@ class Pieces:
         stream = self._streams[0]
         if number % RING in self._free:
             stream.wait_event(self._free[number % RING])
-        with torch.cuda.stream(stream):
+        with self._module.stream(stream):
             working[:size].copy_(home, non_blocking=True)
             came = stream.record_event()
 
         def arrived() -> Tensor:
-            torch.cuda.current_stream(self.device).wait_event(came)
+            self._module.current_stream(self.device).wait_event(came)
             return working[:size]
 
         return arrived
@@ -238,7 +240,7 @@ class Pieces:
     def _return(self, piece: Piece, number: int) -> None:
         writes: list[Future[None]] = []
         size = piece.high - piece.low
-        done = torch.cuda.current_stream(self.device).record_event() if self._streams else None
+        done = self._module.current_stream(self.device).record_event() if self._streams else None
         for kind, ring in zip(self.kinds, self._rings, strict=True):
             if not ring:
                 continue
@@ -253,7 +255,7 @@ class Pieces:
             elif done is None:
                 home.copy_(working[:size])
             else:
-                with torch.cuda.stream(self._streams[1]):
+                with self._module.stream(self._streams[1]):
                     self._streams[1].wait_event(done)
                     home.copy_(working[:size], non_blocking=True)
         if self._streams:

@@ -228,7 +228,7 @@ def ends_only(stage: Any) -> set[str]:
 MUTATIONS: dict[str, tuple[str, tuple[str, Any]]] = {
     "no padding": ("dp-one-bucket", ("place", unpadded)),
     "one bucket": ("dp", ("bucket_elements", lambda size, element: 10**9)),
-    "gradients in bf16": ("all-bf16", ("grad_bytes", lambda size: size)),
+    "gradients in bf16": ("all-bf16", ("grad_bytes", lambda size, wanted: size)),
     "no gather again": ("tp-sp-fp32", without("column", lambda call: call.line[::2] == ("backward", "all_gather"))),
     "no loss": ("tp", without("loss", lambda call: True)),
     "labels everywhere": ("pp-tp-sp-fields", ("fields_read", lambda stage: set(ALL))),
