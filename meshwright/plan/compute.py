@@ -48,12 +48,12 @@ class Place:
 def _forward(work: LayerWork, cluster: Cluster, stack: Stack, precision: str, element: int) -> tuple[float, float, float]:
     """(linear products, attention, the rest) of one forward."""
     device, e = cluster.device, cluster.efficiency
-    share = e.product * stack.products * (e.fp8 if precision == "fp8" else 1.0)
+    share = e.product * (e.fp8 if precision == "fp8" else 1.0)
     core_precision = "bf16" if precision == "fp8" else precision
     linear = attention = 0.0
     for p in work.products:
         kind = precision if p.linear and p.name != "logits" else core_precision
-        eff = share if kind == precision else e.product * stack.products
+        eff = share if kind == precision else e.product
         seconds = product_seconds(device, kind, eff, cluster.memory_rate, p.m, p.n, p.k, p.count, element)
         if p.linear:
             linear += seconds
@@ -73,7 +73,7 @@ def _backward_linear(work: LayerWork, cluster: Cluster, stack: Stack, precision:
         if not p.linear:
             continue
         kind = precision if p.name != "logits" or precision != "fp8" else "bf16"
-        eff = e.product * stack.products * (e.fp8 if kind == "fp8" else 1.0)
+        eff = e.product * (e.fp8 if kind == "fp8" else 1.0)
         for m, n, k in ((p.m, p.k, p.n), (p.k, p.n, p.m)):
             total += product_seconds(device, kind, eff, cluster.memory_rate, m, n, k, p.count, element)
     return total

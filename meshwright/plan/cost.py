@@ -6,6 +6,7 @@ No torch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from meshwright.plan.cluster import Cluster
@@ -26,6 +27,7 @@ from meshwright.pipeline.simulate import Simulation, simulate
 
 LARGEST_TABLE = 12_000  # computes of a table that is simulated; beyond it the closed formula is used
 OPTIMIZER_BYTES = 4  # besides what it reads and writes of the states: the gradient's norm is a pass of its own
+JITTER = 0.005  # a step waits for the slowest of all: share of its time for each doubling of the nodes
 STEP_FLOOR = 2e-3  # seconds that a step takes beside all that is modelled: the host's loop, data, logging
 
 
@@ -112,19 +114,24 @@ def predict_cost(w: Workload, cluster: Cluster, stack: Stack, exact: bool = True
     embedding, head = end_parts(w.model, cut, place, cluster, stack, w.precision)
     axes = {name: AxisCost() for name in ("tp", "cp", "dp", "pp", "embedding")}
     gathered = _sharded_layer(w, cluster, stack, block, axes)
-    chunk_times, stages = _stages(w, block, embedding, head, gathered)
+    chunk_times, stages = _stages(w, cluster, stack, (block, embedding, head), gathered)
     send = _send_seconds(w, cluster, stack)
     pipeline, bubble, simulated = _pipeline_seconds(w, stack, chunk_times, send, exact)
     _layer_traffic(w, block, embedding, head, send, stack, axes)
     reduce = _reduce_seconds(w, cluster, stack, stages, axes)
     optimizer = _optimizer_seconds(w, cluster, max(stage.params for stage in stages))
     compute = w.micro_batches * _compute_only(w, block, embedding, head)
-    step = pipeline + reduce + optimizer + STEP_FLOOR
+    step = (pipeline + reduce + optimizer) * jitter(w.world, w.node_size) + STEP_FLOOR
     return Cost(
         w, cluster, stack, step, compute, bubble, bubble * pipeline, optimizer,
         {name: axis for name, axis in axes.items() if axis.calls}, stages, simulated,
         chunk_times, send * (1 - stack.hide_pp) if p.pp > 1 else 0.0,
     )  # fmt: skip
+
+
+def jitter(world: int, node_size: int) -> float:
+    """How much longer a step takes because nodes differ and all wait for each other."""
+    return 1.0 + JITTER * math.log2(max(1.0, world / node_size))
 
 
 def stage_params(w: Workload) -> list[float]:
@@ -140,12 +147,15 @@ def stage_params(w: Workload) -> list[float]:
 
 
 def _stages(
-    w: Workload, block: Part, embedding: Part, head: Part, gathered: tuple[float, float]
+    w: Workload, cluster: Cluster, stack: Stack, parts: tuple[Part, Part, Part], gathered: tuple[float, float]
 ) -> tuple[tuple[tuple[tuple[float, float], ...], ...], tuple[StageCost, ...]]:
     """Forward and backward seconds of one micro-batch by [pp rank][chunk], and their sums."""
     p = w.parallel
+    block, embedding, head = parts
     forward = block.forward + block.tp_forward + gathered[0]
-    backward = block.backward + block.again + block.tp_backward + block.cp + gathered[1]
+    # Adding a weight gradient to the sum of the micro-batches before it reads and writes every parameter's place.
+    adds = layer_params(w.model, p.tp) * stack.accumulate / cluster.memory_rate if w.micro_batches > 1 else 0.0
+    backward = block.backward + block.again + block.tp_backward + block.cp + gathered[1] + adds
     rows, stages = [], []
     params = stage_params(w)
     for rank, counts in enumerate(w.stage_layers):
@@ -261,7 +271,8 @@ def _sharded_layer(
     size = p.shard_ranks
     on_node = min(size, _data_on_node(w))
     params = layer_params(w.model, p.tp)
-    gather = collective_seconds(cluster, "all_gather", params * w.states.param, size, on_node)
+    pieces = stack.gathers
+    gather = pieces * collective_seconds(cluster, "all_gather", params * w.states.param / pieces, size, on_node)
     reduce = collective_seconds(cluster, "reduce_scatter", params * w.states.grad, size, on_node)
     if size < p.dp * p.cp:
         outer = p.dp * p.cp // size

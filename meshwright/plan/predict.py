@@ -33,6 +33,7 @@ DEVICES = (
 
 DEFAULT_PRECISION = "fp16"  # of a row that names none: the mixed precision of the older papers
 DEFAULT_VOCAB = 51200  # GPT-2's vocabulary as Megatron pads it
+VOCAB_UNIT = 128  # every program here pads its vocabulary to a multiple of this on each tp rank
 DROPOUT = 0.1  # Megatron's default, on in the runs of its papers
 
 
@@ -96,7 +97,7 @@ def case_of(row: Row) -> Case:
     cluster = cluster_of(row)
     text = " ".join((row.get("source", ""), row["id"], row.get("note", "")))
     zero = _int(row, "zero_stage", 0)
-    stack = stack_for(text, row["gpu"], zero)
+    stack = stack_for(row.get("source", ""), f"{row['id']} {row.get('note', '')}", row["gpu"], zero)
     workload = workload_of_row(row, stack, cluster, text)
     return Case(
         row["id"], row.get("source", ""), row["gpu"], workload, cluster, stack, measured_seconds(row, workload),
@@ -138,12 +139,14 @@ def model_of(row: Row, stack: Stack) -> ModelConfig:
     """The model; whether its MLP is gated and its embeddings tied is what fits the stated parameters best."""
     hidden, heads = _int(row, "hidden", 0), _int(row, "heads", 0)
     ffn = _int(row, "ffn", 0)
+    tp = _int(row, "tp", 1)
+    vocab = -(-_int(row, "vocab", DEFAULT_VOCAB) // (VOCAB_UNIT * tp)) * VOCAB_UNIT * tp
     params = _float(row, "params_b", 0.0) * 1e9
     found: list[tuple[float, ModelConfig]] = []
     for gated in (False, True):
         for tied in (True, False):
             model = ModelConfig(
-                layers=_int(row, "layers", 0), hidden=hidden, heads=heads, vocab=_int(row, "vocab", DEFAULT_VOCAB),
+                layers=_int(row, "layers", 0), hidden=hidden, heads=heads, vocab=vocab,
                 seq=_int(row, "seq_len", 0), kv_heads=_int(row, "kv_heads", heads), ffn=ffn,
                 head_dim=0 if hidden % heads == 0 else -(-hidden // heads),
                 mlp="swiglu" if gated else "gelu", norm="rmsnorm" if gated else "layernorm",
@@ -151,7 +154,7 @@ def model_of(row: Row, stack: Stack) -> ModelConfig:
                 dropout=0.0 if stack.fused_attention else DROPOUT,
             )  # fmt: skip
             plain = (ffn in (0, 4 * hidden)) != gated
-            distance = abs(total_params(model) - params) / params if params else 0.0
+            distance = abs(total_params(model) - params) / params if params else 1.0
             # Without a parameter count, or with one that no shape meets, the width of the MLP decides.
             found.append((round(distance, 2) if distance < 0.1 else 1.0 + (not plain) + 0.1 * (tied == gated), model))
     return min(found, key=lambda item: item[0])[1]
@@ -175,7 +178,7 @@ def workload_of_row(row: Row, stack: Stack, cluster: Cluster, text: str) -> Work
     micro, batch = _int(row, "micro_batch", 1), _int(row, "global_batch", 1)
     parallel = Parallel(
         world=gpus, tp=tp, pp=pp, cp=cp, chunks=chunks, zero=zero,
-        sequence_parallel=tp > 1 and (row.get("seq_parallel") == "y" or stack.name.startswith("compiled")),
+        sequence_parallel=tp > 1 and (row.get("seq_parallel") == "y" or stack.name == "compiled"),
         schedule="interleaved" if chunks > 1 else "1f1b",
     )  # fmt: skip
     if batch < parallel.dp * micro:
@@ -204,7 +207,7 @@ def states_of_row(stack: Stack, precision: str, zero: int, text: str) -> States:
     if re.search(r"mixed_precision=PURE", text):
         return States(param=2, grad=2, master=0, moment=2)
     offload = "cpu" if re.search(r"offload", text, re.IGNORECASE) and zero >= 1 else "device"
-    casts = zero >= 2 and stack.name in ("fsdp", "compiled", "compiled-overlap")  # FSDP keeps fp32 shards alone
+    casts = zero >= 2 and stack.name in ("fsdp", "compiled")  # FSDP keeps fp32 shards alone
     return States(param=2, grad=grad, master=4, moment=4, keeps_param=not casts, optimizer_on=offload)
 
 
