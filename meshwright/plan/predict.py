@@ -15,7 +15,7 @@ from meshwright.plan.cost import predict_cost
 from meshwright.plan.flops import model_flops, recomputed_flops, total_params
 from meshwright.plan.memory import fits, peak_gib
 from meshwright.plan.stack import Stack, stack_for
-from meshwright.plan.workload import Parallel, States, Workload
+from meshwright.plan.workload import Parallel, States, Workload, balanced_split
 
 Row = Mapping[str, str]
 
@@ -185,14 +185,17 @@ def workload_of_row(row: Row, stack: Stack, cluster: Cluster, text: str) -> Work
         raise CannotTake(f"global batch {batch} is less than dp x micro-batch = {parallel.dp * micro}")
     return Workload(
         model, parallel, micro, batch, precision, row["recompute"], states_of_row(stack, precision, zero, text),
-        split=_split(model.layers, pp, chunks, text), node_size=cluster.node.devices,
+        split=_split(model, pp, chunks, text), node_size=cluster.node.devices,
     )  # fmt: skip
 
 
-def _split(layers: int, pp: int, chunks: int, text: str) -> tuple[int, ...]:
-    """Layers of each stage where the source says that the ends count as layers; else evenly."""
+def _split(model: ModelConfig, pp: int, chunks: int, text: str) -> tuple[int, ...]:
+    """Layers of each stage where the source says how they are dealt out; else evenly."""
+    layers = model.layers
     if chunks > 1 or pp == 1:
         return ()
+    if "nanotron" in text:  # it weighs blocks by their products, the output layer among them
+        return balanced_split(model, pp)
     if "embeddings counted as pipeline slots" in text or ("bigscience" in text and (layers + 2) % pp == 0):
         slots = [(layers + 2) // pp + (i < (layers + 2) % pp) for i in range(pp)]
         slots[0] -= 1

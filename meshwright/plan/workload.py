@@ -13,6 +13,7 @@ from meshwright.config.sections import Config, ModelConfig
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.models.description import kv_parts, stages
+from meshwright.plan.flops import Cut, head_work, layer_work
 
 # Bytes of one number of an activation or of a parameter that a product reads.
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
@@ -109,6 +110,16 @@ class Workload:
 
     def with_parallel(self, **changes: Any) -> Workload:
         return replace(self, parallel=replace(self.parallel, **changes))
+
+
+def balanced_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
+    """Layers of each stage when the output layer counts as the layers whose products it equals."""
+    per_layer = layer_work(model, Cut(1, model.seq), True).flops
+    worth = head_work(model, Cut(1, model.seq)).flops / per_layer
+    each = (model.layers + worth) / stages
+    last = max(0, min(model.layers - (stages - 1), round(each - worth)))
+    rest = model.layers - last
+    return (*(rest // (stages - 1) + (i < rest % (stages - 1)) for i in range(stages - 1)), last)
 
 
 def ranks_per_node(workload: Workload, axis: str) -> int:
