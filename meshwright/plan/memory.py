@@ -12,6 +12,9 @@ from meshwright.plan.stack import Stack
 from meshwright.plan.workload import Workload
 
 GIB = 2**30
+LIVE, BUCKET = 1e9, 5e8  # DeepSpeed's stage3_max_live_parameters and reduce_bucket_size
+COMMUNICATOR_GIB = 0.8  # NCCL's buffers of all channels, for each axis that communicates
+FUSED_LOGIT_BYTES = 0.25  # a loss that makes its logits in pieces holds a small part of them at once
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ def block_tensors(model: ModelConfig, cut: Cut, fused_attention: bool, gate_copi
     }
     if model.dropout:
         tensors["dropout masks"] = 2 * rows * h
+    if model.position == "rope" and gate_copies > 3:
+        tensors["rotated"] = cut.tokens * (heads + kv) * d * e  # eager kernels keep both sides of the rotation
     if fused_attention:
         tensors["log-sums"] = 4.0 * cut.micro_batch * heads * (model.seq / cut.cp)
     else:
@@ -66,11 +71,19 @@ def block_saved(w: Workload, stack: Stack, cut: Cut) -> tuple[float, float]:
         if not stack.fused_attention:
             kept = everything - tensors["attention scores"]
             return kept, tensors["attention scores"]
-        # Half of the products' results are kept, the rest is computed again.
-        kept = everything - stack.selective * (everything - whole_input)
+        if not stack.selective:
+            return everything, 0.0
+        # The block's input, the attention's output and every second product's result are kept.
+        results = cut.tokens * (2 * w.model.hidden / cut.token_cut + up_width(w.model) / cut.tp) * cut.element
+        results += tensors["qkv"]
+        kept = whole_input + tensors["attention output"] + stack.selective * results
         return kept, everything - kept
     share = recomputed_share(w.recompute)
     return share * whole_input + (1 - share) * everything, everything
+
+
+def up_width(model: ModelConfig) -> int:
+    return 2 * model.ffn if model.mlp == "swiglu" else model.ffn
 
 
 def in_flight(w: Workload, pp_rank: int) -> float:
@@ -101,20 +114,33 @@ def memory_of(w: Workload, stack: Stack, pp_rank: int) -> Memory:
     parameters = (own if p.zero == 3 else params) * s.param if s.keeps_param or p.zero < 2 else 0.0
     if p.zero == 2 and not s.keeps_param:
         parameters = params * s.param
-    gradients = (own if p.zero >= 2 else params) * s.grad
+    gradients = (own if p.zero >= 2 else params) * (s.grad + s.grad_copy) + own_part(p.zero, params, shard) * s.step_copy
     master = (own if p.zero >= 1 else params) * s.master
     optimizer = (own if p.zero >= 1 else params) * s.moment * s.moments
     if s.optimizer_on != "device":
         master = optimizer = 0.0
-        gradients = gradients if p.zero < 2 else 0.0
+        gradients = gradients if p.zero < 2 else own * s.param
     if s.params_on != "device" and p.zero == 3:
         parameters = 0.0
-    buffers = 0.0
-    if p.zero == 3:
-        buffers += 2 * layer * s.param + layer * s.grad + max(0.0, params - layer * layers) * s.param
-    elif p.zero == 2:
-        buffers += 2 * layer * s.grad
+    buffers = gathered_bytes(w, params, layer, params - layer * layers)
     return _with_activations(w, stack, pp_rank, (parameters, gradients, master, optimizer), buffers)
+
+
+def gathered_bytes(w: Workload, params: float, layer: float, ends: float) -> float:
+    """What is gathered or reduced at once: two layers and one layer's gradient, or a program's fixed buckets."""
+    s, zero = w.states, w.parallel.zero
+    if s.buckets and zero == 3:
+        # DeepSpeed's defaults: 1e9 live parameters, 5e8 gradients in a bucket; both ends and a gradient are live too.
+        return (min(params, LIVE) + min(params, BUCKET)) * s.param + 1.5 * ends * s.param
+    if s.buckets and zero:
+        return 2 * min(params, BUCKET) * s.param
+    if zero == 3:
+        return 2 * layer * s.param + layer * s.grad + ends * s.param
+    return 2 * layer * s.grad if zero == 2 else 0.0
+
+
+def own_part(zero: int, params: float, shard: int) -> float:
+    return params / shard if zero >= 1 else params
 
 
 def _with_activations(
@@ -125,15 +151,17 @@ def _with_activations(
     saved, working = block_saved(w, stack, cut)
     layers = sum(w.stage_layers[pp_rank])
     flying = in_flight(w, pp_rank)
-    activations = layers * saved * flying
+    activations = layers * saved * flying if w.states.checkpoints_on == "device" else 0.0
     hidden = cut.tokens / cut.token_cut * model.hidden * cut.element
     if pp_rank == 0:
         activations += flying * hidden * (1.5 if model.dropout else 1.0)
     loss = 0.0
     if pp_rank == p.pp - 1:
-        loss = cut.tokens * -(-model.vocab // p.tp) * stack.logit_bytes + 2 * hidden
+        loss = cut.tokens * -(-model.vocab // p.tp) * (FUSED_LOGIT_BYTES if w.fused_loss else stack.logit_bytes) + 2 * hidden
     if p.pp > 1:
         buffers += 4 * cut.tokens * model.hidden * cut.element / cut.token_cut
+    if p.sequence_parallel:
+        working += 2 * cut.tokens * model.hidden * cut.element  # gathered inputs of a column product, and a gradient
     # The loss's peak comes before the first backward, so it and a block that is run again never meet.
     transient = max(loss, working)
     peak = sum(states) + activations + buffers + transient
@@ -153,7 +181,9 @@ def reserved_gib(memory: Memory, stack: Stack) -> float:
 
 def peak_gib(w: Workload, stack: Stack, cluster: Cluster) -> float:
     """GiB of the device that a step needs, with the context and communication buffers."""
-    return reserved_gib(largest(w, stack), stack) + stack.base_gib
+    p = w.parallel
+    axes = sum(size > 1 for size in (p.tp, p.pp, p.dp * p.cp))
+    return reserved_gib(largest(w, stack), stack) + stack.base_gib + COMMUNICATOR_GIB * axes
 
 
 def fits(w: Workload, stack: Stack, cluster: Cluster) -> bool:

@@ -66,10 +66,8 @@ def stack_for(source: str, words: str, device: str, zero: int) -> Stack:
         name = "fsdp"
     if not name:
         name = "unfused" if device.startswith(("V100", "A100", "Ascend")) else "fused-overlap"
-    if name == "unfused" and zero == 3 and "DeepSpeed" in words:
+    if name == "unfused" and zero == 3:  # of that time, stage 3 was DeepSpeed's alone
         name = "unfused-deepspeed"
     if name == "compiled" and re.search(r"asyncTP", words) and "vanillaTP" not in words:
         return replace(STACKS[name], hide_tp=STACKS["fused-overlap"].hide_tp)
-    if name == "compiled" and re.search(r"\. FSDP$", words):  # the one row that says it was not compiled
-        name = "fsdp"
     return STACKS[name]

@@ -53,8 +53,12 @@ class States:
     moment: int = 4
     moments: int = 2
     keeps_param: bool = True  # beside the master, parameters are kept in the precision that products read
+    grad_copy: int = 0  # bytes a parameter of a second gradient in another precision
+    step_copy: int = 0  # bytes an own parameter that the update needs for a while
+    buckets: bool = False  # DeepSpeed's fixed buckets and live parameters
     optimizer_on: str = "device"  # device, cpu or disk
     params_on: str = "device"
+    checkpoints_on: str = "device"  # where the inputs of recomputed blocks wait
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class Workload:
     states: States = field(default_factory=States)
     split: tuple[int, ...] = ()
     node_size: int = 8
+    fused_loss: bool = False  # logits are made and used piece by piece
 
     @property
     def world(self) -> int:
