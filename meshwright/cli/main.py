@@ -21,6 +21,9 @@ COMMANDS = {
     "layout": "print every rank group of a mesh and draw it",
     "schedule": "print, draw and simulate a pipeline schedule",
     "data": "turn text into token files",
+    "plan": "search the layouts of a model on a cluster and write the best one as a config",
+    "cost": "predict time, communication and memory of a training step on a cluster",
+    "predict": "predict published runs and compare with what was measured",
 }
 
 

@@ -5,6 +5,7 @@ A config and a line of a table of published runs both become a `Workload`; FLOPs
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -133,18 +134,21 @@ def ranks_per_node(workload: Workload, axis: str) -> int:
     return sum(rank < workload.node_size for rank in group)
 
 
-def setting(config: Config, path: str, default: Any) -> Any:
-    """A key that may not exist in this version's config sections, or its default."""
+def setting(config: Config, extras: Mapping[str, str], path: str, default: str) -> str:
+    """A key that may not exist in this version's config sections: from `extras` then, or its default."""
     value: Any = config
     for name in path.split("."):
         value = getattr(value, name, None)
         if value is None:
-            return default
-    return value
+            return extras.get(path, default)
+    return str(value)
 
 
-def workload_of(config: Config, world: int, node_size: int = 0) -> Workload:
+def workload_of(
+    config: Config, world: int, node_size: int = 0, extras: Mapping[str, str] | None = None
+) -> Workload:
     """The workload of a config on `world` devices, `node_size` a node unless the config says."""
+    more = extras or {}
     c = config.layout
     size = c.node_size or node_size or world
     if world % (c.tp * c.pp * c.cp):
@@ -159,8 +163,8 @@ def workload_of(config: Config, world: int, node_size: int = 0) -> Workload:
             f"train.global_batch={config.train.global_batch} is not a multiple of dp x micro_batch = {unit}: "
             f"try {max(1, config.train.global_batch // unit) * unit}"
         )
-    stage = int(setting(config, "zero.stage", 0))
-    group = str(setting(config, "zero.shard_group", "dp"))
+    stage = int(setting(config, more, "zero.stage", "0"))
+    group = setting(config, more, "zero.shard_group", "dp")
     in_node = max(1, min(dp * c.cp, size // c.tp)) if group == "node" else 0
     parallel = Parallel(
         world=world, tp=c.tp, pp=c.pp, cp=c.cp, chunks=c.chunks, order=c.order, schedule=config.pipeline.schedule,
@@ -169,18 +173,18 @@ def workload_of(config: Config, world: int, node_size: int = 0) -> Workload:
     return Workload(
         model=config.model, parallel=parallel, micro_batch=config.train.micro_batch,
         global_batch=config.train.global_batch, precision=config.train.precision,
-        recompute=str(setting(config, "recompute.mode", "none")), states=states_of(config),
+        recompute=setting(config, more, "recompute.mode", "none"), states=states_of(config, more),
         split=config.pipeline.split, node_size=size,
     )  # fmt: skip
 
 
-def states_of(config: Config) -> States:
+def states_of(config: Config, extras: Mapping[str, str]) -> States:
     precision = config.train.precision
     own = BYTES[precision]
     low = own < 4
-    grad = str(setting(config, "train.grad_dtype", "fp32"))
-    master = str(setting(config, "optimizer.master_dtype", "fp32"))
-    moment = str(setting(config, "optimizer.state_dtype", "fp32"))
+    grad = setting(config, extras, "train.grad_dtype", "fp32")
+    master = setting(config, extras, "optimizer.master_dtype", "fp32")
+    moment = setting(config, extras, "optimizer.state_dtype", "fp32")
 
     def wide(name: str) -> int:
         return max(BYTES.get(name, 4), 8 if precision == "fp64" else 0)
@@ -189,6 +193,6 @@ def states_of(config: Config) -> States:
     return States(
         param=own, grad=wide(grad), master=wide(master) if low else 0,
         moment=wide(moment), moments=2 if config.optimizer.name == "adamw" else 1,
-        optimizer_on=places[str(setting(config, "zero.offload.optimizer", "none"))],
-        params_on=places[str(setting(config, "zero.offload.params", "none"))],
+        optimizer_on=places[setting(config, extras, "zero.offload.optimizer", "none")],
+        params_on=places[setting(config, extras, "zero.offload.params", "none")],
     )  # fmt: skip
