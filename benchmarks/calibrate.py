@@ -2,7 +2,7 @@
 
     python benchmarks/calibrate.py published_runs.csv            # the errors of the constants as they are
     python benchmarks/calibrate.py published_runs.csv --fit      # fit, and print the constants
-    python benchmarks/calibrate.py published_runs.csv --fit --write     # and write them into the cluster and stack files
+    python benchmarks/calibrate.py published_runs.csv --fit --write     # and write them into the data files
     python benchmarks/calibrate.py published_runs.csv --cross-validate  # fit without each source, test on it
 
 The loss is the mean absolute error of the step time, rows of one source sharing a weight that grows with the square

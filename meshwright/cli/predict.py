@@ -92,6 +92,5 @@ def report(found: dict[str, Any]) -> str:
 
 
 def _cells(errors: dict[str, float]) -> tuple[str, str, str, str]:
-    return (
-        str(errors["rows"]), percent(errors["mean_abs_error"]), f"{100 * errors['bias']:+.1f} %", percent(errors["largest"])
-    )
+    bias = f"{100 * errors['bias']:+.1f} %"
+    return str(errors["rows"]), percent(errors["mean_abs_error"]), bias, percent(errors["largest"])

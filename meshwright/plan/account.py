@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.plan.cost import Cost
 from meshwright.plan.flops import model_flops, total_params
-from meshwright.plan.memory import GIB, COMMUNICATOR_GIB, Memory, largest, peak_gib
+from meshwright.plan.memory import COMMUNICATOR_GIB, GIB, Memory, largest, peak_gib
 from meshwright.plan.show import percent, seconds, size, table
 
 DAY = 86400.0
@@ -117,7 +117,8 @@ def report(cost: Cost, tokens: float | None = None) -> str:
     shown = range(p.pp) if p.pp <= 6 else (0, 1, p.pp - 2, p.pp - 1)
     for rank in shown:
         s = cost.stages[rank]
-        rows.append((f"{rank}", seconds(s.forward), seconds(s.backward), f"{s.flops / 1e12:.2f}", f"{s.params / 1e9:.3f}B"))
+        size_of = f"{s.params / 1e9:.3f}B"
+        rows.append((f"{rank}", seconds(s.forward), seconds(s.backward), f"{s.flops / 1e12:.2f}", size_of))
     lines += [table(rows), "", _memory_lines(m["memory"])]
     if tokens:
         lines += ["", _run_lines(m["run"])]

@@ -45,7 +45,9 @@ class Place:
     cp_on_node: int
 
 
-def _forward(work: LayerWork, cluster: Cluster, stack: Stack, precision: str, element: int) -> tuple[float, float, float]:
+def _forward(
+    work: LayerWork, cluster: Cluster, stack: Stack, precision: str, element: int
+) -> tuple[float, float, float]:
     """(linear products, attention, the rest) of one forward."""
     device, e = cluster.device, cluster.efficiency
     share = e.product * (e.fp8 if precision == "fp8" else 1.0)

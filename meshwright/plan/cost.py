@@ -1,7 +1,7 @@
 """The time of one training step: compute by stage, bubble, communication by axis with its hidden share, optimizer.
 
-The same layout, stages and schedule tables that a run uses; docs/planner.md has the formulas and every constant's source.
-No torch.
+The same layout, stages and schedule tables that a run uses; docs/planner.md has the formulas and the source of every
+constant. No torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from meshwright.pipeline.schedules import build
+from meshwright.pipeline.simulate import Simulation, simulate
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import Part, Place, block_part, end_parts
 from meshwright.plan.efficiency import collective_seconds
@@ -22,8 +24,6 @@ from meshwright.plan.flops import (
 )
 from meshwright.plan.stack import Stack
 from meshwright.plan.workload import Workload, ranks_per_node
-from meshwright.pipeline.schedules import build
-from meshwright.pipeline.simulate import Simulation, simulate
 
 LARGEST_TABLE = 12_000  # computes of a table that is simulated; beyond it the closed formula is used
 OPTIMIZER_BYTES = 4  # besides what it reads and writes of the states: the gradient's norm is a pass of its own
@@ -251,9 +251,8 @@ def _layer_traffic(
                 2 * m, m * sum(e.tp_bytes for e in ends), m * sum(e.tp_forward + e.tp_backward for e in ends)
             )
     if p.cp > 1:
-        axes["cp"].add(
-            times * 3 * (p.cp - 1), times * block.cp_bytes, times * (block.cp + block.cp_hidden), times * block.cp_hidden
-        )
+        seconds = times * (block.cp + block.cp_hidden)
+        axes["cp"].add(times * 3 * (p.cp - 1), times * block.cp_bytes, seconds, times * block.cp_hidden)
     if p.pp > 1:
         payload = w.rank_tokens * w.model.hidden * w.activation_bytes
         payload //= p.tp if p.sequence_parallel or stack.scatter_sends else 1

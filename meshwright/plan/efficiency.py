@@ -1,4 +1,4 @@
-"""How long products, memory passes and collectives take on a cluster: one curve each, shared by everything. No torch."""
+"""How long products, memory passes and collectives take on a cluster: one curve each, shared by all. No torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def tile_share(m: int, n: int, k: int, count: int, units: int) -> float:
 
 
 def product_seconds(
-    device: Device, precision: str, efficiency: float, memory_rate: float, m: int, n: int, k: int, count: int, element: int
+    device: Device, precision: str, efficiency: float, memory_rate: float,
+    m: int, n: int, k: int, count: int, element: int,
 ) -> float:  # fmt: skip
     """One product [m, k] x [k, n], `count` times: its operations, or its bytes where those take longer."""
     flops = 2.0 * m * n * k * count

@@ -167,7 +167,10 @@ def recomputed_flops(model: ModelConfig, tokens: float, recompute: str, causal: 
 
 
 def recomputed_share(recompute: str) -> float:
-    """Of the blocks, which share is run again: `every:N` keeps the inside of all but each N-th block."""
-    if recompute.startswith("every:"):
-        return 1.0 / int(recompute.removeprefix("every:"))
+    """The share of the blocks that run again: all with `full` and `every:N`, which keeps the input of each N-th."""
     return 0.0 if recompute == "none" else 1.0
+
+
+def recomputed_run(recompute: str) -> int:
+    """Blocks that are computed again together."""
+    return int(recompute.removeprefix("every:")) if recompute.startswith("every:") else 1

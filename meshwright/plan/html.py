@@ -1,4 +1,4 @@
-"""The report of a plan as one HTML file without any outside request: ranking, memory, communication, timeline. No torch."""
+"""The report of a plan as one HTML file without any outside request: ranking, memory, traffic, timeline. No torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ COLOURS = {
     "activations": "#e08e3c", "buffers": "#c9b13c", "context": "#9a9a9a",
 }  # fmt: skip
 PARTS = {
-    "compute": "#3b6fb6", "optimizer": "#8c6bb1", "bubble": "#d8d8d8", "tp": "#e08e3c", "cp": "#c9b13c", "dp": "#c2618d",
-    "pp": "#5aa9a3", "embedding": "#7a4fa3", "waiting and the rest": "#9a9a9a",
+    "compute": "#3b6fb6", "optimizer": "#8c6bb1", "bubble": "#d8d8d8", "tp": "#e08e3c", "cp": "#c9b13c",
+    "dp": "#c2618d", "pp": "#5aa9a3", "embedding": "#7a4fa3", "waiting and the rest": "#9a9a9a",
 }  # fmt: skip
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2733; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
@@ -72,7 +72,8 @@ def _ranking(candidates: list[Candidate]) -> str:
         lost = "" if number == 1 else escape(against(candidates[0].cost, cost))
         cells = [
             str(number), escape(layout_words(layout_of_cost(cost))), seconds(cost.step_s),
-            f"{cost.tokens_per_s_device:,.0f}", percent(cost.mfu), percent(cost.bubble), f"{candidate.memory_gib:.1f}", lost,
+            f"{cost.tokens_per_s_device:,.0f}", percent(cost.mfu), percent(cost.bubble),
+            f"{candidate.memory_gib:.1f}", lost,
         ]  # fmt: skip
         rows.append(_row(cells, kind=' class="best"' if number == 1 else ""))
     return f"<table>{''.join(rows)}</table>"

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from meshwright.config.sections import ModelConfig
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.flops import Cut, embedding_params, head_params, layer_params, recomputed_share
+from meshwright.plan.flops import Cut, embedding_params, head_params, layer_params, recomputed_run
 from meshwright.plan.stack import Stack
 from meshwright.plan.workload import Workload
 
@@ -19,7 +19,7 @@ FUSED_LOGIT_BYTES = 0.25  # a loss that makes its logits in pieces holds a small
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. `peak` is the most that is allocated at once in a step; the others are what each kind takes."""
+    """Bytes of one rank. `peak` is the most that is allocated at once in a step, the others what each kind takes."""
 
     pp_rank: int
     parameters: float
@@ -78,8 +78,8 @@ def block_saved(w: Workload, stack: Stack, cut: Cut) -> tuple[float, float]:
         results += tensors["qkv"]
         kept = whole_input + tensors["attention output"] + stack.selective * results
         return kept, everything - kept
-    share = recomputed_share(w.recompute)
-    return share * whole_input + (1 - share) * everything, everything
+    together = recomputed_run(w.recompute)
+    return whole_input / together, together * everything
 
 
 def up_width(model: ModelConfig) -> int:
@@ -114,7 +114,8 @@ def memory_of(w: Workload, stack: Stack, pp_rank: int) -> Memory:
     parameters = (own if p.zero == 3 else params) * s.param if s.keeps_param or p.zero < 2 else 0.0
     if p.zero == 2 and not s.keeps_param:
         parameters = params * s.param
-    gradients = (own if p.zero >= 2 else params) * (s.grad + s.grad_copy) + own_part(p.zero, params, shard) * s.step_copy
+    gradients = (own if p.zero >= 2 else params) * (s.grad + s.grad_copy)
+    gradients += (own if p.zero >= 1 else params) * s.step_copy
     master = (own if p.zero >= 1 else params) * s.master
     optimizer = (own if p.zero >= 1 else params) * s.moment * s.moments
     if s.optimizer_on != "device":
@@ -139,10 +140,6 @@ def gathered_bytes(w: Workload, params: float, layer: float, ends: float) -> flo
     return 2 * layer * s.grad if zero == 2 else 0.0
 
 
-def own_part(zero: int, params: float, shard: int) -> float:
-    return params / shard if zero >= 1 else params
-
-
 def _with_activations(
     w: Workload, stack: Stack, pp_rank: int, states: tuple[float, float, float, float], buffers: float
 ) -> Memory:
@@ -157,7 +154,8 @@ def _with_activations(
         activations += flying * hidden * (1.5 if model.dropout else 1.0)
     loss = 0.0
     if pp_rank == p.pp - 1:
-        loss = cut.tokens * -(-model.vocab // p.tp) * (FUSED_LOGIT_BYTES if w.fused_loss else stack.logit_bytes) + 2 * hidden
+        each = FUSED_LOGIT_BYTES if w.fused_loss else stack.logit_bytes
+        loss = cut.tokens * -(-model.vocab // p.tp) * each + 2 * hidden
     if p.pp > 1:
         buffers += 4 * cut.tokens * model.hidden * cut.element / cut.token_cut
     if p.sequence_parallel:
