@@ -18,17 +18,30 @@ def layout_of_cost(cost: Cost) -> dict[str, Any]:
     return {
         "tp": p.tp, "pp": p.pp, "dp": p.dp, "cp": p.cp, "chunks": p.chunks, "order": p.order,
         "sequence_parallel": p.sequence_parallel, "schedule": p.schedule, "micro_batch": w.micro_batch,
-        "zero": p.zero, "recompute": w.recompute,
+        "zero": p.zero, "recompute": w.recompute, "split": list(w.split),
     }  # fmt: skip
 
 
 def layout_words(layout: dict[str, Any]) -> str:
     """A layout in a few words; what is left at its plainest goes unsaid."""
-    plain = {"cp": 1, "chunks": 1, "order": "tp-cp-ep-dp-pp", "schedule": "1f1b"}
+    plain = {"split": [], "cp": 1, "chunks": 1, "order": "tp-cp-ep-dp-pp", "schedule": "1f1b"}
     names = {"sequence_parallel": "sp", "micro_batch": "micro-batch"}
     return ", ".join(
-        f"{names.get(key, key)} {str(value).lower()}" for key, value in layout.items() if plain.get(key) != value
+        f"{names.get(key, key)} {_value(value)}" for key, value in layout.items() if plain.get(key) != value
     )
+
+
+def _value(value: Any) -> str:
+    """A value in a few letters; a split as runs of equal stages."""
+    if not isinstance(value, list):
+        return str(value).lower()
+    runs: list[list[int]] = []
+    for count in value:
+        if runs and runs[-1][0] == count:
+            runs[-1][1] += 1
+        else:
+            runs.append([count, 1])
+    return "+".join(f"{times}x{count}" if times > 1 else str(count) for count, times in runs)
 
 
 def whole_run(cost: Cost, tokens: float) -> dict[str, float]:

@@ -77,7 +77,7 @@ def yaml_of(job: Planned, best: Candidate) -> str:
         "tp": p.tp, "pp": p.pp, "order": p.order, "sequence_parallel": p.sequence_parallel, "chunks": p.chunks,
         "node_size": w.node_size,
     }  # fmt: skip
-    raw["pipeline"] = {"schedule": p.schedule}
+    raw["pipeline"] = {"schedule": p.schedule, **({"split": list(w.split)} if w.split else {})}
     raw["train"] = {
         **raw.get("train", {}), "global_batch": w.global_batch, "micro_batch": w.micro_batch, "precision": w.precision,
     }  # fmt: skip

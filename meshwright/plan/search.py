@@ -16,7 +16,7 @@ from meshwright.plan.compute import block_part
 from meshwright.plan.cost import Cost, cut_of, place_of, predict_cost
 from meshwright.plan.memory import peak_gib
 from meshwright.plan.stack import Stack
-from meshwright.plan.workload import Parallel, Workload
+from meshwright.plan.workload import Parallel, Workload, best_split
 
 RECOMPUTE = ("none", "selective", "full")
 ORDERS = ("tp-cp-ep-dp-pp", "tp-pp-cp-ep-dp")
@@ -55,7 +55,8 @@ class Space:
     recompute: tuple[str, ...] = RECOMPUTE
     orders: tuple[str, ...] = ORDERS
     cp: tuple[int, ...] = (1,)
-    largest_tp: int = 0  # 0: the node's devices
+    tp: tuple[int, ...] = ()  # empty: all up to the node's devices
+    pp: tuple[int, ...] = ()  # empty: all
 
 
 def divisors(number: int) -> list[int]:
@@ -71,7 +72,8 @@ def shapes(base: Workload, devices: int, space: Space, node: int) -> Iterator[Wo
     """Every valid tp, cp, pp, chunks, micro-batch, sequence parallelism and order, states not sharded."""
     model, batch = base.model, base.global_batch
     for tp in divisors(devices):
-        if tp > (space.largest_tp or node) or not splits_heads(model, tp):
+        allowed = tp in space.tp if space.tp else tp <= node
+        if not allowed or not splits_heads(model, tp):
             continue
         for cp in space.cp:
             if devices % (tp * cp) or model.seq % (2 * cp):
@@ -79,6 +81,8 @@ def shapes(base: Workload, devices: int, space: Space, node: int) -> Iterator[Wo
             for pp in divisors(devices // (tp * cp)):
                 if pp > model.layers:
                     break
+                if space.pp and pp not in space.pp:
+                    continue
                 dp = devices // (tp * cp * pp)
                 for micro in MICRO_BATCHES:
                     if batch % (dp * micro):
@@ -88,6 +92,7 @@ def shapes(base: Workload, devices: int, space: Space, node: int) -> Iterator[Wo
 
 def _variants(base: Workload, plain: Parallel, micro: int, space: Space, node: int) -> Iterator[Workload]:
     model, pp = base.model, plain.pp
+    split = best_split(model, pp)
     count = base.global_batch // (plain.dp * micro)
     for chunks in CHUNKS:
         if chunks > 1 and (pp == 1 or model.layers % (pp * chunks) or count % pp):
@@ -100,7 +105,7 @@ def _variants(base: Workload, plain: Parallel, micro: int, space: Space, node: i
             orders = space.orders if pp > 1 and plain.dp > 1 and plain.tp < node else space.orders[:1]
             for order in orders:
                 parallel = replace(plain, chunks=chunks, schedule=schedule, sequence_parallel=parts, order=order)
-                yield replace(base, parallel=parallel, micro_batch=micro, split=())
+                yield replace(base, parallel=parallel, micro_batch=micro, split=split if chunks == 1 else ())
 
 
 def search(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
-    """Rows of cells, the first row a head; the first column is aligned left, all others right."""
+def table(rows: Sequence[Sequence[str]], left: tuple[int, ...] = (0,), indent: str = "  ") -> str:
+    """Rows of cells, the first row a head; the columns `left` are aligned left, all others right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        pairs = enumerate(zip(row, widths, strict=True))
+        cells = [cell.ljust(width) if i in left else cell.rjust(width) for i, (cell, width) in pairs]
         lines.append((indent + "  ".join(cells)).rstrip())
     return "\n".join(lines)
 

@@ -128,6 +128,16 @@ def balanced_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
     return (*(rest // (stages - 1) + (i < rest % (stages - 1)) for i in range(stages - 1)), last)
 
 
+def best_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
+    """`balanced_split` where it makes the longest stage shorter than even stages do; else (), which means even."""
+    if stages == 1:
+        return ()
+    worth = head_work(model, Cut(1, model.seq)).flops / layer_work(model, Cut(1, model.seq), True).flops
+    even = max(-(-model.layers // stages), model.layers // stages + worth)
+    split = balanced_split(model, stages)
+    return split if max(*split[:-1], split[-1] + worth) < even and min(split[:-1]) > 0 else ()
+
+
 def ranks_per_node(workload: Workload, axis: str) -> int:
     """How many ranks of one group of `axis` stand on one node; groups are alike where sizes divide."""
     group = workload.layout.group(axis, 0)
