@@ -33,8 +33,10 @@ LEVELS = {
 WITHOUT_TORCH = [
     "layout", "layout.draw", "layout.params", "config.load", "config.rules", "models.description", "optim.schedules",
     "comm.ledger", "pipeline.table", "pipeline.schedules", "pipeline.verify", "pipeline.simulate", "pipeline.draw",
+    "pipeline.trace",
     *(f"plan.{path.stem}" for path in sorted((PACKAGE / "plan").glob("*.py")) if path.stem != "__init__"),
-    "cli.main", "cli.layout", "cli.schedule", "cli.config",
+    "cli.main", "cli.layout", "cli.schedule", "cli.config", "cli.cost", "cli.plan", "cli.predict", "cli.memory",
+    "cli.simulate", "cli.scaling",
 ]  # fmt: skip
 
 

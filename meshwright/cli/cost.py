@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, metavar="N", help="number of devices")
     parser.add_argument("--layout", default="", metavar="tp=8,pp=16,...", help="the layout, in short words")
     parser.add_argument("--stack", metavar="NAME", help="the software stack (default: compiled, as Meshwright is)")
-    parser.add_argument("--tokens", type=_number, metavar="N", help="tokens of the whole run: its days and price too")
+    parser.add_argument("--tokens", metavar="N", help="tokens of the whole run: its days and price too")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
     stack = jobs.stack_named(args.stack or job.run.get("stack"))
     workload = job.workload(jobs.devices_for(job, args.devices), cluster.node.devices)
     cost = predict_cost(workload, cluster, stack)
-    print(json.dumps(as_json(cost, args.tokens)) if args.json else report(cost, args.tokens))
+    tokens = _number(args.tokens) if args.tokens else None
+    print(json.dumps(as_json(cost, tokens)) if args.json else report(cost, tokens))
     return 0
 
 

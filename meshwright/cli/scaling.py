@@ -96,7 +96,7 @@ def _text(found: dict[str, list[Point]]) -> str:
         rows = [(f"{mode} scaling", "devices", "batch", "tokens/s", "efficiency", "exposed comm", "layout")]
         for p in points:
             if p.best is None:
-                rows.append((p.way, str(p.devices), str(p.global_batch), "-", "-", "-", "doesn't divide or doesn't fit"))
+                rows.append((p.way, str(p.devices), str(p.global_batch), "-", "-", "-", "can't be or doesn't fit"))
                 continue
             words = layout_words(layout_of_cost(p.best.cost))
             rows.append(

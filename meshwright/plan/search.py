@@ -21,7 +21,7 @@ from meshwright.plan.workload import Parallel, Workload, best_split
 RECOMPUTE = ("none", "selective", "full")
 ORDERS = ("tp-cp-ep-dp-pp", "tp-pp-cp-ep-dp")
 SLOWER = 1.5  # layouts whose products alone take this much longer than the best step are not looked at
-REFINED = 24  # of the best by closed formulas, timed again by their own schedule tables
+REFINED = 12  # of the best by closed formulas, timed again by their own schedule tables
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 
@@ -136,7 +136,7 @@ def search(
     rough.sort(key=lambda item: item[0])
     refined = [Candidate(predict_cost(w, cluster, stack), memory) for _, w, memory in rough[:REFINED]]
     refined += [
-        Candidate(predict_cost(w, cluster, stack, exact=False), memory) for _, w, memory in rough[REFINED : 4 * REFINED]
+        Candidate(predict_cost(w, cluster, stack, exact=False), memory) for _, w, memory in rough[REFINED : 8 * REFINED]
     ]
     found.candidates = sorted(refined, key=lambda candidate: candidate.cost.step_s)
     return found

@@ -118,23 +118,28 @@ class Workload:
         return replace(self, parallel=replace(self.parallel, **changes))
 
 
+def head_worth(model: ModelConfig) -> float:
+    """The layers whose products equal those of the output layer."""
+    cut = Cut(1, model.seq)
+    return head_work(model, cut).flops / layer_work(model, cut, True).flops
+
+
 def balanced_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
-    """Layers of each stage when the output layer counts as the layers whose products it equals."""
-    per_layer = layer_work(model, Cut(1, model.seq), True).flops
-    worth = head_work(model, Cut(1, model.seq)).flops / per_layer
-    each = (model.layers + worth) / stages
-    last = max(0, min(model.layers - (stages - 1), round(each - worth)))
+    """Layers of each stage when the output layer counts as the layers it is worth: the longest stage is shortest."""
+    worth, others = head_worth(model), stages - 1
+    exact = (model.layers + worth) / stages - worth
+    tried = {max(0, min(model.layers - others, round(exact) + step)) for step in (-1, 0, 1)}
+    last = min(tried, key=lambda n: (max(-(-(model.layers - n) // others), n + worth), -n))
     rest = model.layers - last
-    return (*(rest // (stages - 1) + (i < rest % (stages - 1)) for i in range(stages - 1)), last)
+    return (*(rest // others + (i < rest % others) for i in range(others)), last)
 
 
 def best_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
     """`balanced_split` where it makes the longest stage shorter than even stages do; else (), which means even."""
     if stages == 1:
         return ()
-    worth = head_work(model, Cut(1, model.seq)).flops / layer_work(model, Cut(1, model.seq), True).flops
+    worth, split = head_worth(model), balanced_split(model, stages)
     even = max(-(-model.layers // stages), model.layers // stages + worth)
-    split = balanced_split(model, stages)
     return split if max(*split[:-1], split[-1] + worth) < even and min(split[:-1]) > 0 else ()
 
 
