@@ -170,12 +170,11 @@ def write(values: Values) -> None:
             path = STACK_FILE if constant.kind == "stack" else FOLDER / f"{name}.yaml"
             text = path.read_text(encoding="utf-8")
             start = text.index(f"\n{name}:\n") if constant.kind == "stack" else text.index("\nefficiency:")
-            line = re.compile(rf"^(  {constant.field}: ).*$", re.MULTILINE)
+            line = re.compile(rf"^(  {constant.field}: )\S+", re.MULTILINE)
             found = line.search(text, start)
-            if found:
-                text = text[: found.start()] + f"{found[1]}{value:.3g}" + text[found.end() :]
-            else:
-                text = text.replace("\nsources:", f"\n  {constant.field}: {value:.3g}\nsources:")
+            if found is None:
+                raise SystemExit(f"{path} has no field {constant.field} under {name}: add it")
+            text = text[: found.start()] + f"{found[1]}{value:.3g}" + text[found.end() :]
             path.write_text(text, encoding="utf-8")
 
 

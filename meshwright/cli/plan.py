@@ -17,7 +17,7 @@ from meshwright.plan.cost import predict_cost
 from meshwright.plan.explain import against, why_best, yaml_of
 from meshwright.plan.html import page
 from meshwright.plan.memory import peak_gib
-from meshwright.plan.search import Candidate, search, why_nothing
+from meshwright.plan.search import Candidate, search, space_of, why_nothing
 from meshwright.plan.show import percent, seconds, table
 from meshwright.plan.stack import Stack
 from meshwright.plan.workload import Parallel, Workload, states_of
@@ -26,7 +26,9 @@ MIXED = True
 EXAMPLES = """example:
   meshwright plan llama3-70b --cluster h100-80g-dgx --devices 256 --global-batch 1024
   meshwright plan mt-nlg-530b --cluster a100-80g-dgx --devices 4480 --global-batch 1920 --html plan.html
-  meshwright plan config.yaml --cluster a100-40g-dgx --devices 64 --global-batch 512 --fit 36 --json"""
+  meshwright plan config.yaml --cluster a100-40g-dgx --devices 64 --global-batch 512 --fit 36 --json
+
+A key of the layout that is given stays fixed, e.g. layout.tp=8, recompute.mode=full or zero.stage=1."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         states=states_of(c, job.extras), node_size=c.layout.node_size or cluster.node.devices,
     )  # fmt: skip
     limit = args.fit or cluster.device.memory_gib
-    found = search(base, cluster, stack, devices, limit)
+    found = search(base, cluster, stack, devices, limit, space_of(args.words))
     if not found.candidates:
         raise why_nothing(base, cluster, stack, devices, found, limit)
     shown = found.candidates[: args.top]

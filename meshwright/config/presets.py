@@ -61,10 +61,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 # Runs that were published: what they ran on, the layout they chose, and their throughput in FLOP/s a device, where
-# `hardware` counts recomputation. The model has the run's name.
+# `hardware` counts recomputation (empty: the source doesn't say). The model has the run's name.
 RUNS: dict[str, dict[str, Any]] = {
     "gpt-neox-20b": {
-        "cluster": "a100-40g-dgx", "devices": 96, "stack": "unfused-deepspeed", "tflops": 117, "counts": "hardware",
+        "cluster": "a100-40g-dgx", "devices": 96, "stack": "unfused-deepspeed", "tflops": 117, "counts": "",
         "layout": {"tp": 2, "pp": 4, "order": "tp-pp-cp-ep-dp"},
         "train": {"global_batch": 1536, "micro_batch": 4, "precision": "fp16"},
         "zero": {"stage": 1}, "recompute": {"mode": "full"},
@@ -90,7 +90,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "recompute": {"mode": "full"},
     },
     "opt-175b": {
-        "cluster": "a100-80g-dgx", "devices": 992, "stack": "unfused", "tflops": 147, "counts": "hardware",
+        "cluster": "a100-80g-dgx", "devices": 992, "stack": "fsdp", "tflops": 147, "counts": "hardware",
         "layout": {"tp": 8, "pp": 1},
         "train": {"global_batch": 992, "micro_batch": 8, "precision": "fp16"},
         "zero": {"stage": 3}, "recompute": {"mode": "full"},

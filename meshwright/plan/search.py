@@ -6,9 +6,11 @@ fits is the one; and a layout whose products alone take much longer than the bes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from meshwright.config.load import parse_yaml
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster
@@ -57,6 +59,28 @@ class Space:
     cp: tuple[int, ...] = (1,)
     tp: tuple[int, ...] = ()  # empty: all up to the node's devices
     pp: tuple[int, ...] = ()  # empty: all
+    chunks: tuple[int, ...] = CHUNKS
+    micro_batch: tuple[int, ...] = MICRO_BATCHES
+    sequence_parallel: tuple[bool, ...] = (False, True)
+
+
+# Config keys that hold a choice fixed, with the field of `Space` they set.
+FIXES = {
+    "layout.tp": "tp", "layout.pp": "pp", "layout.cp": "cp", "layout.chunks": "chunks", "layout.order": "orders",
+    "layout.sequence_parallel": "sequence_parallel", "train.micro_batch": "micro_batch", "zero.stage": "zero",
+    "recompute.mode": "recompute",
+}  # fmt: skip
+
+
+def space_of(words: Sequence[str]) -> Space:
+    """What is left to choose when these `a.b=c` words are given."""
+    fixed: dict[str, Any] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in FIXES:
+            text = key in ("layout.order", "recompute.mode")
+            fixed[FIXES[key]] = (value if text else parse_yaml(value, f"'{word}'"),)
+    return Space(**fixed)
 
 
 def divisors(number: int) -> list[int]:
@@ -84,7 +108,7 @@ def shapes(base: Workload, devices: int, space: Space, node: int) -> Iterator[Wo
                 if space.pp and pp not in space.pp:
                     continue
                 dp = devices // (tp * cp * pp)
-                for micro in MICRO_BATCHES:
+                for micro in space.micro_batch:
                     if batch % (dp * micro):
                         continue
                     yield from _variants(base, Parallel(devices, tp, pp, cp), micro, space, node)
@@ -94,11 +118,11 @@ def _variants(base: Workload, plain: Parallel, micro: int, space: Space, node: i
     model, pp = base.model, plain.pp
     split = best_split(model, pp)
     count = base.global_batch // (plain.dp * micro)
-    for chunks in CHUNKS:
+    for chunks in space.chunks:
         if chunks > 1 and (pp == 1 or model.layers % (pp * chunks) or count % pp):
             continue
         schedule = "interleaved" if chunks > 1 else "1f1b"
-        for parts in (False, True) if plain.tp > 1 else (False,):
+        for parts in space.sequence_parallel if plain.tp > 1 else (False,):
             if parts and micro * model.seq % plain.tp:
                 continue
             # With one stage, or stages and replicas that both fill whole nodes alike, the order changes nothing.
