@@ -164,10 +164,11 @@ def end_parts(
     times = [collective_seconds(cluster, name, payload, cut.tp, place.tp_on_node) for name in op]
     ring = (cut.tp - 1) / cut.tp * payload
     whole = 2 if cut.sequence_parallel else 1
+    head = head_work(model, cut, stack.logit_bytes)
     parts = []
     for work, forward_tp, backward_tp in (
         (embedding_work(model, cut), times[1], times[0] if cut.sequence_parallel else 0.0),
-        (head_work(model, cut), times[0] if cut.sequence_parallel else 0.0, sum(times) if whole == 2 else times[0]),
+        (head, times[0] if cut.sequence_parallel else 0.0, sum(times) if whole == 2 else times[0]),
     ):
         linear, _, rest = _forward(work, cluster, stack, precision, cut.element)
         backward = _backward_linear(work, cluster, stack, precision, cut.element) + rest * MOVED_BACKWARD

@@ -101,11 +101,11 @@ def causal_flops(model: ModelConfig, cut: Cut) -> float:
 
 
 @lru_cache(maxsize=1024)
-def head_work(model: ModelConfig, cut: Cut) -> LayerWork:
-    """Forward of the last norm, the output layer and the loss: logits are read and written in fp32 once more."""
+def head_work(model: ModelConfig, cut: Cut, logit_bytes: float = 14.0) -> LayerWork:
+    """Forward of the last norm, the output layer and the loss, which moves as many bytes a logit as it keeps."""
     vocab = -(-model.vocab // cut.tp)
     products = (Product("logits", cut.tokens, vocab, model.hidden),)
-    moved = cut.tokens * (2 * model.hidden * cut.element / cut.token_cut + vocab * (cut.element + 3 * 4))
+    moved = cut.tokens * (2 * model.hidden * cut.element / cut.token_cut + vocab * logit_bytes)
     return LayerWork(products, 0.0, float(moved), 0.0, kernels=8)
 
 

@@ -28,6 +28,8 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bo
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid #e6eaee; }
 th:first-child, td:first-child { text-align: left; } tr.best { background: #eef5ff; } td.words { text-align: left; }
+td { white-space: nowrap; } .ranking td:nth-child(2), .ranking th:nth-child(2), .ranking td:last-child,
+.ranking th:last-child { text-align: left; white-space: normal; }
 .bar { display: flex; height: 1.15rem; background: #f0f2f4; position: relative; }
 .bar span { display: block; height: 100%; } .legend span { display: inline-block; margin-right: 1rem; }
 .legend i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; vertical-align: -1px; }
@@ -76,7 +78,7 @@ def _ranking(candidates: list[Candidate]) -> str:
             f"{candidate.memory_gib:.1f}", lost,
         ]  # fmt: skip
         rows.append(_row(cells, kind=' class="best"' if number == 1 else ""))
-    return f"<table>{''.join(rows)}</table>"
+    return f'<table class="ranking">{"".join(rows)}</table>'
 
 
 def _legend(colours: dict[str, str]) -> str:
