@@ -9,6 +9,7 @@ from meshwright.errors import UserError
 from meshwright.plan import job as jobs
 from meshwright.plan.account import as_json, report
 from meshwright.plan.cost import predict_cost
+from meshwright.plan.show import size, table
 
 MIXED = True
 EXAMPLES = """example:
@@ -36,7 +37,17 @@ def run(args: argparse.Namespace) -> int:
     workload = job.workload(jobs.devices_for(job, args.devices), cluster.node.devices)
     cost = predict_cost(workload, cluster, stack)
     tokens = _number(args.tokens) if args.tokens else None
-    print(json.dumps(as_json(cost, tokens)) if args.json else report(cost, tokens))
+    counted = jobs.ledger_of(job, workload.world)
+    if args.json:
+        ledger = counted and {axis: traffic._asdict() for axis, traffic in counted.items()}
+        print(json.dumps({**as_json(cost, tokens), "ledger": ledger}))
+        return 0
+    print(report(cost, tokens))
+    if counted:
+        rows = [("all ranks, as metrics.jsonl counts them", "calls", "payload", "wire")]
+        for axis, traffic in counted.items():
+            rows.append((axis, f"{traffic.calls:,}", size(traffic.payload_bytes), size(traffic.wire_bytes)))
+        print(f"\n{table(rows)}")
     return 0
 
 

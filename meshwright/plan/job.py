@@ -17,6 +17,7 @@ from meshwright.config.presets import PRESETS, RUNS
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, nearest
 from meshwright.plan.cluster import Cluster, load_cluster
+from meshwright.plan.communication import Traffic, predict_step
 from meshwright.plan.stack import OWN, STACKS, Stack
 from meshwright.plan.workload import Workload, workload_of
 
@@ -141,6 +142,16 @@ def check_recompute(value: str) -> None:
     kind, _, number = value.partition(":")
     if value not in ("none", "selective", "full") and not (kind == "every" and number.isdigit() and int(number) > 0):
         raise UserError(f"recompute.mode={value} is not one of none, selective, full, every:N (N a number from 1)")
+
+
+def ledger_of(job: Planned, world: int) -> dict[str, Traffic] | None:
+    """What the ledgers of all ranks will count in one step, exactly, by axis; None if this version can't train it."""
+    if job.extras:
+        return None
+    try:
+        return predict_step(job.config, world)
+    except UserError:
+        return None
 
 
 def cluster_for(job: Planned, name: str | None) -> Cluster:

@@ -20,6 +20,7 @@ from meshwright.errors import UserError
 from meshwright.pipeline.schedules import build
 from meshwright.pipeline.simulate import simulate
 from meshwright.plan.cluster import FOLDER, cluster_from, known_clusters, load_cluster
+from meshwright.plan.communication import predict_step
 from meshwright.plan.cost import Cost, closed_seconds, predict_cost
 from meshwright.plan.efficiency import collective_seconds, tile_share, wire_rate
 from meshwright.plan.flops import model_flops, total_params
@@ -161,6 +162,18 @@ def test_cost_as_a_command_is_quick_and_needs_no_torch() -> None:
     assert found["step_time_s"] == pytest.approx(105, rel=0.1)  # as published
     assert set(found["comm"]) == {"tp", "dp", "pp", "embedding"}
     assert found["memory"]["needed_gib"] < found["memory"]["device_gib"]
+
+
+def test_cost_tells_what_the_ledger_will_count(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["gpt2-124m", "layout.tp=2", "layout.pp=2", "train.global_batch=16"]
+    assert main(["cost", *words, "--cluster", "laptop", "--devices", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    counted = predict_step(planned(words[0], words[1:]).config, 8)
+    assert found["ledger"] == {axis: traffic._asdict() for axis, traffic in counted.items()}
+    # The model's own bytes for a rank of a stage are those of the ledger, up to padding and small sums.
+    mine = {axis: entry["wire_bytes"] for axis, entry in found["comm"].items()}
+    assert mine["pp"] * 8 / 2 == pytest.approx(counted["pp"].wire_bytes, rel=0.01)  # a rank of two sends each way
+    assert mine["tp"] * 8 == pytest.approx(counted["tp"].wire_bytes, rel=0.25)  # the ends' shares are not counted
 
 
 def test_the_whole_run_is_its_factors(capsys: pytest.CaptureFixture[str]) -> None:
