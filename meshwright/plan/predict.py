@@ -22,6 +22,13 @@ Row = Mapping[str, str]
 NEEDED = (
     "layers", "hidden", "heads", "seq_len", "gpu", "gpus", "tp", "pp", "dp", "micro_batch", "global_batch", "recompute",
 )  # fmt: skip
+SIZES = (
+    "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "gpus", "nodes", "tp", "pp", "vpp", "cp", "ep",
+    "dp", "micro_batch", "global_batch",
+)  # fmt: skip
+MEASURED = (
+    "step_time_s", "step_time_s_calc", "tokens_s_gpu", "tokens_s_gpu_calc", "tflops_per_gpu", "mem_gb", "params_b",
+)  # fmt: skip
 COLUMNS = ("id", "step_time_s", "tokens_s_gpu", "mem_gb", "error", "reason")
 
 # The cluster of a device's name, first match.
@@ -92,6 +99,7 @@ def case_of(row: Row) -> Case:
     missing = [name for name in NEEDED if not row.get(name)]
     if missing:
         raise CannotTake(f"not given: {', '.join(missing)}")
+    _check_numbers(row)
     if _int(row, "ep", 1) > 1 or re.search(r"\bMoE\b", row.get("note", "")) or row.get("active_params_b"):
         raise CannotTake("a mixture of experts: the table has no column for their number")
     cluster = cluster_of(row)
@@ -103,6 +111,30 @@ def case_of(row: Row) -> Case:
         row["id"], row.get("source", ""), row["gpu"], workload, cluster, stack, measured_seconds(row, workload),
         measured_memory(row), row.get("mem_kind", ""), row.get("outcome", "ok"),
     )  # fmt: skip
+
+
+def _check_numbers(row: Row) -> None:
+    """Sizes must be whole numbers above zero, and measured values numbers above zero."""
+    for key in SIZES:
+        text = row.get(key, "")
+        try:
+            good = not text or (float(text) == int(float(text)) and 0 < float(text) < 1e9)
+        except (ValueError, OverflowError):
+            good = False
+        if not good:
+            raise CannotTake(f"{key}={text} is not a whole number above zero")
+    for key in MEASURED:
+        text = row.get(key, "")
+        try:
+            good = not text or 0 < float(text) < 1e12
+        except ValueError:
+            good = False
+        if not good:
+            raise CannotTake(f"{key}={text} is not a number above zero")
+    if not re.fullmatch(r"none|selective|full|every:[1-9]\d*", row["recompute"]):
+        raise CannotTake(f"recompute={row['recompute']} is not one of none, selective, full, every:N")
+    if row.get("zero_stage", "") not in ("", "0", "1", "2", "3"):
+        raise CannotTake(f"zero_stage={row['zero_stage']} is not one of 0, 1, 2, 3")
 
 
 def cluster_of(row: Row) -> Cluster:
@@ -165,6 +197,8 @@ def workload_of_row(row: Row, stack: Stack, cluster: Cluster, text: str) -> Work
     if gpus % (tp * pp * cp):
         raise CannotTake(f"{gpus} devices are not a multiple of tp x pp x cp = {tp * pp * cp}")
     model = model_of(row, stack)
+    if tp > min(model.heads, model.ffn) or cp > model.seq:
+        raise CannotTake(f"tp={tp} or cp={cp} cuts the model finer than its heads, MLP or sequence")
     chunks = _int(row, "vpp", 1)
     schedule = row.get("schedule", "")
     if schedule.startswith(("zb", "dualpipe")):
@@ -253,12 +287,11 @@ def measured_memory(row: Row) -> float:
 
 def predict_row(row: Row) -> Prediction:
     try:
-        case = case_of(row)
+        return predict_case(case_of(row))
     except CannotTake as reason:
         return Prediction(row["id"], row.get("source", ""), row.get("gpu", ""), reason=str(reason))
     except (UserError, ValueError) as error:
         return Prediction(row["id"], row.get("source", ""), row.get("gpu", ""), reason=f"can't be read: {error}")
-    return predict_case(case)
 
 
 def predict_case(case: Case) -> Prediction:

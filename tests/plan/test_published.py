@@ -11,7 +11,16 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.cli.predict import summary
 from meshwright.plan.cluster import load_cluster
-from meshwright.plan.predict import CannotTake, Prediction, case_of, cluster_of, network_gb_s, predict_file, read_rows
+from meshwright.plan.predict import (
+    CannotTake,
+    Prediction,
+    case_of,
+    cluster_of,
+    network_gb_s,
+    predict_file,
+    predict_row,
+    read_rows,
+)
 from meshwright.plan.stack import STACKS, stack_for
 
 TABLE = Path(__file__).parent / "published.csv"
@@ -123,3 +132,17 @@ def test_bad_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "lacks the columns hidden" in capsys.readouterr().err
     assert main(["predict", "--csv", str(tmp_path / "none.csv")]) == 2
     assert "there is no table" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cell", "word"),
+    [
+        ({"layers": "-3"}, "layers=-3"), ({"heads": "x"}, "heads=x"), ({"gpus": "7"}, "not a multiple of tp x pp x cp"),
+        ({"recompute": "some"}, "recompute=some"), ({"zero_stage": "9"}, "zero_stage=9"),
+        ({"step_time_s": "nan"}, "step_time_s=nan"), ({"gpu": "abacus"}, "no cluster file for the device abacus"),
+        ({"precision": "fp4"}, "fp4"), ({"global_batch": "1"}, "less than dp x micro-batch"), ({"schedule": "zb-1p"}, "zb-1p"),
+    ],
+)  # fmt: skip
+def test_a_bad_cell_is_a_reason_and_no_crash(cell: dict[str, str], word: str) -> None:
+    row = next(row for row in read_rows(TABLE) if row["id"] == "sc21-t1-39.1b")
+    assert word in predict_row({**row, **cell}).reason
