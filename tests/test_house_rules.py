@@ -38,7 +38,8 @@ WITHOUT_TORCH = [
     "optim.schedules", "comm.ledger", "pipeline.table", "pipeline.schedules", "pipeline.verify",
     "pipeline.simulate", "pipeline.draw", "bench.models", "cli.bench", "models.hf", "checkpoint.format",
     "checkpoint.verify", "cli.main", "cli.layout", "cli.schedule", "cli.config", "cli.data", "cli.eval",
-    "cli.export", "cli.generate", "cli.import_", "cli.inspect", "cli.train",
+    "cli.export", "cli.generate", "cli.import_", "cli.inspect", "cli.train", "pipeline.trace", "cli.cost", "cli.plan",
+    "cli.predict", "cli.memory", "cli.simulate", "cli.scaling",
 ]  # fmt: skip
 
 

@@ -1,0 +1,143 @@
+"""`meshwright plan`: searches the layouts of a model on a cluster and writes the config of the best. Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.plan import job as jobs
+from meshwright.plan.account import layout_of_cost, layout_words
+from meshwright.plan.cluster import Cluster
+from meshwright.plan.cost import predict_cost
+from meshwright.plan.explain import against, why_best, yaml_of
+from meshwright.plan.html import page
+from meshwright.plan.memory import peak_gib
+from meshwright.plan.search import Candidate, search, space_of, why_nothing
+from meshwright.plan.show import percent, seconds, table
+from meshwright.plan.stack import Stack
+from meshwright.plan.workload import Parallel, Workload, states_of
+
+MIXED = True
+EXAMPLES = """example:
+  meshwright plan llama3-70b --cluster h100-80g-dgx --devices 256 --global-batch 1024
+  meshwright plan mt-nlg-530b --cluster a100-80g-dgx --devices 4480 --global-batch 1920 --html plan.html
+  meshwright plan config.yaml --cluster a100-40g-dgx --devices 64 --global-batch 512 --fit 36 --json
+
+A key of the layout that is given stays fixed, e.g. layout.tp=8, recompute.mode=full or zero.stage=1."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="PRESET|CONFIG", help="the name of a model, or a config file")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="config keys, as for train")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="a cluster that ships, or its YAML file")
+    parser.add_argument("--devices", type=int, metavar="N", help="number of devices")
+    parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step")
+    parser.add_argument("--seq", type=int, metavar="S", help="tokens of a sequence (default: the model's)")
+    parser.add_argument("--fit", type=float, default=0.0, metavar="GiB", help="memory to fit (default: the device's)")
+    parser.add_argument("--top", type=int, default=10, metavar="K", help="how many to show (default 10)")
+    parser.add_argument("--stack", metavar="NAME", help="the software stack (default: compiled, as Meshwright is)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the best layout's config (default NAME-plan.yaml)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report that needs no network")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(args: argparse.Namespace) -> int:
+    words = list(args.words)
+    words += [f"train.global_batch={args.global_batch}"] if args.global_batch is not None else []
+    words += [f"model.seq={args.seq}"] if args.seq is not None else []
+    job = jobs.planned(args.target, words, as_run=False)
+    cluster = jobs.cluster_for(job, args.cluster)
+    stack = jobs.stack_named(args.stack)
+    devices = jobs.devices_for(job, args.devices)
+    if args.fit < 0 or args.top < 1:
+        raise UserError("--fit must be a number of GiB above zero, and --top at least 1")
+    c = job.config
+    base = Workload(
+        c.model, Parallel(devices), 1, c.train.global_batch, c.train.precision,
+        states=states_of(c, job.extras), node_size=c.layout.node_size or cluster.node.devices,
+    )  # fmt: skip
+    limit = args.fit or cluster.device.memory_gib
+    found = search(base, cluster, stack, devices, limit, space_of(args.words))
+    if not found.candidates:
+        raise why_nothing(base, cluster, stack, devices, found, limit)
+    shown = found.candidates[: args.top]
+    reasons = why_best(found.candidates, found.layouts, found.fitting)
+    known = known_run(job, cluster, stack, devices, c.train.global_batch)
+    if known:
+        reasons.append(_of_known(job.name, known, shown[0]))
+    _write(args, job, shown, reasons, limit, devices, cluster)
+    print(json.dumps(_json(job, shown, known)) if args.json else _text(shown, reasons))
+    return 0
+
+
+def known_run(job: jobs.Planned, cluster: Cluster, stack: Stack, devices: int, batch: int) -> Candidate | None:
+    """The published run's own layout under the same stack, where the question is about the same devices and batch."""
+    run = job.run
+    if not run or run["cluster"] != cluster.name or run["devices"] != devices or run["train"]["global_batch"] != batch:
+        return None
+    own = jobs.planned(job.name).workload(devices, cluster.node.devices)
+    own = replace(own, precision=job.config.train.precision, states=states_of(job.config, job.extras))
+    return Candidate(predict_cost(own, cluster, stack), peak_gib(own, stack, cluster))
+
+
+def _of_known(name: str, known: Candidate, best: Candidate) -> str:
+    slower = known.cost.step_s / best.cost.step_s - 1
+    text = f"The layout that {name} ran with ({layout_words(layout_of_cost(known.cost))}) would take "
+    text += f"{seconds(known.cost.step_s)} here, {percent(slower)} more"
+    return text + (f": it loses {against(best.cost, known.cost)}." if slower > 0.02 else ".")
+
+
+def _write(
+    args: argparse.Namespace, job: jobs.Planned, shown: list[Candidate], reasons: list[str], limit: float, devices: int,
+    cluster: Cluster,
+) -> None:  # fmt: skip
+    files: list[tuple[Path, str]] = []
+    if args.out or not args.json:
+        files.append((args.out or Path(f"{job.name}-plan.yaml"), yaml_of(job, shown[0])))
+    if args.html:
+        title = f"{job.name} on {devices} x {cluster.device.name}"
+        files.append((args.html, page(title, reasons, shown, limit)))
+    for path, text in files:
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {path} ({error.strerror}): name a file in a folder that exists") from error
+        print(f"wrote {path}", file=sys.stderr)
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    cost = candidate.cost
+    return {
+        "layout": layout_of_cost(cost), "step_time_s": cost.step_s, "tokens_per_s_per_device": cost.tokens_per_s_device,
+        "mfu": cost.mfu, "hfu": cost.hfu, "memory_gib": candidate.memory_gib, "bubble": cost.bubble,
+        "comm_s": {name: axis.seconds for name, axis in cost.axes.items()},
+        "exposed_comm_s": {name: axis.exposed for name, axis in cost.axes.items()},
+    }  # fmt: skip
+
+
+def _json(job: jobs.Planned, shown: list[Candidate], known: Candidate | None) -> dict[str, Any]:
+    found = {"best": _candidate(shown[0]), "candidates": [_candidate(candidate) for candidate in shown]}
+    if known:
+        found["published"] = _candidate(known)
+    return found
+
+
+def _text(shown: list[Candidate], reasons: list[str]) -> str:
+    rows = [("layout", "step", "tokens/s/device", "MFU", "bubble", "GiB")]
+    for candidate in shown:
+        cost = candidate.cost
+        rows.append(
+            (
+                layout_words(layout_of_cost(cost)), seconds(cost.step_s), f"{cost.tokens_per_s_device:,.0f}",
+                percent(cost.mfu), percent(cost.bubble), f"{candidate.memory_gib:.1f}",
+            )
+        )  # fmt: skip
+    lines = [*reasons, "", table(rows), "", "What the next ones lose on:"]
+    for candidate in shown[1:5]:
+        lines.append(f"  {layout_words(layout_of_cost(candidate.cost))}: {against(shown[0].cost, candidate.cost)}")
+    return "\n".join(lines)

@@ -1,0 +1,96 @@
+"""`meshwright predict`: step time and memory of published runs, beside what was measured. Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.plan.predict import Prediction, predict_file, write_predictions
+from meshwright.plan.show import percent, table
+
+EXAMPLES = """example:
+  meshwright predict --csv published_runs.csv --out predictions.csv
+
+Empty cp, ep, vpp and kv_heads mean 1, 1, 1 and as many as heads; an empty vocab is 51200, an empty ffn 4 x hidden,
+an empty precision fp16. Rows that can't be taken say why in the column `reason`."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--csv", type=Path, required=True, metavar="FILE", help="a table of runs, one a line")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the predictions here, as CSV")
+    parser.add_argument("--json", action="store_true", help="print the summary as one JSON document")
+
+
+def run(args: argparse.Namespace) -> int:
+    predictions = predict_file(args.csv)
+    if args.out:
+        try:
+            write_predictions(args.out, predictions)
+        except OSError as error:
+            raise UserError(
+                f"cannot write {args.out} ({error.strerror}): name a file in a folder that exists"
+            ) from error
+        print(f"wrote {args.out}", file=sys.stderr)
+    found = summary(predictions)
+    print(json.dumps(found) if args.json else report(found))
+    return 0
+
+
+def summary(predictions: list[Prediction]) -> dict[str, Any]:
+    """Errors by source and by device, and what became of the rows about memory."""
+    taken = [p for p in predictions if not p.reason]
+    timed = [p for p in taken if p.error is not None]
+    cases = [(p, p.case) for p in taken if p.case is not None]
+    measured = [(p, case) for p, case in cases if case.measured_gib and case.outcome == "ok"]
+    return {
+        "rows": len(predictions),
+        "taken": len(taken),
+        "step_time": _errors([(p, p.error or 0.0) for p in timed]),
+        "memory": _errors([(p, p.mem_gib / case.measured_gib - 1) for p, case in measured]),
+        "out_of_memory_predicted_to_fit": [p.id for p, case in cases if case.outcome == "oom" and p.fits],
+        "ran_predicted_not_to_fit": [p.id for p, case in cases if case.outcome == "ok" and not p.fits],
+    }
+
+
+def _errors(rows: list[tuple[Prediction, float]]) -> dict[str, Any]:
+    def group(key: str) -> dict[str, Any]:
+        found: dict[str, list[float]] = defaultdict(list)
+        for p, error in rows:
+            found[getattr(p, key)].append(error)
+        return {name: _mean(errors) for name, errors in sorted(found.items())}
+
+    return {"all": _mean([e for _, e in rows]), "by_source": group("source"), "by_gpu": group("gpu")}
+
+
+def _mean(errors: list[float]) -> dict[str, float]:
+    count = max(1, len(errors))
+    return {
+        "rows": len(errors), "mean_abs_error": sum(map(abs, errors)) / count, "bias": sum(errors) / count,
+        "largest": max(map(abs, errors), default=0.0),
+    }  # fmt: skip
+
+
+def report(found: dict[str, Any]) -> str:
+    lines = [f"{found['taken']} of {found['rows']} rows taken"]
+    for what, title in (("step_time", "step time"), ("memory", "memory")):
+        for key, head in (("by_source", "source"), ("by_gpu", "device")):
+            rows = [(f"{title} by {head}", "rows", "mean |error|", "bias", "largest")]
+            rows += [(name[:90], *_cells(e)) for name, e in found[what][key].items()]
+            rows.append(("all", *_cells(found[what]["all"])))
+            lines += ["", table(rows)]
+    for key, title in (
+        ("out_of_memory_predicted_to_fit", "ran out of memory, predicted to fit"),
+        ("ran_predicted_not_to_fit", "ran, predicted not to fit"),
+    ):
+        lines += ["", f"{title}: {len(found[key])}", *(f"  {name}" for name in found[key])]
+    return "\n".join(lines)
+
+
+def _cells(errors: dict[str, float]) -> tuple[str, str, str, str]:
+    bias = f"{100 * errors['bias']:+.1f} %"
+    return str(errors["rows"]), percent(errors["mean_abs_error"]), bias, percent(errors["largest"])

@@ -1,0 +1,107 @@
+"""`meshwright scaling`: throughput, efficiency and communication share from few devices to many. Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.plan import job as jobs
+from meshwright.plan.account import layout_of_cost, layout_words
+from meshwright.plan.chart import Chart, png, svg
+from meshwright.plan.scaling import WAYS, Point, device_counts, sweep
+from meshwright.plan.show import percent, table
+from meshwright.plan.workload import Parallel, Workload, states_of
+
+MIXED = True
+EXAMPLES = """example:
+  meshwright scaling llama3-8b --cluster h100-80g-dgx --devices 8:1024
+  meshwright scaling gpt3-175b --cluster a100-80g-dgx --devices 64:4096 --mode strong --png curve.png
+
+Weak: the batch grows with the devices, from --global-batch (default one sequence for each) on the smallest number.
+Strong: it stays --global-batch (default 2048)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="PRESET|CONFIG", help="the name of a model, or a config file")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="config keys, as for train")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="a cluster that ships, or its YAML file")
+    parser.add_argument("--devices", default="8:1024", metavar="A:B", help="from A to B, doubling, or a list a,b,c")
+    parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step")
+    parser.add_argument("--mode", choices=("weak", "strong", "both"), default="both", help="default: both")
+    parser.add_argument("--stack", metavar="NAME", help="the software stack (default: compiled)")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw tokens/s over devices")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="the same drawing as SVG")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(args: argparse.Namespace) -> int:
+    job = jobs.planned(args.target, args.words, as_run=False)
+    cluster = jobs.cluster_for(job, args.cluster)
+    stack = jobs.stack_named(args.stack)
+    counts = device_counts(args.devices)
+    if args.global_batch is not None and args.global_batch < 1:
+        raise UserError(f"--global-batch {args.global_batch} must be at least 1")
+    found: dict[str, list[Point]] = {}
+    for mode in ("weak", "strong") if args.mode == "both" else (args.mode,):
+        batch = args.global_batch or (counts[0] if mode == "weak" else 2048)
+        c = job.config
+        base = Workload(
+            c.model, Parallel(counts[0]), 1, batch, c.train.precision, states=states_of(c, job.extras),
+            node_size=cluster.node.devices,
+        )  # fmt: skip
+        found[mode] = sweep(base, cluster, stack, counts, mode == "weak")
+    chart = Chart(f"{job.name} on {cluster.name}", "devices", "tokens/s", _lines(found))
+    for path, make in ((args.png, lambda: png(chart)), (args.svg, lambda: svg(chart).encode())):
+        if path:
+            try:
+                path.write_bytes(make())
+            except OSError as error:
+                fix = "name a file in a folder that exists"
+                raise UserError(f"cannot write {path} ({error.strerror}): {fix}") from error
+            print(f"wrote {path}", file=sys.stderr)
+    if args.json:
+        print(json.dumps({mode: [_json(p) for p in points] for mode, points in found.items()}))
+    else:
+        print(_text(found))
+    return 0
+
+
+def _lines(found: dict[str, list[Point]]) -> dict[str, list[tuple[float, float]]]:
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for mode, points in found.items():
+        for way in WAYS:
+            line = [(float(p.devices), p.tokens_per_s) for p in points if p.way == way and p.best]
+            if line and (mode == "weak" or way == "hybrid" or len(found) == 1):
+                lines[f"{way} ({mode})"] = line
+    return lines
+
+
+def _json(point: Point) -> dict[str, Any]:
+    fields: dict[str, Any] = {"way": point.way, "devices": point.devices, "global_batch": point.global_batch}
+    if point.best is None:
+        return {**fields, "tokens_per_s": None}
+    return {
+        **fields, "tokens_per_s": point.tokens_per_s, "efficiency": point.efficiency, "comm_share": point.comm_share,
+        "step_time_s": point.best.cost.step_s, "mfu": point.best.cost.mfu, "layout": layout_of_cost(point.best.cost),
+    }  # fmt: skip
+
+
+def _text(found: dict[str, list[Point]]) -> str:
+    blocks = []
+    for mode, points in found.items():
+        rows = [(f"{mode} scaling", "devices", "batch", "tokens/s", "efficiency", "exposed comm", "layout")]
+        for p in points:
+            if p.best is None:
+                rows.append((p.way, str(p.devices), str(p.global_batch), "-", "-", "-", "can't be or doesn't fit"))
+                continue
+            words = layout_words(layout_of_cost(p.best.cost))
+            rows.append(
+                (p.way, str(p.devices), str(p.global_batch), f"{p.tokens_per_s:,.0f}", percent(p.efficiency),
+                 percent(p.comm_share), words)
+            )  # fmt: skip
+        blocks.append(table(rows, left=(0, 6)))
+    return "\n\n".join(blocks)

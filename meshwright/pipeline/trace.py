@@ -1,0 +1,73 @@
+"""Timelines as a trace that Perfetto and Chrome's tracing page open: the trace event format, as JSON. No torch.
+
+One process a pipeline rank, with a track for computes, one for sends and one for what follows the pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.pipeline.simulate import Simulation
+from meshwright.pipeline.table import RECEIVED, SENT, Op
+
+TRACKS = {"compute": 0, "send": 1, "step": 2}
+MICROSECONDS = 1e6
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something a rank does from `start` to `end`, in seconds."""
+
+    rank: int
+    track: str
+    name: str
+    start: float
+    end: float
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+def spans_of(simulation: Simulation) -> Iterator[Span]:
+    """The computes and sends of a simulated table; a transfer is shown once, at its sender."""
+    for rank, row in enumerate(simulation.ranks):
+        for timed in row:
+            action = timed.action
+            if action.op in RECEIVED:
+                continue
+            args = {"micro_batch": action.micro_batch, "chunk": action.chunk}
+            if action.op in SENT:
+                args["to"] = action.peer if action.peer is not None else -1
+                yield Span(rank, "send", f"{action.op.value} {action.micro_batch}", timed.start, timed.end, args)
+            else:
+                letter = "F" if action.op is Op.FORWARD else "B"
+                yield Span(rank, "compute", f"{letter}{action.micro_batch}", timed.start, timed.end, args)
+
+
+def trace(spans: Iterable[Span], name: str = "") -> dict[str, Any]:
+    """The document: complete events ("X") in microseconds, and the names of processes and tracks ("M")."""
+    events: list[dict[str, Any]] = []
+    seen: set[tuple[int, str]] = set()
+    for span in spans:
+        tid = TRACKS[span.track]
+        events.append(
+            {
+                "ph": "X", "pid": span.rank, "tid": tid, "name": span.name, "cat": span.track,
+                "ts": span.start * MICROSECONDS, "dur": (span.end - span.start) * MICROSECONDS, "args": dict(span.args),
+            }
+        )  # fmt: skip
+        seen.add((span.rank, span.track))
+    for rank in sorted({rank for rank, _ in seen}):
+        events.append(_meta("process_name", rank, 0, f"pipeline rank {rank}"))
+    for rank, track in sorted(seen):
+        events.append(_meta("thread_name", rank, TRACKS[track], track))
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"name": name}}
+
+
+def _meta(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": kind, "args": {"name": name}}
+
+
+def trace_json(spans: Iterable[Span], name: str = "") -> str:
+    return json.dumps(trace(spans, name))

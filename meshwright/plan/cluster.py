@@ -1,0 +1,157 @@
+"""Clusters as data: devices, nodes, links and how much of their peak rates training reaches. No torch.
+
+A cluster is a YAML file; those that ship lie in `clusters/`. Every number there has its source beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from meshwright.config.load import parse_yaml
+from meshwright.errors import UserError, nearest
+
+FOLDER = Path(__file__).parent / "clusters"
+
+
+@dataclass(frozen=True)
+class Device:
+    """Peak rates of one device. `peak` is in TFLOP/s by precision, dense."""
+
+    name: str
+    peak: Mapping[str, float]
+    memory_gib: float
+    memory_gb_s: float
+    units: int  # multiprocessors: a product's tiles are dealt out to them
+    power_w: float
+    price_hour: float  # US dollars, for the estimate of a run's cost only
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.memory_gib, self.memory_gb_s))
+
+    def rate(self, precision: str) -> float:
+        """FLOP/s at peak; a precision that a device lacks runs in the next wider one it has."""
+        for name in (precision, "bf16", "fp16", "fp32"):
+            if name in self.peak:
+                return self.peak[name] * 1e12
+        raise UserError(f"device {self.name} has no peak rate for {precision}: add it to the cluster's device.peak")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine. `link_gb_s` is what one device sends into the node's fabric, one direction."""
+
+    devices: int
+    link_gb_s: float
+    link_latency_us: float
+    host_gib: float
+    host_params_s: float  # parameters a node's CPUs update each second, transfers included
+
+
+@dataclass(frozen=True)
+class Network:
+    """Between nodes: what one node sends, all its adapters together, one direction."""
+
+    node_gb_s: float
+    latency_us: float
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of the peaks that are reached; docs/planner.md says how each was obtained."""
+
+    product: float  # of the FLOP rate by a large product, at the clock that the power limit allows
+    attention: float  # of the FLOP rate by a fused attention core, forward and backward together
+    memory: float  # of the memory rate by elementwise kernels
+    link: float  # of the in-node link rate by large collectives
+    network: float  # of the network rate by large collectives
+    fp8: float = 0.75  # of the product share when products are in fp8: scaling and casts
+
+
+@dataclass(frozen=True)
+class Cluster:
+    name: str
+    about: str
+    device: Device
+    node: Node
+    network: Network
+    efficiency: Efficiency
+    sources: Mapping[str, str]
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.device, self.node, self.network, self.efficiency))
+
+    @property
+    def memory_rate(self) -> float:
+        return self.device.memory_gb_s * 1e9 * self.efficiency.memory
+
+
+def known_clusters() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+@lru_cache(maxsize=64)
+def load_cluster(name: str) -> Cluster:
+    """A cluster that ships, by name, or one of a YAML file, by path."""
+    path = FOLDER / f"{name}.yaml"
+    if not path.is_file():
+        path = Path(name)
+        if path.suffix not in (".yaml", ".yml", ".json") and not path.is_file():
+            known = known_clusters()
+            raise UserError(
+                f"there is no cluster '{name}'{nearest(name, known)}: the clusters are {', '.join(known)}, "
+                "or give the path of a cluster's YAML file"
+            )
+        if not path.is_file():
+            raise UserError(f"there is no cluster file '{name}': give the path of a YAML file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} can't be read as UTF-8 text: {error}") from None
+    return cluster_from(parse_yaml(text, str(path)), str(path))
+
+
+def cluster_from(raw: Any, where: str) -> Cluster:
+    """The cluster of nested mappings, every field checked."""
+    built = _build(Cluster, raw, where, "")
+    assert isinstance(built, Cluster)
+    return built
+
+
+def _build(cls: Any, raw: Any, where: str, path: str) -> Any:
+    if not isinstance(raw, Mapping):
+        raise UserError(f"{where}: {path or 'a cluster'} must hold keys and values, not '{raw}'")
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for key in raw:
+        if key not in fields:
+            raise UserError(f"{where} has the unknown field '{path}{key}'{nearest(str(key), fields)}: remove it")
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name not in raw:
+            if field.default is not dataclasses.MISSING:
+                continue
+            raise UserError(f"{where} lacks the field '{path}{name}': add it (see the clusters that ship for its unit)")
+        values[name] = _field(hints[name], raw[name], where, f"{path}{name}")
+    return cls(**values)
+
+
+def _field(hint: Any, value: Any, where: str, path: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, where, f"{path}.")
+    if hint is str:
+        return str(value)
+    if hint in (int, float):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise UserError(f"{where}: {path}={value} must be a number above zero")
+        return hint(value)
+    if not isinstance(value, Mapping) or not value:
+        raise UserError(f"{where}: {path} must hold keys and values, not '{value}'")
+    if typing.get_args(hint)[1] is float:
+        return {str(key): _field(float, item, where, f"{path}.{key}") for key, item in value.items()}
+    return {str(key): str(item) for key, item in value.items()}

@@ -1,0 +1,96 @@
+"""Why a layout is the best, what the next ones lose on, and the config that trains it. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from meshwright.config.load import to_mapping
+from meshwright.plan.account import layout_of_cost, layout_words
+from meshwright.plan.cost import Cost
+from meshwright.plan.job import Planned
+from meshwright.plan.search import Candidate
+from meshwright.plan.show import percent, seconds
+
+
+def parts_of(cost: Cost) -> dict[str, float]:
+    """Where a step's seconds go; they add up to the step."""
+    found = {"compute": cost.compute_s, "optimizer": cost.optimizer_s, "bubble": cost.bubble_s}
+    for name in ("tp", "cp", "dp", "pp", "embedding"):
+        found[name] = cost.axes[name].exposed if name in cost.axes else 0.0
+    found["bubble"] = max(0.0, found["bubble"] - found["pp"])  # sends that aren't hidden are idle time of the pipeline
+    rest = cost.step_s - sum(found.values())
+    found["waiting and the rest"] = max(0.0, rest)
+    return found
+
+
+def against(best: Cost, other: Cost) -> str:
+    """What `other` loses against `best`, the largest parts first."""
+    mine, its = parts_of(best), parts_of(other)
+    lost = sorted(((its[name] - mine[name], name) for name in mine), reverse=True)
+    worse = [f"{name} +{seconds(gap)}" for gap, name in lost if gap > 0.002 * best.step_s][:3]
+    better = [f"{name} -{seconds(-gap)}" for gap, name in reversed(lost) if gap < -0.002 * best.step_s][:2]
+    text = ", ".join(worse) or "nothing much"
+    return text + (f" (wins {', '.join(better)})" if better else "")
+
+
+def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> list[str]:
+    """A few sentences on the best of a ranking."""
+    best = candidates[0]
+    cost, w, p = best.cost, best.workload, best.workload.parallel
+    parts = parts_of(cost)
+    shares = sorted(((value / cost.step_s, name) for name, value in parts.items()), reverse=True)
+    lines = [
+        f"{found_layouts:,} combinations were looked at, {fitting:,} layouts fit; "
+        f"the best takes {seconds(cost.step_s)} a step at {percent(cost.mfu)} MFU.",
+        "Its time: " + ", ".join(f"{name} {percent(share)}" for share, name in shares if share > 0.004) + ".",
+    ]
+    if p.tp > 1:
+        place = "inside a node" if p.tp <= w.node_size else "across nodes"
+        lines.append(f"tp={p.tp} stays {place} and cuts a layer's states and activations by {p.tp}.")
+    if p.pp > 1:
+        lines.append(
+            f"pp={p.pp} with {w.micro_batches} micro-batches idles {percent(cost.bubble)} of the pipeline's time; "
+            f"stages pass on {seconds(cost.axes['pp'].seconds)} of sends."
+        )
+    if p.zero:
+        what = {1: "optimizer states", 2: "optimizer states and gradients", 3: "all states"}[p.zero]
+        lines.append(f"ZeRO stage {p.zero} cuts the {what} over {p.shard_ranks} ranks.")
+    mode = {"none": "Nothing is recomputed", "selective": "Only attention's core is recomputed"}
+    room = cost.cluster.device.memory_gib - best.memory_gib
+    lines.append(f"{mode.get(w.recompute, 'Blocks are recomputed')}; {room:.1f} GiB of the device stay free.")
+    return lines
+
+
+def yaml_of(job: Planned, best: Candidate) -> str:
+    """A config for `meshwright train` with the chosen layout."""
+    w, p = best.workload, best.workload.parallel
+    raw: dict[str, Any]
+    if job.config.model.preset:
+        raw = {"model": {"preset": job.config.model.preset}, "data": {"prefixes": list(job.config.data.prefixes)}}
+        if w.model.seq != _preset_seq(job):
+            raw["model"]["seq"] = w.model.seq
+    else:
+        raw = to_mapping(job.config)
+    raw["layout"] = {
+        "tp": p.tp, "pp": p.pp, "order": p.order, "sequence_parallel": p.sequence_parallel, "chunks": p.chunks,
+        "node_size": w.node_size,
+    }  # fmt: skip
+    raw["pipeline"] = {"schedule": p.schedule, **({"split": list(w.split)} if w.split else {})}
+    raw["train"] = {
+        **raw.get("train", {}), "global_batch": w.global_batch, "micro_batch": w.micro_batch, "precision": w.precision,
+    }  # fmt: skip
+    if p.zero:
+        raw["zero"] = {**raw.get("zero", {}), "stage": p.zero}
+    if w.recompute != "none":
+        raw["recompute"] = {"mode": w.recompute}
+    head = f"# {layout_words(layout_of_cost(best.cost))}\n# on {w.world} x {best.cost.cluster.device.name}: "
+    head += f"{seconds(best.cost.step_s)} a step, {best.memory_gib:.1f} GiB, predicted. Put your token files in data.\n"
+    return head + yaml.safe_dump(raw, sort_keys=False)
+
+
+def _preset_seq(job: Planned) -> int:
+    from meshwright.config.presets import PRESETS
+
+    return int(PRESETS[job.config.model.preset]["seq"])

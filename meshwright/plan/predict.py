@@ -1,0 +1,332 @@
+"""Published runs: each fully described line of a table becomes a workload, and gets its predicted time and memory."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from meshwright.config.sections import ModelConfig
+from meshwright.errors import UserError
+from meshwright.plan.cluster import Cluster, load_cluster
+from meshwright.plan.cost import predict_cost
+from meshwright.plan.flops import model_flops, recomputed_flops, total_params
+from meshwright.plan.memory import fits, peak_gib
+from meshwright.plan.stack import Stack, stack_for
+from meshwright.plan.workload import Parallel, States, Workload, balanced_split
+
+Row = Mapping[str, str]
+
+NEEDED = (
+    "layers", "hidden", "heads", "seq_len", "gpu", "gpus", "tp", "pp", "dp", "micro_batch", "global_batch", "recompute",
+)  # fmt: skip
+SIZES = (
+    "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "gpus", "nodes", "tp", "pp", "vpp", "cp", "ep",
+    "dp", "micro_batch", "global_batch",
+)  # fmt: skip
+MEASURED = (
+    "step_time_s", "step_time_s_calc", "tokens_s_gpu", "tokens_s_gpu_calc", "tflops_per_gpu", "mem_gb", "params_b",
+)  # fmt: skip
+COLUMNS = ("id", "step_time_s", "tokens_s_gpu", "mem_gb", "error", "reason")
+
+# The cluster of a device's name, first match.
+DEVICES = (
+    (r"H100-96", "h100-96g-500w"), (r"H100|H800", "h100-80g-dgx"), (r"H200", "h200-141g-dgx"),
+    (r"B200", "b200-180g-dgx"), (r"A100.*40", "a100-40g-dgx"), (r"A100|A800", "a100-80g-dgx"),
+    (r"V100.*16", "v100-16g"), (r"V100", "v100-32g"), (r"Ascend", "ascend-910-32g"),
+)  # fmt: skip
+
+DEFAULT_PRECISION = "fp16"  # of a row that names none: the mixed precision of the older papers
+DEFAULT_VOCAB = 51200  # GPT-2's vocabulary as Megatron pads it
+VOCAB_UNIT = 128  # every program here pads its vocabulary to a multiple of this on each tp rank
+DROPOUT = 0.1  # Megatron's default, on in the runs of its papers
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line as the planner sees it."""
+
+    id: str
+    source: str
+    gpu: str
+    workload: Workload
+    cluster: Cluster
+    stack: Stack
+    measured_s: float  # 0: not given
+    measured_gib: float  # 0: not given
+    memory_kind: str
+    outcome: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    id: str
+    source: str = ""
+    gpu: str = ""
+    step_s: float = 0.0
+    tokens_s_gpu: float = 0.0
+    mem_gib: float = 0.0
+    error: float | None = None
+    reason: str = ""
+    fits: bool = True
+    case: Case | None = None
+
+
+class CannotTake(Exception):
+    """A line that lacks something; the message says what."""
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    if not path.is_file():
+        raise UserError(f"there is no table '{path}': give the path of a CSV file of published runs")
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            names = reader.fieldnames or []
+            rows = [{key: value or "" for key, value in row.items() if key} for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} can't be read as a CSV file: {error}") from None
+    missing = [name for name in ("id", *NEEDED) if name not in names]
+    if missing:
+        raise UserError(f"{path} lacks the columns {', '.join(missing)}: it must have the form of published_runs.csv")
+    return rows
+
+
+def case_of(row: Row) -> Case:
+    """The workload, cluster and stack of a line; raises `CannotTake` with what is missing."""
+    missing = [name for name in NEEDED if not row.get(name)]
+    if missing:
+        raise CannotTake(f"not given: {', '.join(missing)}")
+    _check_numbers(row)
+    if _int(row, "ep", 1) > 1 or re.search(r"\bMoE\b", row.get("note", "")) or row.get("active_params_b"):
+        raise CannotTake("a mixture of experts: the table has no column for their number")
+    cluster = cluster_of(row)
+    text = " ".join((row.get("source", ""), row["id"], row.get("note", "")))
+    zero = _int(row, "zero_stage", 0)
+    stack = stack_for(row.get("source", ""), f"{row['id']} {row.get('note', '')}", row["gpu"], zero)
+    workload = workload_of_row(row, stack, cluster, text)
+    return Case(
+        row["id"], row.get("source", ""), row["gpu"], workload, cluster, stack, measured_seconds(row, workload),
+        measured_memory(row), row.get("mem_kind", ""), row.get("outcome", "ok"),
+    )  # fmt: skip
+
+
+def _check_numbers(row: Row) -> None:
+    """Sizes must be whole numbers above zero, and measured values numbers above zero."""
+    for key in SIZES:
+        text = row.get(key, "")
+        try:
+            good = not text or (float(text) == int(float(text)) and 0 < float(text) < 1e9)
+        except (ValueError, OverflowError):
+            good = False
+        if not good:
+            raise CannotTake(f"{key}={text} is not a whole number above zero")
+    for key in MEASURED:
+        text = row.get(key, "")
+        try:
+            good = not text or 0 < float(text) < 1e12
+        except ValueError:
+            good = False
+        if not good:
+            raise CannotTake(f"{key}={text} is not a number above zero")
+    if not re.fullmatch(r"none|selective|full|every:[1-9]\d*", row["recompute"]):
+        raise CannotTake(f"recompute={row['recompute']} is not one of none, selective, full, every:N")
+    if row.get("zero_stage", "") not in ("", "0", "1", "2", "3"):
+        raise CannotTake(f"zero_stage={row['zero_stage']} is not one of 0, 1, 2, 3")
+
+
+def cluster_of(row: Row) -> Cluster:
+    """The shipped cluster of the row's device, with the node and the network that the row names."""
+    name = next((cluster for pattern, cluster in DEVICES if re.search(pattern, row["gpu"])), "")
+    if not name:
+        raise CannotTake(f"no cluster file for the device {row['gpu']}")
+    cluster = load_cluster(name)
+    words = row.get("interconnect", "")
+    node = cluster.node.devices
+    if found := re.match(r"(\d+)x\w+ NVLink node", words):
+        node = int(found[1])
+    elif _int(row, "nodes", 0):
+        node = max(1, -(-_int(row, "gpus", 1) // _int(row, "nodes", 1)))
+    rate = network_gb_s(words, node) or cluster.network.node_gb_s * node / cluster.node.devices
+    return replace(
+        cluster, node=replace(cluster.node, devices=node), network=replace(cluster.network, node_gb_s=rate)
+    )
+
+
+def network_gb_s(words: str, node: int) -> float:
+    """GB/s of a node from words such as `8x HDR InfiniBand 200Gb/s per node` or `RDMA 400Gb/s per GPU`; 0 without."""
+    found = re.search(r"(?:(\d+)x\s*)?([A-Za-z][A-Za-z -]*)?(\d+(?:\.\d+)?)\s*([GT])b/s", words)
+    if not found:
+        return 0.0
+    count = int(found[1] or 1)
+    rate = float(found[3]) * (1000 if found[4] == "T" else 1) / 8
+    if re.search(r"per GPU", words):
+        count = node
+    return count * rate
+
+
+def model_of(row: Row, stack: Stack) -> ModelConfig:
+    """The model; whether its MLP is gated and its embeddings tied is what fits the stated parameters best."""
+    hidden, heads = _int(row, "hidden", 0), _int(row, "heads", 0)
+    ffn = _int(row, "ffn", 0)
+    tp = _int(row, "tp", 1)
+    vocab = -(-_int(row, "vocab", DEFAULT_VOCAB) // (VOCAB_UNIT * tp)) * VOCAB_UNIT * tp
+    params = _float(row, "params_b", 0.0) * 1e9
+    found: list[tuple[float, ModelConfig]] = []
+    for gated in (False, True):
+        for tied in (True, False):
+            model = ModelConfig(
+                layers=_int(row, "layers", 0), hidden=hidden, heads=heads, vocab=vocab,
+                seq=_int(row, "seq_len", 0), kv_heads=_int(row, "kv_heads", heads), ffn=ffn,
+                head_dim=0 if hidden % heads == 0 else -(-hidden // heads),
+                mlp="swiglu" if gated else "gelu", norm="rmsnorm" if gated else "layernorm",
+                position="rope" if gated else "learned", bias=not gated, tied_embeddings=tied,
+                dropout=0.0 if stack.fused_attention else DROPOUT,
+            )  # fmt: skip
+            plain = (ffn in (0, 4 * hidden)) != gated
+            distance = abs(total_params(model) - params) / params if params else 1.0
+            # Without a parameter count, or with one that no shape meets, the width of the MLP decides.
+            found.append((round(distance, 2) if distance < 0.1 else 1.0 + (not plain) + 0.1 * (tied == gated), model))
+    return min(found, key=lambda item: item[0])[1]
+
+
+def workload_of_row(row: Row, stack: Stack, cluster: Cluster, text: str) -> Workload:
+    gpus, tp, pp, cp = (_int(row, key, 1) for key in ("gpus", "tp", "pp", "cp"))
+    if gpus % (tp * pp * cp):
+        raise CannotTake(f"{gpus} devices are not a multiple of tp x pp x cp = {tp * pp * cp}")
+    model = model_of(row, stack)
+    if tp > min(model.heads, model.ffn) or cp > model.seq:
+        raise CannotTake(f"tp={tp} or cp={cp} cuts the model finer than its heads, MLP or sequence")
+    chunks = _int(row, "vpp", 1)
+    schedule = row.get("schedule", "")
+    if schedule.startswith(("zb", "dualpipe")):
+        raise CannotTake(f"the schedule {schedule} is not modelled yet")
+    if pp * chunks > model.layers:
+        chunks = max(1, model.layers // pp)
+    precision = row.get("precision", "") or DEFAULT_PRECISION
+    if precision not in ("fp32", "bf16", "fp16", "fp8"):
+        raise CannotTake(f"no cluster has rates for the precision {precision}")
+    zero = _int(row, "zero_stage", 0)
+    micro, batch = _int(row, "micro_batch", 1), _int(row, "global_batch", 1)
+    parallel = Parallel(
+        world=gpus, tp=tp, pp=pp, cp=cp, chunks=chunks, zero=zero,
+        sequence_parallel=tp > 1 and (row.get("seq_parallel") == "y" or stack.name == "compiled"),
+        schedule="interleaved" if chunks > 1 else "1f1b",
+    )  # fmt: skip
+    if batch < parallel.dp * micro:
+        raise CannotTake(f"global batch {batch} is less than dp x micro-batch = {parallel.dp * micro}")
+    return Workload(
+        model, parallel, micro, batch, precision, row["recompute"], states_of_row(stack, precision, zero, text),
+        split=_split(model, pp, chunks, text), node_size=cluster.node.devices,
+        fused_loss=bool(re.search(r", Liger,", text)),
+    )  # fmt: skip
+
+
+def _split(model: ModelConfig, pp: int, chunks: int, text: str) -> tuple[int, ...]:
+    """Layers of each stage where the source says how they are dealt out; else evenly."""
+    layers = model.layers
+    if chunks > 1 or pp == 1:
+        return ()
+    if "nanotron" in text:  # it weighs blocks by their products, the output layer among them
+        return balanced_split(model, pp)
+    if "embeddings counted as pipeline slots" in text or ("bigscience" in text and (layers + 2) % pp == 0):
+        slots = [(layers + 2) // pp + (i < (layers + 2) % pp) for i in range(pp)]
+        slots[0] -= 1
+        slots[-1] -= 1
+        return tuple(slots)
+    return ()
+
+
+def states_of_row(stack: Stack, precision: str, zero: int, text: str) -> States:
+    """Bytes of each state, as the source or its program documents."""
+    if re.search(r"mixed_precision=PURE", text):
+        return States(param=2, grad=2, master=0, moment=2)
+    offload = "cpu" if re.search(r"offload", text, re.IGNORECASE) and zero >= 1 else "device"
+    away = "cpu" if re.search(r"offload of \w+/activations", text) else "device"
+    if stack.name == "unfused-deepspeed":
+        # fp16: gradients in fp16, and the update's own part in fp32. bf16: beside them a whole sum in fp32.
+        wide = precision == "bf16"
+        return States(
+            param=2, grad=4 if wide else 2, master=4, moment=4, grad_copy=2 if wide else 0, step_copy=0 if wide else 4,
+            buckets=True, optimizer_on=offload, checkpoints_on=away,
+        )  # fmt: skip
+    if "distributed_fused_adam" in text:  # its gradients are summed in bf16, its masters are the missing 16 bits
+        return States(param=2, grad=2, master=2, moment=4)
+    casts = zero >= 2 and bool(re.search(r"torchtitan|fms|llm-foundry|FSDP", text))  # FSDP keeps fp32 shards alone
+    return States(
+        param=2, grad=4 if precision in ("bf16", "fp8") else 2, master=4, moment=4, keeps_param=not casts,
+        buckets="DeepSpeed" in text and zero > 0, optimizer_on=offload, checkpoints_on=away,
+    )  # fmt: skip
+
+
+def measured_seconds(row: Row, w: Workload) -> float:
+    """The step's measured seconds: given, or the arithmetic of what is given."""
+    for key in ("step_time_s", "step_time_s_calc"):
+        if row.get(key):
+            return float(row[key])
+    for key in ("tokens_s_gpu", "tokens_s_gpu_calc"):
+        if row.get(key):
+            return w.tokens / (float(row[key]) * w.world)
+    kind, attention = row.get("flops_kind", ""), row.get("attn_flops", "")
+    if row.get("tflops_per_gpu") and kind in ("model", "hardware") and attention in ("full", "causal"):
+        flops = model_flops(w.model, w.tokens, attention == "causal")
+        if kind == "hardware":
+            flops += recomputed_flops(w.model, w.tokens, w.recompute, attention == "causal")
+        return flops / (float(row["tflops_per_gpu"]) * 1e12 * w.world)
+    return 0.0
+
+
+def measured_memory(row: Row) -> float:
+    """GiB; the table's GB of nvidia-smi and of plots are GiB too, by their tools."""
+    if not row.get("mem_gb"):
+        return 0.0
+    return float(row["mem_gb"])
+
+
+def predict_row(row: Row) -> Prediction:
+    try:
+        return predict_case(case_of(row))
+    except CannotTake as reason:
+        return Prediction(row["id"], row.get("source", ""), row.get("gpu", ""), reason=str(reason))
+    except (UserError, ValueError) as error:
+        return Prediction(row["id"], row.get("source", ""), row.get("gpu", ""), reason=f"can't be read: {error}")
+
+
+def predict_case(case: Case) -> Prediction:
+    w = case.workload
+    cost = predict_cost(w, case.cluster, case.stack)
+    memory = peak_gib(w, case.stack, case.cluster)
+    error = cost.step_s / case.measured_s - 1 if case.measured_s else None
+    return Prediction(
+        case.id, case.source, case.gpu, cost.step_s, cost.tokens_per_s_device, memory, error, "",
+        fits(w, case.stack, case.cluster), case,
+    )  # fmt: skip
+
+
+def predict_file(path: Path) -> list[Prediction]:
+    return [predict_row(row) for row in read_rows(path)]
+
+
+def write_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for p in predictions:
+            if p.reason:
+                writer.writerow([p.id, "", "", "", "", p.reason])
+                continue
+            note = "" if p.fits else "predicted out of memory"
+            error = "" if p.error is None else repr(p.error)
+            writer.writerow([p.id, repr(p.step_s), repr(p.tokens_s_gpu), repr(p.mem_gib), error, note])
+
+
+def _int(row: Row, key: str, default: int) -> int:
+    text = row.get(key, "")
+    return int(float(text)) if text else default
+
+
+def _float(row: Row, key: str, default: float) -> float:
+    text = row.get(key, "")
+    return float(text) if text else default

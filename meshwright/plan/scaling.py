@@ -1,0 +1,83 @@
+"""How throughput grows with devices: data-parallel only, tensor only, pipeline only, and the best of all. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from meshwright.errors import UserError
+from meshwright.plan.cluster import Cluster
+from meshwright.plan.search import Candidate, Space, search
+from meshwright.plan.stack import Stack
+from meshwright.plan.workload import Workload
+
+WAYS = ("data", "tensor", "pipeline", "hybrid")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way on one number of devices; `best` is None where it can't be divided so or doesn't fit."""
+
+    way: str
+    devices: int
+    global_batch: int
+    best: Candidate | None
+    efficiency: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.best.cost.tokens_per_s_device * self.devices if self.best else 0.0
+
+    @property
+    def comm_share(self) -> float:
+        if not self.best:
+            return 0.0
+        return sum(axis.exposed for axis in self.best.cost.axes.values()) / self.best.cost.step_s
+
+
+def device_counts(text: str) -> list[int]:
+    """`8:64` is 8, 16, 32, 64; `8,24,96` is just these."""
+    try:
+        if ":" in text:
+            first, last = (int(part) for part in text.split(":"))
+            counts = []
+            while 0 < first <= last:
+                counts.append(first)
+                first *= 2
+        else:
+            counts = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        counts = []
+    if not counts or counts[0] < 1:
+        raise UserError(f"--devices {text} is no range: write e.g. 8:16384 (doubling) or 8,24,96")
+    return counts
+
+
+def space_of(way: str, devices: int) -> Space:
+    quick = Space(zero=(0, 1, 3), orders=("tp-cp-ep-dp-pp",))
+    if way == "data":
+        return replace(quick, tp=(1,), pp=(1,))
+    if way == "tensor":
+        return replace(quick, tp=(devices,), pp=(1,))
+    if way == "pipeline":
+        return replace(quick, tp=(1,), pp=(devices,))
+    return quick
+
+
+def sweep(
+    base: Workload, cluster: Cluster, stack: Stack, counts: list[int], weak: bool, ways: tuple[str, ...] = WAYS
+) -> list[Point]:
+    """Weak: the batch grows with the devices from `base`'s, which is that of the smallest count. Strong: it stays."""
+    points = []
+    for devices in counts:
+        batch = base.global_batch * devices // counts[0] if weak else base.global_batch
+        for way in ways:
+            sized = replace(base, global_batch=batch).with_parallel(world=devices)
+            found = search(sized, cluster, stack, devices, space=space_of(way, devices))
+            points.append(Point(way, devices, batch, found.candidates[0] if found.candidates else None))
+    # Efficiency is the throughput of a device against the best that any way reaches on the fewest devices that fit.
+    fits = [p for p in points if p.best]
+    if not fits:
+        return points
+    fewest = min(p.devices for p in fits)
+    unit = max(p.tokens_per_s / p.devices for p in fits if p.devices == fewest)
+    return [replace(p, efficiency=p.tokens_per_s / p.devices / unit) for p in points]

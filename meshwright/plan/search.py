@@ -1,0 +1,216 @@
+"""The search: every valid layout of a model on a number of devices, those that fit, ranked by predicted step time.
+
+Two things keep it quick and lose nothing: with all else equal, recomputing less is never slower, so the first mode that
+fits is the one; and a layout whose products alone take much longer than the best whole step is not looked at. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshwright.config.load import parse_yaml
+from meshwright.config.sections import ModelConfig
+from meshwright.errors import UserError
+from meshwright.plan.cluster import Cluster
+from meshwright.plan.compute import block_part
+from meshwright.plan.cost import Cost, cut_of, place_of, predict_cost
+from meshwright.plan.memory import peak_gib
+from meshwright.plan.stack import Stack
+from meshwright.plan.workload import Parallel, Workload, best_split
+
+RECOMPUTE = ("none", "selective", "full")
+ORDERS = ("tp-cp-ep-dp-pp", "tp-pp-cp-ep-dp")
+SLOWER = 1.5  # layouts whose products alone take this much longer than the best step are not looked at
+REFINED = 12  # of the best by closed formulas, timed again by their own schedule tables
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    cost: Cost
+    memory_gib: float
+
+    @property
+    def workload(self) -> Workload:
+        return self.cost.workload
+
+
+@dataclass
+class Found:
+    """The ranking, best first, and how large the search was."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    layouts: int = 0  # combinations that are valid
+    fitting: int = 0
+    timed: int = 0
+    nearest: tuple[float, Workload] | None = None  # of those that don't fit, the least needed GiB
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen; a tuple with one value fixes it."""
+
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    recompute: tuple[str, ...] = RECOMPUTE
+    orders: tuple[str, ...] = ORDERS
+    cp: tuple[int, ...] = (1,)
+    tp: tuple[int, ...] = ()  # empty: all up to the node's devices
+    pp: tuple[int, ...] = ()  # empty: all
+    chunks: tuple[int, ...] = CHUNKS
+    micro_batch: tuple[int, ...] = MICRO_BATCHES
+    sequence_parallel: tuple[bool, ...] = (False, True)
+
+
+# Config keys that hold a choice fixed, with the field of `Space` they set.
+FIXES = {
+    "layout.tp": "tp", "layout.pp": "pp", "layout.cp": "cp", "layout.chunks": "chunks", "layout.order": "orders",
+    "layout.sequence_parallel": "sequence_parallel", "train.micro_batch": "micro_batch", "zero.stage": "zero",
+    "recompute.mode": "recompute",
+}  # fmt: skip
+
+
+def space_of(words: Sequence[str]) -> Space:
+    """What is left to choose when these `a.b=c` words are given."""
+    fixed: dict[str, Any] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in FIXES:
+            text = key in ("layout.order", "recompute.mode")
+            fixed[FIXES[key]] = (value if text else parse_yaml(value, f"'{word}'"),)
+    return Space(**fixed)
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def splits_heads(model: ModelConfig, tp: int) -> bool:
+    kv = model.kv_heads
+    return model.heads % tp == 0 and model.ffn % tp == 0 and (kv % tp == 0 or tp % kv == 0)
+
+
+def shapes(base: Workload, devices: int, space: Space, node: int) -> Iterator[Workload]:
+    """Every valid tp, cp, pp, chunks, micro-batch, sequence parallelism and order, states not sharded."""
+    model, batch = base.model, base.global_batch
+    for tp in divisors(devices):
+        allowed = tp in space.tp if space.tp else tp <= node
+        if not allowed or not splits_heads(model, tp):
+            continue
+        for cp in space.cp:
+            if devices % (tp * cp) or model.seq % (2 * cp):
+                continue
+            for pp in divisors(devices // (tp * cp)):
+                if pp > model.layers:
+                    break
+                if space.pp and pp not in space.pp:
+                    continue
+                dp = devices // (tp * cp * pp)
+                for micro in space.micro_batch:
+                    if batch % (dp * micro):
+                        continue
+                    yield from _variants(base, Parallel(devices, tp, pp, cp), micro, space, node)
+
+
+def _variants(base: Workload, plain: Parallel, micro: int, space: Space, node: int) -> Iterator[Workload]:
+    model, pp = base.model, plain.pp
+    split = best_split(model, pp)
+    count = base.global_batch // (plain.dp * micro)
+    for chunks in space.chunks:
+        if chunks > 1 and (pp == 1 or model.layers % (pp * chunks) or count % pp):
+            continue
+        schedule = "interleaved" if chunks > 1 else "1f1b"
+        for parts in space.sequence_parallel if plain.tp > 1 else (False,):
+            if parts and micro * model.seq % plain.tp:
+                continue
+            # With one stage, or stages and replicas that both fill whole nodes alike, the order changes nothing.
+            orders = space.orders if pp > 1 and plain.dp > 1 and plain.tp < node else space.orders[:1]
+            for order in orders:
+                parallel = replace(plain, chunks=chunks, schedule=schedule, sequence_parallel=parts, order=order)
+                yield replace(base, parallel=parallel, micro_batch=micro, split=split if chunks == 1 else ())
+
+
+def search(
+    base: Workload, cluster: Cluster, stack: Stack, devices: int, fit_gib: float = 0.0, space: Space | None = None
+) -> Found:
+    """All layouts of `base`'s model and batch on `devices`; `fit_gib` 0: the device's own memory."""
+    space = space or Space()
+    limit = fit_gib or cluster.device.memory_gib
+    found = Found()
+    best = float("inf")
+    rough: list[tuple[float, Workload, float]] = []
+    ordered = sorted(shapes(base, devices, space, cluster.node.devices), key=_promise)
+    for shape in ordered:
+        bound = _products_only(shape, cluster, stack)
+        for zero in space.zero if shape.parallel.dp * shape.parallel.cp > 1 else (0,):
+            found.layouts += len(space.recompute)
+            fitting = _first_that_fits(shape.with_parallel(zero=zero), cluster, stack, limit, space, found)
+            if fitting is None:
+                continue
+            found.fitting += 1
+            if bound > SLOWER * best:
+                continue
+            workload, memory = fitting
+            found.timed += 1
+            seconds = predict_cost(workload, cluster, stack, exact=False).step_s
+            best = min(best, seconds)
+            rough.append((seconds, workload, memory))
+    rough.sort(key=lambda item: item[0])
+    refined = [Candidate(predict_cost(w, cluster, stack), memory) for _, w, memory in rough[:REFINED]]
+    refined += [
+        Candidate(predict_cost(w, cluster, stack, exact=False), memory) for _, w, memory in rough[REFINED : 8 * REFINED]
+    ]
+    found.candidates = sorted(refined, key=lambda candidate: candidate.cost.step_s)
+    return found
+
+
+def _promise(w: Workload) -> tuple[int, int, int]:
+    """Shapes that tend to be quick come first, so that the bound soon cuts the others."""
+    p = w.parallel
+    return (abs(p.tp - 4) + abs(p.pp - 8), p.chunks, w.micro_batch)
+
+
+def _products_only(w: Workload, cluster: Cluster, stack: Stack) -> float:
+    """Less than this no step of the shape can take: its blocks' compute, evenly dealt out."""
+    block = block_part(w.model, cut_of(w), place_of(w), cluster, stack, w.precision, "none")
+    return w.micro_batches * w.model.layers / w.parallel.pp * (block.forward + block.backward)
+
+
+def _first_that_fits(
+    w: Workload, cluster: Cluster, stack: Stack, limit: float, space: Space, found: Found
+) -> tuple[Workload, float] | None:
+    for mode in space.recompute:
+        tried = replace(w, recompute=mode)
+        memory = peak_gib(tried, stack, cluster)
+        if memory <= limit:
+            return tried, memory
+        if found.nearest is None or memory < found.nearest[0]:
+            found.nearest = (memory, tried)
+    return None
+
+
+def why_nothing(base: Workload, cluster: Cluster, stack: Stack, devices: int, found: Found, limit: float) -> UserError:
+    """The one sentence for a model that fits nowhere: the nearest layout, what is missing, and what would help."""
+    if found.nearest is None:
+        return UserError(
+            f"no layout divides {devices} devices, a global batch of {base.global_batch} and this model: "
+            "change --devices or --global-batch, e.g. to a power of two"
+        )
+    needed, w = found.nearest
+    p = w.parallel
+    enough = ""
+    for factor in (2, 4, 8, 16, 32, 64):
+        more = search(
+            replace(base, global_batch=base.global_batch * factor), cluster, stack, devices * factor, limit,
+            Space(zero=(3,), recompute=("full",)),
+        )  # fmt: skip
+        if more.candidates:
+            enough = f", or {devices * factor} of these devices with a global batch of {base.global_batch * factor}"
+            break
+    return UserError(
+        f"the model fits nowhere on {devices} x {cluster.device.name}: the nearest layout (tp={p.tp}, pp={p.pp}, "
+        f"dp={p.dp}, micro-batch {w.micro_batch}, zero {p.zero}, recompute {w.recompute}) needs {needed:.1f} GiB of "
+        f"{limit:.1f}, {needed - limit:.1f} GiB too much: use devices with more memory{enough}"
+    )

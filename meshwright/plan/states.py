@@ -1,0 +1,87 @@
+"""The exact size of a rank's states: the records of its parameters in training's flat buffers. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from meshwright.config.sections import Config
+from meshwright.layout.params import ParamRecord
+from meshwright.models.description import GPTDescription, Stage, layout_of, stages
+from meshwright.pipeline.table import looped
+from meshwright.plan.memory import Memory, memory_of
+from meshwright.plan.stack import OWN, STACKS
+from meshwright.plan.workload import Workload, workload_of
+from meshwright.sharding.placement import backward_order, bucket_elements, place
+
+
+def held_stages(config: Config, pp_rank: int) -> list[Stage]:
+    """The chunks of a pipeline rank, in the order of the layers."""
+    c = config
+    every = stages(c.model.layers, c.layout.pp * c.layout.chunks, c.pipeline.split)
+    placement = looped(c.layout.pp, c.layout.chunks)
+    return [stage for stage, (rank, _) in zip(every, placement, strict=True) if rank == pp_rank]
+
+
+def records(config: Config, pp_rank: int) -> Iterator[tuple[ParamRecord, tuple[int, str]]]:
+    """A rank's parameters in the order of forward with the unit (embedding, block, head) each belongs to."""
+    c = config
+    description = GPTDescription(c.model, c.layout.tp, 0, c.layout.sequence_parallel, c.layout.pp)
+    tied: set[str] = set()
+    for stage in held_stages(config, pp_rank):
+        for name, record in description.stage(stage).items():
+            if record.tied not in tied:
+                words = name.split(".")
+                yield record, (stage.index, ".".join(words[:2]) if words[0] == "blocks" else words[0])
+            tied |= {record.tied} - {""}
+
+
+def padded_elements(config: Config, w: Workload, pp_rank: int) -> int:
+    """Elements of all flat buffers of a rank, padding included: what a buffer of one byte a parameter would take."""
+    layout = layout_of(config, w.world, w.node_size)
+    keyed = backward_order(records(config, pp_rank), lambda item: (item[0].data_axes, item[0].partial))
+    total = 0
+    for (data_axes, _), items in keyed.items():
+        ranks = layout.size(data_axes)
+        full = bucket_elements(config.comm.bucket_mib * 2**20, w.states.grad)
+        groups: Mapping[object, list[int]]
+        if w.parallel.zero == 3:
+            units: dict[object, list[int]] = {}
+            for record, unit in items:
+                units.setdefault(unit, []).append(record.numel)
+            groups, full = units, 2**62
+        else:
+            groups = {None: [record.numel for record, _ in items]}
+        total += sum(place(sizes, ranks, full)[1][-1][1] for sizes in groups.values())
+    return total
+
+
+def rank_memory(
+    config: Config, world: int, rank: int, extras: Mapping[str, str] | None = None
+) -> tuple[Workload, Memory]:
+    """One rank's memory, its states to the byte."""
+    w = workload_of(config, world, config.layout.node_size, extras)
+    pp_rank = w.layout.coordinate(rank)["pp"]
+    return w, exact(config, w, pp_rank)
+
+
+def exact(config: Config, w: Workload, pp_rank: int) -> Memory:
+    rough = memory_of(w, STACKS[OWN], pp_rank)
+    p, s = w.parallel, w.states
+    whole = padded_elements(config, w, pp_rank)
+    shards = p.shard_ranks
+    zero = p.zero if shards > 1 else 0
+    own = whole // shards
+    parameters = (own if zero == 3 else whole) * s.param
+    gradients = (own if zero >= 2 else whole) * s.grad
+    master = (own if zero >= 1 else whole) * s.master
+    optimizer = (own if zero >= 1 else whole) * s.moment * s.moments
+    if s.optimizer_on != "device":
+        master = optimizer = 0
+    if s.params_on != "device" and zero == 3:
+        parameters = 0
+    states = parameters + gradients + master + optimizer
+    return replace(
+        rough, parameters=parameters, gradients=gradients, master=master, optimizer=optimizer,
+        activations=int(rough.activations), buffers=int(rough.buffers), peak=int(states + rough.peak - rough.states),
+    )  # fmt: skip

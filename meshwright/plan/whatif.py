@@ -1,0 +1,139 @@
+"""One step simulated on every pipeline rank, and what changes when a link or a rank is slow or nodes are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.errors import UserError, nearest
+from meshwright.pipeline.schedules import build
+from meshwright.pipeline.simulate import Simulation, simulate
+from meshwright.pipeline.trace import Span, spans_of
+from meshwright.plan.cluster import Cluster
+from meshwright.plan.cost import Cost, predict_cost
+from meshwright.plan.stack import Stack
+from meshwright.plan.workload import Workload
+
+KINDS = ("slow-link", "slow-network", "slow-rank", "fewer-nodes")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One `--what-if`: what, how much of its speed is left (or how many nodes are gone), and which pipeline rank."""
+
+    kind: str
+    factor: float
+    rank: int = -1
+
+    def __str__(self) -> str:
+        if self.kind == "fewer-nodes":
+            return f"{self.factor:.0f} nodes fewer"
+        what = {"slow-link": "the links inside nodes", "slow-network": "the network between nodes"}
+        return f"{what.get(self.kind, f'pipeline rank {self.rank}')} at {100 * self.factor:.0f} % speed"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A simulated step: its cost by the model, the timeline of its pipeline, and the seconds of the whole."""
+
+    cost: Cost
+    timeline: Simulation
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.cost.workload.tokens / self.seconds
+
+
+def parse_change(text: str) -> Change:
+    """`slow-link=0.5`, `slow-network=0.5`, `slow-rank=3:0.7` or `fewer-nodes=1`."""
+    kind, _, value = text.partition("=")
+    if kind not in KINDS:
+        raise UserError(
+            f"--what-if '{text}'{nearest(kind, KINDS)}: write slow-link=0.5, slow-network=0.5, slow-rank=3:0.7 or "
+            "fewer-nodes=1"
+        )
+    rank, _, factor = value.rpartition(":") if kind == "slow-rank" else ("", "", value)
+    try:
+        change = Change(kind, float(factor), int(rank) if rank else -1)
+    except ValueError:
+        raise UserError(f"--what-if '{text}' needs a number after '=', e.g. {kind}=" + _example(kind)) from None
+    if kind == "slow-rank" and change.rank < 0:
+        raise UserError(f"--what-if '{text}' must name the pipeline rank, e.g. slow-rank=3:0.7")
+    if kind == "fewer-nodes":
+        if change.factor < 1 or change.factor != int(change.factor):
+            raise UserError(f"--what-if '{text}': give a whole number of nodes, at least 1")
+    elif not 0 < change.factor <= 1:
+        raise UserError(f"--what-if '{text}': the share of the speed that is left lies above 0 and is at most 1")
+    return change
+
+
+def _example(kind: str) -> str:
+    return {"slow-rank": "3:0.7", "fewer-nodes": "1"}.get(kind, "0.5")
+
+
+def step_of(w: Workload, cluster: Cluster, stack: Stack, changes: Sequence[Change] = ()) -> Step:
+    """The step, all `changes` made."""
+    slow: dict[int, float] = {}
+    for change in changes:
+        if change.kind == "slow-link":
+            cluster = replace(cluster, node=replace(cluster.node, link_gb_s=cluster.node.link_gb_s * change.factor))
+        elif change.kind == "slow-network":
+            rate = cluster.network.node_gb_s * change.factor
+            cluster = replace(cluster, network=replace(cluster.network, node_gb_s=rate))
+        elif change.kind == "slow-rank":
+            if change.rank >= w.parallel.pp:
+                raise UserError(f"there is no pipeline rank {change.rank}: choose 0 to {w.parallel.pp - 1}")
+            slow[change.rank] = change.factor
+        else:
+            w = without_nodes(w, int(change.factor))
+    cost = predict_cost(w, cluster, stack)
+    timeline = _timeline(cost, slow)
+    usual = timeline if not slow else _timeline(cost, {})
+    return Step(cost, timeline, cost.step_s + timeline.makespan - usual.makespan)
+
+
+def without_nodes(w: Workload, nodes: int) -> Workload:
+    """The same layout on fewer nodes: replicas go, and the batch is rounded down to what those left can share."""
+    p = w.parallel
+    unit = p.tp * p.pp * p.cp
+    world = (p.world - nodes * w.node_size) // unit * unit
+    if world < unit:
+        raise UserError(
+            f"without {nodes} nodes of {w.node_size} too few of {p.world} devices are left for tp x cp x pp = {unit}: "
+            "take away fewer"
+        )
+    dp = world // unit
+    batch = w.global_batch // (dp * w.micro_batch) * dp * w.micro_batch
+    parallel = replace(p, world=world, shard=min(p.shard, dp))
+    return replace(w, parallel=parallel, global_batch=batch)
+
+
+def _timeline(cost: Cost, slow: dict[int, float]) -> Simulation:
+    w, p = cost.workload, cost.workload.parallel
+    table = build(p.schedule, p.pp, w.micro_batches, p.chunks)
+    times, blocked = cost.chunk_times, cost.send_s
+    return simulate(
+        table,
+        lambda rank, chunk: times[rank][chunk][0] / slow.get(rank, 1.0) + blocked,
+        lambda rank, chunk: times[rank][chunk][1] / slow.get(rank, 1.0) + blocked,
+        blocked,
+    )
+
+
+def step_spans(step: Step) -> list[Span]:
+    """The pipeline's spans, and after them what is left of reduction and optimizer on every rank."""
+    spans = list(spans_of(step.timeline))
+    end = step.timeline.makespan
+    axes = step.cost.axes
+    later = [("gradients and parameters (dp)", axes["dp"].exposed)] if "dp" in axes else []
+    if step.cost.workload.parallel.zero >= 2:
+        later = []  # they are part of every micro-batch there
+    later += [("tied embedding", axes["embedding"].exposed)] if "embedding" in axes else []
+    later.append(("optimizer", step.cost.optimizer_s))
+    for rank in range(step.cost.workload.parallel.pp):
+        at = end
+        for name, seconds in later:
+            spans.append(Span(rank, "step", name, at, at + seconds))
+            at += seconds
+    return spans

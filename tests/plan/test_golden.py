@@ -1,0 +1,54 @@
+"""Golden cases by hand: what the formulas give for shapes whose traffic can be worked out on paper."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.comm.ledger import wire_bytes
+from meshwright.config.load import config_from
+from meshwright.config.sections import Config
+from meshwright.pipeline.schedules import build
+from meshwright.pipeline.simulate import simulate
+from meshwright.plan.communication import job_of, stage_calls
+
+GIB = 2**30
+
+
+def config(tp: int = 1, pp: int = 1, micro_batch: int = 32) -> Config:
+    """24 layers, hidden 8192, sequence 2048, batch 32, fp32."""
+    return config_from(
+        {
+            "model": {"layers": 24, "hidden": 8192, "heads": 64, "vocab": 8192, "seq": 2048},
+            "data": {"prefixes": ["tokens"]},
+            "layout": {"tp": tp, "pp": pp},
+            "train": {"global_batch": 32, "micro_batch": micro_batch, "precision": "fp32"},
+        }
+    )
+
+
+def test_ten_gib_of_gradients_over_256_replicas() -> None:
+    assert wire_bytes("all_reduce", 10 * GIB, 256) / GIB == pytest.approx(2 * 255 / 256 * 10)
+    assert round(wire_bytes("all_reduce", 10 * GIB, 256) / GIB, 2) == 19.92
+
+
+@pytest.mark.parametrize(("tp", "gib"), [(1, 0), (2, 192), (4, 288), (8, 336)])
+def test_tensor_parallel_blocks(tp: int, gib: int) -> None:
+    calls = stage_calls(job_of(config(tp=tp), world=tp), 0)
+    assert sum(call.traffic.wire_bytes for call in calls if call.source == "blocks") == gib * GIB
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_a_link_of_the_pipeline_carries_the_same_at_any_depth(pp: int) -> None:
+    job = job_of(config(pp=pp, micro_batch=4), world=pp)
+    sent = [
+        {call.phase: call.traffic.wire_bytes for call in stage_calls(job, rank) if call.source == "pipeline"}
+        for rank in range(pp)
+    ]
+    for rank in range(pp - 1):  # forward over the link from its left end, backward from its right one
+        assert sent[rank]["forward"] + sent[rank + 1]["backward"] == 4 * GIB
+
+
+@pytest.mark.parametrize(("pp", "percent"), [(2, 11.1), (4, 27.3), (8, 46.7)])
+def test_its_bubble(pp: int, percent: float) -> None:
+    for kind in ("1f1b", "gpipe"):
+        assert round(100 * simulate(build(kind, pp, 8)).bubble, 1) == percent

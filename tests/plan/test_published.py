@@ -1,0 +1,148 @@
+"""The planner against a sample of published runs: facts from the papers and pages that each line of the table names."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.cli.predict import summary
+from meshwright.plan.cluster import load_cluster
+from meshwright.plan.predict import (
+    CannotTake,
+    Prediction,
+    case_of,
+    cluster_of,
+    network_gb_s,
+    predict_file,
+    predict_row,
+    read_rows,
+)
+from meshwright.plan.stack import STACKS, stack_for
+
+TABLE = Path(__file__).parent / "published.csv"
+
+
+@pytest.fixture(scope="module")
+def predictions() -> list[Prediction]:
+    return predict_file(TABLE)
+
+
+def mean_error(predictions: list[Prediction], prefix: str) -> float:
+    errors = [abs(p.error) for p in predictions if p.id.startswith(prefix) and p.error is not None]
+    assert errors
+    return sum(errors) / len(errors)
+
+
+@pytest.mark.parametrize(("prefix", "bar"), [("ko22", 0.04), ("sc21-t1", 0.08), ("", 0.10)])
+def test_step_times_are_close(predictions: list[Prediction], prefix: str, bar: float) -> None:
+    assert mean_error(predictions, prefix) <= bar
+
+
+def test_memory_is_close_and_out_of_memory_is_foreseen(predictions: list[Prediction]) -> None:
+    found = summary(predictions)
+    assert found["memory"]["all"]["mean_abs_error"] < 0.10
+    assert found["out_of_memory_predicted_to_fit"] == []
+    assert found["ran_predicted_not_to_fit"] == []
+    assert any(p.case is not None and p.case.outcome == "oom" for p in predictions)
+
+
+def test_rows_that_cannot_be_taken_say_why(predictions: list[Prediction]) -> None:
+    reasons = {p.id: p.reason for p in predictions if p.reason}
+    assert "mixture of experts" in reasons["dgxc-grok1-bf16-8-2L-gbs1024"]
+    assert "recompute" in reasons["zb-1.5b-m24-1f1b-i"]
+    assert len(reasons) == 2
+
+
+def test_the_command_writes_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "predictions.csv"
+    assert main(["predict", "--csv", str(TABLE), "--out", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rows"] == len(read_rows(TABLE))
+    with out.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["id", "step_time_s", "tokens_s_gpu", "mem_gb", "error", "reason"]
+    assert [row["id"] for row in rows] == [row["id"] for row in read_rows(TABLE)]
+    for row in rows:
+        taken = row["step_time_s"] != ""
+        assert taken != bool(row["reason"]) or row["reason"] == "predicted out of memory"
+
+
+def test_defaults_of_empty_cells() -> None:
+    row = next(row for row in read_rows(TABLE) if row["id"] == "ko22-175b-present")
+    assert row["precision"] == "" and row["cp"] == "" and row["ep"] == ""
+    case = case_of({**row, "kv_heads": "", "vocab": "", "ffn": "", "vpp": ""})
+    assert case.workload.precision == "fp16"
+    assert case.workload.model.kv_heads == case.workload.model.heads
+    assert case.workload.model.vocab == 51200
+    assert case.workload.model.ffn == 4 * case.workload.model.hidden
+    assert case.workload.parallel.cp == case.workload.parallel.chunks == 1
+    with pytest.raises(CannotTake, match="hidden"):
+        case_of({**row, "hidden": ""})
+
+
+@pytest.mark.parametrize(
+    ("words", "rate"),
+    [
+        ("NVLink3/NVSwitch in node; 8x HDR InfiniBand 200Gb/s per node (Selene)", 200.0),
+        ("8xA100 NVLink node; 4x Omni-Path 100Gb/s links per node (Jean Zay)", 50.0),
+        ("NVLink in node; RDMA 400Gb/s per GPU (Grand Teton)", 400.0),
+        ("1600Gb/s RoCE per node", 200.0),
+        ("2Tb/s RoCE per host", 250.0),
+        ("4x100Gb/s RoCE per node", 50.0),
+        ("NVLink, single node", 0.0),
+    ],
+)
+def test_words_about_the_network(words: str, rate: float) -> None:
+    assert network_gb_s(words, 8) == rate
+
+
+def test_nodes_of_four() -> None:
+    row = next(row for row in read_rows(TABLE) if row["id"].startswith("bs1b3"))
+    assert cluster_of(row).node.devices == 4
+    assert cluster_of(row).network.node_gb_s == 50.0
+
+
+def test_a_source_names_its_stack() -> None:
+    assert len(STACKS) <= 6
+    assert stack_for("Korthikanti et al. 2022", "", "A100", 0).name == "unfused"
+    assert stack_for("bigscience tr11", "", "A100", 1).name == "unfused-deepspeed"
+    assert stack_for("torchtitan benchmarks", "tt-asyncTP", "H100", 3).hide_tp == STACKS["fused-overlap"].hide_tp
+    assert stack_for("torchtitan benchmarks", "tt-vanillaTP", "H100", 3).hide_tp == 0.0
+    assert stack_for("an unknown report", "", "H100-SXM", 3).name == "fsdp"
+    assert stack_for("an unknown report", "", "A100-SXM", 0).name == "unfused"
+
+
+def test_constants_stay_physical() -> None:
+    """No share of a peak above one, and nothing is hidden that takes no time."""
+    for name in ("a100-80g-dgx", "h100-80g-dgx", "h200-141g-dgx", "b200-180g-dgx", "v100-32g"):
+        e = load_cluster(name).efficiency
+        assert all(0 < share < 1 for share in (e.product, e.attention, e.memory, e.link, e.network, e.fp8))
+    for stack in STACKS.values():
+        assert all(0 <= share <= 1 for share in (stack.hide_tp, stack.hide_dp, stack.hide_pp, stack.contention))
+
+
+def test_bad_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken.csv"
+    broken.write_text("id,layers\nx,2\n", encoding="utf-8")
+    assert main(["predict", "--csv", str(broken)]) == 2
+    assert "lacks the columns hidden" in capsys.readouterr().err
+    assert main(["predict", "--csv", str(tmp_path / "none.csv")]) == 2
+    assert "there is no table" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cell", "word"),
+    [
+        ({"layers": "-3"}, "layers=-3"), ({"heads": "x"}, "heads=x"), ({"gpus": "7"}, "not a multiple of tp x pp x cp"),
+        ({"recompute": "some"}, "recompute=some"), ({"zero_stage": "9"}, "zero_stage=9"),
+        ({"step_time_s": "nan"}, "step_time_s=nan"), ({"gpu": "abacus"}, "no cluster file for the device abacus"),
+        ({"precision": "fp4"}, "fp4"), ({"global_batch": "1"}, "less than dp x micro-batch"), ({"schedule": "zb-1p"}, "zb-1p"),
+    ],
+)  # fmt: skip
+def test_a_bad_cell_is_a_reason_and_no_crash(cell: dict[str, str], word: str) -> None:
+    row = next(row for row in read_rows(TABLE) if row["id"] == "sc21-t1-39.1b")
+    assert word in predict_row({**row, **cell}).reason

@@ -1,0 +1,209 @@
+"""The search, the report and the commands around them: plan, memory, simulate, scaling."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+from meshwright.cli.main import main
+from meshwright.config.load import load_config
+from meshwright.pipeline.trace import trace
+from meshwright.plan.chart import Chart, png, svg
+from meshwright.plan.cluster import load_cluster
+from meshwright.plan.cost import predict_cost
+from meshwright.plan.job import planned
+from meshwright.plan.memory import peak_gib
+from meshwright.plan.search import RECOMPUTE, Space, search, shapes
+from meshwright.plan.stack import STACKS
+from meshwright.plan.whatif import parse_change, step_of, step_spans
+from meshwright.plan.workload import Parallel, Workload
+
+H100, OWN = load_cluster("h100-80g-dgx"), STACKS["compiled"]
+
+
+def workload(devices: int = 16, batch: int = 64, name: str = "llama2-7b") -> Workload:
+    return Workload(planned(name, as_run=False).config.model, Parallel(devices), 1, batch)
+
+
+def test_nothing_better_is_missed() -> None:
+    """Against every combination timed one by one, without any of the search's shortcuts."""
+    base = workload(8, 8)
+    found = search(base, H100, OWN, 8)
+    best = min(
+        predict_cost(w, H100, OWN).step_s
+        for shape in shapes(base, 8, Space(), 8)
+        for zero in (range(4) if shape.parallel.dp > 1 else (0,))
+        for mode in RECOMPUTE
+        if peak_gib(w := replace(shape.with_parallel(zero=zero), recompute=mode), OWN, H100) <= H100.device.memory_gib
+    )
+    assert found.candidates[0].cost.step_s == pytest.approx(best)
+    assert all(candidate.memory_gib <= H100.device.memory_gib for candidate in found.candidates)
+    assert all(a.cost.step_s <= b.cost.step_s for a, b in pairwise(found.candidates))
+
+
+def test_every_shape_is_a_layout() -> None:
+    seen = set()
+    for w in shapes(workload(48, 96), 48, Space(), 8):
+        p = w.parallel
+        assert p.tp * p.pp * p.cp * p.dp == 48 and 96 % (p.dp * w.micro_batch) == 0
+        assert w.model.heads % p.tp == 0 and w.layout.world == 48
+        seen.add((p.tp, p.pp))
+    assert {(1, 1), (2, 3), (8, 6), (4, 12)} <= seen
+
+
+def test_plan_writes_a_config_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, html = tmp_path / "plan.yaml", tmp_path / "plan.html"
+    words = ["plan", "llama2-13b", "--cluster", "h100-80g-dgx", "--devices", "32", "--global-batch", "128"]
+    assert main([*words, "--out", str(out), "--html", str(html), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    keys = {"layout", "step_time_s", "tokens_per_s_per_device", "mfu", "memory_gib", "bubble", "comm_s"}
+    assert keys <= set(found["best"]) and found["best"] == found["candidates"][0]
+    raw = yaml.safe_load(out.read_text(encoding="utf-8"))
+    assert raw["layout"]["tp"] == found["best"]["layout"]["tp"]
+    trainable = {key: value for key, value in raw.items() if key not in ("zero", "recompute")}
+    path = tmp_path / "train.yaml"
+    path.write_text(yaml.safe_dump(trainable), encoding="utf-8")
+    assert load_config(path).model.layers == 40
+    page = html.read_text(encoding="utf-8")
+    addresses = re.findall(r"(?:https?:)?//[^\s\"'<>)]+", page)
+    assert set(addresses) <= {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"<(script|link|img|iframe)\b|@import|url\(", page)
+    for part in ("Ranking", "Memory", "Communication", "Pipeline"):
+        assert part in page
+    assert main(["cost", str(out), "--cluster", "h100-80g-dgx", "--devices", "32", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_time_s"] == pytest.approx(found["best"]["step_time_s"])
+
+
+def test_the_largest_search_is_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    started = time.process_time()
+    words = ["plan", "mt-nlg-530b", "--cluster", "a100-80g-dgx", "--devices", "4480", "--global-batch", "1920"]
+    assert main([*words, "--json", "--out", str(tmp_path / "x.yaml")]) == 0
+    assert time.process_time() - started < 10
+    found = json.loads(capsys.readouterr().out)
+    assert found["published"]["layout"]["pp"] == 35
+    assert found["best"]["step_time_s"] <= found["published"]["step_time_s"]
+
+
+def test_what_fits_nowhere_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama3-70b", "--cluster", "a100-40g-dgx", "--devices", "8", "--global-batch", "16", "--json"]
+    assert main(words) == 2
+    text = capsys.readouterr().err
+    assert "fits nowhere" in text and "the nearest layout (tp=8" in text and "GiB too much" in text
+    assert re.search(r"or \d+ of these devices", text)
+    assert main(["plan", "llama2-7b", "--cluster", "a100-40g-dgx", "--devices", "37", "--global-batch", "16"]) == 2
+    assert "no layout divides 37 devices" in capsys.readouterr().err
+    assert main(["plan", "llama2-7b", "--cluster", "a100-40g-dgx", "--devices", "0", "--global-batch", "16"]) == 2
+    assert "give --devices" in capsys.readouterr().err
+
+
+def zero_paper(stage: int, capsys: pytest.CaptureFixture[str]) -> dict[str, int]:
+    shape = ["model.layers=36", "model.hidden=4096", "model.heads=32", "model.vocab=51200", "model.ffn=16384"]
+    precision = ["train.precision=fp16", "train.grad_dtype=fp16", "train.global_batch=64", f"zero.stage={stage}"]
+    assert main(["memory", "gpt3-175b", *shape, *precision, "--world", "64", "--json"]) == 0
+    found: dict[str, int] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize(("stage", "gb"), [(0, 119.5), (1, 31.3), (2, 16.6), (3, 1.87)])
+def test_the_zero_papers_example(stage: int, gb: float, capsys: pytest.CaptureFixture[str]) -> None:
+    found = zero_paper(stage, capsys)
+    states = sum(found[kind] for kind in ("parameters", "gradients", "master", "optimizer"))
+    assert states / 1e9 == pytest.approx(gb, rel=0.01)
+    assert all(isinstance(value, int) for value in found.values())
+    assert found["peak"] >= states and found["rank"] == 0
+
+
+def test_memory_of_a_given_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["memory", "gpt3-175b", "layout.tp=8", "layout.pp=16", "train.global_batch=1536"]
+    words += ["--world", "1024", "--json"]
+    found = []
+    for rank in ("0", "512", "1023"):
+        assert main([*words, "--rank", rank]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["parameters"] > found[1]["parameters"] < found[2]["parameters"]
+    assert main(words) == 0
+    largest = json.loads(capsys.readouterr().out)
+    assert largest["peak"] == max(largest["peak"], *(entry["peak"] for entry in found))
+
+
+def bloom() -> Workload:
+    return planned("bloom-176b").workload(384, 8)
+
+
+def test_what_if() -> None:
+    cluster, stack = load_cluster("a100-80g-dgx"), STACKS["unfused-deepspeed"]
+    plain = step_of(bloom(), cluster, stack)
+    assert plain.seconds == pytest.approx(predict_cost(bloom(), cluster, stack).step_s)
+    slow = step_of(bloom(), cluster, stack, [parse_change("slow-rank=3:0.5")])
+    assert slow.seconds > 1.5 * plain.seconds
+    for text in ("slow-link=0.25", "slow-network=0.25"):
+        assert step_of(bloom(), cluster, stack, [parse_change(text)]).seconds > plain.seconds
+    fewer = step_of(bloom(), cluster, stack, [parse_change("fewer-nodes=6")])
+    assert fewer.cost.workload.world == 336 and fewer.tokens_per_s < plain.tokens_per_s
+
+
+def test_a_trace_has_perfettos_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, drawing = tmp_path / "step.json", tmp_path / "step.svg"
+    assert main(["simulate", "bloom-176b", "--trace", str(path), "--svg", str(drawing), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)["steps"][0]
+    document = json.loads(path.read_text(encoding="utf-8"))
+    events = document["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    for event in events:
+        assert {"ph", "pid", "tid", "ts", "name"} <= set(event) and event["ph"] in ("X", "M")
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in complete)
+    assert {event["pid"] for event in complete} == set(range(12))
+    computes = [event for event in complete if event["cat"] == "compute"]
+    assert len(computes) == 2 * 12 * 128
+    last = max(event["ts"] + event["dur"] for event in computes)
+    assert last == pytest.approx(1e6 * printed["makespan_s"])
+    for rank in range(12):  # one compute at a time
+        mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in computes if e["pid"] == rank)
+        assert all(end <= start + 1e-3 for (_, end), (start, _) in pairwise(mine))
+    assert drawing.read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_the_makespan_is_the_closed_formulas_where_there_is_one() -> None:
+    w = Workload(planned("gpt3-175b", as_run=False).config.model, Parallel(64, tp=8, pp=8), 1, 32)
+    made = step_of(w, load_cluster("a100-80g-dgx"), STACKS["fused-overlap"])
+    assert trace(step_spans(made))["traceEvents"]
+    f, b = (max(x) for x in zip(*made.cost.chunk_times[3], strict=True))
+    assert made.timeline.makespan >= (32 + 8 - 1) * (f + b) * 0.999
+
+
+BAD = ["slow-rank=0.5", "slow-rank=99:0.5", "slow-link=0", "slow-link=x", "fewer-nodes=1.5", "hot"]
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_changes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "bloom-176b", "--what-if", text]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture, drawing = tmp_path / "curve.png", tmp_path / "curve.svg"
+    words = ["scaling", "llama2-7b", "--cluster", "h100-80g-dgx", "--devices", "8:16", "--json"]
+    assert main([*words, "--png", str(picture), "--svg", str(drawing)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"weak", "strong"}
+    for points in found.values():
+        best = {p["devices"]: p["tokens_per_s"] for p in points if p["way"] == "hybrid"}
+        assert best[8] < best[16]
+        for p in points:
+            if p["tokens_per_s"] is not None:
+                assert p["tokens_per_s"] <= best[p["devices"]] * 1.0001 and 0 <= p["comm_share"] < 1
+    assert picture.read_bytes().startswith(b"\x89PNG") and drawing.read_text(encoding="utf-8").startswith("<svg")
+    assert main(["scaling", "llama2-7b", "--cluster", "h100-80g-dgx", "--devices", "64:8"]) == 2
+    assert "is no range" in capsys.readouterr().err
+
+
+def test_charts_of_little() -> None:
+    chart = Chart("one point", "x", "y", {"a": [(8.0, 3.0)]})
+    assert png(chart).startswith(b"\x89PNG") and "<circle" in svg(chart)
