@@ -18,7 +18,7 @@ from meshwright.config.sections import OffloadConfig, OptimizerConfig
 from meshwright.device import DTYPES
 from meshwright.kernels import fits
 from meshwright.sharding.buffers import Bucket, FlatBuffer
-from meshwright.sharding.homes import Kept, Pieces, pieces
+from meshwright.sharding.homes import Kept, Pieces, piece_size, pieces
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -70,9 +70,9 @@ class FlatState:
         if self.at_hand:
             self._spans = [(run.bucket, self._span(run)) for run in self._runs]
         else:
-            most = int(offload.buffer_mib * 2**20 // self.dtype.itemsize)
+            most = piece_size(int(offload.buffer_mib * 2**20 // self.dtype.itemsize), sizes)
             self._order = pieces(sizes, list(reversed(range(len(sizes)))), most)
-            self._pieces = Pieces(self.kinds, buffer.device, self.dtype, min(most, max(sizes)))
+            self._pieces = Pieces(self.kinds, buffer.device, self.dtype, most)
 
     @property
     def master(self) -> list[Tensor]:

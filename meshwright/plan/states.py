@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from meshwright.config.sections import Config
 from meshwright.layout.params import ParamRecord
 from meshwright.models.description import GPTDescription, Stage, layout_of, stages
 from meshwright.pipeline.table import looped
-from meshwright.plan.memory import Memory, memory_of
-from meshwright.plan.stack import OWN, STACKS
+from meshwright.plan.activations import activations, passing
+from meshwright.plan.communication import job_of
+from meshwright.plan.memory import Memory
 from meshwright.plan.workload import Workload, workload_of
 from meshwright.sharding.placement import backward_order, bucket_elements, place
+
+FILLING = 3  # whole buckets of gradients from stage 2 on: one that is filled, two on their way
 
 
 def held_stages(config: Config, pp_rank: int) -> list[Stage]:
@@ -36,11 +38,11 @@ def records(config: Config, pp_rank: int) -> Iterator[tuple[ParamRecord, tuple[i
             tied |= {record.tied} - {""}
 
 
-def padded_elements(config: Config, w: Workload, pp_rank: int) -> int:
-    """Elements of all flat buffers of a rank, padding included: what a buffer of one byte a parameter would take."""
+def padded_elements(config: Config, w: Workload, pp_rank: int) -> tuple[int, int]:
+    """Elements of all flat buffers of a rank, padding included, and of its largest bucket."""
     layout = layout_of(config, w.world, w.node_size)
     keyed = backward_order(records(config, pp_rank), lambda item: (item[0].data_axes, item[0].partial))
-    total = 0
+    total = largest = 0
     for (data_axes, _), items in keyed.items():
         ranks = layout.size(data_axes)
         full = bucket_elements(config.comm.bucket_mib * 2**20, w.states.grad)
@@ -52,8 +54,11 @@ def padded_elements(config: Config, w: Workload, pp_rank: int) -> int:
             groups, full = units, 2**62
         else:
             groups = {None: [record.numel for record, _ in items]}
-        total += sum(place(sizes, ranks, full)[1][-1][1] for sizes in groups.values())
-    return total
+        for sizes in groups.values():
+            buckets = place(sizes, ranks, full)[1]
+            total += buckets[-1][1]
+            largest = max(largest, *(stop - start for start, stop in buckets))
+    return total, largest
 
 
 def rank_memory(
@@ -66,9 +71,9 @@ def rank_memory(
 
 
 def exact(config: Config, w: Workload, pp_rank: int) -> Memory:
-    rough = memory_of(w, STACKS[OWN], pp_rank)
+    """What our own program allocates on a rank: states and activations to the byte, buffers and the peak nearly so."""
     p, s = w.parallel, w.states
-    whole = padded_elements(config, w, pp_rank)
+    whole, bucket = padded_elements(config, w, pp_rank)
     shards = p.shard_ranks
     zero = p.zero if shards > 1 else 0
     own = whole // shards
@@ -80,8 +85,14 @@ def exact(config: Config, w: Workload, pp_rank: int) -> Memory:
         master = optimizer = 0
     if s.params_on != "device" and zero == 3:
         parameters = 0
-    states = parameters + gradients + master + optimizer
-    return replace(
-        rough, parameters=parameters, gradients=gradients, master=master, optimizer=optimizer,
-        activations=int(rough.activations), buffers=int(rough.buffers), peak=int(states + rough.peak - rough.states),
-    )  # fmt: skip
+    job = job_of(config, w.world)
+    kept = activations(config, job, pp_rank)
+    # Gradients of the bucket that is filled and of those on their way; weights of the unit in use and of the next.
+    buffers = 0
+    if zero >= 2:
+        more = 2 * bucket // shards if job.micro_batches > 1 else 0
+        buffers += (FILLING * bucket + more) * s.grad
+    if zero == 3:
+        buffers += 2 * bucket * s.param
+    peak = parameters + gradients + master + optimizer + kept + buffers + passing(config, job, pp_rank)
+    return Memory(pp_rank, parameters, gradients, master, optimizer, kept, buffers, peak)

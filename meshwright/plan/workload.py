@@ -206,7 +206,7 @@ def states_of(config: Config, extras: Mapping[str, str]) -> States:
 
     places = {"none": "device", "cpu": "cpu", "disk": "disk"}
     return States(
-        param=own, grad=wide(grad), master=wide(master) if low else 0,
+        param=own, grad=wide(grad), master=wide(master) if low and master != config.train.precision else 0,
         moment=wide(moment), moments=2 if config.optimizer.name == "adamw" else 1,
         optimizer_on=places[setting(config, extras, "zero.offload.optimizer", "none")],
         params_on=places[setting(config, extras, "zero.offload.params", "none")],

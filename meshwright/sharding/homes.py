@@ -150,8 +150,8 @@ class Piece(NamedTuple):
 
 
 def pieces(sizes: Sequence[int], order: Sequence[int], most: int) -> list[Piece]:
-    """Shares, in this order, cut into pieces of at most `most` elements, which begin at pages in any precision."""
-    most = max(PAGE, most // PAGE * PAGE)
+    """Shares, in this order, cut into pieces of `most` elements, a multiple of a page's in any precision."""
+    assert most % PAGE == 0
     return [
         Piece(share, low, min(low + most, sizes[share]), low + most >= sizes[share])
         for share in order
@@ -159,12 +159,17 @@ def pieces(sizes: Sequence[int], order: Sequence[int], most: int) -> list[Piece]
     ]
 
 
+def piece_size(most: int, sizes: Sequence[int]) -> int:
+    """Elements of a piece: at most `most` and no more than the largest share, in whole pages in any precision."""
+    return min(max(1, most // PAGE), -(-max(sizes) // PAGE)) * PAGE
+
+
 class Pieces:
     """Brings the pieces of several kinds of state to the device, in `dtype`, and takes them back."""
 
     def __init__(self, kinds: Sequence[Kept], device: torch.device, dtype: torch.dtype, most: int) -> None:
         self.kinds, self.device, self.dtype = kinds, device, dtype
-        self._most = max(PAGE, most // PAGE * PAGE)
+        self._most = most
         self._rings = [
             [] if kind.is_at_hand(device, dtype) else [self._pair(kind) for _ in range(RING)] for kind in kinds
         ]

@@ -1,0 +1,150 @@
+"""Memory is what `meshwright memory` says: tensors of real ranks, counted, against the formulas."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.cli.main import main
+from meshwright.config.load import config_from, to_yaml
+from meshwright.config.sections import Config
+from meshwright.plan.states import rank_memory
+from tests.support.oracle import make_trainer, small_config
+from tests.support.ranks import run_ranks
+
+LLAMA = {"kv_heads": 2, "norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "ffn": 96}
+UNTIED = {"tied_embeddings": False}
+SP = {"tp": 2, "sequence_parallel": True}
+KINDS = ("parameters", "gradients", "master", "optimizer")
+
+CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
+    "dp4": (4, {}),
+    "dp4-bf16": (4, {"train": {"precision": "bf16"}}),
+    "zero1": (4, {"zero": {"stage": 1}, "train": {"precision": "bf16"}}),
+    "zero2-llama": (4, {"zero": {"stage": 2}, "model": LLAMA | UNTIED, "train": {"precision": "bf16"}}),
+    "zero3": (4, {"zero": {"stage": 3}}),
+    "zero3-tp-sp-full": (4, {"zero": {"stage": 3}, "layout": SP, "recompute": {"mode": "full"}, "model": LLAMA}),
+    "tp-sp": (4, {"layout": SP, "model": LLAMA | UNTIED, "train": {"precision": "bf16"}}),
+    "tp-selective": (4, {"layout": {"tp": 2}, "recompute": {"mode": "selective"}}),
+    "pp-every": (4, {"layout": {"pp": 2}, "recompute": {"mode": "every:2"}, "model": {"layers": 8}}),
+    "pp-gpipe": (4, {"layout": {"pp": 2}, "pipeline": {"schedule": "gpipe"}, "model": UNTIED}),
+    "grads-bf16": (4, {"train": {"precision": "bf16", "grad_dtype": "bf16"}, "zero": {"stage": 2}}),
+    "moments-bf16": (4, {"train": {"precision": "bf16"}, "optimizer": {"state_dtype": "bf16", "master_dtype": "bf16"}}),
+    "dropout": (4, {"model": {"dropout": 0.1}, "layout": SP}),
+    "parallel-residual": (4, {"model": {"parallel_residual": True, "mlp": "relu"}, "layout": {"pp": 4}}),
+    "all": (8, {
+        "layout": {**SP, "pp": 2, "chunks": 2}, "pipeline": {"schedule": "interleaved"}, "zero": {"stage": 3},
+        "model": LLAMA, "train": {"precision": "bf16"}, "recompute": {"mode": "full"},
+    }),
+    "all-plain": (8, {"layout": {**SP, "pp": 2}, "zero": {"stage": 1}, "model": UNTIED}),
+}  # fmt: skip
+
+
+def config_of(name: str) -> Config:
+    sections = {key: dict(value) for key, value in CASES[name][1].items()}
+    sections["model"] = {"layers": 4, "hidden": 64, "heads": 4, "vocab": 300, "seq": 64} | sections.get("model", {})
+    sections["train"] = {"precision": "fp32", "global_batch": 16, "micro_batch": 2} | sections.get("train", {})
+    sections["run"] = {"device": "cpu"}
+    return small_config(**sections)
+
+
+class Alive:
+    """Bytes of the storages that autograd keeps, and the most there were."""
+
+    def __init__(self, known: set[int]) -> None:
+        self.known, self.uses, self.total, self.most = known, dict[int, int](), 0, 0
+
+    def pack(self, x: torch.Tensor) -> Any:
+        storage = x.untyped_storage()
+        return x if storage._cdata in self.known else Kept(self, x, storage)
+
+
+class Kept:
+    def __init__(self, alive: Alive, x: torch.Tensor, storage: Any) -> None:
+        self.alive, self.x, self.key, self.bytes = alive, x, storage._cdata, storage.nbytes()
+        alive.uses[self.key] = alive.uses.get(self.key, 0) + 1
+        if alive.uses[self.key] == 1:
+            alive.total += self.bytes
+            alive.most = max(alive.most, alive.total)
+
+    def __del__(self) -> None:
+        self.alive.uses[self.key] -= 1
+        if not self.alive.uses[self.key]:
+            self.alive.total -= self.bytes
+
+
+def unpack(kept: Any) -> torch.Tensor:
+    return kept.x if isinstance(kept, Kept) else kept
+
+
+def count(rank: int, world: int, names: list[str]) -> list[dict[str, int]]:
+    """On a rank: for each case, the bytes of its tensors by kind and the most that autograd kept at once."""
+    found = []
+    for name in names:
+        trainer = make_trainer(config_of(name), rank, world)
+        trainer.step()
+        buffers = trainer.data_parallel.buffers
+        states = trainer.optimizer.states
+        bytes_of = lambda tensors: sum(t.nbytes for t in tensors)  # noqa: E731
+        shares = [bucket.own_params for buffer in buffers for bucket in buffer.buckets]
+        kinds = {
+            "parameters": bytes_of(shares if trainer.data_parallel.stage == 3 else [b.params for b in buffers]),
+            "gradients": bytes_of(b.grads for b in buffers),
+            "master": bytes_of(share for state in states if not state.in_place for share in state.master),
+            "optimizer": bytes_of(share for state in states for moment in state.moments for share in moment),
+        }  # fmt: skip
+        tensors = [t for b in buffers for t in (b.params, b.grads, *(k.params.tensor for k in b.buckets))]
+        tensors += [buffer for module in trainer.modules for buffer in module.buffers()]
+        alive = Alive({t.untyped_storage()._cdata for t in tensors})
+        with torch.autograd.graph.saved_tensors_hooks(alive.pack, unpack):
+            trainer.gradients()
+        found.append(kinds | {"activations": alive.most})
+    return found
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, list[dict[str, int]]]:
+    found: dict[str, list[dict[str, int]]] = {}
+    for world in (4, 8):
+        names = [name for name, (ranks, _) in CASES.items() if ranks == world]
+        by_rank = run_ranks(world, count, names, deadline=300.0)
+        found |= {name: [rank[i] for rank in by_rank] for i, name in enumerate(names)}
+    return found
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_tensors_of_every_rank_are_what_the_formula_says(name: str, counted: dict[str, list[dict[str, int]]]) -> None:
+    """States to the byte; what is kept for backward within 5 %."""
+    world = CASES[name][0]
+    for rank, real in enumerate(counted[name]):
+        _, said = rank_memory(config_of(name), world, rank)
+        assert {kind: getattr(said, kind) for kind in KINDS} == {kind: real[kind] for kind in KINDS}, f"rank {rank}"
+        assert abs(said.activations / real["activations"] - 1.0) <= 0.05, (rank, said.activations, real["activations"])
+
+
+def test_a_wrong_formula_is_found(counted: dict[str, list[dict[str, int]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    import meshwright.plan.activations as activations
+
+    monkeypatch.setattr(activations, "mlp_kept", lambda s: s.tokens * s.model.ffn // s.tp * s.element)
+    _, said = rank_memory(config_of("tp-sp"), 4, 0)
+    assert abs(said.activations / counted["tp-sp"][0]["activations"] - 1.0) > 0.05
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 119.5), (1, 31.3), (2, 16.6), (3, 1.87)])
+def test_the_example_of_the_zero_paper(
+    stage: int, gigabytes: float, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """7.5B parameters on 64 ranks with fp16 weights and gradients: 120, 31.4, 16.6 and 1.9 GB (here 7.47B)."""
+    config = config_from({
+        "model": {"layers": 36, "hidden": 4096, "heads": 32, "vocab": 51200, "seq": 1024},
+        "train": {"precision": "fp16", "grad_dtype": "fp16", "global_batch": 64}, "data": {"prefixes": ["none"]},
+        "zero": {"stage": stage},
+    })  # fmt: skip
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    main(["memory", str(path), "--world", "64", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert sum(said[kind] for kind in KINDS) / 1e9 == pytest.approx(gigabytes, rel=0.01)
