@@ -122,8 +122,12 @@ def test_the_command_is_asked_to_stop_and_goes_on_when_it_is_started_again(folde
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda n: n.name)
-@pytest.mark.parametrize("target", ["command", 0, 5, 7])
+@pytest.mark.parametrize(
+    ("number", "target"),
+    [(signal.SIGTERM, target) for target in ("command", *range(8))]
+    + [(signal.SIGUSR1, target) for target in ("command", 5)],
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else str(value),
+)
 def test_eight_ranks_asked_to_stop(number: signal.Signals, target: str | int, folder: Path, start: Any) -> None:
     process = start("--nproc", "8", "layout.tp=2", "layout.pp=2")
     until(lambda: len(steps(folder / "run")) >= 2, process)
