@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 def command(folder: Path, *words: str, **options: Any) -> subprocess.Popen[str]:
     (folder / "tmp").mkdir(exist_ok=True)
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp"), "PYTHONFAULTHANDLER": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "meshwright", "train", "config.yaml", *words],
         cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
@@ -85,7 +85,13 @@ def ranks(folder: Path, attempt: int = 0) -> dict[int, int]:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, said = process.communicate(timeout=WAIT)
+    """The exit code and what was said; if it does not end, where each of its processes is."""
+    try:
+        _, said = process.communicate(timeout=WAIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)
+        _, said = process.communicate(timeout=WAIT)
+        raise AssertionError(f"not ended within {WAIT:.0f} s:\n{said}") from None
     return process.returncode, said
 
 
