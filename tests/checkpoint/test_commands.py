@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 def command(folder: Path, *words: str, **options: Any) -> subprocess.Popen[str]:
     (folder / "tmp").mkdir(exist_ok=True)
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp"), "PYTHONFAULTHANDLER": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "meshwright", "train", "config.yaml", *words],
         cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
@@ -85,7 +85,13 @@ def ranks(folder: Path, attempt: int = 0) -> dict[int, int]:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, said = process.communicate(timeout=WAIT)
+    """The exit code and what was said; if it does not end, where each of its processes is."""
+    try:
+        _, said = process.communicate(timeout=WAIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)
+        _, said = process.communicate(timeout=WAIT)
+        raise AssertionError(f"not ended within {WAIT:.0f} s:\n{said}") from None
     return process.returncode, said
 
 
@@ -122,8 +128,12 @@ def test_the_command_is_asked_to_stop_and_goes_on_when_it_is_started_again(folde
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda n: n.name)
-@pytest.mark.parametrize("target", ["command", 0, 5, 7])
+@pytest.mark.parametrize(
+    ("number", "target"),
+    [(signal.SIGTERM, target) for target in ("command", *range(8))]
+    + [(signal.SIGUSR1, target) for target in ("command", 5)],
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else str(value),
+)
 def test_eight_ranks_asked_to_stop(number: signal.Signals, target: str | int, folder: Path, start: Any) -> None:
     process = start("--nproc", "8", "layout.tp=2", "layout.pp=2")
     until(lambda: len(steps(folder / "run")) >= 2, process)

@@ -12,15 +12,14 @@ import pytest
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.verify import verify
-from tests.checkpoint.runs import Attempt, Crash, Sections, assert_same, complete, steps, tiny
+from tests.checkpoint.runs import Attempt, Crash, Sections, assert_same, complete, saved, steps, tiny
 
-STEPS = 10
 CALLS = 40  # a rank changes the file system about so often in an attempt that comes to the end
 
 
 def straight(tmp_path: Path, world: int, **changes: dict[str, object]) -> tuple[Path, dict[int, fmt.Index]]:
     """The undisturbed run, and its checkpoint at every step."""
-    sections = tiny(tmp_path / "straight", **{"train": {"steps": STEPS}} | changes)
+    sections = tiny(tmp_path / "straight", **changes)
     sections["checkpoint"] |= {"keep": 0}
     run = complete(world, sections)
     return run, {step: fmt.read_index(path) for step, path in fmt.checkpoints(run / "checkpoints")}
@@ -57,23 +56,28 @@ def attempt_and_kill(world: int, sections: Sections, dice: random.Random) -> str
     return kind
 
 
-def torture(tmp_path: Path, world: int, kills: int, seed: int, **changes: dict[str, object]) -> Counter[str]:
+def torture(
+    tmp_path: Path, world: int, kills: int, seed: int, steps: int = 10, **changes: dict[str, object]
+) -> list[Counter[str]]:
+    """Kills and resumes a run until it ends, and begins another where that was too early; what was done to each."""
     dice = random.Random(seed)
+    changes |= {"train": {"steps": steps}}
     reference, indices = straight(tmp_path, world, **changes)
-    counts: Counter[str] = Counter()
-    for number in itertools.count():
-        sections = tiny(tmp_path / f"run{number}", **{"train": {"steps": STEPS}} | changes)
+    done: list[Counter[str]] = []
+    while sum(counts.total() for counts in done) < kills:
+        counts: Counter[str] = Counter()
+        done.append(counts)
+        sections = tiny(tmp_path / f"run{len(done)}", **changes)
         run = Path(sections["run"]["dir"])
-        while counts.total() < kills and STEPS not in [step for step, _ in fmt.checkpoints(run / "checkpoints")]:
+        while sum(each.total() for each in done) < kills and steps not in saved(run):
             what = attempt_and_kill(world, sections, dice)
             if what != "finished":
                 counts[what] += 1
             check(run, indices)
-        if STEPS not in [step for step, _ in fmt.checkpoints(run / "checkpoints")]:
+        if steps not in saved(run):
             complete(world, sections)
         assert_same(run, reference)
-        if counts.total() >= kills:
-            return counts
+    return done
 
 
 def test_a_few_kills(tmp_path: Path) -> None:
@@ -82,9 +86,10 @@ def test_a_few_kills(tmp_path: Path) -> None:
 
 @pytest.mark.wide
 def test_fifty_kills(tmp_path: Path) -> None:
-    counts = torture(tmp_path, 2, 60, seed=1)
+    """Of one run: its end is that of the undisturbed one."""
+    counts = torture(tmp_path, 2, 60, seed=1, steps=160)[0]
     assert counts.total() >= 50 and len(counts) == 5, counts
-    print(f"torture: {counts.total()} kills: {dict(counts)}")
+    print(f"torture: {counts.total()} kills of one run: {dict(counts)}")
 
 
 @pytest.mark.wide
@@ -108,7 +113,7 @@ def test_a_kill_at_every_single_change_of_the_file_system(rank: int, when: str, 
         attempt = Attempt(2, sections, Crash(rank, call, when))
         finished = attempt.finish()
         check(attempt.run, indices)
-        if 2 not in [step for step, _ in fmt.checkpoints(attempt.run / "checkpoints")]:
+        if 2 not in saved(attempt.run):
             complete(2, sections)
         assert_same(attempt.run, reference)
         if finished:
