@@ -28,12 +28,14 @@ DISTRIBUTED = {
 # A room imports only from rooms below it. `data` needs only the errors; `plan` reads the plain parts of all others.
 LEVELS = {
     "errors": 0, "device": 1, "layout": 1, "data": 1, "kernels": 1, "config": 2, "comm": 3, "nn": 4, "models": 5,
-    "pipeline": 6, "sharding": 6, "optim": 7, "checkpoint": 8, "train": 9, "plan": 10, "bench": 10, "cli": 11, "__main__": 12,
+    "pipeline": 6, "sharding": 6, "optim": 7, "checkpoint": 8, "train": 9, "plan": 10, "bench": 10,
+    "cli": 11, "__main__": 12,
 }  # fmt: skip
 
 WITHOUT_TORCH = [
     "layout", "layout.draw", "layout.params", "layout.chunks", "config.load", "config.rules", "models.description",
-    "optim.schedules", "comm.ledger", "pipeline.table", "pipeline.schedules", "pipeline.verify", "pipeline.simulate", "pipeline.draw",
+    "optim.schedules", "comm.ledger", "pipeline.table", "pipeline.schedules", "pipeline.verify", "pipeline.simulate",
+    "pipeline.draw",
     *(f"plan.{path.stem}" for path in sorted((PACKAGE / "plan").glob("*.py")) if path.stem != "__init__"),
     "bench.models", "cli.main", "cli.bench", "cli.layout", "cli.schedule", "cli.config",
 ]  # fmt: skip

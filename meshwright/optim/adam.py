@@ -61,7 +61,7 @@ class FlatOptimizer:
 
     @property
     def on_device(self) -> bool:
-        """Whether `step_on_device` can run: a fused pass over float32 masters that takes its numbers from the device."""
+        """Whether `step_on_device` can run: one pass over float32 masters that takes its numbers from the device."""
         return self.config.name == "adamw" and all(fits(state.master, state.buffer.grads) for state in self.states)
 
     @torch.no_grad()
