@@ -61,7 +61,8 @@ def make_trainer(config: Config, device: Device) -> Trainer:
     check(config, world)
     ctx = build_context(config, 0, world, device)
     stand_in(ctx.mesh)
-    data = RandomTokens(config.model.vocab, config.model.seq)
+    # Only tokens whose embeddings this rank holds: those of absent ranks would be rows of zeros, which norms blow up.
+    data = RandomTokens(config.model.vocab // config.layout.tp, config.model.seq)
     return Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
 
 
