@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from meshwright.bench.fake import receive_noise
+from meshwright.bench.fake import stand_in
 from meshwright.bench.floor import Floor
 from meshwright.bench.models import DATASHEET, flops
 from meshwright.bench.timing import by_kind
@@ -60,8 +60,9 @@ def make_trainer(config: Config, device: Device) -> Trainer:
     world = config.layout.tp * config.layout.pp
     check(config, world)
     ctx = build_context(config, 0, world, device)
-    receive_noise(ctx.mesh.pp)
-    data = RandomTokens(config.model.vocab, config.model.seq)
+    stand_in(ctx.mesh)
+    # Only tokens whose embeddings this rank holds: those of absent ranks would be rows of zeros, which norms blow up.
+    data = RandomTokens(config.model.vocab // config.layout.tp, config.model.seq)
     return Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
 
 

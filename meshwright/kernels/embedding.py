@@ -13,8 +13,8 @@ from torch import Tensor
 def _add_rows(out, grad, ids, order, tokens, width, BLOCK: tl.constexpr):
     place = tl.program_id(0)
     row = tl.load(ids + place)
-    if tl.load(ids + place - 1, mask=place > 0, other=-1) == row:
-        return  # the first token of this id adds them all
+    if (row < 0) | (tl.load(ids + place - 1, mask=place > 0, other=-1) == row):
+        return  # the first token of an id adds them all
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     sums = tl.zeros((BLOCK,), tl.float32)
@@ -29,7 +29,8 @@ def _add_rows(out, grad, ids, order, tokens, width, BLOCK: tl.constexpr):
 
 
 def add_rows(out: Tensor, grad: Tensor, rows: Tensor) -> None:
-    """out[rows] += grad, for `out` [vocabulary, hidden] in float32 and rows [tokens] that may repeat."""
+    """out[rows] += grad, for `out` [vocabulary, hidden] in float32 and rows [tokens]: they may repeat; negative ones
+    are left out."""
     ids, order = torch.sort(rows, stable=True)
     tokens, width = grad.shape
     block = min(1024, triton.next_power_of_2(width))

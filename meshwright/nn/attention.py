@@ -122,8 +122,9 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
         past: Past | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x, for what else needs it, and attention of its norm; x [tokens, hidden] of `batch` sequences. `mask` [batch, 1 or heads, seq, seq] is true where one may look, or
-        is added to the scores; without it, attention is causal. With `past`, x goes on where that ends."""
+        """x [tokens, hidden] of `batch` sequences, for what else needs it, and attention of its norm. `mask` [batch,
+        1 or heads, seq, seq] is true where one may look, or is added to the scores; without it, attention is causal.
+        With `past`, x goes on where that ends."""
         x, qkv = self.projection(x, norm)
         qkv = qkv.view(batch, qkv.shape[0] // batch, self.heads + 2 * self.kv_heads, self.head_dim)
         if self.fuses and rotary is not None and self.q_norm is None:

@@ -10,29 +10,27 @@ from torch import Tensor, nn
 from meshwright.comm.ops import reduce_from, reduce_scatter_from
 from meshwright.layout.params import ParamRecord
 from meshwright.nn.parallel import Parallel
-from meshwright.nn.weight_grad import add_rows_grad
+from meshwright.nn.weight_grad import add_rows_grad, dense_rows_grad
 
 
 class _Rows(torch.autograd.Function):
-    """weight[rows], with the rows outside of this rank's part (`inside` false) zero."""
+    """weight[rows]; a negative row is one that another rank holds, and gives zeros."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Tensor, inside: Tensor | None, sink: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows, inside)
+    def forward(ctx: Any, weight: Tensor, rows: Tensor, cut: bool, sink: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows)
         ctx.sink = sink
         ctx.size = weight.shape[0]
-        out = weight[rows]
-        return out if inside is None else out.masked_fill_(~inside[:, None], 0.0)
+        if not cut:
+            return weight[rows]
+        return weight[rows.clamp(min=0)].masked_fill_((rows < 0)[:, None], 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        rows, inside = ctx.saved_tensors
-        sink = ctx.sink
-        if inside is not None:
-            grad = grad.masked_fill(~inside[:, None], 0.0)
-        if sink is None:
-            return torch.ops.aten.embedding_dense_backward(grad, rows, ctx.size, -1, False), None, None, None
-        add_rows_grad(sink, grad.contiguous(), rows)
+        (rows,) = ctx.saved_tensors
+        if ctx.sink is None:
+            return dense_rows_grad(grad, rows, ctx.size), None, None, None
+        add_rows_grad(ctx.sink, grad.contiguous(), rows)
         return None, None, None, None
 
 
@@ -49,10 +47,10 @@ class TokenEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         tp, sink = self.parallel.tp, self.sinks.get("weight")
         if tp.alone:
-            return _Rows.apply(self.weight, ids, None, sink)
+            return _Rows.apply(self.weight, ids, False, sink)
         rows = ids - self.first
         inside = (rows >= 0) & (rows < self.weight.shape[0])
-        part = _Rows.apply(self.weight, torch.where(inside, rows, 0), inside, sink)
+        part = _Rows.apply(self.weight, torch.where(inside, rows, -1), True, sink)
         return reduce_scatter_from(part, tp) if self.parallel.splits_tokens else reduce_from(part, tp)
 
 
@@ -67,4 +65,4 @@ class PositionEmbedding(nn.Module):
         self.offset = offset
 
     def forward(self, positions: Tensor) -> Tensor:
-        return _Rows.apply(self.weight, positions + self.offset, None, self.sinks.get("weight"))
+        return _Rows.apply(self.weight, positions + self.offset, False, self.sinks.get("weight"))

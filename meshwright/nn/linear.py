@@ -6,6 +6,7 @@ its input's tokens and a row layer scatters its output's; the gathered input is 
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
 from meshwright.layout.params import ParamRecord
-from meshwright.nn import products
+from meshwright.nn import fp8, products
 from meshwright.nn.fused import rms_norm, rms_norm_backward, swiglu, swiglu_backward
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
@@ -147,6 +148,8 @@ class Linear(nn.Module):
         self.mode = product_mode(parallel, cut)
         self.group, self.size = parallel.tp.name, parallel.tp.size
         self.kind, self.fuses = parallel.products, parallel.fused
+        if self.kind and not fp8.multiplies(*weight.local_shape):
+            warnings.warn(f"sizes that are no multiples of {fp8.UNIT} are multiplied in bf16, not in fp8", stacklevel=2)
 
     @property
     def how(self) -> How:

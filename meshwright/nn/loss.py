@@ -1,9 +1,9 @@
 """The output layer and the cross entropy over a vocabulary that may be cut over tp, in chunks of tokens.
 
-The logits of one chunk exist at a time, in the model's precision, and their gradient takes their place: the gradients of
-the input and of the weight are made in the forward. A chunk's tokens are chosen so that its logits stay small beside the
-model. The full logits are never gathered: each rank reduces its own columns to one number a token (the logarithm of its
-sum of exponentials), and only those numbers travel. Sums are taken in float32 at least.
+The logits of one chunk exist at a time, in the model's precision, and their gradient takes their place: the gradients
+of the input and of the weight are made in the forward. A chunk's tokens are chosen so that its logits stay small
+beside the model. The full logits are never gathered: each rank reduces its own columns to one number a token (the
+logarithm of its sum of exponentials), and only those numbers travel. Sums are taken in float32 at least.
 """
 
 from __future__ import annotations
@@ -86,17 +86,19 @@ def _stats(logits: Tensor, labels: Tensor, v: Vocabulary) -> tuple[Tensor, Tenso
 
 def _grad_(logits: Tensor, labels: Tensor, mask: Tensor, norm: Tensor, scale: float, v: Vocabulary) -> None:
     weight = mask.to(norm.dtype) * scale
-    out = torch.sub(logits, norm[:, None]).exp_().mul_(weight[:, None])
+    out = logits if logits.dtype == norm.dtype else logits.to(norm.dtype)
+    out.sub_(norm[:, None]).exp_().mul_(weight[:, None])
     out[:, v.columns :] = 0.0
     at, inside = _place(labels, v)
     out.scatter_add_(1, at[:, None], torch.where(inside, -weight, 0.0)[:, None])
-    logits.copy_(out)
+    if out is not logits:
+        logits.copy_(out)
 
 
 class _OutputLoss(torch.autograd.Function):
     """The loss's sum from the hidden states. `scale` is the gradient that backward will bring: with it, the weight's
-    gradient goes straight to its place in the buffer; without, it is kept until backward tells its factor. (So a forward
-    that is announced is a part of the step, and may not be run twice.)"""
+    gradient goes straight to its place in the buffer; without, it is kept until backward tells its factor. (So a
+    forward that is announced is a part of the step, and may not be run twice.)"""
 
     @staticmethod
     def forward(
@@ -161,6 +163,6 @@ def output_loss(
     sink = output.sinks.get("weight")
     record = record_of(output.weight)
     if record is not None and record.tied:
-        scale = None  # the embedding adds to the same place in backward: the order of sums must not depend on a schedule
+        scale = None  # the embedding adds to the same place in backward, and a schedule must not change the sums' order
     training = torch.is_grad_enabled()
     return _OutputLoss.apply(x, output.weight, labels, mask, sink, output.mode, vocabulary, scale, training)

@@ -97,25 +97,31 @@ def _(sink: Tensor, grad: Tensor, x: Tensor) -> None:
     return None
 
 
+def dense_rows_grad(grad: Tensor, rows: Tensor, size: int) -> Tensor:
+    """The gradient of an embedding of `size` rows, as one whole tensor."""
+    grad = grad.masked_fill((rows < 0)[:, None], 0.0)
+    return torch.ops.aten.embedding_dense_backward(grad, rows.clamp(min=0), size, -1, False)
+
+
 @custom_op("meshwright::add_rows_grad", mutates_args={"sink"})
 def add_rows_grad(sink: Tensor, grad: Tensor, rows: Tensor) -> None:
-    """sink[rows] += grad, for an embedding [vocabulary, hidden]; `rows` [tokens] may repeat."""
+    """sink[rows] += grad, for an embedding [vocabulary, hidden]; `rows` [tokens] may repeat, and negative ones are left
+    out. The same sum has the same bits every time."""
     slot = sink_of(sink)
-    if sink.dtype == torch.float32 and fits(sink, grad):
-        from meshwright.kernels.embedding import add_rows
-
-        if slot.fresh:
-            sink.zero_()
-        add_rows(sink, grad, rows)
-        slot.done()
-        return
-    if sink.device.type != "cpu":  # index_add_ is not deterministic there
-        slot.add(torch.ops.aten.embedding_dense_backward(grad, rows, sink.shape[0], -1, False))
+    kernel = sink.dtype == torch.float32 and fits(sink, grad)
+    if not kernel and sink.device.type != "cpu":  # index_add_ is not deterministic there
+        slot.add(dense_rows_grad(grad, rows, sink.shape[0]))
         return
     slot.prepare()
     if slot.fresh:
         sink.zero_()
-    sink.index_add_(0, rows, grad.to(sink.dtype))
+    if kernel:
+        from meshwright.kernels.embedding import add_rows
+
+        add_rows(sink, grad, rows)
+    else:
+        kept = rows >= 0
+        sink.index_add_(0, rows[kept], grad[kept].to(sink.dtype))
     slot.done()
 
 

@@ -1,4 +1,4 @@
-"""Results of one step after the other, read one step late: the device has the next step's work before the host waits."""
+"""Results of step after step, read one step late: the device has the next step's work before the host waits."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from meshwright.bench.fake import fake_world, stand_in
 from meshwright.config.sections import Config, OptimizerConfig
 from meshwright.device import Device
 from meshwright.kernels import fits
@@ -138,10 +138,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 
 
 def one_of_a_fake_world(config: Config, world: int) -> dict[Line, Traffic]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    try:
+    with fake_world(0, world):
         trainer = gpu_trainer(config, 0, world)
         for _ in range(2):
             trainer.step()
@@ -151,8 +148,28 @@ def one_of_a_fake_world(config: Config, world: int) -> dict[Line, Traffic]:
             more = Traffic(tally.calls, tally.payload_bytes, tally.wire_bytes)
             found[line] = found.get(line, Traffic()).plus(more)
         return found
-    finally:
-        dist.destroy_process_group()
+
+
+def share_gradients(device: Device, precision: str, compiled: str, sequence_parallel: bool) -> dict[str, torch.Tensor]:
+    """Of the first of two tp ranks, whose partner is not there: the same numbers on every device."""
+    layout = {"tp": 2, "sequence_parallel": sequence_parallel}
+    model = LLAMA | {"hidden": 64, "ffn": 96}
+    config = small_config(model=model, layout=layout, train={"precision": precision, "compile": compiled})
+    with fake_world(0, 2):
+        ctx = build_context(config, 0, 2, device)
+        stand_in(ctx.mesh)
+        data = Made(config.model.vocab // 2, config.model.seq)
+        trainer = Trainer(ctx, build_modules(ctx, model_provider), forward_step, data)
+        return {record.name: grad.cpu() for record, grad in true_gradients(trainer)}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_gradients_of_a_tensor_parallel_share(sequence_parallel: bool) -> None:
+    expected = share_gradients(Device("cpu"), "fp64", "false", sequence_parallel)
+    found = share_gradients(Device.choose("cuda"), "fp32", "true", sequence_parallel)
+    assert expected.keys() == found.keys()
+    for name, grad in expected.items():
+        assert float((found[name] - grad).norm() / grad.norm()) <= 1e-4, name
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])

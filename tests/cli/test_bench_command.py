@@ -1,0 +1,62 @@
+"""`meshwright bench step` on a CPU: what it prints, and one sentence for a mistake."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from meshwright.bench.models import MODELS, bench_config, flops, parameters
+from meshwright.cli.main import main
+from meshwright.models.description import GPTDescription, stages
+from meshwright.train.context import products_of
+
+KEYS = {"step_ms", "tokens_per_s", "tflops", "mfu", "peak_gib", "floor_ms"}
+
+
+def bench(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["bench", "step", "--model", "tiny", "--device", "cpu", "--steps", "1", "--json", *words]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("words", [[], ["--precision", "fp8"], ["--tp", "2"], ["--pp", "2", "--micro-batches", "2"]])
+def test_one_document_with_the_promised_keys(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = bench(capsys, "--micro-batch", "1", *words)
+    assert set(found) >= KEYS
+    assert found["step_ms"] > 0 and found["floor_ms"] > 0 and found["peak_gib"] is None
+    assert found["floor"]["products_ms"] > 0 and all(loss > 0 for loss in found["losses"] if "--pp" not in words)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--model", "4b"], "unknown model '4b'"),
+        (["--model", "tiny", "--steps", "0"], "--steps 0 must be at least 1"),
+        (["--model", "tiny", "--device", "cpu", "--tp", "3"], "tp=3 does not divide heads=4"),
+    ],
+)
+def test_mistakes(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "step", *words]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert sentence in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}])
+def test_the_counted_parameters_are_the_models(model: str, layout: dict[str, int]) -> None:
+    config = bench_config(model, layout=layout)
+    description = GPTDescription(config.model, config.layout.tp, 0, False, config.layout.pp)
+    stage = stages(config.model.layers, config.layout.pp, ())[0]
+    assert parameters(config) == sum(record.numel for record in description.stage(stage).values())
+
+
+def test_flops_of_a_model_by_hand() -> None:
+    """3b: 3.21B weights in products, 28 layers of attention over 4096 tokens of which half are seen."""
+    config = bench_config("3b")
+    weights = 28 * (5120 * 3072 + 3072 * 3072 + 16384 * 3072 + 3072 * 8192) + 128256 * 3072
+    assert flops(config, 10) == 10 * (6 * weights + 6 * 28 * 3072 * 4096)
+    assert parameters(config) == 3_606_752_256
+    assert products_of(bench_config("3b", "fp8")) == "fp8" and products_of(config) == ""
+    assert products_of(bench_config("3b", "fp8", train={"fp8_scale": "row"})) == "fp8-row"
