@@ -8,6 +8,7 @@ from meshwright.plan.cost import Cost
 from meshwright.plan.flops import model_flops, total_params
 from meshwright.plan.memory import COMMUNICATOR_GIB, GIB, Memory, largest, peak_gib
 from meshwright.plan.show import percent, seconds, size, table
+from meshwright.plan.workload import config_mode
 
 DAY = 86400.0
 
@@ -18,7 +19,7 @@ def layout_of_cost(cost: Cost) -> dict[str, Any]:
     return {
         "tp": p.tp, "pp": p.pp, "dp": p.dp, "cp": p.cp, "chunks": p.chunks, "order": p.order,
         "sequence_parallel": p.sequence_parallel, "schedule": p.schedule, "micro_batch": w.micro_batch,
-        "zero": p.zero, "recompute": w.recompute, "split": list(w.split),
+        "zero": p.zero, "recompute": config_mode(w.recompute), "split": list(w.split),
     }  # fmt: skip
 
 

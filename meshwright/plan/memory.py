@@ -67,6 +67,9 @@ def block_saved(w: Workload, stack: Stack, cut: Cut) -> tuple[float, float]:
     whole_input = cut.tokens / cut.token_cut * w.model.hidden * cut.element
     if w.recompute == "none":
         return everything, 0.0
+    if w.recompute == "core":
+        core = tensors["log-sums" if stack.fused_attention else "attention scores"]
+        return everything - core, core
     if w.recompute == "selective":
         if not stack.fused_attention:
             kept = everything - tensors["attention scores"]

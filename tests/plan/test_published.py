@@ -140,7 +140,8 @@ def test_bad_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"layers": "-3"}, "layers=-3"), ({"heads": "x"}, "heads=x"), ({"gpus": "7"}, "not a multiple of tp x pp x cp"),
         ({"recompute": "some"}, "recompute=some"), ({"zero_stage": "9"}, "zero_stage=9"),
         ({"step_time_s": "nan"}, "step_time_s=nan"), ({"gpu": "abacus"}, "no cluster file for the device abacus"),
-        ({"precision": "fp4"}, "fp4"), ({"global_batch": "1"}, "less than dp x micro-batch"), ({"schedule": "zb-1p"}, "zb-1p"),
+        ({"precision": "fp4"}, "fp4"), ({"global_batch": "1"}, "less than dp x micro-batch"),
+        ({"schedule": "zb-1p"}, "zb-1p"), ({"tp": "128", "pp": "1"}, "finer than its heads"),
     ],
 )  # fmt: skip
 def test_a_bad_cell_is_a_reason_and_no_crash(cell: dict[str, str], word: str) -> None:
