@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from meshwright.config.rules import axes_that_exist
+from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.plan import job as jobs
 from meshwright.plan.account import layout_of_cost, layout_words
@@ -17,7 +19,7 @@ from meshwright.plan.cost import predict_cost
 from meshwright.plan.explain import against, why_best, yaml_of
 from meshwright.plan.html import page
 from meshwright.plan.memory import peak_gib
-from meshwright.plan.search import Candidate, search, space_of, why_nothing
+from meshwright.plan.search import Candidate, Space, search, space_of, why_nothing
 from meshwright.plan.show import percent, seconds, table
 from meshwright.plan.stack import Stack
 from meshwright.plan.workload import Parallel, Workload, states_of
@@ -62,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         states=states_of(c, job.extras), node_size=c.layout.node_size or cluster.node.devices,
     )  # fmt: skip
     limit = args.fit or cluster.device.memory_gib
-    found = search(base, cluster, stack, devices, limit, space_of(args.words))
+    found = search(base, cluster, stack, devices, limit, _space(c, args.words))
     if not found.candidates:
         raise why_nothing(base, cluster, stack, devices, found, limit)
     shown = found.candidates[: args.top]
@@ -73,6 +75,15 @@ def run(args: argparse.Namespace) -> int:
     _write(args, job, shown, reasons, limit, devices, cluster)
     print(json.dumps(_json(job, shown, known)) if args.json else _text(shown, reasons))
     return 0
+
+
+def _space(config: Config, words: list[str]) -> Space:
+    """What may be chosen: what the words leave open, and context parallelism where it can be trained."""
+    space = space_of(words)
+    probe = replace(config, layout=replace(config.layout, cp=2))
+    if space.cp == (1,) and axes_that_exist(probe, 2) is None:
+        space = replace(space, cp=(1, 2, 4, 8))
+    return space
 
 
 def known_run(job: jobs.Planned, cluster: Cluster, stack: Stack, devices: int, batch: int) -> Candidate | None:

@@ -6,8 +6,9 @@ from typing import Any
 
 from meshwright.plan.cost import Cost
 from meshwright.plan.flops import model_flops, total_params
-from meshwright.plan.memory import COMMUNICATOR_GIB, GIB, Memory, largest, peak_gib
-from meshwright.plan.show import percent, seconds, size, table
+from meshwright.plan.memory import GIB, Memory, context_gib, largest, peak_gib
+from meshwright.plan.show import count, percent, seconds, size, table
+from meshwright.plan.workload import config_mode
 
 DAY = 86400.0
 
@@ -18,7 +19,7 @@ def layout_of_cost(cost: Cost) -> dict[str, Any]:
     return {
         "tp": p.tp, "pp": p.pp, "dp": p.dp, "cp": p.cp, "chunks": p.chunks, "order": p.order,
         "sequence_parallel": p.sequence_parallel, "schedule": p.schedule, "micro_batch": w.micro_batch,
-        "zero": p.zero, "recompute": w.recompute, "split": list(w.split),
+        "zero": p.zero, "recompute": config_mode(w.recompute), "split": list(w.split),
     }  # fmt: skip
 
 
@@ -36,12 +37,12 @@ def _value(value: Any) -> str:
     if not isinstance(value, list):
         return str(value).lower()
     runs: list[list[int]] = []
-    for count in value:
-        if runs and runs[-1][0] == count:
+    for layers in value:
+        if runs and runs[-1][0] == layers:
             runs[-1][1] += 1
         else:
-            runs.append([count, 1])
-    return "+".join(f"{times}x{count}" if times > 1 else str(count) for count, times in runs)
+            runs.append([layers, 1])
+    return "+".join(f"{times}x{layers}" if times > 1 else str(layers) for layers, times in runs)
 
 
 def whole_run(cost: Cost, tokens: float) -> dict[str, float]:
@@ -64,13 +65,12 @@ def whole_run(cost: Cost, tokens: float) -> dict[str, float]:
 
 
 def memory_json(memory: Memory, cost: Cost) -> dict[str, Any]:
-    w, p = cost.workload, cost.workload.parallel
-    axes = sum(n > 1 for n in (p.tp, p.pp, p.dp * p.cp))
+    w = cost.workload
     return {
         "pp_rank": memory.pp_rank, "parameters": memory.parameters, "gradients": memory.gradients,
         "master": memory.master, "optimizer": memory.optimizer, "activations": memory.activations,
         "buffers": memory.buffers, "peak": memory.peak,
-        "context": (cost.stack.base_gib + COMMUNICATOR_GIB * axes) * GIB,
+        "context": context_gib(w, cost.stack, cost.cluster) * GIB,
         "device_gib": cost.cluster.device.memory_gib, "needed_gib": peak_gib(w, cost.stack, cost.cluster),
     }  # fmt: skip
 
@@ -109,7 +109,7 @@ def report(cost: Cost, tokens: float | None = None) -> str:
     m = as_json(cost, tokens)
     words = layout_words(m["layout"])
     lines = [
-        f"{total_params(w.model) / 1e9:.1f}B parameters on {w.world} x {cost.cluster.device.name}: {words}",
+        f"{count(total_params(w.model))} parameters on {w.world} x {cost.cluster.device.name}: {words}",
         f"global batch {w.global_batch} x {w.model.seq} tokens, {w.micro_batches} micro-batches, {w.precision}, "
         f"stack {cost.stack.name}",
         "",
@@ -130,8 +130,7 @@ def report(cost: Cost, tokens: float | None = None) -> str:
     shown = range(p.pp) if p.pp <= 6 else (0, 1, p.pp - 2, p.pp - 1)
     for rank in shown:
         s = cost.stages[rank]
-        size_of = f"{s.params / 1e9:.3f}B"
-        rows.append((f"{rank}", seconds(s.forward), seconds(s.backward), f"{s.flops / 1e12:.2f}", size_of))
+        rows.append((f"{rank}", seconds(s.forward), seconds(s.backward), f"{s.flops / 1e12:.3g}", count(s.params)))
     lines += [table(rows), "", _memory_lines(m["memory"])]
     if tokens:
         lines += ["", _run_lines(m["run"])]

@@ -97,6 +97,8 @@ def block_part(
     if recompute == "selective":
         again = attention if not stack.fused_attention else 0.0
         again += stack.selective * (linear + rest)
+    elif recompute == "core":
+        again = attention
     else:
         again = share * forward
     tp = _block_tp(model, cut, place, cluster, stack, linear, recompute)

@@ -333,7 +333,7 @@ def _reduce_seconds(
         exposed += seconds - hidden
     if w.model.tied_embeddings and p.pp > 1:
         table = -(-w.model.vocab // p.tp) * w.model.hidden * w.states.grad
-        seconds = collective_seconds(cluster, "all_reduce", table, 2, 1)
+        seconds = collective_seconds(cluster, "all_reduce", table, 2, ranks_per_node(w, "embedding"))
         axes["embedding"].add(1, table, seconds)
         exposed += seconds
     return exposed

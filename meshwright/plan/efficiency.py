@@ -11,6 +11,7 @@ from meshwright.plan.cluster import Cluster, Device
 # factors more often from shared memory.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.96), (128, 64, 0.84), (64, 64, 0.65))
 DEPTH = 96  # k at which a tile's start and end cost as much as its inside
+CORE_DEPTH = 12  # the same on a processor's core
 ALIGNED = 8  # elements of two bytes in the 16-byte loads that tensor cores need
 UNALIGNED = 0.12  # the rate without them
 
@@ -18,6 +19,8 @@ UNALIGNED = 0.12  # the rate without them
 @lru_cache(maxsize=100_000)
 def tile_share(m: int, n: int, k: int, count: int, units: int) -> float:
     """The share of its best rate that a product of this shape reaches: filled tiles, full waves, depth, alignment."""
+    if units == 1:  # a processor's core: no tiles are dealt out, and no loads need to be aligned
+        return k / (k + CORE_DEPTH)
     best = 0.0
     for rows, columns, rate in TILES:
         tiles = math.ceil(m / rows) * math.ceil(n / columns) * count

@@ -12,6 +12,7 @@ from meshwright.plan.cost import Cost
 from meshwright.plan.job import Planned
 from meshwright.plan.search import Candidate
 from meshwright.plan.show import percent, seconds
+from meshwright.plan.workload import config_mode
 
 
 def parts_of(cost: Cost) -> dict[str, float]:
@@ -57,7 +58,7 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
     if p.zero:
         what = {1: "optimizer states", 2: "optimizer states and gradients", 3: "all states"}[p.zero]
         lines.append(f"ZeRO stage {p.zero} cuts the {what} over {p.shard_ranks} ranks.")
-    mode = {"none": "Nothing is recomputed", "selective": "Only attention's core is recomputed"}
+    mode = {"none": "Nothing is recomputed", "core": "Only attention's core is recomputed"}
     room = cost.cluster.device.memory_gib - best.memory_gib
     lines.append(f"{mode.get(w.recompute, 'Blocks are recomputed')}; {room:.1f} GiB of the device stay free.")
     return lines
@@ -75,7 +76,7 @@ def yaml_of(job: Planned, best: Candidate) -> str:
         raw = to_mapping(job.config)
     raw["layout"] = {
         "tp": p.tp, "pp": p.pp, "order": p.order, "sequence_parallel": p.sequence_parallel, "chunks": p.chunks,
-        "node_size": w.node_size,
+        "node_size": w.node_size, **({"cp": p.cp} if p.cp > 1 else {}),
     }  # fmt: skip
     raw["pipeline"] = {"schedule": p.schedule, **({"split": list(w.split)} if w.split else {})}
     raw["train"] = {
@@ -84,7 +85,7 @@ def yaml_of(job: Planned, best: Candidate) -> str:
     if p.zero:
         raw["zero"] = {**raw.get("zero", {}), "stage": p.zero}
     if w.recompute != "none":
-        raw["recompute"] = {"mode": w.recompute}
+        raw["recompute"] = {"mode": config_mode(w.recompute)}
     head = f"# {layout_words(layout_of_cost(best.cost))}\n# on {w.world} x {best.cost.cluster.device.name}: "
     head += f"{seconds(best.cost.step_s)} a step, {best.memory_gib:.1f} GiB, predicted. Put your token files in data.\n"
     return head + yaml.safe_dump(raw, sort_keys=False)

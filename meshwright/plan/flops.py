@@ -162,13 +162,15 @@ def recomputed_flops(model: ModelConfig, tokens: float, recompute: str, causal: 
     cut = Cut(1, model.seq)
     products = sum(product.flops for product in layer_work(model, cut, True).products)
     core = causal_flops(model, cut) * (1 if causal else 2)
-    again = {"none": 0.0, "selective": core}.get(recompute, products + core)
+    again = {"none": 0.0, "selective": core, "core": core}.get(recompute, products + core)
+    if recompute == "core":
+        return model.layers * again * tokens / model.seq
     return model.layers * again * recomputed_share(recompute) * tokens / model.seq
 
 
 def recomputed_share(recompute: str) -> float:
-    """The share of the blocks that run again: all with `full` and `every:N`, which keeps the input of each N-th."""
-    return 0.0 if recompute == "none" else 1.0
+    """The share of the blocks that run again whole: all with `full` and with `every:N`, which keeps each N-th input."""
+    return 0.0 if recompute in ("none", "core") else 1.0
 
 
 def recomputed_run(recompute: str) -> int:

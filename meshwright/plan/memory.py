@@ -14,6 +14,7 @@ from meshwright.plan.workload import Workload
 GIB = 2**30
 LIVE, BUCKET = 1e9, 5e8  # DeepSpeed's stage3_max_live_parameters and reduce_bucket_size
 COMMUNICATOR_GIB = 0.8  # NCCL's buffers of all channels, for each axis that communicates
+PROGRAM_GIB = 0.5  # Python and torch in a process without an accelerator
 FUSED_LOGIT_BYTES = 0.25  # a loss that makes its logits in pieces holds a small part of them at once
 
 
@@ -67,6 +68,9 @@ def block_saved(w: Workload, stack: Stack, cut: Cut) -> tuple[float, float]:
     whole_input = cut.tokens / cut.token_cut * w.model.hidden * cut.element
     if w.recompute == "none":
         return everything, 0.0
+    if w.recompute == "core":
+        core = tensors["log-sums" if stack.fused_attention else "attention scores"]
+        return everything - core, core
     if w.recompute == "selective":
         if not stack.fused_attention:
             kept = everything - tensors["attention scores"]
@@ -179,9 +183,16 @@ def reserved_gib(memory: Memory, stack: Stack) -> float:
 
 def peak_gib(w: Workload, stack: Stack, cluster: Cluster) -> float:
     """GiB of the device that a step needs, with the context and communication buffers."""
+    return reserved_gib(largest(w, stack), stack) + context_gib(w, stack, cluster)
+
+
+def context_gib(w: Workload, stack: Stack, cluster: Cluster) -> float:
+    """What lies beside the allocator's memory: context and communication buffers; on a processor, the program."""
+    if cluster.device.units == 1:
+        return PROGRAM_GIB
     p = w.parallel
     axes = sum(size > 1 for size in (p.tp, p.pp, p.dp * p.cp))
-    return reserved_gib(largest(w, stack), stack) + stack.base_gib + COMMUNICATOR_GIB * axes
+    return stack.base_gib + COMMUNICATOR_GIB * axes
 
 
 def fits(w: Workload, stack: Stack, cluster: Cluster) -> bool:

@@ -18,9 +18,9 @@ from meshwright.plan.compute import block_part
 from meshwright.plan.cost import Cost, cut_of, place_of, predict_cost
 from meshwright.plan.memory import peak_gib
 from meshwright.plan.stack import Stack
-from meshwright.plan.workload import Parallel, Workload, best_split
+from meshwright.plan.workload import Parallel, Workload, best_split, config_mode, own_mode
 
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "core", "full")
 ORDERS = ("tp-cp-ep-dp-pp", "tp-pp-cp-ep-dp")
 SLOWER = 1.5  # layouts whose products alone take this much longer than the best step are not looked at
 REFINED = 12  # of the best by closed formulas, timed again by their own schedule tables
@@ -79,7 +79,7 @@ def space_of(words: Sequence[str]) -> Space:
         key, _, value = word.partition("=")
         if key in FIXES:
             text = key in ("layout.order", "recompute.mode")
-            fixed[FIXES[key]] = (value if text else parse_yaml(value, f"'{word}'"),)
+            fixed[FIXES[key]] = (own_mode(value) if text else parse_yaml(value, f"'{word}'"),)
     return Space(**fixed)
 
 
@@ -209,8 +209,9 @@ def why_nothing(base: Workload, cluster: Cluster, stack: Stack, devices: int, fo
         if more.candidates:
             enough = f", or {devices * factor} of these devices with a global batch of {base.global_batch * factor}"
             break
+    mode = config_mode(w.recompute)
     return UserError(
         f"the model fits nowhere on {devices} x {cluster.device.name}: the nearest layout (tp={p.tp}, pp={p.pp}, "
-        f"dp={p.dp}, micro-batch {w.micro_batch}, zero {p.zero}, recompute {w.recompute}) needs {needed:.1f} GiB of "
+        f"dp={p.dp}, micro-batch {w.micro_batch}, zero {p.zero}, recompute {mode}) needs {needed:.1f} GiB of "
         f"{limit:.1f}, {needed - limit:.1f} GiB too much: use devices with more memory{enough}"
     )

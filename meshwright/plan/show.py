@@ -31,5 +31,10 @@ def size(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def count(value: float) -> str:
+    """Parameters: `8.03B`, `124M`."""
+    return f"{value / 1e9:.4g}B" if value >= 1e9 else f"{value / 1e6:.3g}M"
+
+
 def percent(share: float) -> str:
     return f"{100 * share:.1f} %"

@@ -71,7 +71,8 @@ class Workload:
     micro_batch: int
     global_batch: int
     precision: str = "bf16"
-    recompute: str = "none"  # none, selective, full or every:N
+    # none, full, every:N, core (attention's core alone), or selective: whatever a stack calls so.
+    recompute: str = "none"
     states: States = field(default_factory=States)
     split: tuple[int, ...] = ()
     node_size: int = 8
@@ -188,9 +189,19 @@ def workload_of(
     return Workload(
         model=config.model, parallel=parallel, micro_batch=config.train.micro_batch,
         global_batch=config.train.global_batch, precision=config.train.precision,
-        recompute=setting(config, more, "recompute.mode", "none"), states=states_of(config, more),
+        recompute=own_mode(setting(config, more, "recompute.mode", "none")), states=states_of(config, more),
         split=config.pipeline.split, node_size=size,
     )  # fmt: skip
+
+
+def own_mode(mode: str) -> str:
+    """What Meshwright's `selective` does: attention's core is run again, nothing else."""
+    return "core" if mode == "selective" else mode
+
+
+def config_mode(mode: str) -> str:
+    """The config's word for it."""
+    return "selective" if mode == "core" else mode
 
 
 def states_of(config: Config, extras: Mapping[str, str]) -> States:

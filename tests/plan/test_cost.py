@@ -93,7 +93,7 @@ def test_more_of_something_costs_what_it_should() -> None:
     assert predict_cost(base, H100, OWN).step_s < cost(base).step_s
     states = [largest(base.with_parallel(zero=stage), OWN).states for stage in range(4)]
     assert states == sorted(states, reverse=True) and states[3] < states[0] / 7
-    kept = [largest(replace(base, recompute=mode), OWN).activations for mode in ("none", "selective", "full")]
+    kept = [largest(replace(base, recompute=mode), OWN).activations for mode in ("none", "core", "full")]
     assert kept == sorted(kept, reverse=True)
 
 

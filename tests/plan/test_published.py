@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -141,9 +144,17 @@ def test_bad_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"recompute": "some"}, "recompute=some"), ({"zero_stage": "9"}, "zero_stage=9"),
         ({"step_time_s": "nan"}, "step_time_s=nan"), ({"gpu": "abacus"}, "no cluster file for the device abacus"),
         ({"precision": "fp4"}, "fp4"), ({"global_batch": "1"}, "less than dp x micro-batch"),
-        ({"schedule": "zb-1p"}, "zb-1p"),
+        ({"schedule": "zb-1p"}, "zb-1p"), ({"tp": "128", "pp": "1"}, "finer than its heads"),
     ],
 )  # fmt: skip
 def test_a_bad_cell_is_a_reason_and_no_crash(cell: dict[str, str], word: str) -> None:
     row = next(row for row in read_rows(TABLE) if row["id"] == "sc21-t1-39.1b")
     assert word in predict_row({**row, **cell}).reason
+
+
+def test_the_calibration_script_reads_a_table() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "calibrate.py"
+    done = subprocess.run([sys.executable, str(script), str(TABLE)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"mean absolute error of (\d+) rows: ([\d.]+) %", done.stdout)
+    assert found is not None and int(found[1]) > 25 and float(found[2]) < 10
