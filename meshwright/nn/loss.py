@@ -126,6 +126,7 @@ class _OutputLoss(torch.autograd.Function):
                 add_product(sink_of(sink), logits, full[part], last=begin + rows >= len(full))
             elif kept is not None:
                 write_product(kept, logits, full[part], add=begin > 0)
+            del logits  # or the next chunk's would be made beside them
         ctx.save_for_backward(grad_x, kept)
         ctx.sink, ctx.mode, ctx.group, ctx.size, ctx.scale, ctx.direct = sink, mode, v.group, v.size, factor, direct
         ctx.dtype = weight.dtype

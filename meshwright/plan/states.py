@@ -38,11 +38,11 @@ def records(config: Config, pp_rank: int) -> Iterator[tuple[ParamRecord, tuple[i
             tied |= {record.tied} - {""}
 
 
-def padded_elements(config: Config, w: Workload, pp_rank: int) -> tuple[int, int]:
-    """Elements of all flat buffers of a rank, padding included, and of its largest bucket."""
+def bucket_sizes(config: Config, w: Workload, pp_rank: int) -> list[list[int]]:
+    """Elements of every bucket, padding included, in the order of backward, by buffer."""
     layout = layout_of(config, w.world, w.node_size)
     keyed = backward_order(records(config, pp_rank), lambda item: (item[0].data_axes, item[0].partial))
-    total = largest = 0
+    found = []
     for (data_axes, _), items in keyed.items():
         ranks = layout.size(data_axes)
         full = bucket_elements(config.comm.bucket_mib * 2**20, w.states.grad)
@@ -54,11 +54,9 @@ def padded_elements(config: Config, w: Workload, pp_rank: int) -> tuple[int, int
             groups, full = units, 2**62
         else:
             groups = {None: [record.numel for record, _ in items]}
-        for sizes in groups.values():
-            buckets = place(sizes, ranks, full)[1]
-            total += buckets[-1][1]
-            largest = max(largest, *(stop - start for start, stop in buckets))
-    return total, largest
+        placed = [place(sizes, ranks, full)[1] for sizes in groups.values()]
+        found.append([stop - start for buckets in placed for start, stop in buckets])
+    return found
 
 
 def rank_memory(
@@ -73,7 +71,8 @@ def rank_memory(
 def exact(config: Config, w: Workload, pp_rank: int) -> Memory:
     """What our own program allocates on a rank: states and activations to the byte, buffers and the peak nearly so."""
     p, s = w.parallel, w.states
-    whole, bucket = padded_elements(config, w, pp_rank)
+    sizes = bucket_sizes(config, w, pp_rank)
+    whole = sum(map(sum, sizes))
     shards = p.shard_ranks
     zero = p.zero if shards > 1 else 0
     own = whole // shards
@@ -87,12 +86,14 @@ def exact(config: Config, w: Workload, pp_rank: int) -> Memory:
         parameters = 0
     job = job_of(config, w.world)
     kept = activations(config, job, pp_rank)
-    # Gradients of the bucket that is filled and of those on their way; weights of the unit in use and of the next.
-    buffers = 0
-    if zero >= 2:
-        more = 2 * bucket // shards if job.micro_batches > 1 else 0
-        buffers += (FILLING * bucket + more) * s.grad
-    if zero == 3:
-        buffers += 2 * bucket * s.param
-    peak = parameters + gradients + master + optimizer + kept + buffers + passing(config, job, pp_rank)
+    # Gradients of the bucket that is filled and of those on their way; weights of the unit in use and of the next. Most
+    # activations are there when backward begins, so it is the first buckets that meet them.
+    def flying(counts: list[int]) -> int:
+        parts = 2 * max(counts[:2]) // shards if job.micro_batches > 1 else 0
+        weights = sum(counts[:2]) * s.param if zero == 3 else 0
+        return weights + ((sum(counts[:FILLING]) + parts) * s.grad if zero >= 2 else 0)
+
+    buffers = max(flying(counts[at:]) for counts in sizes for at in range(len(counts)))
+    first = max(flying(counts) for counts in sizes)
+    peak = parameters + gradients + master + optimizer + kept + first + passing(config, job, pp_rank)
     return Memory(pp_rank, parameters, gradients, master, optimizer, kept, buffers, peak)

@@ -1,0 +1,129 @@
+"""What one rank of a job allocates on a GPU, against what `meshwright memory` says: single ranks, and ranks of worlds
+whose other ranks are not there. Uncompiled blocks; the most that was allocated over the second and third step.
+
+    python benchmarks/gpu_memory.py             # all
+    python benchmarks/gpu_memory.py neox-20b    # one
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from meshwright.bench.fake import fake_world, stand_in
+from meshwright.bench.step import RandomTokens, draw_on_device
+from meshwright.config.load import config_from
+from meshwright.config.rules import check
+from meshwright.config.sections import Config
+from meshwright.device import Device
+from meshwright.plan.states import rank_memory
+from meshwright.train.context import build_context
+from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.pretrain import build_modules
+from meshwright.train.step import Trainer
+
+LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tied_embeddings": False}
+LLAMA_1B = LLAMA | {
+    "layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "ffn": 8192, "vocab": 128256, "seq": 4096,
+}  # fmt: skip
+LLAMA_3B = LLAMA_1B | {"layers": 28, "hidden": 3072, "heads": 24}
+NEOX = {
+    "layers": 44, "hidden": 6144, "heads": 64, "vocab": 50432, "seq": 2048, "position": "rope", "rotary_fraction": 0.25,
+    "parallel_residual": True, "tied_embeddings": False,
+}  # fmt: skip
+OPT = {"layers": 96, "hidden": 12288, "heads": 96, "vocab": 50272, "seq": 2048, "mlp": "relu"}
+GPT3 = {"layers": 96, "hidden": 12288, "heads": 96, "vocab": 51200, "seq": 2048}
+
+# name: model, layout and the rest, micro-batch, micro-batches, world, rank
+CASES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]], int, int, int, int]] = {
+    "llama-1b": (LLAMA_1B, {}, 2, 1, 1, 0),
+    "llama-1b, selective, 2 micro-batches": (LLAMA_1B, {"recompute": {"mode": "selective"}}, 2, 2, 1, 0),
+    "llama-3b": (LLAMA_3B, {}, 2, 1, 1, 0),
+    "llama-3b, full recomputation": (LLAMA_3B, {"recompute": {"mode": "full"}}, 8, 1, 1, 0),
+    "llama-3b, tp 2 sp, stage 2 over 4": (
+        LLAMA_3B, {"layout": {"tp": 2, "sequence_parallel": True}, "zero": {"stage": 2}}, 4, 2, 8, 0),
+    "gpt-neox-20b, tp 2 pp 4 dp 12, stage 1, first stage": (
+        NEOX, {"layout": {"tp": 2, "pp": 4}, "zero": {"stage": 1}}, 4, 8, 96, 0),
+    "gpt-neox-20b, last stage": (NEOX, {"layout": {"tp": 2, "pp": 4}, "zero": {"stage": 1}}, 4, 8, 96, 95),
+    "opt-175b, tp 8, stage 3 over 124": (
+        OPT, {"layout": {"tp": 8}, "zero": {"stage": 3}, "recompute": {"mode": "full"}}, 8, 1, 992, 0),
+    "gpt3-175b, tp 8 pp 16 sp, middle stage": (
+        GPT3, {"layout": {"tp": 8, "pp": 16, "sequence_parallel": True}, "recompute": {"mode": "full"}},
+        1, 32, 1024, 512),
+}  # fmt: skip
+
+
+def config_of(name: str) -> tuple[Config, int, int]:
+    model, sections, micro_batch, micro_batches, world, rank = CASES[name]
+    layout = sections.get("layout", {})
+    dp = world // (layout.get("tp", 1) * layout.get("pp", 1))
+    train = {
+        "precision": "bf16", "micro_batch": micro_batch, "global_batch": micro_batch * micro_batches * dp,
+        "compile": "false", "steps": 100,
+    }  # fmt: skip
+    raw = {"model": model, "data": {"prefixes": ["none"]}, "train": train, "comm": {"bucket_mib": 100}, **sections}
+    return config_from(raw), world, rank
+
+
+def measure(name: str) -> dict[str, Any]:
+    config, world, rank = config_of(name)
+    check(config, world)
+    _, said = rank_memory(config, world, rank)
+    device = Device.choose("cuda")
+    begin = time.perf_counter()
+    try:
+        real, states = allocated(config, world, rank, device)
+    except torch.OutOfMemoryError as error:
+        return {"case": name, "said_gib": said.peak / 2**30, "error": str(error).splitlines()[0]}
+    return {
+        "case": name, "measured_gib": real / 2**30, "said_gib": said.peak / 2**30, "ratio": said.peak / real,
+        "activations_gib": said.activations / 2**30, "buffers_gib": said.buffers / 2**30, "states_gib": states / 2**30,
+        "seconds": time.perf_counter() - begin,
+    }  # fmt: skip
+
+
+def allocated(config: Config, world: int, rank: int, device: Device) -> tuple[int, int]:
+    """The most bytes in the second and third step, and those of masters and moments."""
+    with fake_world(rank, world):
+        ctx = build_context(config, rank, world, device, 8)
+        stand_in(ctx.mesh)
+        data = RandomTokens(config.model.vocab // config.layout.tp, config.model.seq)
+        trainer = Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
+        trainer.step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(2):
+            trainer.step()
+        torch.cuda.synchronize()
+        real = torch.cuda.max_memory_allocated()
+        return real, sum(s.nbytes for _, _, shares in trainer.states() for s in shares)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help="words of the cases' names (default: all)")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    for name in CASES:
+        if args.cases and not any(word in name for word in args.cases):
+            continue
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:  # which takes its memory with it
+            found = process.submit(measure, name).result()
+        if args.json or "error" in found:
+            print(json.dumps(found), flush=True)
+        else:
+            print(
+                f"{name:<55} measured {found['measured_gib']:6.1f} GiB, said {found['said_gib']:6.1f} GiB "
+                f"({found['ratio']:.3f}), {found['seconds']:.0f} s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
