@@ -39,7 +39,7 @@ def losses(prefix: str, precision: str, scale: str, args: argparse.Namespace) ->
             "precision": precision, "fp8_scale": scale, "micro_batch": args.batch, "global_batch": args.batch,
             "steps": args.steps,
         },
-        "optimizer": {"lr": 1e-3}, "lr": {"warmup": 20, "min": 1e-4}, "data": {"prefixes": [prefix]},
+        "optimizer": {"lr": args.lr}, "lr": {"warmup": 20, "min": args.lr / 10}, "data": {"prefixes": [prefix]},
         "run": {"device": args.device},
     })  # fmt: skip
     torch._dynamo.reset()
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     base = 0.0
