@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +152,20 @@ class SideStream:
         if self.module is not None:
             self._inside.__exit__(*error)
             self.stream.synchronize()
+
+
+def pin(tensor: torch.Tensor, device: torch.device) -> None:
+    """Keeps host memory where it is, so that a CUDA device can copy from and to it by itself. In place: torch's own
+    allocator of pinned memory rounds up to a power of two, which doubles what a large state takes."""
+    if device.type != "cuda" or not tensor.numel():
+        return
+    library, address = torch.cuda.cudart(), tensor.data_ptr()
+    error = int(library.cudaHostRegister(address, tensor.nbytes, 0))
+    if error:
+        said = f"{tensor.nbytes >> 20} MiB of host memory can't be pinned (CUDA error {error}): copies will wait"
+        warnings.warn(said, stacklevel=2)
+    else:
+        weakref.finalize(tensor.untyped_storage(), library.cudaHostUnregister, address)
 
 
 def accelerator(device: torch.device) -> Any:

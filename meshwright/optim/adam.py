@@ -180,7 +180,8 @@ class FlatOptimizer:
     def on_device(self) -> bool:
         """Whether `step_on_device` can run: a fused pass over float32 masters, with numbers from the device."""
         return self.config.name == "adamw" and all(
-            state.at_hand and fits(*state.master, state.buffer.grads) for state in self.states
+            state.at_hand and fits(*state.master, state.buffer.buckets[0].own_params, state.buffer.grads)
+            for state in self.states
         )
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.device import accelerator
+from meshwright.device import accelerator, pin
 from meshwright.errors import UserError
 
 PAGE = 4096  # direct reads and writes are in whole pages
@@ -127,8 +127,9 @@ class Kept:
             self.shares = self.file.shares
         else:
             home = device if place == "none" or device.type == "cpu" else torch.device("cpu")
-            pinned = home.type == "cpu" and device.type != "cpu"
-            flat = torch.zeros(sum(sizes), dtype=dtype, device=home, pin_memory=pinned)
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=home)
+            if home.type == "cpu":
+                pin(flat, device)
             self.shares = list(flat.split(list(sizes)))
 
     @classmethod

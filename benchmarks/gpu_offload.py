@@ -1,0 +1,79 @@
+"""A model whose states don't fit on the device, trained with its optimizer states in host memory: step time, the rate
+at which states were moved, and what the bus gives in both directions at once.
+
+    python benchmarks/gpu_offload.py --layers 40
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+
+from meshwright.bench.step import RandomTokens, draw_on_device
+from meshwright.config.load import config_from
+from meshwright.device import Device
+from meshwright.train.context import build_context
+from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.pretrain import build_modules
+from meshwright.train.step import Trainer
+
+
+def bus_rate(device: torch.device, mib: int = 512) -> float:
+    """Bytes a second of copies in both directions at once, each way."""
+    host = [torch.zeros(mib << 18, pin_memory=True) for _ in range(2)]
+    there = [torch.zeros(mib << 18, device=device) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(8):
+        with torch.cuda.stream(streams[0]):
+            there[0].copy_(host[0], non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            host[1].copy_(there[1], non_blocking=True)
+    torch.cuda.synchronize()
+    return 8 * (mib << 20) / (time.perf_counter() - begin)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--buffer-mib", type=float, default=256.0)
+    args = parser.parse_args()
+    config = config_from({
+        "model": {
+            "layers": args.layers, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000,
+            "seq": 2048,
+            "norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tied_embeddings": False,
+        },
+        "train": {"precision": "bf16", "global_batch": 4, "micro_batch": 4, "steps": 100, "compile": "false"},
+        "zero": {"offload": {"optimizer": "cpu", "buffer_mib": args.buffer_mib}}, "data": {"prefixes": ["none"]},
+        "recompute": {"mode": "full"},
+    })  # fmt: skip
+    device = Device.choose("cuda")
+    rate = bus_rate(device.torch)
+    begin = time.perf_counter()
+    ctx = build_context(config, 0, 1, device)
+    modules = build_modules(ctx, model_provider, draw_on_device)
+    trainer = Trainer(ctx, modules, forward_step, RandomTokens(config.model.vocab, config.model.seq))
+    weights = sum(b.size for b in trainer.data_parallel.buffers)
+    moved = sum(share.nbytes for _, _, shares in trainer.states() for share in shares)
+    print(
+        f"{weights / 1e9:.2f}B parameters: {weights * 18 / 2**30:.0f} GiB of weights, gradients and states, "
+        f"{moved / 2**30:.0f} of them in host memory; set up in {time.perf_counter() - begin:.0f} s", flush=True,
+    )  # fmt: skip
+    for _ in range(args.steps):
+        result = trainer.step()
+        update = result.phases["optimizer"]
+        print(
+            f"step {result.step}: loss {result.loss:.4f}, {result.step_time_s:.2f} s, update {update:.2f} s: "
+            f"{moved / update / 1e9:.1f} GB/s each way, {moved / update / rate:.2f} of the bus's {rate / 1e9:.1f}",
+            flush=True,
+        )  # fmt: skip
+    print(f"most on the device: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+
+
+if __name__ == "__main__":
+    main()
