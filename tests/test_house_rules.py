@@ -34,7 +34,8 @@ LEVELS = {
 
 WITHOUT_TORCH = [
     *(f"plan.{path.stem}" for path in sorted((PACKAGE / "plan").glob("*.py")) if path.stem != "__init__"),
-    "layout", "layout.draw", "layout.params", "layout.chunks", "config.load", "config.rules", "models.description",
+    "layout", "layout.draw", "layout.params", "layout.chunks", "layout.shards", "config.load", "config.rules",
+    "models.description",
     "optim.schedules", "comm.ledger", "pipeline.table", "pipeline.schedules", "pipeline.verify",
     "pipeline.simulate", "pipeline.draw", "bench.models", "cli.bench", "models.hf", "checkpoint.format",
     "checkpoint.verify", "cli.main", "cli.layout", "cli.schedule", "cli.config", "cli.data", "cli.eval",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.layout.shards import node_parts
 
 Rule = Callable[[Config, int], str | None]
 
@@ -139,6 +140,12 @@ def shards_fit_nodes(c: Config, world: int) -> str | None:
             f"zero.shard_group=node with layout.node_size={c.layout.node_size} is larger than the world of {world} "
             "ranks: lower layout.node_size or set zero.shard_group=dp"
         )
+    if c.zero.shard_group == "node" and c.zero.stage and c.layout.node_size:
+        o = c.layout
+        try:
+            node_parts(Layout(world, tp=o.tp, pp=o.pp, cp=o.cp, ep=o.ep, order=o.order, node_size=o.node_size))
+        except UserError as error:
+            return str(error)
     if offload.params != "none" and c.zero.stage != 3:
         return f"zero.offload.params={offload.params} needs zero.stage=3, not {c.zero.stage}: change one of them"
     return None

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.config.sections import Config, ModelConfig
-from meshwright.errors import UserError
 from meshwright.layout import Layout, Parts
-from meshwright.layout.params import REPLICA, SHARD, Init, ParamRecord, columns_of, rows_of, whole
+from meshwright.layout.params import Init, ParamRecord, columns_of, rows_of, whole
+from meshwright.layout.shards import node_parts
 
 Records = dict[str, ParamRecord]
 
@@ -62,20 +62,6 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
     if config.zero.stage == 0 or config.zero.shard_group == "dp":
         return layout
     return replace(layout, parts=(*layout.parts, *node_parts(layout)))
-
-
-def node_parts(layout: Layout) -> Parts:
-    """dp as a product where weights are divided inside a node and copied across nodes."""
-    ranks = layout.group("dp", 0)
-    inside = sum(rank < (layout.node_size or layout.world) for rank in ranks)
-    if inside == len(ranks):
-        return ()
-    if inside == 1 or len(ranks) % inside:
-        raise UserError(
-            f"zero.shard_group=node: a node of layout.node_size={layout.node_size} holds {inside} of the {len(ranks)} "
-            "data-parallel ranks, which divides nothing evenly: set zero.shard_group=dp, or lower layout.tp or pp"
-        )
-    return (("dp", ((SHARD, inside), (REPLICA, len(ranks) // inside))),)
 
 
 def fields_read(stage: Stage) -> set[str]:

@@ -133,8 +133,8 @@ def test_loading_needs_no_more_than_a_few_blocks_beside_the_state(
     saver.save()
     saver.committed()
     ((_, path),) = fmt.checkpoints(tmp_path)
-    for _, _, flat in trainer.states():
-        flat.fill_(0.5)  # all of its memory is there before the load
+    for share in (share for _, _, shares in trainer.states() for share in shares):
+        share.fill_(0.5)  # all of its memory is there before the load
     seen, real = [], Reader.block
 
     def noted(reader: Reader, block: fmt.Block) -> torch.Tensor:
