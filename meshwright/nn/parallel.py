@@ -24,6 +24,8 @@ class Parallel:
     fused: bool = False  # whether norms and activations are taken into the products behind them
     products: str = ""  # in which precision linear layers multiply, if not in `dtype` (see nn/products.py)
 
+    hollow: bool = False  # parameters get their memory and values later, from whoever shards them
+
     @property
     def splits_tokens(self) -> bool:
         """Whether, between the products, each tp rank holds only its rows of the tokens."""
@@ -39,6 +41,8 @@ class Parallel:
     def parameter(self, record: ParamRecord) -> nn.Parameter:
         """An empty parameter that carries its record."""
         parameter = nn.Parameter(torch.empty(record.local_shape, dtype=self.dtype, device=self.device))
+        if self.hollow:
+            parameter.untyped_storage().resize_(0)
         parameter.record = record  # type: ignore[attr-defined]
         return parameter
 
@@ -47,26 +51,38 @@ def record_of(parameter: nn.Parameter) -> ParamRecord | None:
     return getattr(parameter, "record", None)
 
 
+def is_hollow(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has no memory yet."""
+    return parameter.numel() > 0 and parameter.untyped_storage().nbytes() == 0 and not parameter.is_meta
+
+
 @torch.no_grad()
 def initialise(module: nn.Module, seed: int) -> None:
-    """Draws every parameter that carries a record, the same numbers in every layout and precision."""
-    generator = torch.Generator()
+    """Draws every parameter that carries a record and has memory, the same numbers in every layout and precision."""
     for parameter in module.parameters():
         record = record_of(parameter)
-        if record is None or record.init.kind == "given":
-            continue
-        if record.init.kind == "ones":
-            parameter.fill_(1.0)
-            continue
-        parameter.zero_()
-        if record.init.kind == "zeros" or parameter.is_meta:
-            continue
-        local = torch.zeros(record.local_shape, dtype=torch.float32)
-        for tile in tiles(record, seed):
-            generator.manual_seed(tile.seed)
-            drawn = torch.randn(TILE, TILE, generator=generator)
-            local[tile.local_rows, tile.local_columns] = drawn[tile.rows, tile.columns]
-        parameter.copy_(local.mul_(record.init.std))
+        if record is not None and not is_hollow(parameter):
+            draw(record, parameter, seed)
+
+
+@torch.no_grad()
+def draw(record: ParamRecord, out: Tensor, seed: int) -> None:
+    """A parameter's first values, from the seed and its global name alone."""
+    if record.init.kind == "given":
+        return
+    if record.init.kind == "ones":
+        out.fill_(1.0)
+        return
+    out.zero_()
+    if record.init.kind == "zeros" or out.is_meta:
+        return
+    generator = torch.Generator()
+    local = torch.zeros(record.local_shape, dtype=torch.float32)
+    for tile in tiles(record, seed):
+        generator.manual_seed(tile.seed)
+        drawn = torch.randn(TILE, TILE, generator=generator)
+        local[tile.local_rows, tile.local_columns] = drawn[tile.rows, tile.columns]
+    out.copy_(local.mul_(record.init.std))
 
 
 def share_tied(modules: list[nn.Module]) -> None:

@@ -10,6 +10,7 @@ What a rank owns of a bucket is its *share*: all of it without ZeRO. Whole gradi
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout.params import Box, Init, ParamRecord, global_boxes, whole
-from meshwright.nn.parallel import record_of
+from meshwright.nn.parallel import draw, is_hollow, record_of
 from meshwright.nn.weight_grad import Sink
 from meshwright.sharding.homes import Kept
 from meshwright.sharding.placement import Split, backward_order, bucket_elements, grad_bytes, place
@@ -62,24 +63,37 @@ class Slot:
 
 
 class Memory:
-    """A flat tensor whose memory can be given back and taken again: the tensor and its views stay what they are."""
+    """A flat tensor whose memory can be given back and taken again: the tensor and its views stay what they are.
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self._storage = tensor.untyped_storage()
-        self._bytes = self._storage.nbytes()
+    On a CPU the pages are given back to the system. (Aligned blocks that the C library frees and hands out again and
+    again leave gaps that add up.)
+    """
 
-    @property
-    def held(self) -> bool:
-        return self._storage.nbytes() == self._bytes
+    def __init__(self, tensor: Tensor, pages: mmap.mmap | None = None) -> None:
+        self.tensor, self.held = tensor, True
+        self._pages, self._bytes = pages, tensor.untyped_storage().nbytes()
+
+    @classmethod
+    def of(cls, size: int, dtype: torch.dtype, device: torch.device) -> Memory:
+        """All zero."""
+        if device.type != "cpu":
+            return cls(torch.zeros(size, dtype=dtype, device=device))
+        pages = mmap.mmap(-1, max(1, size * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_HUGEPAGE)
+        return cls(torch.frombuffer(pages, dtype=dtype, count=size), pages)
 
     def take(self) -> None:
-        """With whatever lay there before."""
-        if not self.held:
-            self._storage.resize_(self._bytes)
+        """What lies there then is anything."""
+        if not self.held and self._pages is None:
+            self.tensor.untyped_storage().resize_(self._bytes)
+        self.held = True
 
     def give(self) -> None:
-        self._storage.resize_(0)
+        if self._pages is None:
+            self.tensor.untyped_storage().resize_(0)
+        else:
+            self._pages.madvise(mmap.MADV_DONTNEED)
+        self.held = False
 
 
 @dataclass(eq=False)
@@ -128,6 +142,7 @@ class FlatBuffer:
         bucket_bytes: float,
         grad_dtype: torch.dtype = torch.float32,
         params_at: tuple[str, Path] = ("none", Path()),
+        seed: int = 0,
     ) -> None:
         """`params_at`: where owned weights live in stage 3, on the device, in host memory or in a file."""
         self.key, self.split = key, split
@@ -148,7 +163,7 @@ class FlatBuffer:
         for number, (start, stop) in enumerate(bounds):
             bucket = self._bucket(number, start, stop)
             self.buckets.append(bucket)
-            self._move_in(bucket, [(item, at) for item, (at, where) in placed if where == number])
+            self._move_in(bucket, [(item, at) for item, (at, where) in placed if where == number], seed)
 
     def _flat(self, dtype: torch.dtype, size: int) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self.device)
@@ -156,22 +171,26 @@ class FlatBuffer:
     def _bucket(self, index: int, start: int, stop: int) -> Bucket:
         low, high = share = self.split.share(start, stop)
         own = slice(start // self.split.shards, stop // self.split.shards)
-        params, own_params = self.params[start:stop], self.params[low:high]
-        grads, own_grads = self.grads[start:stop], self.grads[low:high]
+        params, own_params = Memory(self.params[start:stop]), self.params[low:high]
+        grads, own_grads = Memory(self.grads[start:stop]), self.grads[low:high]
         if self.split.stage == 3:
             assert self._kept is not None
-            params, own_params = self._flat(self.params.dtype, stop - start), self._kept.shares[index]
+            params = Memory.of(stop - start, self.params.dtype, self.device)
+            own_params = self._kept.shares[index]
         if self.split.stage >= 2:
-            grads, own_grads = self._flat(self.grads.dtype, stop - start), self.grads[own]
-        return Bucket(index, start, stop, share, Memory(params), Memory(grads), own_params, own_grads)
+            grads, own_grads = Memory.of(stop - start, self.grads.dtype, self.device), self.grads[own]
+        return Bucket(index, start, stop, share, params, grads, own_params, own_grads)
 
-    def _move_in(self, bucket: Bucket, named: list[tuple[Named, int]]) -> None:
-        """Parameters get their slots, and their present values become the bucket's; then its memory, if it does not
-        last, is given back, so that no more than one bucket is there whole."""
+    def _move_in(self, bucket: Bucket, named: list[tuple[Named, int]], seed: int) -> None:
+        """Parameters get their slots, and their present values, or their first ones, become the bucket's; then its
+        memory, if it does not last, is given back, so that no more than one bucket is there whole."""
         for item, start in named:
             at = slice(start - bucket.start, start - bucket.start + item.record.numel)
             view, grad = (memory.tensor[at].view(item.record.local_shape) for memory in (bucket.params, bucket.grads))
-            view.copy_(item.parameter.data)
+            if is_hollow(item.parameter):
+                draw(item.record, view, seed)
+            else:
+                view.copy_(item.parameter.data)
             item.parameter.data = view
             slot = Slot(item.name, item.parameter, item.record, start, bucket.index, view, grad)
             self.slots.append(slot)
@@ -221,6 +240,7 @@ def build_buffers(
     units: dict[int, int] | None = None,
     grad_dtype: torch.dtype = torch.float32,
     params_at: tuple[str, Path] = ("none", Path()),
+    seed: int = 0,
 ) -> tuple[list[FlatBuffer], dict[int, Slot]]:
     """Buffers for every trainable parameter of the chunks, in the order of backward; and the slot of each parameter.
 
@@ -241,7 +261,7 @@ def build_buffers(
     buffers = []
     for key, items in keyed.items():
         split = (split_of or {}).get(key.data_axes, Split())
-        buffers.append(FlatBuffer(key, items, split, bucket_mib * 2**20, grad_dtype, params_at))
+        buffers.append(FlatBuffer(key, items, split, bucket_mib * 2**20, grad_dtype, params_at, seed))
     return buffers, {id(slot.parameter): slot for buffer in buffers for slot in buffer.slots}
 
 

@@ -48,7 +48,9 @@ class DataParallel:
         reduce: Reduce = all_reduce_bucket,
         zero: ZeroConfig | None = None,
         grad_dtype: torch.dtype = torch.float32,
+        seed: int = 0,
     ) -> None:
+        """`seed` draws the parameters that have no memory yet."""
         self.mesh, self.reduce = mesh, reduce
         modules, zero = list(modules), zero or ZeroConfig()
         self.stage, shard_axes, replica_axes = divided(mesh.layout, zero)
@@ -59,7 +61,7 @@ class DataParallel:
         split = Split(stage, *(number for place in places for number in place))
         units = find_units(modules)
         numbers, at = number_units(units), (zero.offload.params, Path(zero.offload.path))
-        self.buffers, slots = build_buffers(modules, {"dp-cp": split}, bucket_mib, numbers, grad_dtype, at)
+        self.buffers, slots = build_buffers(modules, {"dp-cp": split}, bucket_mib, numbers, grad_dtype, at, seed)
         self.buckets = [bucket for buffer in self.buffers for bucket in buffer.buckets]
         self.weights = Weights(units, slots, self.buffers, self.shards, mesh.ledger, stage)
         self._expected: dict[int, int] = {}

@@ -15,6 +15,7 @@ from meshwright.layout import Layout
 from meshwright.models.description import Stage, layout_of, stages
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import Streams
+from meshwright.sharding.placement import divided
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ def build_context(
     device: Device,
     node_size: int = 0,
     process_groups: dict[str, Any] | None = None,
+    trains: bool = False,
 ) -> Context:
+    """`trains`: a Trainer will be made; then no rank ever holds all of the weights that ZeRO stage 3 divides."""
     layout = layout_of(config, world, node_size)
     mesh = Mesh(layout, rank, made_elsewhere=process_groups, timeout=config.comm.timeout)
     streams = Streams(config.train.seed, max(0, mesh.data.index), max(0, mesh.tp.index), device.torch)
@@ -64,6 +67,7 @@ def build_context(
     parallel = Parallel(
         mesh.tp, config.layout.sequence_parallel, DTYPES[config.train.precision], device.torch, streams,
         config.recompute, fused=compiles(config, device), products=products_of(config),
+        hollow=trains and divided(layout, config.zero)[0] == 3,
     )  # fmt: skip
     return Context(config, layout, mesh, device, parallel)
 

@@ -88,7 +88,7 @@ def pretrain(
     backend = device.backend(config.comm.backend)
     device.check_sharing(backend, place.local_world)
     own_world = join(place, backend, config.comm.timeout)
-    ctx = build_context(config, place.rank, place.world, device, place.local_world, process_groups)
+    ctx = build_context(config, place.rank, place.world, device, place.local_world, process_groups, trains=True)
     store = open_store() if place.world > 1 else None
     keeper = store_keeper() if own_world else None
     with Watchdog(ctx.mesh, config.comm.timeout, store, folder=Path(config.run.dir) / "flight", keeper=keeper):
@@ -146,7 +146,9 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
     folder = agree(ctx, (lambda: RunFolder(config, ctx.layout.world, trainer.step_number)) if trainer.writes else None)
     watcher = watcher if folder else None
     c = config.checkpoint
-    saver = Saver(trainer, checkpoint_folder(config), c.asynchronous, c.busy, c.keep)
+    offload = config.zero.offload
+    in_memory = "disk" not in (offload.optimizer, offload.params)  # or a copy would need the memory that is not there
+    saver = Saver(trainer, checkpoint_folder(config), c.asynchronous and in_memory, c.busy, c.keep)
     if watcher:
         watcher.started(ctx)
     skipped = 0

@@ -83,7 +83,9 @@ class Trainer:
         config = ctx.config
         self.ctx, self.modules = ctx, list(modules)
         grad_dtype, offload = DTYPES[config.train.grad_dtype], config.zero.offload
-        parallel = DataParallel(self.modules, ctx.mesh, config.comm.bucket_mib, reduce, config.zero, grad_dtype)
+        parallel = DataParallel(
+            self.modules, ctx.mesh, config.comm.bucket_mib, reduce, config.zero, grad_dtype, config.train.seed
+        )
         self.data_parallel = parallel
         self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, parallel.weights.updated, offload)
         self.loss_scale = LossScale(config.loss_scale, config.train.precision == "fp16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,9 @@ from tests.support.ranks import run_ranks
 BEFORE, BATCH = 2, 8
 
 
+OFFLOAD = str(Path(tempfile.gettempdir()) / "meshwright-offload-tests")
+
+
 @dataclass(frozen=True)
 class Place:
     """A layout to train in, and how the same global batch is cut."""
@@ -37,6 +41,7 @@ class Place:
     bucket: float = 0.02
     zero: int = 0
     node: int = 0
+    offload: str = "none"
 
     @property
     def name(self) -> str:
@@ -44,6 +49,7 @@ class Place:
         words = [f"dp{dp}", f"tp{self.tp}", f"pp{self.pp}", f"chunks{self.chunks}" if self.chunks > 1 else ""]
         words += ["sp" if self.sp else "", f"micro{self.micro}" if self.micro > 1 else ""]
         words += [f"zero{self.zero}" if self.zero else "", f"node{self.node}" if self.node else ""]
+        words += [f"offload-{self.offload}" if self.offload != "none" else ""]
         return "-".join(word for word in words if word)
 
     def config(self, tied: bool) -> Config:
@@ -57,7 +63,13 @@ class Place:
                 "tp": self.tp, "pp": self.pp, "chunks": self.chunks, "sequence_parallel": self.sp,
                 "node_size": self.node,
             },
-            zero={"stage": self.zero, "shard_group": "node" if self.node else "dp"},
+            zero={
+                "stage": self.zero, "shard_group": "node" if self.node else "dp",
+                "offload": {
+                    "optimizer": self.offload, "params": self.offload if self.zero == 3 else "none", "path": OFFLOAD,
+                    "buffer_mib": 0.05,
+                },
+            },
             pipeline={"schedule": "interleaved" if self.chunks > 1 else "1f1b"},
             train={"precision": "fp64", "global_batch": BATCH, "micro_batch": self.micro, "steps": 20, "clip": 0.7},
             optimizer={"lr": 1e-3},
@@ -73,6 +85,7 @@ CHUNKS, DP2TP2, TP2PP2 = Place(2, pp=2, chunks=2), Place(4, tp=2, micro=4), Plac
 CUBE, CUBE_CHUNKS = Place(8, tp=2, pp=2, sp=True), Place(8, tp=2, pp=2, chunks=2, micro=2)
 COPIES8 = Place(8, tp=4, sp=True, bucket=1.0)
 ZERO1, ZERO2, ZERO3 = Place(2, zero=1), Place(4, tp=2, sp=True, zero=2), Place(4, zero=3, micro=2)
+DISK1, DISK3 = Place(2, zero=1, offload="disk"), Place(4, zero=3, offload="disk")
 NODES, CUBE3 = Place(4, zero=3, node=2), Place(8, tp=2, pp=2, chunks=2, zero=3)
 
 # Tied embeddings have one tensor on two stages, untied ones two.
@@ -83,9 +96,10 @@ PAIRS = [
     (TP4, PP4, True), (PP4, DP2TP2, True), (DP2TP2, TP4, False), (TP2PP2, DP4, True),
     (DP8, CUBE_CHUNKS, True), (CUBE, COPIES8, True), (CUBE_CHUNKS, TP2PP2, True), (TP4, CUBE, False),
     (ZERO1, ZERO3, True), (ZERO3, NODES, True), (NODES, ZERO2, False), (ZERO2, ZERO1, True),
-    (CUBE3, ONE, True), (DP2, CUBE3, False), (ZERO3, TP2PP2, True),
+    (DISK3, ZERO1, True), (ZERO3, DISK3, True), (DP2, DISK1, True),
+    (CUBE3, ONE, True), (DP2, CUBE3, False), (ZERO3, TP2PP2, True), (DISK1, DISK3, False),
 ]  # fmt: skip
-QUICK = [0, 1, 4, 5, 8, 9, 10, 11, 12, 13, 14, 15, 20, 21, 22, 23]
+QUICK = [0, 1, 4, 5, 8, 9, 10, 11, 12, 13, 14, 15, 20, 21, 22, 23, 24, 25]
 
 
 class Noted(Made):

@@ -75,7 +75,7 @@ def make_trainer(
     config: Config, rank: int = 0, world: int = 1, data: Any = None, process_groups: dict[str, Any] | None = None
 ) -> Trainer:
     check(config, world)
-    ctx: Context = build_context(config, rank, world, Device("cpu"), process_groups=process_groups)
+    ctx: Context = build_context(config, rank, world, Device("cpu"), process_groups=process_groups, trains=True)
     data = data or Made(config.model.vocab, config.model.seq)
     return Trainer(ctx, build_modules(ctx, model_provider), forward_step, data, data)
 
