@@ -256,14 +256,13 @@ _QUICK_MATRIX = (
     "dp4-tp1-pp1-1f1b-gpt-tied", "dp1-tp1-pp4-1f1b-gpt-tied", "dp2-tp2-pp1-sp-1f1b-gpt-untied",
     "dp2-tp1-pp2-gpipe-llama-tied",
     "dp1-tp2-pp2-1f1b-llama-untied", "dp1-tp2-pp2-sp-interleaved-gpt-tied",
-    "dp8-tp1-pp1-1f1b-gpt-tied", "dp2-tp2-pp2-sp-1f1b-gpt-tied", "dp2-tp2-pp2-sp-interleaved-llama-untied",
-    "dp2-tp1-pp4-1f1b-gpt-tied",
+    "dp2-tp2-pp2-sp-1f1b-gpt-tied", "dp2-tp2-pp2-sp-interleaved-llama-untied",
 )  # fmt: skip
 _QUICK_SHARDED = ("zero1-node", "zero3-ramp", "zero3-chunks-on-one-rank")
 _QUICK_LABELS = (
     "chunks-on-one-rank", "uneven-split", "micro-batch-2", "documents", "masked-rank", "ramp", "order",
-    "rank-without-vocabulary", "kv-copies-with-bias", "one-bucket", "split-ends-without-layers", "qk-norm",
-    "partial-rotary-parallel-residual", "alibi-embedding-norm", "position-offset-relu", "qkv-bias",
+    "rank-without-vocabulary", "kv-copies-with-bias", "split-ends-without-layers", "qk-norm",
+    "partial-rotary-parallel-residual", "alibi-embedding-norm",
 )  # fmt: skip
 
 
