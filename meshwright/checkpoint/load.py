@@ -84,9 +84,15 @@ class Reader:
             raise DamagedCheckpoint(f"{self.folder} lacks a part of {tensor}: use another checkpoint")
 
 
-@torch.no_grad()
 def load_into(trainer: Any, reader: Reader, model_only: bool = False) -> None:
     """The whole state of a run, or only its weights (a new run from them: fresh optimizer, step 0)."""
+    read_into(trainer, reader, model_only)
+    take_over(trainer, reader, model_only)
+
+
+@torch.no_grad()
+def read_into(trainer: Any, reader: Reader, model_only: bool) -> None:
+    """What this rank owns. No rank waits for another, so one may fail alone."""
     names = {name.split("/", 1)[0] for name in reader.index.tensors}
     for state_name, buffer, shares in trainer.states():
         if state_name != "param" and (model_only or state_name not in names):
@@ -98,6 +104,10 @@ def load_into(trainer: Any, reader: Reader, model_only: bool = False) -> None:
             if low < high:
                 values = buffer.of_share(shares, slot, low, high)
                 reader.fill_range(f"{state_name}/{slot.record.name}", slot.record, low, high, values)
+
+
+def take_over(trainer: Any, reader: Reader, model_only: bool) -> None:
+    """After every rank has read: weights go to those who share them, and counters are set."""
     trainer.publish()
     if not model_only:
         trainer.restore(reader.index.step, reader.index.consumed, reader.index.state)

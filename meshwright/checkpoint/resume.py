@@ -10,7 +10,7 @@ import torch
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.format import find
-from meshwright.checkpoint.load import Reader, load_into
+from meshwright.checkpoint.load import Reader, read_into, take_over
 from meshwright.errors import UserError
 
 
@@ -59,7 +59,8 @@ def _attempt(trainer: Any, path: Path, model_only: bool) -> fmt.DamagedCheckpoin
     on the first rank that found some; on the others, who have nothing to add, a way to end."""
     error: UserError | None = None
     try:
-        load_into(trainer, Reader(path), model_only)
+        reader = Reader(path)
+        read_into(trainer, reader, model_only)
     except UserError as caught:
         error = caught
     damaged = isinstance(error, fmt.DamagedCheckpoint)
@@ -71,5 +72,6 @@ def _attempt(trainer: Any, path: Path, model_only: bool) -> fmt.DamagedCheckpoin
     if mistaken:
         raise error if error is not None and mistaken == place else SystemExit(2)
     if not found:
+        take_over(trainer, reader, model_only)
         return None
     return error if isinstance(error, fmt.DamagedCheckpoint) and found == place else SystemExit(2)

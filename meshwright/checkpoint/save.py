@@ -66,18 +66,15 @@ class Snapshot:
             start = (box.start[0] + low, *box.start[1:])
             self.blocks.append((name, start, values[low:high]))
 
-    @property
-    def on_host(self) -> bool:
-        """Whether the blocks can be written from where they are."""
-        return all(values.device.type == "cpu" and values.is_contiguous() for _, _, values in self.blocks)
-
-    def stage(self, staging: list[Tensor]) -> None:
-        """Copies every block into `staging`, which is kept from one save to the next: copying into memory that was
-        never touched takes many times as long as the copy."""
+    def stage(self, staging: dict[int, Tensor], everything: bool) -> None:
+        """Copies every block, or those that can't be written from where they are, into `staging`. That is kept from one
+        save to the next: copying into memory that was never touched takes many times as long as the copy."""
         for number, (name, start, values) in enumerate(self.blocks):
-            if number == len(staging):
+            if not everything and values.device.type == "cpu" and values.is_contiguous():
+                continue
+            if number not in staging:
                 pinned = values.device.type != "cpu"
-                staging.append(torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned))
+                staging[number] = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
             self.blocks[number] = (name, start, staging[number].copy_(values, non_blocking=True))
 
 
@@ -158,7 +155,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._patience = trainer.ctx.config.comm.timeout
-        self._staging: list[Tensor] = []
+        self._staging: dict[int, Tensor] = {}
         self._staged = threading.Event()
         self._staged.set()
         trainer.before_update = self._staged.wait
@@ -201,9 +198,8 @@ class Saver:
 
     def _write(self, snapshot: Snapshot, index: Index, copies: SideStream) -> None:
         try:
-            if self.asynchronous or not snapshot.on_host:
-                with copies:
-                    snapshot.stage(self._staging)
+            with copies:
+                snapshot.stage(self._staging, everything=self.asynchronous)
             if self.asynchronous:
                 self._staged.set()
             write_part(self.folder / fmt.saving_name(index.step), self.trainer.ctx.rank, snapshot)

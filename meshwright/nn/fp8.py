@@ -113,6 +113,7 @@ def _multiply(
 def add_product_grad(sink: Tensor, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor) -> None:
     """sink += grad x^T, given as [out, tokens] and [in, tokens]."""
     slot = sink_of(sink)
+    slot.prepare()
     if slot.fresh:
         _multiply(grad, grad_scale, x, x_scale, sink.dtype, False, slot.view)
         slot.done()

@@ -117,6 +117,8 @@ class FlatState:
                 yield [span for owner, span in self._spans if owner is bucket], [bucket]
 
     def _brought(self) -> Iterator[tuple[list[Span], list[Bucket]]]:
+        # Weights that are updated in pieces of their own are where they belong only when the last has been taken back.
+        late = self.in_place and not self.kinds[0].is_at_hand(self.buffer.device, self.dtype)
         for piece, (master, *moments) in self._pieces.run(self._order):
             bucket, spans = self.buffer.buckets[piece.share], []
             grad = bucket.own_grads[piece.low : piece.high].to(self.dtype)
@@ -126,7 +128,9 @@ class FlatState:
                     at = slice(low - piece.low, high - piece.low)
                     weights = None if self.in_place else bucket.own_params[low:high]
                     spans.append(Span(decay, master[at], grad[at], tuple(m[at] for m in moments), weights))
-            yield spans, [bucket] if piece.last else []
+            yield spans, [bucket] if piece.last and not late else []
+        if late:
+            yield [], list(reversed(self.buffer.buckets))
 
     def publish(self) -> None:
         """After masters were set from outside: the model's weights follow, as far as this rank owns them."""

@@ -128,7 +128,8 @@ def with_shares(table: Table, zero_stage: int) -> Table:
         for action in actions:
             compute = action.op in STEP
             if compute or action.op is not Op.SEND_BACKWARD:
-                out, due = out + due if due else out, []
+                out += due
+                due = []
             around = [Action(op, action.micro_batch, action.chunk) for op in (Op.GATHER, Op.FREE)]
             out += [around[0], action, around[1]] if compute and zero_stage == 3 else [action]
             if action.op is Op.BACKWARD:

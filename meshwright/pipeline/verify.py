@@ -72,9 +72,10 @@ def _check_rank(table: Table, rank: int) -> None:
 def _check_shares(table: Table, rank: int) -> None:
     """Where weights are gathered, every compute stands between its own gather and free; where gradients are reduced
     each time, every backward is followed by its reduce before anything else is computed."""
-    actions = [action for action in table.ranks[rank] if action.peer is None]
+    actions = table.ranks[rank]
+    gathers = any(action.op in (Op.GATHER, Op.FREE) for action in actions)
     for op, around in ((Op.GATHER, -1), (Op.FREE, 1)):
-        if any(action.op is op for action in actions):
+        if gathers:
             for i, action in enumerate(actions):
                 beside = actions[i + around] if 0 <= i + around < len(actions) else None
                 if action.op in (Op.FORWARD, Op.BACKWARD) and beside != Action(op, action.micro_batch, action.chunk):

@@ -12,7 +12,7 @@ from meshwright.plan.activations import activations, passing
 from meshwright.plan.communication import job_of
 from meshwright.plan.memory import Memory
 from meshwright.plan.workload import Workload, workload_of
-from meshwright.sharding.placement import backward_order, bucket_elements, place
+from meshwright.sharding.placement import backward_order, bucket_elements, divided, place
 
 FILLING = 3  # whole buckets of gradients from stage 2 on: one that is filled, two on their way
 
@@ -74,7 +74,7 @@ def exact(config: Config, w: Workload, pp_rank: int) -> Memory:
     sizes = bucket_sizes(config, w, pp_rank)
     whole = sum(map(sum, sizes))
     shards = p.shard_ranks
-    zero = p.zero if shards > 1 else 0
+    zero = divided(layout_of(config, w.world, w.node_size), config.zero)[0]
     own = whole // shards
     parameters = (own if zero == 3 else whole) * s.param
     gradients = (own if zero >= 2 else whole) * s.grad

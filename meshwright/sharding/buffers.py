@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -79,7 +80,8 @@ class Memory:
         if device.type != "cpu":
             return cls(torch.zeros(size, dtype=dtype, device=device))
         pages = mmap.mmap(-1, max(1, size * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(AttributeError, OSError):  # not every system has large pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
         return cls(torch.frombuffer(pages, dtype=dtype, count=size), pages)
 
     def take(self) -> None:
@@ -251,6 +253,9 @@ def build_buffers(
     named: dict[int, Named] = {}
     for chunk, module in enumerate(modules):
         for name, parameter in module.named_parameters():
+            if not parameter.requires_grad and is_hollow(parameter):
+                parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
+                draw(parameter.record, parameter, seed)  # type: ignore[attr-defined]
             if parameter.requires_grad and id(parameter) not in named:
                 record = record_of(parameter) or foreign_record(name, parameter)
                 unit = (units or {}).get(id(parameter), chunk)

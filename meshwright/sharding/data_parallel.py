@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from meshwright.comm.group import Group, Pending
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import ZeroConfig
+from meshwright.errors import UserError
 from meshwright.nn.weight_grad import Sink
 from meshwright.sharding.buffers import Bucket, Slot, build_buffers
 from meshwright.sharding.placement import Split, divided
@@ -54,6 +55,8 @@ class DataParallel:
         self.mesh, self.reduce = mesh, reduce
         modules, zero = list(modules), zero or ZeroConfig()
         self.stage, shard_axes, replica_axes = divided(mesh.layout, zero)
+        if self.stage and reduce is not all_reduce_bucket:
+            raise UserError(f"a reduction of one's own needs zero.stage=0, not {self.stage}: change one of them")
         self.shards = mesh.group(shard_axes) if shard_axes else mesh.alone
         self.replicas = mesh.group(replica_axes) if replica_axes else mesh.alone
         stage = self.stage
@@ -89,6 +92,13 @@ class DataParallel:
         self._came = [0] * len(self.buckets)
         self._added = [False] * len(self.buckets)
         self._flying: deque[tuple[Bucket, Pending, Tensor | None]] = deque()
+        # What a module that is not ours uses may depend on the data, and ranks must launch alike: its buckets go after
+        # a micro-batch's last backward that can fill them.
+        self._late: dict[int, int] = {}
+        for unit in (unit for unit in units if unit.whole_chunk):
+            for bucket in unit.buckets:
+                at = self._index[id(bucket)]
+                self._late[at] = min(unit.chunk, self._late.get(at, unit.chunk))
 
     def begin(self, micro_batches: int) -> None:
         """Before the first micro-batch of a step."""
@@ -159,8 +169,9 @@ class DataParallel:
 
     def _came_in(self, bucket: Bucket, sink: Sink) -> None:
         index = self._index[id(bucket)]
+        assert bucket.grads.held, "a gradient was written where there is no memory"
         self._came[index] += 1
-        if self._came[index] == self._whole[index]:
+        if self._came[index] == self._whole[index] and index not in self._late:
             self._scatter(bucket)
 
     def _scatter(self, bucket: Bucket) -> None:
@@ -193,6 +204,10 @@ class DataParallel:
 
     def add_up(self, chunk: int) -> None:
         """After a backward: all that was launched has been added up and its memory given back."""
+        for index, last in self._late.items():
+            if last == chunk:
+                self._prepare(self.buckets[index])
+                self._scatter(self.buckets[index])
         while self._flying:
             self._land()
 
@@ -200,7 +215,8 @@ class DataParallel:
         for index, bucket in enumerate(self.buckets):
             if self._came[index]:
                 self._scatter(bucket)
-        self.add_up(0)
+        while self._flying:
+            self._land()
         for index, bucket in enumerate(self.buckets):
             if not self._added[index]:
                 bucket.own_grads.zero_()
@@ -245,7 +261,8 @@ class DataParallel:
             pieces = [part for piece in pieces for part in piece.split(NORM_PIECE)]
             norms = torch._foreach_norm(pieces, dtype=None if pieces[0].element_size() > 2 else torch.float32)
         else:
-            norms = [torch.linalg.vector_norm(piece) for piece in pieces]
+            wide = None if pieces[0].element_size() > 2 else torch.float32
+            norms = [torch.linalg.vector_norm(piece, dtype=wide) for piece in pieces]
         return torch.stack(list(norms)).double().square().sum()
 
 

@@ -127,8 +127,10 @@ class Kept:
             self.shares = self.file.shares
         else:
             home = device if place == "none" or device.type == "cpu" else torch.device("cpu")
-            flat = torch.zeros(sum(sizes), dtype=dtype, device=home)
-            if home.type == "cpu":
+            if home.type == device.type:
+                flat = torch.zeros(sum(sizes), dtype=dtype, device=home)
+            else:  # pinned, in pages of its own
+                flat = page_tensor(sum(sizes), dtype)
                 pin(flat, device)
             self.shares = list(flat.split(list(sizes)))
 

@@ -37,7 +37,7 @@ def open_model(source: str) -> tuple[Reader | HFFolder, dict[str, Any]]:
 
 def config_with(found: dict[str, Any], sections: dict[str, dict[str, Any]]) -> Config:
     """A checkpoint's config, some keys changed; a foreign section is left out."""
-    raw = {name: dict(keys) for name, keys in found.items()}
+    raw = {name: dict(keys) for name, keys in found.items() if name not in ("zero", "recompute")}  # only for training
     known = set(Config.__dataclass_fields__) - {"extra"}
     for name, keys in sections.items():
         raw[name] = raw.get(name, {}) | keys

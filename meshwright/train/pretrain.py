@@ -181,6 +181,7 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
             if result.stop:
                 break
         saver.committed()
+    trainer.data_parallel.weights.settle()
     if folder:
         folder.close()
     if watcher:

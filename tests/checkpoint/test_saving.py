@@ -89,10 +89,10 @@ def test_only_the_next_update_waits_for_the_copy(tmp_path: Path, monkeypatch: py
     copying, computed, go = threading.Event(), threading.Event(), threading.Event()
     real_stage = save.Snapshot.stage
 
-    def held(snapshot: Any, staging: Any) -> None:
+    def held(snapshot: Any, staging: dict[int, torch.Tensor], everything: bool) -> None:
         copying.set()
         assert go.wait(60)
-        real_stage(snapshot, staging)
+        real_stage(snapshot, staging, everything)
 
     monkeypatch.setattr(save.Snapshot, "stage", held)
     trainer = trainer_of()
