@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import warnings
@@ -177,6 +178,15 @@ def limit_threads(local_world: int) -> None:
     """A rank's share of the cores, unless the user says otherwise."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+
+
+def give_back_freed_memory() -> None:
+    """Large blocks that are freed go back to the system at once. Left to itself, glibc's malloc keeps ever larger ones
+    for later: up to as much again as a run from a disk holds. Other C libraries don't, and have no such setting."""
+    setting = getattr(ctypes.CDLL(None), "mallopt", None)
+    if setting is not None:
+        mmap_threshold = -3  # its number in malloc.h
+        setting(mmap_threshold, 2**20)
 
 
 def check_machine(kind: str, backend: str, precision: str, ranks: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import Config
-from meshwright.device import DTYPES, Device
+from meshwright.device import DTYPES, Device, give_back_freed_memory
 from meshwright.layout import Layout
 from meshwright.models.description import Stage, layout_of, stages
 from meshwright.nn.parallel import Parallel
@@ -60,6 +60,8 @@ def build_context(
     trains: bool = False,
 ) -> Context:
     """`trains`: a Trainer will be made; then no rank ever holds all of the weights that ZeRO stage 3 divides."""
+    if trains and "disk" in (config.zero.offload.optimizer, config.zero.offload.params):
+        give_back_freed_memory()
     layout = layout_of(config, world, node_size)
     mesh = Mesh(layout, rank, made_elsewhere=process_groups, timeout=config.comm.timeout)
     streams = Streams(config.train.seed, max(0, mesh.data.index), max(0, mesh.tp.index), device.torch)

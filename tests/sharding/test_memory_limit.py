@@ -58,7 +58,7 @@ def run(where: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_states_that_do_not_fit_train_from_disk(tmp_path: Path) -> None:
     """Weights, gradients, masters and moments are 16 bytes a parameter. From disk, all but the gradients' 2 live in
-    files: never more than 4.5 are resident, from the first weight that is drawn on, and the losses are the same."""
+    files: never more than 3.7 are resident, from the first weight that is drawn on, and the losses are the same."""
     held, offloaded = run("cpu", tmp_path), run("disk", tmp_path)  # a CPU's own memory is cpu: nothing is moved
     assert offloaded["losses"] == held["losses"]
-    assert held["bytes"] > 16 and offloaded["bytes"] < 4.5, (held["bytes"], offloaded["bytes"])
+    assert held["bytes"] > 16 and offloaded["bytes"] < 3.7, (held["bytes"], offloaded["bytes"])
