@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from train_step import RandomTokens
 
+from meshwright.bench.step import RandomTokens
 from meshwright.checkpoint.format import folder_name
 from meshwright.checkpoint.load import Reader, load_into
 from meshwright.checkpoint.save import Saver

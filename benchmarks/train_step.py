@@ -29,6 +29,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from plain_gpt import DeepSpeedLoop, PlainLoop  # noqa: E402
 
+from meshwright.bench.step import RandomTokens  # noqa: E402
 from meshwright.config.load import config_from  # noqa: E402
 from meshwright.config.sections import Config  # noqa: E402
 from meshwright.device import Device  # noqa: E402
@@ -38,15 +39,6 @@ from meshwright.train.gpt import forward_step, model_provider  # noqa: E402
 from meshwright.train.pretrain import build_modules  # noqa: E402
 from meshwright.train.processes import find_place, join, leave  # noqa: E402
 from meshwright.train.step import Trainer  # noqa: E402
-
-
-class RandomTokens:
-    def __init__(self, vocab: int, seq: int) -> None:
-        self.vocab, self.seq = vocab, seq
-
-    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
-        ids = np.random.default_rng(n).integers(0, self.vocab, self.seq + 1)
-        return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": np.ones(self.seq, dtype=np.int64)}
 
 
 @dataclass(frozen=True)

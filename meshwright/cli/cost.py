@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from meshwright.cli.asked import step_arguments, step_asked
 from meshwright.errors import UserError
 from meshwright.plan import job as jobs
 from meshwright.plan.account import as_json, report
@@ -20,21 +21,13 @@ EXAMPLES = """example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="CONFIG|PRESET", help="a config file, or the name of a model")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="config keys, as for train")
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="a cluster that ships, or its YAML file")
-    parser.add_argument("--devices", type=int, metavar="N", help="number of devices")
-    parser.add_argument("--layout", default="", metavar="tp=8,pp=16,...", help="the layout, in short words")
-    parser.add_argument("--stack", metavar="NAME", help="the software stack (default: compiled, as Meshwright is)")
+    step_arguments(parser)
     parser.add_argument("--tokens", metavar="N", help="tokens of the whole run: its days and price too")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(args: argparse.Namespace) -> int:
-    job = jobs.planned(args.target, args.words, args.layout)
-    cluster = jobs.cluster_for(job, args.cluster)
-    stack = jobs.stack_named(args.stack or job.run.get("stack"))
-    workload = job.workload(jobs.devices_for(job, args.devices), cluster.node.devices)
+    job, workload, cluster, stack = step_asked(args)
     cost = predict_cost(workload, cluster, stack)
     tokens = _number(args.tokens) if args.tokens else None
     counted = jobs.ledger_of(job, workload.world)

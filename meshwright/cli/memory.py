@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from meshwright.cli.asked import job_arguments
 from meshwright.errors import UserError
 from meshwright.plan import job as jobs
 from meshwright.plan.show import size, table
@@ -20,8 +21,7 @@ EXAMPLES = """example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="CONFIG|PRESET", help="a config file, or the name of a model")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="config keys, as for train")
+    job_arguments(parser)
     parser.add_argument("--world", type=int, metavar="N", help="number of ranks (default: tp x cp x pp)")
     parser.add_argument("--rank", type=int, metavar="R", help="this rank (default: the one with the largest peak)")
     parser.add_argument("--json", action="store_true", help="print one JSON document, integers in bytes")
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if world < 1:
         raise UserError(f"--world {world} is no number of ranks: give at least 1")
     rank = args.rank
-    workload, memory = rank_memory(job.config, world, rank or 0, job.extras)
+    workload, memory = rank_memory(job.config, world, rank or 0)
     if rank is None:
         found = [exact(job.config, workload, pp_rank) for pp_rank in range(workload.parallel.pp)]
         memory = max(found, key=lambda m: m.peak)

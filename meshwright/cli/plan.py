@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from meshwright.cli.asked import cluster_arguments, job_arguments
+from meshwright.cli.files import write
 from meshwright.config.rules import axes_that_exist
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
@@ -34,15 +35,13 @@ A key of the layout that is given stays fixed, e.g. layout.tp=8, recompute.mode=
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PRESET|CONFIG", help="the name of a model, or a config file")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="config keys, as for train")
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="a cluster that ships, or its YAML file")
+    job_arguments(parser)
+    cluster_arguments(parser)
     parser.add_argument("--devices", type=int, metavar="N", help="number of devices")
     parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step")
     parser.add_argument("--seq", type=int, metavar="S", help="tokens of a sequence (default: the model's)")
     parser.add_argument("--fit", type=float, default=0.0, metavar="GiB", help="memory to fit (default: the device's)")
     parser.add_argument("--top", type=int, default=10, metavar="K", help="how many to show (default 10)")
-    parser.add_argument("--stack", metavar="NAME", help="the software stack (default: compiled, as Meshwright is)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the best layout's config (default NAME-plan.yaml)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report that needs no network")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     c = job.config
     base = Workload(
         c.model, Parallel(devices), 1, c.train.global_batch, c.train.precision,
-        states=states_of(c, job.extras), node_size=c.layout.node_size or cluster.node.devices,
+        states=states_of(c), node_size=c.layout.node_size or cluster.node.devices,
     )  # fmt: skip
     limit = args.fit or cluster.device.memory_gib
     found = search(base, cluster, stack, devices, limit, _space(c, args.words))
@@ -92,7 +91,7 @@ def known_run(job: jobs.Planned, cluster: Cluster, stack: Stack, devices: int, b
     if not run or run["cluster"] != cluster.name or run["devices"] != devices or run["train"]["global_batch"] != batch:
         return None
     own = jobs.planned(job.name).workload(devices, cluster.node.devices)
-    own = replace(own, precision=job.config.train.precision, states=states_of(job.config, job.extras))
+    own = replace(own, precision=job.config.train.precision, states=states_of(job.config))
     return Candidate(predict_cost(own, cluster, stack), peak_gib(own, stack, cluster))
 
 
@@ -107,18 +106,10 @@ def _write(
     args: argparse.Namespace, job: jobs.Planned, shown: list[Candidate], reasons: list[str], limit: float, devices: int,
     cluster: Cluster,
 ) -> None:  # fmt: skip
-    files: list[tuple[Path, str]] = []
-    if args.out or not args.json:
-        files.append((args.out or Path(f"{job.name}-plan.yaml"), yaml_of(job, shown[0])))
-    if args.html:
-        title = f"{job.name} on {devices} x {cluster.device.name}"
-        files.append((args.html, page(title, reasons, shown, limit)))
-    for path, text in files:
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write {path} ({error.strerror}): name a file in a folder that exists") from error
-        print(f"wrote {path}", file=sys.stderr)
+    out = args.out or (None if args.json else Path(f"{job.name}-plan.yaml"))
+    write(out, lambda: yaml_of(job, shown[0]))
+    title = f"{job.name} on {devices} x {cluster.device.name}"
+    write(args.html, lambda: page(title, reasons, shown, limit))
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import UserError
-from meshwright.plan.predict import Prediction, predict_file, write_predictions
+from meshwright.cli.files import write
+from meshwright.plan.predict import Prediction, predict_file, predictions_csv
 from meshwright.plan.show import percent, table
 
 EXAMPLES = """example:
@@ -28,14 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     predictions = predict_file(args.csv)
-    if args.out:
-        try:
-            write_predictions(args.out, predictions)
-        except OSError as error:
-            raise UserError(
-                f"cannot write {args.out} ({error.strerror}): name a file in a folder that exists"
-            ) from error
-        print(f"wrote {args.out}", file=sys.stderr)
+    write(args.out, lambda: predictions_csv(predictions))
     found = summary(predictions)
     print(json.dumps(found) if args.json else report(found))
     return 0

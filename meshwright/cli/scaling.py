@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+from meshwright.cli.asked import cluster_arguments, job_arguments
+from meshwright.cli.files import write
 from meshwright.errors import UserError
 from meshwright.plan import job as jobs
 from meshwright.plan.account import layout_of_cost, layout_words
@@ -26,13 +27,11 @@ Strong: it stays --global-batch (default 2048)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PRESET|CONFIG", help="the name of a model, or a config file")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="config keys, as for train")
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="a cluster that ships, or its YAML file")
+    job_arguments(parser)
+    cluster_arguments(parser)
     parser.add_argument("--devices", default="8:1024", metavar="A:B", help="from A to B, doubling, or a list a,b,c")
     parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step")
     parser.add_argument("--mode", choices=("weak", "strong", "both"), default="both", help="default: both")
-    parser.add_argument("--stack", metavar="NAME", help="the software stack (default: compiled)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw tokens/s over devices")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="the same drawing as SVG")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -50,19 +49,13 @@ def run(args: argparse.Namespace) -> int:
         batch = args.global_batch or (counts[0] if mode == "weak" else 2048)
         c = job.config
         base = Workload(
-            c.model, Parallel(counts[0]), 1, batch, c.train.precision, states=states_of(c, job.extras),
+            c.model, Parallel(counts[0]), 1, batch, c.train.precision, states=states_of(c),
             node_size=cluster.node.devices,
         )  # fmt: skip
         found[mode] = sweep(base, cluster, stack, counts, mode == "weak")
     chart = Chart(f"{job.name} on {cluster.name}", "devices", "tokens/s", _lines(found))
-    for path, make in ((args.png, lambda: png(chart)), (args.svg, lambda: svg(chart).encode())):
-        if path:
-            try:
-                path.write_bytes(make())
-            except OSError as error:
-                fix = "name a file in a folder that exists"
-                raise UserError(f"cannot write {path} ({error.strerror}): {fix}") from error
-            print(f"wrote {path}", file=sys.stderr)
+    write(args.png, lambda: png(chart))
+    write(args.svg, lambda: svg(chart))
     if args.json:
         print(json.dumps({mode: [_json(p) for p in points] for mode, points in found.items()}))
     else:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import UserError
+from meshwright.cli.files import write
 from meshwright.pipeline.draw import timeline_svg, timeline_text, title
 from meshwright.pipeline.schedules import KINDS, build
 from meshwright.pipeline.simulate import Simulation, Timed, simulate
@@ -42,15 +42,7 @@ def run(args: argparse.Namespace) -> int | None:
     table = build(args.kind, args.pp, args.micro_batches, args.chunks)
     verify(table)
     simulation = simulate(table, args.forward, args.backward, args.send)
-    if args.svg:
-        try:
-            args.svg.write_text(timeline_svg(simulation), encoding="utf-8")
-        except OSError as error:
-            raise UserError(
-                f"cannot write {args.svg} ({error.strerror}): "
-                "name a file in a folder that exists and is writable"
-            ) from error
-        print(f"wrote {args.svg}", file=sys.stderr)
+    write(args.svg, lambda: timeline_svg(simulation))
     if args.json:
         print(json.dumps(as_json(simulation)))
     else:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import UserError
+from meshwright.cli.asked import step_arguments, step_asked
+from meshwright.cli.files import write
 from meshwright.pipeline.draw import timeline_svg
 from meshwright.pipeline.trace import trace_json
-from meshwright.plan import job as jobs
 from meshwright.plan.show import percent, seconds, table
 from meshwright.plan.whatif import Step, parse_change, step_of, step_spans
 
@@ -26,12 +25,7 @@ Open a trace at https://ui.perfetto.dev; each --what-if is tried by itself, and 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="CONFIG|PRESET", help="a config file, or the name of a model")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="config keys, as for train")
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="a cluster that ships, or its YAML file")
-    parser.add_argument("--devices", type=int, metavar="N", help="number of devices")
-    parser.add_argument("--layout", default="", metavar="tp=8,pp=16,...", help="the layout, in short words")
-    parser.add_argument("--stack", metavar="NAME", help="the software stack (default: compiled)")
+    step_arguments(parser)
     parser.add_argument("--what-if", action="append", default=[], metavar="CHANGE", help="see the examples")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the drawing")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
@@ -39,34 +33,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    job = jobs.planned(args.target, args.words, args.layout)
-    cluster = jobs.cluster_for(job, args.cluster)
-    stack = jobs.stack_named(args.stack or job.run.get("stack"))
-    workload = job.workload(jobs.devices_for(job, args.devices), cluster.node.devices)
+    job, workload, cluster, stack = step_asked(args)
     changes = [parse_change(text) for text in args.what_if]
     plain = step_of(workload, cluster, stack)
     tried = [(str(change), step_of(workload, cluster, stack, [change])) for change in changes]
     if len(changes) > 1:
         tried.append(("all together", step_of(workload, cluster, stack, changes)))
     shown = tried[-1][1] if tried else plain
-    _write(args.svg, lambda: timeline_svg(shown.timeline))
-    _write(args.trace, lambda: trace_json(step_spans(shown), job.name))
+    write(args.svg, lambda: timeline_svg(shown.timeline))
+    write(args.trace, lambda: trace_json(step_spans(shown), job.name))
     steps = [("as it is", plain), *tried]
     if args.json:
         print(json.dumps({"steps": [{"what": name, **_json(step)} for name, step in steps]}))
     else:
         print(_text(steps))
     return 0
-
-
-def _write(path: Path | None, make: Any) -> None:
-    if path is None:
-        return
-    try:
-        path.write_text(make(), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}): name a file in a folder that exists") from error
-    print(f"wrote {path}", file=sys.stderr)
 
 
 def _json(step: Step) -> dict[str, Any]:

@@ -6,6 +6,7 @@ gate that is a plain call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -22,31 +23,18 @@ class Gate(Protocol):
     def close(self) -> None: ...
 
 
-class _OpenInBackward(torch.autograd.Function):
-    """On a unit's output: its backward is about to begin."""
+class _InBackward(torch.autograd.Function):
+    """The identity, whose backward calls something first: on a unit's output when its backward is about to begin, on
+    its input when the gradients of its weights are known."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, gate: Gate) -> Tensor:
-        ctx.gate = gate
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.gate.open()
-        return grad, None
-
-
-class _CloseInBackward(torch.autograd.Function):
-    """On a unit's input: when its gradient is known, those of the weights are too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Gate) -> Tensor:
-        ctx.gate = gate
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.gate.close()
+        ctx.call()
         return grad, None
 
 
@@ -59,8 +47,8 @@ def through(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Tenso
     if not gate.closes:
         return unit(x, *rest)
     if x.requires_grad and torch.is_grad_enabled():
-        x = _CloseInBackward.apply(x, gate)
+        x = _InBackward.apply(x, gate.close)
     y = unit(x, *rest)
     if not hold:
         gate.close()
-    return _OpenInBackward.apply(y, gate) if y.requires_grad else y
+    return _InBackward.apply(y, gate.open) if y.requires_grad else y

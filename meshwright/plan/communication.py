@@ -299,6 +299,29 @@ def parameters(job: Job, held: Sequence[Stage]) -> list[Held]:
     return list(found.values())
 
 
+class Packed(NamedTuple):
+    """A flat buffer: what its parameters share (dtype, data axes, further partial axes), they in the order of backward,
+    (start, bucket) of each and (start, stop) of each bucket."""
+
+    shared: tuple[str, str, tuple[str, ...]]
+    items: list[tuple[Held, str]]
+    places: list[tuple[int, int]]
+    buckets: list[tuple[int, int]]
+
+
+def packed(
+    params: Iterable[tuple[Held, str]], layout: Layout, bucket_mib: float, zero: ZeroConfig, grad_dtype: str
+) -> Iterator[Packed]:
+    """The buffers of parameters (held, dtype), given in the order of forward, as `sharding` builds them."""
+    by_unit = divided(layout, zero)[0] == 3
+    keyed = backward_order(params, lambda item: (item[1], item[0].record.data_axes, item[0].record.partial))
+    for shared, items in keyed.items():
+        sizes, units = [held.record.numel for held, _ in items], [held.unit for held, _ in items]
+        elements = bucket_elements(bucket_mib * 2**20, grad_bytes(BYTES[shared[0]], BYTES[grad_dtype]))
+        placed = place(sizes, layout.size(shared[1]), elements, units if by_unit else None)
+        yield Packed(shared, items, *placed)
+
+
 def gradients(
     params: Iterable[tuple[Held, str]],
     layout: Layout,
@@ -322,13 +345,11 @@ def gradients(
     and 1 all_reduce of a share, B g / S, over the copies of the S ranks, if there are any, and over each further axis
     along which the gradients are partial sums.
     """
-    stage, shards, replicas = divided(layout, zero or ZeroConfig())
-    keyed = backward_order(params, lambda item: (item[1], item[0].record.data_axes, item[0].record.partial))
-    for (dtype, data_axes, partial), items in keyed.items():
+    zero = zero or ZeroConfig()
+    stage, shards, replicas = divided(layout, zero)
+    for buffer in packed(params, layout, bucket_mib, zero, grad_dtype):
+        (dtype, data_axes, partial), items, places, buckets = buffer
         grad, weight = grad_bytes(BYTES[dtype], BYTES[grad_dtype]), BYTES[dtype]
-        sizes, units = [held.record.numel for held, _ in items], [held.unit for held, _ in items]
-        elements = bucket_elements(bucket_mib * 2**20, grad)
-        places, buckets = place(sizes, layout.size(data_axes), elements, units if stage == 3 else None)
         for number, (start, stop) in enumerate(buckets):
             size = stop - start
             if shards is None:

@@ -1,12 +1,7 @@
-"""What a planning command is asked about: a config file or a preset's name, with `a.b=c` words on top. No torch.
-
-Keys that this version can plan but not yet train (its config has no such section) are kept beside the config.
-"""
+"""What a planning command is asked about: a config file or a preset's name, with `a.b=c` words on top. No torch."""
 
 from __future__ import annotations
 
-import dataclasses
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,18 +16,6 @@ from meshwright.plan.communication import Traffic, predict_step
 from meshwright.plan.stack import OWN, STACKS, Stack
 from meshwright.plan.workload import Workload, workload_of
 
-# Keys of the planner that a config may not have yet, with the values that are allowed (None: any).
-PLANNED: dict[str, tuple[str, ...] | None] = {
-    "zero.stage": ("0", "1", "2", "3"),
-    "zero.shard_group": ("dp", "node"),
-    "zero.offload.optimizer": ("none", "cpu", "disk"),
-    "zero.offload.params": ("none", "cpu", "disk"),
-    "recompute.mode": None,
-    "train.grad_dtype": ("fp32", "bf16", "fp16", "fp64"),
-    "optimizer.master_dtype": ("fp32", "bf16", "fp16", "fp64"),
-    "optimizer.state_dtype": ("fp32", "bf16", "fp16", "fp64"),
-}
-
 # The short words of --layout, and the keys they stand for.
 SHORT = {
     "tp": "layout.tp", "pp": "layout.pp", "cp": "layout.cp", "chunks": "layout.chunks", "order": "layout.order",
@@ -44,15 +27,14 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Planned:
-    """A config, the planner's own keys beside it, and the published run behind a preset, if it has one."""
+    """A config, and the published run behind a preset, if it has one."""
 
     name: str
     config: Config
-    extras: Mapping[str, str] = field(default_factory=dict)
     run: Mapping[str, Any] = field(default_factory=dict)
 
     def workload(self, world: int, node_size: int) -> Workload:
-        return workload_of(self.config, world, node_size, self.extras)
+        return workload_of(self.config, world, node_size)
 
 
 def planned(target: str, words: Sequence[str] = (), layout: str = "", as_run: bool = True) -> Planned:
@@ -62,8 +44,7 @@ def planned(target: str, words: Sequence[str] = (), layout: str = "", as_run: bo
         set_key(raw, word)
     if raw.get("layout", {}).get("chunks", 1) not in (1, "1") and "schedule" not in (raw.get("pipeline") or {}):
         raw.setdefault("pipeline", {})["schedule"] = "interleaved"
-    extras = _take_planned(raw)
-    return Planned(name, config_from(raw), extras, run)
+    return Planned(name, config_from(raw), run)
 
 
 def _raw(target: str, as_run: bool) -> tuple[dict[str, Any], Mapping[str, Any], str]:
@@ -105,49 +86,8 @@ def _layout_words(text: str) -> list[str]:
     return words
 
 
-def _take_planned(raw: dict[str, Any]) -> dict[str, str]:
-    """Takes those of the planner's keys out of `raw` that the config's sections don't have, checked."""
-    hints = typing.get_type_hints(Config)
-    taken: dict[str, str] = {}
-    for key, allowed in PLANNED.items():
-        *path, last = key.split(".")
-        cls = hints.get(path[0])
-        known = cls is not None and {f.name for f in dataclasses.fields(cls)}
-        if known and (path[1:] or [last])[0] in known:
-            continue
-        section: Any = raw
-        for name in path:
-            section = section.get(name) if isinstance(section, dict) else None
-        if not isinstance(section, dict) or last not in section:
-            continue
-        value = str(section.pop(last)).lower()
-        if allowed and value not in allowed:
-            raise UserError(f"{key}={value} is not one of {', '.join(allowed)}{nearest(value, allowed)}")
-        if key == "recompute.mode":
-            check_recompute(value)
-        taken[key] = value
-    for name in ("zero", "recompute"):
-        if name not in hints and not any(_leaves(raw.get(name, {}))):
-            raw.pop(name, None)
-    return taken
-
-
-def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in _leaves(item)]
-    return [] if value is None else [value]
-
-
-def check_recompute(value: str) -> None:
-    kind, _, number = value.partition(":")
-    if value not in ("none", "selective", "full") and not (kind == "every" and number.isdigit() and int(number) > 0):
-        raise UserError(f"recompute.mode={value} is not one of none, selective, full, every:N (N a number from 1)")
-
-
 def ledger_of(job: Planned, world: int) -> dict[str, Traffic] | None:
     """What the ledgers of all ranks will count in one step, exactly, by axis; None if this version can't train it."""
-    if job.extras:
-        return None
     try:
         return predict_step(job.config, world)
     except UserError:

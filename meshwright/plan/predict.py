@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -309,17 +310,18 @@ def predict_file(path: Path) -> list[Prediction]:
     return [predict_row(row) for row in read_rows(path)]
 
 
-def write_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for p in predictions:
-            if p.reason:
-                writer.writerow([p.id, "", "", "", "", p.reason])
-                continue
-            note = "" if p.fits else "predicted out of memory"
-            error = "" if p.error is None else repr(p.error)
-            writer.writerow([p.id, repr(p.step_s), repr(p.tokens_s_gpu), repr(p.mem_gib), error, note])
+def predictions_csv(predictions: Iterable[Prediction]) -> str:
+    file = io.StringIO(newline="")
+    writer = csv.writer(file)
+    writer.writerow(COLUMNS)
+    for p in predictions:
+        if p.reason:
+            writer.writerow([p.id, "", "", "", "", p.reason])
+            continue
+        note = "" if p.fits else "predicted out of memory"
+        error = "" if p.error is None else repr(p.error)
+        writer.writerow([p.id, repr(p.step_s), repr(p.tokens_s_gpu), repr(p.mem_gib), error, note])
+    return file.getvalue()
 
 
 def _int(row: Row, key: str, default: int) -> int:

@@ -5,7 +5,6 @@ A config and a line of a table of published runs both become a `Workload`; FLOPs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -150,21 +149,8 @@ def ranks_per_node(workload: Workload, axis: str) -> int:
     return sum(rank < workload.node_size for rank in group)
 
 
-def setting(config: Config, extras: Mapping[str, str], path: str, default: str) -> str:
-    """A key that may not exist in this version's config sections: from `extras` then, or its default."""
-    value: Any = config
-    for name in path.split("."):
-        value = getattr(value, name, None)
-        if value is None:
-            return extras.get(path, default)
-    return str(value)
-
-
-def workload_of(
-    config: Config, world: int, node_size: int = 0, extras: Mapping[str, str] | None = None
-) -> Workload:
+def workload_of(config: Config, world: int, node_size: int = 0) -> Workload:
     """The workload of a config on `world` devices, `node_size` a node unless the config says."""
-    more = extras or {}
     c = config.layout
     size = c.node_size or node_size or world
     if world % (c.tp * c.pp * c.cp):
@@ -179,17 +165,15 @@ def workload_of(
             f"train.global_batch={config.train.global_batch} is not a multiple of dp x micro_batch = {unit}: "
             f"try {max(1, config.train.global_batch // unit) * unit}"
         )
-    stage = int(setting(config, more, "zero.stage", "0"))
-    group = setting(config, more, "zero.shard_group", "dp")
-    in_node = max(1, min(dp * c.cp, size // c.tp)) if group == "node" else 0
+    in_node = max(1, min(dp * c.cp, size // c.tp)) if config.zero.shard_group == "node" else 0
     parallel = Parallel(
         world=world, tp=c.tp, pp=c.pp, cp=c.cp, chunks=c.chunks, order=c.order, schedule=config.pipeline.schedule,
-        sequence_parallel=c.sequence_parallel and c.tp > 1, zero=stage, shard=in_node,
+        sequence_parallel=c.sequence_parallel and c.tp > 1, zero=config.zero.stage, shard=in_node,
     )  # fmt: skip
     return Workload(
         model=config.model, parallel=parallel, micro_batch=config.train.micro_batch,
         global_batch=config.train.global_batch, precision=config.train.precision,
-        recompute=own_mode(setting(config, more, "recompute.mode", "none")), states=states_of(config, more),
+        recompute=own_mode(config.recompute.mode), states=states_of(config),
         split=config.pipeline.split, node_size=size,
     )  # fmt: skip
 
@@ -204,21 +188,19 @@ def config_mode(mode: str) -> str:
     return "selective" if mode == "core" else mode
 
 
-def states_of(config: Config, extras: Mapping[str, str]) -> States:
+def states_of(config: Config) -> States:
     precision = config.train.precision
     own = BYTES[precision]
     low = own < 4
-    grad = setting(config, extras, "train.grad_dtype", "fp32")
-    master = setting(config, extras, "optimizer.master_dtype", "fp32")
-    moment = setting(config, extras, "optimizer.state_dtype", "fp32")
+    master = config.optimizer.master_dtype
 
     def wide(name: str) -> int:
         return max(BYTES.get(name, 4), 8 if precision == "fp64" else 0)
 
     places = {"none": "device", "cpu": "cpu", "disk": "disk"}
     return States(
-        param=own, grad=wide(grad), master=wide(master) if low and master != config.train.precision else 0,
-        moment=wide(moment), moments=2 if config.optimizer.name == "adamw" else 1,
-        optimizer_on=places[setting(config, extras, "zero.offload.optimizer", "none")],
-        params_on=places[setting(config, extras, "zero.offload.params", "none")],
+        param=own, grad=wide(config.train.grad_dtype), master=wide(master) if low and master != precision else 0,
+        moment=wide(config.optimizer.state_dtype), moments=2 if config.optimizer.name == "adamw" else 1,
+        optimizer_on=places[config.zero.offload.optimizer],
+        params_on=places[config.zero.offload.params],
     )  # fmt: skip

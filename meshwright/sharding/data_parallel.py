@@ -208,6 +208,9 @@ class DataParallel:
             if last == chunk:
                 self._prepare(self.buckets[index])
                 self._scatter(self.buckets[index])
+        self._land_all()
+
+    def _land_all(self) -> None:
         while self._flying:
             self._land()
 
@@ -215,8 +218,7 @@ class DataParallel:
         for index, bucket in enumerate(self.buckets):
             if self._came[index]:
                 self._scatter(bucket)
-        while self._flying:
-            self._land()
+        self._land_all()
         for index, bucket in enumerate(self.buckets):
             if not self._added[index]:
                 bucket.own_grads.zero_()
@@ -257,11 +259,11 @@ class DataParallel:
         device = self.buffers[0].device
         if not pieces:
             return torch.zeros((), dtype=torch.float64, device=device)
+        wide = None if pieces[0].element_size() > 2 else torch.float32
         if device.type == "cpu":  # whose kernel adds up one by one in float32: short pieces keep it exact
             pieces = [part for piece in pieces for part in piece.split(NORM_PIECE)]
-            norms = torch._foreach_norm(pieces, dtype=None if pieces[0].element_size() > 2 else torch.float32)
+            norms = torch._foreach_norm(pieces, dtype=wide)
         else:
-            wide = None if pieces[0].element_size() > 2 else torch.float32
             norms = [torch.linalg.vector_norm(piece, dtype=wide) for piece in pieces]
         return torch.stack(list(norms)).double().square().sum()
 

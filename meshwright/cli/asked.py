@@ -1,0 +1,35 @@
+"""What planning commands have in common: the job they are asked about. No torch."""
+
+from __future__ import annotations
+
+import argparse
+
+from meshwright.plan import job as jobs
+from meshwright.plan.cluster import Cluster
+from meshwright.plan.stack import Stack
+from meshwright.plan.workload import Workload
+
+
+def job_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="CONFIG|PRESET", help="a config file, or the name of a model")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="config keys, as for train")
+
+
+def cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="a cluster that ships, or its YAML file")
+    parser.add_argument("--stack", metavar="NAME", help="the software stack (default: compiled, as Meshwright is)")
+
+
+def step_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of a command about one step of one layout."""
+    job_arguments(parser)
+    cluster_arguments(parser)
+    parser.add_argument("--devices", type=int, metavar="N", help="number of devices")
+    parser.add_argument("--layout", default="", metavar="tp=8,pp=16,...", help="the layout, in short words")
+
+
+def step_asked(args: argparse.Namespace) -> tuple[jobs.Planned, Workload, Cluster, Stack]:
+    job = jobs.planned(args.target, args.words, args.layout)
+    cluster = jobs.cluster_for(job, args.cluster)
+    stack = jobs.stack_named(args.stack or job.run.get("stack"))
+    return job, job.workload(jobs.devices_for(job, args.devices), cluster.node.devices), cluster, stack

@@ -1,0 +1,21 @@
+"""Files that a command writes beside what it prints. No torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwright.errors import UserError
+
+
+def write(path: Path | None, make: Callable[[], str | bytes]) -> None:
+    """Writes a file if it was asked for, and says so."""
+    if path is None:
+        return
+    made = make()
+    try:
+        path.write_bytes(made if isinstance(made, bytes) else made.encode("utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror}): name a file in a folder that exists") from error
+    print(f"wrote {path}", file=sys.stderr)
