@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import time
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -111,6 +112,9 @@ class Device:
         """A stream for copies beside the computation, which sees all that was launched up to now."""
         return SideStream(self)
 
+    def clock(self) -> Clock:
+        return Clock(self)
+
     def peak_bytes(self) -> int | None:
         """Most memory that tensors took on this device so far, or None on a CPU."""
         return None if self.kind == "cpu" else int(getattr(torch, self.kind).max_memory_allocated())
@@ -132,6 +136,28 @@ class Download:
         if self._event is not None:
             self._event.synchronize()
         return self._copy.tolist()
+
+
+class Clock:
+    """Marks points in what this device does and tells when it came there, in seconds of the host's clock."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        device.synchronize()
+        self._begin, self._first = time.time(), self.mark()
+
+    def mark(self) -> Any:
+        if self._device.kind == "cpu":
+            return time.time()
+        event = torch.Event(self._device.torch, enable_timing=True)
+        event.record()
+        return event
+
+    def read(self, mark: Any) -> float:
+        """When the device was there; all that was marked must be done."""
+        if self._device.kind == "cpu":
+            return float(mark)
+        return self._begin + float(self._first.elapsed_time(mark)) / 1e3
 
 
 class SideStream:

@@ -324,6 +324,7 @@ class RunConfig:
     eval_every: int = 0  # 0: only after the last step
     eval_samples: int = 0  # 0: four global batches
     tensorboard: bool = True
+    trace: bool = False  # write one step as it was measured to trace.json, which Perfetto opens
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
 
     def __post_init__(self) -> None:

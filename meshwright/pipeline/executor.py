@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from meshwright.comm.group import Group, Pending
 from meshwright.comm.ledger import Ledger
 from meshwright.nn.random import Streams
-from meshwright.pipeline.table import SHARDING, Action, Op, Table
+from meshwright.pipeline.record import Recorder
+from meshwright.pipeline.table import RECV_OF, SENT, SHARDING, Action, Op, Table
+from meshwright.pipeline.trace import span_name
 
 Named = dict[str, Tensor]
 Loss = tuple[Tensor, Tensor | int | float, Mapping[str, Any]]
@@ -74,6 +77,10 @@ class Executor:
         self.modules, self.pp, self.forward_step = list(modules), pp, forward_step
         self.ledger, self.streams, self.shares = ledger, streams, shares
         self.rank = max(0, pp.index)
+        self.recorder: Recorder | None = None  # while a step is traced
+
+    def span(self, track: str, name: str, **args: Any) -> AbstractContextManager[None]:
+        return self.recorder.span(track, name, **args) if self.recorder else nullcontext()
 
     def run(self, table: Table, batches: Callable[[int], Named], step: int, loss_weight: float = 1.0) -> Totals:
         """One global batch. `batches(m)` loads micro-batch m; each loss sum is weighted before backward."""
@@ -101,14 +108,7 @@ class _Run:
         self.outputs: dict[tuple[int, int], Named | Tensor] = {}
         self.grads: dict[tuple[int, int], Named] = {}
         self.sends: deque[tuple[Pending, Tensor]] = deque()
-        self.do = {
-            Op.FORWARD: self.forward,
-            Op.BACKWARD: self.backward,
-            Op.SEND_FORWARD: self.send,
-            Op.SEND_BACKWARD: self.send,
-            Op.RECV_FORWARD: self.receive_forward,
-            Op.RECV_BACKWARD: self.receive_backward,
-        }
+        self.compute = {Op.FORWARD: self.forward, Op.BACKWARD: self.backward}
 
     def act(self, action: Action, following: Action | None) -> None:
         if action.op in SHARDING:
@@ -120,20 +120,36 @@ class _Run:
         ledger = self.executor.ledger
         phase = ledger.current_phase if ledger.current_phase == "validation" else name
         with ledger.phase(phase), ledger.layer(None):
-            self.do[action.op](action)
+            self._do(action)
         spent = time.perf_counter() - begin - (self.totals.seconds["data"] - data_before)
         self.totals.seconds[name] += spent
+
+    def _do(self, action: Action) -> None:
+        span, name = self.executor.span, span_name(action)
+        args = {"micro_batch": action.micro_batch, "chunk": action.chunk}
+        if action.op in self.compute:
+            received = self._received(action)
+            with span("compute", name, **args):
+                self.compute[action.op](action, received)
+        elif action.op in SENT:
+            with span("send", name, **args, to=action.peer):
+                self.send(action)
+        elif action.op is Op.RECV_FORWARD:
+            self.receive_forward(action)
+        else:
+            self.receive_backward(action)
 
     def share(self, action: Action, following: Action | None) -> None:
         shares, begin = self.executor.shares, time.perf_counter()
         assert shares is not None, f"{action} needs somebody who shards"
-        if action.op is Op.GATHER:
-            assert following is not None
-            shares.gather(action.chunk, following.op.value)
-        elif action.op is Op.FREE:
-            shares.free(action.chunk)
-        else:
-            shares.add_up(action.chunk)
+        with self.executor.span("wait", f"{action.op.value} of chunk {action.chunk}"):
+            if action.op is Op.GATHER:
+                assert following is not None
+                shares.gather(action.chunk, following.op.value)
+            elif action.op is Op.FREE:
+                shares.free(action.chunk)
+            else:
+                shares.add_up(action.chunk)
         self.totals.seconds["reduce"] += time.perf_counter() - begin
 
     def drain(self) -> None:
@@ -155,9 +171,8 @@ class _Run:
             self.loaded[micro_batch] = (batch, uses - 1)
         return batch
 
-    def forward(self, action: Action) -> None:
+    def forward(self, action: Action, received: Named) -> None:
         e, key = self.executor, (action.micro_batch, action.chunk)
-        received = self._received(Op.RECV_FORWARD, key)
         if self.training:
             for x in received.values():
                 x.requires_grad_(x.is_floating_point())
@@ -179,9 +194,8 @@ class _Run:
         self.outputs[key] = result
         self._hand_over(Op.FORWARD, action, {name: x.detach() for name, x in result.items()})
 
-    def backward(self, action: Action) -> None:
+    def backward(self, action: Action, received: Named) -> None:
         key = (action.micro_batch, action.chunk)
-        received = self._received(Op.RECV_BACKWARD, key)
         output = self.outputs.pop(key)
         if isinstance(output, Tensor):
             torch.autograd.backward(output, torch.full_like(output, self.loss_weight))
@@ -210,10 +224,14 @@ class _Run:
         elif not self.training:
             del self.outputs[key]
 
-    def _received(self, op: Op, key: tuple[int, int]) -> Named:
-        tensors, pendings = self.arriving.pop((op, *key), ({}, []))
-        for pending in pendings:
-            pending.wait()
+    def _received(self, action: Action) -> Named:
+        """What a compute takes from its neighbour, once it is there."""
+        key = (RECV_OF[action.op], action.micro_batch, action.chunk)
+        tensors, pendings = self.arriving.pop(key, ({}, []))
+        if pendings:
+            with self.executor.span("wait", f"for {span_name(action)}"):
+                for pending in pendings:
+                    pending.wait()
         return tensors
 
     def send(self, action: Action) -> None:

@@ -1,6 +1,7 @@
 """Timelines as a trace that Perfetto and Chrome's tracing page open: the trace event format, as JSON. No torch.
 
-One process a pipeline rank, with a track for computes, one for sends and one for what follows the pipeline.
+One process a pipeline rank, with a track for computes, one for sends and one for what follows the pipeline. A step that
+was measured has one more, for what a rank waited for: the simulated and the measured trace can be laid over each other.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.pipeline.simulate import Simulation
-from meshwright.pipeline.table import RECEIVED, SENT, Op
+from meshwright.pipeline.table import RECEIVED, SENT, Action, Op
 
-TRACKS = {"compute": 0, "send": 1, "step": 2}
+TRACKS = {"compute": 0, "send": 1, "step": 2, "wait": 3}
 MICROSECONDS = 1e6
+# What follows the pipeline in a step.
+REDUCED, UPDATED = "gradients and parameters (dp)", "optimizer"
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,11 @@ class Span:
     args: Mapping[str, Any] = field(default_factory=dict)
 
 
+def span_name(action: Action) -> str:
+    letter = {Op.FORWARD: "F", Op.BACKWARD: "B"}.get(action.op, f"{action.op.value} ")
+    return f"{letter}{action.micro_batch}"
+
+
 def spans_of(simulation: Simulation) -> Iterator[Span]:
     """The computes and sends of a simulated table; a transfer is shown once, at its sender."""
     for rank, row in enumerate(simulation.ranks):
@@ -39,10 +47,9 @@ def spans_of(simulation: Simulation) -> Iterator[Span]:
             args = {"micro_batch": action.micro_batch, "chunk": action.chunk}
             if action.op in SENT:
                 args["to"] = action.peer if action.peer is not None else -1
-                yield Span(rank, "send", f"{action.op.value} {action.micro_batch}", timed.start, timed.end, args)
+                yield Span(rank, "send", span_name(action), timed.start, timed.end, args)
             else:
-                letter = "F" if action.op is Op.FORWARD else "B"
-                yield Span(rank, "compute", f"{letter}{action.micro_batch}", timed.start, timed.end, args)
+                yield Span(rank, "compute", span_name(action), timed.start, timed.end, args)
 
 
 def trace(spans: Iterable[Span], name: str = "") -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from meshwright.errors import UserError, nearest
 from meshwright.pipeline.schedules import build
 from meshwright.pipeline.simulate import Simulation, simulate
-from meshwright.pipeline.trace import Span, spans_of
+from meshwright.pipeline.trace import REDUCED, UPDATED, Span, spans_of
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.cost import Cost, predict_cost
 from meshwright.plan.stack import Stack
@@ -126,11 +126,11 @@ def step_spans(step: Step) -> list[Span]:
     spans = list(spans_of(step.timeline))
     end = step.timeline.makespan
     axes = step.cost.axes
-    later = [("gradients and parameters (dp)", axes["dp"].exposed)] if "dp" in axes else []
+    later = [(REDUCED, axes["dp"].exposed)] if "dp" in axes else []
     if step.cost.workload.parallel.zero >= 2:
         later = []  # they are part of every micro-batch there
     later += [("tied embedding", axes["embedding"].exposed)] if "embedding" in axes else []
-    later.append(("optimizer", step.cost.optimizer_s))
+    later.append((UPDATED, step.cost.optimizer_s))
     for rank in range(step.cost.workload.parallel.pp):
         at = end
         for name, seconds in later:

@@ -32,6 +32,7 @@ from meshwright.train.processes import find_place, join, joined_place, leave
 from meshwright.train.run_folder import RunFolder, refuse_finished
 from meshwright.train.signals import StopRequests
 from meshwright.train.step import ForwardStep, StepResult, Trainer
+from meshwright.train.traced import TracedStep
 
 ModelProvider = Callable[[Context, Stage], nn.Module]
 DatasetsProvider = Callable[[Context, tuple[int, int, int]], tuple[Any, Any, Any]]
@@ -154,12 +155,18 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
     skipped = 0
     steps, validates = config.train.steps, lambda n: config.run.eval_every and n % config.run.eval_every == 0
     saves = lambda n: c.every and n % c.every == 0  # noqa: E731
-    ahead = Ahead(trainer, lambda n: bool(n == steps or validates(n) or saves(n)))
+    traced = TracedStep(trainer)
+    ahead = Ahead(trainer, lambda n: bool(n == steps or validates(n) or saves(n) or traced.number in (n, n + 1)))
     with StopRequests() as requests:
         step = trainer.step_number
         while step < steps:
+            if step + 1 == traced.number:
+                traced.begin()
             result = ahead.next(requests.seen)
             step = result.step
+            if step == traced.number:
+                agree(ctx, traced.end)
+                agree(ctx, traced.join if trainer.writes else None)
             if folder:
                 folder.step(result.line())
             if watcher:

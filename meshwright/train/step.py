@@ -19,6 +19,7 @@ from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.schedules import global_batch, learning_rate
 from meshwright.pipeline.executor import Executor, Totals
 from meshwright.pipeline.schedules import build
+from meshwright.pipeline.trace import REDUCED, UPDATED
 from meshwright.sharding.buffers import FlatBuffer
 from meshwright.sharding.data_parallel import DataParallel, Reduce, all_reduce_bucket
 from meshwright.train.batches import Dataset, MicroBatches
@@ -119,7 +120,8 @@ class Trainer:
             self.table(count), lambda i: self.train_batches.load(consumed, i), self.step_number + 1, weight
         )
         begin = time.perf_counter()
-        self.data_parallel.finish()
+        with self.executor.span("step", REDUCED):
+            self.data_parallel.finish()
         totals.seconds["reduce"] += time.perf_counter() - begin
         return totals, weight
 
@@ -142,15 +144,16 @@ class Trainer:
         lr, scale = learning_rate(config, self.step_number + 1), self.loss_scale.value
         self.before_update()
         clip = config.train.clip
-        if self.runs_ahead:
-            self.optimizer.step_on_device(lr, sums, weight, clip)
-        else:
-            loss, tokens, squares = sums.tolist()
-            norm = gradient_norm(tokens, squares, weight)
-            if math.isfinite(norm):
-                divisor = weight * max(tokens, 1.0)
-                self.optimizer.step(lr, divisor * norm / clip if clip and norm > clip else divisor)
-            self.loss_scale.update(math.isfinite(norm))
+        with self.executor.span("step", UPDATED):
+            if self.runs_ahead:
+                self.optimizer.step_on_device(lr, sums, weight, clip)
+            else:
+                loss, tokens, squares = sums.tolist()
+                norm = gradient_norm(tokens, squares, weight)
+                if math.isfinite(norm):
+                    divisor = weight * max(tokens, 1.0)
+                    self.optimizer.step(lr, divisor * norm / clip if clip and norm > clip else divisor)
+                self.loss_scale.update(math.isfinite(norm))
         read = self.ctx.device.download(sums)
         totals.seconds["optimizer"] = time.perf_counter() - update
         self.step_number += 1
