@@ -84,9 +84,13 @@ def _rounds(pp: int, micro_batches: int, chunks: int) -> list[tuple[int, int]]:
     ]
 
 
-def build(kind: str, pp: int, micro_batches: int, chunks: int = 1, zero_stage: int = 0) -> Table:
-    """The table of a schedule for `pp` pipeline ranks, each with `chunks` stages, and `micro_batches`; from ZeRO stage
-    2 on with what is done about the data-parallel ranks' shares."""
+def computes(kind: str, pp: int, micro_batches: int, chunks: int, rank: int) -> list[Action]:
+    """What one rank computes, in order: its list without all that moves data."""
+    _check(kind, pp, micro_batches, chunks)
+    return KINDS[kind](pp, micro_batches, chunks, rank)
+
+
+def _check(kind: str, pp: int, micro_batches: int, chunks: int) -> None:
     if kind not in KINDS:
         raise UserError(f"unknown schedule '{kind}'{nearest(kind, KINDS)}: the kinds are {', '.join(KINDS)}")
     for name, value in (("pp", pp), ("micro_batches", micro_batches), ("chunks", chunks)):
@@ -101,6 +105,12 @@ def build(kind: str, pp: int, micro_batches: int, chunks: int = 1, zero_stage: i
             f"pp={pp} x micro_batches={micro_batches} x chunks={chunks} is too large a table: "
             f"keep the product within {LARGEST}"
         )
+
+
+def build(kind: str, pp: int, micro_batches: int, chunks: int = 1, zero_stage: int = 0) -> Table:
+    """The table of a schedule for `pp` pipeline ranks, each with `chunks` stages, and `micro_batches`; from ZeRO stage
+    2 on with what is done about the data-parallel ranks' shares."""
+    _check(kind, pp, micro_batches, chunks)
     orders = (KINDS[kind](pp, micro_batches, chunks, rank) for rank in range(pp))
     return with_shares(with_transfers(_table(kind, pp, micro_batches, chunks, orders)), zero_stage)
 

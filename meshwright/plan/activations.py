@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from meshwright.config.sections import Config, ModelConfig
 from meshwright.layout.chunks import chunk_rows
 from meshwright.models.description import fields_read
-from meshwright.pipeline.schedules import build
+from meshwright.pipeline.schedules import computes
 from meshwright.pipeline.table import Op
 from meshwright.plan.communication import Job
 
@@ -132,13 +132,13 @@ def activations(config: Config, job: Job, pp_rank: int) -> int:
         kept.append(inside + head)
         heads.append(head)
         again.append(max(0, working))
-    table = build(config.pipeline.schedule, config.layout.pp, job.micro_batches, config.layout.chunks)
+    c = config.layout
     alive = peak = 0
-    for action in table.ranks[pp_rank]:
+    for action in computes(config.pipeline.schedule, c.pp, job.micro_batches, c.chunks, pp_rank):
         if action.op is Op.FORWARD:
             alive += kept[action.chunk]
             peak = max(peak, alive)
-        elif action.op is Op.BACKWARD:
+        else:
             peak = max(peak, alive - heads[action.chunk] + again[action.chunk])
             alive -= kept[action.chunk]
     return peak

@@ -16,7 +16,7 @@ from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import block_part
 from meshwright.plan.cost import Cost, cut_of, place_of, predict_cost
-from meshwright.plan.memory import peak_gib
+from meshwright.plan.memory import Memory, largest, needed_gib
 from meshwright.plan.stack import Stack
 from meshwright.plan.workload import Parallel, Workload, best_split, config_mode, own_mode
 
@@ -31,7 +31,11 @@ CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 @dataclass(frozen=True)
 class Candidate:
     cost: Cost
-    memory_gib: float
+    memory: Memory
+
+    @property
+    def memory_gib(self) -> float:
+        return needed_gib(self.memory, self.workload, self.cost.stack, self.cost.cluster)
 
     @property
     def workload(self) -> Workload:
@@ -140,7 +144,7 @@ def search(
     limit = fit_gib or cluster.device.memory_gib
     found = Found()
     best = float("inf")
-    rough: list[tuple[float, Workload, float]] = []
+    rough: list[tuple[float, Workload, Memory]] = []
     ordered = sorted(shapes(base, devices, space, cluster.node.devices), key=_promise)
     for shape in ordered:
         bound = _products_only(shape, cluster, stack)
@@ -180,14 +184,15 @@ def _products_only(w: Workload, cluster: Cluster, stack: Stack) -> float:
 
 def _first_that_fits(
     w: Workload, cluster: Cluster, stack: Stack, limit: float, space: Space, found: Found
-) -> tuple[Workload, float] | None:
+) -> tuple[Workload, Memory] | None:
     for mode in space.recompute:
         tried = replace(w, recompute=mode)
-        memory = peak_gib(tried, stack, cluster)
-        if memory <= limit:
+        memory = largest(tried, stack)
+        needed = needed_gib(memory, tried, stack, cluster)
+        if needed <= limit:
             return tried, memory
-        if found.nearest is None or memory < found.nearest[0]:
-            found.nearest = (memory, tried)
+        if found.nearest is None or needed < found.nearest[0]:
+            found.nearest = (needed, tried)
     return None
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, cast
+
 from meshwright.config.sections import Config
+from meshwright.errors import UserError
 from meshwright.plan.activations import activations, passing
 from meshwright.plan.communication import Job, job_of, packed, parameters
-from meshwright.plan.memory import Memory
-from meshwright.plan.workload import Workload, workload_of
+from meshwright.plan.memory import Memory, ends
+from meshwright.plan.workload import Workload, config_mode, workload_of
 from meshwright.sharding.placement import divided
 
 FILLING = 3  # whole buckets of gradients from stage 2 on: one that is filled, two on their way
@@ -18,6 +22,32 @@ def bucket_sizes(job: Job, pp_rank: int) -> list[list[int]]:
     params = [(param, c.train.precision) for param in parameters(job, job.held(pp_rank))]
     buffers = packed(params, job.layout, c.comm.bucket_mib, c.zero, c.train.grad_dtype)
     return [[stop - start for start, stop in buffer.buckets] for buffer in buffers]
+
+
+def config_with(config: Config, w: Workload) -> Config:
+    """The config with a workload's layout, batch and way of keeping states."""
+    p = w.parallel
+    layout = replace(
+        config.layout, tp=p.tp, pp=p.pp, cp=p.cp, chunks=p.chunks, order=p.order, node_size=w.node_size,
+        sequence_parallel=p.sequence_parallel,
+    )  # fmt: skip
+    return replace(
+        config, model=w.model, layout=layout, zero=replace(config.zero, stage=p.zero),
+        pipeline=replace(config.pipeline, schedule=cast(Any, p.schedule), split=w.split),
+        train=replace(
+            config.train, global_batch=w.global_batch, micro_batch=w.micro_batch, precision=cast(Any, w.precision)
+        ),
+        recompute=replace(config.recompute, mode=config_mode(w.recompute)),
+    )  # fmt: skip
+
+
+def own_memory(config: Config, w: Workload) -> Memory | None:
+    """Of the rank that needs most under our own program, exactly; None if this version can't train the layout."""
+    try:
+        own = config_with(config, w)
+        return max((exact(own, w, pp_rank) for pp_rank in ends(w)), key=lambda memory: memory.peak)
+    except UserError:
+        return None
 
 
 def rank_memory(config: Config, world: int, rank: int) -> tuple[Workload, Memory]:

@@ -207,3 +207,25 @@ def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_charts_of_little() -> None:
     chart = Chart("one point", "x", "y", {"a": [(8.0, 3.0)]})
     assert png(chart).startswith(b"\x89PNG") and "<circle" in svg(chart)
+
+
+def test_cost_and_plan_say_the_memory_that_memory_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Our own program's bytes come from one place, whoever asks; and the config that plan writes is what it meant."""
+    words = ["layout.tp=4", "layout.pp=2", "zero.stage=2", "train.global_batch=64", "recompute.mode=selective"]
+    asked = ["llama3-8b", *words]
+    kinds = ("parameters", "gradients", "master", "optimizer", "activations", "buffers", "peak")
+    assert main(["memory", *asked, "--world", "64", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert main(["cost", *asked, "--cluster", "h100-80g-dgx", "--devices", "64", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["memory"]
+    assert {kind: found[kind] for kind in kinds} == {kind: said[kind] for kind in kinds}
+
+    out = tmp_path / "best.yaml"
+    where = ["--cluster", "h100-80g-dgx", "--devices", "64", "--global-batch", "64"]
+    assert main(["plan", "llama3-8b", *where, "--out", str(out), "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert main(["cost", str(out), "--cluster", "h100-80g-dgx", "--devices", "64", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"]["needed_gib"] == best["memory_gib"] and found["step_time_s"] == best["step_time_s"]
+    assert main(["memory", str(out), "--world", "64", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["peak"] == found["memory"]["peak"]
