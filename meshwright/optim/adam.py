@@ -18,7 +18,8 @@ from meshwright.config.sections import OffloadConfig, OptimizerConfig
 from meshwright.device import DTYPES
 from meshwright.kernels import fits
 from meshwright.sharding.buffers import Bucket, FlatBuffer
-from meshwright.sharding.homes import Kept, Pieces, piece_size, pieces
+from meshwright.sharding.homes import Kept, Pieces, pieces
+from meshwright.sharding.placement import piece_size
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

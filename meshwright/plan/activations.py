@@ -69,9 +69,11 @@ def keeps_input(s: Sizes) -> bool:
 
 def attention_kept(s: Sizes, selective: bool) -> int:
     """Queries, keys and values (turned ones are copies), the result and each row's log-sum. With dropout the CPU has no
-    fused kernel: then wide copies, and three tensors of scores."""
+    fused kernel: then wide copies, and three tensors of scores. Where tp ranks share key-value heads, also the weights,
+    which are put together from two parameters."""
     m, (h, k), d = s.model, (s.heads, s.kv_heads), s.model.head_dim
-    qkv = s.tokens * (h + 2 * k) * d * s.element
+    joined = m.hidden * (h + 2 * k) * d * s.element if s.tp > m.kv_heads else 0
+    qkv = s.tokens * (h + 2 * k) * d * s.element + joined
     turned = s.tokens * (h + k) * d * s.element if m.position == "rope" else 0
     result = s.tokens * h * d * s.element
     normed = s.tokens * (h + k) * (2 * d * s.wide + s.wide) if m.qk_norm else 0
@@ -79,7 +81,7 @@ def attention_kept(s: Sizes, selective: bool) -> int:
         return qkv + turned + normed + result
     if s.host and m.dropout:
         scores = s.tokens * h * m.seq * s.wide
-        return s.tokens * (h + 2 * k) * d * s.wide + 3 * scores + result + normed
+        return s.tokens * (h + 2 * k) * d * s.wide + 3 * scores + result + normed + joined
     sums = s.tokens * h * s.wide
     return qkv + turned + normed + result + sums
 

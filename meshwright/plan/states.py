@@ -10,8 +10,8 @@ from meshwright.errors import UserError
 from meshwright.plan.activations import activations, passing
 from meshwright.plan.communication import Job, job_of, packed, parameters
 from meshwright.plan.memory import Memory, ends
-from meshwright.plan.workload import Workload, config_mode, workload_of
-from meshwright.sharding.placement import divided
+from meshwright.plan.workload import States, Workload, config_mode, workload_of
+from meshwright.sharding.placement import RING, divided, piece_size
 
 FILLING = 3  # whole buckets of gradients from stage 2 on: one that is filled, two on their way
 
@@ -57,6 +57,18 @@ def rank_memory(config: Config, world: int, rank: int) -> tuple[Workload, Memory
     return w, exact(config, w, pp_rank)
 
 
+def ring_bytes(config: Config, s: States, shares: list[int]) -> int:
+    """On the device, the pieces of one buffer's states that are updated: where these live elsewhere or are kept in
+    another precision than they are updated in."""
+    wide = max(4, s.param)
+    away = s.optimizer_on != "device"
+    kinds = [s.master] * (s.master > 0) + [s.moment] * s.moments
+    brought = sum(away or size != wide for size in kinds)
+    if not s.master:  # the weights are their own masters; on a CPU they are at hand even in a file
+        brought += s.param != wide or (s.params_on != "device" and config.run.device != "cpu")
+    return brought * RING * piece_size(int(config.zero.offload.buffer_mib * 2**20 // wide), shares) * wide
+
+
 def exact(config: Config, w: Workload, pp_rank: int) -> Memory:
     """What our own program allocates on a rank: states and activations to the byte, buffers and the peak nearly so."""
     p, s = w.parallel, w.states
@@ -82,7 +94,8 @@ def exact(config: Config, w: Workload, pp_rank: int) -> Memory:
         weights = sum(counts[:2]) * s.param if zero == 3 else 0
         return weights + ((sum(counts[:FILLING]) + parts) * s.grad if zero >= 2 else 0)
 
-    buffers = max(flying(counts[at:]) for counts in sizes for at in range(len(counts)))
+    rings = sum(ring_bytes(config, s, [n // (shards if zero else 1) for n in counts]) for counts in sizes)
+    buffers = max(flying(counts[at:]) for counts in sizes for at in range(len(counts))) + rings
     first = max(flying(counts) for counts in sizes)
-    peak = parameters + gradients + master + optimizer + kept + first + passing(config, job, pp_rank)
+    peak = parameters + gradients + master + optimizer + kept + first + rings + passing(config, job, pp_rank)
     return Memory(pp_rank, parameters, gradients, master, optimizer, kept, buffers, peak)

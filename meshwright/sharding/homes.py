@@ -24,9 +24,7 @@ from torch import Tensor
 
 from meshwright.device import accelerator, pin
 from meshwright.errors import UserError
-
-PAGE = 4096  # direct reads and writes are in whole pages
-RING = 3  # sets of pieces: coming, in use, going
+from meshwright.sharding.placement import PAGE, RING
 
 
 def aligned(count: int, dtype: torch.dtype) -> int:
@@ -160,11 +158,6 @@ def pieces(sizes: Sequence[int], order: Sequence[int], most: int) -> list[Piece]
         for share in order
         for low in range(0, sizes[share], most)
     ]
-
-
-def piece_size(most: int, sizes: Sequence[int]) -> int:
-    """Elements of a piece: at most `most` and no more than the largest share, in whole pages in any precision."""
-    return min(max(1, most // PAGE), -(-max(sizes) // PAGE)) * PAGE
 
 
 class Pieces:

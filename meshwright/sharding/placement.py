@@ -15,6 +15,9 @@ from meshwright.layout.params import DATA_AXES, REPLICA, SHARD
 
 # Each rank's share of a bucket is a multiple of this many elements, and each parameter starts at one.
 ALIGN = 16
+# States that live elsewhere come in pieces of whole pages, as direct reads and writes of files are, three at a time:
+# one is coming, one in use, one going.
+PAGE, RING = 4096, 3
 
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
@@ -103,3 +106,8 @@ def place(
     if at > begin:
         buckets.append((begin, begin + padded(at - begin, ranks)))
     return places, buckets
+
+
+def piece_size(most: int, shares: Sequence[int]) -> int:
+    """Elements of a piece: at most `most` and no more than the largest share, in whole pages in any precision."""
+    return min(max(1, most // PAGE), -(-max(shares) // PAGE)) * PAGE

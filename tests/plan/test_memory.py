@@ -28,6 +28,7 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "zero3": (4, {"zero": {"stage": 3}}),
     "zero3-tp-sp-full": (4, {"zero": {"stage": 3}, "layout": SP, "recompute": {"mode": "full"}, "model": LLAMA}),
     "tp-sp": (4, {"layout": SP, "model": LLAMA | UNTIED, "train": {"precision": "bf16"}}),
+    "tp-above-kv-heads": (4, {"layout": {"tp": 4}, "model": LLAMA}),
     "tp-selective": (4, {"layout": {"tp": 2}, "recompute": {"mode": "selective"}}),
     "pp-every": (4, {"layout": {"pp": 2}, "recompute": {"mode": "every:2"}, "model": {"layers": 8}}),
     "pp-gpipe": (4, {"layout": {"pp": 2}, "pipeline": {"schedule": "gpipe"}, "model": UNTIED}),
@@ -101,7 +102,8 @@ def count(rank: int, world: int, names: list[str]) -> list[dict[str, int]]:
         alive = Alive({t.untyped_storage()._cdata for t in tensors})
         with torch.autograd.graph.saved_tensors_hooks(alive.pack, unpack):
             trainer.gradients()
-        found.append(kinds | {"activations": alive.most})
+        rings = [pair for state in states if not state.at_hand for ring in state._pieces._rings for pair in ring]
+        found.append(kinds | {"activations": alive.most, "rings": bytes_of(working for _, working in rings)})
     return found
 
 
@@ -123,6 +125,19 @@ def test_tensors_of_every_rank_are_what_the_formula_says(name: str, counted: dic
         _, said = rank_memory(config_of(name), world, rank)
         assert {kind: getattr(said, kind) for kind in KINDS} == {kind: real[kind] for kind in KINDS}, f"rank {rank}"
         assert abs(said.activations / real["activations"] - 1.0) <= 0.05, (rank, said.activations, real["activations"])
+        assert rings(config_of(name), world, rank) == real["rings"]
+
+
+def rings(config: Config, world: int, rank: int) -> int:
+    """What the pieces of states add to `buffers`: the rest of it is there with pieces of no size too."""
+    from meshwright.plan import states
+
+    with pytest.MonkeyPatch.context() as patch:
+        _, with_pieces = rank_memory(config, world, rank)
+        patch.setattr(states, "RING", 0)
+        _, without = rank_memory(config, world, rank)
+    assert with_pieces.peak - without.peak == with_pieces.buffers - without.buffers
+    return int(with_pieces.buffers - without.buffers)
 
 
 def test_a_wrong_formula_is_found(counted: dict[str, list[dict[str, int]]], monkeypatch: pytest.MonkeyPatch) -> None:

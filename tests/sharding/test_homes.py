@@ -11,7 +11,8 @@ import torch
 
 from meshwright.config.rules import check
 from meshwright.errors import UserError
-from meshwright.sharding.homes import PAGE, Kept, Pieces, StateFile, piece_size, pieces
+from meshwright.sharding.homes import Kept, Pieces, StateFile, pieces
+from meshwright.sharding.placement import PAGE, piece_size
 from tests.support.oracle import make_trainer, small_config
 
 SIZES = [3 * PAGE + 16, 48, 2 * PAGE]
