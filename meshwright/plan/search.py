@@ -123,7 +123,7 @@ def _variants(base: Workload, plain: Parallel, micro: int, space: Space, node: i
     split = best_split(model, pp)
     count = base.global_batch // (plain.dp * micro)
     for chunks in space.chunks:
-        if chunks > 1 and (pp == 1 or model.layers % (pp * chunks) or count % pp):
+        if chunks > 1 and (pp == 1 or model.layers % (pp * chunks) or count < pp):
             continue
         schedule = "interleaved" if chunks > 1 else "1f1b"
         for parts in space.sequence_parallel if plain.tp > 1 else (False,):
