@@ -43,20 +43,26 @@ def summary(predictions: list[Prediction]) -> dict[str, Any]:
         "rows": len(predictions),
         "taken": len(taken),
         "step_time": _errors([(p, p.error or 0.0) for p in timed]),
-        "memory": _errors([(p, p.mem_gib / case.measured_gib - 1) for p, case in measured]),
+        "memory": _errors([(p, p.mem_gib / case.measured_gib - 1) for p, case in measured])
+        | {"by_kind": _grouped([(case.memory_kind, p.mem_gib / case.measured_gib - 1) for p, case in measured])},
         "out_of_memory_predicted_to_fit": [p.id for p, case in cases if case.outcome == "oom" and p.fits],
         "ran_predicted_not_to_fit": [p.id for p, case in cases if case.outcome == "ok" and not p.fits],
     }
 
 
 def _errors(rows: list[tuple[Prediction, float]]) -> dict[str, Any]:
-    def group(key: str) -> dict[str, Any]:
-        found: dict[str, list[float]] = defaultdict(list)
-        for p, error in rows:
-            found[getattr(p, key)].append(error)
-        return {name: _mean(errors) for name, errors in sorted(found.items())}
+    return {
+        "all": _mean([error for _, error in rows]),
+        "by_source": _grouped([(p.source, error) for p, error in rows]),
+        "by_gpu": _grouped([(p.gpu, error) for p, error in rows]),
+    }
 
-    return {"all": _mean([e for _, e in rows]), "by_source": group("source"), "by_gpu": group("gpu")}
+
+def _grouped(rows: list[tuple[str, float]]) -> dict[str, Any]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for name, error in rows:
+        found[name].append(error)
+    return {name: _mean(errors) for name, errors in sorted(found.items())}
 
 
 def _mean(errors: list[float]) -> dict[str, float]:
@@ -70,7 +76,9 @@ def _mean(errors: list[float]) -> dict[str, float]:
 def report(found: dict[str, Any]) -> str:
     lines = [f"{found['taken']} of {found['rows']} rows taken"]
     for what, title in (("step_time", "step time"), ("memory", "memory")):
-        for key, head in (("by_source", "source"), ("by_gpu", "device")):
+        for key, head in (("by_source", "source"), ("by_gpu", "device"), ("by_kind", "how it was measured")):
+            if key not in found[what]:
+                continue
             rows = [(f"{title} by {head}", "rows", "mean |error|", "bias", "largest")]
             rows += [(name[:90], *_cells(e)) for name, e in found[what][key].items()]
             rows.append(("all", *_cells(found[what]["all"])))
