@@ -30,10 +30,13 @@ def control_group(limit: int) -> Iterator[Path]:
     folder = Path("/sys/fs/cgroup", "" if second else "memory", f"meshwright-{os.getpid()}")
     try:
         folder.mkdir()
-        (folder / ("memory.max" if second else "memory.limit_in_bytes")).write_text(str(limit))
     except OSError as error:
         sys.exit(f"no memory limit can be set here ({error}): run as root where control groups can be made")
     try:
+        (folder / ("memory.max" if second else "memory.limit_in_bytes")).write_text(str(limit))
+        for swap in ("memory.swap.max", "memory.swappiness"):
+            if (folder / swap).exists():
+                (folder / swap).write_text("0")
         yield folder
     finally:
         folder.rmdir()

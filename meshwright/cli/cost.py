@@ -11,8 +11,6 @@ from meshwright.plan import job as jobs
 from meshwright.plan.account import as_json, report
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.show import size, table
-from meshwright.plan.stack import OWN
-from meshwright.plan.states import own_memory
 
 MIXED = True
 EXAMPLES = """example:
@@ -32,13 +30,12 @@ def run(args: argparse.Namespace) -> int:
     job, workload, cluster, stack = step_asked(args)
     cost = predict_cost(workload, cluster, stack)
     tokens = _number(args.tokens) if args.tokens else None
-    counted = jobs.ledger_of(job, workload.world)
-    memory = own_memory(job.config, workload) if stack.name == OWN else None
+    counted = jobs.ledger_of(job, workload)
     if args.json:
         ledger = counted and {axis: traffic._asdict() for axis, traffic in counted.items()}
-        print(json.dumps({**as_json(cost, tokens, memory), "ledger": ledger}))
+        print(json.dumps({**as_json(cost, tokens), "ledger": ledger}))
         return 0
-    print(report(cost, tokens, memory))
+    print(report(cost, tokens))
     if counted:
         rows = [("all ranks, as metrics.jsonl counts them", "calls", "payload", "wire")]
         for axis, traffic in counted.items():

@@ -19,11 +19,10 @@ from meshwright.plan.cluster import Cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.explain import against, why_best, yaml_of
 from meshwright.plan.html import page
-from meshwright.plan.memory import largest
-from meshwright.plan.search import Candidate, Found, Space, search, space_of, why_nothing
+from meshwright.plan.memory import peak_gib
+from meshwright.plan.search import Candidate, Space, search, space_of, why_nothing
 from meshwright.plan.show import percent, seconds, table
-from meshwright.plan.stack import OWN, Stack
-from meshwright.plan.states import own_memory
+from meshwright.plan.stack import Stack
 from meshwright.plan.workload import Parallel, Workload, states_of
 
 MIXED = True
@@ -60,35 +59,21 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--fit must be a number of GiB above zero, and --top at least 1")
     c = job.config
     base = Workload(
-        c.model, Parallel(devices), 1, c.train.global_batch, c.train.precision,
+        c.model, Parallel(devices, shard=int(c.zero.shard_group == "node")), 1, c.train.global_batch, c.train.precision,
         states=states_of(c), node_size=c.layout.node_size or cluster.node.devices,
     )  # fmt: skip
     limit = args.fit or cluster.device.memory_gib
     found = search(base, cluster, stack, devices, limit, _space(c, args.words))
-    shown = fitting_exactly(job, found, limit, args.top) if stack.name == OWN else found.candidates[: args.top]
-    if not shown:
+    if not found.candidates:
         raise why_nothing(base, cluster, stack, devices, found, limit)
-    reasons = why_best(shown, found.layouts, found.fitting)
+    shown = found.candidates[: args.top]
+    reasons = why_best(found.candidates, found.layouts, found.fitting)
     known = known_run(job, cluster, stack, devices, c.train.global_batch)
     if known:
         reasons.append(_of_known(job.name, known, shown[0]))
     _write(args, job, shown, reasons, limit, devices, cluster)
     print(json.dumps(_json(job, shown, known)) if args.json else _text(shown, reasons))
     return 0
-
-
-def fitting_exactly(job: jobs.Planned, found: Found, limit: float, count: int) -> list[Candidate]:
-    """The first `count` that fit by what our own program allocates, to the byte; the search went by formulas."""
-    shown: list[Candidate] = []
-    for candidate in found.candidates:
-        exact = replace(candidate, memory=own_memory(job.config, candidate.workload) or candidate.memory)
-        if exact.memory_gib <= limit:
-            shown.append(exact)
-        elif not shown and (found.nearest is None or exact.memory_gib < found.nearest[0]):
-            found.nearest = (exact.memory_gib, exact.workload)
-        if len(shown) == count:
-            break
-    return shown
 
 
 def _space(config: Config, words: list[str]) -> Space:
@@ -107,7 +92,7 @@ def known_run(job: jobs.Planned, cluster: Cluster, stack: Stack, devices: int, b
         return None
     own = jobs.planned(job.name).workload(devices, cluster.node.devices)
     own = replace(own, precision=job.config.train.precision, states=states_of(job.config))
-    return Candidate(predict_cost(own, cluster, stack), largest(own, stack))
+    return Candidate(predict_cost(own, cluster, stack), peak_gib(own, stack, cluster))
 
 
 def _of_known(name: str, known: Candidate, best: Candidate) -> str:

@@ -142,7 +142,7 @@ class _Run:
     def share(self, action: Action, following: Action | None) -> None:
         shares, begin = self.executor.shares, time.perf_counter()
         assert shares is not None, f"{action} needs somebody who shards"
-        with self.executor.span("wait", f"{action.op.value} of chunk {action.chunk}"):
+        with self.executor.span("step", f"{action.op.value} of chunk {action.chunk}"):
             if action.op is Op.GATHER:
                 assert following is not None
                 shares.gather(action.chunk, following.op.value)
@@ -153,8 +153,9 @@ class _Run:
         self.totals.seconds["reduce"] += time.perf_counter() - begin
 
     def drain(self) -> None:
-        while self.sends:
-            self.sends.popleft()[0].wait()
+        with self.executor.span("wait", "for sends"):
+            while self.sends:
+                self.sends.popleft()[0].wait()
         assert not (self.arriving or self.inputs or self.outputs or self.grads), "a table left work undone"
 
     def load(self, micro_batch: int) -> Named:
@@ -163,7 +164,7 @@ class _Run:
             begin = time.perf_counter()
             ledger = self.executor.ledger
             phase = ledger.current_phase if ledger.current_phase == "validation" else "data"
-            with ledger.phase(phase), ledger.layer(None):
+            with ledger.phase(phase), ledger.layer(None), self.executor.span("wait", f"for batch {micro_batch}"):
                 self.loaded[micro_batch] = (self.batches(micro_batch), len(self.executor.modules))
             self.totals.seconds["data"] += time.perf_counter() - begin
         batch, uses = self.loaded.pop(micro_batch)

@@ -1,7 +1,8 @@
 """Timelines as a trace that Perfetto and Chrome's tracing page open: the trace event format, as JSON. No torch.
 
-One process a pipeline rank, with a track for computes, one for sends and one for what follows the pipeline. A step that
-was measured has one more, for what a rank waited for: the simulated and the measured trace can be laid over each other.
+One process a pipeline rank, with a track for computes, one for sends and one for what is done beside and after the
+pipeline. A step that was measured has one more, for what a rank waited for, and its sends are as long as it takes to
+post them; else the simulated and the measured trace can be laid over each other.
 """
 
 from __future__ import annotations

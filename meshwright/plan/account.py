@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.plan.cost import Cost
 from meshwright.plan.flops import model_flops, total_params
-from meshwright.plan.memory import GIB, Memory, context_gib, largest, needed_gib
+from meshwright.plan.memory import GIB, Memory, context_gib, largest, peak_gib
 from meshwright.plan.show import count, percent, seconds, size, table
 from meshwright.plan.workload import config_mode
 
@@ -71,12 +71,11 @@ def memory_json(memory: Memory, cost: Cost) -> dict[str, Any]:
         "master": memory.master, "optimizer": memory.optimizer, "activations": memory.activations,
         "buffers": memory.buffers, "peak": memory.peak,
         "context": context_gib(w, cost.stack, cost.cluster) * GIB,
-        "device_gib": cost.cluster.device.memory_gib, "needed_gib": needed_gib(memory, w, cost.stack, cost.cluster),
+        "device_gib": cost.cluster.device.memory_gib, "needed_gib": peak_gib(w, cost.stack, cost.cluster),
     }  # fmt: skip
 
 
-def as_json(cost: Cost, tokens: float | None = None, memory: Memory | None = None) -> dict[str, Any]:
-    """`memory`: of the rank that needs most, where it is known better than by the stack's formulas."""
+def as_json(cost: Cost, tokens: float | None = None) -> dict[str, Any]:
     w = cost.workload
     found: dict[str, Any] = {
         "cluster": cost.cluster.name, "stack": cost.stack.name, "devices": w.world, "layout": layout_of_cost(cost),
@@ -97,17 +96,17 @@ def as_json(cost: Cost, tokens: float | None = None, memory: Memory | None = Non
             {"forward_s": s.forward, "backward_s": s.backward, "forward_flops": s.flops, "parameters": s.params}
             for s in cost.stages
         ],
-        "memory": memory_json(memory or largest(w, cost.stack), cost),
+        "memory": memory_json(largest(w, cost.stack), cost),
     }  # fmt: skip
     if tokens:
         found["run"] = whole_run(cost, tokens)
     return found
 
 
-def report(cost: Cost, tokens: float | None = None, memory: Memory | None = None) -> str:
+def report(cost: Cost, tokens: float | None = None) -> str:
     """The same, for people."""
     w, p = cost.workload, cost.workload.parallel
-    m = as_json(cost, tokens, memory)
+    m = as_json(cost, tokens)
     words = layout_words(m["layout"])
     lines = [
         f"{count(total_params(w.model))} parameters on {w.world} x {cost.cluster.device.name}: {words}",

@@ -6,13 +6,18 @@ from typing import Any
 
 import yaml
 
-from meshwright.config.load import to_mapping
+from meshwright.config.load import config_from, to_mapping
 from meshwright.plan.account import layout_of_cost, layout_words
 from meshwright.plan.cost import Cost
 from meshwright.plan.job import Planned
 from meshwright.plan.search import Candidate
 from meshwright.plan.show import percent, seconds
-from meshwright.plan.workload import config_mode
+from meshwright.plan.workload import config_with
+
+SHOWN = {
+    "layout": ("tp", "pp", "chunks", "order", "sequence_parallel", "node_size"), "pipeline": ("schedule",),
+    "train": ("global_batch", "micro_batch", "precision"), "zero": ("stage",), "recompute": ("mode",),
+}  # fmt: skip
 
 
 def parts_of(cost: Cost) -> dict[str, float]:
@@ -65,33 +70,17 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
 
 
 def yaml_of(job: Planned, best: Candidate) -> str:
-    """A config for `meshwright train` with the chosen layout."""
-    w, p = best.workload, best.workload.parallel
-    raw: dict[str, Any]
-    if job.config.model.preset:
-        raw = {"model": {"preset": job.config.model.preset}, "data": {"prefixes": list(job.config.data.prefixes)}}
-        if w.model.seq != _preset_seq(job):
-            raw["model"]["seq"] = w.model.seq
-    else:
-        raw = to_mapping(job.config)
-    raw["layout"] = {
-        "tp": p.tp, "pp": p.pp, "order": p.order, "sequence_parallel": p.sequence_parallel, "chunks": p.chunks,
-        "node_size": w.node_size, **({"cp": p.cp} if p.cp > 1 else {}),
-    }  # fmt: skip
-    raw["pipeline"] = {"schedule": p.schedule, **({"split": list(w.split)} if w.split else {})}
-    raw["train"] = {
-        **raw.get("train", {}), "global_batch": w.global_batch, "micro_batch": w.micro_batch, "precision": w.precision,
-    }  # fmt: skip
-    if p.zero:
-        raw["zero"] = {**raw.get("zero", {}), "stage": p.zero}
-    if w.recompute != "none":
-        raw["recompute"] = {"mode": config_mode(w.recompute)}
+    """A config for `meshwright train`: what was chosen, and the keys that are not as they are anyway."""
+    w = best.workload
+    wanted = to_mapping(config_with(job.config, w))
+    least = {key: wanted["model"][key] for key in (["preset"] if job.config.model.preset else wanted["model"])}
+    raw: dict[str, Any] = {"model": least, "data": {"prefixes": wanted["data"]["prefixes"]}}
+    usual = to_mapping(config_from(raw))
+    for section, values in wanted.items():
+        chosen = SHOWN.get(section, ())
+        other = {key: value for key, value in values.items() if key in chosen or value != usual[section][key]}
+        if other:
+            raw[section] = {**raw.get(section, {}), **other}
     head = f"# {layout_words(layout_of_cost(best.cost))}\n# on {w.world} x {best.cost.cluster.device.name}: "
     head += f"{seconds(best.cost.step_s)} a step, {best.memory_gib:.1f} GiB, predicted. Put your token files in data.\n"
     return head + yaml.safe_dump(raw, sort_keys=False)
-
-
-def _preset_seq(job: Planned) -> int:
-    from meshwright.config.presets import PRESETS
-
-    return int(PRESETS[job.config.model.preset]["seq"])

@@ -9,7 +9,7 @@ from meshwright.pipeline.draw import timeline_svg
 from meshwright.plan.account import layout_of_cost, layout_words, memory_json
 from meshwright.plan.cost import Cost, timeline_of
 from meshwright.plan.explain import against, parts_of
-from meshwright.plan.memory import GIB
+from meshwright.plan.memory import GIB, largest
 from meshwright.plan.search import Candidate
 from meshwright.plan.show import percent, seconds, size
 from meshwright.plan.workload import Workload
@@ -112,7 +112,7 @@ def _memory(candidates: list[Candidate], limit: float) -> str:
     rows = []
     for number, candidate in enumerate(candidates, 1):
         cost = candidate.cost
-        found = memory_json(candidate.memory, cost)
+        found = memory_json(largest(cost.workload, cost.stack), cost)
         parts = {name: found[name] / GIB for name in COLOURS}
         bar = _bar(parts, COLOURS, max(limit, sum(parts.values())))
         rows.append(

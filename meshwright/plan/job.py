@@ -14,7 +14,7 @@ from meshwright.errors import UserError, nearest
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.communication import Traffic, predict_step
 from meshwright.plan.stack import OWN, STACKS, Stack
-from meshwright.plan.workload import Workload, workload_of
+from meshwright.plan.workload import Workload, config_with, workload_of
 
 # The short words of --layout, and the keys they stand for.
 SHORT = {
@@ -86,10 +86,10 @@ def _layout_words(text: str) -> list[str]:
     return words
 
 
-def ledger_of(job: Planned, world: int) -> dict[str, Traffic] | None:
+def ledger_of(job: Planned, w: Workload) -> dict[str, Traffic] | None:
     """What the ledgers of all ranks will count in one step, exactly, by axis; None if this version can't train it."""
     try:
-        return predict_step(job.config, world)
+        return predict_step(config_with(job.config, w), w.world)
     except UserError:
         return None
 

@@ -172,11 +172,8 @@ def _with_activations(
 
 def largest(w: Workload, stack: Stack) -> Memory:
     """The pipeline rank with the highest peak; only the ends and the second can have it."""
-    return max((memory_of(w, stack, rank) for rank in ends(w)), key=lambda memory: memory.peak)
-
-
-def ends(w: Workload) -> list[int]:
-    return sorted({0, min(1, w.parallel.pp - 1), w.parallel.pp - 1})
+    ranks = sorted({0, min(1, w.parallel.pp - 1), w.parallel.pp - 1})
+    return max((memory_of(w, stack, rank) for rank in ranks), key=lambda memory: memory.peak)
 
 
 def reserved_gib(memory: Memory, stack: Stack) -> float:
@@ -184,13 +181,9 @@ def reserved_gib(memory: Memory, stack: Stack) -> float:
     return (memory.states + stack.cache * (memory.peak - memory.states)) / GIB
 
 
-def needed_gib(memory: Memory, w: Workload, stack: Stack, cluster: Cluster) -> float:
-    """GiB of the device that a step needs, with the context and communication buffers."""
-    return reserved_gib(memory, stack) + context_gib(w, stack, cluster)
-
-
 def peak_gib(w: Workload, stack: Stack, cluster: Cluster) -> float:
-    return needed_gib(largest(w, stack), w, stack, cluster)
+    """GiB of the device that a step needs, with the context and communication buffers."""
+    return reserved_gib(largest(w, stack), stack) + context_gib(w, stack, cluster)
 
 
 def context_gib(w: Workload, stack: Stack, cluster: Cluster) -> float:

@@ -16,9 +16,9 @@ from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import block_part
 from meshwright.plan.cost import Cost, cut_of, place_of, predict_cost
-from meshwright.plan.memory import Memory, largest, needed_gib
+from meshwright.plan.memory import peak_gib
 from meshwright.plan.stack import Stack
-from meshwright.plan.workload import Parallel, Workload, best_split, config_mode, own_mode
+from meshwright.plan.workload import Parallel, Workload, best_split, config_mode, own_mode, sharing_on_node
 
 RECOMPUTE = ("none", "core", "full")
 ORDERS = ("tp-cp-ep-dp-pp", "tp-pp-cp-ep-dp")
@@ -31,11 +31,7 @@ CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 @dataclass(frozen=True)
 class Candidate:
     cost: Cost
-    memory: Memory
-
-    @property
-    def memory_gib(self) -> float:
-        return needed_gib(self.memory, self.workload, self.cost.stack, self.cost.cluster)
+    memory_gib: float
 
     @property
     def workload(self) -> Workload:
@@ -133,6 +129,8 @@ def _variants(base: Workload, plain: Parallel, micro: int, space: Space, node: i
             orders = space.orders if pp > 1 and plain.dp > 1 and plain.tp < node else space.orders[:1]
             for order in orders:
                 parallel = replace(plain, chunks=chunks, schedule=schedule, sequence_parallel=parts, order=order)
+                if base.parallel.shard:
+                    parallel = sharing_on_node(parallel, node)
                 yield replace(base, parallel=parallel, micro_batch=micro, split=split if chunks == 1 else ())
 
 
@@ -144,7 +142,7 @@ def search(
     limit = fit_gib or cluster.device.memory_gib
     found = Found()
     best = float("inf")
-    rough: list[tuple[float, Workload, Memory]] = []
+    rough: list[tuple[float, Workload, float]] = []
     ordered = sorted(shapes(base, devices, space, cluster.node.devices), key=_promise)
     for shape in ordered:
         bound = _products_only(shape, cluster, stack)
@@ -184,15 +182,14 @@ def _products_only(w: Workload, cluster: Cluster, stack: Stack) -> float:
 
 def _first_that_fits(
     w: Workload, cluster: Cluster, stack: Stack, limit: float, space: Space, found: Found
-) -> tuple[Workload, Memory] | None:
+) -> tuple[Workload, float] | None:
     for mode in space.recompute:
         tried = replace(w, recompute=mode)
-        memory = largest(tried, stack)
-        needed = needed_gib(memory, tried, stack, cluster)
-        if needed <= limit:
+        memory = peak_gib(tried, stack, cluster)
+        if memory <= limit:
             return tried, memory
-        if found.nearest is None or needed < found.nearest[0]:
-            found.nearest = (needed, tried)
+        if found.nearest is None or memory < found.nearest[0]:
+            found.nearest = (memory, tried)
     return None
 
 

@@ -1,16 +1,13 @@
-"""The exact size of a rank's states: the records of its parameters in training's flat buffers. No torch."""
+"""What our own program allocates on a rank: its states, to the byte, from the records of its parameters in training's
+flat buffers, what it keeps for backward, and the most that is there at once. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, cast
-
 from meshwright.config.sections import Config
-from meshwright.errors import UserError
 from meshwright.plan.activations import activations, passing
 from meshwright.plan.communication import Job, job_of, packed, parameters
-from meshwright.plan.memory import Memory, ends
-from meshwright.plan.workload import States, Workload, config_mode, workload_of
+from meshwright.plan.memory import Memory
+from meshwright.plan.workload import States, Workload, workload_of
 from meshwright.sharding.placement import RING, divided, piece_size
 
 FILLING = 3  # whole buckets of gradients from stage 2 on: one that is filled, two on their way
@@ -24,32 +21,6 @@ def bucket_sizes(job: Job, pp_rank: int) -> list[list[int]]:
     return [[stop - start for start, stop in buffer.buckets] for buffer in buffers]
 
 
-def config_with(config: Config, w: Workload) -> Config:
-    """The config with a workload's layout, batch and way of keeping states."""
-    p = w.parallel
-    layout = replace(
-        config.layout, tp=p.tp, pp=p.pp, cp=p.cp, chunks=p.chunks, order=p.order, node_size=w.node_size,
-        sequence_parallel=p.sequence_parallel,
-    )  # fmt: skip
-    return replace(
-        config, model=w.model, layout=layout, zero=replace(config.zero, stage=p.zero),
-        pipeline=replace(config.pipeline, schedule=cast(Any, p.schedule), split=w.split),
-        train=replace(
-            config.train, global_batch=w.global_batch, micro_batch=w.micro_batch, precision=cast(Any, w.precision)
-        ),
-        recompute=replace(config.recompute, mode=config_mode(w.recompute)),
-    )  # fmt: skip
-
-
-def own_memory(config: Config, w: Workload) -> Memory | None:
-    """Of the rank that needs most under our own program, exactly; None if this version can't train the layout."""
-    try:
-        own = config_with(config, w)
-        return max((exact(own, w, pp_rank) for pp_rank in ends(w)), key=lambda memory: memory.peak)
-    except UserError:
-        return None
-
-
 def rank_memory(config: Config, world: int, rank: int) -> tuple[Workload, Memory]:
     """One rank's memory, its states to the byte."""
     w = workload_of(config, world)
@@ -57,13 +28,18 @@ def rank_memory(config: Config, world: int, rank: int) -> tuple[Workload, Memory
     return w, exact(config, w, pp_rank)
 
 
+def away(config: Config, place: str) -> bool:
+    """Whether what lives in `place` is not on the device: a CPU's own memory is."""
+    return place == "disk" or (place == "cpu" and config.run.device != "cpu")
+
+
 def ring_bytes(config: Config, s: States, shares: list[int]) -> int:
     """On the device, the pieces of one buffer's states that are updated: where these live elsewhere or are kept in
     another precision than they are updated in."""
     wide = max(4, s.param)
-    away = s.optimizer_on != "device"
+    elsewhere = away(config, s.optimizer_on)
     kinds = [s.master] * (s.master > 0) + [s.moment] * s.moments
-    brought = sum(away or size != wide for size in kinds)
+    brought = sum(elsewhere or size != wide for size in kinds)
     if not s.master:  # the weights are their own masters; on a CPU they are at hand even in a file
         brought += s.param != wide or (s.params_on != "device" and config.run.device != "cpu")
     return brought * RING * piece_size(int(config.zero.offload.buffer_mib * 2**20 // wide), shares) * wide
@@ -71,20 +47,20 @@ def ring_bytes(config: Config, s: States, shares: list[int]) -> int:
 
 def exact(config: Config, w: Workload, pp_rank: int) -> Memory:
     """What our own program allocates on a rank: states and activations to the byte, buffers and the peak nearly so."""
-    p, s = w.parallel, w.states
+    s = w.states
     job = job_of(config, w.world)
     sizes = bucket_sizes(job, pp_rank)
     whole = sum(map(sum, sizes))
-    shards = p.shard_ranks
-    zero = divided(job.layout, config.zero)[0]
+    zero, axes, _ = divided(job.layout, config.zero)
+    shards = job.layout.size(axes) if axes else 1
     own = whole // shards
     parameters = (own if zero == 3 else whole) * s.param
     gradients = (own if zero >= 2 else whole) * s.grad
     master = (own if zero >= 1 else whole) * s.master
     optimizer = (own if zero >= 1 else whole) * s.moment * s.moments
-    if s.optimizer_on != "device":
+    if away(config, s.optimizer_on):
         master = optimizer = 0
-    if s.params_on != "device" and zero == 3:
+    if away(config, s.params_on) and zero == 3:
         parameters = 0
     kept = activations(config, job, pp_rank)
     # Gradients of the bucket that is filled and of those on their way; weights of the unit in use and of the next. Most
@@ -94,7 +70,7 @@ def exact(config: Config, w: Workload, pp_rank: int) -> Memory:
         weights = sum(counts[:2]) * s.param if zero == 3 else 0
         return weights + ((sum(counts[:FILLING]) + parts) * s.grad if zero >= 2 else 0)
 
-    rings = sum(ring_bytes(config, s, [n // (shards if zero else 1) for n in counts]) for counts in sizes)
+    rings = sum(ring_bytes(config, s, [n // shards for n in counts]) for counts in sizes)
     buffers = max(flying(counts[at:]) for counts in sizes for at in range(len(counts))) + rings
     first = max(flying(counts) for counts in sizes)
     peak = parameters + gradients + master + optimizer + kept + first + rings + passing(config, job, pp_rank)

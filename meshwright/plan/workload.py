@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from meshwright.config.sections import Config, ModelConfig
 from meshwright.errors import UserError
@@ -165,17 +165,24 @@ def workload_of(config: Config, world: int, node_size: int = 0) -> Workload:
             f"train.global_batch={config.train.global_batch} is not a multiple of dp x micro_batch = {unit}: "
             f"try {max(1, config.train.global_batch // unit) * unit}"
         )
-    in_node = max(1, min(dp * c.cp, size // c.tp)) if config.zero.shard_group == "node" else 0
     parallel = Parallel(
         world=world, tp=c.tp, pp=c.pp, cp=c.cp, chunks=c.chunks, order=c.order, schedule=config.pipeline.schedule,
-        sequence_parallel=c.sequence_parallel and c.tp > 1, zero=config.zero.stage, shard=in_node,
+        sequence_parallel=c.sequence_parallel and c.tp > 1, zero=config.zero.stage,
     )  # fmt: skip
+    if config.zero.shard_group == "node":
+        parallel = sharing_on_node(parallel, size)
     return Workload(
         model=config.model, parallel=parallel, micro_batch=config.train.micro_batch,
         global_batch=config.train.global_batch, precision=config.train.precision,
         recompute=own_mode(config.recompute.mode), states=states_of(config),
         split=config.pipeline.split, node_size=size,
     )  # fmt: skip
+
+
+def sharing_on_node(p: Parallel, node_size: int) -> Parallel:
+    """States are divided among those of the ranks with the same work that stand on one node."""
+    layout = Layout(p.world, tp=p.tp, pp=p.pp, cp=p.cp, order=p.order, node_size=node_size)
+    return replace(p, shard=sum(rank < node_size for rank in layout.group("dp-cp", 0)))
 
 
 def own_mode(mode: str) -> str:
@@ -203,4 +210,21 @@ def states_of(config: Config) -> States:
         moment=wide(config.optimizer.state_dtype), moments=2 if config.optimizer.name == "adamw" else 1,
         optimizer_on=places[config.zero.offload.optimizer],
         params_on=places[config.zero.offload.params],
+    )  # fmt: skip
+
+
+def config_with(config: Config, w: Workload) -> Config:
+    """The config with a workload's layout, batch and way of keeping states."""
+    p = w.parallel
+    layout = replace(
+        config.layout, tp=p.tp, pp=p.pp, cp=p.cp, chunks=p.chunks, order=p.order, node_size=w.node_size,
+        sequence_parallel=p.sequence_parallel,
+    )  # fmt: skip
+    return replace(
+        config, model=w.model, layout=layout, zero=replace(config.zero, stage=p.zero),
+        pipeline=replace(config.pipeline, schedule=cast(Any, p.schedule), split=w.split),
+        train=replace(
+            config.train, global_batch=w.global_batch, micro_batch=w.micro_batch, precision=cast(Any, w.precision)
+        ),
+        recompute=replace(config.recompute, mode=config_mode(w.recompute)),
     )  # fmt: skip

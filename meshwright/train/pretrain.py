@@ -165,8 +165,7 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
             result = ahead.next(requests.seen)
             step = result.step
             if step == traced.number:
-                agree(ctx, traced.end)
-                agree(ctx, traced.join if trainer.writes else None)
+                traced.end()
             if folder:
                 folder.step(result.line())
             if watcher:

@@ -138,7 +138,7 @@ class Trainer:
         samples = global_batch(config, self.consumed)
         totals, weight = self.gradients()
         update = time.perf_counter()
-        with ledger.phase("optimizer"):
+        with ledger.phase("optimizer"), self.executor.span("step", "norm and loss"):
             sums = sums_over_world(self.ctx, totals, self.data_parallel.square_sum())
             monitored = self._monitored(totals)
         lr, scale = learning_rate(config, self.step_number + 1), self.loss_scale.value

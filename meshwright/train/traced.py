@@ -1,16 +1,19 @@
 """`run.trace`: one step of a run as it was measured, in the same form as `meshwright simulate --trace`.
 
-Of each pipeline rank one rank records, and writes its part beside the run's other files; one puts the parts together.
-Times are those of the machines' clocks, which several machines must have set alike.
+Of each pipeline rank one rank records; the one that writes the run's folder gets all their spans. Times are those of
+the machines' clocks, which several machines must have set alike.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from meshwright.errors import UserError
+import torch
+
 from meshwright.pipeline.record import Recorder
 from meshwright.pipeline.trace import Span, trace_json
 from meshwright.train.step import Trainer
@@ -19,11 +22,11 @@ TRACED = 3  # the third step of a process: the first ones make what later ones r
 
 
 class TracedStep:
-    """Which step is traced, and its parts. `records` on the ranks that stand for a pipeline rank."""
+    """Which step is traced (0: none), and its spans. The ranks of one pipeline record."""
 
     def __init__(self, trainer: Trainer) -> None:
         ctx = trainer.ctx
-        self.trainer, self.folder = trainer, Path(ctx.config.run.dir)
+        self.trainer, self.path = trainer, Path(ctx.config.run.dir) / "trace.json"
         on, steps = ctx.config.run.trace, ctx.config.train.steps
         self.number = min(trainer.step_number + TRACED, steps) if on else 0
         self.records = on and ctx.mesh.tp.index <= 0 and ctx.mesh.data.index <= 0
@@ -33,26 +36,32 @@ class TracedStep:
             self.trainer.executor.recorder = Recorder(self.trainer.ctx.pp_rank, self.trainer.ctx.device)
 
     def end(self) -> None:
-        """Writes this rank's part."""
+        """Writes the file. One that can't be written is no reason to stop a run."""
         recorder, self.trainer.executor.recorder = self.trainer.executor.recorder, None
-        if recorder is not None:
-            self._write(self._part(recorder.rank), json.dumps([asdict(span) for span in recorder.spans()]))
-
-    def join(self) -> None:
-        """Puts all ranks' parts together, the step's first moment as zero."""
-        parts = [self._part(rank) for rank in range(self.trainer.ctx.config.layout.pp)]
-        spans = [Span(**fields) for part in parts for fields in json.loads(part.read_text(encoding="utf-8"))]
+        if recorder is None:
+            return
+        spans = list(self._gather(recorder.spans()))
+        if not self.trainer.writes:
+            return
         first = min(span.start for span in spans)
         moved = (replace(span, start=span.start - first, end=span.end - first) for span in spans)
-        self._write(self.folder / "trace.json", trace_json(moved, f"{self.folder.name}, step {self.number}"))
-        for part in parts:
-            part.unlink()
-
-    def _part(self, rank: int) -> Path:
-        return self.folder / f"trace.{rank}.json"
-
-    def _write(self, path: Path, text: str) -> None:
         try:
-            path.write_text(text, encoding="utf-8")
+            self.path.write_text(trace_json(moved, f"{self.path.parent.name}, step {self.number}"), encoding="utf-8")
         except OSError as error:
-            raise UserError(f"the step's trace can't be written to {path}: {error.strerror}") from None
+            warnings.warn(f"the step's trace can't be written to {self.path}: {error.strerror}", stacklevel=2)
+
+    def _gather(self, spans: list[Span]) -> Iterator[Span]:
+        """All pipeline ranks' spans."""
+        ctx, pp = self.trainer.ctx, self.trainer.ctx.mesh.pp
+        own = torch.frombuffer(bytearray(json.dumps([asdict(span) for span in spans]).encode()), dtype=torch.uint8)
+        with ctx.ledger.phase("metrics"):
+            length = torch.tensor([len(own)], device=ctx.device.torch)
+            lengths = length.new_empty(pp.size)
+            pp.all_gather(lengths, length)
+            longest = int(lengths.max())
+            padded = torch.zeros(longest, dtype=torch.uint8, device=ctx.device.torch)
+            padded[: len(own)] = own
+            everyone = padded.new_empty(pp.size * longest)
+            pp.all_gather(everyone, padded)
+        for part, size in zip(everyone.cpu().split(longest), lengths.tolist(), strict=True):
+            yield from (Span(**fields) for fields in json.loads(bytes(part[:size].numpy())))

@@ -54,6 +54,12 @@ class Case:
         ]  # fmt: skip
         return "-".join(word for word in words if word)
 
+    @property
+    def fp32_steps(self) -> int:
+        """Losses to compare in fp32. These steps take most of a case's time, and that rounding stays small over many of
+        them is a matter of the layout: what else may differ gets a few."""
+        return 4 if self.label else 20
+
     def sections(self, precision: str) -> dict[str, dict[str, Any]]:
         """The config's sections, for `small_config`."""
         chunks = 2 if self.schedule == "interleaved" else 1

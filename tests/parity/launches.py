@@ -46,7 +46,7 @@ def measure(rank: int, world: int, cases: list[Case], references: list[Reference
             make_trainer(small_config(**case.sections(precision)), rank, world, data_of(case), groups[layout])
             for precision in ("fp64", "fp32")
         )
-        outcomes.append(compare(exact, single, reference))
+        outcomes.append(compare(exact, single, reference, case.fp32_steps))
         del exact, single
         gc.collect()
     return outcomes

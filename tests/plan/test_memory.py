@@ -12,6 +12,7 @@ from meshwright.cli.main import main
 from meshwright.config.load import config_from, to_yaml
 from meshwright.config.sections import Config
 from meshwright.plan.states import rank_memory
+from tests.parity.cases import OFFLOAD
 from tests.support.oracle import make_trainer, small_config
 from tests.support.ranks import run_ranks
 
@@ -34,6 +35,11 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "pp-gpipe": (4, {"layout": {"pp": 2}, "pipeline": {"schedule": "gpipe"}, "model": UNTIED}),
     "grads-bf16": (4, {"train": {"precision": "bf16", "grad_dtype": "bf16"}, "zero": {"stage": 2}}),
     "moments-bf16": (4, {"train": {"precision": "bf16"}, "optimizer": {"state_dtype": "bf16", "master_dtype": "bf16"}}),
+    "states-cpu": (4, {"zero": {"stage": 1, "offload": {"optimizer": "cpu"}}, "train": {"precision": "bf16"}}),
+    "states-disk": (4, {
+        "zero": {"stage": 3, "offload": {"optimizer": "disk", "params": "disk", "buffer_mib": 0.04, "path": OFFLOAD}},
+        "train": {"precision": "bf16"}, "comm": {"bucket_mib": 1.0},
+    }),
     "dropout": (4, {"model": {"dropout": 0.1}, "layout": SP}),
     "parallel-residual": (4, {"model": {"parallel_residual": True, "mlp": "relu"}, "layout": {"pp": 4}}),
     "all": (8, {
@@ -91,11 +97,15 @@ def count(rank: int, world: int, names: list[str]) -> list[dict[str, int]]:
         states = trainer.optimizer.states
         bytes_of = lambda tensors: sum(t.nbytes for t in tensors)  # noqa: E731
         shares = [bucket.own_params for buffer in buffers for bucket in buffer.buckets]
+        shares = [] if trainer.ctx.config.zero.offload.params == "disk" else shares
+        masters = [state.kinds[0] for state in states if not state.in_place]
+        moments = [kind for state in states for kind in state.kinds[1:]]
+        in_memory = [[kind for kind in kinds if kind.file is None] for kinds in (masters, moments)]
+        master, optimizer = (bytes_of(share for kind in kinds for share in kind.shares) for kinds in in_memory)
         kinds = {
             "parameters": bytes_of(shares if trainer.data_parallel.stage == 3 else [b.params for b in buffers]),
             "gradients": bytes_of(b.grads for b in buffers),
-            "master": bytes_of(share for state in states if not state.in_place for share in state.master),
-            "optimizer": bytes_of(share for state in states for moment in state.moments for share in moment),
+            "master": master, "optimizer": optimizer,
         }  # fmt: skip
         tensors = [t for b in buffers for t in (b.params, b.grads, *(k.params.tensor for k in b.buckets))]
         tensors += [buffer for module in trainer.modules for buffer in module.buffers()]

@@ -239,14 +239,14 @@ def compare_steps(trainer: Trainer, reference: Reference) -> Outcome:
     return replace(o, norm=max(o.norm, relative(norms, reference.norms[1:])))
 
 
-def compare(exact: Trainer, single: Trainer, reference: Reference) -> Outcome:
-    """All of it: also the later norms, parameters and validation loss after STEPS_64 steps, fp32 losses of STEPS_32."""
+def compare(exact: Trainer, single: Trainer, reference: Reference, steps: int = STEPS_32) -> Outcome:
+    """All of it: also the later norms, parameters and validation loss after STEPS_64 steps, fp32 losses of `steps`."""
     o = compare_steps(exact, reference)
     after = worst(parameters(exact), reference.parameters)
     states = max(worst([p for p in moments(exact) if p[0].name.startswith(f"{kind}/")], reference.of_kind(kind))
                  for kind in ("exp_avg", "exp_avg_sq")) if reference.moments else (0.0, "")  # fmt: skip
     validation = relative([validation_loss(exact)], [reference.validation])
-    losses = relative([single.step().loss for _ in range(STEPS_32)], reference.losses)
+    losses = relative([single.step().loss for _ in range(steps)], reference.losses[:steps])
     return replace(o, parameters=after, moments=states, validation=validation, losses=losses)
 
 
