@@ -145,7 +145,7 @@ class Trainer:
         if self.runs_ahead:
             self.optimizer.step_on_device(lr, sums, weight, clip)
         else:
-            loss, tokens, squares = sums.tolist()
+            _, tokens, squares = self.ctx.device.download(sums).read()
             norm = gradient_norm(tokens, squares, weight)
             if math.isfinite(norm):
                 divisor = weight * max(tokens, 1.0)
