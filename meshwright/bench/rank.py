@@ -65,7 +65,7 @@ def run_rank(config: Config, world: int, rank: int, device: Device) -> Ran:
         found = Ran(
             sum(slot.view.numel() for buffer in trainer.data_parallel.buffers for slot in buffer.slots),
             state_bytes(trainer), calls_of(trainer), action_counts(trainer.executor.done), most,
-            not any(result.skipped for result in results), built - begin, time.perf_counter() - built, step_s,
+            trainer.optimizer.updates == trainer.step_number, built - begin, time.perf_counter() - built, step_s,
         )  # fmt: skip
         release(trainer)
     device.empty_cache()
@@ -101,7 +101,7 @@ def _read_here(trainer: Trainer, data: RandomTokens) -> None:
 
     def filled(consumed: int, micro_batch: int) -> dict[str, Tensor]:
         batch: dict[str, Tensor] = load(consumed, micro_batch)
-        if not trainer.ctx.mesh.tp.index <= 0:
+        if trainer.ctx.mesh.tp.index > 0:
             for i in range(size):
                 sample = data.sample(consumed + micro_batch * size + i)
                 for name, values in batch.items():
