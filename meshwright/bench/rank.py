@@ -118,7 +118,8 @@ def _dry_steps(trainer: Trainer, dry: Dry) -> tuple[list[StepResult], Counts]:
         storages.name(bucket.grads.tensor for bucket in parallel.buckets)
     if parallel.stage == 3:
         storages.name(bucket.params.tensor for bucket in parallel.buckets)
-        trainer.step()  # which notes the order in which weights are fetched ahead
+        if trainer.micro_batches == 1:
+            trainer.step()  # the first micro-batch notes the order in which weights are fetched ahead
     storages.forget()
     saved = SavedBytes(_lasting(trainer))
     with saved:

@@ -165,7 +165,7 @@ def report(one: Mapping[str, Any], world: int) -> str:
     head += f", {one['micro_batches']} micro-batches"
     if one["step_s"] is not None:
         head += f", {seconds(one['step_s'])} a step"
-    rows = [(head, "run", "planned", ""), _row("parameters", one["parameters"])]
+    rows = [("", "run", "planned", ""), _row("parameters", one["parameters"])]
     rows += [_row(f"bytes of {kind}", pair) for kind, pair in one["bytes"].items()]
     for axis, pair in one["comm"].items():
         for name in COUNTS:
@@ -177,7 +177,7 @@ def report(one: Mapping[str, Any], world: int) -> str:
         rows.append((f"most at once, {name}", size(pair["ran"]), size(pair["planned"]), ratio))
     if not one["updated"]:
         rows.append(("the update was skipped: a gradient was not finite", "", "", "differs"))
-    return table(rows, indent="")
+    return f"{head}\n{table(rows)}"
 
 
 def _layers(numbers: list[int]) -> str:

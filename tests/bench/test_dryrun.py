@@ -103,7 +103,7 @@ def test_a_dry_rank_is_the_planned_one(name: str) -> None:
         one = compare(rank, run_rank(config, world, rank, Device("meta")), expected(config, world, rank))
         assert one["equal"], one
         if config.train.precision == "bf16":  # fp64 and fp32 have other kernels of attention
-            assert one["most"]["activations"]["ratio"] == pytest.approx(1.0, abs=0.05)
+            assert one["most"]["activations"]["ratio"] == pytest.approx(1.0, abs=0.1)
 
 
 @pytest.mark.parametrize("name", ["pp", "zero2", "zero3-full", "all"])
@@ -260,7 +260,7 @@ def check_large(words: list[str], parameters: list[int], micro_batches: int, cap
     for one in found["ranks"]:
         assert one["micro_batches"] == micro_batches == one["schedule"]["backward"]["ran"]
         assert one["most"]["activations"]["ratio"] == pytest.approx(1.0, abs=0.001)
-        assert one["most"]["peak"]["ratio"] == pytest.approx(1.0, abs=0.05)
+        assert one["most"]["peak"]["ratio"] == pytest.approx(1.0, abs=0.1)
 
 
 def test_three_ranks_of_gpt3(capsys: pytest.CaptureFixture[str]) -> None:
