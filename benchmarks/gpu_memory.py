@@ -16,17 +16,12 @@ from typing import Any
 
 import torch
 
-from meshwright.bench.fake import fake_world, stand_in
-from meshwright.bench.step import RandomTokens, draw_on_device
+from meshwright.bench.rank import run_rank
 from meshwright.config.load import config_from
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.plan.states import rank_memory
-from meshwright.train.context import build_context
-from meshwright.train.gpt import forward_step, model_provider
-from meshwright.train.pretrain import build_modules
-from meshwright.train.step import Trainer
 
 LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tied_embeddings": False}
 LLAMA_1B = LLAMA | {
@@ -78,31 +73,15 @@ def measure(name: str) -> dict[str, Any]:
     device = Device.choose("cuda")
     begin = time.perf_counter()
     try:
-        real, states = allocated(config, world, rank, device)
+        ran = run_rank(config, world, rank, device)
     except torch.OutOfMemoryError as error:
         return {"case": name, "said_gib": said.peak / 2**30, "error": str(error).splitlines()[0]}
+    real, states = ran.most["peak"], ran.states["master"] + ran.states["optimizer"]
     return {
         "case": name, "measured_gib": real / 2**30, "said_gib": said.peak / 2**30, "ratio": said.peak / real,
         "activations_gib": said.activations / 2**30, "buffers_gib": said.buffers / 2**30, "states_gib": states / 2**30,
         "seconds": time.perf_counter() - begin,
     }  # fmt: skip
-
-
-def allocated(config: Config, world: int, rank: int, device: Device) -> tuple[int, int]:
-    """The most bytes in the second and third step, and those of masters and moments."""
-    with fake_world(rank, world):
-        ctx = build_context(config, rank, world, device, 8)
-        stand_in(ctx.mesh)
-        data = RandomTokens(config.model.vocab // config.layout.tp, config.model.seq)
-        trainer = Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
-        trainer.step()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        for _ in range(2):
-            trainer.step()
-        torch.cuda.synchronize()
-        real = torch.cuda.max_memory_allocated()
-        return real, sum(s.nbytes for _, _, shares in trainer.states() for s in shares)
 
 
 def main() -> None:

@@ -1,4 +1,7 @@
-"""The one file that names devices: which one a rank uses, its back end, its precisions, its clock and memory."""
+"""The one file that names devices: which one a rank uses, its back end, its precisions, its clock and memory.
+
+`meta` is the device of a dry run: tensors have shapes but no memory, nothing is computed, and all else is as it is.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ import torch
 
 from meshwright.errors import UserError
 
-BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}
+BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo", "meta": "fake"}
+WITHOUT_STREAMS = ("cpu", "meta")
 # What weights and activations are kept in; fp8 is for products alone.
 DTYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16,
@@ -44,7 +48,7 @@ class Device:
             there = [k for k in ("cuda", "npu") if getattr(torch, k, None) and getattr(torch, k).is_available()]
             kind = there[0] if there else "cpu"
         module = getattr(torch, kind, None)
-        if kind != "cpu" and (module is None or not module.is_available()):
+        if kind not in WITHOUT_STREAMS and (module is None or not module.is_available()):
             raise UserError(f"run.device={kind}, but torch finds no {kind} device here: set run.device=cpu or auto")
         return Device(kind)
 
@@ -52,8 +56,8 @@ class Device:
     def choose(wanted: str = "auto", local_rank: int = 0) -> Device:
         """The device of a local rank, made current; several ranks share one if there are more ranks than devices."""
         kind = Device.find(wanted).kind
-        if kind == "cpu":
-            return Device("cpu")
+        if kind in WITHOUT_STREAMS:
+            return Device(kind)
         module = getattr(torch, kind)
         device = Device(kind, local_rank % module.device_count())
         module.set_device(device.index)
@@ -61,16 +65,21 @@ class Device:
 
     @property
     def torch(self) -> torch.device:
-        return torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, self.index)
+        return torch.device(self.kind) if self.kind in WITHOUT_STREAMS else torch.device(self.kind, self.index)
+
+    @property
+    def module(self) -> Any:
+        """torch's module of this kind, with its streams and memory; None where there are none."""
+        return accelerator(self.torch)
 
     def backend(self, wanted: str = "auto") -> str:
         return BACKENDS[self.kind] if wanted == "auto" else wanted
 
     def check_sharing(self, backend: str, local_world: int) -> None:
         """NCCL and its kin refuse two ranks on one device."""
-        if self.kind == "cpu" or backend == "gloo":
+        if self.module is None or backend == "gloo":
             return
-        here = getattr(torch, self.kind).device_count()
+        here = self.module.device_count()
         if local_world > here:
             raise UserError(
                 f"{local_world} ranks on this machine, but it has {here} {self.kind} devices: "
@@ -89,21 +98,23 @@ class Device:
 
     @property
     def name(self) -> str:
-        return "cpu" if self.kind == "cpu" else str(getattr(torch, self.kind).get_device_name(self.index))
+        return self.kind if self.module is None else str(self.module.get_device_name(self.index))
 
     def empty_cache(self) -> None:
         """Memory that no tensor uses goes back to the device."""
-        if self.kind != "cpu":
+        if self.module is not None:
             gc.collect()
-            getattr(torch, self.kind).empty_cache()
+            self.module.empty_cache()
 
     def synchronize(self) -> None:
-        if self.kind != "cpu":
-            getattr(torch, self.kind).synchronize()
+        if self.module is not None:
+            self.module.synchronize()
 
     def upload(self, x: torch.Tensor) -> torch.Tensor:
         """A copy on this device. The host does not wait for it."""
-        return x if self.kind == "cpu" else x.pin_memory().to(self.torch, non_blocking=True)
+        if self.module is None:
+            return x.to(self.torch)
+        return x.pin_memory().to(self.torch, non_blocking=True)
 
     def download(self, x: torch.Tensor) -> Download:
         return Download(self, x)
@@ -116,17 +127,22 @@ class Device:
         return Clock(self)
 
     def peak_bytes(self) -> int | None:
-        """Most memory that tensors took on this device so far, or None on a CPU."""
-        return None if self.kind == "cpu" else int(getattr(torch, self.kind).max_memory_allocated())
+        """Most memory that tensors took on this device since it was last forgotten, or None where nobody counts."""
+        return None if self.module is None else int(self.module.max_memory_allocated())
+
+    def forget_peak(self) -> None:
+        if self.module is not None:
+            self.module.reset_peak_memory_stats()
 
 
 class Download:
-    """A copy to the host under way; `read` waits for it alone, not for what was launched after it."""
+    """A copy to the host under way; `read` waits for it alone, not for what was launched after it. What was never
+    computed (`meta`) reads as ones."""
 
     def __init__(self, device: Device, x: torch.Tensor) -> None:
         self._event = None
-        self._copy = x
-        if device.kind != "cpu":
+        self._copy = torch.ones(x.shape, dtype=x.dtype) if x.is_meta else x
+        if device.module is not None:
             self._copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
             self._copy.copy_(x, non_blocking=True)
             self._event = torch.Event(device.torch)
@@ -164,7 +180,7 @@ class SideStream:
     """`with stream:` runs what is launched inside beside the computation, and ends when it is done. No-op on a CPU."""
 
     def __init__(self, device: Device) -> None:
-        self.module = None if device.kind == "cpu" else getattr(torch, device.kind)
+        self.module = device.module
         if self.module is not None:
             self.stream = self.module.Stream(device.torch)
             self.stream.wait_stream(self.module.current_stream(device.torch))
@@ -196,8 +212,12 @@ def pin(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def accelerator(device: torch.device) -> Any:
-    """torch's module of a device's kind, with its streams; None for a CPU."""
-    return None if device.type == "cpu" else getattr(torch, device.type)
+    """torch's module of a device's kind, with its streams; None where there are none."""
+    return None if device.type in WITHOUT_STREAMS else getattr(torch, device.type)
+
+
+def generator(device: torch.device) -> torch.Generator:
+    return torch.Generator("cpu" if device.type == "meta" else device)
 
 
 def limit_threads(local_world: int) -> None:

@@ -40,7 +40,7 @@ WITHOUT_TORCH = [
     "pipeline.simulate", "pipeline.draw", "bench.models", "cli.bench", "models.hf", "checkpoint.format",
     "checkpoint.verify", "cli.main", "cli.layout", "cli.schedule", "cli.config", "cli.data", "cli.eval",
     "cli.export", "cli.generate", "cli.import_", "cli.inspect", "cli.train", "pipeline.trace", "cli.cost", "cli.plan",
-    "cli.predict", "cli.memory", "cli.simulate", "cli.scaling", "cli.asked", "cli.files",
+    "cli.predict", "cli.memory", "cli.simulate", "cli.scaling", "cli.asked", "cli.files", "cli.dryrun",
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +27,15 @@ from meshwright.train.step import Trainer
 
 
 class RandomTokens:
-    def __init__(self, vocab: int, seq: int) -> None:
-        self.vocab, self.seq = vocab, seq
+    """Of the ids from `first` on. `fields` are further ones that a sample has, each counting up from 0."""
+
+    def __init__(self, vocab: int, seq: int, first: int = 0, fields: Sequence[str] = ()) -> None:
+        self.vocab, self.seq, self.first, self.fields = vocab, seq, first, fields
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
-        ids = np.random.default_rng(n).integers(0, self.vocab, self.seq + 1)
-        return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": np.ones(self.seq, dtype=np.int64)}
+        ids = np.random.default_rng(n).integers(self.first, self.first + self.vocab, self.seq + 1)
+        found = {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": np.ones(self.seq, dtype=np.int64)}
+        return found | {name: np.arange(self.seq, dtype=np.int64) for name in self.fields}
 
 
 @dataclass
@@ -82,9 +86,13 @@ def measure(trainer: Trainer, steps: int, warm: int = 3) -> Measured:
 
 def release(trainer: Trainer) -> None:
     """Gives a measured trainer's memory back: autograd's hooks keep its buffers, and they each other, alive."""
+    tensors = [share for _, _, shares in trainer.states() for share in shares]
     for buffer in trainer.data_parallel.buffers:
-        for tensor in (buffer.params, buffer.grads):
-            tensor.untyped_storage().resize_(0)
+        tensors += [buffer.params, buffer.grads]
+        tensors += [memory.tensor for bucket in buffer.buckets for memory in (bucket.params, bucket.grads)]
+    for storage in (tensor.untyped_storage() for tensor in tensors):
+        if storage.resizable():  # host memory of states that live there is the system's own
+            storage.resize_(0)
 
 
 def two_steps(trainer: Trainer) -> None:

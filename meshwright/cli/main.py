@@ -24,6 +24,7 @@ COMMANDS = {
     "bench": "measure this device's training step beside the least time it could take",
     "plan": "search the layouts of a model on a cluster and write the best one as a config",
     "simulate": "simulate one step of every pipeline rank, as a drawing or a trace, also with something slow",
+    "dryrun": "run a step of single ranks of any cluster, without it, beside what was planned",
     "memory": "count the bytes of a rank by kind, for any world size",
     "scaling": "show how throughput grows with devices, by kind of parallelism",
     "cost": "predict time, communication and memory of a training step on a cluster",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from meshwright.comm.flight import Call, FlightRecord
 from meshwright.comm.ledger import Ledger
+from meshwright.device import accelerator
 
 # Registered operators may only take plain arguments, so they find their group by its name here. It is the only
 # process-wide table of groups, and nothing else reads it.
@@ -59,7 +60,7 @@ class Pending:
             work.wait()
         except RuntimeError as error:
             raise self._group._failed(call, error) from error
-        if self._device.type != "cpu":
+        if accelerator(self._device) is not None:
             event = flight.spare_events.pop() if flight.spare_events else torch.Event(self._device)
             event.record()
             call.event = event

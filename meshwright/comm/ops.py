@@ -8,16 +8,31 @@ all_gather_from and reduce_scatter_from.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
+from torch.library import CustomOpDef, custom_op
 
 from meshwright.comm.group import Group, group_named
 
+# The Python of every operator that does more than its result shows, by name: a dry run calls it, since torch would only
+# ask for shapes.
+BODIES: dict[str, Callable[..., Any]] = {}
 
-@custom_op("meshwright::all_reduce_", mutates_args={"x"})
+
+def operator(name: str, mutates: Iterable[str] = ()) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Registers a function with a side effect."""
+
+    def register(body: Callable[..., Any]) -> CustomOpDef:
+        BODIES[name] = body
+        return custom_op(name, body, mutates_args=tuple(mutates))
+
+    return register
+
+
+@operator("meshwright::all_reduce_", mutates={"x"})
 def all_reduce_(x: Tensor, group: str, op: str) -> None:
     group_named(group).all_reduce(x, op)
 
@@ -27,7 +42,7 @@ def _(x: Tensor, group: str, op: str) -> None:
     return None
 
 
-@custom_op("meshwright::all_gather", mutates_args=())
+@operator("meshwright::all_gather")
 def all_gather(x: Tensor, group: str, size: int, again: bool = False) -> Tensor:
     """`again` marks a second gather of a tensor in backward: without it a compiler sees the same call twice, makes it
     once and keeps the result, which gathering again is there to avoid."""
@@ -41,7 +56,7 @@ def _(x: Tensor, group: str, size: int, again: bool = False) -> Tensor:
     return x.new_empty((x.shape[0] * size, *x.shape[1:]))
 
 
-@custom_op("meshwright::reduce_scatter", mutates_args=())
+@operator("meshwright::reduce_scatter")
 def reduce_scatter(x: Tensor, group: str, size: int) -> Tensor:
     out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
     group_named(group).reduce_scatter(out, x.contiguous())

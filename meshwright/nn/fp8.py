@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from meshwright.comm.ops import operator
 from meshwright.kernels import fits
 from meshwright.nn.weight_grad import sink_of
 
@@ -109,7 +110,7 @@ def _multiply(
     return wide.to(dtype) if out is None else out.copy_(wide)
 
 
-@custom_op("meshwright::add_fp8_product_grad", mutates_args={"sink"})
+@operator("meshwright::add_fp8_product_grad", mutates={"sink"})
 def add_product_grad(sink: Tensor, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor) -> None:
     """sink += grad x^T, given as [out, tokens] and [in, tokens]."""
     slot = sink_of(sink)

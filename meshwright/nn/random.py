@@ -13,14 +13,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from meshwright.device import generator
 from meshwright.layout.params import key
 
 
 class Streams:
     def __init__(self, seed: int, data_rank: int, tp_rank: int, device: torch.device) -> None:
         self.seed, self.data_rank, self.tp_rank = seed, data_rank, tp_rank
-        self.same = torch.Generator(device)
-        self.own = torch.Generator(device)
+        self.same = generator(device)
+        self.own = generator(device)
         self.active = False
         self.where: tuple[int, int, int] = (0, 0, 0)
 

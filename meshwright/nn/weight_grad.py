@@ -12,8 +12,8 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
+from meshwright.comm.ops import operator
 from meshwright.kernels import fits
 
 
@@ -86,7 +86,7 @@ def write_product(out: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
         out.copy_(left @ x)
 
 
-@custom_op("meshwright::add_product_grad", mutates_args={"sink"})
+@operator("meshwright::add_product_grad", mutates={"sink"})
 def add_product_grad(sink: Tensor, grad: Tensor, x: Tensor) -> None:
     """sink += grad^T x, for a linear layer's weight [out, in], grad [tokens, out], x [tokens, in]."""
     add_product(sink_of(sink), grad, x)
@@ -103,7 +103,7 @@ def dense_rows_grad(grad: Tensor, rows: Tensor, size: int) -> Tensor:
     return torch.ops.aten.embedding_dense_backward(grad, rows.clamp(min=0), size, -1, False)
 
 
-@custom_op("meshwright::add_rows_grad", mutates_args={"sink"})
+@operator("meshwright::add_rows_grad", mutates={"sink"})
 def add_rows_grad(sink: Tensor, grad: Tensor, rows: Tensor) -> None:
     """sink[rows] += grad, for an embedding [vocabulary, hidden]; `rows` [tokens] may repeat, and negative ones are left
     out. The same sum has the same bits every time."""

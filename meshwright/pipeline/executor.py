@@ -77,6 +77,7 @@ class Executor:
         self.modules, self.pp, self.forward_step = list(modules), pp, forward_step
         self.ledger, self.streams, self.shares = ledger, streams, shares
         self.rank = max(0, pp.index)
+        self.done: list[Action] = []  # of the last run, in the order they ended
         self.recorder: Recorder | None = None  # while a step is traced
 
     def span(self, track: str, name: str, **args: Any) -> AbstractContextManager[None]:
@@ -85,9 +86,10 @@ class Executor:
     def run(self, table: Table, batches: Callable[[int], Named], step: int, loss_weight: float = 1.0) -> Totals:
         """One global batch. `batches(m)` loads micro-batch m; each loss sum is weighted before backward."""
         run = _Run(self, table, batches, step, loss_weight)
-        actions = table.ranks[self.rank]
+        actions, self.done = table.ranks[self.rank], []
         for action, following in zip(actions, (*actions[1:], None), strict=True):
             run.act(action, following)
+            self.done.append(action)
         run.drain()
         return run.totals
 

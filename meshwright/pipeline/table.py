@@ -6,6 +6,7 @@ same one; none of them knows a schedule by its name.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -117,6 +118,17 @@ class Table:
             for stage, (rank, chunk) in enumerate(self.placement)
             for step in (1, -1)
         }
+
+
+def action_counts(actions: Iterable[Action]) -> dict[str, int]:
+    """How many actions of each kind, and `in_flight`: the most forwards at once that waited for their backward."""
+    counts: dict[str, int] = {}
+    waiting = most = 0
+    for action in actions:
+        counts[action.op.value] = counts.get(action.op.value, 0) + 1
+        waiting += {Op.FORWARD: 1, Op.BACKWARD: -1}.get(action.op, 0)
+        most = max(most, waiting)
+    return dict(sorted(counts.items())) | {"in_flight": most}
 
 
 def looped(pp: int, chunks: int) -> tuple[Place, ...]:

@@ -157,7 +157,7 @@ class FlatBuffer:
         self.slots: list[Slot] = []
         # The lasting memory: of everything, or of this rank's shares, one after the other.
         sizes = [(stop - start) // split.shards for start, stop in bounds]
-        self._kept = Kept(sizes, key.dtype, self.device, *params_at) if split.stage == 3 else None
+        self.kept = Kept(sizes, key.dtype, self.device, *params_at) if split.stage == 3 else None
         self.params = self._flat(key.dtype, 0 if split.stage == 3 else self.size)
         self.grads = self._flat(dtype, self.size // split.shards if split.stage >= 2 else self.size)
         self.buckets: list[Bucket] = []
@@ -176,9 +176,9 @@ class FlatBuffer:
         params, own_params = Memory(self.params[start:stop]), self.params[low:high]
         grads, own_grads = Memory(self.grads[start:stop]), self.grads[low:high]
         if self.split.stage == 3:
-            assert self._kept is not None
+            assert self.kept is not None
             params = Memory.of(stop - start, self.params.dtype, self.device)
-            own_params = self._kept.shares[index]
+            own_params = self.kept.shares[index]
         if self.split.stage >= 2:
             grads, own_grads = Memory.of(stop - start, self.grads.dtype, self.device), self.grads[own]
         return Bucket(index, start, stop, share, params, grads, own_params, own_grads)

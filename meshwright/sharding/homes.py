@@ -111,20 +111,20 @@ class StateFile:
 
 
 class Kept:
-    """One kind of state of one buffer: a tensor of `dtype` for each share. `place` is device, cpu or disk; a CPU's own
-    memory is cpu already."""
+    """One kind of state of one buffer: a tensor of `dtype` for each share. `place` is none (the device), cpu or disk; a
+    CPU's own memory is cpu already, and tensors without memory (`meta`) lie nowhere."""
 
     def __init__(
         self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device, place: str, folder: Path | None = None
     ) -> None:
         self.file: StateFile | None = None
-        self.dtype = dtype
-        if place == "disk":
+        self.dtype, self.place = dtype, place
+        if place == "disk" and device.type != "meta":
             assert folder is not None
             self.file = StateFile(folder, sizes, dtype)
             self.shares = self.file.shares
         else:
-            home = device if place == "none" or device.type == "cpu" else torch.device("cpu")
+            home = device if place == "none" or accelerator(device) is None else torch.device("cpu")
             if home.type == device.type:
                 flat = torch.zeros(sum(sizes), dtype=dtype, device=home)
             else:  # pinned, in pages of its own
@@ -136,8 +136,13 @@ class Kept:
     def of(cls, shares: list[Tensor]) -> Kept:
         """What is there already."""
         kept = cls.__new__(cls)
-        kept.file, kept.shares, kept.dtype = None, shares, shares[0].dtype
+        kept.file, kept.shares, kept.dtype, kept.place = None, shares, shares[0].dtype, "none"
         return kept
+
+    @property
+    def here(self) -> bool:
+        """Whether it was to live on the device."""
+        return self.place == "none"
 
     def is_at_hand(self, device: torch.device, dtype: torch.dtype) -> bool:
         return self.file is None and self.dtype == dtype and self.shares[0].device.type == device.type

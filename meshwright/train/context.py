@@ -80,6 +80,8 @@ def compiles(config: Config, device: Device) -> bool:
     Dropout draws from random streams of its own, which torch.compile can't take, so `auto` leaves it out there.
     """
     choice = config.train.compile
+    if device.kind == "meta":
+        return False
     return choice == "true" or (choice == "auto" and device.kind != "cpu" and not config.model.dropout)
 
 

@@ -107,11 +107,16 @@ class Trainer:
         """Whether this is the one rank that writes the run's folder and drives its display."""
         return speaks(self.ctx) and self.ctx.mesh.data.index <= 0
 
+    @property
+    def micro_batches(self) -> int:
+        """Of this rank in the next step."""
+        return micro_batches(self.ctx, global_batch(self.ctx.config, self.consumed))
+
     def gradients(self) -> tuple[Totals, float]:
         """Forward and backward of the next global batch and the reduced gradients, which come out as sums weighted by
         loss scale / nominal tokens; that weight is returned."""
         samples = global_batch(self.ctx.config, self.consumed)
-        count, weight = micro_batches(self.ctx, samples), self.loss_scale.value / (samples * self.ctx.config.model.seq)
+        count, weight = self.micro_batches, self.loss_scale.value / (samples * self.ctx.config.model.seq)
         for module in self.modules:
             module.train()
         self.data_parallel.begin(count)
@@ -148,7 +153,7 @@ class Trainer:
             if self.runs_ahead:
                 self.optimizer.step_on_device(lr, sums, weight, clip)
             else:
-                loss, tokens, squares = sums.tolist()
+                _, tokens, squares = self.ctx.device.download(sums).read()
                 norm = gradient_norm(tokens, squares, weight)
                 if math.isfinite(norm):
                     divisor = weight * max(tokens, 1.0)

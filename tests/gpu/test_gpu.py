@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.bench.rank import run_rank
+from meshwright.cli.dryrun import compare
 from meshwright.config.rules import check
 from meshwright.device import Device
+from meshwright.plan.rank import expected
 from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
@@ -74,3 +77,17 @@ def test_training_lowers_the_loss(precision: str) -> None:
     trainer = Trainer(ctx, build_modules(ctx, model_provider), forward_step, data)
     losses = [trainer.step().loss for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_of_a_world_that_is_not_there(stage: int) -> None:
+    """`meshwright dryrun --device cuda` counts what was planned, and times it."""
+    model = {"layers": 4, "hidden": 512, "heads": 8, "vocab": 4000, "seq": 512}
+    train = {"precision": "bf16", "global_batch": 16, "micro_batch": 2, "compile": False}
+    config = small_config(
+        model=model, train=train, layout={"tp": 2, "pp": 2}, zero={"stage": stage}, comm={"bucket_mib": 4}
+    )
+    for rank in (0, 7):
+        one = compare(rank, run_rank(config, 8, rank, Device.choose("cuda")), expected(config, 8, rank))
+        assert one["equal"] and one["step_s"] > 0, one
+        assert one["most"]["peak"]["ran"] > sum(pair["ran"] for pair in one["bytes"].values())

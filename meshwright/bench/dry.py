@@ -1,0 +1,294 @@
+"""Running without computing: tensors on the `meta` device have shapes but no memory; the bytes they would take.
+
+Inside of `with Dry() as dry:` everything happens but the arithmetic. Our own registered operators run their Python, so
+that collectives are counted and weight gradients arrive. torch's operators are asked once for the shapes that come of
+the shapes that go in, and answered from memory after that: torch needs up to milliseconds to work them out. Attention
+and RMS norm are an accelerator's, one kernel each, so that what is kept for backward is what is kept there. Storages
+are counted while they live, which gives the peak that an allocator would report.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.comm.ops import BODIES
+
+META = torch.device("meta")
+# What an operator's result may depend on beside tensors' shapes.
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_RESIZE, _SDPA = torch.UntypedStorage.resize_, F.scaled_dot_product_attention
+
+
+class Made(NamedTuple):
+    """A result that can be made again."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
+
+
+class Tally:
+    """Bytes that are held now, and the most that were at once."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def add(self, count: int) -> None:
+        self.now += count
+        self.most = max(self.most, self.now)
+
+
+class Storages:
+    """Every storage that is alive, with its size. `named` counts chosen ones alone."""
+
+    def __init__(self) -> None:
+        self.all, self.named = Tally(), Tally()
+        self._sizes: dict[int, int] = {}
+        self._alive: dict[int, Any] = {}
+        self._names: set[int] = set()
+
+    def saw(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._alive[key] = weakref.ref(storage, partial(self._freed, key))
+            self._sizes[key] = 0
+            self.resized(storage)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._sizes:
+            self._change(key, size - self._sizes[key])
+            self._sizes[key] = size
+
+    def name(self, tensors: Iterable[Tensor]) -> None:
+        for key in {x.untyped_storage()._cdata for x in tensors} - self._names:
+            self._names.add(key)
+            self.named.add(self._sizes.get(key, 0))
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """What would live elsewhere."""
+        for key in {x.untyped_storage()._cdata for x in tensors}:
+            self._change(key, -self._sizes[key])
+            self._sizes[key] = 0
+
+    def forget(self) -> None:
+        """From now on the most is counted anew."""
+        for tally in (self.all, self.named):
+            tally.most = tally.now
+
+    def _freed(self, key: int, _: object) -> None:
+        self._change(key, -self._sizes.pop(key))
+        self._names.discard(key)
+        del self._alive[key]
+
+    def _change(self, key: int, count: int) -> None:
+        self.all.add(count)
+        if key in self._names:
+            self.named.add(count)
+
+
+class Dry(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages = Storages()
+        self._bodies: dict[Any, Callable[..., Any] | None] = {}
+        self._fresh: dict[Any, bool] = {}
+        self._known: dict[Any, Made | tuple[Made | None, ...]] = {}
+        self._replaced = ExitStack()
+
+    def __enter__(self) -> Dry:
+        for owner, name, new in (
+            (F, "scaled_dot_product_attention", _attention),
+            (F, "rms_norm", _rms_norm),
+            (torch.UntypedStorage, "resize_", _resize(self.storages)),
+        ):
+            self._replaced.enter_context(_replace(owner, name, new))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._replaced.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in self._bodies:
+            self._bodies[func] = BODIES.get(func.name())
+            self._fresh[func] = _makes_new(func)
+        body = self._bodies[func]
+        if body is not None:
+            with self._still_here():
+                return body(*args, **kwargs)
+        key = _key(func, args, kwargs) if self._fresh[func] else None
+        known = self._known.get(key) if key is not None else None
+        if known is None:
+            out = func(*args, **kwargs)
+            if key is not None:
+                self._learn(key, args, out)
+        else:
+            out = known.make() if isinstance(known, Made) else tuple(one and one.make() for one in known)
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, Tensor) and x.is_meta:
+                self.storages.saw(x)
+        return out
+
+    @contextmanager
+    def _still_here(self) -> Iterator[None]:
+        """torch sets a mode aside while it handles a call; what our operators call is to be seen too."""
+        super().__enter__()
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)
+
+    def _learn(self, key: Any, args: Any, out: Any) -> None:
+        several = isinstance(out, (tuple, list))
+        results = out if several else (out,)
+        given = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
+        made = []
+        for x in results:
+            if x is not None and (not isinstance(x, Tensor) or not x.is_meta or x.untyped_storage()._cdata in given):
+                return  # not a tensor, or another view of what was given
+            made.append(None if x is None else Made(tuple(x.shape), x.stride(), x.dtype))
+        if several:
+            self._known[key] = tuple(made)
+        elif made[0] is not None:
+            self._known[key] = made[0]
+
+
+def _makes_new(func: Any) -> bool:
+    """Whether an operator of torch's returns new tensors and changes none."""
+    schema = func._schema
+    parts = (*schema.arguments, *schema.returns)
+    return func.namespace == "aten" and bool(schema.returns) and all(part.alias_info is None for part in parts)
+
+
+def _key(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What the result's shapes follow from; None where that can't be told."""
+    parts: list[Any] = [func]
+    return tuple(parts) if _describe(parts, args) and _describe(parts, kwargs.items()) else None
+
+
+def _describe(parts: list[Any], values: Iterable[Any]) -> bool:
+    for x in values:
+        if isinstance(x, Tensor):
+            if not x.is_meta:
+                return False
+            parts.append((x.shape, x.stride(), x.dtype))
+        elif isinstance(x, (list, tuple)):
+            parts.append(len(x))
+            if not _describe(parts, x):
+                return False
+        elif isinstance(x, PLAIN):
+            parts.append((type(x), x))
+        else:
+            return False
+    return True
+
+
+class _RmsNorm(torch.autograd.Function):
+    """What CUDA's kernel takes, gives and keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=wide))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+    return _RmsNorm.apply(x, weight)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """The kernel that CUDA chooses: in half precision and without a mask the one that knows none, else the one that
+    knows masks; in float64 there is none."""
+    aten = torch.ops.aten
+    if q.dtype == torch.float64:
+        return _SDPA(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
+    if attn_mask is None and q.element_size() == 2:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    if attn_mask is not None:
+        added = attn_mask if attn_mask.dtype == q.dtype else attn_mask.new_empty(attn_mask.shape, dtype=q.dtype)
+        attn_mask = added.expand(*q.shape[:3], k.shape[2])
+    return aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, dropout_p, is_causal)[0]
+
+
+def _resize(storages: Storages) -> Callable[..., Any]:
+    """Memory that is given back under a tensor that stays is no operator of torch's."""
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        done = _RESIZE(storage, size)
+        storages.resized(storage)
+        return done
+
+    return resize_
+
+
+@contextmanager
+def _replace(owner: Any, name: str, new: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+class SavedBytes(saved_tensors_hooks):
+    """Counts the storages that autograd keeps for backward, but for those of `lasting` tensors."""
+
+    def __init__(self, lasting: Iterable[Tensor]) -> None:
+        self.bytes = Tally()
+        self._lasting = {x.untyped_storage()._cdata for x in lasting}
+        self._uses: dict[int, int] = {}
+        super().__init__(self._pack, _unpack)
+
+    def _pack(self, x: Tensor) -> Any:
+        storage = x.untyped_storage()
+        return x if storage._cdata in self._lasting else _Saved(self, x, storage)
+
+    def use(self, key: int, size: int, by: int) -> None:
+        before = self._uses.get(key, 0)
+        self._uses[key] = before + by
+        if before == 0:
+            self.bytes.add(size)
+        elif before + by == 0:
+            self.bytes.add(-size)
+
+
+class _Saved:
+    def __init__(self, owner: SavedBytes, x: Tensor, storage: torch.UntypedStorage) -> None:
+        self.owner, self.x, self.key, self.size = owner, x, storage._cdata, storage.nbytes()
+        owner.use(self.key, self.size, 1)
+
+    def __del__(self) -> None:
+        self.owner.use(self.key, self.size, -1)
+
+
+def _unpack(saved: Any) -> Tensor:
+    return saved.x if isinstance(saved, _Saved) else saved

@@ -1,0 +1,181 @@
+"""One rank of a cluster that is not there, executed: its real model, buffers, optimizer and schedule run a step, with
+torch's fake process group for the other ranks; on `meta`, where nothing is computed, or on a device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.bench.dry import Dry, SavedBytes
+from meshwright.bench.fake import fake_world, stand_in
+from meshwright.bench.step import RandomTokens, draw_on_device, release
+from meshwright.config.rules import check
+from meshwright.config.sections import Config
+from meshwright.device import Device
+from meshwright.models.description import GPTDescription
+from meshwright.pipeline.table import action_counts
+from meshwright.sharding.homes import Kept
+from meshwright.train.context import Context, build_context
+from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.pretrain import build_modules
+from meshwright.train.step import StepResult, Trainer
+
+TIMED = 2  # steps on a device, after one that warms up
+
+Counts = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a rank held and did in one step. `states` are bytes on the device by kind; `calls` is the ledger, by phase,
+    axis and op; `most` what was held at once for a while, as far as it was measured; `step_s` the compute's time."""
+
+    parameters: int
+    states: Counts
+    calls: dict[tuple[str, str, str], Counts]
+    schedule: Counts
+    most: Counts
+    updated: bool
+    build_s: float
+    run_s: float
+    step_s: float | None
+
+
+def run_rank(config: Config, world: int, rank: int, device: Device) -> Ran:
+    """Builds the rank and runs one step; on a device that has a clock, one to warm up and two that count."""
+    check(config, world)
+    begin = time.perf_counter()
+    with ExitStack() as inside:
+        inside.enter_context(fake_world(rank, world))
+        dry = inside.enter_context(Dry()) if device.kind == "meta" else None
+        trainer = make_rank(config, world, rank, device)
+        built = time.perf_counter()
+        if dry is not None:
+            results, most = _dry_steps(trainer, dry)
+        else:
+            results, most = _timed_steps(trainer)
+        step_s = None if dry is not None else statistics.median(result.step_time_s for result in results)
+        found = Ran(
+            sum(slot.view.numel() for buffer in trainer.data_parallel.buffers for slot in buffer.slots),
+            state_bytes(trainer), calls_of(trainer), action_counts(trainer.executor.done), most,
+            trainer.optimizer.updates == trainer.step_number, built - begin, time.perf_counter() - built, step_s,
+        )  # fmt: skip
+        release(trainer)
+    device.empty_cache()
+    return found
+
+
+def make_rank(config: Config, world: int, rank: int, device: Device) -> Trainer:
+    """The trainer of one rank inside its `fake_world`."""
+    # A device draws its weights itself, which needs them whole at first: the host takes hours to draw a large model.
+    ctx = build_context(config, rank, world, device, trains=device.kind == "meta")
+    stand_in(ctx.mesh)
+    data = samples_of(ctx)
+    trainer = Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
+    _read_here(trainer, data)
+    return trainer
+
+
+def samples_of(ctx: Context) -> RandomTokens:
+    """Tokens whose embeddings this rank holds alone: those of absent ranks would be rows of zeros, which norms blow
+    up."""
+    c, tp_rank = ctx.config, max(0, ctx.mesh.tp.index)
+    rows = GPTDescription(c.model, c.layout.tp, tp_rank).vocab_rows
+    first = min(tp_rank * rows, c.model.vocab - 1)
+    there = (("positions", c.data.reset_positions), ("segments", c.data.reset_attention))
+    fields = [name for name, wanted in there if wanted]
+    return RandomTokens(min(rows, c.model.vocab - first), c.model.seq, first, fields)
+
+
+def _read_here(trainer: Trainer, data: RandomTokens) -> None:
+    """The tensor-parallel rank that reads for the others is not there, so what it would broadcast is read here."""
+    batches: Any = trainer.train_batches
+    load, size = batches.load, batches.size
+
+    def filled(consumed: int, micro_batch: int) -> dict[str, Tensor]:
+        batch: dict[str, Tensor] = load(consumed, micro_batch)
+        if trainer.ctx.mesh.tp.index > 0:
+            for i in range(size):
+                sample = data.sample(consumed + micro_batch * size + i)
+                for name, values in batch.items():
+                    values[i].copy_(trainer.ctx.device.upload(torch.from_numpy(sample[name])))
+        return batch
+
+    batches.load = filled
+
+
+def _dry_steps(trainer: Trainer, dry: Dry) -> tuple[list[StepResult], Counts]:
+    storages, parallel = dry.storages, trainer.data_parallel
+    storages.leave_out(x for kept in lasting_kinds(trainer) if not kept.here for x in kept.shares)
+    if parallel.stage >= 2:
+        storages.name(bucket.grads.tensor for bucket in parallel.buckets)
+    if parallel.stage == 3:
+        storages.name(bucket.params.tensor for bucket in parallel.buckets)
+        if trainer.micro_batches == 1:
+            trainer.step()  # the first micro-batch notes the order in which weights are fetched ahead
+    storages.forget()
+    saved = SavedBytes(_lasting(trainer))
+    with saved:
+        result = trainer.step()
+    held = {"activations": saved.bytes.most, "gathered": storages.named.most, "peak": storages.all.most}
+    return [result], held
+
+
+def _lasting(trainer: Trainer) -> Iterable[Tensor]:
+    """What autograd may keep without taking memory for it: parameters and tables."""
+    for module in trainer.modules:
+        yield from module.buffers()
+    for buffer in trainer.data_parallel.buffers:
+        yield buffer.params
+        yield buffer.grads
+        yield from (bucket.params.tensor for bucket in buffer.buckets)
+
+
+def _timed_steps(trainer: Trainer) -> tuple[list[StepResult], Counts]:
+    device = trainer.ctx.device
+    trainer.step()
+    device.synchronize()
+    device.forget_peak()
+    results = [trainer.step() for _ in range(TIMED)]
+    device.synchronize()
+    peak = device.peak_bytes()
+    return results, {} if peak is None else {"peak": peak}
+
+
+def state_bytes(trainer: Trainer) -> Counts:
+    """Of the tensors that last from step to step, as far as they are on the device."""
+    buffers, states = trainer.data_parallel.buffers, trainer.optimizer.states
+    weights = [buffer.kept for buffer in buffers if buffer.kept is not None]
+    return {
+        "parameters": sum(buffer.params.nbytes for buffer in buffers) + _here(weights),
+        "gradients": sum(buffer.grads.nbytes for buffer in buffers),
+        "master": _here(state.kinds[0] for state in states if not state.in_place),
+        "optimizer": _here(kind for state in states for kind in state.kinds[1:]),
+    }
+
+
+def _here(kinds: Iterable[Kept]) -> int:
+    return sum(x.nbytes for kept in kinds if kept.here for x in kept.shares)
+
+
+def lasting_kinds(trainer: Trainer) -> list[Kept]:
+    """What a rank owns share by share, wherever it lives."""
+    found = [kind for state in trainer.optimizer.states for kind in state.kinds]
+    return found + [buffer.kept for buffer in trainer.data_parallel.buffers if buffer.kept is not None]
+
+
+def calls_of(trainer: Trainer) -> dict[tuple[str, str, str], Counts]:
+    """The ledger of the last step."""
+    found: dict[tuple[str, str, str], Counts] = {}
+    for entry, tally in trainer.ctx.ledger.entries.items():
+        counts = found.setdefault((entry.phase, entry.axis, entry.op), {})
+        for name in ("calls", "payload_bytes", "wire_bytes"):
+            counts[name] = counts.get(name, 0) + getattr(tally, name)
+    return found

@@ -1,0 +1,197 @@
+"""`meshwright dryrun`: ranks of a cluster that nobody here owns, executed one by one, beside what was planned."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from meshwright.cli.asked import job_arguments
+from meshwright.config.rules import check
+from meshwright.config.sections import Config
+from meshwright.errors import UserError
+from meshwright.plan import job as jobs
+from meshwright.plan.rank import Expected, expected
+from meshwright.plan.show import seconds, size, table
+
+if TYPE_CHECKING:
+    from meshwright.bench.rank import Ran
+    from meshwright.device import Device
+
+MIXED = True
+COUNTS = ("calls", "payload_bytes", "wire_bytes")
+EXAMPLES = """example:
+  meshwright dryrun mt-nlg-530b --world 4480 --ranks 0,2240,4479
+  meshwright dryrun gpt3-175b --world 1024 --layout tp=8,pp=16 train.global_batch=1536
+  meshwright dryrun config.yaml --world 64 --ranks 63 zero.stage=3 --json
+  meshwright dryrun gpt3-175b --world 1024 --layout tp=8,pp=16 train.global_batch=1536 --ranks 512 --device cuda
+
+Each rank's real model, buffers, optimizer and schedule run one step; the other ranks are torch's fake process group. On
+`meta`, the default, tensors have no memory and nothing is computed, so any rank of any model runs on a laptop. On a
+device they are real, and the compute's time and the peak are measured (a rank must fit).
+
+Parameters, bytes of states, communication and schedule must equal the plan's; if one doesn't, the command exits with 1.
+What is held at once for a while (activations kept for backward, gathered weights and whole gradients, the peak) is
+planned nearly: the ratio is planned / run."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    job_arguments(parser)
+    parser.add_argument("--world", type=int, metavar="N", help="number of ranks (default: the preset's run's)")
+    parser.add_argument("--ranks", metavar="R,R,...", help="which ranks to run (default: first, middle and last)")
+    parser.add_argument("--layout", default="", metavar="tp=8,pp=16,...", help="the layout, in short words")
+    parser.add_argument("--micro-batches", type=int, metavar="M", help="of a rank (default: as the global batch says)")
+    parser.add_argument("--device", default="meta", choices=["meta", "cpu", "cuda", "npu"], help="default: meta")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(args: argparse.Namespace) -> int:
+    job = jobs.planned(args.target, args.words, args.layout)
+    c = job.config.layout
+    world = args.world if args.world is not None else int(job.run.get("devices", 0)) or c.tp * c.cp * c.pp
+    config = _step_of(job.config, world, args.micro_batches)
+    ranks = _ranks(args.ranks, world)
+    from meshwright.device import Device
+
+    device = Device.choose(args.device)
+    device.check_precision(config.train.precision)
+    found = [_run_one(config, world, rank, device) for rank in ranks]
+    equal = all(one["equal"] for one in found)
+    if args.json:
+        print(json.dumps({"model": job.name, "world": world, "device": device.name, "equal": equal, "ranks": found}))
+    else:
+        print("\n\n".join([*(report(one, world) for one in found), _verdict(equal)]))
+    return 0 if equal else 1
+
+
+def _run_one(config: Config, world: int, rank: int, device: Device) -> dict[str, Any]:
+    import torch
+
+    from meshwright.bench.rank import run_rank
+
+    said = expected(config, world, rank)
+    what = f"{said.parameters:,} parameters, {said.micro_batches} micro-batches"
+    print(f"rank {rank} of {world} ({_place(said.coordinate)}): {what}", file=sys.stderr, flush=True)
+    try:
+        ran = run_rank(config, world, rank, device)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"rank {rank} does not fit on {device.name} (planned: {size(said.most['peak'])}): "
+            "choose another layout, zero.stage or recompute.mode, or run it with --device meta"
+        ) from error
+    took = f"built in {seconds(ran.build_s)}, run in {seconds(ran.run_s)}"
+    print(f"rank {rank}: {took} on {device.name}", file=sys.stderr, flush=True)
+    return compare(rank, ran, said)
+
+
+def _place(coordinate: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis} {at}" for axis, at in coordinate.items() if axis != "cp" or at)
+
+
+def _step_of(config: Config, world: int, micro_batches: int | None) -> Config:
+    """The step to run, which a ramp of batch sizes leads to, or a shorter one."""
+    train = replace(config.train, ramp=())
+    if micro_batches is not None:
+        if micro_batches < 1:
+            raise UserError(f"--micro-batches {micro_batches} must be at least 1")
+        c = config.layout
+        dp = max(1, world // (c.tp * c.pp * c.cp))
+        train = replace(train, global_batch=micro_batches * train.micro_batch * dp)
+    config = replace(config, train=train, run=replace(config.run, eval_samples=0))
+    check(config, world)
+    return config
+
+
+def _ranks(text: str | None, world: int) -> list[int]:
+    if text is None:
+        return sorted({0, world // 2, world - 1})
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() for word in words):
+        raise UserError(f"--ranks {text} must be numbers with commas between them, e.g. --ranks 0,{world - 1}")
+    ranks = list(dict.fromkeys(int(word) for word in words))
+    outside = [rank for rank in ranks if rank >= world]
+    if outside:
+        raise UserError(f"--ranks {text}: {outside[0]} is not in a world of {world}, choose 0 to {world - 1}")
+    return ranks
+
+
+def compare(rank: int, ran: Ran, said: Expected) -> dict[str, Any]:
+    """Each figure as it was run and as it was planned."""
+    calls = [
+        {"phase": line[0], "axis": line[1], "op": line[2]} | _pair(ran.calls.get(line), said.calls.get(line))
+        for line in sorted({*ran.calls, *said.calls})
+    ]
+    parameters = _pair(ran.parameters, said.parameters)
+    states, schedule, comm = (
+        _pairs(ran.states, said.states), _pairs(ran.schedule, said.schedule),
+        _pairs(_by_axis(ran.calls), _by_axis(said.calls)),
+    )  # fmt: skip
+    exact = [parameters, *states.values(), *schedule.values(), *comm.values(), *calls]
+    return {
+        "rank": rank, "coordinate": said.coordinate, "layers": said.layers, "micro_batches": said.micro_batches,
+        "parameters": parameters, "bytes": states, "comm": comm, "calls": calls, "schedule": schedule,
+        "most": {
+            name: {"ran": value, "planned": said.most[name], "ratio": said.most[name] / value if value else None}
+            for name, value in ran.most.items()
+        },
+        "updated": ran.updated, "build_s": ran.build_s, "run_s": ran.run_s, "step_s": ran.step_s,
+        "equal": ran.updated and all(pair["equal"] for pair in exact),
+    }  # fmt: skip
+
+
+def _pair(ran: Any, planned: Any) -> dict[str, Any]:
+    return {"ran": ran, "planned": planned, "equal": ran == planned}
+
+
+def _pairs(ran: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: _pair(ran.get(name), planned.get(name)) for name in dict.fromkeys([*ran, *planned])}
+
+
+def _by_axis(calls: Mapping[tuple[str, str, str], Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for (_, axis, _), counts in sorted(calls.items(), key=lambda item: item[0][1]):
+        sums = found.setdefault(axis, dict.fromkeys(COUNTS, 0))
+        for name in COUNTS:
+            sums[name] += counts[name]
+    return found
+
+
+def report(one: Mapping[str, Any], world: int) -> str:
+    """One rank's table: each figure as it was run, as it was planned, and whether they are equal."""
+    head = f"rank {one['rank']} of {world} ({_place(one['coordinate'])}): {_layers(one['layers'])}"
+    head += f", {one['micro_batches']} micro-batches"
+    if one["step_s"] is not None:
+        head += f", {seconds(one['step_s'])} a step"
+    rows = [("", "run", "planned", ""), _row("parameters", one["parameters"])]
+    rows += [_row(f"bytes of {kind}", pair) for kind, pair in one["bytes"].items()]
+    for axis, pair in one["comm"].items():
+        for name in COUNTS:
+            parts = {side: (pair[side] or {}).get(name) for side in ("ran", "planned")}
+            rows.append(_row(f"{axis} {name.replace('_', ' ')}", parts | {"equal": parts["ran"] == parts["planned"]}))
+    rows += [_row(f"schedule, {name.replace('_', ' ')}", pair) for name, pair in one["schedule"].items()]
+    for name, pair in one["most"].items():
+        ratio = "" if pair["ratio"] is None else f"{pair['ratio']:.4f}"
+        rows.append((f"most at once, {name}", size(pair["ran"]), size(pair["planned"]), ratio))
+    if not one["updated"]:
+        rows.append(("the update was skipped: a gradient was not finite", "", "", "differs"))
+    return f"{head}\n{table(rows)}"
+
+
+def _layers(numbers: list[int]) -> str:
+    """`layers 0-2, 8-10`."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    stops = [n for n in numbers if n + 1 not in numbers]
+    runs = (f"{a}-{b}" if b > a else f"{a}" for a, b in zip(starts, stops, strict=True))
+    return f"layers {', '.join(runs)}" if numbers else "no layers"
+
+
+def _row(name: str, pair: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    ran, planned = ("-" if pair[side] is None else f"{pair[side]:,}" for side in ("ran", "planned"))
+    return name, ran, planned, "=" if pair["equal"] else "differs"
+
+
+def _verdict(equal: bool) -> str:
+    return "What was run is what was planned." if equal else "What was run is not what was planned: see `differs`."

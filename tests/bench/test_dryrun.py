@@ -1,0 +1,283 @@
+"""A rank that is run dry is the rank that runs: its ledger, states and schedule against those of real Gloo ranks, and
+against the plan. And the command around it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.bench.dry import Dry, SavedBytes
+from meshwright.bench.fake import fake_world
+from meshwright.bench.rank import Ran, make_rank, run_rank, state_bytes
+from meshwright.cli.dryrun import compare
+from meshwright.cli.main import main
+from meshwright.config.sections import Config
+from meshwright.device import Device
+from meshwright.pipeline.table import action_counts
+from meshwright.plan import communication
+from meshwright.plan.rank import expected
+from tests.support.oracle import make_trainer, small_config
+from tests.support.ranks import run_ranks
+
+LLAMA = {
+    "norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "kv_heads": 2, "tied_embeddings": False,
+}  # fmt: skip
+SP = {"tp": 2, "sequence_parallel": True}
+BF16 = {"precision": "bf16", "global_batch": 4}
+
+CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
+    "one": (1, {}),
+    "dp": (2, {}),
+    "pp": (2, {"layout": {"pp": 2}, "train": BF16}),
+    "tp-selective": (2, {"layout": {"tp": 2}, "recompute": {"mode": "selective"}, "model": {"vocab": 51}}),
+    "zero3-offload": (2, {"zero": {"stage": 3, "offload": {"optimizer": "cpu", "params": "cpu"}}, "train": BF16}),
+    "zero1": (4, {"zero": {"stage": 1}, "layout": SP, "model": LLAMA}),
+    "zero2": (4, {"zero": {"stage": 2}, "layout": {"pp": 2}, "train": BF16}),
+    "zero3-full": (4, {"zero": {"stage": 3}, "layout": SP, "recompute": {"mode": "full"}, "train": {"micro_batch": 4}}),
+    "all": (8, {
+        "layout": {**SP, "pp": 2, "chunks": 2}, "pipeline": {"schedule": "interleaved"}, "zero": {"stage": 3},
+        "recompute": {"mode": "every:2"}, "train": BF16,
+    }),
+}  # fmt: skip
+
+
+def config_of(name: str) -> Config:
+    sections = {key: dict(value) for key, value in CASES[name][1].items()}
+    sections["model"] = {"layers": 4, "hidden": 16, "heads": 4, "seq": 8, "vocab": 30} | sections.get("model", {})
+    sections["train"] = {"precision": "fp32", "global_batch": 8} | sections.get("train", {})
+    return small_config(**sections)
+
+
+def entries(trainer: Any) -> dict[Any, tuple[int, int, int]]:
+    """The ledger with layers, line by line."""
+    found = trainer.ctx.ledger.entries
+    return {entry: (tally.calls, tally.payload_bytes, tally.wire_bytes) for entry, tally in found.items()}
+
+
+def facts(trainer: Any) -> dict[str, Any]:
+    return {
+        "ledger": entries(trainer), "states": state_bytes(trainer), "schedule": action_counts(trainer.executor.done),
+        "slots": [(s.name, s.start, tuple(s.view.shape)) for b in trainer.data_parallel.buffers for s in b.slots],
+    }  # fmt: skip
+
+
+def real(rank: int, world: int, names: list[str]) -> list[dict[str, Any]]:
+    found = []
+    for name in names:
+        trainer = make_trainer(config_of(name), rank, world)
+        trainer.step()
+        found.append(facts(trainer))
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_real_ranks() -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for world in sorted({world for world, _ in CASES.values()}):
+        names = [name for name, (ranks, _) in CASES.items() if ranks == world]
+        by_rank = run_ranks(world, real, names)
+        found |= {name: [rank[i] for rank in by_rank] for i, name in enumerate(names)}
+    return found
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_dry_rank_is_the_real_one(name: str, of_real_ranks: dict[str, list[dict[str, Any]]]) -> None:
+    world, config = CASES[name][0], config_of(name)
+    for rank in range(world):
+        with fake_world(rank, world), Dry():
+            trainer = make_rank(config, world, rank, Device("meta"))
+            trainer.step()
+            assert all(slot.parameter.is_meta for buffer in trainer.data_parallel.buffers for slot in buffer.slots)
+            assert facts(trainer) == of_real_ranks[name][rank], f"rank {rank}"
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_dry_rank_is_the_planned_one(name: str) -> None:
+    world, config = CASES[name][0], config_of(name)
+    for rank in {0, world - 1}:
+        one = compare(rank, run_rank(config, world, rank, Device("meta")), expected(config, world, rank))
+        assert one["equal"], one
+        if config.train.precision == "bf16":  # fp64 and fp32 have other kernels of attention
+            assert one["most"]["activations"]["ratio"] == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize("name", ["pp", "zero2", "zero3-full", "all"])
+def test_on_a_device_what_others_would_send_is_finite(name: str) -> None:
+    """On real tensors, as on an accelerator: the last rank gets all of its input from ranks that are not there."""
+    world, config = CASES[name][0], config_of(name)
+    with fake_world(world - 1, world):
+        trainer = make_rank(config, world, world - 1, Device("cpu"))
+        results = [trainer.step() for _ in range(2)]
+    assert trainer.optimizer.updates == 2
+    assert all(math.isfinite(result.loss) and math.isfinite(result.grad_norm) for result in results)
+
+
+def test_a_device_is_timed_and_counts_the_same() -> None:
+    config = config_of("zero1")
+    ran: Ran = run_rank(config, 4, 3, Device("cpu"))
+    dry = run_rank(config, 4, 3, Device("meta"))
+    assert (ran.calls, ran.states, ran.schedule, ran.updated) == (dry.calls, dry.states, dry.schedule, True)
+    assert ran.step_s is not None and ran.step_s > 0 and dry.step_s is None
+    assert dry.most["peak"] > sum(dry.states.values())
+
+
+def test_storages_are_counted_while_they_live() -> None:
+    meta = {"device": "meta", "dtype": torch.float32}
+    with Dry() as dry:
+        tally, named = dry.storages.all, dry.storages.named
+        a = torch.empty(100, **meta)
+        b = a * 2.0
+        assert tally.now == 800
+        view, again = b[10:].view(9, 10), a * 2.0
+        assert tally.now == 1200 and again.shape == a.shape
+        del b, again
+        assert tally.now == 800, "a view keeps its storage"
+        dry.storages.name([a])
+        a.untyped_storage().resize_(0)
+        assert (tally.now, named.now, named.most) == (400, 0, 400)
+        a.untyped_storage().resize_(40)
+        assert (tally.now, named.now) == (440, 40)
+        del view, a
+        assert (tally.now, tally.most, named.now) == (0, 1200, 0)
+
+
+def test_results_are_remembered_by_all_that_they_depend_on() -> None:
+    meta = {"device": "meta"}
+    with Dry():
+        for _ in range(2):  # made, then remembered
+            a, b = torch.empty(4, 6, dtype=torch.bfloat16, **meta), torch.empty(6, 5, dtype=torch.bfloat16, **meta)
+            assert (a @ b).shape == (4, 5) and (a.t() @ a).shape == (6, 6)
+            assert (a * 2).dtype == torch.bfloat16 and (a * torch.empty(4, 1, **meta)).dtype == torch.float32
+            assert a.sum(0).shape == (6,) and a.sum(1).shape == (4,)
+            assert a.t().clone().stride() == (1, 6) and a.clone().stride() == (6, 1)
+            assert a.view(24).untyped_storage()._cdata == a.untyped_storage()._cdata
+
+
+def test_saved_tensors_are_counted_once() -> None:
+    weight = torch.empty(3, 3, device="meta", requires_grad=True)
+    x = torch.empty(5, 3, device="meta", requires_grad=True)
+    saved = SavedBytes([weight])
+    with saved:
+        y = (x @ weight) * x
+        assert saved.bytes.now == 2 * 60, "x, which two need, and the product"
+        y.sum().backward()
+    assert (saved.bytes.now, saved.bytes.most) == (0, 120)
+
+
+CONFIG = """
+model: {layers: 4, hidden: 16, heads: 4, vocab: 30, seq: 8}
+train: {global_batch: 8, precision: bf16}
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> str:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG, encoding="utf-8")
+    return str(path)
+
+
+def test_json_holds_every_figure_twice(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [config_file, "--world", "8", "--layout", "tp=2,pp=2", "zero.stage=1", "--ranks", "0,7", "--json"]
+    assert main(["dryrun", *words]) == 0
+    out, err = capsys.readouterr()
+    assert "rank 0 of 8 (tp 0, dp 0, pp 0)" in err and "rank 7 of 8 (tp 1, dp 1, pp 1)" in err
+    found = json.loads(out)
+    assert set(found) == {"model", "world", "device", "equal", "ranks"} and found["equal"]
+    assert [one["rank"] for one in found["ranks"]] == [0, 7]
+    one = found["ranks"][1]
+    assert set(one) == {
+        "rank", "coordinate", "layers", "micro_batches", "parameters", "bytes", "comm", "calls", "schedule", "most",
+        "updated", "build_s", "run_s", "step_s", "equal",
+    }  # fmt: skip
+    assert one["layers"] == [2, 3] and one["coordinate"] == {"tp": 1, "cp": 0, "dp": 1, "pp": 1}
+    assert set(one["bytes"]) == {"parameters", "gradients", "master", "optimizer"}
+    assert set(one["comm"]) == {"tp", "pp", "dp", "embedding", "world"}
+    pair = one["comm"]["tp"]
+    assert pair["equal"] and pair["ran"] == pair["planned"] and set(pair["ran"]) == {
+        "calls", "payload_bytes", "wire_bytes",
+    }  # fmt: skip
+    assert one["bytes"]["gradients"]["ran"] == 2 * one["bytes"]["parameters"]["ran"]
+    assert one["bytes"]["master"]["ran"] == one["bytes"]["gradients"]["ran"] // 2, "divided by two ranks"
+    assert one["schedule"]["forward"]["ran"] == 4 and set(one["most"]) == {"activations", "gathered", "peak"}
+
+
+def test_a_difference_is_told(
+    config_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["dryrun", config_file, "--world", "4", "--ranks", "3", "--layout", "tp=2", "--micro-batches", "1"]
+    assert main(words) == 0
+    assert "differs" not in capsys.readouterr().out
+    monkeypatch.setattr(communication, "head", lambda job: iter(()))
+    assert main(words) == 1
+    out = capsys.readouterr().out
+    assert "What was run is not what was planned" in out
+    assert [line.split()[:2] for line in out.splitlines() if line.endswith("differs")] == [
+        ["tp", "calls"], ["tp", "payload"], ["tp", "wire"],
+    ]  # fmt: skip
+
+
+BAD = {
+    "rank outside": (["--world", "8", "--ranks", "0,8"], "8 is not in a world of 8, choose 0 to 7"),
+    "not a rank": (["--world", "8", "--ranks", "first"], "numbers with commas"),
+    "negative rank": (["--world", "8", "--ranks=-1"], "numbers with commas"),
+    "world not divisible": (["--world", "6", "--layout", "tp=4"], "start 4 or 8 ranks"),
+    "no world": (["--world", "0"], "start at least 1"),
+    "layout that does not fit": (["--world", "8", "--layout", "pp=8"], "lower layout.pp"),
+    "unknown axis": (["--world", "8", "--layout", "tq=2"], "did you mean"),
+    "dp in the layout": (["--world", "8", "--layout", "dp=8"], "leave it out"),
+    "no micro-batches": (["--world", "8", "--micro-batches", "0"], "must be at least 1"),
+    "global batch": (["--world", "3"], "try 6 or 9"),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_mistakes_are_one_sentence(name: str, config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, said = BAD[name]
+    assert main(["dryrun", config_file, *words]) == 2
+    out, err = capsys.readouterr()
+    assert not out and said in err and err.count("\n") == 1
+
+
+def test_an_unknown_model_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dryrun", "gpt3-175", "--world", "8"]) == 2
+    assert "did you mean 'gpt3-175b'" in capsys.readouterr().err
+
+
+GPT3 = ["gpt3-175b", "--world", "1024", "--layout", "tp=8,pp=16", "train.global_batch=1536", "--ranks", "0,512,1023"]
+MT_NLG = ["mt-nlg-530b", "--world", "4480", "--ranks", "0,2240,4479"]
+
+
+def check_large(words: list[str], parameters: list[int], micro_batches: int, capsys: Any) -> None:
+    assert main(["dryrun", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["equal"] and [one["parameters"]["ran"] for one in found["ranks"]] == parameters
+    for one in found["ranks"]:
+        assert one["micro_batches"] == micro_batches == one["schedule"]["backward"]["ran"]
+        assert one["most"]["activations"]["ratio"] == pytest.approx(1.0, abs=0.001)
+        assert one["most"]["peak"]["ratio"] == pytest.approx(1.0, abs=0.1)
+
+
+def test_three_ranks_of_gpt3(capsys: pytest.CaptureFixture[str]) -> None:
+    """A few micro-batches; all of them are the wide test's."""
+    layer = 12 * 12288**2 // 8 + (3 + 4) * 12288 // 8 + 6 * 12288
+    embedding = -(-50257 // 8) * 12288
+    first, middle, last = embedding + 2048 * 12288 + 6 * layer, 6 * layer, embedding + 2 * 12288 + 6 * layer
+    check_large([*GPT3, "--micro-batches", "2"], [first, middle, last], 2, capsys)
+
+
+@pytest.mark.wide
+def test_whole_steps_of_gpt3_and_mt_nlg(capsys: pytest.CaptureFixture[str]) -> None:
+    layer = 12 * 12288**2 // 8 + (3 + 4) * 12288 // 8 + 6 * 12288
+    embedding = -(-50257 // 8) * 12288
+    ends = [embedding + 2048 * 12288 + 6 * layer, 6 * layer, embedding + 2 * 12288 + 6 * layer]
+    check_large(GPT3, ends, 192, capsys)
+    h = 20480
+    layer, embedding = 12 * h**2 // 8 + 7 * h // 8 + 6 * h, 51200 // 8 * h
+    ends = [embedding + 2048 * h + 3 * layer, 3 * layer, embedding + 2 * h + 3 * layer]
+    check_large(MT_NLG, ends, 120, capsys)
