@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from meshwright.comm.group import Group, Pending
 from meshwright.comm.ledger import Ledger
@@ -29,9 +30,9 @@ ForwardStep = Callable[[nn.Module, Named, Named], "Named | Loss"]
 
 PARTS = ("data", "forward", "backward", "reduce")
 
-# Sends under way at most. The tables run without deadlock even if every send waits for its receive, so waiting for
-# the oldest is always safe.
-SENDS_IN_FLIGHT = 8
+# Sends under way at most, since what is sent is held as long. The tables run without deadlock even if every send waits
+# for its receive, so waiting for the oldest is always safe.
+SENDS_IN_FLIGHT = 4
 
 
 class Shares(Protocol):
@@ -60,6 +61,19 @@ class Totals:
         for name, value in monitored.items():
             value = value.detach().double() if isinstance(value, Tensor) else float(value)
             self.monitored[name] = self.monitored.get(name, 0.0) + value
+
+
+class Output:
+    """A tensor that a stage passes on. Once it is on its way its memory is not needed here: of the tensor there stay
+    what it was like and its place in the graph, from which backward begins."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.tensor: Tensor | None = x.detach()
+        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
+        self.edge = get_gradient_edge(x) if x.requires_grad else None
+
+    def empty_gradient(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 class Executor:
@@ -107,7 +121,7 @@ class _Run:
         self.loaded: dict[int, tuple[Named, int]] = {}
         self.arriving: dict[tuple[Op, int, int], tuple[Named, list[Pending]]] = {}
         self.inputs: dict[tuple[int, int], Named] = {}
-        self.outputs: dict[tuple[int, int], Named | Tensor] = {}
+        self.outputs: dict[tuple[int, int], dict[str, Output] | Tensor] = {}
         self.grads: dict[tuple[int, int], Named] = {}
         self.sends: deque[tuple[Pending, Tensor]] = deque()
         self.compute = {Op.FORWARD: self.forward, Op.BACKWARD: self.backward}
@@ -194,8 +208,8 @@ class _Run:
             if self.training:
                 self.outputs[key] = result[0]
             return
-        self.outputs[key] = result
-        self._hand_over(Op.FORWARD, action, {name: x.detach() for name, x in result.items()})
+        outputs = self.outputs[key] = {name: Output(x) for name, x in result.items()}
+        self._hand_over(Op.FORWARD, action, {name: output.tensor for name, output in outputs.items()})
 
     def backward(self, action: Action, received: Named) -> None:
         key = (action.micro_batch, action.chunk)
@@ -203,8 +217,8 @@ class _Run:
         if isinstance(output, Tensor):
             torch.autograd.backward(output, torch.full_like(output, self.loss_weight))
         else:
-            names = [name for name in received if output[name].requires_grad]
-            torch.autograd.backward([output[name] for name in names], [received[name] for name in names])
+            begin = [(edge, received[name]) for name in received if (edge := output[name].edge) is not None]
+            torch.autograd.backward([edge for edge, _ in begin], [grad for _, grad in begin])
         inputs = self.inputs.pop(key)
         if inputs:
             grads = {name: _gradient(x) for name, x in inputs.items() if x.is_floating_point()}
@@ -221,11 +235,14 @@ class _Run:
         self._forget(op, (action.micro_batch, action.chunk))
 
     def _forget(self, op: Op, key: tuple[int, int]) -> None:
-        """What was handed on is no longer held: gradients at all, outputs where no backward comes."""
+        """What was handed on is no longer held: gradients at all, outputs but for what their backward needs."""
         if op is Op.BACKWARD:
             del self.grads[key]
         elif not self.training:
             del self.outputs[key]
+        else:
+            for output in self.outputs[key].values():
+                output.tensor = None
 
     def _received(self, action: Action) -> Named:
         """What a compute takes from its neighbour, once it is there."""
@@ -240,8 +257,8 @@ class _Run:
     def send(self, action: Action) -> None:
         key = (action.micro_batch, action.chunk)
         forward = action.op is Op.SEND_FORWARD
-        tensors = self.outputs[key] if forward else self.grads[key]
-        assert isinstance(tensors, dict) and action.peer is not None
+        tensors = {n: o.tensor for n, o in self.outputs[key].items()} if forward else self.grads[key]
+        assert action.peer is not None
         for _, x in sorted(tensors.items()):
             x = x.detach().contiguous()
             self.sends.append((self.executor.pp.send(x, action.peer), x))
@@ -255,9 +272,8 @@ class _Run:
         self._receive(action, {name: torch.empty(s, dtype=d, device=device) for name, (s, d) in receives.items()})
 
     def receive_backward(self, action: Action) -> None:
-        output = self.outputs[action.micro_batch, action.chunk]
-        assert isinstance(output, dict)
-        self._receive(action, {n: torch.empty_like(x) for n, x in output.items() if x.is_floating_point()})
+        outputs = self.outputs[action.micro_batch, action.chunk]
+        self._receive(action, {n: o.empty_gradient() for n, o in outputs.items() if o.dtype.is_floating_point})
 
     def _receive(self, action: Action, buffers: Named) -> None:
         assert action.peer is not None

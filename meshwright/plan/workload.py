@@ -207,7 +207,7 @@ def states_of(config: Config) -> States:
     places = {"none": "device", "cpu": "cpu", "disk": "disk"}
     return States(
         param=own, grad=wide(config.train.grad_dtype), master=wide(master) if low and master != precision else 0,
-        moment=wide(config.optimizer.state_dtype), moments=2 if config.optimizer.name == "adamw" else 1,
+        moment=wide(config.optimizer.state_dtype), moments=2 if config.optimizer.name == "adamw" else 0,
         optimizer_on=places[config.zero.offload.optimizer],
         params_on=places[config.zero.offload.params],
     )  # fmt: skip
