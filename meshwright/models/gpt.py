@@ -122,7 +122,7 @@ class GPTStage(nn.Module):
         rotary = None if self.rotary is None else self.rotary(positions, seq)
         mask = None if "segments" not in batch else segment_mask(batch["segments"])
         if self.alibi is not None:
-            mask = self.alibi(causal_mask(seq, hidden.device) if mask is None else mask)
+            mask = self.alibi.causal(seq, hidden.device) if mask is None else self.alibi(mask)
         layers, run = [int(number) for number in self.blocks], partial(self._run, rotary, mask, streams.where)
         together = self.parallel.recompute.blocks if torch.is_grad_enabled() else 0
         if not together:

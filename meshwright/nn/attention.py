@@ -25,6 +25,15 @@ class Alibi(nn.Module):
         slopes = torch.tensor(alibi_slopes(model.heads)[first : first + heads], dtype=torch.float64)
         self.register_buffer("slopes", slopes.to(parallel.device), persistent=False)
         self.dtype = parallel.dtype
+        self._causal: Tensor | None = None
+
+    def causal(self, seq: int, device: torch.device) -> Tensor:
+        """For whole sequences, of which each position sees those before it. Kept, since backward needs it of every
+        micro-batch in flight, and it is as large as all heads' scores of one sequence."""
+        found = self._causal
+        if found is None or found.shape[-1] != seq or found.is_inference():
+            found = self._causal = self(causal_mask(seq, device))
+        return found
 
     def forward(self, allowed: Tensor) -> Tensor:
         """[batch, heads, queries, keys] to add to the scores, from `allowed` [batch, 1, queries, keys], true where one
@@ -32,7 +41,7 @@ class Alibi(nn.Module):
         queries, keys = allowed.shape[-2:]
         at = torch.arange(keys, device=allowed.device)
         distance = at[None] - at[keys - queries :, None]
-        bias = (self.slopes[:, None, None] * distance).to(self.dtype)
+        bias = torch.stack([(slope * distance).to(self.dtype) for slope in self.slopes])  # wide for one head at a time
         return torch.where(allowed, bias, -torch.inf)
 
 

@@ -143,7 +143,12 @@ def activations(config: Config, job: Job, pp_rank: int) -> int:
         else:
             peak = max(peak, alive - heads[action.chunk] + again[action.chunk])
             alive -= kept[action.chunk]
-    return peak
+    return peak + sum(alibi_kept(s) for stage in held if stage.layers)
+
+
+def alibi_kept(s: Sizes) -> int:
+    """What ALiBi adds to the scores of a sequence: one for all layers and micro-batches of a chunk."""
+    return s.heads * s.model.seq**2 * s.element if s.model.position == "alibi" else 0
 
 
 def passing(config: Config, job: Job, pp_rank: int) -> int:

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
         "train": {"precision": "bf16"}, "comm": {"bucket_mib": 1.0},
     }),
     "dropout": (4, {"model": {"dropout": 0.1}, "layout": SP}),
+    "alibi": (4, {"model": {"position": "alibi", "embedding_norm": True}, "layout": {"tp": 2, "pp": 2}}),
     "parallel-residual": (4, {"model": {"parallel_residual": True, "mlp": "relu"}, "layout": {"pp": 4}}),
     "all": (8, {
         "layout": {**SP, "pp": 2, "chunks": 2}, "pipeline": {"schedule": "interleaved"}, "zero": {"stage": 3},
