@@ -268,6 +268,10 @@ class SavedBytes(saved_tensors_hooks):
         self._uses: dict[int, int] = {}
         super().__init__(self._pack, _unpack)
 
+    def __enter__(self) -> SavedBytes:
+        super().__enter__()
+        return self
+
     def _pack(self, x: Tensor) -> Any:
         storage = x.untyped_storage()
         return x if storage._cdata in self._lasting else _Saved(self, x, storage)

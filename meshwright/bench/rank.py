@@ -121,14 +121,14 @@ def _dry_steps(trainer: Trainer, dry: Dry) -> tuple[list[StepResult], Counts]:
         if trainer.micro_batches == 1:
             trainer.step()  # the first micro-batch notes the order in which weights are fetched ahead
     storages.forget()
-    saved = SavedBytes(_lasting(trainer))
+    saved = SavedBytes(lasting(trainer))
     with saved:
         result = trainer.step()
     held = {"activations": saved.bytes.most, "gathered": storages.named.most, "peak": storages.all.most}
     return [result], held
 
 
-def _lasting(trainer: Trainer) -> Iterable[Tensor]:
+def lasting(trainer: Trainer) -> Iterable[Tensor]:
     """What autograd may keep without taking memory for it: parameters and tables."""
     for module in trainer.modules:
         yield from module.buffers()

@@ -112,13 +112,13 @@ class StateFile:
 
 class Kept:
     """One kind of state of one buffer: a tensor of `dtype` for each share. `place` is none (the device), cpu or disk; a
-    CPU's own memory is cpu already, and tensors without memory (`meta`) lie nowhere."""
+    CPU's own memory is cpu already, and tensors without memory (`meta`) lie nowhere. `here`: it lives on the device."""
 
     def __init__(
         self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device, place: str, folder: Path | None = None
     ) -> None:
         self.file: StateFile | None = None
-        self.dtype, self.place = dtype, place
+        self.dtype, self.here = dtype, place == "none" or (place, device.type) == ("cpu", "cpu")
         if place == "disk" and device.type != "meta":
             assert folder is not None
             self.file = StateFile(folder, sizes, dtype)
@@ -136,16 +136,11 @@ class Kept:
     def of(cls, shares: list[Tensor]) -> Kept:
         """What is there already."""
         kept = cls.__new__(cls)
-        kept.file, kept.shares, kept.dtype, kept.place = None, shares, shares[0].dtype, "none"
+        kept.file, kept.shares, kept.dtype, kept.here = None, shares, shares[0].dtype, True
         return kept
 
-    @property
-    def here(self) -> bool:
-        """Whether it was to live on the device."""
-        return self.place == "none"
-
     def is_at_hand(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return self.file is None and self.dtype == dtype and self.shares[0].device.type == device.type
+        return self.here and self.dtype == dtype and self.shares[0].device.type == device.type
 
 
 class Piece(NamedTuple):

@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
+from meshwright.bench.dry import SavedBytes
+from meshwright.bench.rank import lasting, state_bytes
 from meshwright.cli.main import main
 from meshwright.config.load import config_from, to_yaml
 from meshwright.config.sections import Config
@@ -59,62 +60,18 @@ def config_of(name: str) -> Config:
     return small_config(**sections)
 
 
-class Alive:
-    """Bytes of the storages that autograd keeps, and the most there were."""
-
-    def __init__(self, known: set[int]) -> None:
-        self.known, self.uses, self.total, self.most = known, dict[int, int](), 0, 0
-
-    def pack(self, x: torch.Tensor) -> Any:
-        storage = x.untyped_storage()
-        return x if storage._cdata in self.known else Kept(self, x, storage)
-
-
-class Kept:
-    def __init__(self, alive: Alive, x: torch.Tensor, storage: Any) -> None:
-        self.alive, self.x, self.key, self.bytes = alive, x, storage._cdata, storage.nbytes()
-        alive.uses[self.key] = alive.uses.get(self.key, 0) + 1
-        if alive.uses[self.key] == 1:
-            alive.total += self.bytes
-            alive.most = max(alive.most, alive.total)
-
-    def __del__(self) -> None:
-        self.alive.uses[self.key] -= 1
-        if not self.alive.uses[self.key]:
-            self.alive.total -= self.bytes
-
-
-def unpack(kept: Any) -> torch.Tensor:
-    return kept.x if isinstance(kept, Kept) else kept
-
-
 def count(rank: int, world: int, names: list[str]) -> list[dict[str, int]]:
     """On a rank: for each case, the bytes of its tensors by kind and the most that autograd kept at once."""
     found = []
     for name in names:
         trainer = make_trainer(config_of(name), rank, world)
         trainer.step()
-        buffers = trainer.data_parallel.buffers
-        states = trainer.optimizer.states
-        bytes_of = lambda tensors: sum(t.nbytes for t in tensors)  # noqa: E731
-        shares = [bucket.own_params for buffer in buffers for bucket in buffer.buckets]
-        shares = [] if trainer.ctx.config.zero.offload.params == "disk" else shares
-        masters = [state.kinds[0] for state in states if not state.in_place]
-        moments = [kind for state in states for kind in state.kinds[1:]]
-        in_memory = [[kind for kind in kinds if kind.file is None] for kinds in (masters, moments)]
-        master, optimizer = (bytes_of(share for kind in kinds for share in kind.shares) for kinds in in_memory)
-        kinds = {
-            "parameters": bytes_of(shares if trainer.data_parallel.stage == 3 else [b.params for b in buffers]),
-            "gradients": bytes_of(b.grads for b in buffers),
-            "master": master, "optimizer": optimizer,
-        }  # fmt: skip
-        tensors = [t for b in buffers for t in (b.params, b.grads, *(k.params.tensor for k in b.buckets))]
-        tensors += [buffer for module in trainer.modules for buffer in module.buffers()]
-        alive = Alive({t.untyped_storage()._cdata for t in tensors})
-        with torch.autograd.graph.saved_tensors_hooks(alive.pack, unpack):
+        with SavedBytes(lasting(trainer)) as saved:
             trainer.gradients()
+        states = trainer.optimizer.states
         rings = [pair for state in states if not state.at_hand for ring in state._pieces._rings for pair in ring]
-        found.append(kinds | {"activations": alive.most, "rings": bytes_of(working for _, working in rings)})
+        brought = sum(working.nbytes for _, working in rings)
+        found.append(state_bytes(trainer) | {"activations": saved.bytes.most, "rings": brought})
     return found
 
 
