@@ -88,11 +88,11 @@ def block_part(
     """One block."""
     work = layer_work(model, cut, stack.fused_attention)
     linear, attention, rest = _forward(work, cluster, stack, precision, cut.element)
-    launch = work.kernels * stack.kernel_us * 1e-6
-    forward = max(linear + attention + rest, launch)
+    launch, calls = work.kernels * stack.kernel_us * 1e-6, work.kernels * cluster.device.kernel_us * 1e-6
+    forward = max(linear + attention + rest, launch) + calls
     core = 2.0 if not stack.fused_attention else ATTENTION_BACKWARD
     backward = _backward_linear(work, cluster, stack, precision, cut.element) + attention * core + rest * MOVED_BACKWARD
-    backward = max(backward, 2 * launch)
+    backward = max(backward, 2 * launch) + 2 * calls
     share = recomputed_share(recompute)
     if recompute == "selective":
         again = attention if not stack.fused_attention else 0.0
@@ -174,10 +174,11 @@ def end_parts(
     ):
         linear, _, rest = _forward(work, cluster, stack, precision, cut.element)
         backward = _backward_linear(work, cluster, stack, precision, cut.element) + rest * MOVED_BACKWARD
+        calls = work.kernels * cluster.device.kernel_us * 1e-6
         parts.append(
             Part(
-                linear + rest, backward, 0.0, forward_tp, backward_tp, 0.0, 2 * ring if cut.tp > 1 else 0.0,
-                1 if cut.tp > 1 else 0, work.flops,
+                linear + rest + calls, backward + 2 * calls, 0.0, forward_tp, backward_tp, 0.0,
+                2 * ring if cut.tp > 1 else 0.0, 1 if cut.tp > 1 else 0, work.flops,
             )
         )  # fmt: skip
     return parts[0], parts[1]

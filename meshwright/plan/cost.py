@@ -284,12 +284,17 @@ def _sharded_layer(
     for comm, compute in ((gather, block.forward), (gather + reduce, block.backward + block.again)):
         hidden = min(comm * stack.hide_dp, compute)
         hidden_all += hidden
-        exposed.append(comm - hidden + stack.contention * hidden)
+        exposed.append(comm - hidden + contention(cluster, stack) * hidden)
     ring = (size - 1) / size * params
     calls = (2 if p.zero == 3 else 0) + 1
     wire = ring * ((2 * w.states.param if p.zero == 3 else 0) + w.states.grad)
     axes["dp"].add(layers * calls, layers * wire, layers * (2 * gather + reduce), layers * hidden_all)
     return exposed[0], exposed[1]
+
+
+def contention(cluster: Cluster, stack: Stack) -> float:
+    """The share of a hidden collective's time that compute loses beside it."""
+    return max(stack.contention, cluster.efficiency.contention)
 
 
 def _data_on_node(w: Workload) -> int:
@@ -321,7 +326,7 @@ def _reduce_seconds(
             room = stages[slow].backward + stages[slow].forward
         hidden = min(stack.hide_dp * seconds, room)
         axes["dp"].hidden += hidden
-        exposed += seconds - hidden + stack.contention * hidden
+        exposed += seconds - hidden + contention(cluster, stack) * hidden
     elif ranks > 1:
         ends = params - layer_params(w.model, p.tp) * max(sum(chunks) for chunks in w.stage_layers)
         both = ends * (w.states.param * (2 if p.zero == 3 else 1) + w.states.grad)
@@ -346,4 +351,4 @@ def _optimizer_seconds(w: Workload, cluster: Cluster, params: float) -> float:
     if s.optimizer_on != "device":
         return mine * min(w.node_size, p.world) / cluster.node.host_params_s
     moved = s.grad + OPTIMIZER_BYTES + 2 * (s.master or s.param) + 2 * s.moments * s.moment + s.param
-    return mine * moved / cluster.memory_rate
+    return mine * moved / cluster.optimizer_rate

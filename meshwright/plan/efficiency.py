@@ -73,7 +73,7 @@ def collective_seconds(cluster: Cluster, op: str, payload: float, size: int, per
     if size <= 1 or payload <= 0:
         return 0.0
     per_node = max(1, min(per_node, size))
-    rate = wire_rate(cluster, size, per_node)
+    rate = wire_rate(cluster, size, per_node) * cluster.ops.get(op, 1.0)
     ring = hop_seconds(cluster, size, per_node)
     if op == "send":
         latency = cluster.network.latency_us if per_node < size else cluster.node.link_latency_us
