@@ -1,11 +1,13 @@
 """Predicted against measured training steps: `meshwright comm bench` profiles the machine, the planner predicts.
 
-Two CPU ranks (Gloo, fp32). In every round the machine is profiled as the command does it and then each shape is trained
-for a few steps, data-parallel and tensor-parallel; the profile of a round predicts the steps of that round. Printed are
-the medians over all rounds. Nothing of the profile comes from these shapes.
+Two CPU ranks (Gloo, fp32). In every round the machine is profiled as the command does it, and then each shape is
+trained for a few steps, data-parallel and tensor-parallel; the profile of a round predicts the steps of that round.
+Printed are the medians over all rounds, so that a machine whose speed changes disturbs both alike. Nothing of the
+profile comes from these shapes. On a machine that others use too, `--calm` waits for idle moments and measures again
+what they disturbed.
 
-    python benchmarks/predicted_steps.py            # 6 shapes, dp=2 and tp=2, 3 rounds, about ten minutes
-    python benchmarks/predicted_steps.py --json
+    python benchmarks/predicted_steps.py            # 6 shapes, dp=2 and tp=2, about five minutes
+    python benchmarks/predicted_steps.py --calm --json
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import os
 import socket
 import statistics
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,8 +27,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch.multiprocessing as mp
 
 from meshwright.bench.comm import joined, measure
-from meshwright.bench.request import Request, parse_ops, parse_sizes
-from meshwright.bench.step import RandomTokens, draw_on_device, release
+from meshwright.bench.links import agreed
+from meshwright.bench.request import OPS, Request, parse_sizes
+from meshwright.bench.step import RandomTokens, draw_on_device
+from meshwright.comm.mesh import Mesh
 from meshwright.config.load import config_from
 from meshwright.config.sections import Config
 from meshwright.device import Device
@@ -41,6 +47,7 @@ from meshwright.train.step import Trainer
 
 RANKS = 2
 WITHIN = 0.25
+QUIET = 0.06  # processors that others may use
 # layers, hidden, heads, seq, vocabulary, sequences of a micro-batch, micro-batches of a rank, the model's family
 SHAPES = (
     (2, 256, 4, 64, 4096, 4, 1, "gpt"),
@@ -70,15 +77,10 @@ def config_for(shape: tuple[Any, ...], way: str) -> Config:
     })  # fmt: skip
 
 
-def step_times(config: Config, rank: int, steps: int) -> tuple[list[float], dict[str, float]]:
-    """Seconds of each step after two to warm up, and the median of each phase."""
+def make_trainer(config: Config, rank: int) -> Trainer:
     ctx = build_context(config, rank, RANKS, Device("cpu"), RANKS)
     data = RandomTokens(config.model.vocab, config.model.seq)
-    trainer = Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
-    results = [trainer.step() for _ in range(2 + steps)][2:]
-    release(trainer)
-    phases = {name: statistics.median(r.phases[name] for r in results) for name in results[0].phases}
-    return [r.step_time_s for r in results], phases
+    return Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
 
 
 def predicted(config: Config, cluster: dict[str, Any]) -> dict[str, Any]:
@@ -86,32 +88,68 @@ def predicted(config: Config, cluster: dict[str, Any]) -> dict[str, Any]:
     return as_json(cost)
 
 
+def busy_seconds() -> float:
+    """Of all processors since the machine started, by Linux's count; what other guests of a host took counts too."""
+    with open("/proc/stat", encoding="ascii") as file:
+        user, nice, system, _, _, *rest = (int(word) for word in file.readline().split()[1:9])
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+
+
+class Calm:
+    """Runs work while no other program uses the machine: waits for that, and runs again what others disturbed."""
+
+    def __init__(self, mesh: Mesh, device: Device, wanted: bool) -> None:
+        self.mesh, self.device, self.wanted = mesh, device, wanted
+        self.disturbed = 0
+
+    def others(self, begin: tuple[float, float, float]) -> float:
+        """Processors that other programs kept busy since `begin`, the same number on both ranks."""
+        own = agreed(self.mesh.world, self.device, time.process_time() - begin[1], "sum")
+        share = (busy_seconds() - begin[0] - own) / (time.perf_counter() - begin[2])
+        return agreed(self.mesh.world, self.device, share)
+
+    def __call__(self, work: Callable[[], Any]) -> Any:
+        while True:
+            while self.wanted:
+                begin = busy_seconds(), time.process_time(), time.perf_counter()
+                time.sleep(1.0)
+                if self.others(begin) < QUIET:
+                    break
+            begin = busy_seconds(), time.process_time(), time.perf_counter()
+            result = work()
+            if not self.wanted or self.others(begin) < QUIET:
+                return result
+            self.disturbed += 1
+
+
 def rank_main(rank: int, args: argparse.Namespace, port: int, queue: Any) -> None:
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
-    ops = parse_ops(args.ops)
-    request = Request(Layout(RANKS, node_size=RANKS), ("dp",), ops, parse_sizes(args.sizes), 0.1, device="cpu")
-    seen: dict[str, dict[str, list[Any]]] = {}
+    layout = Layout(RANKS, node_size=RANKS)
+    request = Request(layout, ("dp",), OPS, parse_sizes(args.sizes), args.seconds, device="cpu")
+    jobs = {f"{way} {n}": config_for(shape, way) for way in args.ways for n, shape in enumerate(SHAPES)}
+    seen: dict[str, dict[str, list[Any]]] = {name: {"measured": [], "predicted": [], "phases": []} for name in jobs}
     profiles = []
     with joined(request) as (mesh, device, place):
+        trainers = {name: make_trainer(config, rank) for name, config in jobs.items()}
+        for trainer in trainers.values():
+            trainer.step()
+        calm = Calm(mesh, device, args.calm)
         for number in range(args.rounds):
-            profile = measure(request, mesh, device, place.local_world, quiet=True)
-            profiles.append({key: profile[key] for key in ("links", "rates", "cluster")})
-            for way in args.ways:
-                for index, shape in enumerate(SHAPES):
-                    config = config_for(shape, way)
-                    times, phases = step_times(config, rank, args.steps)
-                    row = seen.setdefault(f"{way} {index}", {"measured": [], "predicted": [], "phases": []})
-                    row["measured"] += times
-                    row["predicted"].append(predicted(config, profile["cluster"]))
-                    row["phases"].append(phases)
-                    if rank == 0:
-                        told = f"  round {number + 1}/{args.rounds}, {way} shape {index + 1}"
-                        print(told, file=sys.stderr, flush=True)
+            found = calm(lambda: measure(request, mesh, device, place.local_world, quiet=True))
+            profiles.append({key: found[key] for key in ("links", "rates", "cluster")})
+            for name, config in jobs.items():
+                # Before the first that counts, one that brings caches and allocator to this shape.
+                results = calm(lambda t=trainers[name]: [t.step() for _ in range(1 + args.steps)])[1:]
+                seen[name]["measured"] += [result.step_time_s for result in results]
+                seen[name]["phases"] += [result.phases for result in results]
+                seen[name]["predicted"].append(predicted(config, found["cluster"]))
+            if rank == 0:
+                print(f"  round {number + 1}/{args.rounds}", file=sys.stderr, flush=True)
     if rank == 0:
-        queue.put(json.dumps({"rows": seen, "profiles": profiles}))
+        queue.put(json.dumps({"rows": seen, "profiles": profiles, "disturbed": calm.disturbed}))
 
 
 def summary(seen: dict[str, dict[str, list[Any]]]) -> list[dict[str, Any]]:
@@ -129,11 +167,12 @@ def summary(seen: dict[str, dict[str, list[Any]]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5, help="steps of a round and shape")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of a round and shape")
     parser.add_argument("--ways", nargs="*", choices=["dp", "tp"], default=["dp", "tp"])
-    parser.add_argument("--ops", default="all_reduce,all_gather,reduce_scatter,broadcast,all_to_all,send")
-    parser.add_argument("--sizes", default="1K:64M")
+    parser.add_argument("--sizes", default="1K,8K,64K,256K,1M,4M,16M,64M", help="as of the command")
+    parser.add_argument("--seconds", type=float, default=0.05, help="as of the command")
+    parser.add_argument("--calm", action="store_true", help="measure while nobody else uses the machine (Linux)")
     parser.add_argument("--json", action="store_true", help="print one JSON document, profiles included")
     args = parser.parse_args()
     with socket.socket() as free:
@@ -149,7 +188,8 @@ def main() -> None:
     if args.json:
         print(json.dumps({"results": rows, "load_before": before, **found}))
         return
-    print(f"load before: {before[0]:.2f}; {args.rounds} rounds of {args.steps} steps")
+    told = f", {found['disturbed']} measurements repeated because others used the machine" if args.calm else ""
+    print(f"load before: {before[0]:.2f}; {args.rounds} rounds of {args.steps} steps{told}")
     print("     layers hidden  seq  vocab batch family  predicted  measured  ratio")
     for r in rows:
         layers, hidden, _, seq, vocab, batch, count, family = r["shape"]

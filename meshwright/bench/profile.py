@@ -35,16 +35,16 @@ def cluster_fields(name: str, rates: Rates, node_size: int, inside: Link | None,
         "memory": rates.step_gb_s / rates.copy_gb_s, "link": 1.0, "network": 1.0,
         "optimizer": rates.optimizer_gb_s / rates.copy_gb_s,
     }  # fmt: skip
-    if rates.kernel_us > 0:
-        device["kernel_us"] = rates.kernel_us
-    if rates.contention > 0:
-        efficiency["contention"] = rates.contention
+    # What was found to cost nothing is left out, which means the same.
+    device |= {key: getattr(rates, key) for key in ("product_gb_s", "kernel_us") if getattr(rates, key) > 0}
+    efficiency |= {"contention": rates.contention} if rates.contention > 0 else {}
+    waits = {"wait_us": rates.wait_us} if rates.wait_us > 0 else {}
     return {
         "name": name, "about": f"{rates.device}, measured by meshwright comm bench", "device": device,
         "node": {
             "devices": node_size, "link_gb_s": near.rate / 1e9, "link_latency_us": near.latency * 1e6,
             "host_gib": rates.host_gib, "host_params_s": node_size * rates.optimizer_gb_s * 1e9 / 36,
-        },
+        } | waits,
         # Of a node's adapters a rank has its share: together they carry what all ranks sent at once.
         "network": {"node_gb_s": far.rate * node_size / 1e9, "latency_us": far.latency * 1e6},
         "efficiency": efficiency, "ops": shares(near, far),

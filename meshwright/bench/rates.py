@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.bench.fit import robust
-from meshwright.bench.links import agreed, timed
+from meshwright.bench.links import timed
 from meshwright.bench.models import LLAMA
 from meshwright.bench.profile import lone_cluster
 from meshwright.bench.step import RandomTokens, draw_on_device, release
@@ -37,8 +37,10 @@ from meshwright.train.pretrain import build_modules
 from meshwright.train.step import Trainer
 
 BUCKET = 25 * 2**20  # bytes of gradients that are reduced at once, as comm.bucket_mib
-# (m, n, k) of products, as tokens meet features: outputs, gradients of inputs, gradients of weights.
-PRODUCTS = ((256, 1024, 512), (256, 512, 1024), (512, 1024, 256), (1024, 512, 128))
+SMALL = 64 * 2**10  # bytes of a collective between computations
+APART = 8e-3  # seconds from one such to the next
+# (tokens, n, k) of a processor's products.
+PRODUCTS = ((96, 320, 320), (96, 2560, 640), (160, 640, 2560), (192, 1280, 320), (320, 320, 1280), (384, 4096, 384))
 # (layers, hidden, seq, sequences, vocabulary) of the reference models.
 REFERENCE = ((2, 128, 96, 1, 1024), (2, 192, 160, 2, 3072), (3, 320, 192, 2, 2048), (2, 448, 320, 1, 6144))
 LARGE = ((4, 2048, 2048, 4, 32768),)  # on an accelerator
@@ -52,12 +54,14 @@ class Rates:
     precision: str
     units: int
     peak: dict[str, float]
+    product_gb_s: float  # on a processor, at which a product's matrices pass besides being multiplied; else 0
     attention_tflops: float  # causal operations, forward and backward
     copy_gb_s: float  # read and written
     step_gb_s: float  # of a step's elementwise work, as the planner counts its bytes
     kernel_us: float
     optimizer_gb_s: float
     contention: float
+    wait_us: float  # a collective between computations takes so much longer than one after another
     step_error: float  # of the reference steps by the planner with these numbers, the median
     memory_gib: float
     host_gib: float
@@ -76,6 +80,9 @@ def measure_rates(mesh: Mesh, device: Device, local_world: int, seconds: float, 
     precision = "fp32" if device.kind == "cpu" else "bf16"
     units = device.units()
     peak = {name: product_tflops(device, name, units, time) for name in ("fp32", "bf16", "fp16", "fp64")}
+    passing = 0.0
+    if units == 1:
+        peak[precision], passing = processor_products(precision, time)
     attention = attention_tflops(device, precision, time)
     copy = copy_gb_s(device, time)
     configs = [reference_config(device, precision, shape) for shape in (REFERENCE if units == 1 else LARGE)]
@@ -86,22 +93,34 @@ def measure_rates(mesh: Mesh, device: Device, local_world: int, seconds: float, 
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = host / local_world if device.kind == "cpu" else device.memory_bytes()
     rates = Rates(
-        device.name, precision, units, peak, attention, copy, copy, 0.0, optimizer,
-        contention(mesh, device, precision, time), 0.0, memory / 2**30, host / 2**30,
+        device.name, precision, units, peak, passing, attention, copy, copy, 0.0, optimizer,
+        contention(mesh, device, precision, time), 1e6 * wait(mesh, device, precision, seconds), 0.0,
+        memory / 2**30, host / 2**30,
     )  # fmt: skip
     return fit_steps(rates, configs, steps)
 
 
 def product_tflops(device: Device, precision: str, units: int, time: Callable[..., float]) -> float:
-    """The rate of a product of any shape over what the planner takes the shape's share to be: the middle of several."""
-    found = []
-    for m, n, k in PRODUCTS if device.kind == "cpu" else ((8192, 8192, 8192),):
-        if device.kind == "cpu" and precision in ("bf16", "fp16"):  # which many processors multiply very slowly
-            m, n, k = m // 4, n // 4, k // 4
-        a, b = (torch.randn(*shape, device=device.torch).to(DTYPES[precision]) for shape in ((m, k), (n, k)))
-        took = time(lambda a=a, b=b: a @ b.t())
-        found.append(2 * m * n * k / took / tile_share(m, n, k, 1, units) / 1e12)
-    return float(np.median(found))
+    """The rate of a product over what the planner takes its shape's share to be."""
+    # Many processors multiply short floats very slowly.
+    side = 8192 if device.kind != "cpu" else 512 if precision in ("fp32", "fp64") else 128
+    a, b = (torch.randn(side, side, device=device.torch).to(DTYPES[precision]) for _ in range(2))
+    return 2 * side**3 / time(lambda: a @ b.t()) / tile_share(side, side, side, 1, units) / 1e12
+
+
+def processor_products(precision: str, time: Callable[..., float]) -> tuple[float, float]:
+    """TFLOP/s of products, and GB/s at which their matrices pass besides: of several shapes with both gradients."""
+    rows, times, dtype = [], [], DTYPES[precision]
+    for tokens, n, k in PRODUCTS:
+        x, y, w = (torch.randn(*shape).to(dtype) for shape in ((tokens, k), (tokens, n), (n, k)))
+        out = torch.empty_like(w)
+        calls = (lambda x=x, w=w: x @ w.t(), lambda y=y, w=w: y @ w, lambda x=x, y=y, o=out: torch.mm(y.t(), x, out=o))
+        for call, depth in zip(calls, (k, n, tokens), strict=True):
+            share = tile_share(tokens * n * k // depth, 1, depth, 1, 1)
+            rows.append((2.0 * tokens * n * k / share / 1e12, (x.nbytes + y.nbytes + w.nbytes) / 1e9))
+            times.append(time(call))
+    found = robust(np.array(rows), np.array(times), np.array(times))
+    return 1.0 / float(found[0]), min(1.0 / float(found[1]), 1e4)
 
 
 def attention_tflops(device: Device, precision: str, time: Callable[..., float]) -> float:
@@ -128,15 +147,8 @@ def contention(mesh: Mesh, device: Device, precision: str, time: Callable[..., f
     """The share of a gradient bucket's all_reduce that products beside it lose: 0 where links work by themselves."""
     group = mesh.data if not mesh.data.alone else mesh.world
     bucket = torch.empty(BUCKET // 4, device=device.torch).zero_()
-    side = 384 if device.kind == "cpu" else 4096
-    a, b = (torch.randn(side, side, device=device.torch).to(DTYPES[precision]) for _ in range(2))
     alone = time(lambda: group.all_reduce(bucket))
-    one = time(lambda: a @ b)
-    count = max(1, int(agreed(mesh.world, device, 2 * alone / one)))
-
-    def products() -> None:
-        for _ in range(count):
-            a @ b
+    products = many_products(mesh, device, precision, 2 * alone)
 
     def beside() -> None:
         pending = group.all_reduce(bucket, wait=False)
@@ -144,6 +156,36 @@ def contention(mesh: Mesh, device: Device, precision: str, time: Callable[..., f
         pending.wait()
 
     return min(1.0, max(0.0, (time(beside) - time(products)) / alone))
+
+
+def wait(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
+    """How much longer an all_reduce takes between computations than after another one. Long enough to see what happens
+    once in a while, such as a thread that gets no core at once."""
+    small = torch.empty(SMALL // 4, device=device.torch).zero_()
+    products = many_products(mesh, device, precision, APART)
+
+    def meet() -> None:
+        mesh.world.all_reduce(small)
+
+    def between() -> None:
+        products()
+        meet()
+
+    apart, both, meeting = (timed(mesh.world, device, work, 10 * seconds) for work in (products, between, meet))
+    return max(0.0, both - apart - meeting)
+
+
+def many_products(mesh: Mesh, device: Device, precision: str, seconds: float) -> Callable[[], None]:
+    """Products that take about so long, as many on every rank."""
+    side = 384 if device.kind == "cpu" else 4096
+    a, b = (torch.randn(side, side, device=device.torch).to(DTYPES[precision]) for _ in range(2))
+    count = max(1, round(seconds / timed(mesh.world, device, lambda: a @ b, 0.05)))
+
+    def products() -> None:
+        for _ in range(count):
+            a @ b
+
+    return products
 
 
 def reference_config(device: Device, precision: str, shape: tuple[int, ...]) -> Config:
@@ -185,7 +227,7 @@ def fit_steps(rates: Rates, configs: list[Config], steps: list[float]) -> Rates:
     """The memory rate and, on a processor, the microseconds a kernel that give the reference steps' times, where
     products and attention take what they take alone."""
     free = replace(rates, step_gb_s=1e12, kernel_us=0.0)
-    nothing = replace(free, peak=dict.fromkeys(rates.peak, 1e12), attention_tflops=1e12)
+    nothing = replace(free, peak=dict.fromkeys(rates.peak, 1e12), product_gb_s=1e12, attention_tflops=1e12)
     known = np.array([planned_seconds(c, lone_cluster(free)) for c in configs])
     columns = [[planned_seconds(c, lone_cluster(replace(nothing, step_gb_s=1.0))) for c in configs]]
     if rates.units == 1:

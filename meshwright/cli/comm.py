@@ -173,10 +173,12 @@ def report(found: dict[str, Any]) -> str:
     peaks = ", ".join(f"{name} {1e3 * rate:.3g}" for name, rate in rates["peak"].items())
     blocks.append(table([
         ("a rank, while all work", ""), ("products, GFLOP/s", peaks),
+        ("products' matrices pass at, GB/s", f"{rates['product_gb_s']:.3g}"),
         ("attention, GFLOP/s", f"{1e3 * rates['attention_tflops']:.3g}"), ("copy, GB/s", f"{rates['copy_gb_s']:.3g}"),
         ("elementwise work of a step, GB/s", f"{rates['step_gb_s']:.3g}"),
         ("optimizer, GB/s", f"{rates['optimizer_gb_s']:.3g}"),
         ("beside its work a kernel takes", f"{rates['kernel_us']:.3g} us"),
+        ("a collective between computations takes longer by", f"{rates['wait_us']:.3g} us"),
         ("of a hidden reduction, compute loses", f"{100 * rates['contention']:.0f} %"),
         ("reference steps, median error", f"{100 * rates['step_error']:.1f} %"),
     ]))  # fmt: skip

@@ -30,7 +30,9 @@ class Device:
     units: int  # multiprocessors: a product's tiles are dealt out to them
     power_w: float
     price_hour: float  # US dollars, for the estimate of a run's cost only
-    kernel_us: float = 0.0  # what a kernel takes beside its work, where nothing hides it: a processor calls it itself
+    # Of a processor's rank, which does one thing at a time:
+    product_gb_s: float = 0.0  # at which a product's matrices pass besides being multiplied; 0: behind it
+    kernel_us: float = 0.0  # what a kernel takes beside its work
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory_gib, self.memory_gb_s))
@@ -52,6 +54,7 @@ class Node:
     link_latency_us: float
     host_gib: float
     host_params_s: float  # parameters a node's CPUs update each second, transfers included
+    wait_us: float = 0.0  # a collective between computations takes so much longer than one after another
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from meshwright.pipeline.schedules import build
 from meshwright.pipeline.simulate import Simulation, simulate
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import Part, Place, block_part, end_parts
-from meshwright.plan.efficiency import collective_seconds
+from meshwright.plan.efficiency import collective_seconds, wait_seconds
 from meshwright.plan.flops import (
     Cut,
     embedding_params,
@@ -28,6 +28,7 @@ from meshwright.plan.workload import Workload, ranks_per_node
 LARGEST_TABLE = 12_000  # computes of a table that is simulated; beyond it the closed formula is used
 OPTIMIZER_BYTES = 4  # besides what it reads and writes of the states: the gradient's norm is a pass of its own
 JITTER = 0.005  # a step waits for the slowest of all: share of its time for each doubling of the nodes
+STEP_CALLS = 2  # small sums over all ranks, once a step: loss and norm, and the counts
 STEP_FLOOR = 2e-3  # seconds that a step takes beside all that is modelled: the host's loop, data, logging
 
 
@@ -122,6 +123,7 @@ def predict_cost(w: Workload, cluster: Cluster, stack: Stack, exact: bool = True
     optimizer = _optimizer_seconds(w, cluster, max(stage.params for stage in stages))
     compute = w.micro_batches * _compute_only(w, block, embedding, head)
     step = (pipeline + reduce + optimizer) * jitter(w.world, w.node_size) + STEP_FLOOR
+    step += STEP_CALLS * wait_seconds(cluster) if w.world > 1 else 0.0
     return Cost(
         w, cluster, stack, step, compute, bubble, bubble * pipeline, optimizer,
         {name: axis for name, axis in axes.items() if axis.calls}, stages, simulated,

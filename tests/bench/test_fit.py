@@ -16,8 +16,9 @@ from meshwright.plan.cluster import cluster_from, load_cluster
 from meshwright.plan.efficiency import START, collective_seconds
 
 RATES = Rates(
-    "cpu", "fp32", 1, {"fp32": 0.06, "bf16": 0.001}, attention_tflops=0.02, copy_gb_s=10.0, step_gb_s=4.0,
-    kernel_us=8.0, optimizer_gb_s=6.0, contention=0.6, step_error=0.03, memory_gib=8.0, host_gib=16.0,
+    "cpu", "fp32", 1, {"fp32": 0.06, "bf16": 0.001}, product_gb_s=5.0, attention_tflops=0.02, copy_gb_s=10.0,
+    step_gb_s=4.0, kernel_us=8.0, optimizer_gb_s=6.0, contention=0.6, wait_us=0.0, step_error=0.03,
+    memory_gib=8.0, host_gib=16.0,
 )  # fmt: skip
 SIZES = parse_sizes("1K:64M")
 
