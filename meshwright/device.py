@@ -100,6 +100,16 @@ class Device:
     def name(self) -> str:
         return self.kind if self.module is None else str(self.module.get_device_name(self.index))
 
+    def memory_bytes(self) -> int:
+        """Of an accelerator."""
+        return int(getattr(torch, self.kind).get_device_properties(self.index).total_memory)
+
+    def units(self) -> int:
+        """What a product's tiles are dealt out to: multiprocessors; 1 for a rank on a processor's cores."""
+        if self.kind == "cpu":
+            return 1
+        return int(getattr(getattr(torch, self.kind).get_device_properties(self.index), "multi_processor_count", 32))
+
     def empty_cache(self) -> None:
         """Memory that no tensor uses goes back to the device."""
         if self.module is not None:

@@ -28,8 +28,8 @@ DISTRIBUTED = {
 # A room imports only from rooms below it. `data` needs only the errors; `plan` reads the plain parts of all others.
 LEVELS = {
     "errors": 0, "device": 1, "layout": 1, "data": 1, "kernels": 1, "config": 2, "comm": 3, "nn": 4, "models": 5,
-    "pipeline": 6, "sharding": 6, "optim": 7, "checkpoint": 8, "train": 9, "plan": 10, "bench": 10, "cli": 11,
-    "__main__": 12,
+    "pipeline": 6, "sharding": 6, "optim": 7, "checkpoint": 8, "train": 9, "plan": 10, "bench": 11, "cli": 12,
+    "__main__": 13,
 }  # fmt: skip
 
 WITHOUT_TORCH = [
@@ -37,7 +37,8 @@ WITHOUT_TORCH = [
     "layout", "layout.draw", "layout.params", "layout.chunks", "layout.shards", "config.load", "config.rules",
     "models.description",
     "optim.schedules", "comm.ledger", "pipeline.table", "pipeline.schedules", "pipeline.verify",
-    "pipeline.simulate", "pipeline.draw", "bench.models", "cli.bench", "models.hf", "checkpoint.format",
+    "pipeline.simulate", "pipeline.draw", "bench.models", "bench.fit", "bench.profile", "bench.request",
+    "cli.bench", "cli.comm", "models.hf", "checkpoint.format",
     "checkpoint.verify", "cli.main", "cli.layout", "cli.schedule", "cli.config", "cli.data", "cli.eval",
     "cli.export", "cli.generate", "cli.import_", "cli.inspect", "cli.train", "pipeline.trace", "cli.cost", "cli.plan",
     "cli.predict", "cli.memory", "cli.simulate", "cli.scaling", "cli.asked", "cli.files", "cli.dryrun",

@@ -20,6 +20,12 @@ PLAIN = str.maketrans("╵╷│╴┘┐┤╶└┌├─┴┬┼…⋮", "'.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
+    add_axes(parser)
+    parser.add_argument("--json", action="store_true", help="print all groups as one JSON document")
+
+
+def add_axes(parser: argparse.ArgumentParser) -> None:
+    """The options that divide a world."""
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size (default 1)")
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default 1)")
     parser.add_argument("--cp", type=int, default=1, metavar="N", help="context-parallel size (default 1)")
@@ -28,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--order", default=Layout.order, help="the axes, fastest-varying first (default %(default)s)"
     )
     parser.add_argument("--node-size", type=int, metavar="N", help="ranks on a node: shows what crosses")
-    parser.add_argument("--json", action="store_true", help="print all groups as one JSON document")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ COMMANDS = {
     "schedule": "print, draw and simulate a pipeline schedule",
     "data": "turn text into token files",
     "bench": "measure this device's training step beside the least time it could take",
+    "comm": "measure collectives on the groups of a layout, and save a profile of the machine for the planner",
     "plan": "search the layouts of a model on a cluster and write the best one as a config",
     "simulate": "simulate one step of every pipeline rank, as a drawing or a trace, also with something slow",
     "dryrun": "run a step of single ranks of any cluster, without it, beside what was planned",

@@ -167,6 +167,14 @@ class Group:
         launch = lambda: _reduce_scatter(out, x, dist.ReduceOp.SUM, self.process_group, async_op=True)  # noqa: E731
         return _finish(self._call("reduce_scatter", x, launch), wait)
 
+    def all_to_all(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
+        """Of the equal pieces of `x` along dim 0, the n-th goes to place n; `out` becomes those that come here."""
+        if self.alone:
+            out.copy_(x)
+            return DONE
+        launch = lambda: dist.all_to_all_single(out, x, group=self.process_group, async_op=True)  # noqa: E731
+        return _finish(self._call("all_to_all", x, launch), wait)
+
     def broadcast(self, x: Tensor, source: int = 0, wait: bool = True) -> Pending:
         """In place, from the rank at place `source`. The ledger counts it on every rank that takes part."""
         if self.alone:

@@ -1,7 +1,8 @@
 """The ledger: every collective and send of this rank, counted by phase, axis, op and layer.
 
-*Payload* is the whole logical tensor: all_reduce and broadcast its size, all_gather the output, reduce_scatter the
-input, send the message. *Wire* is what one rank sends by the ring algorithm. Groups of one record nothing.
+*Payload* is the whole logical tensor: all_reduce and broadcast its size, all_gather the output, reduce_scatter and
+all_to_all the input, send the message. *Wire* is what one rank sends by the ring algorithm. Groups of one record
+nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ WIRE: dict[str, Callable[[int], tuple[int, int]]] = {
 
 # Phases that belong to no training step.
 OUTSIDE = ("startup", "validation")
+
+
+def bus_factor(op: str, size: int) -> float:
+    """Bytes on the wire for each byte of payload, by the ring: what turns payload a second into a link's rate."""
+    over, under = WIRE[op](size)
+    return over / under
 
 
 def wire_bytes(op: str, payload: int, size: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -30,6 +30,13 @@ _FONT = {
 }  # fmt: skip
 
 
+def short(value: float) -> str:
+    for letter, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
+        if value >= 10 * factor or (value >= factor and factor > 1e3):
+            return f"{value / factor:g}{letter}"
+    return f"{value:g}"
+
+
 @dataclass(frozen=True)
 class Chart:
     """Lines by name, each a list of (x, y), both above zero, on logarithmic axes."""
@@ -38,6 +45,7 @@ class Chart:
     x: str
     y: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
+    tick: Callable[[float], str] = short  # how a value of x is written
 
     @property
     def box(self) -> tuple[float, float, float, float]:
@@ -59,13 +67,6 @@ class Chart:
         return [x for x in xs[::step] if x0 <= x <= x1], ys
 
 
-def short(value: float) -> str:
-    for letter, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
-        if value >= 10 * factor or (value >= factor and factor > 1e3):
-            return f"{value / factor:g}{letter}"
-    return f"{value:g}"
-
-
 def svg(chart: Chart) -> str:
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
@@ -81,7 +82,7 @@ def svg(chart: Chart) -> str:
     for x in xs:
         px, _ = chart.at(x, y0)
         out.append(f'<path d="M{px:.1f} {TOP}V{bottom}" stroke="#e6eaee"/>')
-        out.append(f'<text x="{px:.1f}" y="{bottom + 18}" text-anchor="middle">{short(x)}</text>')
+        out.append(f'<text x="{px:.1f}" y="{bottom + 18}" text-anchor="middle">{chart.tick(x)}</text>')
     for y in ys:
         _, py = chart.at(x0, y)
         out.append(f'<path d="M{LEFT} {py:.1f}H{right}" stroke="#e6eaee"/>')
@@ -138,7 +139,7 @@ def png(chart: Chart) -> bytes:
     for x in xs:
         px, _ = chart.at(x, y0)
         canvas.line((px, TOP), (px, bottom), "#e6eaee")
-        canvas.text(px - 3 * len(short(x)), bottom + 10, short(x))
+        canvas.text(px - 3 * len(chart.tick(x)), bottom + 10, chart.tick(x))
     for y in ys:
         _, py = chart.at(x0, y)
         canvas.line((LEFT, py), (right, py), "#e6eaee")

@@ -30,6 +30,9 @@ class Device:
     units: int  # multiprocessors: a product's tiles are dealt out to them
     power_w: float
     price_hour: float  # US dollars, for the estimate of a run's cost only
+    # Of a processor's rank, which does one thing at a time:
+    product_gb_s: float = 0.0  # at which a product's matrices pass besides being multiplied; 0: behind it
+    kernel_us: float = 0.0  # what a kernel takes beside its work
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory_gib, self.memory_gb_s))
@@ -51,6 +54,7 @@ class Node:
     link_latency_us: float
     host_gib: float
     host_params_s: float  # parameters a node's CPUs update each second, transfers included
+    wait_us: float = 0.0  # a collective between computations takes so much longer than one after another
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ class Efficiency:
     link: float  # of the in-node link rate by large collectives
     network: float  # of the network rate by large collectives
     fp8: float = 0.75  # of the product share when products are in fp8: scaling and casts
+    optimizer: float = 0.0  # of the memory rate by the update of states that don't fit a cache; 0: as `memory`
+    contention: float = 0.0  # of a hidden collective's time, lost by the compute beside it (if more than the stack's)
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,7 @@ class Cluster:
     network: Network
     efficiency: Efficiency
     sources: Mapping[str, str]
+    ops: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of a link's rate, where collectives differ
 
     def __hash__(self) -> int:
         return hash((self.name, self.device, self.node, self.network, self.efficiency))
@@ -89,6 +96,10 @@ class Cluster:
     @property
     def memory_rate(self) -> float:
         return self.device.memory_gb_s * 1e9 * self.efficiency.memory
+
+    @property
+    def optimizer_rate(self) -> float:
+        return self.device.memory_gb_s * 1e9 * (self.efficiency.optimizer or self.efficiency.memory)
 
 
 def known_clusters() -> list[str]:
@@ -134,7 +145,7 @@ def _build(cls: Any, raw: Any, where: str, path: str) -> Any:
     values: dict[str, Any] = {}
     for name, field in fields.items():
         if name not in raw:
-            if field.default is not dataclasses.MISSING:
+            if dataclasses.MISSING is not field.default or dataclasses.MISSING is not field.default_factory:
                 continue
             raise UserError(f"{where} lacks the field '{path}{name}': add it (see the clusters that ship for its unit)")
         values[name] = _field(hints[name], raw[name], where, f"{path}{name}")

@@ -7,11 +7,12 @@ from functools import lru_cache
 
 from meshwright.config.sections import ModelConfig
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.efficiency import collective_seconds, product_seconds
+from meshwright.plan.efficiency import collective_seconds, product_seconds, wait_seconds
 from meshwright.plan.flops import Cut, LayerWork, embedding_work, head_work, layer_work, recomputed_share
 from meshwright.plan.stack import Stack
 
 ATTENTION_BACKWARD = 2.5  # five products in the backward of a fused core for two in its forward
+SMALL_CALLS = 3  # over tp in forward, too small for their bytes to count: the batch, and the loss's maximum and sums
 MOVED_BACKWARD = 1.5  # a backward kernel reads what its forward read and the gradient, and writes one
 
 
@@ -88,11 +89,11 @@ def block_part(
     """One block."""
     work = layer_work(model, cut, stack.fused_attention)
     linear, attention, rest = _forward(work, cluster, stack, precision, cut.element)
-    launch = work.kernels * stack.kernel_us * 1e-6
-    forward = max(linear + attention + rest, launch)
+    launch, calls = work.kernels * stack.kernel_us * 1e-6, work.kernels * cluster.device.kernel_us * 1e-6
+    forward = max(linear + attention + rest, launch) + calls
     core = 2.0 if not stack.fused_attention else ATTENTION_BACKWARD
     backward = _backward_linear(work, cluster, stack, precision, cut.element) + attention * core + rest * MOVED_BACKWARD
-    backward = max(backward, 2 * launch)
+    backward = max(backward, 2 * launch) + 2 * calls
     share = recomputed_share(recompute)
     if recompute == "selective":
         again = attention if not stack.fused_attention else 0.0
@@ -167,17 +168,19 @@ def end_parts(
     ring = (cut.tp - 1) / cut.tp * payload
     whole = 2 if cut.sequence_parallel else 1
     head = head_work(model, cut, stack.logit_bytes)
+    small = SMALL_CALLS * wait_seconds(cluster) if cut.tp > 1 else 0.0
     parts = []
     for work, forward_tp, backward_tp in (
         (embedding_work(model, cut), times[1], times[0] if cut.sequence_parallel else 0.0),
-        (head, times[0] if cut.sequence_parallel else 0.0, sum(times) if whole == 2 else times[0]),
+        (head, small + (times[0] if cut.sequence_parallel else 0.0), sum(times) if whole == 2 else times[0]),
     ):
         linear, _, rest = _forward(work, cluster, stack, precision, cut.element)
         backward = _backward_linear(work, cluster, stack, precision, cut.element) + rest * MOVED_BACKWARD
+        calls = work.kernels * cluster.device.kernel_us * 1e-6
         parts.append(
             Part(
-                linear + rest, backward, 0.0, forward_tp, backward_tp, 0.0, 2 * ring if cut.tp > 1 else 0.0,
-                1 if cut.tp > 1 else 0, work.flops,
+                linear + rest + calls, backward + 2 * calls, 0.0, forward_tp, backward_tp, 0.0,
+                2 * ring if cut.tp > 1 else 0.0, 1 if cut.tp > 1 else 0, work.flops,
             )
         )  # fmt: skip
     return parts[0], parts[1]

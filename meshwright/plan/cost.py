@@ -13,7 +13,7 @@ from meshwright.pipeline.schedules import build
 from meshwright.pipeline.simulate import Simulation, simulate
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import Part, Place, block_part, end_parts
-from meshwright.plan.efficiency import collective_seconds
+from meshwright.plan.efficiency import collective_seconds, wait_seconds
 from meshwright.plan.flops import (
     Cut,
     embedding_params,
@@ -28,6 +28,7 @@ from meshwright.plan.workload import Workload, ranks_per_node
 LARGEST_TABLE = 12_000  # computes of a table that is simulated; beyond it the closed formula is used
 OPTIMIZER_BYTES = 4  # besides what it reads and writes of the states: the gradient's norm is a pass of its own
 JITTER = 0.005  # a step waits for the slowest of all: share of its time for each doubling of the nodes
+STEP_CALLS = 2  # small sums over all ranks, once a step: loss and norm, and the counts
 STEP_FLOOR = 2e-3  # seconds that a step takes beside all that is modelled: the host's loop, data, logging
 
 
@@ -122,6 +123,7 @@ def predict_cost(w: Workload, cluster: Cluster, stack: Stack, exact: bool = True
     optimizer = _optimizer_seconds(w, cluster, max(stage.params for stage in stages))
     compute = w.micro_batches * _compute_only(w, block, embedding, head)
     step = (pipeline + reduce + optimizer) * jitter(w.world, w.node_size) + STEP_FLOOR
+    step += STEP_CALLS * wait_seconds(cluster) if w.world > 1 else 0.0
     return Cost(
         w, cluster, stack, step, compute, bubble, bubble * pipeline, optimizer,
         {name: axis for name, axis in axes.items() if axis.calls}, stages, simulated,
@@ -287,12 +289,17 @@ def _sharded_layer(
     for comm, compute in ((gather, block.forward), (gather + reduce, block.backward + block.again)):
         hidden = min(comm * stack.hide_dp, compute)
         hidden_all += hidden
-        exposed.append(comm - hidden + stack.contention * hidden)
+        exposed.append(comm - hidden + contention(cluster, stack) * hidden)
     ring = (size - 1) / size * params
     calls = (2 if p.zero == 3 else 0) + 1
     wire = ring * ((2 * w.states.param if p.zero == 3 else 0) + w.states.grad)
     axes["dp"].add(layers * calls, layers * wire, layers * (2 * gather + reduce), layers * hidden_all)
     return exposed[0], exposed[1]
+
+
+def contention(cluster: Cluster, stack: Stack) -> float:
+    """The share of a hidden collective's time that compute loses beside it."""
+    return max(stack.contention, cluster.efficiency.contention)
 
 
 def _data_on_node(w: Workload) -> int:
@@ -324,7 +331,7 @@ def _reduce_seconds(
             room = stages[slow].backward + stages[slow].forward
         hidden = min(stack.hide_dp * seconds, room)
         axes["dp"].hidden += hidden
-        exposed += seconds - hidden + stack.contention * hidden
+        exposed += seconds - hidden + contention(cluster, stack) * hidden
     elif ranks > 1:
         ends = params - layer_params(w.model, p.tp) * max(sum(chunks) for chunks in w.stage_layers)
         both = ends * (w.states.param * (2 if p.zero == 3 else 1) + w.states.grad)
@@ -349,4 +356,4 @@ def _optimizer_seconds(w: Workload, cluster: Cluster, params: float) -> float:
     if s.optimizer_on != "device":
         return mine * min(w.node_size, p.world) / cluster.node.host_params_s
     moved = s.grad + OPTIMIZER_BYTES + 2 * (s.master or s.param) + 2 * s.moments * s.moment + s.param
-    return mine * moved / cluster.memory_rate
+    return mine * moved / cluster.optimizer_rate

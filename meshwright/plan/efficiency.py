@@ -37,10 +37,13 @@ def product_seconds(
     device: Device, precision: str, efficiency: float, memory_rate: float,
     m: int, n: int, k: int, count: int, element: int,
 ) -> float:  # fmt: skip
-    """One product [m, k] x [k, n], `count` times: its operations, or its bytes where those take longer."""
+    """One product [m, k] x [k, n], `count` times: its operations, or its bytes where those take longer (both, one after
+    the other, on a processor whose rate for that is known)."""
     flops = 2.0 * m * n * k * count
     moved = element * count * (m * k + k * n + m * n)
     rate = device.rate(precision) * efficiency * tile_share(m, n, k, count, device.units)
+    if device.product_gb_s:
+        return flops / rate + moved / (device.product_gb_s * 1e9)
     return max(flops / rate, moved / memory_rate)
 
 
@@ -68,12 +71,22 @@ def hop_seconds(cluster: Cluster, size: int, per_node: int) -> float:
 START = 10e-6
 
 
+def wait_seconds(cluster: Cluster) -> float:
+    """Besides its time, of every call at which ranks meet: where their own cores move the bytes, these are taken."""
+    return cluster.node.wait_us * 1e-6
+
+
 def collective_seconds(cluster: Cluster, op: str, payload: float, size: int, per_node: int) -> float:
-    """One collective of `payload` bytes (as the ledger counts them) over `size` ranks."""
+    """One collective of `payload` bytes (as the ledger counts them) over `size` ranks, between computations."""
     if size <= 1 or payload <= 0:
         return 0.0
+    return wait_seconds(cluster) + bare_seconds(cluster, op, payload, size, per_node)
+
+
+def bare_seconds(cluster: Cluster, op: str, payload: float, size: int, per_node: int) -> float:
+    """The same, one right after another."""
     per_node = max(1, min(per_node, size))
-    rate = wire_rate(cluster, size, per_node)
+    rate = wire_rate(cluster, size, per_node) * cluster.ops.get(op, 1.0)
     ring = hop_seconds(cluster, size, per_node)
     if op == "send":
         latency = cluster.network.latency_us if per_node < size else cluster.node.link_latency_us

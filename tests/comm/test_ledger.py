@@ -131,20 +131,21 @@ def every_op(rank: int, world: int) -> Any:
         tp.all_gather(double, x)
         tp.reduce_scatter(x.clone(), double)
         tp.broadcast(x.clone(), 1)
+        tp.all_to_all(parts := torch.zeros(6), torch.arange(6.0) + 10 * rank)
     with mesh.ledger.phase("backward"):
         pending = pp.send(x, 1) if pp.index == 0 else pp.receive(x, 0)
         pending.wait()
         pending.wait()  # once more does nothing
     mesh.world.all_reduce(torch.zeros(3, dtype=torch.int64))
     entries = {tuple(entry): (t.calls, t.payload_bytes, t.wire_bytes) for entry, t in mesh.ledger.entries.items()}
-    return entries, dict(mesh.flight.numbers), len(mesh.flight.open), x.tolist()
+    return entries, dict(mesh.flight.numbers), len(mesh.flight.open), x.tolist(), parts.tolist()
 
 
 def test_every_op_on_four_ranks() -> None:
-    for rank, (entries, numbers, still_open, x) in enumerate(run_ranks(4, every_op)):
+    for rank, (entries, numbers, still_open, x, parts) in enumerate(run_ranks(4, every_op)):
         assert {entry[2]: counts for entry, counts in entries.items() if entry[0] == "forward"} == {
             "all_reduce": (1, 24, 24), "all_gather": (1, 48, 24), "reduce_scatter": (1, 48, 24),
-            "broadcast": (1, 24, 24),
+            "broadcast": (1, 24, 24), "all_to_all": (1, 24, 12),
         }  # fmt: skip
         assert {entry[3:] for entry in entries if entry[0] == "forward"} == {(5, False)}
         sender = rank < 2
@@ -154,4 +155,6 @@ def test_every_op_on_four_ranks() -> None:
         first = rank % 2
         assert numbers[f"pp:{first} {first}>{first + 2}"] == 1, "both ends number a message alike"
         assert x == [float(first)] * 6
+        pair = (rank - first, rank - first + 1)
+        assert parts == [10.0 * r + 3 * first + n for r in pair for n in range(3)], "each rank's piece for this place"
         assert still_open == 0

@@ -1,0 +1,207 @@
+"""Predicted against measured training steps: `meshwright comm bench` profiles the machine, the planner predicts.
+
+Two CPU ranks (Gloo, fp32). In every round the machine is profiled as the command does it, and then each shape is
+trained for a few steps, data-parallel and tensor-parallel; the profile of a round predicts the steps of that round.
+Printed are the medians over all rounds, so that a machine whose speed changes disturbs both alike. Nothing of the
+profile comes from these shapes. On a machine that others use too, `--calm` waits for idle moments and measures again
+what they disturbed.
+
+    python benchmarks/predicted_steps.py            # 6 shapes, dp=2 and tp=2, about five minutes
+    python benchmarks/predicted_steps.py --calm --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch.multiprocessing as mp
+
+from meshwright.bench.comm import joined, measure
+from meshwright.bench.links import agreed
+from meshwright.bench.request import OPS, Request, parse_sizes
+from meshwright.bench.step import RandomTokens, draw_on_device
+from meshwright.comm.mesh import Mesh
+from meshwright.config.load import config_from
+from meshwright.config.sections import Config
+from meshwright.device import Device
+from meshwright.layout import Layout
+from meshwright.plan.account import as_json
+from meshwright.plan.cluster import cluster_from
+from meshwright.plan.cost import predict_cost
+from meshwright.plan.stack import OWN, STACKS
+from meshwright.plan.workload import workload_of
+from meshwright.train.context import build_context
+from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.pretrain import build_modules
+from meshwright.train.step import Trainer
+
+RANKS = 2
+WITHIN = 0.25
+QUIET = 0.06  # processors that others may use
+# layers, hidden, heads, seq, vocabulary, sequences of a micro-batch, micro-batches of a rank, the model's family
+SHAPES = (
+    (2, 256, 4, 64, 4096, 4, 1, "gpt"),
+    (4, 256, 4, 256, 8192, 2, 1, "llama"),
+    (4, 512, 8, 128, 4096, 2, 2, "gpt"),
+    (6, 512, 8, 256, 8192, 1, 2, "llama"),
+    (2, 768, 12, 128, 8192, 2, 1, "gpt"),
+    (6, 768, 12, 64, 2048, 4, 2, "gpt"),
+)
+FAMILIES = {
+    "gpt": {"tied_embeddings": False},
+    "llama": {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tied_embeddings": False},
+}
+
+
+def config_for(shape: tuple[Any, ...], way: str) -> Config:
+    layers, hidden, heads, seq, vocab, micro_batch, micro_batches, family = shape
+    replicas = RANKS if way == "dp" else 1
+    return config_from({
+        "model": FAMILIES[family]
+        | {"layers": layers, "hidden": hidden, "heads": heads, "seq": seq, "vocab": vocab},
+        "layout": {"tp": RANKS if way == "tp" else 1},
+        "train": {
+            "micro_batch": micro_batch, "global_batch": micro_batch * micro_batches * replicas, "steps": 10**6,
+        },
+        "data": {"prefixes": ["made"]}, "run": {"device": "cpu"}, "lr": {"schedule": "constant"},
+    })  # fmt: skip
+
+
+def make_trainer(config: Config, rank: int) -> Trainer:
+    ctx = build_context(config, rank, RANKS, Device("cpu"), RANKS)
+    data = RandomTokens(config.model.vocab, config.model.seq)
+    return Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
+
+
+def predicted(config: Config, cluster: dict[str, Any]) -> dict[str, Any]:
+    cost = predict_cost(workload_of(config, RANKS, RANKS), cluster_from(cluster, "the profile"), STACKS[OWN])
+    return as_json(cost)
+
+
+def busy_seconds() -> float:
+    """Of all processors since the machine started, by Linux's count; what other guests of a host took counts too."""
+    with open("/proc/stat", encoding="ascii") as file:
+        user, nice, system, _, _, *rest = (int(word) for word in file.readline().split()[1:9])
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+
+
+class Calm:
+    """Runs work while no other program uses the machine: waits for that, and runs again what others disturbed."""
+
+    def __init__(self, mesh: Mesh, device: Device, wanted: bool) -> None:
+        self.mesh, self.device, self.wanted = mesh, device, wanted
+        self.disturbed = 0
+
+    def others(self, begin: tuple[float, float, float]) -> float:
+        """Processors that other programs kept busy since `begin`, the same number on both ranks."""
+        own = agreed(self.mesh.world, self.device, time.process_time() - begin[1], "sum")
+        share = (busy_seconds() - begin[0] - own) / (time.perf_counter() - begin[2])
+        return agreed(self.mesh.world, self.device, share)
+
+    def __call__(self, work: Callable[[], Any]) -> Any:
+        while True:
+            while self.wanted:
+                begin = busy_seconds(), time.process_time(), time.perf_counter()
+                time.sleep(1.0)
+                if self.others(begin) < QUIET:
+                    break
+            begin = busy_seconds(), time.process_time(), time.perf_counter()
+            result = work()
+            if not self.wanted or self.others(begin) < QUIET:
+                return result
+            self.disturbed += 1
+
+
+def rank_main(rank: int, args: argparse.Namespace, port: int, queue: Any) -> None:
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    layout = Layout(RANKS, node_size=RANKS)
+    request = Request(layout, ("dp",), OPS, parse_sizes(args.sizes), args.seconds, device="cpu")
+    jobs = {f"{way} {n}": config_for(shape, way) for way in args.ways for n, shape in enumerate(SHAPES)}
+    seen: dict[str, dict[str, list[Any]]] = {name: {"measured": [], "predicted": [], "phases": []} for name in jobs}
+    profiles = []
+    with joined(request) as (mesh, device, place):
+        trainers = {name: make_trainer(config, rank) for name, config in jobs.items()}
+        for trainer in trainers.values():
+            trainer.step()
+        calm = Calm(mesh, device, args.calm)
+        for number in range(args.rounds):
+            found = calm(lambda: measure(request, mesh, device, place.local_world, quiet=True))
+            profiles.append({key: found[key] for key in ("links", "rates", "cluster")})
+            for name, config in jobs.items():
+                # Before the first that counts, one that brings caches and allocator to this shape.
+                results = calm(lambda t=trainers[name]: [t.step() for _ in range(1 + args.steps)])[1:]
+                seen[name]["measured"] += [result.step_time_s for result in results]
+                seen[name]["phases"] += [result.phases for result in results]
+                seen[name]["predicted"].append(predicted(config, found["cluster"]))
+            if rank == 0:
+                print(f"  round {number + 1}/{args.rounds}", file=sys.stderr, flush=True)
+    if rank == 0:
+        queue.put(json.dumps({"rows": seen, "profiles": profiles, "disturbed": calm.disturbed}))
+
+
+def summary(seen: dict[str, dict[str, list[Any]]]) -> list[dict[str, Any]]:
+    rows = []
+    for name, row in seen.items():
+        way, index = name.split()
+        measured = statistics.median(row["measured"])
+        guess = statistics.median(p["step_time_s"] for p in row["predicted"])
+        rows.append({
+            "way": way, "shape": SHAPES[int(index)], "predicted_ms": 1e3 * guess, "measured_ms": 1e3 * measured,
+            "ratio": guess / measured,
+        })  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of a round and shape")
+    parser.add_argument("--ways", nargs="*", choices=["dp", "tp"], default=["dp", "tp"])
+    parser.add_argument("--sizes", default="1K,8K,64K,256K,1M,4M,16M,64M", help="as of the command")
+    parser.add_argument("--seconds", type=float, default=0.05, help="as of the command")
+    parser.add_argument("--calm", action="store_true", help="measure while nobody else uses the machine (Linux)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, profiles included")
+    args = parser.parse_args()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    queue = mp.get_context("spawn").SimpleQueue()
+    before = os.getloadavg()
+    ranks = mp.start_processes(rank_main, (args, port, queue), nprocs=RANKS, join=False, start_method="spawn")
+    found = json.loads(queue.get())
+    while not ranks.join():
+        pass
+    rows = summary(found["rows"])
+    if args.json:
+        print(json.dumps({"results": rows, "load_before": before, **found}))
+        return
+    told = f", {found['disturbed']} measurements repeated because others used the machine" if args.calm else ""
+    print(f"load before: {before[0]:.2f}; {args.rounds} rounds of {args.steps} steps{told}")
+    print("     layers hidden  seq  vocab batch family  predicted  measured  ratio")
+    for r in rows:
+        layers, hidden, _, seq, vocab, batch, count, family = r["shape"]
+        print(
+            f"{r['way']:4} {layers:6} {hidden:6} {seq:4} {vocab:6} {batch:3}x{count} {family:>6} "
+            f"{r['predicted_ms']:7.1f} ms {r['measured_ms']:6.1f} ms {r['ratio']:6.2f}"
+        )
+    for way in args.ways:
+        mine = [r["ratio"] for r in rows if r["way"] == way]
+        close = sum(abs(ratio - 1) <= WITHIN for ratio in mine)
+        print(f"{way}=2: {close} of {len(mine)} within {100 * WITHIN:.0f} %")
+
+
+if __name__ == "__main__":
+    main()

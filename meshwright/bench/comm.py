@@ -1,0 +1,93 @@
+"""`meshwright comm bench` on one rank: joins the world, measures with the others, and makes of it one document."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from meshwright.bench.fit import Link, Point, bus_factor, fit_links
+from meshwright.bench.links import measure_links
+from meshwright.bench.profile import cluster_fields
+from meshwright.bench.rates import measure_rates
+from meshwright.bench.request import Request
+from meshwright.comm.mesh import Mesh
+from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
+from meshwright.device import Device, limit_threads
+from meshwright.errors import UserError
+from meshwright.train.processes import Place, find_place, join, leave
+
+TIMEOUT = 600.0  # seconds until a call that does not end is reported
+SHARE = 8  # of a device's memory, the largest payload may take one part in so many
+
+
+@contextlib.contextmanager
+def joined(request: Request) -> Iterator[tuple[Mesh, Device, Place]]:
+    """This rank's mesh, in a world that ends with the context."""
+    place = find_place()
+    limit_threads(place.local_world)
+    device = Device.choose(request.device, place.local_rank)
+    backend = device.backend(request.backend)
+    device.check_sharing(backend, place.local_world)
+    own = join(place, backend, TIMEOUT)
+    mesh = Mesh(request.layout, place.rank, timeout=TIMEOUT)
+    with Watchdog(mesh, TIMEOUT, open_store(), keeper=store_keeper() if own else None):
+        yield mesh, device, place
+    if own:
+        leave()
+
+
+def measure(request: Request, mesh: Mesh, device: Device, local_world: int, quiet: bool = False) -> dict[str, Any]:
+    """All that the command prints, the same on every rank; the planner's cluster is under `cluster`."""
+    speaks = mesh.rank == 0 and not quiet
+    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True) if speaks else None  # noqa: E731
+    largest = request.sizes[-1]
+    if device.kind != "cpu" and largest > device.memory_bytes() // SHARE:
+        raise UserError(f"--sizes goes up to {largest} bytes, too much for {device.name}: lower the upper end")
+    points = measure_links(mesh, device, request.axes, request.ops, request.sizes, request.seconds, say)
+    ledger = counted(mesh, request.axes)
+    rates = measure_rates(mesh, device, local_world, request.seconds, say)
+    inside, across = fit_links(points)
+    axes = {axis: request.layout.axis_size(axis) for axis in ("tp", "cp", "ep", "dp", "pp")}
+    return {
+        "device": device.name, "backend": device.backend(request.backend), "torch": torch.__version__,
+        "world": request.layout.world, "node_size": request.node_size, "layout": axes | {"order": request.layout.order},
+        "points": [point_facts(point) for point in points],
+        "links": {name: link_facts(link) for name, link in (("in_node", inside), ("across_nodes", across))},
+        "rates": rates.facts(), "ledger": ledger,
+        "cluster": cluster_fields(request.name, rates, request.node_size, inside, across),
+    }  # fmt: skip
+
+
+def counted(mesh: Mesh, axes: tuple[str, ...]) -> dict[str, dict[str, dict[str, int]]]:
+    """What this rank's ledger counted of the measured axes, by op."""
+    names = {mesh.group(axis).axis: axis for axis in axes}
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for entry, tally in mesh.ledger.entries.items():
+        if entry.axis in names:
+            counts = {"calls": tally.calls, "payload_bytes": tally.payload_bytes, "wire_bytes": tally.wire_bytes}
+            found.setdefault(names[entry.axis], {})[entry.op] = counts
+    return found
+
+
+def point_facts(point: Point) -> dict[str, Any]:
+    factor = bus_factor(point.op, point.ranks)
+    more = {
+        "link": "across_nodes" if point.across else "in_node", "bus_factor": factor,
+        "wire_bytes": point.payload * factor, "algorithm_gb_s": point.algorithm_gb_s, "bus_gb_s": point.bus_gb_s,
+    }  # fmt: skip
+    return asdict(point) | more
+
+
+def link_facts(link: Link | None) -> dict[str, Any] | None:
+    if link is None:
+        return None
+    rates = {op: rate / 1e9 for op, rate in link.rates.items()}
+    return {
+        "latency_us": link.latency * 1e6, "gb_s": link.rate / 1e9, "gb_s_by_op": rates, "error": link.error,
+        "worst_error": link.worst, "points": link.points,
+    }  # fmt: skip

@@ -1,0 +1,130 @@
+"""Measured collectives as points, and the links behind them: latency and bandwidth by a robust fit. No torch.
+
+A time is the planner's own sum (plan/efficiency.py): a start, a latency for each hop round the ring, and the bytes on
+the wire over the link's rate. All ops over one class of links share the latency; the rate is each op's own, because
+back ends differ in how well they do each (Gloo's reduce_scatter takes longer than its all_reduce of the same tensor).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.comm.ledger import bus_factor
+from meshwright.plan.efficiency import START
+
+SMALLEST = 1e-15  # seconds a byte, or a hop: what a fit may not go below
+
+
+@dataclass(frozen=True)
+class Point:
+    """One op of one size over all groups of an axis at once; `seconds` is the slowest rank's median call."""
+
+    axis: str
+    op: str
+    ranks: int
+    per_node: int  # ranks of a group on one node
+    payload: int
+    seconds: float
+
+    @property
+    def across(self) -> bool:
+        return self.per_node < self.ranks
+
+    @property
+    def algorithm_gb_s(self) -> float:
+        return self.payload / self.seconds / 1e9
+
+    @property
+    def bus_gb_s(self) -> float:
+        return self.algorithm_gb_s * bus_factor(self.op, self.ranks)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A class of links. `rates`: bytes a second that one rank sends, by op; across nodes, with its own share of the
+    node's adapters alone. Errors are relative to what was measured."""
+
+    latency: float
+    rates: dict[str, float]
+    error: float  # the median
+    worst: float
+    points: int
+
+    @property
+    def rate(self) -> float:
+        """All_reduce's, the op that training needs most, or else the middle of the others."""
+        return self.rates.get("all_reduce") or float(np.median(list(self.rates.values())))
+
+
+def hops(op: str, ranks: int, per_node: int) -> tuple[float, float]:
+    """Latencies inside a node and across nodes that one call takes: once round the ring, twice for an all_reduce unless
+    there are several nodes, where it is a tree's."""
+    nodes = -(-ranks // per_node)
+    if op == "send":
+        return (0.0, 1.0) if nodes > 1 else (1.0, 0.0)
+    if op == "all_reduce" and nodes > 1:
+        return per_node - 1.0, 2.0 * math.log2(nodes)
+    times = {"all_reduce": 2.0, "all_to_all": math.log2(ranks) / ranks}.get(op, 1.0)
+    return times * (ranks - nodes), times * (nodes if nodes > 1 else 0)
+
+
+def fit_link(points: Sequence[Point], inside_latency: float | None = None) -> Link:
+    """One class of links. Across nodes, `inside_latency` is that of the hops which stay in a node; without it, all
+    hops count alike."""
+    ops = sorted({p.op for p in points})
+    rows, times = np.zeros((len(points), 1 + len(ops))), np.zeros(len(points))
+    for i, p in enumerate(points):
+        inside, across = hops(p.op, p.ranks, p.per_node)
+        if p.across and inside_latency is not None:
+            known, count = inside * inside_latency, across
+        else:
+            known, count = 0.0, inside + across
+        rows[i, 0] = count
+        # A ring crosses from node to node once, with the shares of all its ranks there.
+        rows[i, 1 + ops.index(p.op)] = p.payload * bus_factor(p.op, p.ranks) / (p.per_node if p.across else 1)
+        times[i] = max(p.seconds - START - known, 1e-9)
+    measured = np.array([p.seconds for p in points])
+    found = robust(rows, times, measured)
+    errors = np.abs(rows @ found - times) / measured
+    rates = {op: 1.0 / float(found[1 + i]) for i, op in enumerate(ops)}
+    return Link(float(found[0]), rates, float(np.median(errors)), float(errors.max()), len(points))
+
+
+def robust(rows: NDArray[np.float64], values: NDArray[np.float64], scale: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Coefficients above zero that give `values` from `rows`, by least squares on errors relative to `scale`; points
+    far off the others count less (Huber's weights), since a busy machine makes single times long."""
+    weights = np.ones(len(values))
+    found = np.full(rows.shape[1], SMALLEST)
+    for _ in range(30):
+        found = _above_zero(rows * (weights / scale)[:, None], values * weights / scale)
+        errors = np.abs(rows @ found - values) / scale
+        limit = max(2.0 * float(np.median(errors)), 1e-6)
+        weights = np.sqrt(np.minimum(1.0, limit / np.maximum(errors, 1e-12)))
+    return found
+
+
+def _above_zero(rows: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares; whatever comes out below zero is held at nearly nothing, and the others are fitted again."""
+    free = np.ones(rows.shape[1], dtype=bool)
+    found = np.full(rows.shape[1], SMALLEST)
+    while free.any():
+        size = np.maximum(np.abs(rows[:, free]).max(axis=0), 1e-300)
+        part = np.linalg.lstsq(rows[:, free] / size, values, rcond=None)[0] / size
+        if (part > SMALLEST).all():
+            found[free] = part
+            break
+        places = np.flatnonzero(free)
+        free[places[part <= SMALLEST]] = False
+    return found
+
+
+def fit_links(points: Sequence[Point]) -> tuple[Link | None, Link | None]:
+    """The links inside a node and across nodes; None where no group used them."""
+    near, far = [p for p in points if not p.across], [p for p in points if p.across]
+    inside = fit_link(near) if near else None
+    return inside, fit_link(far, inside.latency if inside else None) if far else None

@@ -1,0 +1,116 @@
+"""Times of every collective and of sends on the real groups of a layout, over a range of sizes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.bench.fit import Point
+from meshwright.comm.group import Group
+from meshwright.comm.mesh import Mesh
+from meshwright.device import Device
+
+ROUNDS = 5
+ELEMENT = 4  # bytes: float32
+MOST_CALLS = 2000  # of one round
+
+
+def agreed(world: Group, device: Device, value: float, op: str = "max") -> float:
+    """The same number on every rank: the largest, or the sum."""
+    number = torch.tensor([value], dtype=torch.float64, device=device.torch)
+    world.all_reduce(number, op)
+    return float(number.item())
+
+
+def timed(world: Group, device: Device, work: Callable[[], Any], seconds: float) -> float:
+    """Seconds of one call of `work` on the slowest rank, the median of a few rounds that all ranks begin together;
+    `seconds` is about how long that may take in all."""
+    work()
+    first = _round(world, device, work, 1)
+    calls = min(MOST_CALLS, max(1, int(seconds / ROUNDS / agreed(world, device, first))))
+    mine = statistics.median(_round(world, device, work, calls) for _ in range(ROUNDS))
+    return agreed(world, device, mine)
+
+
+def _round(world: Group, device: Device, work: Callable[[], Any], calls: int) -> float:
+    device.synchronize()
+    agreed(world, device, 0.0)  # all begin at once
+    begin = time.perf_counter()
+    for _ in range(calls):
+        work()
+    device.synchronize()
+    return (time.perf_counter() - begin) / calls
+
+
+def call_of(op: str, group: Group, payload: int, device: Device) -> Callable[[], Any]:
+    """One call of `op` with this payload, which is a multiple of the group's size in elements."""
+    whole, piece = (_filled(payload // ELEMENT // parts, device) for parts in (1, group.size))
+    if op == "all_reduce":
+        return lambda: group.all_reduce(whole)
+    if op == "all_gather":
+        return lambda: group.all_gather(whole, piece)
+    if op == "reduce_scatter":
+        return lambda: group.reduce_scatter(piece, whole)
+    if op == "all_to_all":
+        other = _filled(payload // ELEMENT, device)
+        return lambda: group.all_to_all(other, whole)
+    if op == "broadcast":
+        return lambda: group.broadcast(whole)
+    return lambda: there_and_back(group, whole)
+
+
+def there_and_back(group: Group, x: Tensor) -> None:
+    """Neighbours in pairs: the first sends and then receives. The last of an odd number has nobody."""
+    other = group.index ^ 1
+    if other >= group.size:
+        return
+    if group.index < other:
+        group.send(x, other).wait()
+        group.receive(x, other).wait()
+    else:
+        group.receive(x, other).wait()
+        group.send(x, other).wait()
+
+
+def _filled(elements: int, device: Device) -> Tensor:
+    """Zeros that were written: memory that never was is one page of zeros, which nobody has to fetch."""
+    return torch.empty(elements, dtype=torch.float32, device=device.torch).zero_()
+
+
+def payload_of(size: int, ranks: int) -> int:
+    """The next size of which each rank has an equal part."""
+    unit = ELEMENT * ranks
+    return -(-size // unit) * unit
+
+
+def measure_links(
+    mesh: Mesh,
+    device: Device,
+    axes: Sequence[str],
+    ops: Sequence[str],
+    sizes: Sequence[int],
+    seconds: float,
+    say: Callable[[str], None],
+) -> list[Point]:
+    """Every op of every size, on all groups of an axis at the same time, as a training step uses them."""
+    layout, points = mesh.layout, []
+    for axis in axes:
+        group = mesh.group(axis)
+        node = layout.node_size or layout.world
+        # The group that is spread most decides which links its axis uses.
+        per_node = min(max(sum(r // node == n for r in ranks) for n in {r // node for r in ranks})
+                       for ranks in layout.groups(axis))  # fmt: skip
+        for op in ops:
+            say(f"measuring {axis} {op}, {len(sizes)} sizes")
+            for size in sizes:
+                payload = payload_of(size, group.size)
+                took = timed(mesh.world, device, call_of(op, group, payload, device), seconds)
+                # A send is timed there and back.
+                each = took / 2 if op == "send" else took
+                points.append(Point(axis, op, group.size, per_node, payload, each))
+    return points

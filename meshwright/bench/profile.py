@@ -1,0 +1,90 @@
+"""A measured machine as the planner's cluster: the file's numbers are what `meshwright comm bench` saw. No torch."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from meshwright.bench.fit import Link
+from meshwright.plan.cluster import Cluster, cluster_from
+from meshwright.plan.stack import OWN, STACKS
+
+if TYPE_CHECKING:
+    from meshwright.bench.rates import Rates
+
+POWER_W, PRICE_HOUR = 10.0, 0.01  # not measured: for energy and money put in your own
+MADE_UP = Link(1e-6, {"all_reduce": 1e12}, 0.0, 0.0, 0)  # for a rank that has nobody to talk to
+
+
+def cluster_fields(name: str, rates: Rates, node_size: int, inside: Link | None, across: Link | None) -> dict[str, Any]:
+    """The cluster file's contents. A class of links that no group used is taken to be like the other one.
+
+    Rates are those that were reached, so the shares of them are 1. Attention and memory are told relative to our own
+    stack, whose factors the planner multiplies them with.
+    """
+    near, far = inside or across or MADE_UP, across or inside or MADE_UP
+    stack, peak = STACKS[OWN], rates.peak[rates.precision]
+    device: dict[str, Any] = {
+        "name": rates.device, "peak": rates.peak, "memory_gib": rates.memory_gib, "memory_gb_s": rates.copy_gb_s,
+        "units": rates.units, "power_w": POWER_W, "price_hour": PRICE_HOUR,
+    }  # fmt: skip
+    efficiency = {
+        "product": 1.0, "attention": rates.attention_tflops / peak / stack.attention,
+        "memory": rates.step_gb_s / rates.copy_gb_s, "link": 1.0, "network": 1.0,
+        "optimizer": rates.optimizer_gb_s / rates.copy_gb_s,
+    }  # fmt: skip
+    # What was found to cost nothing is left out, which means the same.
+    device |= {key: getattr(rates, key) for key in ("product_gb_s", "kernel_us") if getattr(rates, key) > 0}
+    efficiency |= {"contention": rates.contention} if rates.contention > 0 else {}
+    waits = {"wait_us": rates.wait_us} if rates.wait_us > 0 else {}
+    return {
+        "name": name, "about": f"{rates.device}, measured by meshwright comm bench", "device": device,
+        "node": {
+            "devices": node_size, "link_gb_s": near.rate / 1e9, "link_latency_us": near.latency * 1e6,
+            "host_gib": rates.host_gib, "host_params_s": node_size * rates.optimizer_gb_s * 1e9 / 36,
+        } | waits,
+        # Of a node's adapters a rank has its share: together they carry what all ranks sent at once.
+        "network": {"node_gb_s": far.rate * node_size / 1e9, "latency_us": far.latency * 1e6},
+        "efficiency": efficiency, "ops": shares(near, far),
+        "sources": sources(rates, inside, across),
+    }  # fmt: skip
+
+
+def shares(near: Link, far: Link) -> dict[str, float]:
+    """Each op's rate over the links' own; where both classes were measured, between the two."""
+    found = {}
+    for op in {**near.rates, **far.rates}:
+        known = [link.rates[op] / link.rate for link in (near, far) if op in link.rates]
+        found[op] = math.exp(sum(math.log(share) for share in known) / len(known))
+    return found
+
+
+def sources(rates: Rates, inside: Link | None, across: Link | None) -> dict[str, str]:
+    def told(link: Link | None, other: str) -> str:
+        if link is None:
+            return f"not measured: no group used one; taken to be like the link {other}"
+        return f"measured: {link.points} points, off by {link.error:.1%} in the middle and {link.worst:.0%} at most"
+
+    return {
+        "peak": "measured: products of several shapes on all ranks at once, over the planner's share for each shape",
+        "memory": "measured: a copy on all ranks at once; the host's memory divided by its ranks, or the device's",
+        "link": told(inside, "across nodes"),
+        "network": told(across, "inside a node"),
+        "latency": "measured, with the rates",
+        "host": "measured: the optimizer's update on this device",
+        "price": "not measured: a placeholder, as the power is",
+        "efficiency": "measured: attention, the optimizer and a gradient bucket beside products, each alone; memory "
+        f"and kernel_us from reference steps, which they give within {rates.step_error:.1%} in the middle",
+    }
+
+
+def lone_cluster(rates: Rates) -> Cluster:
+    """A cluster of one rank."""
+    return cluster_from(cluster_fields("one rank", rates, 1, None, None), "the profile")
+
+
+def as_yaml(fields: dict[str, Any]) -> str:
+    head = "# Measured by `meshwright comm bench`, for `meshwright cost CONFIG --cluster THIS-FILE --devices N`.\n"
+    return head + yaml.safe_dump(fields, sort_keys=False, width=110)

@@ -1,0 +1,245 @@
+"""What one rank computes and moves, measured on all ranks at once, since ranks of one machine share it.
+
+Products, a copy, attention and the optimizer are timed alone. What is left of a training step (norms, activations, the
+loss, the cost of each call) is what small reference models take beyond these: the planner's own count of their bytes
+and kernels turns that into a memory rate and, on a processor, into microseconds a kernel.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from meshwright.bench.fit import robust
+from meshwright.bench.links import timed
+from meshwright.bench.models import LLAMA
+from meshwright.bench.profile import lone_cluster
+from meshwright.bench.step import RandomTokens, draw_on_device, release
+from meshwright.comm.mesh import Mesh
+from meshwright.config.load import config_from
+from meshwright.config.sections import Config
+from meshwright.device import DTYPES, Device
+from meshwright.plan.cluster import Cluster
+from meshwright.plan.compute import ATTENTION_BACKWARD
+from meshwright.plan.cost import OPTIMIZER_BYTES, predict_cost
+from meshwright.plan.efficiency import tile_share
+from meshwright.plan.stack import OWN, STACKS
+from meshwright.plan.workload import workload_of
+from meshwright.train.context import build_context
+from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.pretrain import build_modules
+from meshwright.train.step import Trainer
+
+BUCKET = 25 * 2**20  # bytes of gradients that are reduced at once, as comm.bucket_mib
+SMALL = 64 * 2**10  # bytes of a collective between computations
+APART = 8e-3  # seconds from one such to the next
+# (tokens, n, k) of a processor's products.
+PRODUCTS = ((96, 320, 320), (96, 2560, 640), (160, 640, 2560), (192, 1280, 320), (320, 320, 1280), (384, 4096, 384))
+# (layers, hidden, seq, sequences, vocabulary) of the reference models.
+REFERENCE = ((2, 128, 96, 1, 1024), (2, 192, 160, 2, 3072), (3, 320, 192, 2, 2048), (2, 448, 320, 1, 6144))
+LARGE = ((4, 2048, 2048, 4, 32768),)  # on an accelerator
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one rank while all work. TFLOP/s by precision, GB/s, microseconds, GiB."""
+
+    device: str
+    precision: str
+    units: int
+    peak: dict[str, float]
+    product_gb_s: float  # on a processor, at which a product's matrices pass besides being multiplied; else 0
+    attention_tflops: float  # causal operations, forward and backward
+    copy_gb_s: float  # read and written
+    step_gb_s: float  # of a step's elementwise work, as the planner counts its bytes
+    kernel_us: float
+    optimizer_gb_s: float
+    contention: float
+    wait_us: float  # a collective between computations takes so much longer than one after another
+    step_error: float  # of the reference steps by the planner with these numbers, the median
+    memory_gib: float
+    host_gib: float
+
+    def facts(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure_rates(mesh: Mesh, device: Device, local_world: int, seconds: float, say: Callable[[str], None]) -> Rates:
+    """Every rank calls this together."""
+    say(f"measuring products, attention, memory and steps of {device.name}")
+
+    def time(work: Callable[[], Any]) -> float:
+        return timed(mesh.world, device, work, seconds)
+
+    precision = "fp32" if device.kind == "cpu" else "bf16"
+    units = device.units()
+    peak = {name: product_tflops(device, name, units, time) for name in ("fp32", "bf16", "fp16", "fp64")}
+    passing = 0.0
+    if units == 1:
+        peak[precision], passing = processor_products(precision, time)
+    attention = attention_tflops(device, precision, time)
+    copy = copy_gb_s(device, time)
+    configs = [reference_config(device, precision, shape) for shape in (REFERENCE if units == 1 else LARGE)]
+    steps, optimizer = [], 0.0
+    for config in configs:
+        took, optimizer = reference_step(config, device, time)
+        steps.append(took)
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = host / local_world if device.kind == "cpu" else device.memory_bytes()
+    rates = Rates(
+        device.name, precision, units, peak, passing, attention, copy, copy, 0.0, optimizer,
+        contention(mesh, device, precision, time), 1e6 * wait(mesh, device, precision, seconds), 0.0,
+        memory / 2**30, host / 2**30,
+    )  # fmt: skip
+    return fit_steps(rates, configs, steps)
+
+
+def product_tflops(device: Device, precision: str, units: int, time: Callable[..., float]) -> float:
+    """The rate of a product over what the planner takes its shape's share to be."""
+    # Many processors multiply short floats very slowly.
+    side = 8192 if device.kind != "cpu" else 512 if precision in ("fp32", "fp64") else 128
+    a, b = (torch.randn(side, side, device=device.torch).to(DTYPES[precision]) for _ in range(2))
+    return 2 * side**3 / time(lambda: a @ b.t()) / tile_share(side, side, side, 1, units) / 1e12
+
+
+def processor_products(precision: str, time: Callable[..., float]) -> tuple[float, float]:
+    """TFLOP/s of products, and GB/s at which their matrices pass besides: of several shapes with both gradients."""
+    rows, times, dtype = [], [], DTYPES[precision]
+    for tokens, n, k in PRODUCTS:
+        x, y, w = (torch.randn(*shape).to(dtype) for shape in ((tokens, k), (tokens, n), (n, k)))
+        out = torch.empty_like(w)
+        calls = (lambda x=x, w=w: x @ w.t(), lambda y=y, w=w: y @ w, lambda x=x, y=y, o=out: torch.mm(y.t(), x, out=o))
+        for call, depth in zip(calls, (k, n, tokens), strict=True):
+            share = tile_share(tokens * n * k // depth, 1, depth, 1, 1)
+            rows.append((2.0 * tokens * n * k / share / 1e12, (x.nbytes + y.nbytes + w.nbytes) / 1e9))
+            times.append(time(call))
+    found = robust(np.array(rows), np.array(times), np.array(times))
+    return 1.0 / float(found[0]), min(1.0 / float(found[1]), 1e4)
+
+
+def attention_tflops(device: Device, precision: str, time: Callable[..., float]) -> float:
+    batch, heads, seq, width = (2, 6, 160, 64) if device.kind == "cpu" else (4, 16, 4096, 128)
+    shape = (batch, seq, heads, width)
+    dtype = DTYPES[precision]
+    q, k, v = (torch.randn(*shape, device=device.torch).to(dtype).requires_grad_() for _ in range(3))
+    grad = torch.randn_like(q).transpose(1, 2)
+
+    def both() -> None:
+        parts = (x.transpose(1, 2) for x in (q, k, v))
+        torch.autograd.grad(F.scaled_dot_product_attention(*parts, is_causal=True), (q, k, v), grad)
+
+    return 2.0 * batch * heads * width * seq * seq * (1 + ATTENTION_BACKWARD) / time(both) / 1e12
+
+
+def copy_gb_s(device: Device, time: Callable[..., float]) -> float:
+    x = torch.ones(1 << (24 if device.kind == "cpu" else 28), dtype=torch.float32, device=device.torch)
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / time(lambda: y.copy_(x)) / 1e9
+
+
+def contention(mesh: Mesh, device: Device, precision: str, time: Callable[..., float]) -> float:
+    """The share of a gradient bucket's all_reduce that products beside it lose: 0 where links work by themselves."""
+    group = mesh.data if not mesh.data.alone else mesh.world
+    bucket = torch.empty(BUCKET // 4, device=device.torch).zero_()
+    alone = time(lambda: group.all_reduce(bucket))
+    products = many_products(mesh, device, precision, 2 * alone)
+
+    def beside() -> None:
+        pending = group.all_reduce(bucket, wait=False)
+        products()
+        pending.wait()
+
+    return min(1.0, max(0.0, (time(beside) - time(products)) / alone))
+
+
+def wait(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
+    """How much longer an all_reduce takes between computations than after another one. Long enough to see what happens
+    once in a while, such as a thread that gets no core at once."""
+    small = torch.empty(SMALL // 4, device=device.torch).zero_()
+    products = many_products(mesh, device, precision, APART)
+
+    def meet() -> None:
+        mesh.world.all_reduce(small)
+
+    def between() -> None:
+        products()
+        meet()
+
+    apart, both, meeting = (timed(mesh.world, device, work, 10 * seconds) for work in (products, between, meet))
+    return max(0.0, both - apart - meeting)
+
+
+def many_products(mesh: Mesh, device: Device, precision: str, seconds: float) -> Callable[[], None]:
+    """Products that take about so long, as many on every rank."""
+    side = 384 if device.kind == "cpu" else 4096
+    a, b = (torch.randn(side, side, device=device.torch).to(DTYPES[precision]) for _ in range(2))
+    count = max(1, round(seconds / timed(mesh.world, device, lambda: a @ b, 0.05)))
+
+    def products() -> None:
+        for _ in range(count):
+            a @ b
+
+    return products
+
+
+def reference_config(device: Device, precision: str, shape: tuple[int, ...]) -> Config:
+    layers, hidden, seq, batch, vocab = shape
+    model = {"layers": layers, "hidden": hidden, "heads": hidden // 64, "seq": seq, "vocab": vocab}
+    return config_from({
+        "model": (LLAMA if device.kind != "cpu" else {"tied_embeddings": False}) | model,
+        "train": {"precision": precision, "micro_batch": batch, "global_batch": batch, "steps": 10**6},
+        "data": {"prefixes": ["made"]}, "run": {"device": device.kind}, "lr": {"schedule": "constant"},
+    })  # fmt: skip
+
+
+def reference_step(config: Config, device: Device, time: Callable[..., float]) -> tuple[float, float]:
+    """Seconds of a lone rank's forward and backward, and GB/s of the update with the gradient's norm before it."""
+    ctx = build_context(config, 0, 1, device, trains=True)
+    data = RandomTokens(config.model.vocab, config.model.seq)
+    trainer = Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
+    both = time(trainer.gradients)
+
+    sums = torch.ones(3, dtype=torch.float64, device=device.torch)
+
+    def update() -> None:
+        trainer.data_parallel.square_sum()
+        if trainer.runs_ahead:
+            trainer.optimizer.step_on_device(1e-9, sums, 1.0, 0.0)
+        else:
+            trainer.optimizer.step(1e-9, 1.0)
+
+    states = workload_of(config, 1).states
+    moved = states.grad + OPTIMIZER_BYTES + 2 * (states.master or states.param) + 2 * states.moments * states.moment
+    elements = sum(buffer.params.numel() for buffer in trainer.data_parallel.buffers)
+    rate = elements * (moved + states.param) / time(update) / 1e9
+    release(trainer)
+    device.empty_cache()
+    return both, rate
+
+
+def fit_steps(rates: Rates, configs: list[Config], steps: list[float]) -> Rates:
+    """The memory rate and, on a processor, the microseconds a kernel that give the reference steps' times, where
+    products and attention take what they take alone."""
+    free = replace(rates, step_gb_s=1e12, kernel_us=0.0)
+    nothing = replace(free, peak=dict.fromkeys(rates.peak, 1e12), product_gb_s=1e12, attention_tflops=1e12)
+    known = np.array([planned_seconds(c, lone_cluster(free)) for c in configs])
+    columns = [[planned_seconds(c, lone_cluster(replace(nothing, step_gb_s=1.0))) for c in configs]]
+    if rates.units == 1:
+        columns.append([planned_seconds(c, lone_cluster(replace(nothing, kernel_us=1.0))) for c in configs])
+    rows, measured = np.array(columns).T, np.array(steps)
+    found = robust(rows, np.maximum(measured - known, 0.01 * measured), measured)
+    error = float(np.median(np.abs(rows @ found + known - measured) / measured))
+    kernel = float(found[1]) if len(found) > 1 else 0.0
+    return replace(rates, step_gb_s=min(1 / float(found[0]), 1e4), kernel_us=kernel, step_error=error)
+
+
+def planned_seconds(config: Config, cluster: Cluster) -> float:
+    """Forward and backward of a step on one rank, by the planner."""
+    cost = predict_cost(workload_of(config, 1, 1), cluster, STACKS[OWN])
+    return sum(stage.forward + stage.backward for stage in cost.stages) * cost.workload.micro_batches

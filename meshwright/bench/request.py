@@ -1,0 +1,80 @@
+"""What `meshwright comm bench` is asked to measure, every part of it checked before ranks start. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.comm.ledger import WIRE
+from meshwright.errors import UserError, nearest
+from meshwright.layout.layout import AXES, Layout
+
+OPS = tuple(WIRE)
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "": 1}
+
+
+@dataclass(frozen=True)
+class Request:
+    layout: Layout
+    axes: tuple[str, ...]
+    ops: tuple[str, ...]
+    sizes: tuple[int, ...]  # payloads in bytes, ascending
+    seconds: float  # about, for each point
+    name: str = "measured"  # of the cluster
+    device: str = "auto"
+    backend: str = "auto"
+
+    @property
+    def node_size(self) -> int:
+        return self.layout.node_size or self.layout.world
+
+
+def parse_ops(text: str) -> tuple[str, ...]:
+    ops = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    for op in ops:
+        if op not in OPS:
+            raise UserError(f"--ops has the unknown op '{op}'{nearest(op, OPS)}: choose of {', '.join(OPS)}")
+    if not ops:
+        raise UserError(f"--ops is empty: choose of {', '.join(OPS)}")
+    return ops
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """`1K:64M` is 1 KiB, 2 KiB, ... 64 MiB; `1K,3M` is just these. Two at least, or nothing could be fitted."""
+    try:
+        if ":" in text:
+            first, last = (_bytes(part) for part in text.split(":"))
+            sizes = [first << n for n in range(64) if first << n <= last]
+        else:
+            sizes = sorted({_bytes(part) for part in text.split(",")})
+    except ValueError:
+        sizes = []
+    if len(sizes) < 2:
+        raise UserError(f"--sizes {text} is not two sizes or more: write e.g. 1K:64M (doubling) or 4K,1M,16M")
+    return tuple(sizes)
+
+
+def _bytes(text: str) -> int:
+    word = text.strip().upper().removesuffix("B").removesuffix("I")
+    unit = word[-1:] if word[-1:] in ("K", "M", "G") else ""
+    value = int(word.removesuffix(unit)) * UNITS[unit]
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def parse_axes(layout: Layout, text: str | None) -> tuple[str, ...]:
+    """The named axes, or all of more than one rank."""
+    if text is None:
+        axes = tuple(axis for axis in ("tp", "cp", "dp", "pp") if layout.size(axis) > 1)
+        if not axes:
+            raise UserError("a world of one rank has nobody to talk to: start 2 ranks or more")
+        return axes
+    axes = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    for axis in axes:
+        if axis not in AXES:
+            known = ", ".join(AXES)
+            raise UserError(f"--axis has the unknown axis '{axis}'{nearest(axis, AXES)}: choose of {known}")
+        if layout.size(axis) == 1:
+            sizes = ", ".join(f"{name}={layout.size(name)}" for name in AXES)
+            raise UserError(f"--axis {axis} has one rank, with nobody to talk to: choose a larger one of {sizes}")
+    return axes

@@ -1,0 +1,186 @@
+"""`meshwright comm bench`: every collective on the groups of a layout, and a profile of the machine for the planner."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from meshwright.bench.profile import as_yaml
+from meshwright.bench.request import OPS, Request, parse_axes, parse_ops, parse_sizes
+from meshwright.cli.layout import add_axes
+from meshwright.errors import UserError
+from meshwright.layout.layout import Layout
+from meshwright.plan.chart import Chart, png, svg
+from meshwright.plan.show import seconds, size, table
+
+EXAMPLES = """example:
+  meshwright comm bench --nproc 2 --out here.yaml --svg curves.svg
+  meshwright cost config.yaml --cluster here.yaml --devices 2        (the profile is a cluster of the planner)
+  meshwright comm bench --nproc 4 --tp 2 --pp 2 --node-size 2 --ops all_reduce,send --sizes 4K:16M
+  torchrun --nproc_per_node 8 -m meshwright comm bench --tp 8 --out node.yaml
+  srun -N 2 --ntasks-per-node 8 meshwright comm bench --tp 8 --out two-nodes.yaml
+
+algorithm is payload / time. bus is what a link carries: algorithm x 2(n-1)/n for all_reduce, x (n-1)/n for all_gather,
+reduce_scatter and all_to_all, x 1 for broadcast and send, on a group of n ranks. All groups of an axis run at once."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=["bench"], help="measure the links and ranks of a layout")
+    parser.add_argument("--nproc", type=int, metavar="N", help="local ranks to start (default: the GPUs, or 2)")
+    add_axes(parser)
+    parser.add_argument("--axis", metavar="AXIS,...", help="axes to measure (default: all of more than one rank)")
+    parser.add_argument("--ops", default=",".join(OPS), metavar="OP,...", help=f"of {', '.join(OPS)} (default: all)")
+    parser.add_argument("--sizes", default="1K:64M", metavar="A:B", help="payloads, doubling, or a list (1K:64M)")
+    parser.add_argument("--seconds", type=float, default=0.1, help="about how long to time each point (default 0.1)")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "npu"], help="default: auto")
+    parser.add_argument("--backend", default="auto", choices=["auto", "gloo", "nccl", "hccl"], help="default: auto")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the profile, a cluster for the planner")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw bus bandwidth over size")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="the same drawing as PNG")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(args: argparse.Namespace) -> int:
+    from meshwright.train.processes import find_place
+
+    place = find_place()
+    if place.launched:
+        if args.nproc is not None:
+            raise UserError("--nproc starts ranks, and this process is already one rank of a launcher: leave it out")
+        return as_rank(args, place.local_rank, place.world, place.local_world)
+    if args.nproc is not None and args.nproc < 2:
+        raise UserError(f"--nproc {args.nproc} leaves nobody to talk to: start 2 ranks or more")
+    check_outputs(args)
+    ranks = args.nproc or devices(args.device)
+    request = requested(args, ranks, ranks)
+    from meshwright.train.launch import launch, warm_up
+
+    warm_up()
+    from meshwright.device import check_machine
+
+    check_machine(args.device, args.backend, "fp32", ranks)
+    return launch(ranks, 0, bench, request, args.json, args.out, args.svg, args.png)
+
+
+def as_rank(args: argparse.Namespace, local_rank: int, world: int, local_world: int) -> int:
+    """Started by torchrun or srun. A mistake is the same on every rank, so one a machine says it."""
+    from meshwright.train.launch import guarded
+
+    try:
+        check_outputs(args)
+        request = requested(args, world, local_world)
+    except UserError:
+        if local_rank == 0:
+            raise
+        return 2
+    guarded(None, bench, request, args.json, args.out, args.svg, args.png)
+    return 0
+
+
+def devices(kind: str) -> int:
+    if kind == "cpu":
+        return 2
+    from meshwright import device
+
+    return max(2, device.count())
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    for name in ("out", "svg", "png"):
+        path = getattr(args, name)
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise UserError(f"--{name} {path} can't be written: name a file in a folder that exists")
+        if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            raise UserError(f"--{name} {path} can't be written: choose a place where you may write")
+
+
+def requested(args: argparse.Namespace, world: int, local_world: int) -> Request:
+    """What to measure, or the sentence why it can't be."""
+    ops, sizes = parse_ops(args.ops), parse_sizes(args.sizes)
+    if not 0 < args.seconds <= 60:
+        raise UserError(f"--seconds {args.seconds} must be above 0 and at most 60")
+    node_size = args.node_size if args.node_size is not None else local_world
+    layout = Layout(world, args.tp, args.pp, args.cp, args.ep, args.order, node_size)
+    if world % node_size:
+        raise UserError(f"--node-size {node_size} does not divide {world} ranks: nodes must be alike")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world
+    if sizes[-1] > memory // 8:
+        fix = "lower the upper end"
+        raise UserError(f"--sizes goes up to {size(sizes[-1])}, too much for {size(memory)} a rank: {fix}")
+    name = args.out.stem if args.out else "measured"
+    return Request(layout, parse_axes(layout, args.axis), ops, sizes, args.seconds, name, args.device, args.backend)
+
+
+def bench(request: Request, as_json: bool, out: Path | None, drawn: Path | None, painted: Path | None) -> None:
+    """One rank's whole bench; the first rank writes and prints."""
+    from meshwright.bench.comm import joined, measure
+
+    with joined(request) as (mesh, device, place):
+        found = measure(request, mesh, device, place.local_world)
+    if place.rank:
+        return
+    curves = chart(found)
+    pairs = ((out, lambda: as_yaml(found["cluster"]).encode()), (drawn, lambda: svg(curves).encode()),
+             (painted, lambda: png(curves)))  # fmt: skip
+    for path, make in pairs:
+        if path is not None:
+            try:
+                path.write_bytes(make())
+            except OSError as error:
+                raise UserError(f"cannot write {path} ({error.strerror}): name a file that can be written") from error
+            print(f"wrote {path}", file=sys.stderr, flush=True)
+    print(json.dumps(found | {"profile": out and str(out)}) if as_json else report(found), flush=True)
+
+
+def chart(found: dict[str, Any]) -> Chart:
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for p in found["points"]:
+        name = f"{p['axis']} {p['op']}".replace("_", "-")
+        lines.setdefault(name, []).append((float(p["payload"]), p["bus_gb_s"]))
+    title = f"{found['world']} ranks, {found['backend']}, {found['device']}"
+    return Chart(title, "payload", "bus GB/s", lines, tick=bytes_short)
+
+
+def bytes_short(value: float) -> str:
+    for letter, factor in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
+        if value >= factor:
+            return f"{value / factor:.3g}{letter}"
+    return f"{value:g}"
+
+
+def report(found: dict[str, Any]) -> str:
+    rates, cluster = found["rates"], found["cluster"]
+    blocks = [f"{found['world']} ranks, {found['node_size']} a node, {found['backend']}, {found['device']}"]
+    rows = [("axis", "op", "ranks", "payload", "time", "algorithm GB/s", "bus GB/s", "factor")]
+    for p in found["points"]:
+        gb_s = (f"{p[key]:.3f}" for key in ("algorithm_gb_s", "bus_gb_s"))
+        took = (size(p["payload"]), seconds(p["seconds"]))
+        rows.append((p["axis"], p["op"], str(p["ranks"]), *took, *gb_s, f"{p['bus_factor']:g}"))
+    blocks.append(table(rows, left=(0, 1)))
+    rows = [("links", "latency", "GB/s", "median error", "worst", "points")]
+    for name, link in found["links"].items():
+        if link:
+            errors = (f"{100 * link[key]:.1f} %" for key in ("error", "worst_error"))
+            latency = seconds(link["latency_us"] * 1e-6)
+            rows.append((name.replace("_", " "), latency, f"{link['gb_s']:.3f}", *errors, str(link["points"])))
+            for op, rate in link["gb_s_by_op"].items():
+                rows.append((f"  {op}", "", f"{rate:.3f}", "", "", ""))
+    blocks.append(table(rows))
+    peaks = ", ".join(f"{name} {1e3 * rate:.3g}" for name, rate in rates["peak"].items())
+    blocks.append(table([
+        ("a rank, while all work", ""), ("products, GFLOP/s", peaks),
+        ("products' matrices pass at, GB/s", f"{rates['product_gb_s']:.3g}"),
+        ("attention, GFLOP/s", f"{1e3 * rates['attention_tflops']:.3g}"), ("copy, GB/s", f"{rates['copy_gb_s']:.3g}"),
+        ("elementwise work of a step, GB/s", f"{rates['step_gb_s']:.3g}"),
+        ("optimizer, GB/s", f"{rates['optimizer_gb_s']:.3g}"),
+        ("beside its work a kernel takes", f"{rates['kernel_us']:.3g} us"),
+        ("a collective between computations takes longer by", f"{rates['wait_us']:.3g} us"),
+        ("of a hidden reduction, compute loses", f"{100 * rates['contention']:.0f} %"),
+        ("reference steps, median error", f"{100 * rates['step_error']:.1f} %"),
+    ]))  # fmt: skip
+    blocks.append(f"cluster '{cluster['name']}': --out FILE saves it for meshwright cost, plan and simulate")
+    return "\n\n".join(blocks)

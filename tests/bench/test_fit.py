@@ -1,0 +1,100 @@
+"""The fit behind `meshwright comm bench`: known links come back, factors are right, and what it makes is a cluster."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from meshwright.bench.fit import Link, Point, fit_links, hops
+from meshwright.bench.profile import as_yaml, cluster_fields
+from meshwright.bench.rates import Rates
+from meshwright.bench.request import OPS, parse_sizes
+from meshwright.comm.ledger import bus_factor
+from meshwright.config.load import parse_yaml
+from meshwright.plan.cluster import cluster_from, load_cluster
+from meshwright.plan.efficiency import START, collective_seconds
+
+RATES = Rates(
+    "cpu", "fp32", 1, {"fp32": 0.06, "bf16": 0.001}, product_gb_s=5.0, attention_tflops=0.02, copy_gb_s=10.0,
+    step_gb_s=4.0, kernel_us=8.0, optimizer_gb_s=6.0, contention=0.6, wait_us=0.0, step_error=0.03,
+    memory_gib=8.0, host_gib=16.0,
+)  # fmt: skip
+SIZES = parse_sizes("1K:64M")
+
+
+def times(latency: float, rate: float, ranks: int, per_node: int, near: float = 0.0, noise: float = 0.0) -> list[Point]:
+    """All ops by the formula, reduce_scatter at a third of the rate; single times are four times too long."""
+    rng, points = random.Random(1), []
+    for op in OPS:
+        inside, across = hops(op, ranks, per_node)
+        for n, size in enumerate(SIZES):
+            own = rate / 3 if op == "reduce_scatter" else rate
+            hop = inside * near + across * latency if per_node < ranks else inside * latency
+            seconds = START + hop + size * bus_factor(op, ranks) / own / (per_node if per_node < ranks else 1)
+            seconds *= rng.uniform(1 - noise, 1 + noise) * (4.0 if noise and n % 8 == 3 else 1.0)
+            points.append(Point("dp", op, ranks, per_node, size, seconds))
+    return points
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_known_links_come_back_through_noise(ranks: int) -> None:
+    inside, across = fit_links(times(200e-6, 1.5e9, ranks, ranks, noise=0.1))
+    assert across is None and inside is not None
+    assert inside.latency == pytest.approx(200e-6, rel=0.15)
+    assert inside.rate == inside.rates["all_reduce"] == pytest.approx(1.5e9, rel=0.15)
+    assert inside.rates["reduce_scatter"] == pytest.approx(0.5e9, rel=0.15)
+    assert inside.error < 0.1 and inside.worst > 0.5 and inside.points == len(OPS) * len(SIZES)
+
+
+def test_both_classes_of_links() -> None:
+    near, far = times(100e-6, 2e9, 2, 2), times(900e-6, 0.2e9, 4, 2, near=100e-6)
+    inside, across = fit_links(near + far)
+    assert inside is not None and across is not None
+    assert (inside.latency, inside.rate) == (pytest.approx(100e-6, rel=1e-3), pytest.approx(2e9, rel=1e-3))
+    assert (across.latency, across.rate) == (pytest.approx(900e-6, rel=1e-3), pytest.approx(0.2e9, rel=1e-3))
+    assert across.error < 1e-3
+    cluster = cluster_from(cluster_fields("two", RATES, 2, inside, across), "x")
+    for p in near + far:
+        if p.op != "broadcast":  # which no step of the planner's has
+            seen = collective_seconds(cluster, p.op, p.payload, p.ranks, p.per_node)
+            assert seen == pytest.approx(p.seconds, rel=0.12), p
+
+
+def test_a_rate_that_cannot_be_told_is_not_below_zero() -> None:
+    points = [Point("dp", "all_reduce", 2, 2, size, 1e-3 - 1e-9 * size) for size in (1024, 2048, 4096)]
+    inside, _ = fit_links(points)
+    assert inside is not None and inside.rate > 0 and inside.latency == pytest.approx(0.5e-3, rel=0.05)
+
+
+def test_bus_factors() -> None:
+    for n in (2, 4, 16):
+        assert bus_factor("all_reduce", n) == 2 * (n - 1) / n
+        assert {bus_factor(op, n) for op in ("all_gather", "reduce_scatter", "all_to_all")} == {(n - 1) / n}
+        assert bus_factor("broadcast", n) == bus_factor("send", n) == 1
+    point = Point("dp", "all_reduce", 4, 4, 4_000_000, 1e-3)
+    assert point.algorithm_gb_s == pytest.approx(4.0) and point.bus_gb_s == pytest.approx(6.0)
+
+
+def test_sizes() -> None:
+    assert parse_sizes("1K:8KiB") == (1024, 2048, 4096, 8192)
+    assert parse_sizes("4, 1M,2k") == (4, 2048, 2**20)
+
+
+def test_the_profile_is_a_cluster_whose_rates_are_the_measured_ones() -> None:
+    link = Link(150e-6, {"all_reduce": 1e9, "all_gather": 0.8e9, "reduce_scatter": 0.25e9}, 0.05, 0.2, 51)
+    fields = cluster_fields("here", RATES, 2, link, None)
+    cluster = cluster_from(parse_yaml(as_yaml(fields), "here.yaml"), "here.yaml")
+    assert cluster == cluster_from(fields, "x")
+    assert cluster.memory_rate == pytest.approx(4e9) and cluster.optimizer_rate == pytest.approx(6e9)
+    assert cluster.device.kernel_us == 8.0 and cluster.efficiency.contention == 0.6
+    once = collective_seconds(cluster, "reduce_scatter", 2**24, 2, 2)
+    assert once == pytest.approx(START + 150e-6 + 2**23 / 0.25e9)
+    assert collective_seconds(cluster, "all_gather", 2**24, 2, 1) == pytest.approx(START + 300e-6 + 2**23 / 0.8e9)
+    assert "not measured" in cluster.sources["network"] and "51 points" in cluster.sources["link"]
+
+
+def test_shipped_clusters_have_none_of_what_only_a_profile_knows() -> None:
+    cluster = load_cluster("h100-80g-dgx")
+    assert cluster.optimizer_rate == cluster.memory_rate and not cluster.ops
+    assert cluster.device.kernel_us == cluster.efficiency.contention == 0.0

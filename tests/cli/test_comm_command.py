@@ -1,0 +1,115 @@
+"""`meshwright comm bench` on Gloo ranks: its document, its profile in the planner, its drawing, its mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.bench.request import OPS
+from meshwright.cli.main import main
+from meshwright.plan.cluster import load_cluster
+
+CONFIG = """
+model: {layers: 2, hidden: 64, heads: 2, vocab: 512, seq: 64}
+train: {global_batch: 4}
+"""
+
+
+def command(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    quick = ("comm", "bench", "--device", "cpu", "--seconds", "0.002")
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "meshwright", *quick, *words],
+        capture_output=True, text=True, timeout=180, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def document(*words: str) -> dict[str, Any]:
+    done = command("--json", *words)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_two_ranks_all_ops_and_a_profile_that_the_planner_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, drawn = tmp_path / "here.yaml", tmp_path / "curves.svg"
+    found = document("--nproc", "2", "--sizes", "1K:64K", "--out", str(out), "--svg", str(drawn))
+    assert {p["op"] for p in found["points"]} == set(OPS) and len(found["points"]) == 7 * len(OPS)
+    for p in found["points"]:
+        assert p["axis"] == "dp" and p["ranks"] == 2 and p["link"] == "in_node" and p["seconds"] > 0
+        assert p["algorithm_gb_s"] == pytest.approx(p["payload"] / p["seconds"] / 1e9)
+        assert p["bus_gb_s"] == pytest.approx(p["algorithm_gb_s"] * p["bus_factor"])
+    for op, counts in found["ledger"]["dp"].items():
+        assert counts["calls"] >= 7 * 6 and 0 < counts["wire_bytes"] <= counts["payload_bytes"], op
+    assert set(found["ledger"]["dp"]) == set(OPS)
+    link = found["links"]["in_node"]
+    assert link["latency_us"] > 0 and link["points"] == 42 and found["links"]["across_nodes"] is None
+    assert found["rates"]["peak"]["fp32"] > 0 and 0 <= found["rates"]["contention"] <= 1
+    cluster = load_cluster(str(out))
+    assert cluster.name == "here" and cluster.node.devices == 2
+    assert cluster.node.link_gb_s == pytest.approx(link["gb_s"])
+    assert drawn.read_text().startswith("<svg") and "dp all-to-all" in drawn.read_text()
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    assert main(["cost", str(tmp_path / "config.yaml"), "--cluster", str(out), "--devices", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_time_s"] > 0
+
+
+def test_four_ranks_on_two_nodes_have_both_classes_of_links() -> None:
+    words = "--nproc 4 --pp 2 --node-size 2 --axis dp,pp --ops all_reduce,send --sizes 1K:4K"
+    found = document(*words.split())
+    assert {(p["axis"], p["link"]) for p in found["points"]} == {("dp", "in_node"), ("pp", "across_nodes")}
+    assert all(found["links"][name]["points"] == 6 for name in ("in_node", "across_nodes"))
+    assert found["node_size"] == 2 and found["layout"]["pp"] == 2
+    assert set(found["ledger"]) == {"dp", "pp"}
+
+
+@pytest.mark.wide
+def test_as_ranks_of_torchrun(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    done = command("--sizes", "1K:4K", "--ops", "all_gather", "--out", str(tmp_path / "a.yaml"), launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 ranks, 2 a node, gloo, cpu") == 1 and "all_gather" in done.stdout
+    assert load_cluster(str(tmp_path / "a.yaml")).node.devices == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--ops all_reduc", "unknown op 'all_reduc' (did you mean 'all_reduce'?)"),
+        ("--ops ,", "--ops is empty"),
+        ("--sizes 1K", "--sizes 1K is not two sizes"),
+        ("--sizes 64M:1K", "--sizes 64M:1K is not two sizes"),
+        ("--sizes a:b", "write e.g. 1K:64M"),
+        ("--sizes 1K:4096G", "too much for"),
+        ("--nproc 1", "--nproc 1 leaves nobody to talk to"),
+        ("--nproc 3 --tp 2", "world=3 is not divisible by tp*cp*pp=2*1*1=2"),
+        ("--nproc 4 --tp 4 --axis dp", "--axis dp has one rank"),
+        ("--nproc 4 --axis tpp", "unknown axis 'tpp' (did you mean 'tp'?)"),
+        ("--nproc 4 --node-size 3", "--node-size 3 does not divide 4 ranks"),
+        ("--nproc 2 --seconds 0", "--seconds 0.0 must be above 0"),
+        ("--nproc 2 --out nowhere/a.yaml", "can't be written: name a file in a folder that exists"),
+        ("--nproc 2 --svg .", "--svg . can't be written"),
+        ("--nproc 2 --backend mpi", "invalid choice: 'mpi'"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_sentence_before_ranks_start(
+    words: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["comm", "bench", "--device", "cpu", *words.split()]) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["comm", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert "meshwright comm bench --nproc 2 --out here.yaml" in text and "2(n-1)/n for all_reduce" in text
