@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from meshwright.bench.profile import as_yaml
 from meshwright.bench.request import OPS, Request, parse_axes, parse_ops, parse_sizes
+from meshwright.cli.files import write
 from meshwright.cli.layout import add_axes
 from meshwright.errors import UserError
 from meshwright.layout.layout import Layout
@@ -124,15 +124,9 @@ def bench(request: Request, as_json: bool, out: Path | None, drawn: Path | None,
     if place.rank:
         return
     curves = chart(found)
-    pairs = ((out, lambda: as_yaml(found["cluster"]).encode()), (drawn, lambda: svg(curves).encode()),
-             (painted, lambda: png(curves)))  # fmt: skip
-    for path, make in pairs:
-        if path is not None:
-            try:
-                path.write_bytes(make())
-            except OSError as error:
-                raise UserError(f"cannot write {path} ({error.strerror}): name a file that can be written") from error
-            print(f"wrote {path}", file=sys.stderr, flush=True)
+    write(out, lambda: as_yaml(found["cluster"]))
+    write(drawn, lambda: svg(curves))
+    write(painted, lambda: png(curves))
     print(json.dumps(found | {"profile": out and str(out)}) if as_json else report(found), flush=True)
 
 
