@@ -27,7 +27,7 @@ def data_of(case: Case) -> Made:
 def reference_of(case: Case) -> Reference:
     """What one process finds; cases that differ in their layout alone share it."""
     exact, single = case.alone("fp64"), case.alone("fp32")
-    key = repr((exact, case.data))
+    key = repr((exact, single, case.data))
     if key not in _REFERENCES:
         _REFERENCES[key] = solo(small_config(**exact), small_config(**single), data_of(case))
     return _REFERENCES[key]

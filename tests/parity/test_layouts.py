@@ -22,6 +22,7 @@ def test_the_matrix_is_whole_and_valid() -> None:
     """Every case may run, and every way to cut the ranks is among them."""
     for case in CASES:
         check(small_config(**case.sections("fp64")), case.world)
+        check(small_config(**case.sections("fp32")), case.world)
         check(small_config(**case.alone("fp64")), 1)
     cuts = {(c.world, c.dp, c.tp, c.pp) for c in CASES if not c.label}
     assert len(cuts) == 1 + 3 + 6 + 10 and all(dp * tp * pp == world for world, dp, tp, pp in cuts)
