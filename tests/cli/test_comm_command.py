@@ -61,6 +61,7 @@ def test_two_ranks_all_ops_and_a_profile_that_the_planner_takes(
     assert json.loads(capsys.readouterr().out)["step_time_s"] > 0
 
 
+@pytest.mark.wide
 def test_four_ranks_on_two_nodes_have_both_classes_of_links() -> None:
     words = "--nproc 4 --pp 2 --node-size 2 --axis dp,pp --ops all_reduce,send --sizes 1K:4K"
     found = document(*words.split())
