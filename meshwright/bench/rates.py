@@ -42,7 +42,9 @@ APART = 8e-3  # seconds from one such to the next
 # (tokens, n, k) of a processor's products.
 PRODUCTS = ((96, 320, 320), (96, 2560, 640), (160, 640, 2560), (192, 1280, 320), (320, 320, 1280), (384, 4096, 384))
 # (layers, hidden, seq, sequences, vocabulary) of the reference models.
-REFERENCE = ((2, 128, 96, 1, 1024), (2, 192, 160, 2, 3072), (3, 320, 192, 2, 2048), (2, 448, 320, 1, 6144))
+REFERENCE = (
+    (2, 64, 32, 1, 256), (2, 128, 256, 4, 512), (2, 192, 160, 2, 3072), (3, 320, 192, 2, 2048), (2, 448, 320, 1, 6144)
+)  # fmt: skip
 LARGE = ((4, 2048, 2048, 4, 32768),)  # on an accelerator
 
 

@@ -151,7 +151,7 @@ def report(found: dict[str, Any]) -> str:
     blocks = [f"{found['world']} ranks, {found['node_size']} a node, {found['backend']}, {found['device']}"]
     rows = [("axis", "op", "ranks", "payload", "time", "algorithm GB/s", "bus GB/s", "factor")]
     for p in found["points"]:
-        gb_s = (f"{p[key]:.3f}" for key in ("algorithm_gb_s", "bus_gb_s"))
+        gb_s = (f"{p[key]:.3g}" for key in ("algorithm_gb_s", "bus_gb_s"))
         took = (size(p["payload"]), seconds(p["seconds"]))
         rows.append((p["axis"], p["op"], str(p["ranks"]), *took, *gb_s, f"{p['bus_factor']:g}"))
     blocks.append(table(rows, left=(0, 1)))
@@ -160,9 +160,9 @@ def report(found: dict[str, Any]) -> str:
         if link:
             errors = (f"{100 * link[key]:.1f} %" for key in ("error", "worst_error"))
             latency = seconds(link["latency_us"] * 1e-6)
-            rows.append((name.replace("_", " "), latency, f"{link['gb_s']:.3f}", *errors, str(link["points"])))
+            rows.append((name.replace("_", " "), latency, f"{link['gb_s']:.3g}", *errors, str(link["points"])))
             for op, rate in link["gb_s_by_op"].items():
-                rows.append((f"  {op}", "", f"{rate:.3f}", "", "", ""))
+                rows.append((f"  {op}", "", f"{rate:.3g}", "", "", ""))
     blocks.append(table(rows))
     peaks = ", ".join(f"{name} {1e3 * rate:.3g}" for name, rate in rates["peak"].items())
     blocks.append(table([

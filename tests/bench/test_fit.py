@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,11 @@ from meshwright.bench.request import OPS, parse_sizes
 from meshwright.comm.ledger import bus_factor
 from meshwright.config.load import parse_yaml
 from meshwright.plan.cluster import cluster_from, load_cluster
+from meshwright.plan.cost import predict_cost
 from meshwright.plan.efficiency import START, collective_seconds
+from meshwright.plan.job import planned
+from meshwright.plan.stack import OWN, STACKS
+from meshwright.plan.workload import Parallel, Workload
 
 RATES = Rates(
     "cpu", "fp32", 1, {"fp32": 0.06, "bf16": 0.001}, product_gb_s=5.0, attention_tflops=0.02, copy_gb_s=10.0,
@@ -94,7 +100,33 @@ def test_the_profile_is_a_cluster_whose_rates_are_the_measured_ones() -> None:
     assert "not measured" in cluster.sources["network"] and "51 points" in cluster.sources["link"]
 
 
+def test_what_a_profile_knows_makes_steps_longer() -> None:
+    """Each of the fields that only a profile has, alone, and where its time goes."""
+    link = Link(150e-6, {"all_reduce": 1e9}, 0.05, 0.2, 51)
+    cluster = cluster_from(cluster_fields("here", replace(RATES, contention=0.0, kernel_us=0.0), 2, link, None), "x")
+    model = planned("gpt2-124m", as_run=False).config.model
+    data, tensor = (Workload(model, Parallel(2, tp=tp), 1, 2, "fp32", node_size=2) for tp in (1, 2))
+    before = {w: predict_cost(w, cluster, STACKS[OWN]).step_s for w in (data, tensor)}
+
+    def longer(workload: Workload, **parts: Any) -> float:
+        return predict_cost(workload, replace(cluster, **parts), STACKS[OWN]).step_s - before[workload]
+
+    waits = {"node": replace(cluster.node, wait_us=1000.0)}
+    # Per micro-batch four in each of 12 blocks, two at the ends, three small ones; two once a step.
+    assert longer(tensor, **waits) == pytest.approx(1e-3 * (2 * (4 * 12 + 2 + 3) + 2), rel=1e-6)
+    assert longer(data, **waits) == pytest.approx(1e-3 * (2 + 1 - 0.928 + 0.0743 * 0.928), rel=1e-6)
+    kernels = {"device": replace(cluster.device, kernel_us=10.0)}
+    assert longer(tensor, **kernels) == pytest.approx(2 * 3 * 1e-5 * (24 * 12 + 8 + 4), rel=1e-6)
+    busy = {"efficiency": replace(cluster.efficiency, contention=1.0)}
+    assert longer(tensor, **busy) == 0.0 and longer(data, **busy) > 0.1 * collective_seconds(
+        cluster, "all_reduce", 4 * 124e6, 2, 2
+    )
+    slow = {"efficiency": replace(cluster.efficiency, optimizer=0.06)}
+    assert longer(data, **slow) == pytest.approx(9 * 124e6 * 34 / 6e9, rel=0.02)
+
+
 def test_shipped_clusters_have_none_of_what_only_a_profile_knows() -> None:
     cluster = load_cluster("h100-80g-dgx")
     assert cluster.optimizer_rate == cluster.memory_rate and not cluster.ops
-    assert cluster.device.kernel_us == cluster.efficiency.contention == 0.0
+    assert cluster.device.kernel_us == cluster.device.product_gb_s == cluster.efficiency.contention == 0.0
+    assert cluster.node.wait_us == 0.0
