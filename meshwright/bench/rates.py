@@ -39,6 +39,7 @@ from meshwright.train.step import Trainer
 BUCKET = 25 * 2**20  # bytes of gradients that are reduced at once, as comm.bucket_mib
 SMALL = 64 * 2**10  # bytes of a collective between computations
 APART = 8e-3  # seconds from one such to the next
+LONGER = 10  # times as long are those timed where a thread may get no core at once, which happens only now and then
 # (tokens, n, k) of a processor's products.
 PRODUCTS = ((96, 320, 320), (96, 2560, 640), (160, 640, 2560), (192, 1280, 320), (320, 320, 1280), (384, 4096, 384))
 # (layers, hidden, seq, sequences, vocabulary) of the reference models.
@@ -96,7 +97,7 @@ def measure_rates(mesh: Mesh, device: Device, local_world: int, seconds: float, 
     memory = host / local_world if device.kind == "cpu" else device.memory_bytes()
     rates = Rates(
         device.name, precision, units, peak, passing, attention, copy, copy, 0.0, optimizer,
-        contention(mesh, device, precision, time), 1e6 * wait(mesh, device, precision, seconds), 0.0,
+        contention(mesh, device, precision, seconds), 1e6 * wait(mesh, device, precision, seconds), 0.0,
         memory / 2**30, host / 2**30,
     )  # fmt: skip
     return fit_steps(rates, configs, steps)
@@ -145,11 +146,11 @@ def copy_gb_s(device: Device, time: Callable[..., float]) -> float:
     return 2 * x.nbytes / time(lambda: y.copy_(x)) / 1e9
 
 
-def contention(mesh: Mesh, device: Device, precision: str, time: Callable[..., float]) -> float:
+def contention(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
     """The share of a gradient bucket's all_reduce that products beside it lose: 0 where links work by themselves."""
     group = mesh.data if not mesh.data.alone else mesh.world
     bucket = torch.empty(BUCKET // 4, device=device.torch).zero_()
-    alone = time(lambda: group.all_reduce(bucket))
+    alone = timed(mesh.world, device, lambda: group.all_reduce(bucket), LONGER * seconds)
     products = many_products(mesh, device, precision, 2 * alone)
 
     def beside() -> None:
@@ -157,12 +158,12 @@ def contention(mesh: Mesh, device: Device, precision: str, time: Callable[..., f
         products()
         pending.wait()
 
-    return min(1.0, max(0.0, (time(beside) - time(products)) / alone))
+    both, apart = (timed(mesh.world, device, work, LONGER * seconds) for work in (beside, products))
+    return min(1.0, max(0.0, (both - apart) / alone))
 
 
 def wait(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
-    """How much longer an all_reduce takes between computations than after another one. Long enough to see what happens
-    once in a while, such as a thread that gets no core at once."""
+    """How much longer an all_reduce takes between computations than after another one."""
     small = torch.empty(SMALL // 4, device=device.torch).zero_()
     products = many_products(mesh, device, precision, APART)
 
@@ -173,7 +174,7 @@ def wait(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
         products()
         meet()
 
-    apart, both, meeting = (timed(mesh.world, device, work, 10 * seconds) for work in (products, between, meet))
+    apart, both, meeting = (timed(mesh.world, device, work, LONGER * seconds) for work in (products, between, meet))
     return max(0.0, both - apart - meeting)
 
 
