@@ -113,9 +113,12 @@ class Watchdog:
             thread.join(waits)
             if self._alarmed.is_set():  # this error is only how the end of the other ranks looks from here
                 thread.join(2 * self.grace + 4.0)
+        silent = any(thread.is_alive() for thread in self._threads)  # only a store that does not answer holds one up
         self._threads = []
         if isinstance(error, CommError):
             self._write_flight(self.state())
+            if silent:
+                self._end(f"{error}; {self._store_silence()}")
 
     def __enter__(self) -> Watchdog:
         return self.start()
@@ -231,13 +234,16 @@ class Watchdog:
     def _speak_alone(self, call: Call | None) -> None:
         """For a rank that can't ask the others."""
         assert call is not None
+        what = f"{call.describe()} of ranks {list(call.ranks)[:16]} did not end within {self.timeout:g} s"
+        self._write_flight(self.state())
+        self._end(f"{what} on rank {self.rank}; {self._store_silence()}")
+
+    def _store_silence(self) -> str:
         if self.keeper is not None and self.keeper != self.rank and self._store is not None:
             why = f"rank {self.keeper}, which keeps the ranks' store, does not answer (stopped or dead)"
         else:
             why = "there is no store that answers"
-        what = f"{call.describe()} of ranks {list(call.ranks)[:16]} did not end within {self.timeout:g} s"
-        self._write_flight(self.state())
-        self._end(f"{what} on rank {self.rank}; {why}, so the other ranks can't be asked")
+        return f"{why}, so the other ranks can't be asked"
 
     def _end(self, message: str | None, store: Store | None = None) -> None:
         """Writes the message, tells the others and ends the process at once: its main thread can't do it."""

@@ -77,6 +77,24 @@ def test_a_stopped_rank_that_keeps_the_store_is_named_by_all_others(tmp_path: Pa
         assert "rank 0, which keeps the ranks' store, does not answer (stopped or dead)" in end.stderr
 
 
+def stopped_while_another_leaves(mesh: Mesh) -> None:
+    """Rank 2 ends as its watchdog would end it, just before rank 1's own limit."""
+    warm(mesh)
+    if mesh.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if mesh.rank == 2:
+        time.sleep(2.0)
+        os._exit(EXIT_CODE)
+    mesh.world.all_reduce(torch.ones(4))
+
+
+def test_a_stopped_keeper_of_the_store_is_named_also_where_the_call_fails_first(tmp_path: Path) -> None:
+    end = run_hanging(3, stopped_while_another_leaves, tmp_path, timeout=20.0, stopped=0)[1]
+    assert end.code == EXIT_CODE and end.seconds < 2.0 + SLACK, end
+    assert "all_reduce number 2 over world" in end.stderr and "another rank has probably stopped" in end.stderr
+    assert "rank 0, which keeps the ranks' store, does not answer (stopped or dead)" in end.stderr
+
+
 def crossed(mesh: Mesh) -> None:
     warm(mesh)
     first, second = (mesh.tp, mesh.world) if mesh.rank == 0 else (mesh.world, mesh.tp)
