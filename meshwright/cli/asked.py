@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from meshwright.plan import job as jobs
-from meshwright.plan.cluster import Cluster
-from meshwright.plan.stack import Stack
+from meshwright.plan.cluster import Cluster, known_clusters
+from meshwright.plan.stack import OWN, STACKS, Stack
 from meshwright.plan.workload import Workload
 
 
@@ -15,15 +15,15 @@ def job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="key=value", help="config keys, as for train")
 
 
-def cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="a cluster that ships, or its YAML file")
-    parser.add_argument("--stack", metavar="NAME", help="the software stack (default: compiled, as Meshwright is)")
+def cluster_arguments(parser: argparse.ArgumentParser, default: str = OWN) -> None:
+    parser.add_argument("--cluster", metavar="NAME|FILE", help=f"a YAML file, or one of {', '.join(known_clusters())}")
+    parser.add_argument("--stack", metavar="NAME", help=f"the software stack: {', '.join(STACKS)} (default: {default})")
 
 
 def step_arguments(parser: argparse.ArgumentParser) -> None:
     """Of a command about one step of one layout."""
     job_arguments(parser)
-    cluster_arguments(parser)
+    cluster_arguments(parser, f"that of the preset's published run, else {OWN}")
     parser.add_argument("--devices", type=int, metavar="N", help="number of devices")
     parser.add_argument("--layout", default="", metavar="tp=8,pp=16,...", help="the layout, in short words")
 

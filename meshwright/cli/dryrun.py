@@ -40,7 +40,9 @@ planned nearly: the ratio is planned / run."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_arguments(parser)
-    parser.add_argument("--world", type=int, metavar="N", help="number of ranks (default: the preset's run's)")
+    parser.add_argument(
+        "--world", type=int, metavar="N", help="number of ranks (default: the preset's run's, else tp x cp x pp)"
+    )
     parser.add_argument("--ranks", metavar="R,R,...", help="which ranks to run (default: first, middle and last)")
     parser.add_argument("--layout", default="", metavar="tp=8,pp=16,...", help="the layout, in short words")
     parser.add_argument("--micro-batches", type=int, metavar="M", help="of a rank (default: as the global batch says)")

@@ -11,7 +11,7 @@ from meshwright.errors import UserError
 
 EXAMPLES = """example:
   meshwright eval runs/demo --samples 64
-  meshwright eval runs/demo@100 --data data/other --nproc 2 layout.tp=2 --json"""
+  meshwright eval runs/mine@100 --data data/other --nproc 2 layout.tp=2 --json"""
 MIXED = True
 
 

@@ -13,7 +13,7 @@ from meshwright.errors import UserError
 
 EXAMPLES = """example:
   meshwright generate runs/demo --prompt "def main(" --max-tokens 64
-  meshwright generate runs/demo@100 --prompt-tokens 5,17,2 --temperature 0.8 --top-p 0.9 --nproc 2 --json"""
+  meshwright generate runs/mine@100 --prompt-tokens 5,17,2 --temperature 0.8 --top-p 0.9 --nproc 2 --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

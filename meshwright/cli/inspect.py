@@ -15,7 +15,7 @@ from meshwright.data.progress import Progress
 
 EXAMPLES = """example:
   meshwright inspect runs/demo
-  meshwright inspect runs/demo@1000 --json
+  meshwright inspect runs/mine@1000 --json
   meshwright inspect runs/demo/checkpoints/step-00001000 --no-verify"""
 
 

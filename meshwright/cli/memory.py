@@ -22,7 +22,9 @@ EXAMPLES = """example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_arguments(parser)
-    parser.add_argument("--world", type=int, metavar="N", help="number of ranks (default: tp x cp x pp)")
+    parser.add_argument(
+        "--world", type=int, metavar="N", help="number of ranks (default: the preset's run's, else tp x cp x pp)"
+    )
     parser.add_argument("--rank", type=int, metavar="R", help="this rank (default: the one with the largest peak)")
     parser.add_argument("--json", action="store_true", help="print one JSON document, integers in bytes")
 

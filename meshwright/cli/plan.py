@@ -31,7 +31,8 @@ EXAMPLES = """example:
   meshwright plan mt-nlg-530b --cluster a100-80g-dgx --devices 4480 --global-batch 1920 --html plan.html
   meshwright plan config.yaml --cluster a100-40g-dgx --devices 64 --global-batch 512 --fit 36 --json
 
-A key of the layout that is given stays fixed, e.g. layout.tp=8, recompute.mode=full or zero.stage=1."""
+A key of the layout that is given here stays fixed, e.g. layout.tp=8, recompute.mode=full or zero.stage=1; a config
+file's own are searched like the rest."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq", type=int, metavar="S", help="tokens of a sequence (default: the model's)")
     parser.add_argument("--fit", type=float, default=0.0, metavar="GiB", help="memory to fit (default: the device's)")
     parser.add_argument("--top", type=int, default=10, metavar="K", help="how many to show (default 10)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the best layout's config (default NAME-plan.yaml)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the best layout's config (default NAME-plan.yaml; with --json none)"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report that needs no network")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 

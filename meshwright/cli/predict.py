@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.files import write
-from meshwright.plan.predict import Prediction, predict_file, predictions_csv
+from meshwright.plan.predict import NEEDED, Prediction, predict_file, predictions_csv
 from meshwright.plan.show import percent, table
 
 EXAMPLES = """example:
@@ -20,7 +20,8 @@ an empty precision fp16. Rows that can't be taken say why in the column `reason`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--csv", type=Path, required=True, metavar="FILE", help="a table of runs, one a line")
+    columns = f"a table of runs, one a line; needed columns: {', '.join(NEEDED)}"
+    parser.add_argument("--csv", type=Path, required=True, metavar="FILE", help=columns)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the predictions here, as CSV")
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON document")
 

@@ -18,12 +18,13 @@ from meshwright.plan.show import percent, table
 from meshwright.plan.workload import Parallel, Workload, states_of
 
 MIXED = True
+SEARCHED = ("layout.", "pipeline.", "zero.stage", "recompute.", "train.global_batch", "train.micro_batch")
 EXAMPLES = """example:
   meshwright scaling llama3-8b --cluster h100-80g-dgx --devices 8:1024
   meshwright scaling gpt3-175b --cluster a100-80g-dgx --devices 64:4096 --mode strong --png curve.png
 
 Weak: the batch grows with the devices, from --global-batch (default one sequence for each) on the smallest number.
-Strong: it stays --global-batch (default 2048)."""
+Strong: it stays --global-batch (default 2048). The layouts of each point are searched, as `meshwright plan` does."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +43,10 @@ def run(args: argparse.Namespace) -> int:
     cluster = jobs.cluster_for(job, args.cluster)
     stack = jobs.stack_named(args.stack)
     counts = device_counts(args.devices)
+    searched = [word for word in args.words if word.startswith(SEARCHED)]
+    if searched:
+        why = "scaling searches layouts itself, and has --global-batch"
+        raise UserError(f"{searched[0]} would have no effect: leave it out ({why})")
     if args.global_batch is not None and args.global_batch < 1:
         raise UserError(f"--global-batch {args.global_batch} must be at least 1")
     found: dict[str, list[Point]] = {}

@@ -26,7 +26,8 @@ Open a trace at https://ui.perfetto.dev; each --what-if is tried by itself, and 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     step_arguments(parser)
-    parser.add_argument("--what-if", action="append", default=[], metavar="CHANGE", help="see the examples")
+    changes = "slow-link=0.5, slow-network=0.5, slow-rank=RANK:0.7 or fewer-nodes=1"
+    parser.add_argument("--what-if", action="append", default=[], metavar="CHANGE", help=changes)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the drawing")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
     parser.add_argument("--json", action="store_true", help="print one JSON document")

@@ -35,9 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH[@STEP]",
         help="a run or checkpoint to start from: its weights for a new run, all of its state within the same run",
     )
-    parser.add_argument(
-        "--restarts", type=int, default=0, help="times to start again from the last checkpoint when a rank dies"
-    )
+    again = "times to start again from the last checkpoint when a rank dies (under torchrun: its --max-restarts)"
+    parser.add_argument("--restarts", type=int, default=0, metavar="N", help=again)
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON document")
     parser.add_argument("--nproc", type=int, help="local ranks to start (default: the number of GPUs, or 1)")
 

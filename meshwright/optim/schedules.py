@@ -17,6 +17,7 @@ def learning_rate(config: Config, step: int) -> float:
     if c.schedule == "wsd":
         length = c.decay or max(1, steps // 10)
         begin = max(c.warmup, steps - length)
+        length = max(1, steps - begin)  # a warm-up that reaches into the decay shortens it
     else:
         begin = c.warmup
         length = c.decay or max(1, steps - c.warmup)

@@ -54,6 +54,8 @@ def test_wsd_holds_and_then_falls() -> None:
     assert found[85] == pytest.approx((PEAK + LEAST) / 2) and found[100] == pytest.approx(LEAST)
     last_tenth = rates("wsd")
     assert last_tenth[90] == PEAK and last_tenth[95] == pytest.approx((PEAK + LEAST) / 2)
+    into_the_decay = rates("wsd", warmup=80, decay=60)
+    assert into_the_decay[90] == pytest.approx((PEAK + LEAST) / 2) and into_the_decay[100] == pytest.approx(LEAST)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])

@@ -202,6 +202,7 @@ def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
                 assert p["tokens_per_s"] <= best[p["devices"]] * 1.0001 and 0 <= p["comm_share"] < 1
     assert picture.read_bytes().startswith(b"\x89PNG") and drawing.read_text(encoding="utf-8").startswith("<svg")
     assert main(["scaling", "llama2-7b", "--cluster", "h100-80g-dgx", "--devices", "64:8"]) == 2
+    assert main(["scaling", "llama2-7b", "--cluster", "h100-80g-dgx", "layout.tp=8"]) == 2
     assert "is no range" in capsys.readouterr().err
 
 

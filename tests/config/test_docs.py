@@ -1,0 +1,40 @@
+"""docs/config.md lists every key of a config, with its default, and no other."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from meshwright.config.load import key_of, parse_yaml
+from meshwright.config.sections import Config
+
+PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
+
+
+def defaults(cls: type, prefix: str) -> dict[str, Any]:
+    """Each key's default; those without one, and empty words, are None."""
+    found: dict[str, Any] = {}
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            found |= defaults(hints[field.name], f"{prefix}{field.name}.")
+        elif prefix:
+            value = None if field.default is dataclasses.MISSING else field.default
+            plain = list(value) if isinstance(value, tuple) else value
+            found[prefix + key_of(field)] = None if plain == "" else plain
+    return found
+
+
+def listed() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for keys, default in re.findall(r"^\| (`[a-z0-9_.`, ]+`) \| (.*?) ?\|", PAGE, re.MULTILINE):
+        for key in re.findall(r"`([a-z0-9_.]+)`", keys):
+            assert key not in found, f"{key} is listed twice"
+            found[key] = parse_yaml(default, key)
+    return found
+
+
+def test_every_key_is_listed_with_its_default() -> None:
+    assert listed() == defaults(Config, "")
