@@ -35,6 +35,15 @@ def count() -> int:
     return 0
 
 
+def current() -> int:
+    """The index of the accelerator that this process uses."""
+    for kind in ("cuda", "npu"):
+        module = getattr(torch, kind, None)
+        if module is not None and module.is_available():
+            return int(module.current_device())
+    return 0
+
+
 @dataclass(frozen=True)
 class Device:
     kind: str
@@ -75,14 +84,15 @@ class Device:
     def backend(self, wanted: str = "auto") -> str:
         return BACKENDS[self.kind] if wanted == "auto" else wanted
 
-    def check_sharing(self, backend: str, local_world: int) -> None:
-        """NCCL and its kin refuse two ranks on one device."""
+    def check_sharing(self, backend: str, ranks: int, as_rank: bool = True) -> None:
+        """NCCL and its kin refuse two ranks on one device. The only one that a rank sees may be its own, since
+        launchers can show each rank another; if it isn't, the back end says so."""
         if self.module is None or backend == "gloo":
             return
         here = self.module.device_count()
-        if local_world > here:
+        if ranks > here and not (as_rank and here == 1):
             raise UserError(
-                f"{local_world} ranks on this machine, but it has {here} {self.kind} devices: "
+                f"{ranks} ranks on this machine, but it has {here} {self.kind} devices: "
                 f"start {here} ranks, or set run.device=cpu or comm.backend=gloo"
             )
 
@@ -251,4 +261,4 @@ def check_machine(kind: str, backend: str, precision: str, ranks: int) -> None:
         return
     device = Device.find(kind)
     device.check_precision(precision)
-    device.check_sharing(device.backend(backend), ranks)
+    device.check_sharing(device.backend(backend), ranks, as_rank=False)

@@ -12,13 +12,14 @@ CRC-32 of its own bytes, as each block has one in the index.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class DamagedCheckpoint(UserError):
     """A checkpoint that must not be used; the message names the file."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Block:
     """A rectangle of a global tensor: which file holds it, under which key, and the CRC-32 of its bytes."""
 
@@ -81,6 +82,12 @@ def restarted(env: Mapping[str, str] = os.environ) -> bool:
 
 def folder_name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """Of a folder that `folder_name` named, else 0."""
+    match = re.fullmatch(r"step-(\d{8,})", path.name)
+    return int(match.group(1)) if match else 0
 
 
 def saving_name(step: int) -> str:
@@ -135,15 +142,19 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
+    """A new name is on disk when its folder is. Some file systems can't say that of a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(handle)
 
 
 def write_index(folder: Path, index: Index) -> None:
-    value = asdict(index)
+    value = {f.name: getattr(index, f.name) for f in fields(Index)}
     value["blocks"] = [[b.tensor, b.start, b.shape, b.file, b.key, b.crc32] for b in index.blocks]
     head = json.dumps({"format": FORMAT, "version": VERSION} | value).encode()[:-1]
     write_whole(folder / INDEX, head + SEAL + f"{zlib.crc32(head)}}}".encode())
@@ -211,7 +222,7 @@ def find(source: str) -> Path:
     """The checkpoint that PATH[@STEP] names: a checkpoint's folder, or the newest (or STEP's) of a run's."""
     text, at, step = source.rpartition("@")
     path, wanted = (Path(text), step) if at and not Path(source).exists() else (Path(source), "")
-    if wanted and not wanted.isdigit():
+    if wanted and not wanted.isdecimal():
         raise UserError(f"'{source}': after @ comes a step's number, e.g. {text}@1000")
     if (path / INDEX).is_file():
         return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,14 @@ def resume(trainer: Any, source: str | None) -> None:
     folder = fmt.checkpoint_folder(trainer.ctx.config)
     if trainer.writes:
         fmt.remove_unfinished(folder)
-    path = find(source) if source is not None else None
-    own = path is not None and path.resolve().parent == folder.resolve()
-    begun = bool(fmt.checkpoints(folder)) and (fmt.restarted() or not own)
-    if path is not None and not begun:
-        damage = _attempt(trainer, path, model_only=not own)
+    begun, own, steps = _chosen(trainer, folder, source)
+    if begun:
+        _newest(trainer, folder, steps)
+    elif source is not None:
+        name = source if not steps else f"{source}@{steps[0]}"
+        damage = _attempt(trainer, lambda: find(name), model_only=not own)
         if damage is not None:
             raise damage
-    else:
-        _newest(trainer, folder)
     if trainer.writes:
         try:
             fmt.set_aside(folder, trainer.step_number)
@@ -39,27 +39,64 @@ def resume(trainer: Any, source: str | None) -> None:
             raise UserError(f"{folder} can't be written: {error.strerror}") from None
 
 
-def _newest(trainer: Any, folder: Path) -> None:
-    found = [path for _, path in reversed(fmt.checkpoints(folder))]
-    for number, path in enumerate(found):
-        damage = _attempt(trainer, path, model_only=False)
+def _chosen(trainer: Any, folder: Path, source: str | None) -> tuple[bool, bool, list[int]]:
+    """Whether the run goes on from its own newest checkpoint, whether `source` is its own, and the steps to try. The
+    rank that writes looks and tells the others: a run that is being written, or a network disk, may look different
+    to each."""
+    error: UserError | None = None
+    found: list[int] = []
+    if trainer.writes:
+        try:
+            found = _look(folder, source)
+        except UserError as caught:
+            error, found = caught, [-1, 0]
+    device, world = trainer.ctx.device.torch, trainer.ctx.mesh.world
+    size = torch.tensor([len(found)]).to(device)
+    world.all_reduce(size)
+    told = torch.tensor(found or [0] * int(size.item())).to(device)
+    world.all_reduce(told)
+    begun, own, *steps = told.tolist()
+    if begun < 0:
+        raise error if error is not None else SystemExit(2)
+    return bool(begun), bool(own), steps
+
+
+def _look(folder: Path, source: str | None) -> list[int]:
+    """[goes on, source is its own, steps, the first to be tried first]."""
+    there = [step for step, _ in reversed(fmt.checkpoints(folder))]
+    if source is None:
+        return [1, 0, *there]
+    path = find(source)
+    own = path.resolve().parent == folder.resolve()
+    if there and (fmt.restarted() or not own):
+        return [1, int(own), *there]
+    by_name = ("@" in source and not Path(source).exists()) or (Path(source) / fmt.INDEX).is_file()
+    return [0, int(own)] if by_name else [0, int(own), fmt.step_of(path)]
+
+
+def _newest(trainer: Any, folder: Path, steps: list[int]) -> None:
+    for number, step in enumerate(steps):
+        damage = _attempt(trainer, lambda step=step: folder / fmt.folder_name(step), model_only=False)  # type: ignore[misc]
         if damage is None:
             return
-        if number == len(found) - 1:
+        if number == len(steps) - 1:
             if isinstance(damage, SystemExit):
                 raise damage
             raise UserError(f"{folder} holds no checkpoint that can be used: {damage}") from None
         if isinstance(damage, fmt.DamagedCheckpoint):
-            warning = f"meshwright: warning: {damage}; going back to {found[number + 1].name}"
+            warning = f"meshwright: warning: {damage}; going back to {fmt.folder_name(steps[number + 1])}"
             print(warning, file=sys.stderr, flush=True)
 
 
-def _attempt(trainer: Any, path: Path, model_only: bool) -> fmt.DamagedCheckpoint | SystemExit | None:
+def _attempt(
+    trainer: Any, locate: Callable[[], Path], model_only: bool
+) -> fmt.DamagedCheckpoint | SystemExit | None:
     """Loads on all ranks, or fails on all: a file that one rank finds damaged is damaged for all. Returns the damage,
     on the first rank that found some; on the others, who have nothing to add, a way to end."""
     error: UserError | None = None
     try:
-        reader = Reader(path)
+        reader = Reader(locate())
+        model_only |= not reader.index.state  # imported: it holds no more
         read_into(trainer, reader, model_only)
     except UserError as caught:
         error = caught
@@ -72,6 +109,24 @@ def _attempt(trainer: Any, path: Path, model_only: bool) -> fmt.DamagedCheckpoin
     if mistaken:
         raise error if error is not None and mistaken == place else SystemExit(2)
     if not found:
+        _all_taken(trainer, reader)
         take_over(trainer, reader, model_only)
         return None
     return error if isinstance(error, fmt.DamagedCheckpoint) and found == place else SystemExit(2)
+
+
+def _all_taken(trainer: Any, reader: Reader) -> None:
+    """A weight that no rank has a place for belongs to another model, and the next checkpoint would lose it."""
+    names = sorted(name for name in reader.index.tensors if name.startswith("param/"))
+    ours = {f"param/{slot.record.name}" for buffer in trainer.data_parallel.buffers for slot in buffer.slots}
+    taken = torch.tensor([name in ours for name in names], dtype=torch.int64).to(trainer.ctx.device.torch)
+    trainer.ctx.mesh.world.all_reduce(taken, op="max")
+    left = [name.removeprefix("param/") for name, there in zip(names, taken.tolist(), strict=True) if not there]
+    if left:
+        if not trainer.writes:
+            raise SystemExit(2)
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        raise UserError(
+            f"{reader.folder} holds {', '.join(left[:3])}{more}, for which this config's model has no place: "
+            "check the model section"
+        )

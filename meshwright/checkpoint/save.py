@@ -7,8 +7,11 @@ them, writes the index and renames the folder. No collective is used: who writes
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +32,16 @@ from meshwright.sharding.buffers import FlatBuffer, Slot, regions
 from meshwright.sharding.data_parallel import DataParallel
 
 POLL_S = 0.02
+FAILED = ".failed"
+
+
+def part_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.safetensors"
+
+
+def failed_mark(folder: Path, rank: int) -> Path:
+    """Stands where a rank could not write its part."""
+    return part_file(folder, rank).with_suffix(FAILED)
 
 
 def written(data_parallel: DataParallel, buffer: FlatBuffer) -> Iterator[tuple[Slot, int, int]]:
@@ -81,7 +94,9 @@ class Snapshot:
 def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
     """This rank's blocks, then the list of them, which says that they are all there."""
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"rank-{rank:05d}.safetensors"
+    if failed_mark(folder, rank).exists():
+        failed_mark(folder, rank).unlink()
+    name = part_file(folder, rank).name
     held = [values for _, _, values in snapshot.blocks]
     entries = [tensor_file.Entry.of(str(n), values) for n, values in enumerate(held)]
     sums = tensor_file.write(folder / name, entries, held) if held else []
@@ -120,6 +135,8 @@ def wait_for(paths: list[Path], patience: float) -> None:
     end = time.monotonic() + patience
     for path in paths:
         while not path.exists():
+            if path.with_suffix(FAILED).exists():
+                raise UserError(f"{path.stem} could not write its part of the checkpoint")
             if time.monotonic() > end:
                 missing = ", ".join(p.name for p in paths if not p.exists())
                 raise UserError(
@@ -146,6 +163,13 @@ def _numel(shape: tuple[int, ...]) -> int:
     return count
 
 
+def anywhere(ctx: Any, here: bool) -> bool:
+    """Whether it is so on any rank: all ask each other, to decide alike."""
+    flag = torch.tensor([float(here)], device=ctx.device.torch)
+    ctx.mesh.world.all_reduce(flag)
+    return bool(flag.item())
+
+
 class Saver:
     """Saves of one rank, at most one under way."""
 
@@ -154,6 +178,7 @@ class Saver:
         self.asynchronous, self.busy, self.keep = asynchronous, busy, keep
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._failures = 0  # one after the other
         self._patience = trainer.ctx.config.comm.timeout
         self._staging: dict[int, Tensor] = {}
         self._staged = threading.Event()
@@ -164,7 +189,7 @@ class Saver:
 
     def save(self) -> bool:
         """Begins a save of the present state; False if it is skipped since the last one is still under way."""
-        if self.busy == "skip" and self._any_busy():
+        if self.busy == "skip" and self._any(self._thread is not None and self._thread.is_alive()):
             self._skipped_step = self.trainer.step_number
             return False
         self._begin()
@@ -188,13 +213,9 @@ class Saver:
         if not self.asynchronous:
             self.wait()
 
-    def _any_busy(self) -> bool:
-        """Ranks must decide alike, so they ask each other."""
-        busy = self._thread is not None and self._thread.is_alive()
-        flag = torch.tensor([float(busy)], device=self.trainer.ctx.device.torch)
+    def _any(self, here: bool) -> bool:
         with self.trainer.ctx.ledger.phase("checkpoint"):
-            self.trainer.ctx.mesh.world.all_reduce(flag)
-        return bool(flag.item())
+            return anywhere(self.trainer.ctx, here)
 
     def _write(self, snapshot: Snapshot, index: Index, copies: SideStream) -> None:
         try:
@@ -206,26 +227,53 @@ class Saver:
             if self.trainer.writes:
                 commit(self.folder, index.step, index, self.keep, self._patience)
         except BaseException as error:
-            self._error = error
+            self._error = self._told(error)
+            self._failures += 1
+            self._clean_up(index.step)
+            if self._failures == 1 and isinstance(self._error, UserError):
+                text = f"meshwright: warning: {self._error}; it is tried once more with the next one"
+                print(text, file=sys.stderr, flush=True)
+        else:
+            self._failures = 0
         finally:
             self._staged.set()
 
+    def _told(self, error: BaseException) -> BaseException:
+        if isinstance(error, OSError):
+            where = error.filename or self.folder
+            return UserError(f"the checkpoint can't be written to {where}: {error.strerror}")
+        return error
+
+    def _clean_up(self, step: int) -> None:
+        """After a failure: frees the disk, and tells the rank that commits not to wait for this one's part."""
+        aside, rank = self.folder / fmt.saving_name(step), self.trainer.ctx.rank
+        with contextlib.suppress(OSError):
+            if self.trainer.writes:
+                shutil.rmtree(aside)
+            else:
+                part_file(aside, rank).unlink(missing_ok=True)
+                failed_mark(aside, rank).touch()
+
     def wait(self) -> None:
-        """Until the save under way is written (by this rank; on the rank that commits: by all)."""
+        """Until the save under way is written (by this rank; on the rank that commits: by all). One that fails, as on a
+        network disk for a moment, is told at once and tried again with the next; two in a row end the run."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            if isinstance(error, OSError):
-                where = error.filename or self.folder
-                raise UserError(f"the checkpoint can't be written to {where}: {error.strerror}") from error
+        error, self._error = self._error, None
+        if error is not None and (self._failures > 1 or not isinstance(error, UserError)):
             raise error
 
     def committed(self) -> None:
-        """Every rank, at the end of the run: until its last save counts, which is made now if it was skipped."""
+        """Every rank, at the end of the run: until its last save counts, which is made now if it was skipped, and again
+        if it failed anywhere."""
         if self._skipped_step == self.trainer.step_number:
             self._begin()
         self.wait()
+        if self._any(self._failures > 0):
+            self._begin()
+            self.wait()
+            if self._any(self._failures > 0):
+                raise UserError(f"the last checkpoint can't be written to {self.folder}: see the warnings above")
         if self.saved_step is not None:
             wait_for([self.folder / fmt.folder_name(self.saved_step)], self._patience)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import keyword
 import os
 import sys
 
 from meshwright.errors import UserError, nearest
+
+# What a path can do wrong.
+PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENOSPC, errno.ELOOP)
 
 COMMANDS = {
     "train": "train a model from a config, on local ranks or as one rank of torchrun or srun",
@@ -90,6 +94,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in PATHS or not error.filename:
+            raise
+        print(f"meshwright: {error.filename}: {error.strerror}: use another path", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

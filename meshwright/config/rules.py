@@ -177,6 +177,8 @@ def compiles_without_dropout(c: Config, world: int) -> str | None:
 def backend_fits_device(c: Config, world: int) -> str | None:
     if c.run.device == "cpu" and c.comm.backend not in ("auto", "gloo"):
         return f"comm.backend={c.comm.backend} does not work on run.device=cpu: set comm.backend=auto"
+    if c.run.device in ("cuda", "npu") and c.comm.backend == "gloo" and c.layout.pp > 1:
+        return f"comm.backend=gloo can't send between {c.run.device} devices: set comm.backend=auto or layout.pp=1"
     return None
 
 

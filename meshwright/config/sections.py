@@ -14,17 +14,18 @@ from meshwright.errors import UserError
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved"]
+LONGEST_S = 365 * 24 * 3600.0
 
 
 def _positive(section: str, **values: float) -> None:
     for key, value in values.items():
-        if value <= 0:
+        if not value > 0:
             raise UserError(f"{section}.{key}={value} must be greater than zero")
 
 
 def _not_negative(section: str, **values: float) -> None:
     for key, value in values.items():
-        if value < 0:
+        if not value >= 0:
             raise UserError(f"{section}.{key}={value} must not be negative")
 
 
@@ -215,7 +216,7 @@ class RecomputeConfig:
 
     def __post_init__(self) -> None:
         number = self.mode.removeprefix("every:")
-        every = number != self.mode and number.isdigit() and int(number) > 0
+        every = number != self.mode and number.isdecimal() and int(number) > 0
         if self.mode not in ("none", "selective", "full") and not every:
             raise UserError(f"recompute.mode={self.mode} is not one of none, selective, full, every:N (N blocks)")
 
@@ -303,6 +304,8 @@ class CommConfig:
 
     def __post_init__(self) -> None:
         _positive("comm", timeout=self.timeout, bucket_mib=self.bucket_mib)
+        if self.timeout > LONGEST_S:
+            raise UserError(f"comm.timeout={self.timeout:g} is more than a year of seconds: lower it")
 
 
 @dataclass(frozen=True)

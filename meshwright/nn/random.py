@@ -18,8 +18,8 @@ from meshwright.layout.params import key
 
 
 class Streams:
-    def __init__(self, seed: int, data_rank: int, tp_rank: int, device: torch.device) -> None:
-        self.seed, self.data_rank, self.tp_rank = seed, data_rank, tp_rank
+    def __init__(self, seed: int, data_rank: int, tp_rank: int, device: torch.device, pp_rank: int = 0) -> None:
+        self.seed, self.data_rank, self.tp_rank, self.pp_rank = seed, data_rank, tp_rank, pp_rank
         self.same = generator(device)
         self.own = generator(device)
         self.active = False
@@ -39,7 +39,7 @@ class Streams:
 
     def seed_default(self) -> None:
         """For a module that draws from torch's default generator and knows nothing of these streams."""
-        torch.manual_seed(key(self.seed, *self.where, self.data_rank, "default"))
+        torch.manual_seed(key(self.seed, *self.where, self.data_rank, "default", self.pp_rank))
 
     def layer(self, number: int) -> None:
         """Before each block (and the embedding, -1): its own numbers. Costs nothing while no dropout is on."""

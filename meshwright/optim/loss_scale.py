@@ -21,6 +21,6 @@ class LossScale:
             self.good_steps = 0
             return
         self.good_steps += 1
-        if self.good_steps == self.config.window:
+        if self.good_steps >= self.config.window:  # above it: a resumed run with a shorter window
             self.value *= 2
             self.good_steps = 0

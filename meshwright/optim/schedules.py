@@ -40,7 +40,7 @@ def global_batch(config: Config, consumed: int) -> int:
 
 def consumed_after(config: Config, steps: int) -> int:
     """Samples seen after `steps` steps from the beginning."""
-    consumed = 0
-    for _ in range(steps):
-        consumed += global_batch(config, consumed)
-    return consumed
+    consumed = done = 0
+    while done < steps and (now := global_batch(config, consumed)) < config.train.global_batch:
+        consumed, done = consumed + now, done + 1
+    return consumed + (steps - done) * config.train.global_batch

@@ -64,7 +64,8 @@ def build_context(
         give_back_freed_memory()
     layout = layout_of(config, world, node_size)
     mesh = Mesh(layout, rank, made_elsewhere=process_groups, timeout=config.comm.timeout)
-    streams = Streams(config.train.seed, max(0, mesh.data.index), max(0, mesh.tp.index), device.torch)
+    data_rank, tp_rank, pp_rank = (max(0, group.index) for group in (mesh.data, mesh.tp, mesh.pp))
+    streams = Streams(config.train.seed, data_rank, tp_rank, device.torch, pp_rank)
     streams.active = config.model.dropout > 0
     parallel = Parallel(
         mesh.tp, config.layout.sequence_parallel, DTYPES[config.train.precision], device.torch, streams,

@@ -12,18 +12,21 @@ from meshwright.errors import UserError
 
 
 class Checked:
-    """A dataset whose ids are checked: one beyond the vocabulary would be looked up as nothing, silently."""
+    """A dataset whose ids are checked: one outside of the vocabulary would be looked up as nothing, silently."""
 
     def __init__(self, dataset: Any, vocab: int) -> None:
         self.dataset, self.vocab = dataset, vocab
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
         sample: dict[str, np.ndarray[Any, Any]] = self.dataset.sample(n)
-        top = max(int(sample["tokens"].max()), int(sample["labels"].max()))
+        ids = (sample["tokens"], sample["labels"])
+        least, top = min(int(x.min()) for x in ids), max(int(x.max()) for x in ids)
         if top >= self.vocab:
             raise UserError(
                 f"the data hold token {top}, beyond model.vocab={self.vocab}: set model.vocab={top + 1} or more"
             )
+        if least < 0:
+            raise UserError(f"the data hold token {least}, and no token has a negative id: prepare them again")
         return sample
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,13 +14,14 @@ from torch import nn
 
 from meshwright.checkpoint.format import checkpoint_folder
 from meshwright.checkpoint.resume import resume
-from meshwright.checkpoint.save import Saver
+from meshwright.checkpoint.save import Saver, anywhere
 from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
 from meshwright.config.load import load_config
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device, limit_threads
 from meshwright.errors import UserError
+from meshwright.layout.params import key
 from meshwright.models.description import Stage
 from meshwright.nn.parallel import initialise, record_of, share_tied
 from meshwright.optim.schedules import consumed_after
@@ -110,19 +112,29 @@ def build_modules(
     stages = ctx.stages()
     for index, (rank, _) in enumerate(looped(config.layout.pp, config.layout.chunks)):
         if rank == ctx.pp_rank:
-            torch.manual_seed(config.train.seed)
+            torch.manual_seed(key(config.train.seed, "stage", index))  # stages must not begin alike
             module = model_provider(ctx, stages[index]).to(ctx.device.torch)
             for name, parameter in module.named_parameters():
                 if record_of(parameter) is None:
                     # Two stages of a foreign module may use one name for different parameters.
                     parameter.record = foreign_record(f"stage{index}.{name}", parameter)  # type: ignore[attr-defined]
             modules.append(module)
+            if max(ctx.mesh.data.index, ctx.mesh.tp.index) <= 0:
+                _warn_of_buffers(module, index)
     share_tied(modules)
     for module in modules:
         draw(module, config.train.seed)
         if compiles(config, ctx.device):
             compile_blocks(module)
     return modules
+
+
+def _warn_of_buffers(module: nn.Module, stage: int) -> None:
+    lost = sorted(set(module.state_dict()) - {name for name, _ in module.named_parameters(remove_duplicate=False)})
+    if lost:
+        text = f"buffers of stage {stage} are not saved in checkpoints: {', '.join(lost[:5])}"
+        fix = "register them with persistent=False, or make them parameters"
+        print(f"meshwright: warning: {text}; {fix}", file=sys.stderr)
 
 
 def compile_blocks(module: nn.Module) -> None:
@@ -144,7 +156,9 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
     agree(ctx, (lambda: refuse_finished(config, source)) if trainer.writes else None)
     check_shared(trainer, checkpoint_folder(config))
     resume(trainer, source)
-    folder = agree(ctx, (lambda: RunFolder(config, ctx.layout.world, trainer.step_number)) if trainer.writes else None)
+    validating = trainer.valid_batches is not None
+    make = partial(RunFolder, config, ctx.layout.world, trainer.step_number, validating)
+    folder: RunFolder | None = agree(ctx, make if trainer.writes else None)
     watcher = watcher if folder else None
     c = config.checkpoint
     offload = config.zero.offload
@@ -153,12 +167,23 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
     if watcher:
         watcher.started(ctx)
     skipped = 0
-    steps, validates = config.train.steps, lambda n: config.run.eval_every and n % config.run.eval_every == 0
+    steps, every = config.train.steps, config.run.eval_every
+    validates = lambda n: n == steps or (every and n % every == 0)  # noqa: E731
     saves = lambda n: c.every and n % c.every == 0  # noqa: E731
+
+    def validate() -> None:
+        line = trainer.validate()
+        if line and folder:
+            folder.validation(line)
+        if line and watcher:
+            watcher.validated(line)
+
     traced = TracedStep(trainer)
-    ahead = Ahead(trainer, lambda n: bool(n == steps or validates(n) or saves(n) or traced.number in (n, n + 1)))
+    ahead = Ahead(trainer, lambda n: bool(validates(n) or saves(n) or traced.number in (n, n + 1)))
     with StopRequests() as requests:
         step = trainer.step_number
+        if step and validates(step) and anywhere(ctx, folder is not None and not folder.validated(step)):
+            validate()  # the run was ended between saving and validating
         while step < steps:
             if step + 1 == traced.number:
                 traced.begin()
@@ -176,14 +201,10 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
                     f"the gradient was not finite in {skipped} steps in a row, up to step {step}: "
                     "lower optimizer.lr, lengthen lr.warmup or use another train.precision"
                 )
-            if step == steps or validates(step):
-                line = trainer.validate()
-                if line and folder:
-                    folder.validation(line)
-                if line and watcher:
-                    watcher.validated(line)
             if step == steps or result.stop or saves(step):
-                saver.save()
+                saver.save()  # before anything else can fail
+            if validates(step):
+                validate()
             if result.stop:
                 break
         saver.committed()
@@ -226,10 +247,9 @@ def agree(ctx: Context, action: Callable[[], Any] | None) -> Any:
         result = action() if action else None
     except UserError as caught:
         error = caught
-    failed = torch.tensor([float(error is not None)], device=ctx.device.torch)
-    ctx.mesh.world.all_reduce(failed)
+    failed = anywhere(ctx, error is not None)
     if error:
         raise error
-    if failed.item():
+    if failed:
         raise SystemExit(2)
     return result

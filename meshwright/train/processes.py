@@ -39,14 +39,19 @@ def find_place(env: Mapping[str, str] = os.environ) -> Place:
 
 
 def joined_place() -> Place | None:
-    """This process in a world that somebody else has joined already."""
+    """This process in a world that somebody else has joined already, and who has chosen its device unless a launcher
+    says which is its place on the machine."""
     import torch.distributed as dist
+
+    from meshwright.device import current
 
     if not dist.is_initialized():
         return None
     rank, world = dist.get_rank(), dist.get_world_size()
     local = find_place()
-    return Place(rank, world, local.local_rank, local.local_world if local.world == world else world)
+    if local.world == world:
+        return Place(rank, world, local.local_rank, local.local_world)
+    return Place(rank, world, current(), 1)
 
 
 def rendezvous(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
@@ -58,12 +63,11 @@ def rendezvous(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a Slurm node list: `gpu[07-09,12],x1` is gpu07."""
-    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?", nodes)
-    if not match:
+    """The first name of a Slurm node list: `gpu[07-09,12],x1` is gpu07, `rack[1-2]n[0-3]` is rack1n0."""
+    first = re.match(r"(?:[^,\[\]]|\[[^\]]+\])+", nodes)
+    if not first:
         raise UserError(f"can't read the node list '{nodes}': set MASTER_ADDR and MASTER_PORT")
-    head, inside = match.groups()
-    return head + re.split(r"[-,]", inside)[0] if inside else head
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group())
 
 
 def join(place: Place, backend: str, timeout: float) -> bool:
@@ -80,6 +84,8 @@ def join(place: Place, backend: str, timeout: float) -> bool:
     limit = torch_limit(timeout)
     # A launcher's store outlives its ranks, and those it starts again must not read what the dead ones wrote.
     store = open_store() if store_keeper() is None else None
+    if store is not None:
+        store.set_timeout(limit)  # torch leaves a store that it is given as it is; NCCL's ranks meet through it
     try:
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=limit)
     except dist.DistError as error:

@@ -33,6 +33,8 @@ def refuse_finished(config: Config, source: str | None = None) -> None:
             read_index(found[-1][1])
         except DamagedCheckpoint:
             return  # the run goes on from the one before it
+        if _lacks_last_validation(folder, found[-1][0]):
+            return
         raise UserError(
             f"run.dir={folder} holds a run that is complete at step {found[-1][0]}: raise train.steps to go on, "
             "or choose another folder"
@@ -42,14 +44,15 @@ def refuse_finished(config: Config, source: str | None = None) -> None:
 class RunFolder:
     """Written by one rank. Each line is flushed, so that a killed run keeps every step it finished."""
 
-    def __init__(self, config: Config, world: int, step: int = 0) -> None:
+    def __init__(self, config: Config, world: int, step: int = 0, validates: bool = True) -> None:
         """`step` is the one that the run goes on from: lines of later steps, which will be trained again, move to
         lost.jsonl, so that the history has each step once."""
         self.path = Path(config.run.dir)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-            (self.path / "run.json").write_text(json.dumps({"world": world}) + "\n", encoding="utf-8")
+            notes = json.dumps({"world": world, "validates": validates})
+            (self.path / "run.json").write_text(notes + "\n", encoding="utf-8")
             for name in ("metrics.jsonl", "validation.jsonl"):
                 _set_lost_aside(self.path / name, step)
             self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
@@ -80,6 +83,10 @@ class RunFolder:
             if self._events is not None:
                 self._events.add_scalar("validation/loss", line["loss"], line["step"])
 
+    def validated(self, step: int) -> bool:
+        """Whether the validation after this step is written."""
+        return step in _steps(self.path / "validation.jsonl")
+
     def close(self) -> None:
         with self._written():
             self._metrics.close()
@@ -105,6 +112,23 @@ def _make_writable(folder: Path) -> None:
         trial.unlink()
     except OSError as error:
         raise UserError(f"checkpoints can't be written to {folder}: {error.strerror}") from None
+
+
+def _steps(path: Path) -> set[int]:
+    found = set()
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            found.add(json.loads(line)["step"])
+    return found
+
+
+def _lacks_last_validation(folder: Path, step: int) -> bool:
+    """Whether a run was ended between its last save and the validation after it."""
+    try:
+        validates = json.loads((folder / "run.json").read_text(encoding="utf-8"))["validates"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+    return bool(validates) and step not in _steps(folder / "validation.jsonl")
 
 
 def _set_lost_aside(path: Path, step: int) -> None:

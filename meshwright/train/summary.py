@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -137,10 +138,11 @@ def _least_world(config: Config, steps: Lines) -> int | None:
 def smoothed(points: Sequence[Point]) -> list[Point]:
     """A centred mean over a fortieth of the points."""
     reach = len(points) // 80
+    sums = list(accumulate((loss for _, loss in points), initial=0.0))
     out = []
     for i, (step, _) in enumerate(points):
-        near = [loss for _, loss in points[max(0, i - reach) : i + reach + 1]]
-        out.append((step, sum(near) / len(near)))
+        low, high = max(0, i - reach), min(len(points), i + reach + 1)
+        out.append((step, (sums[high] - sums[low]) / (high - low)))
     return out
 
 

@@ -30,7 +30,8 @@ CHANGES = ("rename", "replace", "fsync", "unlink", "rmdir", "mkdir")  # calls of
 
 @dataclass(frozen=True)
 class Crash:
-    """`rank` kills itself at its n-th change of the file system: before it, after it, or (a file written) half-way."""
+    """`rank` kills itself at its n-th change of the file system: before it, after it, or (a file written) half-way; or
+    when it would validate what the last checkpoint holds."""
 
     rank: int
     call: int
@@ -79,6 +80,10 @@ def _plant(crash: Crash) -> None:
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    if crash.when == "last validation":
+        _plant_in_validation(die)
+        return
+
     def counted(call: Callable[..., Any], half: Callable[..., Any] | None = None) -> Callable[..., Any]:
         def changed(*args: Any, **more: Any) -> Any:
             nonlocal count
@@ -110,6 +115,23 @@ def _plant(crash: Crash) -> None:
         setattr(os, name, counted(getattr(os, name)))
     tensor_file.write = counted(real_save, half_save)
     run_folder._write = counted(real_write, half_write)
+
+
+def _plant_in_validation(die: Callable[[], None]) -> None:
+    from meshwright.train.step import Trainer
+
+    real = Trainer.validate
+
+    def validate(trainer: Trainer) -> Any:
+        config = trainer.ctx.config
+        if trainer.step_number < config.train.steps:
+            return real(trainer)
+        end = time.monotonic() + 20.0
+        while trainer.step_number not in saved(Path(config.run.dir)) and time.monotonic() < end:
+            time.sleep(0.01)
+        die()
+
+    Trainer.validate = validate  # type: ignore[method-assign]
 
 
 class Attempt:

@@ -229,8 +229,9 @@ def test_a_full_disk(folder: Path, start: Any) -> None:
     words = ("--nproc", "2", "checkpoint.every=1", "--restarts", "1")
     code, said = ended(start(*words, preexec_fn=limit_files(20_000)))
     told = [line for line in said.splitlines() if line.startswith("meshwright: ")]
-    assert code == 2 and len(told) == 1, said
-    assert re.search(r"the checkpoint can't be written to \S+checkpoints\S*: File too large", told[0])
+    warned = [line for line in told if "warning" in line]
+    assert code == 2 and 1 <= len(warned) <= 2 and len(told) - len(warned) in (1, 2), said
+    assert re.search(r"the checkpoint can't be written to \S+checkpoints\S*: File too large", warned[0])
     assert saved(folder / "run") == []
 
 

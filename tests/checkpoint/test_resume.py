@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 
 from meshwright.errors import UserError
-from tests.checkpoint.runs import Attempt, assert_same, complete, lines, newest, saved, steps, tensors, tiny, train
+from tests.checkpoint.runs import (
+    Attempt,
+    Crash,
+    assert_same,
+    complete,
+    lines,
+    newest,
+    saved,
+    steps,
+    tensors,
+    tiny,
+    train,
+)
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
@@ -53,6 +65,18 @@ def test_resume_is_bit_identical(layout: str, precision: str, tmp_path: Path) ->
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_resume_is_bit_identical_over_forty_steps(layout: str, precision: str, tmp_path: Path) -> None:
     kill_and_resume(tmp_path, *LAYOUTS[layout], precision, 40)
+
+
+def test_a_run_that_ends_in_its_last_validation_is_saved_and_goes_on_there(tmp_path: Path) -> None:
+    checkpoint = {"checkpoint": {"every": 0}}
+    reference = complete(2, tiny(tmp_path / "straight", **checkpoint))
+    sections = tiny(tmp_path / "ended", **checkpoint)
+    attempt = Attempt(2, sections, crash=Crash(0, 0, "last validation"))
+    assert attempt.finish() is None
+    assert saved(attempt.run) == [8] and [line["step"] for line in lines(attempt.run / "validation.jsonl")] == [4]
+    assert_same(complete(2, sections), reference)
+    with pytest.raises(AssertionError, match="refuse_finished"):
+        complete(2, sections)
 
 
 def test_a_resumed_run_may_be_made_longer_and_go_on_from_an_older_step(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import torch
 import meshwright.checkpoint.save as save
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.load import Reader, load_into
+from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.save import Saver
 from meshwright.errors import UserError
 from meshwright.train.step import Trainer
@@ -207,6 +211,72 @@ def test_keep(keep: int, left: list[int], tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [fmt.folder_name(step) for step in left]
 
 
+class Disk:
+    """Fails as often as it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fails, real = 0, save.write_part
+
+        def write(folder: Path, rank: int, snapshot: Any) -> None:
+            real(folder, rank, snapshot)
+            if self.fails:
+                self.fails -= 1
+                raise OSError(errno.EIO, "Input/output error", str(folder / "rank-00000.safetensors"))
+
+        monkeypatch.setattr(save, "write_part", write)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_save_that_fails_once_is_told_and_made_up_for(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk, trainer = Disk(monkeypatch), trainer_of()
+    saver = saver_of(trainer, tmp_path, asynchronous)
+    for step in range(1, 4):
+        trainer.step()
+        disk.fails = step == 1
+        saver.save()
+        saver.wait()
+    said = capsys.readouterr().err
+    assert said.startswith("meshwright: warning: the checkpoint can't be written to ") and said.count("\n") == 1
+    assert [step for step, _ in fmt.checkpoints(tmp_path)] == [2, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [fmt.folder_name(step) for step in (2, 3)], "no rest"
+
+
+def test_two_failures_in_a_row_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, trainer = Disk(monkeypatch), trainer_of()
+    saver = saver_of(trainer, tmp_path)
+    disk.fails = 2
+    saver.save()
+    saver.save()
+    with pytest.raises(UserError, match="can't be written to .*Input/output error"):
+        saver.wait()
+
+
+def test_the_last_save_is_made_again_if_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, trainer = Disk(monkeypatch), trainer_of()
+    saver = saver_of(trainer, tmp_path)
+    disk.fails = 1
+    saver.save()
+    saver.committed()
+    assert same(tensors(fmt.checkpoints(tmp_path)[-1][1]), state_of(trainer))
+
+
+def test_a_part_that_cannot_be_written_is_not_waited_for(tmp_path: Path) -> None:
+    save.failed_mark(tmp_path, 1).touch()
+    with pytest.raises(UserError, match="rank-00001 could not write its part"):
+        save.wait_for([tmp_path / "rank-00001.json"], 60.0)
+
+
+def test_a_folder_that_cannot_be_flushed_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    saved(trainer_of(), tmp_path)
+
+
 def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
     for name in (".saving-step-00000003", ".old-step-00000001"):
         (tmp_path / name).mkdir()
@@ -290,6 +360,10 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     deeper = make_trainer(small_config(model=TINY | {"layers": 2}))
     with pytest.raises(UserError, match="of another model"):
         load_into(deeper, Reader(path))
+    untied = make_trainer(small_config(model=TINY | {"tied_embeddings": False}))
+    larger = saved(untied, tmp_path / "untied")
+    with pytest.raises(UserError, match=r"holds head\.weight, for which this config's model has no place"):
+        resume(trainer_of(run={"dir": str(tmp_path / "run")}), str(larger))
 
 
 def test_large_tensors_are_cut_into_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

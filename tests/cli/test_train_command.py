@@ -125,6 +125,7 @@ def test_places() -> None:
     assert rendezvous(slurm | {"SLURM_STEP_NODELIST": "gpu[07-09,12],x1"}) == ("gpu07", 20077)
     assert rendezvous({"MASTER_ADDR": "h", "MASTER_PORT": "1"}) == ("h", 1)
     assert [first_host(n) for n in ("a1", "a1,b2", "n[3,5]", "n[003-007]")] == ["a1", "a1", "n3", "n003"]
+    assert [first_host(n) for n in ("x[0-1]n[2-3],y", "n[07]-ib", "a-1,b")] == ["x0n2", "n07-ib", "a-1"]
 
 
 def test_the_example_that_brings_its_own_model(tmp_path: Path) -> None:

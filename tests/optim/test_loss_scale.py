@@ -30,6 +30,13 @@ def test_an_overflow_starts_the_window_again() -> None:
     assert scale.value == 32.0
 
 
+def test_a_window_made_shorter_than_the_good_steps_so_far() -> None:
+    scale = LossScale(LossScaleConfig(initial=64.0, window=2), active=True)
+    scale.good_steps = 7  # as a checkpoint had it
+    scale.update(True)
+    assert (scale.value, scale.good_steps) == (128.0, 0)
+
+
 def test_never_below_the_minimum() -> None:
     scale = LossScale(LossScaleConfig(initial=4.0, window=3, min=2.0), active=True)
     for _ in range(5):
