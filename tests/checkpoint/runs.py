@@ -232,6 +232,11 @@ def saved(run: Path) -> list[int]:
     return [step for step, _ in fmt.checkpoints(run / "checkpoints")]
 
 
+def ended(run: Path, last: int) -> bool:
+    """Whether nothing is left to do: the last step is saved and validated."""
+    return last in saved(run) and last in [line["step"] for line in whole_lines(run / "validation.jsonl")]
+
+
 def newest(run: Path) -> Path:
     return fmt.checkpoints(run / "checkpoints")[-1][1]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.checkpoint import format as fmt
 from meshwright.errors import UserError
 from tests.checkpoint.runs import (
     Attempt,
@@ -22,6 +23,7 @@ from tests.checkpoint.runs import (
     tiny,
     train,
 )
+from tests.support.ranks import run_ranks
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
@@ -77,6 +79,23 @@ def test_a_run_that_ends_in_its_last_validation_is_saved_and_goes_on_there(tmp_p
     assert_same(complete(2, sections), reference)
     with pytest.raises(AssertionError, match="refuse_finished"):
         complete(2, sections)
+
+
+def train_with_an_old_view(rank: int, world: int, sections: Any, source: str | None) -> tuple[int, int]:
+    """Rank 1 does not see the newest checkpoint in a listing, as on a network disk."""
+    if rank == 1:
+        real = fmt.checkpoints
+        fmt.checkpoints = lambda folder: real(folder)[:-1]  # type: ignore[assignment]
+    return train(rank, world, sections, None, source)
+
+
+def test_all_ranks_go_on_from_the_same_checkpoint(tmp_path: Path) -> None:
+    sections = tiny(tmp_path / "run", checkpoint={"every": 2, "keep": 0})
+    run = complete(2, sections)
+    longer = sections | {"train": sections["train"] | {"steps": 9}}
+    assert run_ranks(2, train_with_an_old_view, longer, None) == [(9, 72)] * 2
+    with pytest.raises(AssertionError, match="has no checkpoint of step 9"):  # by a name that rank 1 can't find
+        run_ranks(2, train_with_an_old_view, tiny(tmp_path / "other"), str(run))
 
 
 def test_a_resumed_run_may_be_made_longer_and_go_on_from_an_older_step(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.verify import verify
-from tests.checkpoint.runs import Attempt, Crash, Sections, assert_same, complete, saved, steps, tiny
+from tests.checkpoint.runs import Attempt, Crash, Sections, assert_same, complete, ended, steps, tiny
 
 CALLS = 40  # a rank changes the file system about so often in an attempt that comes to the end
 
@@ -69,12 +69,12 @@ def torture(
         done.append(counts)
         sections = tiny(tmp_path / f"run{len(done)}", **changes)
         run = Path(sections["run"]["dir"])
-        while sum(each.total() for each in done) < kills and steps not in saved(run):
+        while sum(each.total() for each in done) < kills and not ended(run, steps):
             what = attempt_and_kill(world, sections, dice)
             if what != "finished":
                 counts[what] += 1
             check(run, indices)
-        if steps not in saved(run):
+        if not ended(run, steps):
             complete(world, sections)
         assert_same(run, reference)
     return done
@@ -113,7 +113,7 @@ def test_a_kill_at_every_single_change_of_the_file_system(rank: int, when: str, 
         attempt = Attempt(2, sections, Crash(rank, call, when))
         finished = attempt.finish()
         check(attempt.run, indices)
-        if 2 not in saved(attempt.run):
+        if not ended(attempt.run, 2):
             complete(2, sections)
         assert_same(attempt.run, reference)
         if finished:
