@@ -55,6 +55,7 @@ def run(where: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_states_that_do_not_fit_train_from_disk(tmp_path: Path) -> None:
     """Weights, gradients, masters and moments are 16 bytes a parameter. From disk, all but the gradients' 2 live in
