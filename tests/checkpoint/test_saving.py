@@ -341,6 +341,20 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert all((found[n] == 0).all() for n in found if not n.startswith("param/"))
 
 
+def test_imported_weights_in_the_run_s_own_folder_begin_a_run(tmp_path: Path) -> None:
+    source = trainer_of()
+    source.step()
+    path = saved(source, tmp_path / "checkpoints")
+    index = fmt.read_index(path)
+    index.state = {}  # as `meshwright import` writes it
+    fmt.write_index(path, index)
+    target = trainer_of(run={"dir": str(tmp_path)})
+    resume(target, str(path.rename(path.with_name("base"))))
+    found, expected = state_of(target), state_of(source)
+    assert all((found[n] == expected[n]).all() for n in found if n.startswith("param/"))
+    assert (target.step_number, target.optimizer.updates) == (0, 0)
+
+
 def test_optimizers_without_moments(tmp_path: Path) -> None:
     plain = trainer_of(optimizer={"name": "sgd"})
     plain.step()
