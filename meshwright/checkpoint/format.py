@@ -85,9 +85,9 @@ def folder_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """Of a folder that `folder_name` named, else 0."""
+    """Of a checkpoint's folder; -1 if its name doesn't say."""
     match = re.fullmatch(r"step-(\d{8,})", path.name)
-    return int(match.group(1)) if match else 0
+    return int(match.group(1)) if match else -1
 
 
 def saving_name(step: int) -> str:
@@ -98,9 +98,9 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of every checkpoint, oldest first. They were complete once; `read_index` says if one still is."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        match = re.fullmatch(r"step-(\d{8,})", path.name)
-        if match and path.is_dir():
-            found.append((int(match.group(1)), path))
+        step = step_of(path)
+        if step >= 0 and path.is_dir():
+            found.append((step, path))
     return sorted(found)
 
 
@@ -115,10 +115,12 @@ def set_aside(folder: Path, after: int) -> None:
             path.rename(folder / name)
 
 
-def remove_unfinished(folder: Path) -> None:
-    """What a killed run left half-written; a later save of the same step must not find it."""
+def remove_unfinished(folder: Path, before: int | None = None) -> None:
+    """What killed or failed saves left half-written, of all steps or of those before one; a later save of the same step
+    must not find it."""
     for path in folder.glob(".saving-*") if folder.is_dir() else ():
-        shutil.rmtree(path, ignore_errors=True)
+        if before is None or step_of(Path(path.name.removeprefix(".saving-"))) < before:
+            shutil.rmtree(path, ignore_errors=True)
     remove_old(folder)
 
 

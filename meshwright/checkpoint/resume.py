@@ -28,8 +28,7 @@ def resume(trainer: Any, source: str | None) -> None:
     if begun:
         _newest(trainer, folder, steps)
     elif source is not None:
-        name = source if not steps else f"{source}@{steps[0]}"
-        damage = _attempt(trainer, lambda: find(name), model_only=not own)
+        damage = _attempt(trainer, lambda: _named(source, steps), model_only=not own)
         if damage is not None:
             raise damage
     if trainer.writes:
@@ -50,6 +49,8 @@ def _chosen(trainer: Any, folder: Path, source: str | None) -> tuple[bool, bool,
             found = _look(folder, source)
         except UserError as caught:
             error, found = caught, [-1, 0]
+        except OSError as caught:
+            error, found = UserError(f"{source or folder} can't be read: {caught.strerror}"), [-1, 0]
     device, world = trainer.ctx.device.torch, trainer.ctx.mesh.world
     size = torch.tensor([len(found)]).to(device)
     world.all_reduce(size)
@@ -64,14 +65,20 @@ def _chosen(trainer: Any, folder: Path, source: str | None) -> tuple[bool, bool,
 def _look(folder: Path, source: str | None) -> list[int]:
     """[goes on, source is its own, steps, the first to be tried first]."""
     there = [step for step, _ in reversed(fmt.checkpoints(folder))]
-    if source is None:
+    if source is None or (there and fmt.restarted()):
         return [1, 0, *there]
     path = find(source)
-    own = path.resolve().parent == folder.resolve()
-    if there and (fmt.restarted() or not own):
-        return [1, int(own), *there]
+    own = path.resolve().parent == folder.resolve() and fmt.step_of(path) >= 0
+    if there and not own:
+        return [1, 0, *there]
     by_name = ("@" in source and not Path(source).exists()) or (Path(source) / fmt.INDEX).is_file()
     return [0, int(own)] if by_name else [0, int(own), fmt.step_of(path)]
+
+
+def _named(source: str, steps: list[int]) -> Path:
+    """What `source` names: where that is the newest of a run, the one that was newest for the rank that looked."""
+    path = find(source)
+    return path.parent / fmt.folder_name(steps[0]) if steps else path
 
 
 def _newest(trainer: Any, folder: Path, steps: list[int]) -> None:

@@ -2,7 +2,7 @@
 
 A thread copies that part to host memory, while the next step computes its gradients, and then writes it; only the next
 update has to wait for the copy. The rank that commits waits for the others' parts to appear beside its own, checks
-them, writes the index and renames the folder. No collective is used: who writes what follows from the records.
+them, writes the index and renames the folder. No collective is used for that: who writes what follows from the records.
 """
 
 from __future__ import annotations
@@ -40,8 +40,22 @@ def part_file(folder: Path, rank: int) -> Path:
 
 
 def failed_mark(folder: Path, rank: int) -> Path:
-    """Stands where a rank could not write its part."""
+    """Stands where a rank could not write its part; then the save never counts, and nobody waits for it."""
     return part_file(folder, rank).with_suffix(FAILED)
+
+
+def give_up(folder: Path, rank: int) -> None:
+    """A save that failed on this rank: says so, and frees the disk."""
+    with contextlib.suppress(OSError):
+        part_file(folder, rank).unlink(missing_ok=True)
+        failed_mark(folder, rank).touch()
+
+
+def drop_given_up(folder: Path, rank: int) -> None:
+    """This rank's part of a save that failed on another."""
+    with contextlib.suppress(OSError):
+        if any(folder.glob(f"*{FAILED}")):
+            part_file(folder, rank).unlink(missing_ok=True)
 
 
 def written(data_parallel: DataParallel, buffer: FlatBuffer) -> Iterator[tuple[Slot, int, int]]:
@@ -94,8 +108,6 @@ class Snapshot:
 def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
     """This rank's blocks, then the list of them, which says that they are all there."""
     folder.mkdir(parents=True, exist_ok=True)
-    if failed_mark(folder, rank).exists():
-        failed_mark(folder, rank).unlink()
     name = part_file(folder, rank).name
     held = [values for _, _, values in snapshot.blocks]
     entries = [tensor_file.Entry.of(str(n), values) for n, values in enumerate(held)]
@@ -125,9 +137,13 @@ def commit(folder: Path, step: int, index: Index, keep: int, patience: float) ->
     for path in parts:
         path.unlink()
     fmt.sync_folder(aside)
-    os.rename(aside, final)
+    if final.exists():  # of a save whose rename was the last that went well
+        shutil.rmtree(aside)
+    else:
+        os.rename(aside, final)
     fmt.sync_folder(folder)
     fmt.keep_newest(folder, keep)
+    fmt.remove_unfinished(folder, before=step)
 
 
 def wait_for(paths: list[Path], patience: float) -> None:
@@ -171,13 +187,17 @@ def anywhere(ctx: Any, here: bool) -> bool:
 
 
 class Saver:
-    """Saves of one rank, at most one under way."""
+    """Saves of one rank, at most one under way.
+
+    A save that fails on any rank, as on a network disk for a moment, never counts. It is told at once and tried again
+    with the next; two in a row end the run, and the last of a run is made again.
+    """
 
     def __init__(self, trainer: Any, folder: Path, asynchronous: bool, busy: str, keep: int) -> None:
         self.trainer, self.folder = trainer, folder
         self.asynchronous, self.busy, self.keep = asynchronous, busy, keep
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # of the last save
         self._failures = 0  # one after the other
         self._patience = trainer.ctx.config.comm.timeout
         self._staging: dict[int, Tensor] = {}
@@ -185,51 +205,56 @@ class Saver:
         self._staged.set()
         trainer.before_update = self._staged.wait
         self.saved_step: int | None = None
-        self._skipped_step: int | None = None
 
-    def save(self) -> bool:
-        """Begins a save of the present state; False if it is skipped since the last one is still under way."""
-        if self.busy == "skip" and self._any(self._thread is not None and self._thread.is_alive()):
-            self._skipped_step = self.trainer.step_number
+    def save(self, last: bool = False) -> bool:
+        """Begins a save of the present state; False if it is skipped since the one before is still under way. The
+        `last` state of a run is never skipped."""
+        if self.busy == "skip" and not last and self._any(self._thread is not None and self._thread.is_alive()):
             return False
+        self.wait()
         self._begin()
+        if not self.asynchronous:
+            self.wait()
         return True
 
     def _begin(self) -> None:
-        self.wait()
+        if self.saved_step is not None:
+            drop_given_up(self.folder / fmt.saving_name(self.saved_step), self.trainer.ctx.rank)
         trainer = self.trainer
         snapshot = Snapshot(trainer)
         index = Index(
             trainer.step_number, trainer.consumed, trainer.ctx.layout.world, to_mapping(trainer.ctx.config),
             trainer.counters(),
         )  # fmt: skip
-        self.saved_step = trainer.step_number
+        self.saved_step, self._error = trainer.step_number, None
         self._staged.clear()
         copies = trainer.ctx.device.side_stream()
         self._thread = threading.Thread(
             target=self._write, args=(snapshot, index, copies), name="checkpoint", daemon=True
         )
         self._thread.start()
-        if not self.asynchronous:
-            self.wait()
 
     def _any(self, here: bool) -> bool:
         with self.trainer.ctx.ledger.phase("checkpoint"):
             return anywhere(self.trainer.ctx, here)
 
     def _write(self, snapshot: Snapshot, index: Index, copies: SideStream) -> None:
+        aside, rank = self.folder / fmt.saving_name(index.step), self.trainer.ctx.rank
         try:
             with copies:
                 snapshot.stage(self._staging, everything=self.asynchronous)
             if self.asynchronous:
                 self._staged.set()
-            write_part(self.folder / fmt.saving_name(index.step), self.trainer.ctx.rank, snapshot)
+            write_part(aside, rank, snapshot)
             if self.trainer.writes:
                 commit(self.folder, index.step, index, self.keep, self._patience)
         except BaseException as error:
-            self._error = self._told(error)
+            give_up(aside, rank)
             self._failures += 1
-            self._clean_up(index.step)
+            self._error = error
+            if isinstance(error, OSError):
+                where = error.filename or self.folder
+                self._error = UserError(f"the checkpoint can't be written to {where}: {error.strerror}")
             if self._failures == 1 and isinstance(self._error, UserError):
                 text = f"meshwright: warning: {self._error}; it is tried once more with the next one"
                 print(text, file=sys.stderr, flush=True)
@@ -238,42 +263,27 @@ class Saver:
         finally:
             self._staged.set()
 
-    def _told(self, error: BaseException) -> BaseException:
-        if isinstance(error, OSError):
-            where = error.filename or self.folder
-            return UserError(f"the checkpoint can't be written to {where}: {error.strerror}")
-        return error
-
-    def _clean_up(self, step: int) -> None:
-        """After a failure: frees the disk, and tells the rank that commits not to wait for this one's part."""
-        aside, rank = self.folder / fmt.saving_name(step), self.trainer.ctx.rank
-        with contextlib.suppress(OSError):
-            if self.trainer.writes:
-                shutil.rmtree(aside)
-            else:
-                part_file(aside, rank).unlink(missing_ok=True)
-                failed_mark(aside, rank).touch()
-
-    def wait(self) -> None:
-        """Until the save under way is written (by this rank; on the rank that commits: by all). One that fails, as on a
-        network disk for a moment, is told at once and tried again with the next; two in a row end the run."""
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        error, self._error = self._error, None
-        if error is not None and (self._failures > 1 or not isinstance(error, UserError)):
-            raise error
+
+    def wait(self) -> None:
+        """Until the save under way is written (by this rank; on the rank that commits: by all)."""
+        self._join()
+        if self._error is not None and (self._failures > 1 or not isinstance(self._error, UserError)):
+            raise self._error
 
     def committed(self) -> None:
-        """Every rank, at the end of the run: until its last save counts, which is made now if it was skipped, and again
-        if it failed anywhere."""
-        if self._skipped_step == self.trainer.step_number:
+        """Every rank, at the end of the run: until its last save counts. All ask each other before one of them ends."""
+        self._join()
+        if self._any(self._error is not None):
+            if self.trainer.writes:
+                fmt.remove_unfinished(self.folder)
+            self._any(False)  # nobody begins before that is done
             self._begin()
-        self.wait()
-        if self._any(self._failures > 0):
-            self._begin()
-            self.wait()
-            if self._any(self._failures > 0):
-                raise UserError(f"the last checkpoint can't be written to {self.folder}: see the warnings above")
+            self._join()
+            if self._any(self._error is not None):
+                raise self._error or SystemExit(2)
         if self.saved_step is not None:
             wait_for([self.folder / fmt.folder_name(self.saved_step)], self._patience)

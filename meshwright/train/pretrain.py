@@ -201,8 +201,9 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
                     f"the gradient was not finite in {skipped} steps in a row, up to step {step}: "
                     "lower optimizer.lr, lengthen lr.warmup or use another train.precision"
                 )
-            if step == steps or result.stop or saves(step):
-                saver.save()  # before anything else can fail
+            last = step == steps or result.stop
+            if last or saves(step):
+                saver.save(last)  # before anything else can fail
             if validates(step):
                 validate()
             if result.stop:

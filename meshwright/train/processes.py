@@ -43,7 +43,7 @@ def joined_place() -> Place | None:
     says which is its place on the machine."""
     import torch.distributed as dist
 
-    from meshwright.device import current
+    from meshwright.device import count, current
 
     if not dist.is_initialized():
         return None
@@ -51,7 +51,7 @@ def joined_place() -> Place | None:
     local = find_place()
     if local.world == world:
         return Place(rank, world, local.local_rank, local.local_world)
-    return Place(rank, world, current(), 1)
+    return Place(rank, world, current(), min(world, count() or world))
 
 
 def rendezvous(env: Mapping[str, str] = os.environ) -> tuple[str, int]:

@@ -33,7 +33,7 @@ def refuse_finished(config: Config, source: str | None = None) -> None:
             read_index(found[-1][1])
         except DamagedCheckpoint:
             return  # the run goes on from the one before it
-        if _lacks_last_validation(folder, found[-1][0]):
+        if found[-1][0] == config.train.steps and _lacks_last_validation(folder, found[-1][0]):
             return
         raise UserError(
             f"run.dir={folder} holds a run that is complete at step {found[-1][0]}: raise train.steps to go on, "

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import meshwright.checkpoint.resume as resume
+import meshwright.checkpoint.save as save
 from meshwright.checkpoint import format as fmt
 from meshwright.errors import UserError
 from tests.checkpoint.runs import (
@@ -81,6 +85,41 @@ def test_a_run_that_ends_in_its_last_validation_is_saved_and_goes_on_there(tmp_p
         complete(2, sections)
 
 
+def train_with_a_bad_disk(rank: int, world: int, sections: Any, where: int, fails: list[int]) -> tuple[int, int]:
+    """Rank `where` can't write its part of some saves, counted from 1."""
+    if rank == where:
+        count, real = itertools.count(1), save.write_part
+
+        def write(folder: Path, *part: Any) -> None:
+            if next(count) in fails:
+                folder.mkdir(parents=True, exist_ok=True)
+                save.part_file(folder, rank).write_bytes(b"half")
+                raise OSError(errno.EIO, "Input/output error", str(folder))
+            real(folder, *part)
+
+        save.write_part = write
+    return train(rank, world, sections, None, None)
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_saves_that_fail_on_one_rank_are_made_up_for(where: int, tmp_path: Path) -> None:
+    """The second of four, and the last."""
+    sections = tiny(tmp_path / "run", checkpoint={"every": 2, "keep": 0})
+    reference = complete(2, tiny(tmp_path / "straight", checkpoint={"every": 2, "keep": 0}))
+    assert run_ranks(2, train_with_a_bad_disk, sections, where, [2, 4]) == [(8, 64)] * 2
+    run = tmp_path / "run"
+    assert saved(run) == [2, 6, 8]
+    assert not list((run / "checkpoints").glob(".saving*")), "nothing is left of those that failed"
+    assert_same(run, reference)
+
+
+def test_the_last_save_that_fails_twice_ends_all_ranks(tmp_path: Path) -> None:
+    sections = tiny(tmp_path / "run", checkpoint={"every": 0})
+    with pytest.raises(AssertionError, match="Input/output error|could not write its part|SystemExit"):
+        run_ranks(2, train_with_a_bad_disk, sections, 1, [1, 2])
+    assert saved(tmp_path / "run") == []
+
+
 def train_with_an_old_view(rank: int, world: int, sections: Any, source: str | None) -> tuple[int, int]:
     """Rank 1 does not see the newest checkpoint in a listing, as on a network disk."""
     if rank == 1:
@@ -94,8 +133,28 @@ def test_all_ranks_go_on_from_the_same_checkpoint(tmp_path: Path) -> None:
     run = complete(2, sections)
     longer = sections | {"train": sections["train"] | {"steps": 9}}
     assert run_ranks(2, train_with_an_old_view, longer, None) == [(9, 72)] * 2
-    with pytest.raises(AssertionError, match="_attempt"):  # by a name that rank 1 can't find
-        run_ranks(2, train_with_an_old_view, tiny(tmp_path / "other"), str(run))
+    other = tiny(tmp_path / "other", train={"steps": 2})
+    assert run_ranks(2, train_with_an_old_view, other, str(run)) == [(2, 16)] * 2
+
+
+def test_what_a_start_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """[goes on with its own, the source is its own, steps to try or none where the name says it all]."""
+    run, twin = tmp_path / "run", tmp_path / "run@40"
+    for folder, found in ((run, (20, 40)), (twin, (7,))):
+        for step in found:
+            (folder / "checkpoints" / fmt.folder_name(step)).mkdir(parents=True)
+    base = run / "checkpoints" / "base"  # imported
+    base.mkdir()
+    (base / fmt.INDEX).write_text("{}")
+    ours, fresh = run / "checkpoints", tmp_path / "new" / "checkpoints"
+    assert resume._look(ours, None) == [1, 0, 40, 20] and resume._look(fresh, None) == [1, 0]
+    assert resume._look(ours, f"{run}@20") == [0, 1] and resume._look(ours, str(run)) == [0, 1, 40]
+    assert resume._look(ours, str(twin)) == [1, 0, 40, 20], "begun from others' weights: goes on"
+    assert resume._look(ours, str(base)) == [1, 0, 40, 20] and resume._look(fresh, str(base)) == [0, 0]
+    assert resume._look(fresh, str(run)) == [0, 0, 40] and resume._look(fresh, str(twin)) == [0, 0, 7]
+    assert resume._named(str(run), [40]) == ours / fmt.folder_name(40), "and not of the folder run@40"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert resume._look(ours, f"{run}@10") == [1, 0, 40, 20], "@10 was there when the job began"
 
 
 def test_a_resumed_run_may_be_made_longer_and_go_on_from_an_older_step(tmp_path: Path) -> None:
@@ -132,6 +191,11 @@ def test_a_finished_run_is_refused_but_not_to_ranks_that_are_started_again(
     assert train(0, 1, sections, None, None) == (2, 16)
     with pytest.raises(UserError, match="complete at step 2"):
         train(0, 1, sections, None, None)
+    fewer = tiny(tmp_path / "run", train={"steps": 1}, lr={"warmup": 0})
+    (tmp_path / "run" / "validation.jsonl").write_text("")  # as where that step was not due
+    with pytest.raises(UserError, match="complete at step 2"):
+        train(0, 1, fewer, None, None)
+    assert train(0, 1, sections, None, None) == (2, 16), "the last validation is made up for"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert train(0, 1, sections, None, None) == (2, 16)
     assert steps(tmp_path / "run") == [1, 2] and saved(tmp_path / "run") == [1, 2]
