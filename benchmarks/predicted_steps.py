@@ -27,7 +27,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch.multiprocessing as mp
 
 from meshwright.bench.comm import joined, measure
-from meshwright.bench.links import agreed
 from meshwright.bench.request import OPS, Request, parse_sizes
 from meshwright.bench.step import RandomTokens, draw_on_device
 from meshwright.comm.mesh import Mesh
@@ -104,9 +103,10 @@ class Calm:
 
     def others(self, begin: tuple[float, float, float]) -> float:
         """Processors that other programs kept busy since `begin`, the same number on both ranks."""
-        own = agreed(self.mesh.world, self.device, time.process_time() - begin[1], "sum")
+        world, device = self.mesh.world, self.device.torch
+        own = world.agreed(time.process_time() - begin[1], device, "sum")
         share = (busy_seconds() - begin[0] - own) / (time.perf_counter() - begin[2])
-        return agreed(self.mesh.world, self.device, share)
+        return world.agreed(share, device)
 
     def __call__(self, work: Callable[[], Any]) -> Any:
         while True:

@@ -26,22 +26,26 @@ DTYPES = {
 }  # fmt: skip
 
 
+def _found() -> str | None:
+    """The kind of accelerator on this machine."""
+    return next((kind for kind in ("cuda", "npu") if _available(kind)), None)
+
+
+def _available(kind: str) -> bool:
+    module = getattr(torch, kind, None)
+    return module is not None and bool(module.is_available())
+
+
 def count() -> int:
     """Accelerators on this machine."""
-    for kind in ("cuda", "npu"):
-        module = getattr(torch, kind, None)
-        if module is not None and module.is_available():
-            return int(module.device_count())
-    return 0
+    kind = _found()
+    return 0 if kind is None else int(getattr(torch, kind).device_count())
 
 
 def current() -> int:
     """The index of the accelerator that this process uses."""
-    for kind in ("cuda", "npu"):
-        module = getattr(torch, kind, None)
-        if module is not None and module.is_available():
-            return int(module.current_device())
-    return 0
+    kind = _found()
+    return 0 if kind is None else int(getattr(torch, kind).current_device())
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,8 @@ class Device:
     @staticmethod
     def find(wanted: str = "auto") -> Device:
         """The first device of the wanted kind."""
-        kind = wanted
-        if wanted == "auto":
-            there = [k for k in ("cuda", "npu") if getattr(torch, k, None) and getattr(torch, k).is_available()]
-            kind = there[0] if there else "cpu"
-        module = getattr(torch, kind, None)
-        if kind not in WITHOUT_STREAMS and (module is None or not module.is_available()):
+        kind = (_found() or "cpu") if wanted == "auto" else wanted
+        if kind not in WITHOUT_STREAMS and not _available(kind):
             raise UserError(f"run.device={kind}, but torch finds no {kind} device here: set run.device=cpu or auto")
         return Device(kind)
 

@@ -17,9 +17,9 @@ from meshwright.bench.rates import measure_rates
 from meshwright.bench.request import Request
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
-from meshwright.device import Device, limit_threads
+from meshwright.device import Device
 from meshwright.errors import UserError
-from meshwright.train.processes import Place, find_place, join, leave
+from meshwright.train.processes import Place, enter, find_place, leave
 
 TIMEOUT = 600.0  # seconds until a call that does not end is reported
 SHARE = 8  # of a device's memory, the largest payload may take one part in so many
@@ -29,11 +29,7 @@ SHARE = 8  # of a device's memory, the largest payload may take one part in so m
 def joined(request: Request) -> Iterator[tuple[Mesh, Device, Place]]:
     """This rank's mesh, in a world that ends with the context."""
     place = find_place()
-    limit_threads(place.local_world)
-    device = Device.choose(request.device, place.local_rank)
-    backend = device.backend(request.backend)
-    device.check_sharing(backend, place.local_world)
-    own = join(place, backend, TIMEOUT)
+    device, own = enter(place, request.device, request.backend, TIMEOUT)
     mesh = Mesh(request.layout, place.rank, timeout=TIMEOUT)
     with Watchdog(mesh, TIMEOUT, open_store(), keeper=store_keeper() if own else None):
         yield mesh, device, place

@@ -20,26 +20,20 @@ ELEMENT = 4  # bytes: float32
 MOST_CALLS = 2000  # of one round
 
 
-def agreed(world: Group, device: Device, value: float, op: str = "max") -> float:
-    """The same number on every rank: the largest, or the sum."""
-    number = torch.tensor([value], dtype=torch.float64, device=device.torch)
-    world.all_reduce(number, op)
-    return float(number.item())
-
-
 def timed(world: Group, device: Device, work: Callable[[], Any], seconds: float) -> float:
     """Seconds of one call of `work` on the slowest rank, the median of a few rounds that all ranks begin together;
     `seconds` is about how long that may take in all."""
     work()
-    once = agreed(world, device, _round(world, device, work, 1))
+    once = world.agreed(_round(world, device, work, 1), device.torch)
     calls = min(MOST_CALLS, max(1, int(seconds / ROUNDS / once)))
     rounds = ROUNDS if once < seconds else FEWER
-    return agreed(world, device, statistics.median(_round(world, device, work, calls) for _ in range(rounds)))
+    middle = statistics.median(_round(world, device, work, calls) for _ in range(rounds))
+    return world.agreed(middle, device.torch)
 
 
 def _round(world: Group, device: Device, work: Callable[[], Any], calls: int) -> float:
     device.synchronize()
-    agreed(world, device, 0.0)  # all begin at once
+    world.agreed(0.0, device.torch)  # all begin at once
     begin = time.perf_counter()
     for _ in range(calls):
         work()

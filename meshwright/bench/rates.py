@@ -7,7 +7,6 @@ and kernels turns that into a memory rate and, on a processor, into microseconds
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,14 +19,15 @@ from meshwright.bench.fit import robust
 from meshwright.bench.links import timed
 from meshwright.bench.models import LLAMA
 from meshwright.bench.profile import lone_cluster
+from meshwright.bench.request import host_bytes
 from meshwright.bench.step import RandomTokens, draw_on_device, release
 from meshwright.comm.mesh import Mesh
 from meshwright.config.load import config_from
-from meshwright.config.sections import Config
+from meshwright.config.sections import CommConfig, Config
 from meshwright.device import DTYPES, Device
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import ATTENTION_BACKWARD
-from meshwright.plan.cost import OPTIMIZER_BYTES, predict_cost
+from meshwright.plan.cost import optimizer_bytes, predict_cost
 from meshwright.plan.efficiency import tile_share
 from meshwright.plan.stack import OWN, STACKS
 from meshwright.plan.workload import workload_of
@@ -36,7 +36,7 @@ from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
 from meshwright.train.step import Trainer
 
-BUCKET = 25 * 2**20  # bytes of gradients that are reduced at once, as comm.bucket_mib
+BUCKET = int(CommConfig().bucket_mib * 2**20)  # bytes of gradients that are reduced at once
 SMALL = 64 * 2**10  # bytes of a collective between computations
 APART = 8e-3  # seconds from one such to the next
 LONGER = 10  # times as long are those timed where a thread may get no core at once, which happens only now and then
@@ -93,7 +93,7 @@ def measure_rates(mesh: Mesh, device: Device, local_world: int, seconds: float, 
     for config in configs:
         took, optimizer = reference_step(config, device, time)
         steps.append(took)
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host = host_bytes()
     memory = host / local_world if device.kind == "cpu" else device.memory_bytes()
     rates = Rates(
         device.name, precision, units, peak, passing, attention, copy, copy, 0.0, optimizer,
@@ -217,10 +217,8 @@ def reference_step(config: Config, device: Device, time: Callable[..., float]) -
         else:
             trainer.optimizer.step(1e-9, 1.0)
 
-    states = workload_of(config, 1).states
-    moved = states.grad + OPTIMIZER_BYTES + 2 * (states.master or states.param) + 2 * states.moments * states.moment
     elements = sum(buffer.params.numel() for buffer in trainer.data_parallel.buffers)
-    rate = elements * (moved + states.param) / time(update) / 1e9
+    rate = elements * optimizer_bytes(workload_of(config, 1).states) / time(update) / 1e9
     release(trainer)
     device.empty_cache()
     return both, rate

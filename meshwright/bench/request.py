@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from meshwright.comm.ledger import WIRE
@@ -26,6 +27,11 @@ class Request:
     @property
     def node_size(self) -> int:
         return self.layout.node_size or self.layout.world
+
+
+def host_bytes() -> int:
+    """This machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def parse_ops(text: str) -> tuple[str, ...]:

@@ -220,12 +220,17 @@ def keep_newest(folder: Path, keep: int) -> None:
     remove_old(folder)
 
 
+def path_and_step(source: str) -> tuple[Path, str]:
+    """PATH[@STEP] in its parts; a path that is there may have an @ in its name."""
+    text, at, step = source.rpartition("@")
+    return (Path(text), step) if at and not Path(source).exists() else (Path(source), "")
+
+
 def find(source: str) -> Path:
     """The checkpoint that PATH[@STEP] names: a checkpoint's folder, or the newest (or STEP's) of a run's."""
-    text, at, step = source.rpartition("@")
-    path, wanted = (Path(text), step) if at and not Path(source).exists() else (Path(source), "")
+    path, wanted = path_and_step(source)
     if wanted and not wanted.isdecimal():
-        raise UserError(f"'{source}': after @ comes a step's number, e.g. {text}@1000")
+        raise UserError(f"'{source}': after @ comes a step's number, e.g. {path}@1000")
     if (path / INDEX).is_file():
         return path
     folder = path if checkpoints(path) else path / "checkpoints"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def resume(trainer: Any, source: str | None) -> None:
     if begun:
         _newest(trainer, folder, steps)
     elif source is not None:
-        damage = _attempt(trainer, lambda: _named(source, steps), model_only=not own)
+        damage = _attempt(trainer, partial(_named, source, steps), model_only=not own)
         if damage is not None:
             raise damage
     if trainer.writes:
@@ -71,8 +72,9 @@ def _look(folder: Path, source: str | None) -> list[int]:
     own = path.resolve().parent == folder.resolve() and fmt.step_of(path) >= 0
     if there and not own:
         return [1, 0, *there]
-    by_name = ("@" in source and not Path(source).exists()) or (Path(source) / fmt.INDEX).is_file()
-    return [0, int(own)] if by_name else [0, int(own), fmt.step_of(path)]
+    where, wanted = fmt.path_and_step(source)
+    says_which = wanted or (where / fmt.INDEX).is_file()
+    return [0, int(own)] if says_which else [0, int(own), fmt.step_of(path)]
 
 
 def _named(source: str, steps: list[int]) -> Path:
@@ -83,7 +85,7 @@ def _named(source: str, steps: list[int]) -> Path:
 
 def _newest(trainer: Any, folder: Path, steps: list[int]) -> None:
     for number, step in enumerate(steps):
-        damage = _attempt(trainer, lambda step=step: folder / fmt.folder_name(step), model_only=False)  # type: ignore[misc]
+        damage = _attempt(trainer, partial(Path, folder, fmt.folder_name(step)), model_only=False)
         if damage is None:
             return
         if number == len(steps) - 1:

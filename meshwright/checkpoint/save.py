@@ -39,6 +39,11 @@ def part_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.safetensors"
 
 
+def part_list(folder: Path, rank: int) -> Path:
+    """What is in a rank's file; there as soon as all of it is."""
+    return part_file(folder, rank).with_suffix(".json")
+
+
 def failed_mark(folder: Path, rank: int) -> Path:
     """Stands where a rank could not write its part; then the save never counts, and nobody waits for it."""
     return part_file(folder, rank).with_suffix(FAILED)
@@ -108,23 +113,23 @@ class Snapshot:
 def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
     """This rank's blocks, then the list of them, which says that they are all there."""
     folder.mkdir(parents=True, exist_ok=True)
-    name = part_file(folder, rank).name
+    file = part_file(folder, rank)
     held = [values for _, _, values in snapshot.blocks]
     entries = [tensor_file.Entry.of(str(n), values) for n, values in enumerate(held)]
-    sums = tensor_file.write(folder / name, entries, held) if held else []
+    sums = tensor_file.write(file, entries, held) if held else []
     blocks = [
-        [tensor, list(start), list(values.shape), name, str(n), crc]
+        [tensor, list(start), list(values.shape), file.name, str(n), crc]
         for n, ((tensor, start, values), crc) in enumerate(zip(snapshot.blocks, sums, strict=True))
     ]
-    size = (folder / name).stat().st_size if blocks else 0
-    part = {"file": name, "bytes": size, "tensors": snapshot.tensors, "blocks": blocks}
-    fmt.write_json(folder / f"rank-{rank:05d}.json", part)
+    size = file.stat().st_size if blocks else 0
+    part = {"file": file.name, "bytes": size, "tensors": snapshot.tensors, "blocks": blocks}
+    fmt.write_json(part_list(folder, rank), part)
 
 
 def commit(folder: Path, step: int, index: Index, keep: int, patience: float) -> None:
     """Waits for every rank's part, checks that they cover every tensor, and makes the folder a checkpoint."""
     aside, final = folder / fmt.saving_name(step), folder / fmt.folder_name(step)
-    parts = [aside / f"rank-{rank:05d}.json" for rank in range(index.world)]
+    parts = [part_list(aside, rank) for rank in range(index.world)]
     wait_for(parts, patience)
     for path in parts:
         part = json.loads(path.read_text(encoding="utf-8"))
@@ -179,13 +184,6 @@ def _numel(shape: tuple[int, ...]) -> int:
     return count
 
 
-def anywhere(ctx: Any, here: bool) -> bool:
-    """Whether it is so on any rank: all ask each other, to decide alike."""
-    flag = torch.tensor([float(here)], device=ctx.device.torch)
-    ctx.mesh.world.all_reduce(flag)
-    return bool(flag.item())
-
-
 class Saver:
     """Saves of one rank, at most one under way.
 
@@ -235,8 +233,10 @@ class Saver:
         self._thread.start()
 
     def _any(self, here: bool) -> bool:
-        with self.trainer.ctx.ledger.phase("checkpoint"):
-            return anywhere(self.trainer.ctx, here)
+        """Whether it is so on any rank."""
+        ctx = self.trainer.ctx
+        with ctx.ledger.phase("checkpoint"):
+            return bool(ctx.mesh.world.agreed(float(here), ctx.device.torch))
 
     def _write(self, snapshot: Snapshot, index: Index, copies: SideStream) -> None:
         aside, rank = self.folder / fmt.saving_name(index.step), self.trainer.ctx.rank

@@ -15,6 +15,17 @@ def job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="key=value", help="config keys, as for train")
 
 
+def world_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--world", type=int, metavar="N", help="number of ranks (default: the preset's run's, else tp x cp x pp)"
+    )
+
+
+def world_asked(args: argparse.Namespace, job: jobs.Planned) -> int:
+    c = job.config.layout
+    return args.world if args.world is not None else int(job.run.get("devices", 0)) or c.tp * c.cp * c.pp
+
+
 def cluster_arguments(parser: argparse.ArgumentParser, default: str = OWN) -> None:
     parser.add_argument("--cluster", metavar="NAME|FILE", help=f"a YAML file, or one of {', '.join(known_clusters())}")
     parser.add_argument("--stack", metavar="NAME", help=f"the software stack: {', '.join(STACKS)} (default: {default})")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.bench.profile import as_yaml
-from meshwright.bench.request import OPS, Request, parse_axes, parse_ops, parse_sizes
+from meshwright.bench.request import OPS, Request, host_bytes, parse_axes, parse_ops, parse_sizes
 from meshwright.cli.files import write
 from meshwright.cli.layout import add_axes
 from meshwright.errors import UserError
@@ -107,7 +107,7 @@ def requested(args: argparse.Namespace, world: int, local_world: int) -> Request
     layout = Layout(world, args.tp, args.pp, args.cp, args.ep, args.order, node_size)
     if world % node_size:
         raise UserError(f"--node-size {node_size} does not divide {world} ranks: nodes must be alike")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world
+    memory = host_bytes() // local_world
     if sizes[-1] > memory // 8:
         fix = "lower the upper end"
         raise UserError(f"--sizes goes up to {size(sizes[-1])}, too much for {size(memory)} a rank: {fix}")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli.asked import job_arguments
+from meshwright.cli.asked import job_arguments, world_argument, world_asked
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
@@ -40,9 +40,7 @@ planned nearly: the ratio is planned / run."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_arguments(parser)
-    parser.add_argument(
-        "--world", type=int, metavar="N", help="number of ranks (default: the preset's run's, else tp x cp x pp)"
-    )
+    world_argument(parser)
     parser.add_argument("--ranks", metavar="R,R,...", help="which ranks to run (default: first, middle and last)")
     parser.add_argument("--layout", default="", metavar="tp=8,pp=16,...", help="the layout, in short words")
     parser.add_argument("--micro-batches", type=int, metavar="M", help="of a rank (default: as the global batch says)")
@@ -52,8 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     job = jobs.planned(args.target, args.words, args.layout)
-    c = job.config.layout
-    world = args.world if args.world is not None else int(job.run.get("devices", 0)) or c.tp * c.cp * c.pp
+    world = world_asked(args, job)
     config = _step_of(job.config, world, args.micro_batches)
     ranks = _ranks(args.ranks, world)
     from meshwright.device import Device

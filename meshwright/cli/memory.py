@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from meshwright.cli.asked import job_arguments
+from meshwright.cli.asked import job_arguments, world_argument, world_asked
 from meshwright.errors import UserError
 from meshwright.plan import job as jobs
 from meshwright.plan.show import size, table
@@ -22,17 +22,14 @@ EXAMPLES = """example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_arguments(parser)
-    parser.add_argument(
-        "--world", type=int, metavar="N", help="number of ranks (default: the preset's run's, else tp x cp x pp)"
-    )
+    world_argument(parser)
     parser.add_argument("--rank", type=int, metavar="R", help="this rank (default: the one with the largest peak)")
     parser.add_argument("--json", action="store_true", help="print one JSON document, integers in bytes")
 
 
 def run(args: argparse.Namespace) -> int:
     job = jobs.planned(args.target, args.words)
-    c = job.config.layout
-    world = args.world if args.world is not None else int(job.run.get("devices", 0)) or c.tp * c.cp * c.pp
+    world = world_asked(args, job)
     if world < 1:
         raise UserError(f"--world {world} is no number of ranks: give at least 1")
     rank = args.rank

@@ -150,6 +150,13 @@ class Group:
             wait,
         )
 
+    def agreed(self, value: float, device: torch.device, op: str = "max") -> float:
+        """The same number on every rank: the largest of theirs, or the sum. `float(here)` becomes whether it is so
+        anywhere, so that all decide alike."""
+        number = torch.tensor([value], dtype=torch.float64, device=device)
+        self.all_reduce(number, op)
+        return float(number.item())
+
     def all_gather(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
         """`out` becomes the pieces `x` of all ranks along dim 0."""
         if self.alone:

@@ -23,7 +23,7 @@ from meshwright.plan.flops import (
     recomputed_flops,
 )
 from meshwright.plan.stack import Stack
-from meshwright.plan.workload import Workload, ranks_per_node
+from meshwright.plan.workload import States, Workload, ranks_per_node
 
 LARGEST_TABLE = 12_000  # computes of a table that is simulated; beyond it the closed formula is used
 OPTIMIZER_BYTES = 4  # besides what it reads and writes of the states: the gradient's norm is a pass of its own
@@ -355,5 +355,9 @@ def _optimizer_seconds(w: Workload, cluster: Cluster, params: float) -> float:
     mine = params / (p.shard_ranks if p.zero >= 1 else 1)
     if s.optimizer_on != "device":
         return mine * min(w.node_size, p.world) / cluster.node.host_params_s
-    moved = s.grad + OPTIMIZER_BYTES + 2 * (s.master or s.param) + 2 * s.moments * s.moment + s.param
-    return mine * moved / cluster.optimizer_rate
+    return mine * optimizer_bytes(s) / cluster.optimizer_rate
+
+
+def optimizer_bytes(s: States) -> float:
+    """Read and written for a parameter by its update and the norm before it."""
+    return s.grad + OPTIMIZER_BYTES + 2 * (s.master or s.param) + 2 * s.moments * s.moment + s.param

@@ -16,13 +16,12 @@ from meshwright.checkpoint.load import Reader, load_weights
 from meshwright.config.load import config_from
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
-from meshwright.device import Device, limit_threads
 from meshwright.pipeline.executor import Executor
 from meshwright.train.batches import Dataset, MicroBatches
 from meshwright.train.context import Context, build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
-from meshwright.train.processes import Place, find_place, join, leave
+from meshwright.train.processes import Place, enter, find_place, leave
 from meshwright.train.step import fields_of, mean_loss
 
 
@@ -52,11 +51,7 @@ def with_model(
     place = find_place()
     config = config_with(found, sections)
     check(config, place.world)
-    limit_threads(place.local_world)
-    device = Device.choose(config.run.device, place.local_rank)
-    backend = device.backend(config.comm.backend)
-    device.check_sharing(backend, place.local_world)
-    joined = join(place, backend, config.comm.timeout)
+    device, joined = enter(place, config.run.device, config.comm.backend, config.comm.timeout)
     try:
         ctx = build_context(config, place.rank, place.world, device, place.local_world)
         modules = build_modules(ctx, model_provider)

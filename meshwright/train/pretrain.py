@@ -14,12 +14,11 @@ from torch import nn
 
 from meshwright.checkpoint.format import checkpoint_folder
 from meshwright.checkpoint.resume import resume
-from meshwright.checkpoint.save import Saver, anywhere
+from meshwright.checkpoint.save import Saver
 from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
 from meshwright.config.load import load_config
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
-from meshwright.device import Device, limit_threads
 from meshwright.errors import UserError
 from meshwright.layout.params import key
 from meshwright.models.description import Stage
@@ -30,7 +29,7 @@ from meshwright.sharding.buffers import foreign_record
 from meshwright.sharding.data_parallel import Reduce, all_reduce_bucket
 from meshwright.train.ahead import Ahead
 from meshwright.train.context import Context, build_context, compiles
-from meshwright.train.processes import find_place, join, joined_place, leave
+from meshwright.train.processes import enter, find_place, joined_place, leave
 from meshwright.train.run_folder import RunFolder, refuse_finished
 from meshwright.train.signals import StopRequests
 from meshwright.train.step import ForwardStep, StepResult, Trainer
@@ -85,12 +84,9 @@ def pretrain(
         config = load_config(config, sections=sections)
     place = joined_place() or find_place()
     check(config, place.world)
-    limit_threads(place.local_world)
-    device = Device.choose(config.run.device, place.local_rank)
-    device.check_precision(config.train.precision)
-    backend = device.backend(config.comm.backend)
-    device.check_sharing(backend, place.local_world)
-    own_world = join(place, backend, config.comm.timeout)
+    device, own_world = enter(
+        place, config.run.device, config.comm.backend, config.comm.timeout, config.train.precision
+    )
     ctx = build_context(config, place.rank, place.world, device, place.local_world, process_groups, trains=True)
     store = open_store() if place.world > 1 else None
     keeper = store_keeper() if own_world else None
@@ -182,8 +178,10 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
     ahead = Ahead(trainer, lambda n: bool(validates(n) or saves(n) or traced.number in (n, n + 1)))
     with StopRequests() as requests:
         step = trainer.step_number
-        if step and validates(step) and anywhere(ctx, folder is not None and not folder.validated(step)):
-            validate()  # the run was ended between saving and validating
+        if step and validates(step):
+            missing = folder is not None and not folder.validated(step)
+            if ctx.mesh.world.agreed(float(missing), ctx.device.torch):
+                validate()  # the run was ended between saving and validating
         while step < steps:
             if step + 1 == traced.number:
                 traced.begin()
@@ -248,7 +246,7 @@ def agree(ctx: Context, action: Callable[[], Any] | None) -> Any:
         result = action() if action else None
     except UserError as caught:
         error = caught
-    failed = anywhere(ctx, error is not None)
+    failed = ctx.mesh.world.agreed(float(error is not None), ctx.device.torch)
     if error:
         raise error
     if failed:

@@ -9,8 +9,12 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from meshwright.errors import UserError
+
+if TYPE_CHECKING:
+    from meshwright.device import Device
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,19 @@ def first_host(nodes: str) -> str:
     if not first:
         raise UserError(f"can't read the node list '{nodes}': set MASTER_ADDR and MASTER_PORT")
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group())
+
+
+def enter(place: Place, kind: str, backend: str, timeout: float, precision: str | None = None) -> tuple[Device, bool]:
+    """This rank's device, and the world joined; whether `leave` is ours to call. What the device can't do is told
+    before."""
+    from meshwright.device import Device, limit_threads
+
+    limit_threads(place.local_world)
+    device = Device.choose(kind, place.local_rank)
+    if precision is not None:
+        device.check_precision(precision)
+    device.check_sharing(device.backend(backend), place.local_world)
+    return device, join(place, device.backend(backend), timeout)
 
 
 def join(place: Place, backend: str, timeout: float) -> bool:
