@@ -1,8 +1,9 @@
 """What one rank of a job allocates on a GPU, against what `meshwright memory` says: single ranks, and ranks of worlds
 whose other ranks are not there. Uncompiled blocks; the most that was allocated over the second and third step.
 
-    python benchmarks/gpu_memory.py             # all
-    python benchmarks/gpu_memory.py neox-20b    # one
+    python benchmarks/gpu_memory.py              # all
+    python benchmarks/gpu_memory.py neox-20b     # one
+    python benchmarks/gpu_memory.py --compiled   # beside each, what it takes with compiled blocks
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
@@ -54,20 +56,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]], int, int, int,
 }  # fmt: skip
 
 
-def config_of(name: str) -> tuple[Config, int, int]:
+def config_of(name: str, compiled: bool) -> tuple[Config, int, int]:
     model, sections, micro_batch, micro_batches, world, rank = CASES[name]
     layout = sections.get("layout", {})
     dp = world // (layout.get("tp", 1) * layout.get("pp", 1))
     train = {
         "precision": "bf16", "micro_batch": micro_batch, "global_batch": micro_batch * micro_batches * dp,
-        "compile": "false", "steps": 100,
+        "compile": str(compiled).lower(), "steps": 100,
     }  # fmt: skip
     raw = {"model": model, "data": {"prefixes": ["none"]}, "train": train, "comm": {"bucket_mib": 100}, **sections}
     return config_from(raw), world, rank
 
 
-def measure(name: str) -> dict[str, Any]:
-    config, world, rank = config_of(name)
+def measure(name: str, compiled: bool = False) -> dict[str, Any]:
+    config, world, rank = config_of(name, compiled)
     check(config, world)
     _, said = rank_memory(config, world, rank)
     device = Device.choose("cuda")
@@ -84,22 +86,31 @@ def measure(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def in_a_process(work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """Which takes its memory with it."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(work, *args).result()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="words of the cases' names (default: all)")
+    parser.add_argument("--compiled", action="store_true", help="measure compiled blocks too")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     for name in CASES:
         if args.cases and not any(word in name for word in args.cases):
             continue
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:  # which takes its memory with it
-            found = process.submit(measure, name).result()
+        found = in_a_process(measure, name)
+        if args.compiled and "error" not in found:
+            found["compiled_gib"] = in_a_process(measure, name, True).get("measured_gib", float("nan"))
         if args.json or "error" in found:
             print(json.dumps(found), flush=True)
         else:
+            more = f", compiled {found['compiled_gib']:6.2f} GiB" if args.compiled else ""
             print(
-                f"{name:<55} measured {found['measured_gib']:6.1f} GiB, said {found['said_gib']:6.1f} GiB "
-                f"({found['ratio']:.3f}), {found['seconds']:.0f} s",
+                f"{name:<55} measured {found['measured_gib']:6.2f} GiB, said {found['said_gib']:6.2f} GiB "
+                f"({found['ratio']:.3f}){more}, {found['seconds']:.0f} s",
                 flush=True,
             )
 

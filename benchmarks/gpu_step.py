@@ -27,7 +27,7 @@ from plain_llama import plain_step  # noqa: E402
 from meshwright.bench import floor, step  # noqa: E402
 from meshwright.bench.fake import fake_world  # noqa: E402
 from meshwright.bench.models import bench_config  # noqa: E402
-from meshwright.bench.timing import once_ms  # noqa: E402
+from meshwright.bench.timing import times_ms  # noqa: E402
 from meshwright.config.sections import Config  # noqa: E402
 from meshwright.device import Device  # noqa: E402
 
@@ -47,12 +47,11 @@ def plain(model: str, device: Device, steps: int) -> dict[str, float]:
     work = plain_step(config.model, config.train.micro_batch, 1, device.torch)
     for _ in range(4):
         work()
-    ms = statistics.median(once_ms(device, work) for _ in range(steps))
+    ms = statistics.median(times_ms(device, work, steps))
     return {"plain_ms": ms, "plain_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
 def ours(config: Config, device: Device, steps: int, floors: dict[Any, floor.Floor]) -> dict[str, Any]:
-    """The floor comes after, on a card that is as warm as the step left it."""
     clean(device)
     with fake_world(0, config.layout.tp * config.layout.pp):
         measured = step.measure(step.make_trainer(config, device), steps)

@@ -122,24 +122,24 @@ def measure(args: argparse.Namespace, peer: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rank(rank: int, args: argparse.Namespace, peer: str, port: int, queue: Any) -> None:
+def _rank(rank: int, world: int, port: int, queue: Any, work: Callable[..., Any], *args: Any) -> None:
     os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(PEERS[peer].ranks), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }  # fmt: skip
-    result = measure(args, peer)
+    result = work(*args)
     if rank == 0:
         queue.put(json.dumps(result))
 
 
-def with_ranks(args: argparse.Namespace, peer: str) -> dict[str, Any]:
+def with_ranks(world: int, work: Callable[..., Any], *args: Any) -> Any:
+    """What `work` returns on the first of `world` ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     queue = mp.get_context("spawn").SimpleQueue()
-    mp.start_processes(_rank, (args, peer, port, queue), nprocs=PEERS[peer].ranks, start_method="spawn")
-    result: dict[str, Any] = json.loads(queue.get())
-    return result
+    mp.start_processes(_rank, (world, port, queue, work, *args), nprocs=world, start_method="spawn")
+    return json.loads(queue.get())
 
 
 def main() -> None:
@@ -156,7 +156,10 @@ def main() -> None:
     chosen = [peer for peer in args.against if not peer.startswith("deepspeed") or find_spec("deepspeed")]
     for peer in set(args.against) - set(chosen):
         print(f"{PEERS[peer].name} is left out: deepspeed is not installed", file=sys.stderr)
-    results = [measure(args, peer) if PEERS[peer].ranks == 1 else with_ranks(args, peer) for peer in chosen]
+    results = []
+    for peer in chosen:
+        ranks = PEERS[peer].ranks
+        results.append(measure(args, peer) if ranks == 1 else with_ranks(ranks, measure, args, peer))
     if args.json:
         print(json.dumps(results))
         return

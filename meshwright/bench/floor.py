@@ -1,11 +1,14 @@
 """The least time that a step could take on this device, measured in this process: every matrix product alone, attention
-alone, and the optimizer's bytes at the speed of a copy. Beside it, the products back to back, as a step runs them: a
-card at its power limit lowers its clock under such a load.
+alone, and the optimizer's bytes at the speed of a copy. Beside it, the same back to back, as a step runs them: a card
+at its power limit lowers its clock under such a load.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,16 +22,21 @@ from meshwright.device import Device
 
 OPTIMIZER_BYTES = 28  # fp32 master, gradient and two moments read; master and moments written
 BIG = 8192
-LOAD_S = 0.5  # seconds of products before and while they are timed under load
+LOAD_S = 0.5  # seconds of work before and while it is timed under load
+REST_S = 0.5  # seconds in which a card that has worked gets its clock back, before anything is timed alone
+
+Calls = list[tuple[int, Callable[[], Any]]]  # how often in a micro-batch, and what
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Milliseconds of one micro-batch, but `optimizer_ms`, which is once a step."""
+    """Milliseconds of one micro-batch, but `optimizer_ms`, which is once a step. `loaded_ms` is all products and
+    attention back to back, `products_loaded_ms` the products alone so."""
 
     products_ms: float
     products_loaded_ms: float
     attention_ms: float
+    loaded_ms: float
     optimizer_ms: float
     product_tflops: float
     copy_gb_s: float
@@ -45,10 +53,12 @@ def measure(config: Config, device: Device, dtype: torch.dtype, pp_rank: int = 0
     tokens = config.train.micro_batch * config.model.seq
     rate = product_rate(device, dtype)
     speed = copy_speed(device)
-    alone, loaded = product_times(products(config, pp_rank), tokens, device, dtype)
-    attention = len(stage_of(config, pp_rank).layers) * attention_ms(config, device, dtype)
+    multiplied = product_calls(products(config, pp_rank), tokens, device, dtype)
+    attended = [(len(stage_of(config, pp_rank).layers), attention_call(config, device, dtype))]
     optimizer = parameters(config, pp_rank) * OPTIMIZER_BYTES / speed / 1e6
-    return Floor(alone, loaded, attention, optimizer, rate, speed)
+    products_ms, attention_ms = alone(device, multiplied), alone(device, attended)
+    products_loaded, loaded = under_load(device, multiplied), under_load(device, multiplied + attended)
+    return Floor(products_ms, products_loaded, attention_ms, loaded, optimizer, rate, speed)
 
 
 def draw(device: Device, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -69,29 +79,17 @@ def copy_speed(device: Device) -> float:
     return 2 * x.numel() * x.element_size() / median_ms(device, lambda: y.copy_(x)) / 1e6
 
 
-def product_times(wanted: list[Product], tokens: int, device: Device, dtype: torch.dtype) -> tuple[float, float]:
-    """All products of a micro-batch with both gradients: each timed alone, and all of them back to back."""
-    alone, calls = 0.0, []
+def product_calls(wanted: list[Product], tokens: int, device: Device, dtype: torch.dtype) -> Calls:
+    """All products of a micro-batch with both gradients."""
+    calls: Calls = []
     for p in wanted:
         x, y, w = (draw(device, dtype, *shape) for shape in ((tokens, p.k), (tokens, p.n), (p.n, p.k)))
         three = (lambda x=x, w=w: x @ w.t(), lambda y=y, w=w: y @ w, lambda x=x, y=y: y.t() @ x)
-        alone += p.count * sum(median_ms(device, call) for call in three)
-        calls.append((p.count, three))
-
-    def back_to_back() -> None:
-        for count, three in calls:
-            for call in three:
-                for _ in range(count):
-                    call()
-
-    if device.kind == "cpu":
-        return alone, once_ms(device, back_to_back)
-    for _ in range(max(1, int(1e3 * LOAD_S / alone))):
-        back_to_back()
-    return alone, median_ms(device, back_to_back, repeats=max(1, int(1e3 * LOAD_S / alone)), warm=0)
+        calls += [(p.count, call) for call in three]
+    return calls
 
 
-def attention_ms(config: Config, device: Device, dtype: torch.dtype) -> float:
+def attention_call(config: Config, device: Device, dtype: torch.dtype) -> Callable[[], Any]:
     """Forward and backward of one layer, by the fastest of the device's ways."""
     m, tp, batch = config.model, config.layout.tp, config.train.micro_batch
     heads, kv = m.heads // tp, max(1, m.kv_heads // tp)
@@ -99,13 +97,49 @@ def attention_ms(config: Config, device: Device, dtype: torch.dtype) -> float:
     grad = torch.randn_like(q)
 
     def both() -> None:
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv != heads).backward(grad)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv != heads)
+        torch.autograd.grad(y, (q, k, v), grad)
 
-    times = [median_ms(device, both)]
-    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION) if device.kind != "cpu" else ():
-        try:
+    def by(backend: SDPBackend) -> Callable[[], None]:
+        def call() -> None:
             with sdpa_kernel(backend):
-                times.append(median_ms(device, both))
+                both()
+
+        return call
+
+    ways: list[Callable[[], None]] = [both]
+    if device.kind != "cpu":
+        ways += [by(SDPBackend.CUDNN_ATTENTION), by(SDPBackend.FLASH_ATTENTION)]
+    times = []
+    for way in ways:
+        try:
+            times.append(median_ms(device, way))
         except RuntimeError:  # this device or torch lacks it
-            continue
-    return min(times)
+            times.append(float("inf"))
+    return ways[times.index(min(times))]
+
+
+def alone(device: Device, calls: Calls) -> float:
+    """Each timed by itself, on a rested device."""
+    total = 0.0
+    for count, call in calls:
+        if device.kind != "cpu":
+            device.synchronize()
+            time.sleep(REST_S)
+        total += count * median_ms(device, call)
+    return total
+
+
+def under_load(device: Device, calls: Calls) -> float:
+    """All of them back to back, once the device has done so for a while."""
+
+    def back_to_back() -> None:
+        for count, call in calls:
+            for _ in range(count):
+                call()
+
+    once = once_ms(device, back_to_back)
+    if device.kind == "cpu":
+        return once
+    rounds = max(1, int(1e3 * LOAD_S / once))
+    return median_ms(device, back_to_back, repeats=rounds, warm=rounds)

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,20 +25,28 @@ KINDS = {
 def median_ms(device: Device, work: Callable[[], Any], repeats: int = 10, warm: int = 3) -> float:
     for _ in range(warm):
         work()
-    return statistics.median(once_ms(device, work) for _ in range(repeats))
+    return statistics.median(times_ms(device, work, repeats))
 
 
 def once_ms(device: Device, work: Callable[[], Any]) -> float:
+    return times_ms(device, work, 1)[0]
+
+
+def times_ms(device: Device, work: Callable[[], Any], repeats: int) -> list[float]:
+    """Of one call after another. The host doesn't wait for a device in between, so only the first launch is timed."""
     if device.kind == "cpu":
-        begin = time.perf_counter()
+        marks = [time.perf_counter()]
+        for _ in range(repeats):
+            work()
+            marks.append(time.perf_counter())
+        return [1e3 * (end - begin) for begin, end in pairwise(marks)]
+    events = [torch.Event(device.torch, enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
         work()
-        return 1e3 * (time.perf_counter() - begin)
-    first, last = (torch.Event(device.torch, enable_timing=True) for _ in range(2))
-    first.record()
-    work()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last))
+        event.record()
+    events[-1].synchronize()
+    return [float(begin.elapsed_time(end)) for begin, end in pairwise(events)]
 
 
 def kind_of(kernel: str) -> str:

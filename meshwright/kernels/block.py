@@ -11,20 +11,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 1056  # eight for each multiprocessor of a large Hopper chip; each adds up its own rows' weight gradient
+PROGRAMS = 264  # two for each multiprocessor of a large Hopper chip; each adds up its own rows' weight gradient
+AHEAD = 3  # rows that are being read at once, where they are short enough to wait in shared memory
 SWIGLU_BLOCK = 1024
 
 
 @triton.jit
 def _rms_norm_backward(
     x, rstd, weight, grad, passed, out, normed, partial, rows, width,
-    HAS_PASSED: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_PASSED: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     at = tl.arange(0, BLOCK)
     inside = at < width
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=AHEAD):
         here = row.to(tl.int64) * width + at
         scale = tl.load(rstd + row)
         y = tl.load(x + here, mask=inside, other=0.0).to(tl.float32) * scale
@@ -45,12 +46,13 @@ def rms_norm_backward(
     """The gradient of x (plus `passed`), the normed x and the weight's gradient in float32."""
     rows, width = x.shape
     out, normed = torch.empty_like(x), torch.empty_like(x)
-    programs = min(rows, PROGRAMS)
-    partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
+    short = block <= 4096
+    programs = min(rows, PROGRAMS if short else 4 * PROGRAMS)
+    partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     _rms_norm_backward[(programs,)](
         x, rstd, weight, grad, grad if passed is None else passed, out, normed, partial, rows, width,
-        HAS_PASSED=passed is not None, BLOCK=block, num_warps=8 if block <= 4096 else 16,
+        HAS_PASSED=passed is not None, BLOCK=block, AHEAD=AHEAD if short else 1, num_warps=4 if short else 16,
     )  # fmt: skip
     return out, normed, partial.sum(0)
 

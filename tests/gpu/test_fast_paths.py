@@ -13,6 +13,7 @@ from meshwright.bench.fake import fake_world, stand_in
 from meshwright.config.sections import Config, OptimizerConfig
 from meshwright.device import Device
 from meshwright.kernels import fits
+from meshwright.nn import fused
 from meshwright.plan.communication import Line, Traffic, predict_rank
 from meshwright.train.ahead import Ahead
 from meshwright.train.context import build_context
@@ -44,6 +45,22 @@ def gpu_trainer(config: Config, rank: int = 0, world: int = 1) -> Trainer:
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_kernel_is_its_definition(name: str, dtype: torch.dtype, seed: int) -> None:
     assert CASES[name](Where(CUDA, dtype, seed)) <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [1000, 2048, 4096, 4104, 8192, 12288, 20480])
+def test_rms_norm_backward_of_any_width(width: int, dtype: torch.dtype) -> None:
+    """Rows are read ahead where shared memory has room for them."""
+    torch.manual_seed(width)
+    x, grad, passed = (torch.randn(700, width, device=CUDA, dtype=dtype) for _ in range(3))
+    weight = torch.randn(width, device=CUDA, dtype=dtype)
+    _, rstd = fused.rms_norm(x, weight, 1e-5)
+    assert fits(x, grad, passed)
+    found = fused.rms_norm_backward(x, rstd, weight, grad, passed)
+    wide = (part.cpu().double() for part in (x, rstd, weight, grad, passed))
+    bound = 1e-5 if dtype == torch.float32 else 1e-2
+    for part, true in zip(found, fused.rms_norm_backward(*wide), strict=True):
+        assert float((part.cpu() - true).norm() / true.norm()) <= bound
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8-row"])
