@@ -44,8 +44,8 @@ def losses(prefix: str, train: dict[str, str], args: argparse.Namespace) -> list
         "train": train | {
             "micro_batch": args.batch, "global_batch": args.batch, "steps": args.steps, "seed": args.seed,
         },
-        "optimizer": {"lr": args.lr}, "lr": {"warmup": 20, "min": args.lr / 10}, "data": {"prefixes": [prefix]},
-        "run": {"device": args.device},
+        "optimizer": {"lr": args.lr}, "lr": {"warmup": args.warmup, "min": args.lr / 10},
+        "data": {"prefixes": [prefix]}, "run": {"device": args.device},
     })  # fmt: skip
     torch._dynamo.reset()
     gc.collect()
@@ -64,7 +64,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--warmup", type=int, default=50, help="steps; a short one lets rounding alone change the run")
     parser.add_argument("--seed", type=int, default=1234, help="of the weights")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()

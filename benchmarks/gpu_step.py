@@ -5,7 +5,7 @@
     python benchmarks/gpu_step.py --no-plain --cases 3b:bf16:1:tp2 3b:bf16:4:pp2   # the first rank's share
 
 Every case prints one line of JSON: what `meshwright bench step` finds, and the plain loop's step_ms and memory. The
-plain loop runs once for each model, in bf16 autocast with one micro-batch a step.
+plain loop runs in bf16 autocast, once for each model and number of micro-batches.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def clean(device: Device) -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def plain(model: str, device: Device, steps: int) -> dict[str, float]:
+def plain(model: str, micro_batches: int, device: Device, steps: int) -> dict[str, float]:
     clean(device)
     config = bench_config(model)
-    work = plain_step(config.model, config.train.micro_batch, 1, device.torch)
+    work = plain_step(config.model, config.train.micro_batch, micro_batches, device.torch)
     for _ in range(4):
         work()
     ms = statistics.median(times_ms(device, work, steps))
@@ -76,16 +76,17 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     device = Device.choose("cuda")
-    others: dict[str, dict[str, float]] = {}
+    others: dict[tuple[str, int], dict[str, float]] = {}
     floors: dict[Any, floor.Floor] = {}
     for case in args.cases:
         config, begin = case_config(case), time.time()
-        model = case.split(":")[0]
-        if model not in others:
-            others[model] = {} if args.no_plain else plain(model, device, args.steps)
-        found = ours(config, device, args.steps, floors) | others[model]
-        if not args.no_plain and config.layout.tp * config.layout.pp == 1:
-            found["speedup"] = found["micro_batches"] * found["plain_ms"] / found["step_ms"]
+        key = case.split(":")[0], config.train.global_batch // config.train.micro_batch
+        whole = config.layout.tp * config.layout.pp == 1
+        if whole and not args.no_plain and key not in others:
+            others[key] = plain(*key, device, args.steps)
+        found = ours(config, device, args.steps, floors) | (others.get(key, {}) if whole else {})
+        if "plain_ms" in found:
+            found["speedup"] = found["plain_ms"] / found["step_ms"]
         print(json.dumps({"case": case, "seconds": time.time() - begin} | found), flush=True)
 
 

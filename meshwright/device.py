@@ -11,6 +11,7 @@ import os
 import time
 import warnings
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +104,7 @@ class Device:
             raise UserError("train.precision=fp8 is not supported on npu: use bf16")
         if precision == "fp8" and self.kind == "cuda" and torch.cuda.get_device_capability(self.index) < (8, 9):
             raise UserError("train.precision=fp8 is not supported by this GPU: use bf16")
-        if precision == "bf16" and self.kind == "cuda" and not torch.cuda.is_bf16_supported():
+        if precision == "bf16" and self.kind == "cuda" and torch.cuda.get_device_capability(self.index) < (8, 0):
             raise UserError("train.precision=bf16 is not supported by this GPU: use fp16 or fp32")
 
     @property
@@ -225,6 +226,8 @@ def pin(tensor: torch.Tensor, device: torch.device) -> None:
     library, address = torch.cuda.cudart(), tensor.data_ptr()
     error = int(library.cudaHostRegister(address, tensor.nbytes, 0))
     if error:
+        with suppress(RuntimeError):  # CUDA tells of a failed call once more with the next launch: let it be this one
+            torch.zeros(1, device=device)
         said = f"{tensor.nbytes >> 20} MiB of host memory can't be pinned (CUDA error {error}): copies will wait"
         warnings.warn(said, stacklevel=2)
     else:

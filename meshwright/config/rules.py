@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from meshwright.config.sections import Config
+from meshwright.config.sections import FP8_UNIT, Config
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.layout.shards import node_parts
@@ -160,6 +160,16 @@ def dtypes_fit_precision(c: Config, world: int) -> str | None:
     return None
 
 
+def fp8_fits_tokens(c: Config, world: int) -> str | None:
+    tokens = c.train.micro_batch * c.model.seq
+    if c.train.precision == "fp8" and tokens % FP8_UNIT:
+        return (
+            f"train.precision=fp8 multiplies multiples of {FP8_UNIT} tokens, and train.micro_batch x model.seq is "
+            f"{tokens}: change one of them, or set train.precision=bf16"
+        )
+    return None
+
+
 def lr_fits_steps(c: Config, world: int) -> str | None:
     if c.lr.warmup > c.train.steps:
         return f"lr.warmup={c.lr.warmup} is longer than train.steps={c.train.steps}: lower it"
@@ -202,6 +212,7 @@ RULES: list[Rule] = [
     eval_divides,
     shards_fit_nodes,
     dtypes_fit_precision,
+    fp8_fits_tokens,
     lr_fits_steps,
     positions_to_reset,
     compiles_without_dropout,

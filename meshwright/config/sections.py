@@ -15,6 +15,7 @@ from meshwright.errors import UserError
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved"]
 LONGEST_S = 365 * 24 * 3600.0
+FP8_UNIT = 16  # products in fp8 take multiples of this
 
 
 def _positive(section: str, **values: float) -> None:

@@ -43,6 +43,13 @@ def _largest_of_lines(
 
 
 @triton.jit
+def _within(z, limit):
+    """What is not a number stays so, and reaches the gradient's norm: the step is skipped."""
+    low = tl.maximum(z, -limit, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(low, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _cast(
     x, of_rows, of_columns, out, across, scale, across_scale, rows, columns, limit,
     LINES: tl.constexpr, OUT: tl.constexpr, ACROSS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -61,8 +68,7 @@ def _cast(
             top = tl.maximum(tl.load(of_rows), TINY)
             tl.store(scale, top / limit)
             z = y * (limit / top)
-        z = tl.minimum(tl.maximum(z, -limit), limit)
-        tl.store(out + here, z.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + here, _within(z, limit).to(out.dtype.element_ty), mask=inside)
     if ACROSS:
         if LINES:
             top = tl.maximum(tl.load(of_columns + c, mask=c < columns, other=1.0), TINY)
@@ -72,7 +78,7 @@ def _cast(
             top = tl.maximum(tl.load(of_columns), TINY)
             tl.store(across_scale, top / limit)
             z = y * (limit / top)
-        z = tl.minimum(tl.maximum(z, -limit), limit).to(across.dtype.element_ty)
+        z = _within(z, limit).to(across.dtype.element_ty)
         there = c.to(tl.int64)[:, None] * rows + r[None, :]
         tl.store(across + there, tl.trans(z), mask=(c < columns)[:, None] & (r < rows)[None, :])
 

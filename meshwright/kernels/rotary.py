@@ -26,9 +26,9 @@ def _turn(
     REST_BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
-    b, s = (token // seq).to(tl.int64), token % seq
+    b, s = (token // seq).to(tl.int64), (token % seq).to(tl.int64)
     total: tl.constexpr = QUERIES + 2 * KEYS
-    h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    h = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
     at = tl.arange(0, HALF_BLOCK)
     inside = at < HALF
     turns = h < QUERIES + KEYS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -60,7 +61,7 @@ class Head(nn.Module):
         super().__init__()
         records = description.head()
         self.norm = Norm(parallel, model.norm, model.norm_eps, under(records, "norm"))
-        self.output = Linear(parallel, records["output.weight"], None, "column")
+        self.output = Linear(replace(parallel, products=""), records["output.weight"], None, "column")
         self.vocab, self.parallel = model.vocab, parallel
 
     def logits(self, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
+from meshwright.config.sections import FP8_UNIT
 from meshwright.layout.params import ParamRecord
 from meshwright.nn import fp8, products
 from meshwright.nn.fused import rms_norm, rms_norm_backward, swiglu, swiglu_backward
@@ -149,7 +150,7 @@ class Linear(nn.Module):
         self.group, self.size = parallel.tp.name, parallel.tp.size
         self.kind, self.fuses = parallel.products, parallel.fused
         if self.kind and not fp8.multiplies(*weight.local_shape):
-            warnings.warn(f"sizes that are no multiples of {fp8.UNIT} are multiplied in bf16, not in fp8", stacklevel=2)
+            warnings.warn(f"sizes that are no multiples of {FP8_UNIT} are multiplied in bf16, not in fp8", stacklevel=2)
 
     @property
     def how(self) -> How:

@@ -148,19 +148,23 @@ class Trainer:
             monitored = self._monitored(totals)
         lr, scale = learning_rate(config, self.step_number + 1), self.loss_scale.value
         self.before_update()
-        clip = config.train.clip
+        clip, waited = config.train.clip, 0.0
         with self.executor.span("step", UPDATED):
             if self.runs_ahead:
                 self.optimizer.step_on_device(lr, sums, weight, clip)
             else:
-                _, tokens, squares = self.ctx.device.download(sums).read()
+                arrived = self.ctx.device.download(sums)
+                begun = time.perf_counter()
+                _, tokens, squares = arrived.read()
+                waited = time.perf_counter() - begun  # for what a device still computed
                 norm = gradient_norm(tokens, squares, weight)
                 if math.isfinite(norm):
                     divisor = weight * max(tokens, 1.0)
                     self.optimizer.step(lr, divisor * norm / clip if clip and norm > clip else divisor)
                 self.loss_scale.update(math.isfinite(norm))
         read = self.ctx.device.download(sums)
-        totals.seconds["optimizer"] = time.perf_counter() - update
+        totals.seconds["backward"] += waited
+        totals.seconds["optimizer"] = time.perf_counter() - update - waited
         self.step_number += 1
         self.consumed += samples
         result = StepResult(

@@ -31,6 +31,7 @@ TRAIN = {
     "not a number": (["train.steps=many"], "must be a whole number"),
     "a fraction of a step": (["train.steps=1.5"], "must be a whole number"),
     "precision that does not exist": (["train.precision=fp7"], "fp64, fp32, bf16, fp16"),
+    "tokens that fp8 can't take": (["train.precision=fp8", "model.seq=15"], "micro_batch x model.seq is 15"),
     "not key=value": (["train.steps"], "section.key=value"),
     "heads do not divide hidden": (["model.heads=5"], "give model.head_dim"),
     "kv heads do not divide heads": (["model.kv_heads=3"], "try 1, 2 or 4"),

@@ -20,7 +20,7 @@ from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
 from meshwright.train.step import Trainer
-from tests.nn.fused_cases import BOUNDS, CASES, Where, fp8_products
+from tests.nn.fused_cases import BOUNDS, CASES, Where, fp8_keeps_what_is_not_finite, fp8_products
 from tests.support.oracle import Made, gather_global, make_trainer, small_config, true_gradients, worst
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -66,6 +66,11 @@ def test_rms_norm_backward_of_any_width(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", ["fp8", "fp8-row"])
 def test_fp8_products_are_the_emulated_ones(kind: str) -> None:
     assert fp8_products(Where(CUDA, torch.bfloat16), kind) < 1e-2
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8-row"])
+def test_what_is_not_finite_stays_so_in_fp8(kind: str) -> None:
+    assert fp8_keeps_what_is_not_finite(Where(CUDA, torch.bfloat16), kind)
 
 
 @pytest.mark.parametrize("low", [None, torch.bfloat16])

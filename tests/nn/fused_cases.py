@@ -152,6 +152,19 @@ def fp8_products(at: Where, kind: str = "fp8") -> float:
     return error(zip(found, emulated, strict=True))
 
 
+def fp8_keeps_what_is_not_finite(at: Where, kind: str) -> bool:
+    """Or a broken gradient would pass for a good one, and the step would be taken."""
+    kept = []
+    for bad in (float("nan"), float("inf")):
+        for dtype in (fp8.VALUES, fp8.GRADIENTS):
+            x = at.draw(48, 32)
+            x[5, 7] = bad
+            found = fp8.quantise(x, kind, dtype, across=True)
+            for value, scale in found:
+                kept.append(not (value.float() * scale.reshape(-1, 1)).isfinite().all())
+    return all(kept)
+
+
 CASES: dict[str, Callable[[Where], float]] = {
     "rms_norm": rms_norm,
     "swiglu": swiglu,
