@@ -13,6 +13,7 @@ import warnings
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -232,6 +233,14 @@ def pin(tensor: torch.Tensor, device: torch.device) -> None:
         warnings.warn(said, stacklevel=2)
     else:
         weakref.finalize(tensor.untyped_storage(), library.cudaHostUnregister, address)
+
+
+@cache
+def scaled_rows_are_wide(device: torch.device) -> bool:
+    """Whether torch's fp8 product with a scale for each row can have a float32 result: cuBLAS's on Hopper, from CUDA
+    12.9 on."""
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return torch.cuda.get_device_capability(device) == (9, 0) and cuda >= (12, 9)
 
 
 def accelerator(device: torch.device) -> Any:

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     c = job.config
     base = Workload(
         c.model, Parallel(devices, shard=int(c.zero.shard_group == "node")), 1, c.train.global_batch, c.train.precision,
-        states=states_of(c), node_size=c.layout.node_size or cluster.node.devices,
+        states=states_of(c), node_size=c.layout.node_size or cluster.node.devices, own_loss=True,
     )  # fmt: skip
     limit = args.fit or cluster.device.memory_gib
     found = search(base, cluster, stack, devices, limit, _space(c, args.words))

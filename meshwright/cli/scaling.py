@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         c = job.config
         base = Workload(
             c.model, Parallel(counts[0]), 1, batch, c.train.precision, states=states_of(c),
-            node_size=cluster.node.devices,
+            node_size=cluster.node.devices, own_loss=True,
         )  # fmt: skip
         found[mode] = sweep(base, cluster, stack, counts, mode == "weak")
     chart = Chart(f"{job.name} on {cluster.name}", "devices", "tokens/s", _lines(found))

@@ -8,7 +8,6 @@ scaled product; elsewhere they are emulated in float32, to the same rounding of 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch.library import custom_op
 
 from meshwright.comm.ops import operator
 from meshwright.config.sections import FP8_UNIT
+from meshwright.device import scaled_rows_are_wide
 from meshwright.kernels import fits
 from meshwright.nn.weight_grad import sink_of
 
@@ -103,7 +103,7 @@ def _multiply(
     if a.is_cuda:
         if a_scale.dim():
             a_scale, b_scale = a_scale[:, None], b_scale[None, :]
-            if dtype == torch.float32 and not _wide_rows(a.device):
+            if dtype == torch.float32 and not scaled_rows_are_wide(a.device):
                 narrow = torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
                 return narrow.float() if out is None else out.copy_(narrow)
         kwargs = {} if out is None else {"out": out}
@@ -112,13 +112,6 @@ def _multiply(
         b.float() * (b_scale[:, None] if b_scale.dim() else b_scale)
     ).t()
     return wide.to(dtype) if out is None else out.copy_(wide)
-
-
-@cache
-def _wide_rows(device: torch.device) -> bool:
-    """Whether torch's product with a scale for each row can have a float32 result: cuBLAS's on Hopper, from 12.9 on."""
-    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
-    return torch.cuda.get_device_capability(device) == (9, 0) and cuda >= (12, 9)
 
 
 @operator("meshwright::add_fp8_product_grad", mutates={"sink"})

@@ -23,7 +23,7 @@ from meshwright.plan.flops import (
     recomputed_flops,
 )
 from meshwright.plan.stack import Stack
-from meshwright.plan.workload import States, Workload, ranks_per_node
+from meshwright.plan.workload import States, Workload, ranks_per_node, senders_across
 
 LARGEST_TABLE = 12_000  # computes of a table that is simulated; beyond it the closed formula is used
 OPTIMIZER_BYTES = 4  # besides what it reads and writes of the states: the gradient's norm is a pass of its own
@@ -69,8 +69,9 @@ class Cost:
     stack: Stack
     step_s: float
     compute_s: float  # of the busiest pipeline rank, all micro-batches, no communication
-    bubble: float  # idle share of the pipeline's time
+    bubble: float  # idle share of the pipeline's time, over all its ranks
     bubble_s: float
+    idle_s: float  # of the busiest pipeline rank
     optimizer_s: float
     axes: dict[str, AxisCost]
     stages: tuple[StageCost, ...]
@@ -107,8 +108,10 @@ def place_of(w: Workload) -> Place:
     return Place(ranks_per_node(w, "tp"), ranks_per_node(w, "cp"))
 
 
-def predict_cost(w: Workload, cluster: Cluster, stack: Stack, exact: bool = True) -> Cost:
-    """The cost of one step. `exact`: time the pipeline by its own table where that is small enough."""
+def predict_cost(
+    w: Workload, cluster: Cluster, stack: Stack, exact: bool = True, largest: int = LARGEST_TABLE
+) -> Cost:
+    """The cost of one step. `exact`: time the pipeline by its own table where that has at most `largest` computes."""
     p = w.parallel
     cut, place = cut_of(w), place_of(w)
     block = block_part(w.model, cut, place, cluster, stack, w.precision, w.recompute)
@@ -117,7 +120,7 @@ def predict_cost(w: Workload, cluster: Cluster, stack: Stack, exact: bool = True
     gathered = _sharded_layer(w, cluster, stack, block, axes)
     chunk_times, stages = _stages(w, cluster, stack, (block, embedding, head), gathered)
     send = _send_seconds(w, cluster, stack)
-    pipeline, bubble, simulated = _pipeline_seconds(w, stack, chunk_times, send, exact)
+    pipeline, bubble, idle, simulated = _pipeline_seconds(w, stack, chunk_times, send, largest if exact else 0)
     _layer_traffic(w, block, embedding, head, send, stack, axes)
     reduce = _reduce_seconds(w, cluster, stack, stages, axes)
     optimizer = _optimizer_seconds(w, cluster, max(stage.params for stage in stages))
@@ -125,7 +128,7 @@ def predict_cost(w: Workload, cluster: Cluster, stack: Stack, exact: bool = True
     step = (pipeline + reduce + optimizer) * jitter(w.world, w.node_size) + STEP_FLOOR
     step += STEP_CALLS * wait_seconds(cluster) if w.world > 1 else 0.0
     return Cost(
-        w, cluster, stack, step, compute, bubble, bubble * pipeline, optimizer,
+        w, cluster, stack, step, compute, bubble, bubble * pipeline, idle, optimizer,
         {name: axis for name, axis in axes.items() if axis.calls}, stages, simulated,
         chunk_times, send * (1 - stack.hide_pp) if p.pp > 1 else 0.0,
     )  # fmt: skip
@@ -177,9 +180,11 @@ def _stages(
 
 
 def _compute_only(w: Workload, block: Part, embedding: Part, head: Part) -> float:
-    layers = max(sum(chunks) for chunks in w.stage_layers)
-    seconds = layers * (block.forward + block.backward + block.again)
-    return seconds + (head.forward + head.backward if w.parallel.pp == 1 else 0.0)
+    """Of the busiest pipeline rank and one micro-batch."""
+    seconds = [sum(chunks) * (block.forward + block.backward + block.again) for chunks in w.stage_layers]
+    seconds[0] += embedding.forward + embedding.backward
+    seconds[-1] += head.forward + head.backward
+    return max(seconds)
 
 
 def _send_seconds(w: Workload, cluster: Cluster, stack: Stack) -> float:
@@ -191,31 +196,33 @@ def _send_seconds(w: Workload, cluster: Cluster, stack: Stack) -> float:
     scattered = stack.scatter_sends and p.tp > 1 and not p.sequence_parallel
     if p.sequence_parallel or scattered:
         payload /= p.tp
-    ranks = w.layout.group("pp", 0)
-    neighbour = 2 if ranks[1] // w.node_size == ranks[0] // w.node_size else 1
-    # Every rank of a node sends at once, so each has its own share of the adapters.
-    seconds = collective_seconds(cluster, "send", payload, 2, neighbour)
+    away = senders_across(w)
+    if away:  # at once, each with its share of the node's adapters
+        share = min(1.0, away / cluster.node.devices)
+        seconds = collective_seconds(cluster, "send", payload * share, 2, 1)
+    else:
+        seconds = collective_seconds(cluster, "send", payload, 2, 2)
     if scattered:
         seconds += collective_seconds(cluster, "all_gather", payload * p.tp, p.tp, ranks_per_node(w, "tp"))
     return seconds
 
 
 def _pipeline_seconds(
-    w: Workload, stack: Stack, times: tuple[tuple[tuple[float, float], ...], ...], send: float, exact: bool
-) -> tuple[float, float, bool]:
-    """Seconds from the first forward to the last backward, the idle share, and whether the table was simulated."""
+    w: Workload, stack: Stack, times: tuple[tuple[tuple[float, float], ...], ...], send: float, largest: int
+) -> tuple[float, float, float, bool]:
+    """Seconds from the first forward to the last backward, the idle share of all ranks and the idle seconds of the
+    busiest, where a send that isn't hidden is no idle time, and whether the table was simulated."""
     p, m = w.parallel, w.micro_batches
-    total = max(sum(f + b for f, b in row) for row in times)
+    blocked = send * (1 - stack.hide_pp) if p.pp > 1 else 0.0
+    busy = [m * sum(f + b + 2 * blocked for f, b in row) for row in times]
     if p.pp == 1:
-        return m * total, 0.0, True
-    blocked = send * (1 - stack.hide_pp)
-    if exact and p.pp * m * p.chunks * 2 <= LARGEST_TABLE:
-        timeline = timeline_of(w, times, blocked)
-        return timeline.makespan, timeline.bubble, True
-    busy = [sum(f + b + 2 * blocked for f, b in row) for row in times]
-    longest = closed_seconds(busy, m, p.chunks)
-    work = sum(sum(f + b for f, b in row) for row in times) * m
-    return longest, 1.0 - work / (p.pp * longest), False
+        return busy[0], 0.0, 0.0, True
+    simulated = p.pp * m * p.chunks * 2 <= largest
+    if simulated:
+        longest = timeline_of(w, times, blocked).makespan
+    else:
+        longest = closed_seconds([each / m for each in busy], m, p.chunks)
+    return longest, 1.0 - sum(busy) / (p.pp * longest), max(0.0, longest - max(busy)), simulated
 
 
 def timeline_of(w: Workload, times: tuple[tuple[tuple[float, float], ...], ...], blocked: float) -> Simulation:
@@ -278,9 +285,6 @@ def _sharded_layer(
     pieces = stack.gathers
     gather = pieces * collective_seconds(cluster, "all_gather", params * w.states.param / pieces, size, on_node)
     reduce = collective_seconds(cluster, "reduce_scatter", params * w.states.grad, size, on_node)
-    if size < p.dp * p.cp:
-        outer = p.dp * p.cp // size
-        reduce += collective_seconds(cluster, "all_reduce", params * w.states.grad / size, outer, 1)
     if p.zero == 2:
         gather = 0.0
     layers = max(sum(chunks) for chunks in w.stage_layers) * w.micro_batches
@@ -316,37 +320,57 @@ def _reduce_seconds(
     ranks = p.dp * p.cp
     slow = max(range(p.pp), key=lambda rank: stages[rank].params)
     params = stages[slow].params
-    on_node = _data_on_node(w)
+    size = p.shard_ranks if p.zero else ranks
+    on_node, ring = min(size, _data_on_node(w)), (size - 1) / size
+    grads, weights = params * w.states.grad, params * w.states.param
     if ranks > 1 and p.zero < 2:
-        grads, weights = params * w.states.grad, params * w.states.param
-        ring = (ranks - 1) / ranks
         if p.zero == 0:
             seconds = collective_seconds(cluster, "all_reduce", grads, ranks, on_node)
             axes["dp"].add(max(1, grads // (25 * 2**20)), 2 * ring * grads, seconds)
             room = stages[slow].backward
         else:
-            gather = collective_seconds(cluster, "all_gather", weights, ranks, on_node)
-            seconds = collective_seconds(cluster, "reduce_scatter", grads, ranks, on_node) + gather
+            gather = collective_seconds(cluster, "all_gather", weights, size, on_node)
+            seconds = collective_seconds(cluster, "reduce_scatter", grads, size, on_node) + gather
             axes["dp"].add(2 * max(1, grads // (25 * 2**20)), ring * (grads + weights), seconds)
             room = stages[slow].backward + stages[slow].forward
         hidden = min(stack.hide_dp * seconds, room)
         axes["dp"].hidden += hidden
         exposed += seconds - hidden + contention(cluster, stack) * hidden
     elif ranks > 1:
-        ends = params - layer_params(w.model, p.tp) * max(sum(chunks) for chunks in w.stage_layers)
-        both = ends * (w.states.param * (2 if p.zero == 3 else 1) + w.states.grad)
-        if p.zero == 2:
-            both += (params - ends) * w.states.param  # updated parameters, gathered once
-        seconds = collective_seconds(cluster, "all_gather", both, ranks, on_node)
-        hidden = 0.0 if p.zero == 3 else min(stack.hide_dp * seconds, stages[slow].forward)
-        axes["dp"].add(2, both, seconds, hidden)
-        exposed += seconds - hidden
+        exposed += _sharded_ends(w, cluster, stack, stages[slow], (size, on_node), axes["dp"])
+    if p.zero and size < ranks:  # what the copies on other nodes have, once a step
+        seconds = collective_seconds(cluster, "all_reduce", grads / size, ranks // size, 1)
+        hidden = min(stack.hide_dp * seconds, stages[slow].backward)
+        axes["dp"].add(1, 2 * (1 - size / ranks) * grads / size, seconds, hidden)
+        exposed += seconds - hidden + contention(cluster, stack) * hidden
     if w.model.tied_embeddings and p.pp > 1:
         table = -(-w.model.vocab // p.tp) * w.model.hidden * w.states.grad
         seconds = collective_seconds(cluster, "all_reduce", table, 2, ranks_per_node(w, "embedding"))
         axes["embedding"].add(1, table, seconds)
         exposed += seconds
     return exposed
+
+
+def _sharded_ends(
+    w: Workload, cluster: Cluster, stack: Stack, stage: StageCost, group: tuple[int, int], axis: AxisCost
+) -> float:
+    """Exposed seconds a step of the embedding and the head, whose gradients are reduced, and in stage 3 weights
+    gathered, with every micro-batch as the layers' are; and in stage 2 of the gathers of all updated weights."""
+    p, s, m = w.parallel, w.states, w.micro_batches
+    size, on_node = group
+    ring = (size - 1) / size
+    ends = stage.params - layer_params(w.model, p.tp) * max(sum(chunks) for chunks in w.stage_layers)
+    reduce = collective_seconds(cluster, "reduce_scatter", ends * s.grad, size, on_node)
+    if p.zero == 3:
+        twice = w.model.tied_embeddings and p.pp == 1  # the one table is fetched for both ends
+        fetched = ends + (-(-w.model.vocab // p.tp) * w.model.hidden if twice else 0)
+        seconds = m * (reduce + 2 * collective_seconds(cluster, "all_gather", fetched * s.param, size, on_node))
+        axis.add(3 * m, m * ring * (ends * s.grad + 2 * fetched * s.param), seconds)
+        return seconds
+    gather = collective_seconds(cluster, "all_gather", stage.params * s.param, size, on_node)
+    hidden = min(stack.hide_dp * gather, stage.forward) + m * min(stack.hide_dp * reduce, stage.backward)
+    axis.add(m + 1, ring * (m * ends * s.grad + stage.params * s.param), m * reduce + gather, hidden)
+    return m * reduce + gather - hidden
 
 
 def _optimizer_seconds(w: Workload, cluster: Cluster, params: float) -> float:

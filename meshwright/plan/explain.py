@@ -12,7 +12,7 @@ from meshwright.plan.cost import Cost
 from meshwright.plan.job import Planned
 from meshwright.plan.search import Candidate
 from meshwright.plan.show import percent, seconds
-from meshwright.plan.workload import config_with
+from meshwright.plan.workload import config_with, ranks_per_node
 
 SHOWN = {
     "layout": ("tp", "pp", "chunks", "order", "sequence_parallel", "node_size"), "pipeline": ("schedule",),
@@ -22,10 +22,9 @@ SHOWN = {
 
 def parts_of(cost: Cost) -> dict[str, float]:
     """Where a step's seconds go; they add up to the step."""
-    found = {"compute": cost.compute_s, "optimizer": cost.optimizer_s, "bubble": cost.bubble_s}
+    found = {"compute": cost.compute_s, "optimizer": cost.optimizer_s, "bubble": cost.idle_s}
     for name in ("tp", "cp", "dp", "pp", "embedding"):
         found[name] = cost.axes[name].exposed if name in cost.axes else 0.0
-    found["bubble"] = max(0.0, found["bubble"] - found["pp"])  # sends that aren't hidden are idle time of the pipeline
     rest = cost.step_s - sum(found.values())
     found["waiting and the rest"] = max(0.0, rest)
     return found
@@ -53,8 +52,8 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
         "Its time: " + ", ".join(f"{name} {percent(share)}" for share, name in shares if share > 0.004) + ".",
     ]
     if p.tp > 1:
-        place = "inside a node" if p.tp <= w.node_size else "across nodes"
-        lines.append(f"tp={p.tp} stays {place} and cuts a layer's states and activations by {p.tp}.")
+        place = "stays inside a node" if ranks_per_node(w, "tp") == p.tp else "crosses nodes"
+        lines.append(f"tp={p.tp} {place} and cuts a layer's states and activations by {p.tp}.")
     if p.pp > 1:
         lines.append(
             f"pp={p.pp} with {w.micro_batches} micro-batches idles {percent(cost.bubble)} of the pipeline's time; "

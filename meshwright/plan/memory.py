@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.config.sections import ModelConfig
+from meshwright.layout.chunks import chunk_rows
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.flops import Cut, embedding_params, head_params, layer_params, recomputed_run
-from meshwright.plan.stack import Stack
+from meshwright.plan.stack import OWN, Stack
 from meshwright.plan.workload import Workload
 
 GIB = 2**30
@@ -124,7 +125,8 @@ def memory_of(w: Workload, stack: Stack, pp_rank: int) -> Memory:
     optimizer = (own if p.zero >= 1 else params) * s.moment * s.moments
     if s.optimizer_on != "device":
         master = optimizer = 0.0
-        gradients = gradients if p.zero < 2 else own * s.param
+        if s.buckets and p.zero >= 2:
+            gradients = own * s.param  # DeepSpeed's go to the host as they are
     if s.params_on != "device" and p.zero == 3:
         parameters = 0.0
     buffers = gathered_bytes(w, params, layer, params - layer * layers)
@@ -158,8 +160,12 @@ def _with_activations(
         activations += flying * hidden * (1.5 if model.dropout else 1.0)
     loss = 0.0
     if pp_rank == p.pp - 1:
-        each = FUSED_LOGIT_BYTES if w.fused_loss else stack.logit_bytes
-        loss = cut.tokens * -(-model.vocab // p.tp) * each + 2 * hidden
+        columns = -(-model.vocab // p.tp)
+        if w.own_loss and stack.name == OWN:
+            loss = chunk_rows(cut.tokens, columns) * columns * cut.element + 2 * hidden
+        else:
+            each = FUSED_LOGIT_BYTES if w.fused_loss else stack.logit_bytes
+            loss = cut.tokens * columns * each + 2 * hidden
     if p.pp > 1:
         buffers += 4 * cut.tokens * model.hidden * cut.element / cut.token_cut
     if p.sequence_parallel:

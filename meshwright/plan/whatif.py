@@ -14,6 +14,7 @@ from meshwright.plan.cost import Cost, predict_cost
 from meshwright.plan.stack import Stack
 from meshwright.plan.workload import Workload
 
+WHOLE_TABLE = 10**9  # a table of any size is simulated, since it is drawn
 KINDS = ("slow-link", "slow-network", "slow-rank", "fewer-nodes")
 
 
@@ -87,7 +88,7 @@ def step_of(w: Workload, cluster: Cluster, stack: Stack, changes: Sequence[Chang
             slow[change.rank] = change.factor
         else:
             w = without_nodes(w, int(change.factor))
-    cost = predict_cost(w, cluster, stack)
+    cost = predict_cost(w, cluster, stack, largest=WHOLE_TABLE)
     timeline = _timeline(cost, slow)
     usual = timeline if not slow else _timeline(cost, {})
     return Step(cost, timeline, cost.step_s + timeline.makespan - usual.makespan)

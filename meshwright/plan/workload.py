@@ -5,8 +5,10 @@ A config and a line of a table of published runs both become a `Workload`; FLOPs
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, cast
 
 from meshwright.config.sections import Config, ModelConfig
@@ -76,6 +78,7 @@ class Workload:
     split: tuple[int, ...] = ()
     node_size: int = 8
     fused_loss: bool = False  # logits are made and used piece by piece
+    own_loss: bool = False  # in the pieces that our own loss takes
 
     @property
     def world(self) -> int:
@@ -144,9 +147,48 @@ def best_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
 
 
 def ranks_per_node(workload: Workload, axis: str) -> int:
-    """How many ranks of one group of `axis` stand on one node; groups are alike where sizes divide."""
-    group = workload.layout.group(axis, 0)
-    return sum(rank < workload.node_size for rank in group)
+    """How many ranks of one group of `axis` stand on one node, in the group that is spread over the most nodes."""
+    p = workload.parallel
+    return _ranks_per_node(p.world, p.tp, p.pp, p.cp, p.order, workload.node_size, axis)
+
+
+@lru_cache(maxsize=100_000)
+def _ranks_per_node(world: int, tp: int, pp: int, cp: int, order: str, node_size: int, axis: str) -> int:
+    layout = Layout(world, tp=tp, pp=pp, cp=cp, order=order, node_size=node_size)
+    first = layout.group(axis, 0)
+    groups = (first,) if _alike(layout) else layout.groups(axis)
+    return max(1, len(first) // max(len({rank // node_size for rank in group}) for group in groups))
+
+
+def _alike(layout: Layout) -> bool:
+    """Whether the groups of an axis all lie alike on the nodes: no group of neighbours begins inside of one node and
+    ends inside of another."""
+    span = 1
+    for axis in layout.order.split("-"):
+        span *= layout.axis_size(axis)
+        if layout.node_size % span and span % layout.node_size:
+            return False
+    return True
+
+
+def senders_across(workload: Workload) -> int:
+    """The ranks of one node that send to a next stage on another node, on the node where these are the most."""
+    p = workload.parallel
+    return _senders_across(p.world, p.tp, p.pp, p.cp, p.order, workload.node_size, p.chunks > 1)
+
+
+@lru_cache(maxsize=100_000)
+def _senders_across(world: int, tp: int, pp: int, cp: int, order: str, node_size: int, around: bool) -> int:
+    """`around`: the last stage sends to the first, too."""
+    layout = Layout(world, tp=tp, pp=pp, cp=cp, order=order, node_size=node_size)
+    if _alike(layout):  # of a group's ranks on a node one sends away, if the group is on several
+        here = _ranks_per_node(world, tp, pp, cp, order, node_size, "pp")
+        return min(world, node_size) // here if here < pp else 0
+    found: Counter[int] = Counter()
+    for group in layout.groups("pp"):
+        for rank, following in [*pairwise(group), *([(group[-1], group[0])] if around else [])]:
+            found[rank // node_size] += rank // node_size != following // node_size
+    return max(found.values(), default=0)
 
 
 def workload_of(config: Config, world: int, node_size: int = 0) -> Workload:
@@ -175,7 +217,7 @@ def workload_of(config: Config, world: int, node_size: int = 0) -> Workload:
         model=config.model, parallel=parallel, micro_batch=config.train.micro_batch,
         global_batch=config.train.global_batch, precision=config.train.precision,
         recompute=own_mode(config.recompute.mode), states=states_of(config),
-        split=config.pipeline.split, node_size=size,
+        split=config.pipeline.split, node_size=size, own_loss=True,
     )  # fmt: skip
 
 
