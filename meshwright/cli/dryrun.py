@@ -108,7 +108,7 @@ def _ranks(text: str | None, world: int) -> list[int]:
     if text is None:
         return sorted({0, world // 2, world - 1})
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() for word in words):
+    if not all(word.isdecimal() for word in words):
         raise UserError(f"--ranks {text} must be numbers with commas between them, e.g. --ranks 0,{world - 1}")
     ranks = list(dict.fromkeys(int(word) for word in words))
     outside = [rank for rank in ranks if rank >= world]

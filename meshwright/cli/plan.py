@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     cluster = jobs.cluster_for(job, args.cluster)
     stack = jobs.stack_named(args.stack)
     devices = jobs.devices_for(job, args.devices)
-    if args.fit < 0 or args.top < 1:
+    if not 0 <= args.fit < float("inf") or args.top < 1:
         raise UserError("--fit must be a number of GiB above zero, and --top at least 1")
     c = job.config
     base = Workload(

@@ -43,22 +43,25 @@ def load_config(
     path: str | Path | None, overrides: Sequence[str] = (), sections: Mapping[str, type] | None = None
 ) -> Config:
     """The config of a YAML file with `a.b=c` words on top; `sections` adds dataclasses of the user's own."""
-    raw: dict[str, Any] = {}
-    if path is not None:
-        file = Path(path)
-        if not file.is_file():
-            raise UserError(f"there is no config file '{path}': give the path of a YAML file")
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} can't be read as UTF-8 text: {error}") from None
-        read = parse_yaml(text, str(path))
-        if read is not None and not isinstance(read, dict):
-            raise UserError(f"{path} must hold sections such as 'model:' and 'train:', not a {type(read).__name__}")
-        raw = read or {}
+    raw = read_sections(path) if path is not None else {}
     for word in overrides:
         set_key(raw, word)
     return config_from(raw, sections)
+
+
+def read_sections(path: str | Path) -> dict[str, Any]:
+    """What a config file holds, its keys not checked yet."""
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"there is no config file '{path}': give the path of a YAML file")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} can't be read as UTF-8 text: {error}") from None
+    read = parse_yaml(text, str(path))
+    if read is not None and not isinstance(read, dict):
+        raise UserError(f"{path} must hold sections such as 'model:' and 'train:', not a {type(read).__name__}")
+    return read or {}
 
 
 def set_key(raw: dict[str, Any], word: str) -> None:

@@ -6,6 +6,8 @@ A cluster is a YAML file; those that ship lie in `clusters/`. Every number there
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +19,9 @@ from meshwright.config.load import parse_yaml
 from meshwright.errors import UserError, nearest
 
 FOLDER = Path(__file__).parent / "clusters"
+# Where the products of a precision without a rate run instead: units that hold all its numbers, at their rate. Nothing
+# stands in for fp8, which a device has or refuses, nor for fp64, than which nothing is wider.
+WIDER = {"bf16": ("fp32", "fp64"), "fp16": ("fp32", "fp64"), "fp32": ("fp64",)}
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,14 @@ class Device:
         return hash((self.name, self.memory_gib, self.memory_gb_s))
 
     def rate(self, precision: str) -> float:
-        """FLOP/s at peak; a precision that a device lacks runs in the next wider one it has."""
-        for name in (precision, "bf16", "fp16", "fp32"):
+        """FLOP/s at peak; a precision that a device lacks runs in the next wider one it has, if that can be."""
+        for name in (precision, *WIDER.get(precision, ())):
             if name in self.peak:
                 return self.peak[name] * 1e12
-        raise UserError(f"device {self.name} has no peak rate for {precision}: add it to the cluster's device.peak")
+        raise UserError(
+            f"{self.name} has no rate for {precision}: choose train.precision from {', '.join(self.peak)}, or add the "
+            "rate to device.peak of a cluster file of your own"
+        )
 
 
 @dataclass(frozen=True)
@@ -158,11 +166,19 @@ def _field(hint: Any, value: Any, where: str, path: str) -> Any:
     if hint is str:
         return str(value)
     if hint in (int, float):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise UserError(f"{where}: {path}={value} must be a number above zero")
-        return hint(value)
+        return _number(hint, value, where, path)
     if not isinstance(value, Mapping) or not value:
         raise UserError(f"{where}: {path} must hold keys and values, not '{value}'")
     if typing.get_args(hint)[1] is float:
         return {str(key): _field(float, item, where, f"{path}.{key}") for key, item in value.items()}
     return {str(key): str(item) for key, item in value.items()}
+
+
+def _number(hint: Any, value: Any, where: str, path: str) -> Any:
+    """`value` as an int or a float; a fraction of a whole thing is refused, not cut."""
+    number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float)) else value
+    if not 0 < number <= sys.float_info.max:
+        raise UserError(f"{where}: {path}={value} must be a number above zero, and a finite one")
+    if hint is int and number != int(number):
+        raise UserError(f"{where}: {path}={value} must be a whole number of at least 1")
+    return hint(number)

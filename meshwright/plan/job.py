@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.load import config_from, parse_yaml, set_key
+from meshwright.config.load import config_from, read_sections, set_key
 from meshwright.config.presets import PRESETS, RUNS
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, nearest
@@ -42,9 +42,17 @@ def planned(target: str, words: Sequence[str] = (), layout: str = "", as_run: bo
     raw, run, name = _raw(target, as_run)
     for word in [*_layout_words(layout), *words]:
         set_key(raw, word)
-    if raw.get("layout", {}).get("chunks", 1) not in (1, "1") and "schedule" not in (raw.get("pipeline") or {}):
-        raw.setdefault("pipeline", {})["schedule"] = "interleaved"
+    _interleave(raw)
     return Planned(name, config_from(raw), run)
+
+
+def _interleave(raw: dict[str, Any]) -> None:
+    """Chunks without a word on the schedule mean the interleaved one; what is no section is left to be refused."""
+    layout, pipeline = ({} if raw.get(name) is None else raw[name] for name in ("layout", "pipeline"))
+    if not isinstance(layout, dict) or not isinstance(pipeline, dict):
+        return
+    if layout.get("chunks", 1) not in (1, "1") and "schedule" not in pipeline:
+        raw["pipeline"] = {**pipeline, "schedule": "interleaved"}
 
 
 def _raw(target: str, as_run: bool) -> tuple[dict[str, Any], Mapping[str, Any], str]:
@@ -57,12 +65,9 @@ def _raw(target: str, as_run: bool) -> tuple[dict[str, Any], Mapping[str, Any], 
             raw[section] = {**raw.get(section, {}), **run.get(section, {})}
         return {key: value for key, value in raw.items() if value}, run, target
     if path.suffix in (".yaml", ".yml") or path.is_file():
-        if not path.is_file():
-            raise UserError(f"there is no config file '{target}': give the path of a YAML file")
-        read = parse_yaml(path.read_text(encoding="utf-8"), target)
-        if not isinstance(read, dict):
-            raise UserError(f"{target} must hold sections such as 'model:' and 'train:', not a {type(read).__name__}")
-        read.setdefault("data", {"prefixes": ["tokens"]})
+        read = read_sections(target)
+        if read.get("data") is None:
+            read["data"] = {"prefixes": ["tokens"]}
         return read, {}, path.stem
     raise UserError(
         f"there is no config file and no preset '{target}'{nearest(target, PRESETS)}: "

@@ -83,7 +83,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     if not path.is_file():
         raise UserError(f"there is no table '{path}': give the path of a CSV file of published runs")
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # a spreadsheet puts a mark first
             reader = csv.DictReader(file)
             names = reader.fieldnames or []
             rows = [{key: value or "" for key, value in row.items() if key} for row in reader]
@@ -200,12 +200,8 @@ def workload_of_row(row: Row, stack: Stack, cluster: Cluster, text: str) -> Work
     model = model_of(row, stack)
     if tp > min(model.heads, model.ffn) or cp > model.seq:
         raise CannotTake(f"tp={tp} or cp={cp} cuts the model finer than its heads, MLP or sequence")
-    chunks = _int(row, "vpp", 1)
-    schedule = row.get("schedule", "")
-    if schedule.startswith(("zb", "dualpipe")):
-        raise CannotTake(f"the schedule {schedule} is not modelled yet")
-    if pp * chunks > model.layers:
-        chunks = max(1, model.layers // pp)
+    _check_cut(model, tp, pp, text)
+    chunks, schedule = _schedule(row, model.layers, pp)
     precision = row.get("precision", "") or DEFAULT_PRECISION
     if precision not in ("fp32", "bf16", "fp16", "fp8"):
         raise CannotTake(f"no cluster has rates for the precision {precision}")
@@ -214,15 +210,55 @@ def workload_of_row(row: Row, stack: Stack, cluster: Cluster, text: str) -> Work
     parallel = Parallel(
         world=gpus, tp=tp, pp=pp, cp=cp, chunks=chunks, zero=zero,
         sequence_parallel=tp > 1 and (row.get("seq_parallel") == "y" or stack.name == "compiled"),
-        schedule="interleaved" if chunks > 1 else "1f1b",
+        schedule=schedule,
     )  # fmt: skip
-    if batch < parallel.dp * micro:
-        raise CannotTake(f"global batch {batch} is less than dp x micro-batch = {parallel.dp * micro}")
+    _check_batch(parallel, _int(row, "dp", 1), micro, batch)
     return Workload(
         model, parallel, micro, batch, precision, row["recompute"], states_of_row(stack, precision, zero, text),
         split=_split(model, pp, chunks, text), node_size=cluster.node.devices,
         fused_loss=bool(re.search(r", Liger,", text)),
     )  # fmt: skip
+
+
+def _check_cut(model: ModelConfig, tp: int, pp: int, text: str) -> None:
+    """Every tp rank has whole heads, and every stage something to do: a layer, or an embedding that counts as one."""
+    if model.heads % tp:
+        raise CannotTake(f"{model.heads} heads are not a multiple of tp={tp}")
+    slots = model.layers + 2 if _ends_are_slots(model.layers, pp, text) else model.layers
+    if pp > slots:
+        raise CannotTake(f"pp={pp} is more than the {slots} layers that stages can be made of")
+
+
+def _schedule(row: Row, layers: int, pp: int) -> tuple[int, str]:
+    """Chunks of a pipeline rank, and the schedule that runs them; what isn't named is 1F1B."""
+    chunks, name = _int(row, "vpp", 1), row.get("schedule", "")
+    if name.startswith(("zb", "dualpipe")):
+        raise CannotTake(f"the schedule {name} is not modelled yet")
+    if name == "gpipe":
+        if chunks > 1:
+            raise CannotTake(f"the schedule gpipe has one chunk a rank, not vpp={chunks}")
+        return 1, name
+    if pp * chunks > layers:
+        chunks = max(1, layers // pp)
+    return chunks, "interleaved" if chunks > 1 else "1f1b"
+
+
+def _check_batch(parallel: Parallel, dp: int, micro: int, batch: int) -> None:
+    """The row's dp is the one that its devices leave, and the replicas share the batch in whole micro-batches."""
+    if dp != parallel.dp:
+        unit = parallel.tp * parallel.pp * parallel.cp
+        raise CannotTake(
+            f"dp={dp} contradicts the devices: {parallel.world} / (tp x pp x cp = {unit}) is {parallel.dp}"
+        )
+    if batch < dp * micro:
+        raise CannotTake(f"global batch {batch} is less than dp x micro-batch = {dp * micro}")
+    if batch % (dp * micro):
+        raise CannotTake(f"global batch {batch} is not a multiple of dp x micro-batch = {dp * micro}")
+
+
+def _ends_are_slots(layers: int, pp: int, text: str) -> bool:
+    """Whether the embedding and the output layer were dealt out to the stages as a layer each."""
+    return "embeddings counted as pipeline slots" in text or ("bigscience" in text and (layers + 2) % pp == 0)
 
 
 def _split(model: ModelConfig, pp: int, chunks: int, text: str) -> tuple[int, ...]:
@@ -232,7 +268,7 @@ def _split(model: ModelConfig, pp: int, chunks: int, text: str) -> tuple[int, ..
         return ()
     if "nanotron" in text:  # it weighs blocks by their products, the output layer among them
         return balanced_split(model, pp)
-    if "embeddings counted as pipeline slots" in text or ("bigscience" in text and (layers + 2) % pp == 0):
+    if _ends_are_slots(layers, pp, text):
         slots = [(layers + 2) // pp + (i < (layers + 2) % pp) for i in range(pp)]
         slots[0] -= 1
         slots[-1] -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -62,7 +63,7 @@ def parse_change(text: str) -> Change:
     if kind == "slow-rank" and change.rank < 0:
         raise UserError(f"--what-if '{text}' must name the pipeline rank, e.g. slow-rank=3:0.7")
     if kind == "fewer-nodes":
-        if change.factor < 1 or change.factor != int(change.factor):
+        if not 1 <= change.factor < math.inf or change.factor != int(change.factor):
             raise UserError(f"--what-if '{text}': give a whole number of nodes, at least 1")
     elif not 0 < change.factor <= 1:
         raise UserError(f"--what-if '{text}': the share of the speed that is left lies above 0 and is at most 1")

@@ -152,6 +152,46 @@ def test_a_bad_cell_is_a_reason_and_no_crash(cell: dict[str, str], word: str) ->
     assert word in predict_row({**row, **cell}).reason
 
 
+def row_of(name: str) -> dict[str, str]:
+    return next(row for row in read_rows(TABLE) if row["id"] == name)
+
+
+@pytest.mark.parametrize(
+    ("cells", "word"),
+    [
+        ({"global_batch": "1023"}, "1023 is not a multiple of dp x micro-batch = 512"),
+        ({"dp": "99"}, "dp=99 contradicts the devices: 128 / (tp x pp x cp = 4) is 32"),
+        ({"tp": "3", "gpus": "96", "nodes": "12"}, "32 heads are not a multiple of tp=3"),
+        ({"pp": "300", "gpus": "38400", "nodes": "4800"}, "pp=300 is more than the 36 layers"),
+        ({"schedule": "gpipe", "vpp": "2"}, "gpipe has one chunk a rank, not vpp=2"),
+    ],
+)  # fmt: skip
+def test_a_row_that_contradicts_itself_is_not_taken(cells: dict[str, str], word: str) -> None:
+    row = row_of("sc21-t1-7.5b")
+    assert predict_row(row).reason == ""
+    assert word in predict_row({**row, **cells}).reason
+
+
+def test_stages_of_an_embedding_alone_count() -> None:
+    """BLOOM's 70 layers ran on 72 stages, the embedding and the output layer on one each; 73 would leave one idle."""
+    row = {**row_of("bloom176b-main-12695"), "tp": "1", "pp": "72", "dp": "4", "gpus": "288", "nodes": "36"}
+    case = case_of({**row, "micro_batch": "1", "global_batch": "2048"})
+    assert case.workload.split == (0, *[1] * 70, 0)
+    with pytest.raises(CannotTake, match="pp=73 is more than the 70 layers"):
+        case_of({**row, "pp": "73", "gpus": "292"})
+
+
+def test_gpipe_keeps_every_micro_batch() -> None:
+    row = row_of("sc21-t1-39.1b")
+    assert predict_row({**row, "schedule": "gpipe"}).mem_gib > 1.5 * predict_row(row).mem_gib
+
+
+def test_a_table_that_a_spreadsheet_saved(tmp_path: Path) -> None:
+    marked = tmp_path / "marked.csv"
+    marked.write_bytes(b"\xef\xbb\xbf" + TABLE.read_bytes())
+    assert read_rows(marked) == read_rows(TABLE)
+
+
 def test_the_calibration_script_reads_a_table() -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "calibrate.py"
     done = subprocess.run([sys.executable, str(script), str(TABLE)], capture_output=True, text=True, timeout=60)
