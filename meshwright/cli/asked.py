@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from meshwright.errors import UserError
 from meshwright.plan import job as jobs
 from meshwright.plan.cluster import Cluster, known_clusters
 from meshwright.plan.stack import OWN, STACKS, Stack
@@ -22,7 +23,9 @@ def world_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def world_asked(args: argparse.Namespace, job: jobs.Planned) -> int:
-    c = job.config.layout
+    c, zero = job.config.layout, job.config.zero
+    if zero.stage and zero.shard_group == "node" and not c.node_size:
+        raise UserError("zero.shard_group=node: give layout.node_size, the number of ranks on a node")
     return args.world if args.world is not None else int(job.run.get("devices", 0)) or c.tp * c.cp * c.pp
 
 

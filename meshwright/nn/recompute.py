@@ -27,7 +27,7 @@ class _Again(torch.autograd.Function):
 
 
 def recompute(run: Callable[[Tensor, bool], Tensor], x: Tensor) -> Tensor:
-    """run(x, again=False) now, keeping only x, and run(x, again=True) in backward. The input must need a gradient, or
-    backward would not come by; random numbers and collectives are `run`'s own to repeat."""
-    assert x.requires_grad, "a recomputed part's input needs a gradient"
-    return _Again.apply(x, run)
+    """run(x, again=False) now, keeping only x, and run(x, again=True) in backward; random numbers and collectives are
+    `run`'s own to repeat."""
+    # Without a gradient of the input, as of a frozen embedding's result, backward would not come by.
+    return _Again.apply(x if x.requires_grad else x.detach().requires_grad_(), run)

@@ -55,7 +55,8 @@ class FlatState:
         master_dtype, state_dtype = (self.dtype if double else DTYPES[name] for name in names)
         own = [bucket.own_params for bucket in buffer.buckets]
         sizes = [share.numel() for share in own]
-        self.in_place = buffer.key.dtype == master_dtype  # the masters are the model's own weights
+        # The masters are the model's own weights where these are as wide.
+        self.in_place = buffer.key.dtype == master_dtype or buffer.key.dtype.itemsize > master_dtype.itemsize
 
         def new(dtype: torch.dtype) -> Kept:
             return Kept(sizes, dtype, buffer.device, offload.optimizer, Path(offload.path))
@@ -184,10 +185,10 @@ class FlatOptimizer:
     @property
     def on_device(self) -> bool:
         """Whether `step_on_device` can run: a fused pass over float32 masters, with numbers from the device."""
-        return self.config.name == "adamw" and all(
+        return self.config.name == "adamw" and bool(self.states) and all(
             state.at_hand and fits(*state.master, state.buffer.buckets[0].own_params, state.buffer.grads)
             for state in self.states
-        )
+        )  # fmt: skip
 
     @torch.no_grad()
     def step_on_device(self, lr: float, sums: Tensor, weight: float, clip: float) -> None:

@@ -28,6 +28,7 @@ class Sizes:
     tp: int
     element: int
     host: bool
+    scores: int = 0  # of a mask of documents, which every layer keeps as numbers to add: batch x seq x seq
 
     @property
     def wide(self) -> int:
@@ -50,7 +51,8 @@ class Sizes:
 def sizes_of(job: Job) -> Sizes:
     c = job.config
     rows = job.tokens // (job.layout.tp if job.splits_tokens else 1)
-    return Sizes(c.model, job.tokens, rows, job.layout.tp, job.activation_bytes, c.run.device == "cpu")
+    scores = c.train.micro_batch * c.model.seq**2 if c.data.reset_attention else 0
+    return Sizes(c.model, job.tokens, rows, job.layout.tp, job.activation_bytes, c.run.device == "cpu", scores)
 
 
 def norm_kept(s: Sizes) -> int:
@@ -76,14 +78,15 @@ def attention_kept(s: Sizes, selective: bool) -> int:
     qkv = s.tokens * (h + 2 * k) * d * s.element + joined
     turned = s.tokens * (h + k) * d * s.element if m.position == "rope" else 0
     result = s.tokens * h * d * s.element
-    normed = s.tokens * (h + k) * (2 * d * s.wide + s.wide) if m.qk_norm else 0
+    copies = 0 if not s.host else 1 if s.element >= 4 else 2  # of a head's input and normed input; each row's scale
+    normed = s.tokens * (h + k) * (copies * d * s.wide + s.wide) if m.qk_norm else 0
     if selective:
         return qkv + turned + normed + result
     if s.host and m.dropout:
         scores = s.tokens * h * m.seq * s.wide
         return s.tokens * (h + 2 * k) * d * s.wide + 3 * scores + result + normed + joined
     sums = s.tokens * h * s.wide
-    return qkv + turned + normed + result + sums
+    return qkv + turned + normed + result + sums + s.scores * s.element
 
 
 def mlp_kept(s: Sizes) -> int:
@@ -128,6 +131,7 @@ def activations(config: Config, job: Job, pp_rank: int) -> int:
         runs = -(-count // together) if together else 0
         inside = runs * s.stream if together else count * block
         inside += embedding_kept(s, fields) if stage.first else 0
+        inside += s.scores if count else 0  # the mask itself, one byte each
         head = head_kept(s) if stage.last else 0
         # A run's input is kept already; its first norm keeps the same tensor.
         working = min(together, count) * block - (s.stream if keeps_input(s) else 0) if runs else 0
@@ -149,6 +153,13 @@ def activations(config: Config, job: Job, pp_rank: int) -> int:
 def alibi_kept(s: Sizes) -> int:
     """What ALiBi adds to the scores of a sequence: one for all layers and micro-batches of a chunk."""
     return s.heads * s.model.seq**2 * s.element if s.model.position == "alibi" else 0
+
+
+def rows_grad(job: Job, pp_rank: int) -> int:
+    """The embedding's gradient as a whole tensor, which is made for a moment where gradients are not summed in fp32."""
+    s = sizes_of(job)
+    whole = job.config.train.grad_dtype != "fp32" and any(stage.first for stage in job.held(pp_rank))
+    return -(-s.model.vocab // s.tp) * s.model.hidden * s.element if whole else 0
 
 
 def passing(config: Config, job: Job, pp_rank: int) -> int:

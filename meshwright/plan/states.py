@@ -4,7 +4,7 @@ flat buffers, what it keeps for backward, and the most that is there at once. No
 from __future__ import annotations
 
 from meshwright.config.sections import Config
-from meshwright.plan.activations import activations, passing
+from meshwright.plan.activations import activations, passing, rows_grad
 from meshwright.plan.communication import Job, job_of, packed, parameters
 from meshwright.plan.memory import Memory
 from meshwright.plan.workload import States, Workload, workload_of
@@ -73,5 +73,9 @@ def exact(config: Config, w: Workload, pp_rank: int) -> Memory:
     rings = sum(ring_bytes(config, s, [n // shards for n in counts]) for counts in sizes)
     buffers = max(flying(counts[at:]) for counts in sizes for at in range(len(counts))) + rings
     first = max(flying(counts) for counts in sizes)
-    peak = parameters + gradients + master + optimizer + kept + first + rings + passing(config, job, pp_rank)
+    lasting = parameters + gradients + master + optimizer
+    peak = max(
+        lasting + kept + first + rings + passing(config, job, pp_rank),
+        lasting + buffers + rows_grad(job, pp_rank),  # the last buckets, when no activations are left
+    )
     return Memory(pp_rank, parameters, gradients, master, optimizer, kept, buffers, peak)

@@ -156,17 +156,17 @@ def ranks_per_node(workload: Workload, axis: str) -> int:
 def _ranks_per_node(world: int, tp: int, pp: int, cp: int, order: str, node_size: int, axis: str) -> int:
     layout = Layout(world, tp=tp, pp=pp, cp=cp, order=order, node_size=node_size)
     first = layout.group(axis, 0)
-    groups = (first,) if _alike(layout) else layout.groups(axis)
+    groups = (first,) if _alike(layout, node_size) else layout.groups(axis)
     return max(1, len(first) // max(len({rank // node_size for rank in group}) for group in groups))
 
 
-def _alike(layout: Layout) -> bool:
+def _alike(layout: Layout, node_size: int) -> bool:
     """Whether the groups of an axis all lie alike on the nodes: no group of neighbours begins inside of one node and
     ends inside of another."""
     span = 1
     for axis in layout.order.split("-"):
         span *= layout.axis_size(axis)
-        if layout.node_size % span and span % layout.node_size:
+        if node_size % span and span % node_size:
             return False
     return True
 
@@ -181,7 +181,7 @@ def senders_across(workload: Workload) -> int:
 def _senders_across(world: int, tp: int, pp: int, cp: int, order: str, node_size: int, around: bool) -> int:
     """`around`: the last stage sends to the first, too."""
     layout = Layout(world, tp=tp, pp=pp, cp=cp, order=order, node_size=node_size)
-    if _alike(layout):  # of a group's ranks on a node one sends away, if the group is on several
+    if _alike(layout, node_size):  # of a group's ranks on a node one sends away, if the group is on several
         here = _ranks_per_node(world, tp, pp, cp, order, node_size, "pp")
         return min(world, node_size) // here if here < pp else 0
     found: Counter[int] = Counter()

@@ -66,6 +66,7 @@ class DataParallel:
         numbers, at = number_units(units), (zero.offload.params, Path(zero.offload.path))
         self.buffers, slots = build_buffers(modules, {"dp-cp": split}, bucket_mib, numbers, grad_dtype, at, seed)
         self.buckets = [bucket for buffer in self.buffers for bucket in buffer.buckets]
+        self._device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
         self.weights = Weights(units, slots, self.buffers, self.shards, mesh.ledger, stage)
         self._expected: dict[int, int] = {}
         self._learned = False
@@ -256,16 +257,22 @@ class DataParallel:
             for buffer in self.buffers
             for bucket, start, stop in buffer.runs(s for s in buffer.slots if self.counts(s))
         ]
-        device = self.buffers[0].device
         if not pieces:
+            device = self.buffers[0].device if self.buffers else self._device
             return torch.zeros((), dtype=torch.float64, device=device)
-        wide = None if pieces[0].element_size() > 2 else torch.float32
-        if device.type == "cpu":  # whose kernel adds up one by one in float32: short pieces keep it exact
-            pieces = [part for piece in pieces for part in piece.split(NORM_PIECE)]
-            norms = torch._foreach_norm(pieces, dtype=wide)
-        else:
-            norms = [torch.linalg.vector_norm(piece, dtype=wide) for piece in pieces]
-        return torch.stack(list(norms)).double().square().sum()
+        narrow = [piece for piece in pieces if piece.element_size() == 2]
+        others = [piece for piece in pieces if piece.element_size() > 2]
+        sums = [_square_sum(part, wide) for part, wide in ((narrow, torch.float32), (others, None)) if part]
+        return sums[0] if len(sums) == 1 else sums[0] + sums[1]
+
+
+def _square_sum(pieces: list[Tensor], wide: torch.dtype | None) -> Tensor:
+    if pieces[0].device.type == "cpu":  # whose kernel adds up one by one in float32: short pieces keep it exact
+        pieces = [part for piece in pieces for part in piece.split(NORM_PIECE)]
+        norms = torch._foreach_norm(pieces, dtype=wide)
+    else:
+        norms = [torch.linalg.vector_norm(piece, dtype=wide) for piece in pieces]
+    return torch.stack(list(norms)).double().square().sum()
 
 
 def _take_gradient(sink: Sink, parameter: Tensor) -> None:

@@ -94,7 +94,7 @@ class Weights:
         """Before a chunk's forward or backward: begins to fetch what it will open first."""
         self._action, self._opened = (chunk, work), []
         order = self._orders.get(self._action)
-        if order is not None:
+        if order:  # a chunk that is frozen opens nothing in backward
             self._fetch_unit(order[0])
         for unit in self.units:
             if unit.chunk == chunk and unit.whole_chunk:

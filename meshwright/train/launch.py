@@ -192,9 +192,9 @@ def _failed(folder: Path, error: object) -> int:
         return EXIT_CODE
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
-        print(
-            f"meshwright: rank {first.local_rank} was killed by {name}; the other ranks were stopped", file=sys.stderr
-        )
+        why = " (a file that it had mapped could not be read or written: look at the disk)" if name == "SIGBUS" else ""
+        said = f"meshwright: rank {first.local_rank} was killed by {name}{why}; the other ranks were stopped"
+        print(said, file=sys.stderr)
         return 1
     told = _reports(folder, "mistake") or _reports(folder, "bug") or dict([*_reports(folder, "weak").items()][:1])
     for text in dict.fromkeys(told.values()):

@@ -66,3 +66,9 @@ def test_numbers_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
     for size in ("nan", "inf"):
         said = sentence(capsys, ["plan", "gpt2-1.5b", *CLUSTER, "--global-batch", "8", "--fit", size])
         assert "--fit must be a number of GiB above zero" in said
+
+
+@pytest.mark.parametrize("command", ["memory", "dryrun"])
+def test_nodes_of_a_size_that_nobody_tells(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["zero.stage=3", "zero.shard_group=node", "train.global_batch=8"]
+    assert "give layout.node_size" in sentence(capsys, [command, "gpt2-124m", *words, "--world", "8"])

@@ -14,12 +14,13 @@ from meshwright.config.load import config_from, to_yaml
 from meshwright.config.sections import Config
 from meshwright.plan.states import rank_memory
 from tests.parity.cases import OFFLOAD
-from tests.support.oracle import make_trainer, small_config
+from tests.support.oracle import Made, make_trainer, small_config
 from tests.support.ranks import run_ranks
 
 LLAMA = {"kv_heads": 2, "norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "ffn": 96}
 UNTIED = {"tied_embeddings": False}
 SP = {"tp": 2, "sequence_parallel": True}
+DOCUMENTS = {"reset_attention": True, "reset_positions": True}
 KINDS = ("parameters", "gradients", "master", "optimizer")
 
 CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
@@ -43,6 +44,10 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     }),
     "dropout": (4, {"model": {"dropout": 0.1}, "layout": SP}),
     "alibi": (4, {"model": {"position": "alibi", "embedding_norm": True}, "layout": {"tp": 2, "pp": 2}}),
+    "qk-norm": (4, {"model": LLAMA | {"qk_norm": True}, "layout": {"tp": 2}}),
+    "qk-norm-bf16": (4, {"model": LLAMA | {"qk_norm": True}, "train": {"precision": "bf16"}}),
+    "documents": (4, {"model": LLAMA, "data": DOCUMENTS, "layout": {"tp": 2, "pp": 2}}),
+    "documents-full": (4, {"data": DOCUMENTS, "recompute": {"mode": "full"}}),
     "parallel-residual": (4, {"model": {"parallel_residual": True, "mlp": "relu"}, "layout": {"pp": 4}}),
     "all": (8, {
         "layout": {**SP, "pp": 2, "chunks": 2}, "pipeline": {"schedule": "interleaved"}, "zero": {"stage": 3},
@@ -64,7 +69,8 @@ def count(rank: int, world: int, names: list[str]) -> list[dict[str, int]]:
     """On a rank: for each case, the bytes of its tensors by kind and the most that autograd kept at once."""
     found = []
     for name in names:
-        trainer = make_trainer(config_of(name), rank, world)
+        c = config_of(name)
+        trainer = make_trainer(c, rank, world, Made(c.model.vocab, c.model.seq, segments=c.data.reset_attention))
         trainer.step()
         with SavedBytes(lasting(trainer)) as saved:
             trainer.gradients()

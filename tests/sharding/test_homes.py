@@ -91,6 +91,10 @@ def test_a_disk_that_fails_stops_the_run(tmp_path: Path, monkeypatch: pytest.Mon
         ({"zero": {"stage": 1, "offload": {"params": "cpu"}}}, 2, "needs zero.stage=3"),
         ({"zero": {"stage": 3, "shard_group": "node"}, "layout": {"node_size": 8}}, 2, "larger than the world of 2"),
         ({"zero": {"stage": 3, "shard_group": "node"}, "layout": {"tp": 2, "node_size": 2}}, 4, "divides nothing"),
+        ({
+            "zero": {"stage": 3, "shard_group": "node"}, "layout": {"pp": 4, "node_size": 8},
+            "train": {"global_batch": 6},
+        }, 24, "divides nothing"),
         ({"recompute": {"mode": "every:0"}}, 1, "not one of none, selective, full, every:N"),
         ({"train": {"grad_dtype": "bf16", "precision": "fp32"}}, 1, "neither fp32 nor the precision fp32"),
         ({"optimizer": {"master_dtype": "bf16"}, "train": {"precision": "fp16"}}, 1, "needs train.precision=bf16"),
