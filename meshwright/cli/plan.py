@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.cli.asked import cluster_arguments, job_arguments
 from meshwright.cli.files import write
-from meshwright.config.rules import axes_that_exist
+from meshwright.config.rules import context_is_trained
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.plan import job as jobs
@@ -83,7 +83,7 @@ def _space(config: Config, words: list[str]) -> Space:
     """What may be chosen: what the words leave open, and context parallelism where it can be trained."""
     space = space_of(words)
     probe = replace(config, layout=replace(config.layout, cp=2))
-    if space.cp == (1,) and axes_that_exist(probe, 2) is None:
+    if space.cp == (1,) and context_is_trained(probe, 2) is None:
         space = replace(space, cp=(1, 2, 4, 8))
     return space
 
