@@ -1,4 +1,4 @@
-"""What planning commands are asked: every word is honoured or refused with a sentence, and what is answered can train."""
+"""What planning commands are asked: every word is heeded or refused with a sentence, and the answer can be trained."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from meshwright.cli.main import main
+from meshwright.config.load import load_config
 from meshwright.config.presets import PRESETS, RUNS
-from meshwright.plan.job import planned
+from meshwright.plan.cluster import load_cluster
+from meshwright.plan.job import planned, suited
 
 H100 = ["--cluster", "h100-80g-dgx", "--devices", "64", "train.global_batch=64"]
 A100 = ["--cluster", "a100-80g-dgx", "--devices", "96", "--global-batch", "96"]
@@ -77,3 +79,78 @@ def test_fewer_devices_than_a_node_are_a_node(capsys: pytest.CaptureFixture[str]
     few = ["--cluster", "h100-80g-dgx", "--devices", "4", "zero.stage=1"]
     same = [answer(capsys, ["cost", "llama2-7b", *few, f"zero.shard_group={group}"]) for group in ("dp", "node")]
     assert same[0] == same[1]
+
+
+def test_a_search_keeps_the_schedule_that_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "gpt3-175b", *A100, "--top", "96"]
+    assert answer(capsys, words)["best"]["layout"]["chunks"] > 1, "so that 1f1b is another answer"
+    for schedule in ("1f1b", "gpipe"):
+        found = answer(capsys, [*words, f"pipeline.schedule={schedule}"])["candidates"]
+        assert {(one["layout"]["schedule"], one["layout"]["chunks"]) for one in found} == {(schedule, 1)}
+
+
+PLAN = ["plan", "llama3-8b", "--cluster", "h100-80g-dgx", "--devices", "64", "--global-batch", "64"]
+UNPLANNED = {
+    "a split": ([*PLAN, "pipeline.split=[16,16]"], "pipeline.split=[16,16] would have no effect"),
+    "experts": ([*PLAN, "layout.ep=2"], "set layout.ep=1"),
+    "context": ([*PLAN, "layout.cp=2"], "set layout.cp=1"),
+    "no devices": (["plan", "bloom-176b", "--devices", "0"], "give --devices"),
+    "no memory": ([*PLAN, "--fit", "0"], "--fit must be"),
+    "parts of heads": ([*PLAN, "layout.tp=3"], "no layout with layout.tp=3 divides 64 devices"),
+    "too many stages": ([*PLAN, "zero.stage=1", "layout.pp=100"], "leave zero.stage and layout.pp open"),
+    "chunks of 1f1b": ([*PLAN, "layout.chunks=2", "pipeline.schedule=1f1b"], "leave layout.chunks and"),
+    "too little divided": ([*PLAN, "layout.pp=1", "layout.tp=1", "zero.stage=0"], "with layout.pp=1, layout.tp=1"),
+    "samples": ([*PLAN, "layout.tp=8", "layout.pp=1", "run.eval_samples=3"], "run.eval_samples=3 is not a multiple"),
+    "a ramp": ([*PLAN, "layout.tp=8", "layout.pp=1", "train.ramp=[1,1,64]"], "train.ramp passes through 1 samples"),
+    "a warm-up": ([*PLAN, "lr.warmup=1000"], "longer than train.steps=100"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNPLANNED)
+def test_a_search_refuses_what_it_would_not_heed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, sentence = UNPLANNED[name]
+    assert sentence in said(capsys, words)
+
+
+def test_more_devices_are_offered_within_what_is_fixed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole states on one device do not shrink, however many devices there are."""
+    assert "of these devices with" not in said(capsys, [*PLAN, "layout.pp=1", "layout.tp=1", "zero.stage=0"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["gpt3-175b", "--devices", "128", "zero.shard_group=node", "zero.stage=1"],
+        ["llama2-7b", "--devices", "4", "zero.shard_group=node"],
+        ["llama2-7b", "--devices", "32", "zero.shard_group=node", "layout.node_size=4", "zero.stage=3"],
+        ["llama2-7b", "--devices", "32", "run.eval_samples=6"], ["llama2-7b", "--devices", "32", "train.ramp=[4,4,64]"],
+        ["llama2-7b", "--devices", "32", "pipeline.schedule=gpipe", "layout.pp=2"],
+    ],
+)  # fmt: skip
+def test_what_plan_writes_passes(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, where = str(tmp_path / "best.yaml"), ["--cluster", "h100-80g-dgx"]
+    best = answer(capsys, ["plan", *words, *where, "--global-batch", "64", "--out", out])["best"]
+    assert answer(capsys, ["config", "check", out, "--world", words[2]])["ok"]
+    assert answer(capsys, ["cost", out, *where, "--devices", words[2]])["step_time_s"] == best["step_time_s"]
+
+
+def test_it_says_what_the_rules_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "run.eval_samples=3", "--out", str(tmp_path / "best.yaml")]) == 0
+    assert "more break a rule, the most promising of them this one: run.eval_samples=3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "word", "precision"), [
+    ("llama2-7b", [], "fp16"), ("bloom-176b", [], "fp16"), ("llama2-7b", ["train.precision=fp32"], "fp32"),
+    ("llama2-7b", ["train.precision=bf16"], "bf16"),
+])  # fmt: skip
+def test_a_presets_precision_is_one_that_the_devices_have(name: str, word: list[str], precision: str) -> None:
+    job = planned(name, word, as_run=False)
+    assert suited(job, load_cluster("v100-32g")).config.train.precision == precision
+    for other in ("a100-80g-dgx", "laptop", "ascend-910-32g"):
+        assert suited(job, load_cluster(other)) == job
+
+
+def test_plan_takes_that_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "best.yaml"
+    answer(capsys, ["plan", "llama2-7b", "--cluster", "v100-32g", *PLAN[4:], "--out", str(out)])
+    assert load_config(out).train.precision == "fp16"
