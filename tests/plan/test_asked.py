@@ -103,6 +103,7 @@ UNPLANNED = {
     "samples": ([*PLAN, "layout.tp=8", "layout.pp=1", "run.eval_samples=3"], "run.eval_samples=3 is not a multiple"),
     "a ramp": ([*PLAN, "layout.tp=8", "layout.pp=1", "train.ramp=[1,1,64]"], "train.ramp passes through 1 samples"),
     "a warm-up": ([*PLAN, "lr.warmup=1000"], "longer than train.steps=100"),
+    "scaling on nodes": (["scaling", *PLAN[1:4], "zero.shard_group=node"], "would have no effect"),
 }  # fmt: skip
 
 
@@ -154,3 +155,12 @@ def test_plan_takes_that_precision(tmp_path: Path, capsys: pytest.CaptureFixture
     out = tmp_path / "best.yaml"
     answer(capsys, ["plan", "llama2-7b", "--cluster", "v100-32g", *PLAN[4:], "--out", str(out)])
     assert load_config(out).train.precision == "fp16"
+
+
+def test_scaling_searches_what_plan_does(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--cluster", "h100-80g-dgx", "--global-batch", "16", "--devices", "16"]
+    points = answer(capsys, ["scaling", "llama3-8b", *words, "--mode", "strong"])["strong"]
+    (hybrid,) = (point for point in points if point["way"] == "hybrid")
+    assert hybrid["layout"]["zero"] == 2, "a choice that a shorter search would leave out"
+    best = answer(capsys, ["plan", "llama3-8b", *words])["best"]
+    assert (hybrid["layout"], hybrid["step_time_s"]) == (best["layout"], best["step_time_s"])
