@@ -121,7 +121,7 @@ def test_more_devices_are_offered_within_what_is_fixed(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     "words",
     [
-        ["gpt3-175b", "--devices", "128", "zero.shard_group=node", "zero.stage=1"],
+        ["llama2-7b", "--devices", "32", "zero.shard_group=node", "layout.tp=8", "zero.stage=1"],
         ["llama2-7b", "--devices", "4", "zero.shard_group=node"],
         ["llama2-7b", "--devices", "32", "zero.shard_group=node", "layout.node_size=4", "zero.stage=3"],
         ["llama2-7b", "--devices", "32", "run.eval_samples=6"], ["llama2-7b", "--devices", "32", "train.ramp=[4,4,64]"],
@@ -130,7 +130,7 @@ def test_more_devices_are_offered_within_what_is_fixed(capsys: pytest.CaptureFix
 )  # fmt: skip
 def test_what_plan_writes_passes(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, where = str(tmp_path / "best.yaml"), ["--cluster", "h100-80g-dgx"]
-    best = answer(capsys, ["plan", *words, *where, "--global-batch", "64", "--out", out])["best"]
+    best = answer(capsys, ["plan", *words, *where, "--global-batch", "96", "--out", out])["best"]
     assert answer(capsys, ["config", "check", out, "--world", words[2]])["ok"]
     assert answer(capsys, ["cost", out, *where, "--devices", words[2]])["step_time_s"] == best["step_time_s"]
 
