@@ -44,4 +44,4 @@ def step_asked(args: argparse.Namespace) -> tuple[jobs.Planned, Workload, Cluste
     cluster = jobs.cluster_for(job, args.cluster)
     job = jobs.suited(job, cluster)
     stack = jobs.stack_named(args.stack or job.run.get("stack"))
-    return job, jobs.step_of(job, jobs.devices_for(job, args.devices), cluster), cluster, stack
+    return job, jobs.checked_step(job, jobs.devices_for(job, args.devices), cluster), cluster, stack

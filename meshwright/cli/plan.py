@@ -109,9 +109,10 @@ def _rule(config: Config) -> Broken:
 
 def _space(config: Config, words: list[str]) -> Space:
     """What may be chosen: what the words leave open, and context parallelism where it can be trained."""
-    space = space_of(config, fixed_keys(words))
+    fixed = fixed_keys(words)
+    space = space_of(config, fixed)
     probe = replace(config, layout=replace(config.layout, cp=2))
-    if space.cp == (1,) and context_is_trained(probe, 2) is None:
+    if "layout.cp" not in fixed and context_is_trained(probe, 2) is None:
         space = replace(space, cp=(1, 2, 4, 8))
     return space
 

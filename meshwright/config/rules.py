@@ -86,9 +86,10 @@ def sequence_parallel_splits(c: Config, world: int) -> str | None:
 
 def cp_cuts_sequences(c: Config, world: int) -> str | None:
     """Each rank holds two pieces of a sequence, an early and a late one, so that causal attention is even work."""
-    if c.layout.cp > 1 and c.model.seq % (2 * c.layout.cp):
-        up = -(-c.model.seq // (2 * c.layout.cp)) * 2 * c.layout.cp
-        return f"layout.cp={c.layout.cp} cuts model.seq={c.model.seq} into {2 * c.layout.cp} equal pieces: try {up}"
+    parts, seq = 2 * c.layout.cp, c.model.seq
+    if c.layout.cp > 1 and seq % parts:
+        up = -(-seq // parts) * parts
+        return f"layout.cp={c.layout.cp} cuts model.seq={seq} into {parts} equal parts: try model.seq={up}"
     return None
 
 

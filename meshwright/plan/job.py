@@ -99,7 +99,7 @@ def _layout_words(text: str) -> list[str]:
     return words
 
 
-def step_of(job: Planned, devices: int, cluster: Cluster) -> Workload:
+def checked_step(job: Planned, devices: int, cluster: Cluster) -> Workload:
     """The step on that many devices, if the rules allow it."""
     w = job.workload(devices, min(cluster.node.devices, devices))
     check(config_with(job.config, w), devices, PLANNED)

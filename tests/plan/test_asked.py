@@ -37,7 +37,7 @@ REFUSED = {
     "layers": (["llama3-8b", *H100, "--layout", "pp=64"], "pp x chunks = 64 stages need at least as many layers"),
     "tokens": (["llama3-8b", *H100, "--layout", "tp=8,sp=true", "model.seq=1001"], "cuts the 1001 tokens"),
     "experts": (["llama3-8b", *H100, "layout.ep=4"], "set layout.ep=1"),
-    "a ring that cuts no sequence": (["llama3-8b", *H100, "layout.cp=4", "model.seq=1004"], "try 1008"),
+    "a ring that cuts no sequence": (["llama3-8b", *H100, "layout.cp=4", "model.seq=1004"], "try model.seq=1008"),
     "a split of one's own": (["bloom-176b", "--layout", "pp=6", "pipeline.split=[35,35]"], "pipeline.split=[35, 35]"),
     "a schedule without chunks": (["bloom-176b", "--layout", "chunks=2,schedule=1f1b"], "schedule=interleaved"),
     "states on a node": (
