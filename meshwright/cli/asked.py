@@ -45,5 +45,6 @@ def step_arguments(parser: argparse.ArgumentParser) -> None:
 def step_asked(args: argparse.Namespace) -> tuple[jobs.Planned, Workload, Cluster, Stack]:
     job = jobs.planned(args.target, args.words, args.layout)
     cluster = jobs.cluster_for(job, args.cluster)
+    job = jobs.suited(job, cluster)
     stack = jobs.stack_named(args.stack or job.run.get("stack"))
-    return job, job.workload(jobs.devices_for(job, args.devices), cluster.node.devices), cluster, stack
+    return job, jobs.checked_step(job, jobs.devices_for(job, args.devices), cluster), cluster, stack

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.cli.asked import cluster_arguments, job_arguments
 from meshwright.cli.files import write
-from meshwright.config.rules import axes_that_exist
+from meshwright.config.rules import broken, context_is_trained
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.plan import job as jobs
@@ -20,19 +20,21 @@ from meshwright.plan.cost import predict_cost
 from meshwright.plan.explain import against, why_best, yaml_of
 from meshwright.plan.html import page
 from meshwright.plan.memory import peak_gib
-from meshwright.plan.search import Candidate, Space, search, space_of, why_nothing
+from meshwright.plan.search import FIXES, Broken, Candidate, Space, fixed_keys, search, space_of, why_nothing
 from meshwright.plan.show import percent, seconds, table
 from meshwright.plan.stack import Stack
-from meshwright.plan.workload import Parallel, Workload, states_of
+from meshwright.plan.workload import Parallel, Workload, config_with, states_of
 
 MIXED = True
+# Keys that leave fewer layouts, so that a search that finds none names them.
+NARROWS = (*FIXES, "zero.shard_group", "train.ramp", "run.eval_samples")
 EXAMPLES = """example:
   meshwright plan llama3-70b --cluster h100-80g-dgx --devices 256 --global-batch 1024
   meshwright plan mt-nlg-530b --cluster a100-80g-dgx --devices 4480 --global-batch 1920 --html plan.html
   meshwright plan config.yaml --cluster a100-40g-dgx --devices 64 --global-batch 512 --fit 36 --json
 
-A key of the layout that is given here stays fixed, e.g. layout.tp=8, recompute.mode=full or zero.stage=1; a config
-file's own are searched like the rest."""
+A key of the layout that is given here stays fixed, e.g. layout.tp=8, recompute.mode=full, zero.stage=1 or
+pipeline.schedule=1f1b; a config file's own are searched like the rest. What `train` would refuse is not ranked."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, metavar="N", help="number of devices")
     parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step")
     parser.add_argument("--seq", type=int, metavar="S", help="tokens of a sequence (default: the model's)")
-    parser.add_argument("--fit", type=float, default=0.0, metavar="GiB", help="memory to fit (default: the device's)")
+    parser.add_argument("--fit", type=float, metavar="GiB", help="memory to fit (default: the device's)")
     parser.add_argument("--top", type=int, default=10, metavar="K", help="how many to show (default 10)")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the best layout's config (default NAME-plan.yaml; with --json none)"
@@ -56,21 +58,28 @@ def run(args: argparse.Namespace) -> int:
     words += [f"model.seq={args.seq}"] if args.seq is not None else []
     job = jobs.planned(args.target, words, as_run=False)
     cluster = jobs.cluster_for(job, args.cluster)
+    job = jobs.suited(job, cluster)
     stack = jobs.stack_named(args.stack)
     devices = jobs.devices_for(job, args.devices)
-    if not 0 <= args.fit < float("inf") or args.top < 1:
+    if (args.fit is not None and not 0 < args.fit < float("inf")) or args.top < 1:
         raise UserError("--fit must be a number of GiB above zero, and --top at least 1")
+    _refuse_unsearched(args.words)
     c = job.config
     base = Workload(
         c.model, Parallel(devices, shard=int(c.zero.shard_group == "node")), 1, c.train.global_batch, c.train.precision,
-        states=states_of(c), node_size=c.layout.node_size or cluster.node.devices, own_loss=True,
+        states=states_of(c), node_size=c.layout.node_size or min(cluster.node.devices, devices), own_loss=True,
     )  # fmt: skip
     limit = args.fit or cluster.device.memory_gib
-    found = search(base, cluster, stack, devices, limit, _space(c, args.words))
+    space = _space(c, args.words)
+    rule = _rule(c)
+    found = search(base, cluster, stack, devices, limit, space, rule)
     if not found.candidates:
-        raise why_nothing(base, cluster, stack, devices, found, limit)
+        fixed = [word for word in args.words if word.partition("=")[0] in NARROWS]
+        raise why_nothing(base, cluster, stack, devices, found, limit, space, fixed, rule)
     shown = found.candidates[: args.top]
     reasons = why_best(found.candidates, found.layouts, found.fitting)
+    if found.broken:
+        reasons.append(f"{found.broken:,} more break a rule, the most promising of them this one: {found.refused}.")
     known = known_run(job, cluster, stack, devices, c.train.global_batch)
     if known:
         reasons.append(_of_known(job.name, known, shown[0]))
@@ -79,11 +88,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _refuse_unsearched(words: list[str]) -> None:
+    """The search splits layers by itself; what a file says of it is left aside, but a word is meant."""
+    for word in words:
+        if word.startswith("pipeline.split="):
+            raise UserError(f"{word} would have no effect: leave it out, the search splits the layers itself")
+
+
+def _rule(config: Config) -> Broken:
+    """What keeps a workload, as the config that would be written for it, from being trained."""
+
+    def rule(w: Workload) -> str | None:
+        try:
+            return broken(config_with(config, w), w.world)
+        except UserError as error:
+            return str(error)
+
+    return rule
+
+
 def _space(config: Config, words: list[str]) -> Space:
     """What may be chosen: what the words leave open, and context parallelism where it can be trained."""
-    space = space_of(words)
+    fixed = fixed_keys(words)
+    space = space_of(config, fixed)
     probe = replace(config, layout=replace(config.layout, cp=2))
-    if space.cp == (1,) and axes_that_exist(probe, 2) is None:
+    if "layout.cp" not in fixed and context_is_trained(probe, 2) is None:
         space = replace(space, cp=(1, 2, 4, 8))
     return space
 

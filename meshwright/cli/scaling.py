@@ -18,7 +18,9 @@ from meshwright.plan.show import percent, table
 from meshwright.plan.workload import Parallel, Workload, states_of
 
 MIXED = True
-SEARCHED = ("layout.", "pipeline.", "zero.stage", "recompute.", "train.global_batch", "train.micro_batch")
+SEARCHED = (
+    "layout.", "pipeline.", "zero.stage", "zero.shard_group", "recompute.", "train.global_batch", "train.micro_batch",
+)  # fmt: skip
 EXAMPLES = """example:
   meshwright scaling llama3-8b --cluster h100-80g-dgx --devices 8:1024
   meshwright scaling gpt3-175b --cluster a100-80g-dgx --devices 64:4096 --mode strong --png curve.png
@@ -41,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     job = jobs.planned(args.target, args.words, as_run=False)
     cluster = jobs.cluster_for(job, args.cluster)
+    job = jobs.suited(job, cluster)
     stack = jobs.stack_named(args.stack)
     counts = device_counts(args.devices)
     searched = [word for word in args.words if word.startswith(SEARCHED)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from meshwright.config.sections import FP8_UNIT, Config
 from meshwright.errors import UserError
@@ -19,12 +19,15 @@ def _divisors(number: int) -> str:
     return ", ".join(found)
 
 
-def axes_that_exist(c: Config, world: int) -> str | None:
-    for axis, what in (("cp", "context"), ("ep", "expert")):
-        if getattr(c.layout, axis) > 1:
-            return (
-                f"layout.{axis}={getattr(c.layout, axis)}: {what} parallelism can't be trained yet, set layout.{axis}=1"
-            )
+def context_is_trained(c: Config, world: int) -> str | None:
+    if c.layout.cp > 1:
+        return f"layout.cp={c.layout.cp}: context parallelism can't be trained yet, set layout.cp=1"
+    return None
+
+
+def experts_are_trained(c: Config, world: int) -> str | None:
+    if c.layout.ep > 1:
+        return f"layout.ep={c.layout.ep}: expert parallelism can't be trained yet, set layout.ep=1"
     return None
 
 
@@ -78,6 +81,15 @@ def sequence_parallel_splits(c: Config, world: int) -> str | None:
             f"sequence parallelism cuts the {tokens} tokens of a micro-batch into tp={c.layout.tp} equal parts: "
             "change model.seq or train.micro_batch, or set layout.sequence_parallel=false"
         )
+    return None
+
+
+def cp_cuts_sequences(c: Config, world: int) -> str | None:
+    """Each rank holds two pieces of a sequence, an early and a late one, so that causal attention is even work."""
+    parts, seq = 2 * c.layout.cp, c.model.seq
+    if c.layout.cp > 1 and seq % parts:
+        up = -(-seq // parts) * parts
+        return f"layout.cp={c.layout.cp} cuts model.seq={seq} into {parts} equal parts: try model.seq={up}"
     return None
 
 
@@ -199,13 +211,15 @@ def positions_to_reset(c: Config, world: int) -> str | None:
 
 
 RULES: list[Rule] = [
-    axes_that_exist,
+    context_is_trained,
+    experts_are_trained,
     world_divides,
     order_names_axes,
     tp_divides_heads,
     tp_fits_kv_heads,
     tp_divides_ffn,
     sequence_parallel_splits,
+    cp_cuts_sequences,
     layers_fill_stages,
     chunks_need_interleaving,
     batch_divides,
@@ -219,10 +233,17 @@ RULES: list[Rule] = [
     backend_fits_device,
 ]
 
+# What a step's formulas need; they know context parallelism, which can't be trained yet.
+PLANNED = [rule for rule in RULES if rule is not context_is_trained]
 
-def check(config: Config, world: int) -> None:
+
+def broken(config: Config, world: int, rules: Sequence[Rule] = RULES) -> str | None:
+    """The sentence of the first rule that `config` breaks on `world` ranks."""
+    return next(filter(None, (rule(config, world) for rule in rules)), None)
+
+
+def check(config: Config, world: int, rules: Sequence[Rule] = RULES) -> None:
     """Raises for the first rule that `config` breaks on `world` ranks."""
-    for rule in RULES:
-        message = rule(config, world)
-        if message:
-            raise UserError(message)
+    message = broken(config, world, rules)
+    if message:
+        raise UserError(message)

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.config.load import config_from, read_sections, set_key
 from meshwright.config.presets import PRESETS, RUNS
+from meshwright.config.rules import PLANNED, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, nearest
 from meshwright.plan.cluster import Cluster, load_cluster
@@ -32,6 +33,7 @@ class Planned:
     name: str
     config: Config
     run: Mapping[str, Any] = field(default_factory=dict)
+    own_precision: bool = True  # the user's, in a word or a file; a preset's gives way to what a cluster has
 
     def workload(self, world: int, node_size: int) -> Workload:
         return workload_of(self.config, world, node_size)
@@ -40,10 +42,21 @@ class Planned:
 def planned(target: str, words: Sequence[str] = (), layout: str = "", as_run: bool = True) -> Planned:
     """The job that `target` names; `as_run`: with the layout of the published run of that name."""
     raw, run, name = _raw(target, as_run)
-    for word in [*_layout_words(layout), *words]:
+    given = [*_layout_words(layout), *words]
+    for word in given:
         set_key(raw, word)
+    keys = {word.partition("=")[0] for word in given}
+    if run and "pipeline.split" not in keys and _moved_stages(raw, run):
+        raw.get("pipeline", {}).pop("split", None)
     _interleave(raw)
-    return Planned(name, config_from(raw), run)
+    return Planned(name, config_from(raw), run, own_precision=target not in PRESETS or "train.precision" in keys)
+
+
+def _moved_stages(raw: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
+    """Whether a published run's split of its layers is of no use here: other stages, or other layers to split."""
+    mine, its, layers = raw.get("layout", {}), run["layout"], sum(run.get("pipeline", {}).get("split", ()))
+    others = raw["model"].get("layers", layers) != layers
+    return others or any(mine.get(key, 1) != its.get(key, 1) for key in ("pp", "chunks"))
 
 
 def _interleave(raw: dict[str, Any]) -> None:
@@ -91,12 +104,27 @@ def _layout_words(text: str) -> list[str]:
     return words
 
 
+def checked_step(job: Planned, devices: int, cluster: Cluster) -> Workload:
+    """The step on that many devices, if the rules allow it."""
+    w = job.workload(devices, min(cluster.node.devices, devices))
+    check(config_with(job.config, w), devices, PLANNED)
+    return w
+
+
 def ledger_of(job: Planned, w: Workload) -> dict[str, Traffic] | None:
-    """What the ledgers of all ranks will count in one step, exactly, by axis; None if this version can't train it."""
-    try:
-        return predict_step(config_with(job.config, w), w.world)
-    except UserError:
-        return None
+    """What the ledgers of all ranks will count in one step, exactly, by axis; None for context parallelism, which this
+    version can't train."""
+    return predict_step(config_with(job.config, w), w.world) if w.parallel.cp == 1 else None
+
+
+def suited(job: Planned, cluster: Cluster) -> Planned:
+    """The job in fp16 where a preset's bf16 is nothing that the cluster's devices multiply in: its rate is a wider
+    precision's there."""
+    c, peak = job.config, cluster.device.peak
+    lacks = peak.get("fp16", 0.0) >= 2 * peak.get("bf16", 0.0)
+    if job.own_precision or c.train.precision != "bf16" or not lacks or "fp16" not in peak:
+        return job
+    return replace(job, config=replace(c, train=replace(c.train, precision="fp16")))
 
 
 def cluster_for(job: Planned, name: str | None) -> Cluster:
@@ -112,7 +140,7 @@ def cluster_for(job: Planned, name: str | None) -> Cluster:
 
 
 def devices_for(job: Planned, given: int | None) -> int:
-    count = given or int(job.run.get("devices", 0))
+    count = int(job.run.get("devices", 0)) if given is None else given
     if count < 1:
         raise UserError("give --devices with the number of devices, at least 1")
     return count

@@ -53,14 +53,14 @@ def device_counts(text: str) -> list[int]:
 
 
 def space_of(way: str, devices: int) -> Space:
-    quick = Space(zero=(0, 1, 3), orders=("tp-cp-ep-dp-pp",))
+    """All that `meshwright plan` may choose, or what one way leaves of it."""
     if way == "data":
-        return replace(quick, tp=(1,), pp=(1,))
+        return Space(tp=(1,), pp=(1,))
     if way == "tensor":
-        return replace(quick, tp=(devices,), pp=(1,))
+        return Space(tp=(devices,), pp=(1,))
     if way == "pipeline":
-        return replace(quick, tp=(1,), pp=(devices,))
-    return quick
+        return Space(tp=(1,), pp=(devices,))
+    return Space()
 
 
 def sweep(
@@ -72,7 +72,7 @@ def sweep(
         batch = base.global_batch * devices // counts[0] if weak else base.global_batch
         for way in ways:
             sized = replace(base, global_batch=batch).with_parallel(world=devices)
-            found = search(sized, cluster, stack, devices, space=space_of(way, devices))
+            found = search(sized, cluster, stack, devices, space=space_of(way, devices), best_only=True)
             points.append(Point(way, devices, batch, found.candidates[0] if found.candidates else None))
     # Efficiency is the throughput of a device against the best that any way reaches on the fewest devices that fit.
     fits = [p for p in points if p.best]

@@ -1,17 +1,17 @@
 """The search: every valid layout of a model on a number of devices, those that fit, ranked by predicted step time.
 
 Two things keep it quick and lose nothing: with all else equal, recomputing less is never slower, so the first mode that
-fits is the one; and a layout whose products alone take much longer than the best whole step is not looked at. No torch.
+fits is the one; and a layout whose compute and bubble alone take much longer than the best whole step is not looked at.
+No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshwright.config.load import parse_yaml
-from meshwright.config.sections import ModelConfig
+from meshwright.config.sections import Config, ModelConfig
 from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import block_part
@@ -22,10 +22,14 @@ from meshwright.plan.workload import Parallel, Workload, best_split, config_mode
 
 RECOMPUTE = ("none", "core", "full")
 ORDERS = ("tp-cp-ep-dp-pp", "tp-pp-cp-ep-dp")
-SLOWER = 1.5  # layouts whose products alone take this much longer than the best step are not looked at
+SLOWER = 1.5  # layouts whose compute and bubble alone take this much longer than the best step are not looked at
+NEAR = 1.1  # the same where only the best is asked for: as far as a closed formula may be off
 REFINED = 12  # of the best by closed formulas, timed again by their own schedule tables
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
+
+# The sentence of the rule that a workload breaks, if it breaks one.
+Broken = Callable[[Workload], str | None]
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class Found:
     fitting: int = 0
     timed: int = 0
     nearest: tuple[float, Workload] | None = None  # of those that don't fit, the least needed GiB
+    broken: int = 0  # combinations that break a rule of the config, not counted above
+    refused: str = ""  # the rule that the most promising of them breaks
 
 
 @dataclass(frozen=True)
@@ -62,25 +68,30 @@ class Space:
     chunks: tuple[int, ...] = CHUNKS
     micro_batch: tuple[int, ...] = MICRO_BATCHES
     sequence_parallel: tuple[bool, ...] = (False, True)
+    schedule: tuple[str, ...] = ()  # empty: interleaved with chunks, else 1f1b
 
 
 # Config keys that hold a choice fixed, with the field of `Space` they set.
 FIXES = {
     "layout.tp": "tp", "layout.pp": "pp", "layout.cp": "cp", "layout.chunks": "chunks", "layout.order": "orders",
     "layout.sequence_parallel": "sequence_parallel", "train.micro_batch": "micro_batch", "zero.stage": "zero",
-    "recompute.mode": "recompute",
+    "recompute.mode": "recompute", "pipeline.schedule": "schedule",
 }  # fmt: skip
 
 
-def space_of(words: Sequence[str]) -> Space:
-    """What is left to choose when these `a.b=c` words are given."""
-    fixed: dict[str, Any] = {}
-    for word in words:
-        key, _, value = word.partition("=")
-        if key in FIXES:
-            text = key in ("layout.order", "recompute.mode")
-            fixed[FIXES[key]] = (own_mode(value) if text else parse_yaml(value, f"'{word}'"),)
-    return Space(**fixed)
+def fixed_keys(words: Sequence[str]) -> list[str]:
+    """The keys of these `a.b=c` words that hold a choice fixed."""
+    return [key for key in dict.fromkeys(word.partition("=")[0] for word in words) if key in FIXES]
+
+
+def space_of(config: Config, fixed: Sequence[str] = ()) -> Space:
+    """What is left to choose when these keys stay as the config has them."""
+    values: dict[str, Any] = {}
+    for key in fixed:
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        values[FIXES[key]] = (own_mode(value) if key == "recompute.mode" else value,)
+    return Space(**values)
 
 
 def divisors(number: int) -> list[int]:
@@ -121,7 +132,9 @@ def _variants(base: Workload, plain: Parallel, micro: int, space: Space, node: i
     for chunks in space.chunks:
         if chunks > 1 and (pp == 1 or model.layers % (pp * chunks) or count < pp):
             continue
-        schedule = "interleaved" if chunks > 1 else "1f1b"
+        schedule = space.schedule[0] if space.schedule else "interleaved" if chunks > 1 else "1f1b"
+        if chunks > 1 and schedule != "interleaved":
+            continue
         for parts in space.sequence_parallel if plain.tp > 1 else (False,):
             if parts and micro * model.seq % plain.tp:
                 continue
@@ -130,25 +143,36 @@ def _variants(base: Workload, plain: Parallel, micro: int, space: Space, node: i
             for order in orders:
                 parallel = replace(plain, chunks=chunks, schedule=schedule, sequence_parallel=parts, order=order)
                 if base.parallel.shard:
-                    parallel = sharing_on_node(parallel, node)
+                    parallel = sharing_on_node(parallel, base.node_size)
                 yield replace(base, parallel=parallel, micro_batch=micro, split=split if chunks == 1 else ())
 
 
 def search(
-    base: Workload, cluster: Cluster, stack: Stack, devices: int, fit_gib: float = 0.0, space: Space | None = None
-) -> Found:
-    """All layouts of `base`'s model and batch on `devices`; `fit_gib` 0: the device's own memory."""
+    base: Workload, cluster: Cluster, stack: Stack, devices: int, fit_gib: float = 0.0, space: Space | None = None,
+    broken: Broken | None = None, best_only: bool = False,
+) -> Found:  # fmt: skip
+    """All layouts of `base`'s model and batch on `devices`; `fit_gib` 0: the device's own memory. What `broken` has a
+    sentence for is not ranked, nor does its time cut others. `best_only`: what can't be the best is not even counted.
+    """
     space = space or Space()
     limit = fit_gib or cluster.device.memory_gib
     found = Found()
     best = float("inf")
-    rough: list[tuple[float, Workload, float]] = []
+    rough: list[Candidate] = []
     ordered = sorted(shapes(base, devices, space, cluster.node.devices), key=_promise)
     for shape in ordered:
-        bound = _products_only(shape, cluster, stack)
+        bound = _least_seconds(shape, cluster, stack)
+        if best_only and bound > NEAR * best:
+            continue
         for zero in space.zero if shape.parallel.dp * shape.parallel.cp > 1 else (0,):
+            tried = shape.with_parallel(zero=zero)
+            why = broken(tried) if broken else None
+            if why:
+                found.broken += len(space.recompute)
+                found.refused = found.refused or why
+                continue
             found.layouts += len(space.recompute)
-            fitting = _first_that_fits(shape.with_parallel(zero=zero), cluster, stack, limit, space, found)
+            fitting = _first_that_fits(tried, cluster, stack, limit, space, found)
             if fitting is None:
                 continue
             found.fitting += 1
@@ -156,14 +180,11 @@ def search(
                 continue
             workload, memory = fitting
             found.timed += 1
-            seconds = predict_cost(workload, cluster, stack, exact=False).step_s
-            best = min(best, seconds)
-            rough.append((seconds, workload, memory))
-    rough.sort(key=lambda item: item[0])
-    refined = [Candidate(predict_cost(w, cluster, stack), memory) for _, w, memory in rough[:REFINED]]
-    refined += [
-        Candidate(predict_cost(w, cluster, stack, exact=False), memory) for _, w, memory in rough[REFINED : 8 * REFINED]
-    ]
+            rough.append(Candidate(predict_cost(workload, cluster, stack, exact=False), memory))
+            best = min(best, rough[-1].cost.step_s)
+    rough.sort(key=lambda candidate: candidate.cost.step_s)
+    refined = [replace(one, cost=predict_cost(one.workload, cluster, stack)) for one in rough[:REFINED]]
+    refined += rough[REFINED : 8 * REFINED]
     found.candidates = sorted(refined, key=lambda candidate: candidate.cost.step_s)
     return found
 
@@ -174,10 +195,12 @@ def _promise(w: Workload) -> tuple[int, int, int]:
     return (abs(p.tp - 4) + abs(p.pp - 8), p.chunks, w.micro_batch)
 
 
-def _products_only(w: Workload, cluster: Cluster, stack: Stack) -> float:
-    """Less than this no step of the shape can take: its blocks' compute, evenly dealt out."""
+def _least_seconds(w: Workload, cluster: Cluster, stack: Stack) -> float:
+    """Less than this no step of the shape can take: its blocks' compute, evenly dealt out, and the bubble of that."""
+    p = w.parallel
     block = block_part(w.model, cut_of(w), place_of(w), cluster, stack, w.precision, "none")
-    return w.micro_batches * w.model.layers / w.parallel.pp * (block.forward + block.backward)
+    passes = w.micro_batches + (p.pp - 1) / p.chunks
+    return passes * w.model.layers / p.pp * (block.forward + block.backward)
 
 
 def _first_that_fits(
@@ -193,27 +216,40 @@ def _first_that_fits(
     return None
 
 
-def why_nothing(base: Workload, cluster: Cluster, stack: Stack, devices: int, found: Found, limit: float) -> UserError:
-    """The one sentence for a model that fits nowhere: the nearest layout, what is missing, and what would help."""
+def why_nothing(
+    base: Workload, cluster: Cluster, stack: Stack, devices: int, found: Found, limit: float,
+    space: Space | None = None, fixed: Sequence[str] = (), broken: Broken | None = None,
+) -> UserError:  # fmt: skip
+    """The one sentence for a model that fits nowhere: the rule that all break, or the nearest layout, what is missing,
+    and what would help. `fixed` are the `a.b=c` words that left only `space`."""
+    under = f" with {', '.join(fixed)}" if fixed else ""
     if found.nearest is None:
+        if found.refused:
+            return UserError(found.refused)
+        keys = " and ".join(word.partition("=")[0] for word in fixed)
         return UserError(
-            f"no layout divides {devices} devices, a global batch of {base.global_batch} and this model: "
-            "change --devices or --global-batch, e.g. to a power of two"
+            f"no layout{under} divides {devices} devices, a global batch of {base.global_batch} and this model: "
+            + (f"leave {keys} open, or " if keys else "")
+            + "change --devices or --global-batch, e.g. to a power of two"
         )
     needed, w = found.nearest
     p = w.parallel
     enough = ""
+    least = _least_memory(space or Space())
     for factor in (2, 4, 8, 16, 32, 64):
-        more = search(
-            replace(base, global_batch=base.global_batch * factor), cluster, stack, devices * factor, limit,
-            Space(zero=(3,), recompute=("full",)),
-        )  # fmt: skip
-        if more.candidates:
+        grown = replace(base, global_batch=base.global_batch * factor)
+        if search(grown, cluster, stack, devices * factor, limit, least, broken).candidates:
             enough = f", or {devices * factor} of these devices with a global batch of {base.global_batch * factor}"
             break
     mode = config_mode(w.recompute)
     return UserError(
-        f"the model fits nowhere on {devices} x {cluster.device.name}: the nearest layout (tp={p.tp}, pp={p.pp}, "
-        f"dp={p.dp}, micro-batch {w.micro_batch}, zero {p.zero}, recompute {mode}) needs {needed:.1f} GiB of "
-        f"{limit:.1f}, {needed - limit:.1f} GiB too much: use devices with more memory{enough}"
+        f"the model fits nowhere on {devices} x {cluster.device.name}{under}: the nearest layout (tp={p.tp}, "
+        f"pp={p.pp}, dp={p.dp}, micro-batch {w.micro_batch}, zero {p.zero}, recompute {mode}) needs {needed:.1f} GiB "
+        f"of {limit:.1f}, {needed - limit:.1f} GiB too much: use devices with more memory{enough}"
+        + (f"; others break a rule: {found.refused}" if found.refused else "")
     )
+
+
+def _least_memory(space: Space) -> Space:
+    """The part of a space that needs the least: states cut furthest, the most recomputed."""
+    return replace(space, zero=space.zero[-1:], recompute=space.recompute[-1:])

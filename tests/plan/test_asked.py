@@ -1,0 +1,166 @@
+"""What planning commands are asked: every word is heeded or refused with a sentence, and the answer can be trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.config.load import load_config
+from meshwright.config.presets import PRESETS, RUNS
+from meshwright.plan.cluster import load_cluster
+from meshwright.plan.job import planned, suited
+
+H100 = ["--cluster", "h100-80g-dgx", "--devices", "64", "train.global_batch=64"]
+A100 = ["--cluster", "a100-80g-dgx", "--devices", "96", "--global-batch", "96"]
+
+
+def said(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
+    """The one sentence of a refusal."""
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and not captured.out
+    return captured.err
+
+
+def answer(capsys: pytest.CaptureFixture[str], words: list[str]) -> dict[str, Any]:
+    assert main([*words, "--json"]) == 0, capsys.readouterr().err
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+REFUSED = {
+    "heads": (["llama3-8b", *H100, "--layout", "tp=64"], "tp=64 does not divide heads=32"),
+    "layers": (["llama3-8b", *H100, "--layout", "pp=64"], "pp x chunks = 64 stages need at least as many layers"),
+    "tokens": (["llama3-8b", *H100, "--layout", "tp=8,sp=true", "model.seq=1001"], "cuts the 1001 tokens"),
+    "experts": (["llama3-8b", *H100, "layout.ep=4"], "set layout.ep=1"),
+    "a ring that cuts no sequence": (["llama3-8b", *H100, "layout.cp=4", "model.seq=1004"], "try model.seq=1008"),
+    "a split of one's own": (["bloom-176b", "--layout", "pp=6", "pipeline.split=[35,35]"], "pipeline.split=[35, 35]"),
+    "a schedule without chunks": (["bloom-176b", "--layout", "chunks=2,schedule=1f1b"], "schedule=interleaved"),
+    "states on a node": (
+        ["llama3-8b", *H100, "--layout", "tp=8,zero=1", "zero.shard_group=node"], "holds 1 of the 8 data-parallel"
+    ),
+    "no devices": (["bloom-176b", "--devices", "0"], "give --devices"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["cost", "simulate"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_step_that_breaks_a_rule_is_refused(command: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, sentence = REFUSED[name]
+    assert sentence in said(capsys, [command, *words])
+
+
+def test_a_published_split_is_of_its_own_stages_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, ["cost", "bloom-176b", "--layout", "pp=6"])["ledger"]
+    assert answer(capsys, ["simulate", "glm-130b", "--layout", "pp=16"])["steps"]
+    assert answer(capsys, ["memory", "bloom-176b", "layout.chunks=2"])["peak"]
+    assert planned("bloom-176b", ["model.layers=72"]).config.pipeline.split == ()
+    for words in ([], ["layout.pp=12"], ["model.layers=70"]):
+        assert planned("bloom-176b", words).config.pipeline.split == tuple(RUNS["bloom-176b"]["pipeline"]["split"])
+
+
+@pytest.mark.parametrize("command", ["cost", "simulate", "memory"])
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_is_answered(command: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [] if name in RUNS else H100 if command != "memory" else ["--world", "8"]
+    assert answer(capsys, [command, name, *words])
+
+
+def test_the_planner_knows_context_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, ["cost", "llama3-8b", *H100, "layout.cp=4"])
+    assert found["comm"]["cp"] and found["ledger"] is None, "which can't be trained, so no ledger will count it"
+
+
+def test_fewer_devices_than_a_node_are_a_node(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--cluster", "h100-80g-dgx", "--devices", "4", "zero.stage=1"]
+    same = [answer(capsys, ["cost", "llama2-7b", *few, f"zero.shard_group={group}"]) for group in ("dp", "node")]
+    assert same[0] == same[1]
+
+
+def test_a_search_keeps_the_schedule_that_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "gpt3-175b", *A100, "--top", "96"]
+    assert answer(capsys, words)["best"]["layout"]["chunks"] > 1, "so that 1f1b is another answer"
+    for schedule in ("1f1b", "gpipe"):
+        found = answer(capsys, [*words, f"pipeline.schedule={schedule}"])["candidates"]
+        assert {(one["layout"]["schedule"], one["layout"]["chunks"]) for one in found} == {(schedule, 1)}
+
+
+PLAN = ["plan", "llama3-8b", "--cluster", "h100-80g-dgx", "--devices", "64", "--global-batch", "64"]
+UNPLANNED = {
+    "a split": ([*PLAN, "pipeline.split=[16,16]"], "pipeline.split=[16,16] would have no effect"),
+    "experts": ([*PLAN, "layout.ep=2"], "set layout.ep=1"),
+    "context": ([*PLAN, "layout.cp=2"], "set layout.cp=1"),
+    "no devices": (["plan", "bloom-176b", "--devices", "0"], "give --devices"),
+    "no memory": ([*PLAN, "--fit", "0"], "--fit must be"),
+    "parts of heads": ([*PLAN, "layout.tp=3"], "no layout with layout.tp=3 divides 64 devices"),
+    "too many stages": ([*PLAN, "zero.stage=1", "layout.pp=100"], "leave zero.stage and layout.pp open"),
+    "chunks of 1f1b": ([*PLAN, "layout.chunks=2", "pipeline.schedule=1f1b"], "leave layout.chunks and"),
+    "too little divided": ([*PLAN, "layout.pp=1", "layout.tp=1", "zero.stage=0"], "with layout.pp=1, layout.tp=1"),
+    "samples": ([*PLAN, "layout.tp=8", "layout.pp=1", "run.eval_samples=3"], "run.eval_samples=3 is not a multiple"),
+    "a ramp": ([*PLAN, "layout.tp=8", "layout.pp=1", "train.ramp=[1,1,64]"], "train.ramp passes through 1 samples"),
+    "a warm-up": ([*PLAN, "lr.warmup=1000"], "longer than train.steps=100"),
+    "scaling on nodes": (["scaling", *PLAN[1:4], "zero.shard_group=node"], "would have no effect"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNPLANNED)
+def test_a_search_refuses_what_it_would_not_heed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, sentence = UNPLANNED[name]
+    assert sentence in said(capsys, words)
+
+
+def test_more_devices_are_offered_within_what_is_fixed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole states on one device do not shrink, however many devices there are."""
+    assert "of these devices with" not in said(capsys, [*PLAN, "layout.pp=1", "layout.tp=1", "zero.stage=0"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["llama2-7b", "--devices", "32", "zero.shard_group=node", "layout.tp=8", "zero.stage=1"],
+        ["llama2-7b", "--devices", "4", "zero.shard_group=node"],
+        ["llama2-7b", "--devices", "32", "zero.shard_group=node", "layout.node_size=4", "zero.stage=3"],
+        ["llama2-7b", "--devices", "32", "run.eval_samples=6"], ["llama2-7b", "--devices", "32", "train.ramp=[4,4,64]"],
+        ["llama2-7b", "--devices", "32", "pipeline.schedule=gpipe", "layout.pp=2"],
+    ],
+)  # fmt: skip
+def test_what_plan_writes_passes(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, where = str(tmp_path / "best.yaml"), ["--cluster", "h100-80g-dgx"]
+    best = answer(capsys, ["plan", *words, *where, "--global-batch", "96", "--out", out])["best"]
+    assert answer(capsys, ["config", "check", out, "--world", words[2]])["ok"]
+    assert answer(capsys, ["cost", out, *where, "--devices", words[2]])["step_time_s"] == best["step_time_s"]
+
+
+def test_it_says_what_the_rules_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "run.eval_samples=3", "--out", str(tmp_path / "best.yaml")]) == 0
+    assert "more break a rule, the most promising of them this one: run.eval_samples=3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "word", "precision"), [
+    ("llama2-7b", [], "fp16"), ("bloom-176b", [], "fp16"), ("llama2-7b", ["train.precision=fp32"], "fp32"),
+    ("llama2-7b", ["train.precision=bf16"], "bf16"),
+])  # fmt: skip
+def test_a_presets_precision_is_one_that_the_devices_have(name: str, word: list[str], precision: str) -> None:
+    job = planned(name, word, as_run=False)
+    assert suited(job, load_cluster("v100-32g")).config.train.precision == precision
+    for other in ("a100-80g-dgx", "laptop", "ascend-910-32g"):
+        assert suited(job, load_cluster(other)) == job
+
+
+def test_plan_takes_that_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "best.yaml"
+    answer(capsys, ["plan", "llama2-7b", "--cluster", "v100-32g", *PLAN[4:], "--out", str(out)])
+    assert load_config(out).train.precision == "fp16"
+
+
+def test_scaling_searches_what_plan_does(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--cluster", "h100-80g-dgx", "--global-batch", "16", "--devices", "16"]
+    points = answer(capsys, ["scaling", "llama3-8b", *words, "--mode", "strong"])["strong"]
+    (hybrid,) = (point for point in points if point["way"] == "hybrid")
+    assert hybrid["layout"]["zero"] == 2, "a choice that a shorter search would leave out"
+    best = answer(capsys, ["plan", "llama3-8b", *words])["best"]
+    assert (hybrid["layout"], hybrid["step_time_s"]) == (best["layout"], best["step_time_s"])
