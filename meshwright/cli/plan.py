@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.cli.asked import cluster_arguments, job_arguments
 from meshwright.cli.files import write
-from meshwright.config.rules import broken, context_is_trained
+from meshwright.config.rules import context_is_trained
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.plan import job as jobs
@@ -20,10 +20,10 @@ from meshwright.plan.cost import predict_cost
 from meshwright.plan.explain import against, why_best, yaml_of
 from meshwright.plan.html import page
 from meshwright.plan.memory import peak_gib
-from meshwright.plan.search import FIXES, Broken, Candidate, Space, fixed_keys, search, space_of, why_nothing
+from meshwright.plan.search import FIXES, Candidate, Space, fixed_keys, search, space_of, why_nothing
 from meshwright.plan.show import percent, seconds, table
 from meshwright.plan.stack import Stack
-from meshwright.plan.workload import Parallel, Workload, config_with, states_of
+from meshwright.plan.workload import Parallel, Workload, states_of
 
 MIXED = True
 # Keys that leave fewer layouts, so that a search that finds none names them.
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     limit = args.fit or cluster.device.memory_gib
     space = _space(c, args.words)
-    rule = _rule(c)
+    rule = jobs.rule_for(c)
     found = search(base, cluster, stack, devices, limit, space, rule)
     if not found.candidates:
         fixed = [word for word in args.words if word.partition("=")[0] in NARROWS]
@@ -93,18 +93,6 @@ def _refuse_unsearched(words: list[str]) -> None:
     for word in words:
         if word.startswith("pipeline.split="):
             raise UserError(f"{word} would have no effect: leave it out, the search splits the layers itself")
-
-
-def _rule(config: Config) -> Broken:
-    """What keeps a workload, as the config that would be written for it, from being trained."""
-
-    def rule(w: Workload) -> str | None:
-        try:
-            return broken(config_with(config, w), w.world)
-        except UserError as error:
-            return str(error)
-
-    return rule
 
 
 def _space(config: Config, words: list[str]) -> Space:

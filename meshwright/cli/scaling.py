@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             c.model, Parallel(counts[0]), 1, batch, c.train.precision, states=states_of(c),
             node_size=cluster.node.devices, own_loss=True,
         )  # fmt: skip
-        found[mode] = sweep(base, cluster, stack, counts, mode == "weak")
+        found[mode] = sweep(base, cluster, stack, counts, mode == "weak", broken=jobs.rule_for(c))
     chart = Chart(f"{job.name} on {cluster.name}", "devices", "tokens/s", _lines(found))
     write(args.png, lambda: png(chart))
     write(args.svg, lambda: svg(chart))

@@ -152,7 +152,7 @@ def shards_fit_nodes(c: Config, world: int) -> str | None:
             f"zero.shard_group=node with layout.node_size={c.layout.node_size} is larger than the world of {world} "
             "ranks: lower layout.node_size or set zero.shard_group=dp"
         )
-    if c.zero.shard_group == "node" and c.zero.stage and c.layout.node_size:
+    if c.zero.shard_group == "node" and c.zero.stage and c.layout.node_size and c.layout.cp == 1:
         o = c.layout
         try:
             node_parts(Layout(world, tp=o.tp, pp=o.pp, cp=o.cp, ep=o.ep, order=o.order, node_size=o.node_size))

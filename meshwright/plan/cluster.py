@@ -20,8 +20,8 @@ from meshwright.errors import UserError, nearest
 
 FOLDER = Path(__file__).parent / "clusters"
 # Where the products of a precision without a rate run instead: units that hold all its numbers, at their rate. Nothing
-# stands in for fp8, which a device has or refuses, nor for fp64, than which nothing is wider.
-WIDER = {"bf16": ("fp32", "fp64"), "fp16": ("fp32", "fp64"), "fp32": ("fp64",)}
+# stands in for bf16 and fp8, which a device has or refuses, nor for fp64, than which nothing is wider.
+WIDER = {"fp16": ("fp32", "fp64"), "fp32": ("fp64",)}
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from meshwright.config.load import config_from, read_sections, set_key
 from meshwright.config.presets import PRESETS, RUNS
-from meshwright.config.rules import PLANNED, check
+from meshwright.config.rules import PLANNED, broken, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, nearest
 from meshwright.plan.cluster import Cluster, load_cluster
@@ -111,6 +111,18 @@ def checked_step(job: Planned, devices: int, cluster: Cluster) -> Workload:
     return w
 
 
+def rule_for(config: Config) -> Callable[[Workload], str | None]:
+    """What keeps a workload, as the config that would be written for it, from being trained."""
+
+    def rule(w: Workload) -> str | None:
+        try:
+            return broken(config_with(config, w), w.world)
+        except UserError as error:
+            return str(error)
+
+    return rule
+
+
 def ledger_of(job: Planned, w: Workload) -> dict[str, Traffic] | None:
     """What the ledgers of all ranks will count in one step, exactly, by axis; None for context parallelism, which this
     version can't train."""
@@ -118,11 +130,9 @@ def ledger_of(job: Planned, w: Workload) -> dict[str, Traffic] | None:
 
 
 def suited(job: Planned, cluster: Cluster) -> Planned:
-    """The job in fp16 where a preset's bf16 is nothing that the cluster's devices multiply in: its rate is a wider
-    precision's there."""
+    """The job in fp16 where the cluster's devices lack a preset's bf16."""
     c, peak = job.config, cluster.device.peak
-    lacks = peak.get("fp16", 0.0) >= 2 * peak.get("bf16", 0.0)
-    if job.own_precision or c.train.precision != "bf16" or not lacks or "fp16" not in peak:
+    if job.own_precision or c.train.precision != "bf16" or "bf16" in peak or "fp16" not in peak:
         return job
     return replace(job, config=replace(c, train=replace(c.train, precision="fp16")))
 

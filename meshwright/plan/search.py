@@ -103,15 +103,15 @@ def splits_heads(model: ModelConfig, tp: int) -> bool:
     return model.heads % tp == 0 and model.ffn % tp == 0 and (kv % tp == 0 or tp % kv == 0)
 
 
-def shapes(base: Workload, devices: int, space: Space, node: int) -> Iterator[Workload]:
+def shapes(base: Workload, devices: int, space: Space) -> Iterator[Workload]:
     """Every valid tp, cp, pp, chunks, micro-batch, sequence parallelism and order, states not sharded."""
     model, batch = base.model, base.global_batch
     for tp in divisors(devices):
-        allowed = tp in space.tp if space.tp else tp <= node
+        allowed = tp in space.tp if space.tp else tp <= base.node_size
         if not allowed or not splits_heads(model, tp):
             continue
         for cp in space.cp:
-            if devices % (tp * cp) or model.seq % (2 * cp):
+            if devices % (tp * cp) or (cp > 1 and model.seq % (2 * cp)):
                 continue
             for pp in divisors(devices // (tp * cp)):
                 if pp > model.layers:
@@ -122,10 +122,10 @@ def shapes(base: Workload, devices: int, space: Space, node: int) -> Iterator[Wo
                 for micro in space.micro_batch:
                     if batch % (dp * micro):
                         continue
-                    yield from _variants(base, Parallel(devices, tp, pp, cp), micro, space, node)
+                    yield from _variants(base, Parallel(devices, tp, pp, cp), micro, space)
 
 
-def _variants(base: Workload, plain: Parallel, micro: int, space: Space, node: int) -> Iterator[Workload]:
+def _variants(base: Workload, plain: Parallel, micro: int, space: Space) -> Iterator[Workload]:
     model, pp = base.model, plain.pp
     split = best_split(model, pp)
     count = base.global_batch // (plain.dp * micro)
@@ -139,7 +139,7 @@ def _variants(base: Workload, plain: Parallel, micro: int, space: Space, node: i
             if parts and micro * model.seq % plain.tp:
                 continue
             # With one stage, or stages and replicas that both fill whole nodes alike, the order changes nothing.
-            orders = space.orders if pp > 1 and plain.dp > 1 and plain.tp < node else space.orders[:1]
+            orders = space.orders if pp > 1 and plain.dp > 1 and plain.tp < base.node_size else space.orders[:1]
             for order in orders:
                 parallel = replace(plain, chunks=chunks, schedule=schedule, sequence_parallel=parts, order=order)
                 if base.parallel.shard:
@@ -159,12 +159,12 @@ def search(
     found = Found()
     best = float("inf")
     rough: list[Candidate] = []
-    ordered = sorted(shapes(base, devices, space, cluster.node.devices), key=_promise)
+    ordered = sorted(shapes(base, devices, space), key=_promise)
     for shape in ordered:
         bound = _least_seconds(shape, cluster, stack)
         if best_only and bound > NEAR * best:
             continue
-        for zero in space.zero if shape.parallel.dp * shape.parallel.cp > 1 else (0,):
+        for zero in _stages(shape, space):
             tried = shape.with_parallel(zero=zero)
             why = broken(tried) if broken else None
             if why:
@@ -187,6 +187,13 @@ def search(
     refined += rough[REFINED : 8 * REFINED]
     found.candidates = sorted(refined, key=lambda candidate: candidate.cost.step_s)
     return found
+
+
+def _stages(w: Workload, space: Space) -> tuple[int, ...]:
+    """One copy of the states has nothing to divide; weights that live elsewhere are stage 3's even so."""
+    if w.parallel.dp * w.parallel.cp > 1:
+        return space.zero
+    return (3,) if w.states.params_on != "device" and 3 in space.zero else (0,)
 
 
 def _promise(w: Workload) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ from meshwright.pipeline.trace import REDUCED, UPDATED, Span, spans_of
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.cost import Cost, predict_cost
 from meshwright.plan.stack import Stack
-from meshwright.plan.workload import Workload
+from meshwright.plan.workload import Workload, sharing_on_node
 
 WHOLE_TABLE = 10**9  # a table of any size is simulated, since it is drawn
 KINDS = ("slow-link", "slow-network", "slow-rank", "fewer-nodes")
@@ -107,7 +107,14 @@ def without_nodes(w: Workload, nodes: int) -> Workload:
         )
     dp = world // unit
     batch = w.global_batch // (dp * w.micro_batch) * dp * w.micro_batch
-    parallel = replace(p, world=world, shard=min(p.shard, dp))
+    parallel = replace(p, world=world)
+    if p.shard:
+        parallel = sharing_on_node(parallel, w.node_size)
+        if dp * p.cp % parallel.shard:
+            raise UserError(
+                f"without {nodes} nodes a node holds {parallel.shard} of {dp * p.cp} data-parallel ranks, which "
+                "divides nothing evenly: take away another number"
+            )
     return replace(w, parallel=parallel, global_batch=batch)
 
 

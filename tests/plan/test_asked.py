@@ -164,3 +164,24 @@ def test_scaling_searches_what_plan_does(capsys: pytest.CaptureFixture[str]) -> 
     assert hybrid["layout"]["zero"] == 2, "a choice that a shorter search would leave out"
     best = answer(capsys, ["plan", "llama3-8b", *words])["best"]
     assert (hybrid["layout"], hybrid["step_time_s"]) == (best["layout"], best["step_time_s"])
+
+
+PLANS = {
+    "one copy, weights elsewhere": (["gpt2-124m", "--devices", "1", "zero.stage=3", "zero.offload.params=cpu"], 0),
+    "an odd sequence": (["gpt2-1.5b", "--devices", "8", "--seq", "1023"], 0),
+    "bf16 where there is none": (["gpt2-124m", "--devices", "8", "--cluster", "v100-32g", "train.precision=bf16"], 2),
+}
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_what_trains_is_planned_and_nothing_else(name: str, tmp_path: Path) -> None:
+    words, code = PLANS[name]
+    cluster = [] if "--cluster" in words else ["--cluster", "h100-80g-dgx"]
+    assert main(["plan", *words, *cluster, "--global-batch", "16", "--out", str(tmp_path / "plan.yaml")]) == code
+
+
+def test_a_missing_node_leaves_groups_that_divide() -> None:
+    words = ["layout.pp=2", "zero.stage=3", "zero.shard_group=node", "train.global_batch=96"]
+    step = ["simulate", "llama3-8b", "--cluster", "h100-80g-dgx", "--devices", "32", *words]
+    assert main([*step, "--what-if", "fewer-nodes=1"]) == 2
+    assert main([*step, "--what-if", "fewer-nodes=2"]) == 0

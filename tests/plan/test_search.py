@@ -39,7 +39,7 @@ def test_nothing_better_is_missed() -> None:
     found = search(base, H100, OWN, 8)
     best = min(
         predict_cost(w, H100, OWN).step_s
-        for shape in shapes(base, 8, Space(), 8)
+        for shape in shapes(base, 8, Space())
         for zero in (range(4) if shape.parallel.dp > 1 else (0,))
         for mode in RECOMPUTE
         if peak_gib(w := replace(shape.with_parallel(zero=zero), recompute=mode), OWN, H100) <= H100.device.memory_gib
@@ -51,7 +51,7 @@ def test_nothing_better_is_missed() -> None:
 
 def test_every_shape_is_a_layout() -> None:
     seen = set()
-    for w in shapes(workload(48, 96), 48, Space(), 8):
+    for w in shapes(workload(48, 96), 48, Space()):
         p = w.parallel
         assert p.tp * p.pp * p.cp * p.dp == 48 and 96 % (p.dp * w.micro_batch) == 0
         assert w.model.heads % p.tp == 0 and w.layout.world == 48
