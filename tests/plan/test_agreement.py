@@ -116,3 +116,10 @@ def test_a_simulated_step_is_not_shorter_than_its_pipeline() -> None:
     step = step_of(w, H100, OWN)
     assert step.seconds > step.timeline.makespan
     assert step.cost.bubble == pytest.approx(step.timeline.bubble, rel=1e-6)
+
+
+def test_a_rank_needs_at_least_what_lasts_and_what_flies() -> None:
+    """On the first stage it is the embedding, the last to be reduced, that is the largest."""
+    words = ["layout.pp=8", "zero.stage=3", "recompute.mode=full", "train.global_batch=64"]
+    _, rank = rank_memory(config("llama3-8b", *words), 64, 0)
+    assert rank.peak >= rank.states + rank.buffers
