@@ -14,7 +14,6 @@ import argparse
 import gc
 import json
 import os
-import statistics
 import sys
 import time
 from typing import Any
@@ -27,7 +26,7 @@ from plain_llama import plain_step  # noqa: E402
 from meshwright.bench import floor, step  # noqa: E402
 from meshwright.bench.fake import fake_world  # noqa: E402
 from meshwright.bench.models import bench_config  # noqa: E402
-from meshwright.bench.timing import times_ms  # noqa: E402
+from meshwright.bench.timing import median_ms  # noqa: E402
 from meshwright.config.sections import Config  # noqa: E402
 from meshwright.device import Device  # noqa: E402
 
@@ -45,9 +44,7 @@ def plain(model: str, micro_batches: int, device: Device, steps: int) -> dict[st
     clean(device)
     config = bench_config(model)
     work = plain_step(config.model, config.train.micro_batch, micro_batches, device.torch)
-    for _ in range(4):
-        work()
-    ms = statistics.median(times_ms(device, work, steps))
+    ms = median_ms(device, work, steps, warm=4)
     return {"plain_ms": ms, "plain_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 

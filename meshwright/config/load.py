@@ -39,6 +39,14 @@ def parse_yaml(text: str, where: str) -> Any:
         raise UserError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', error)}") from None
 
 
+def read_yaml(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} can't be read as UTF-8 text: {error}") from None
+    return parse_yaml(text, str(path))
+
+
 def load_config(
     path: str | Path | None, overrides: Sequence[str] = (), sections: Mapping[str, type] | None = None
 ) -> Config:
@@ -54,11 +62,7 @@ def read_sections(path: str | Path) -> dict[str, Any]:
     file = Path(path)
     if not file.is_file():
         raise UserError(f"there is no config file '{path}': give the path of a YAML file")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read as UTF-8 text: {error}") from None
-    read = parse_yaml(text, str(path))
+    read = read_yaml(file)
     if read is not None and not isinstance(read, dict):
         raise UserError(f"{path} must hold sections such as 'model:' and 'train:', not a {type(read).__name__}")
     return read or {}

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.load import parse_yaml
+from meshwright.config.load import read_yaml
 from meshwright.errors import UserError, nearest
 
 FOLDER = Path(__file__).parent / "clusters"
@@ -128,11 +128,7 @@ def load_cluster(name: str) -> Cluster:
             )
         if not path.is_file():
             raise UserError(f"there is no cluster file '{name}': give the path of a YAML file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read as UTF-8 text: {error}") from None
-    return cluster_from(parse_yaml(text, str(path)), str(path))
+    return cluster_from(read_yaml(path), str(path))
 
 
 def cluster_from(raw: Any, where: str) -> Cluster:

@@ -186,8 +186,8 @@ def _senders_across(world: int, tp: int, pp: int, cp: int, order: str, node_size
         return min(world, node_size) // here if here < pp else 0
     found: Counter[int] = Counter()
     for group in layout.groups("pp"):
-        for rank, following in [*pairwise(group), *([(group[-1], group[0])] if around else [])]:
-            found[rank // node_size] += rank // node_size != following // node_size
+        for hop in [*pairwise(group), *([(group[-1], group[0])] if around else [])]:
+            found[hop[0] // node_size] += layout.crosses_node(hop)
     return max(found.values(), default=0)
 
 

@@ -258,8 +258,7 @@ class DataParallel:
             for bucket, start, stop in buffer.runs(s for s in buffer.slots if self.counts(s))
         ]
         if not pieces:
-            device = self.buffers[0].device if self.buffers else self._device
-            return torch.zeros((), dtype=torch.float64, device=device)
+            return torch.zeros((), dtype=torch.float64, device=self._device)
         narrow = [piece for piece in pieces if piece.element_size() == 2]
         others = [piece for piece in pieces if piece.element_size() > 2]
         sums = [_square_sum(part, wide) for part, wide in ((narrow, torch.float32), (others, None)) if part]
