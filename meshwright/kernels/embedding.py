@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-
 AT_ONCE = 4  # rows: frequent ids take half the time of one by one, rare ones no longer
 
 
