@@ -23,7 +23,7 @@ from meshwright.device import Device
 OPTIMIZER_BYTES = 28  # fp32 master, gradient and two moments read; master and moments written
 BIG = 8192
 LOAD_S = 0.5  # seconds of work before and while it is timed under load
-REST_S = 0.5  # seconds in which a card that has worked gets its clock back, before anything is timed alone
+REST_S = 0.5  # seconds in which a card that has worked gets its clock back
 
 Calls = list[tuple[int, Callable[[], Any]]]  # how often in a micro-batch, and what
 
@@ -31,8 +31,10 @@ Calls = list[tuple[int, Callable[[], Any]]]  # how often in a micro-batch, and w
 @dataclass(frozen=True)
 class Floor:
     """Milliseconds of one micro-batch, but `optimizer_ms`, which is once a step. `loaded_ms` is all products and
-    attention back to back, `products_loaded_ms` the products alone so."""
+    attention back to back, `products_loaded_ms` the products alone so. `rested_ms` is all of them with a rest before
+    each: its first milliseconds, in which a card keeps a clock that no longer work has."""
 
+    rested_ms: float
     products_ms: float
     products_loaded_ms: float
     attention_ms: float
@@ -57,8 +59,11 @@ def measure(config: Config, device: Device, dtype: torch.dtype, pp_rank: int = 0
     attended = [(len(stage_of(config, pp_rank).layers), attention_call(config, device, dtype))]
     optimizer = parameters(config, pp_rank) * OPTIMIZER_BYTES / speed / 1e6
     products_ms, attention_ms = alone(device, multiplied), alone(device, attended)
+    rested = products_ms + attention_ms
+    if device.kind != "cpu":
+        rested = sum(alone(device, [call]) for call in multiplied + attended)
     products_loaded, loaded = under_load(device, multiplied), under_load(device, multiplied + attended)
-    return Floor(products_ms, products_loaded, attention_ms, loaded, optimizer, rate, speed)
+    return Floor(rested, products_ms, products_loaded, attention_ms, loaded, optimizer, rate, speed)
 
 
 def draw(device: Device, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -120,14 +125,11 @@ def attention_call(config: Config, device: Device, dtype: torch.dtype) -> Callab
 
 
 def alone(device: Device, calls: Calls) -> float:
-    """Each timed by itself, on a rested device."""
-    total = 0.0
-    for count, call in calls:
-        if device.kind != "cpu":
-            device.synchronize()
-            time.sleep(REST_S)
-        total += count * median_ms(device, call)
-    return total
+    """Each timed by itself, one after the other, on a device that has rested before the first."""
+    if device.kind != "cpu":
+        device.synchronize()
+        time.sleep(REST_S)
+    return sum(count * median_ms(device, call) for count, call in calls)
 
 
 def under_load(device: Device, calls: Calls) -> float:

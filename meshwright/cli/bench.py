@@ -71,7 +71,8 @@ def report(f: dict[str, Any]) -> str:
         ("memory", "-" if f["peak_gib"] is None else f"{f['peak_gib']:.1f} GiB at most"),
         ("floor", f"{f['floor_ms']:.1f} ms: the step reaches {f['of_floor']:.3f} of it"),
         ("", f"products {low['products_ms']:.1f} (back to back {low['products_loaded_ms']:.1f}), attention "
-         f"{low['attention_ms']:.1f} a micro-batch (both back to back {low['loaded_ms']:.1f}), "
+         f"{low['attention_ms']:.1f} a micro-batch (both back to back {low['loaded_ms']:.1f}, "
+         f"each after a rest {low['rested_ms']:.1f}), "
          f"optimizer {low['optimizer_ms']:.1f} a step"),
         ("by kind", ", ".join(f"{kind} {ms:.1f}" for kind, ms in f["kinds_ms"].items()) or "-"),
     ]  # fmt: skip
