@@ -96,21 +96,21 @@ def _grad_(logits: Tensor, labels: Tensor, mask: Tensor, norm: Tensor, scale: fl
 
 
 class _OutputLoss(torch.autograd.Function):
-    """The loss's sum from the hidden states. `scale` is the gradient that backward will bring: with it, the weight's
-    gradient goes straight to its place in the buffer; without, it is kept until backward tells its factor. (So a
-    forward that is announced is a part of the step, and may not be run twice.)"""
+    """The loss's sum from the hidden states. `scale` is the gradient that backward will bring, if it is known. With it
+    and `direct`, the weight's gradient goes straight to its place in the buffer (so such a forward is a part of the
+    step, and may not be run twice); else it is kept until backward tells its factor."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, sink: Tensor | None, mode: str,
-        vocabulary: Vocabulary, scale: float | None, training: bool,
+        vocabulary: Vocabulary, scale: float | None, direct: bool, training: bool,
     ) -> Tensor:  # fmt: skip
         v = vocabulary
         full = all_gather(x, v.group, v.size) if mode == "gather" else x
         needs_x, needs_weight = (training and needed for needed in ctx.needs_input_grad[:2])
         grad_x = torch.empty_like(full) if needs_x else None
         kept = None
-        direct = sink is not None and scale is not None
+        direct = direct and sink is not None and scale is not None
         if needs_weight and not direct:
             kept = torch.empty(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
         total = full.new_zeros((), dtype=_wide(full.dtype))
@@ -140,7 +140,8 @@ class _OutputLoss(torch.autograd.Function):
             # The weight's gradient is where it belongs already, so no other factor may come.
             torch._assert_async((ratio - 1.0).abs() < 1e-5, "the loss's gradient is not the one that was announced")
         if grad_x is not None:
-            grad_x = grad_x if ctx.direct else grad_x * ratio.to(grad_x.dtype)
+            if not ctx.direct:  # in float32: rounded to bf16, the factor would shift every gradient behind it
+                grad_x = (grad_x.to(_wide(grad_x.dtype)) * ratio).to(grad_x.dtype)
             if ctx.mode == "column":
                 all_reduce_(grad_x, ctx.group, "sum")
             elif ctx.mode == "gather":
@@ -152,7 +153,7 @@ class _OutputLoss(torch.autograd.Function):
                 grad_weight = kept.to(ctx.dtype)
             else:
                 sink_of(ctx.sink).add(kept)
-        return grad_x, grad_weight, *([None] * 7)
+        return grad_x, grad_weight, *([None] * 8)
 
 
 def output_loss(
@@ -163,7 +164,8 @@ def output_loss(
     vocabulary = Vocabulary.of(output.weight.shape[0], vocab, parallel)
     sink = output.sinks.get("weight")
     record = record_of(output.weight)
-    if record is not None and record.tied:
-        scale = None  # the embedding adds to the same place in backward, and a schedule must not change the sums' order
+    # Where the embedding adds to the same place in backward, a schedule must not change the sums' order. (Tied weights
+    # on two stages are two places, summed over an axis of their own.)
+    direct = record is None or not record.tied or bool(record.partial)
     training = torch.is_grad_enabled()
-    return _OutputLoss.apply(x, output.weight, labels, mask, sink, output.mode, vocabulary, scale, training)
+    return _OutputLoss.apply(x, output.weight, labels, mask, sink, output.mode, vocabulary, scale, direct, training)

@@ -28,6 +28,7 @@ class Sizes:
     tp: int
     element: int
     host: bool
+    shared_ends: bool = False  # the output layer's weight is the embedding's, and both are here
     scores: int = 0  # of a mask of documents, which every layer keeps as numbers to add: batch x seq x seq
 
     @property
@@ -52,7 +53,9 @@ def sizes_of(job: Job) -> Sizes:
     c = job.config
     rows = job.tokens // (job.layout.tp if job.splits_tokens else 1)
     scores = c.train.micro_batch * c.model.seq**2 if c.data.reset_attention else 0
-    return Sizes(c.model, job.tokens, rows, job.layout.tp, job.activation_bytes, c.run.device == "cpu", scores)
+    shared = c.model.tied_embeddings and job.layout.pp == 1
+    host = c.run.device == "cpu"
+    return Sizes(c.model, job.tokens, rows, job.layout.tp, job.activation_bytes, host, shared, scores)
 
 
 def norm_kept(s: Sizes) -> int:
@@ -113,9 +116,9 @@ def embedding_kept(s: Sizes, fields: int) -> int:
 
 
 def head_kept(s: Sizes) -> int:
-    """The last norm, the gradient of its output, which the loss makes in forward, and, if the weight is tied, its
-    gradient."""
-    weight = -(-s.model.vocab // s.tp) * s.model.hidden * s.wide if s.model.tied_embeddings else 0
+    """The last norm, the gradient of its output, which the loss makes in forward, and, if the embedding has the same
+    weight, its gradient."""
+    weight = -(-s.model.vocab // s.tp) * s.model.hidden * s.wide if s.shared_ends else 0
     return norm_kept(s) + s.tokens * s.model.hidden * s.element + weight
 
 

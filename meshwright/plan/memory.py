@@ -163,6 +163,8 @@ def _with_activations(
         columns = -(-model.vocab // p.tp)
         if w.own_loss and stack.name == OWN:
             loss = chunk_rows(cut.tokens, columns) * columns * cut.element + 2 * hidden
+            if model.tied_embeddings and p.pp == 1:  # the weight's gradient waits for the embedding's
+                activations += flying * columns * model.hidden * max(4.0, cut.element)
         else:
             each = FUSED_LOGIT_BYTES if w.fused_loss else stack.logit_bytes
             loss = cut.tokens * columns * each + 2 * hidden

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -116,21 +117,24 @@ def test_all_masked_is_zero_and_so_is_the_gradient() -> None:
 # The output layer with the loss: chunks, places of the weight's gradient, announced gradients.
 
 
-def output_layer(draw: torch.Generator) -> tuple[Linear, Parallel]:
-    parallel = parallel_of(Mesh(Layout(world=1), 0))
-    layer = Linear(parallel, whole("w", (16, 5), Init("normal", 1.0)), None, "column")
+def output_layer(
+    draw: torch.Generator, tied: bool = False, dtype: torch.dtype = torch.float64
+) -> tuple[Linear, Parallel]:
+    parallel = replace(parallel_of(Mesh(Layout(world=1), 0)), dtype=dtype)
+    record = replace(whole("w", (16, 5), Init("normal", 1.0)), tied="w" if tied else "")
+    layer = Linear(parallel, record, None, "column")
     with torch.no_grad():
         layer.weight.copy_(torch.randn(16, 5, generator=draw, dtype=torch.float64))
     return layer, parallel
 
 
 @pytest.mark.parametrize("rows", [12, 5, 1])
-@pytest.mark.parametrize("way", ["autograd", "sink", "announced"])
+@pytest.mark.parametrize("way", ["autograd", "sink", "announced", "tied"])
 def test_the_output_layer_in_chunks(way: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two micro-batches of 2.5 times the loss, the true vocabulary 13 of 16 columns."""
     monkeypatch.setattr(loss_module, "chunk_rows", lambda tokens, columns: rows)
     draw = torch.Generator().manual_seed(rows)
-    layer, parallel = output_layer(draw)
+    layer, parallel = output_layer(draw, tied=way == "tied")
     exact = layer.weight.detach().clone().requires_grad_()
     view = torch.full((16, 5), 3.0, dtype=torch.float64)
     told: list[int] = []
@@ -140,8 +144,10 @@ def test_the_output_layer_in_chunks(way: str, rows: int, monkeypatch: pytest.Mon
     for _ in range(2):
         _, labels, mask = problem("padded")
         x = torch.randn(TOKENS, 5, generator=draw, dtype=torch.float64).requires_grad_()
-        loss = output_loss(x, layer, labels, mask, 13, parallel, 2.5 if way == "announced" else None)
+        loss = output_loss(x, layer, labels, mask, 13, parallel, 2.5 if way in ("announced", "tied") else None)
+        before = len(told)
         loss.backward(torch.full_like(loss, 2.5))
+        assert len(told) - before == (way in ("sink", "tied"))  # where the embedding adds too, in backward's order
         plain_x = x.detach().clone().requires_grad_()
         plain = (F.cross_entropy((plain_x @ exact.t())[:, :13], labels, reduction="none") * mask).sum()
         (2.5 * plain).backward()
@@ -150,6 +156,25 @@ def test_the_output_layer_in_chunks(way: str, rows: int, monkeypatch: pytest.Mon
     found = layer.weight.grad if way == "autograd" else view
     torch.testing.assert_close(found, exact.grad, rtol=1e-12, atol=1e-14)
     assert told == ([] if way == "autograd" else [1, 2]) and sink.fresh == (way == "autograd")
+
+
+@pytest.mark.parametrize("way", ["sink", "announced", "tied"])
+def test_the_loss_s_weight_is_not_rounded(way: str) -> None:
+    """A fifteenth is 0.34 % larger in bfloat16; no gradient may be."""
+    draw = torch.Generator().manual_seed(1)
+    layer, parallel = output_layer(draw, tied=way == "tied", dtype=torch.bfloat16)
+    view = torch.zeros(16, 5)
+    sink = Sink(view, lambda _: None)
+    layer.sinks["weight"] = view
+    _, labels, mask = problem("padded")
+    x = torch.randn(TOKENS, 5, generator=draw).bfloat16().requires_grad_()
+    loss = output_loss(x, layer, labels, mask, 13, parallel, None if way == "sink" else 1 / 15)
+    loss.backward(torch.full_like(loss, 1 / 15))
+    exact, plain_x = (t.detach().double().requires_grad_() for t in (layer.weight, x))
+    (F.cross_entropy((plain_x @ exact.t())[:, :13], labels, reduction="none") * mask).sum().div(15).backward()
+    for found, true in ((x.grad, plain_x.grad), (view, exact.grad)):
+        assert found is not None and true is not None and sink.contributions == 1
+        assert float((found.double() * true).sum() / true.square().sum()) == pytest.approx(1.0, abs=1.5e-3)
 
 
 def test_an_announced_gradient_that_does_not_come_is_noticed() -> None:
