@@ -20,7 +20,12 @@ from meshwright.data.token_file import TokenFile
 from meshwright.errors import UserError
 
 EPOCHS_KEPT = 3  # a batch may straddle two epochs, whose later one may need the beginning of the next
+CHECKED_AT_ONCE = 1 << 20  # documents of an index
 MANY_DOCUMENTS = 24  # in a sample; from here on one gather beats a copy per document
+
+
+class TooSmall(UserError):
+    """The documents of a part hold less than one sample."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,11 @@ class GPTDataset:
         self.file, self.seq, self.seed, self.stream = file, seq, seed, stream
         self._tokens, self._itemsize = file.tokens, file.dtype.itemsize
         self._pointers, self._lengths = _document_table(file, low, high)
+        _check_table(file, self._pointers, self._lengths)
         self.documents = (low, high)
         self.tokens_per_epoch = int(self._lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch < seq + 1:
-            raise UserError(
+            raise TooSmall(
                 f"documents {low} to {high} of {file.prefix} hold {self.tokens_per_epoch} tokens, one sample takes "
                 f"{seq + 1}: use more data, a shorter sequence, or another split"
             )
@@ -115,11 +121,27 @@ class GPTDataset:
         return sample
 
 
+def _check_table(file: TokenFile, pointers: NDArray[np.int64], lengths: NDArray[Any]) -> None:
+    """Documents lie one behind the other in the file: a page of the index that was lost in a copy shows here, where
+    its documents would else be others' tokens."""
+    size = file.dtype.itemsize
+    good = len(pointers) == 0 or (pointers[0] >= 0 and pointers[0] % size == 0)
+    for low in range(0, len(pointers), CHECKED_AT_ONCE):
+        at = pointers[low : low + CHECKED_AT_ONCE + 1]
+        length = lengths[low : low + CHECKED_AT_ONCE]
+        ends = at[: len(length)] + length.astype(np.int64) * size
+        good = good and (length >= 0).all() and (at[1:] == ends[: len(at) - 1]).all()
+    if not good:
+        raise UserError(f"{file.idx_path} is damaged (its documents do not follow one another): prepare it again")
+
+
 def _document_table(file: TokenFile, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """The byte at which each document begins and its tokens: views of the index where documents are sequences."""
     bounds = file.document_indices[low : high + 1]
     begin, end = int(bounds[0]), int(bounds[-1])
     if end - begin == high - low and np.array_equal(bounds, np.arange(begin, end + 1)):
         return file.pointers[begin:end], file.sizes[begin:end]
+    if (np.diff(bounds) < 0).any() or begin < 0 or end > len(file):
+        raise UserError(f"{file.idx_path} is damaged (its documents and sequences disagree): prepare it again")
     edges = np.append(file.pointers, file.token_count * file.dtype.itemsize)[bounds]
     return edges[:-1], np.diff(edges) // file.dtype.itemsize

@@ -90,7 +90,16 @@ def _sources_of(name: str) -> Iterator[Source]:
 
 
 def _walk(root: str, suffixes: tuple[str, ...], skipped: frozenset[str]) -> Iterator[str]:
-    for folder, folders, files in os.walk(root):
+    def fail(error: OSError) -> None:
+        raise _unreadable(error.filename, error) from None
+
+    seen: set[str] = set()  # a link may lead back up
+    for folder, folders, files in os.walk(root, onerror=fail, followlinks=True):
+        here = os.path.realpath(folder)
+        if here in seen:
+            folders.clear()
+            continue
+        seen.add(here)
         folders[:] = sorted(name for name in folders if name not in skipped)
         for name in sorted(files):
             if name.endswith(suffixes):

@@ -186,6 +186,7 @@ def _metadata(tokenizer: Tokenizer, writer: TokenFileWriter, trained: bool) -> b
         "version": 1,
         "tokenizer": spec,
         "tokenizer_file": spec if trained else None,
+        "tokenizer_digest": tokenizer.recipe.digest,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
         "dtype": writer.dtype.name,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.blend import Blend, Samples
-from meshwright.data.dataset import GPTDataset
+from meshwright.data.dataset import GPTDataset, TooSmall
 from meshwright.data.token_file import TokenFile
 from meshwright.errors import UserError
 
@@ -123,6 +123,7 @@ def build_datasets(
         raise UserError(f"{len(weights)} weights for {len(prefixes)} token files: give one weight for each")
     files = [TokenFile(prefix) for prefix in prefixes]
     found = [file.metadata() for file in files]
+    _check_tokenizers(files, found)
     options = _with_eod(options or SampleOptions(), files, found)
     vocab = max((int(entry["vocab_size"]) for entry in found if entry), default=None)
     if weights is None:
@@ -148,8 +149,20 @@ def _part(
 ) -> GPTDataset:
     try:
         return GPTDataset(file, seq, seed, documents, stream=f"{name}/{number}")
-    except UserError as error:
+    except TooSmall as error:
         raise UserError(f"the {name} part is too small: {error}") from None
+
+
+def _check_tokenizers(files: Sequence[TokenFile], found: Sequence[dict[str, Any] | None]) -> None:
+    """Files whose metadata name their tokenizers must name one: ids of two would be mixed without a sign of it."""
+    known = [(file.prefix, entry["tokenizer_digest"]) for file, entry in zip(files, found, strict=True)
+             if entry and entry.get("tokenizer_digest")]  # fmt: skip
+    for prefix, digest in known[1:]:
+        if digest != known[0][1]:
+            raise UserError(
+                f"{known[0][0]} and {prefix} were made with different tokenizers: prepare them with the same one, "
+                "for example --tokenizer FILE.tokenizer.json of the first"
+            )
 
 
 def _with_eod(

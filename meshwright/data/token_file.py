@@ -119,7 +119,15 @@ class TokenFile:
         return self.tokens[start : start + length]
 
     def metadata(self) -> dict[str, Any] | None:
-        return read_metadata(self.prefix)
+        """What lies beside, where that is ours: with `vocab_size` and `eod`, at least."""
+        found = read_metadata(self.prefix)
+        for key in ("vocab_size", "eod"):
+            if found is not None and type(found.get(key)) is not int:
+                path = metadata_path(self.prefix)
+                raise UserError(
+                    f"{path} is damaged (it has no number {key}): prepare the data again, or remove that file"
+                )
+        return found
 
     def _check_present(self) -> None:
         has_idx, has_bin = os.path.isfile(self.idx_path), os.path.isfile(self.bin_path)

@@ -6,6 +6,8 @@ plain data a worker process needs to make the same tokenizer again.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -21,9 +23,21 @@ from meshwright.errors import UserError
 END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
 TRAINED_END = END_TOKENS[0]
 SMALLEST_TRAINED = 257
+LARGEST_TRAINED = 2**24
 KINDS = "bytes, PATH/tokenizer.json, PATH.model or train:SIZE"
 
 Ids = NDArray[np.integer[Any]]
+
+
+def _canonical(text: str) -> str:
+    """A tokenizer.json without what its writing or loading changes: blanks, the order of keys, and how it pads."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    if isinstance(found, dict):
+        found = {key: value for key, value in found.items() if key not in ("truncation", "padding")}
+    return json.dumps(found, sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,12 @@ class Recipe:
     content: str | bytes = ""
     eod: str | None = None
     spec: str = "bytes"
+
+    @property
+    def digest(self) -> str:
+        """Of what turns text into ids, so that two token files can be told to speak the same language."""
+        content = self.content if isinstance(self.content, bytes) else _canonical(self.content).encode()
+        return f"{self.kind}:{hashlib.sha256(content).hexdigest()}"
 
     def make(self) -> Tokenizer:
         if self.kind == "json":
@@ -199,6 +219,8 @@ def trained_size(spec: str) -> int | None:
         raise UserError(
             f"'{spec}' is too small: 256 bytes and an end token need train:{SMALLEST_TRAINED} at least"
         )
+    if size > LARGEST_TRAINED:
+        raise UserError(f"'{spec}' is too large: a trained vocabulary has at most {LARGEST_TRAINED} entries")
     return size
 
 

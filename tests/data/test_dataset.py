@@ -128,14 +128,29 @@ def test_only_a_few_epochs_are_kept(tmp_path: Path) -> None:
     assert np.array_equal(GPTDataset(dataset.file, 7, seed=1).sample(10**12 + 1), far)
 
 
-def test_a_damaged_index_is_named(tmp_path: Path) -> None:
-    token_file(tmp_path / "a", [[10]] * 5)
+@pytest.mark.parametrize("at_once", [2, 1000])
+@pytest.mark.parametrize(
+    ("documents", "at", "value"),
+    [
+        ([[10]] * 5, 34 + 5 * 4 + 8, 10**6),  # the second sequence begins far beyond
+        ([[10]] * 5, 34 + 5 * 4 + 16, 0),  # a lost page: the third begins where the first does
+        ([[10]] * 5, 34 + 5 * 4 + 8, -40),
+        ([[10]] * 5, 34 + 8, 2**32 - 3),  # the third has less than no tokens
+        ([[5, 5]] * 5, 34 + 10 * 12 + 16, 1),  # the third document begins before the second
+        ([[5, 5]] * 5, 34 + 10 * 12 + 8, 10**6),  # and the second beyond the end
+    ],
+)
+def test_a_damaged_index_is_named(
+    tmp_path: Path, documents: list[list[int]], at: int, value: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHECKED_AT_ONCE", at_once)
+    GPTDataset(token_file(tmp_path / "a", documents), 49, seed=1).sample(0)
     idx = bytearray((tmp_path / "a.idx").read_bytes())
-    idx[34 + 5 * 4 + 8 : 34 + 5 * 4 + 16] = (10**6).to_bytes(8, "little")  # the second sequence begins far beyond
+    width = 4 if value > 2**31 else 8
+    idx[at : at + width] = value.to_bytes(width, "little", signed=value < 0)
     (tmp_path / "a.idx").write_bytes(idx)
-    dataset = GPTDataset(TokenFile(tmp_path / "a"), 49, seed=1)
     with pytest.raises(UserError, match="damaged"):
-        dataset.sample(0)
+        GPTDataset(TokenFile(tmp_path / "a"), 49, seed=1)
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -125,3 +126,28 @@ def test_cutting_loses_nothing(tmp_path: Path, content: list[str], size: int, wi
     assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
     assert not any(piece.replaced for _, piece in found)
     assert [piece.text for path, piece in found if path == str(lines)] == content
+
+
+def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
+    for name in ("in/a.txt", "else/b.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("text")
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "else")
+    (tmp_path / "else" / "up").symlink_to(tmp_path / "in")
+    names = [Path(source.path).name for source in find_sources([str(tmp_path / "in")])]
+    assert names == ["a.txt", "b.txt"]
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "sub").mkdir()
+    listed = os.scandir
+
+    def refuse(path: str) -> object:
+        if str(path).endswith("sub"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match="sub.*Permission denied"):
+        find_sources([str(tmp_path)])

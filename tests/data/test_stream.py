@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.blend import Blend
 from meshwright.data.dataset import GPTDataset
+from meshwright.data.prepare import prepare
 from meshwright.data.stream import SampleOptions, SampleStream, build_datasets, parse_split, split_documents
 from meshwright.data.token_file import METADATA_FORMAT
 from meshwright.data.token_writer import TokenFileWriter
@@ -162,3 +163,36 @@ def test_mistakes(tmp_path: Path) -> None:
     assert named is not None and named.options.eod == 2
     with pytest.raises(UserError, match="no token file"):
         build_datasets([str(tmp_path / "none")], None, "1", 7, 0)
+
+
+def test_files_of_two_tokenizers_are_refused(tmp_path: Path) -> None:
+    """Their ids mean different texts, and nothing else would tell."""
+    (tmp_path / "a.txt").write_text("one two three four " * 40)
+    (tmp_path / "b.txt").write_text("uno dos tres cuatro " * 40)
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    prepare([f"{a}.txt"], a, tokenizer="train:270", workers=1)
+    prepare([f"{b}.txt"], b, tokenizer="train:270", workers=1)
+    prepare([f"{b}.txt"], c, tokenizer=f"{a}.tokenizer.json", workers=1)
+    with pytest.raises(UserError, match="different tokenizers"):
+        build_datasets([a, b], None, "1", 7, 5)
+    build_datasets([a, c], None, "1", 7, 5)
+    again = json.dumps(json.loads(Path(f"{a}.tokenizer.json").read_text()) | {"padding": None}, indent=7)
+    Path(f"{a}.again.json").write_text(again)  # as another program writes the same
+    prepare([f"{b}.txt"], c, tokenizer=f"{a}.again.json", workers=1, force=True)
+    build_datasets([a, c], None, "1", 7, 5)
+
+
+def test_a_damaged_index_is_not_called_small(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 10, vocab_size=1000, eod=999)
+    index = bytearray((tmp_path / "a.idx").read_bytes())
+    index[34 + 4 * 10 + 16 : 34 + 4 * 10 + 24] = bytes(8)
+    (tmp_path / "a.idx").write_bytes(index)
+    with pytest.raises(UserError, match="^[^:]*a.idx is damaged"):
+        build_datasets([prefix], None, "1", 7, 5)
+
+
+@pytest.mark.parametrize("metadata", [{"eod": 1}, {"vocab_size": None, "eod": 1}, {"vocab_size": 5, "eod": "0"}])
+def test_damaged_metadata_is_one_sentence(tmp_path: Path, metadata: dict[str, object]) -> None:
+    prefix = write(tmp_path / "a", 10, **metadata)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="a.json is damaged"):
+        build_datasets([prefix], None, "1", 7, 5)

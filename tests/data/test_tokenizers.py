@@ -210,6 +210,6 @@ def test_training_is_repeatable() -> None:
 
 def test_train_specs() -> None:
     assert trained_size("train:8_192") == 8192 and trained_size("bytes") is None
-    for wrong in ("train:", "train:big", "train:256", "train:-5"):
+    for wrong in ("train:", "train:big", "train:256", "train:-5", "train:99999999999"):
         with pytest.raises(UserError, match="train:"):
             trained_size(wrong)
