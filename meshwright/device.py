@@ -98,6 +98,10 @@ class Device:
                 f"start {here} ranks, or set run.device=cpu or comm.backend=gloo"
             )
 
+    def check_backend(self, backend: str) -> None:
+        if self.kind == "cpu" and backend in ("nccl", "hccl"):
+            raise UserError(f"comm.backend={backend} needs an accelerator, which is not here: use comm.backend=auto")
+
     def check_precision(self, precision: str) -> None:
         if precision == "fp64" and self.kind == "npu":
             raise UserError("train.precision=fp64 is not supported on npu: use fp32, bf16 or fp16")
@@ -270,6 +274,8 @@ def give_back_freed_memory() -> None:
 def check_machine(kind: str, backend: str, precision: str, ranks: int) -> None:
     """What a launcher can know before it starts ranks on this machine."""
     if kind == "cpu" or (kind == "auto" and not count()):
+        if ranks > 1:
+            Device("cpu").check_backend(backend)
         return
     device = Device.find(kind)
     device.check_precision(precision)

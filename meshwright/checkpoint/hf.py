@@ -46,6 +46,7 @@ BESIDE = (
 @contextmanager
 def written_aside(to: Path) -> Iterator[Path]:
     """A new folder that gets its name only when all is in it."""
+    to = Path(os.path.abspath(to))
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} exists already: name a new folder")
     aside = to.with_name(f".writing-{to.name}")
@@ -131,6 +132,8 @@ def origin_of(folder: Path) -> Origin | None:
             try:
                 found = json.loads((folder / name).read_text(encoding="utf-8"))
                 found = found if name == ORIGIN else {"config": found, "tensors": {}}
+                if not isinstance(found["config"], dict):
+                    raise ValueError("it is no mapping of keys")
                 return Origin(folder, found["config"], found["tensors"])
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{folder / name} can't be read ({error}): get it again") from None

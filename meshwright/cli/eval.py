@@ -50,8 +50,13 @@ def sections_of(overrides: Sequence[str], nproc: int) -> dict[str, dict[str, Any
     plain = {"tp": 1, "pp": 1, "chunks": 1, "sequence_parallel": False}
     raw["layout"] = plain | raw.get("layout", {})
     raw["pipeline"] = {"schedule": "1f1b", "split": []} | raw.get("pipeline", {})
-    raw["train"] = {"micro_batch": 1, "global_batch": 64, "ramp": [], "compile": "false"} | raw.get("train", {})
-    raw["run"] = {"eval_samples": 0} | raw.get("run", {})
+    raw["train"] = {"micro_batch": 1, "ramp": [], "compile": "false"} | raw.get("train", {})
+    sizes = [raw["train"]["micro_batch"], *(raw["layout"].get(axis, 1) for axis in ("tp", "pp", "cp"))]
+    if all(isinstance(size, int) and size > 0 for size in sizes):  # or it is told when the config is made
+        micro_batch, tp, pp, cp = sizes
+        raw["train"]["global_batch"] = max(1, nproc // (tp * pp * cp)) * micro_batch  # unused, but checked
+    raw["run"] = {"eval_samples": 0, "device": "auto"} | raw.get("run", {})
+    raw["comm"] = {"backend": "auto"} | raw.get("comm", {})
     return raw
 
 

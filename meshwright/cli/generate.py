@@ -16,6 +16,9 @@ EXAMPLES = """example:
   meshwright generate runs/mine@100 --prompt-tokens 5,17,2 --temperature 0.8 --top-p 0.9 --nproc 2 --json"""
 
 
+COLDEST = 1e-4  # colder than that, the likeliest token is all there is
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN|CHECKPOINT[@STEP]|HF-FOLDER")
     start = parser.add_mutually_exclusive_group(required=True)
@@ -34,8 +37,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.nproc < 1 or args.max_tokens < 1:
         raise UserError("--nproc and --max-tokens must be at least 1")
-    if args.temperature < 0 or not 0 < args.top_p <= 1:
-        raise UserError("--temperature must not be negative, and --top-p lies above 0 and up to 1")
+    if not (args.temperature == 0 or COLDEST <= args.temperature < float("inf")) or not 0 < args.top_p <= 1:
+        raise UserError(f"--temperature must be 0 or at least {COLDEST}, and --top-p lies above 0 and up to 1")
+    if not 0 <= args.seed < 2**63:
+        raise UserError(f"--seed {args.seed} must lie between 0 and 2^63 - 1")
     if args.nproc > 1:
         warm_up()
     args.source = resolve(args.source)
@@ -111,7 +116,8 @@ def generate_rank(args: dict[str, Any]) -> None:
         "layout": {"tp": tp, "pp": 1, "chunks": 1, "sequence_parallel": False},
         "pipeline": {"schedule": "1f1b", "split": []},
         "train": {"micro_batch": 1, "global_batch": 1, "ramp": [], "compile": "false"},
-        "run": {"eval_samples": 0},
+        "run": {"eval_samples": 0, "device": "auto"},
+        "comm": {"backend": "auto"},
     }
 
     def use(ctx: Any, modules: Any, place: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from meshwright.config.sections import FP8_UNIT, Config
+from meshwright.config.sections import FP8_UNIT, LARGEST_TABLE, Config
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.layout.shards import node_parts
@@ -141,6 +141,9 @@ def eval_divides(c: Config, world: int) -> str | None:
     if c.run.eval_samples % unit:
         up = -(-c.run.eval_samples // unit) * unit
         return f"run.eval_samples={c.run.eval_samples} is not a multiple of dp x micro_batch = {unit}: try {up}"
+    most = LARGEST_TABLE // (c.layout.pp * c.layout.chunks) * unit
+    if c.run.eval_samples > most:
+        return f"run.eval_samples={c.run.eval_samples} needs too large a table of the pipeline: use {most} at most"
     return None
 
 

@@ -15,7 +15,9 @@ from meshwright.errors import UserError
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved"]
 LONGEST_S = 365 * 24 * 3600.0
+LARGEST_TABLE = 2**21  # stages x micro-batches of a pipeline's table; beyond it one would fill gigabytes
 FP8_UNIT = 16  # products in fp8 take multiples of this
+TRAINING_KEYS = {"preset", "dropout", "init_std"}  # of a model: how it is trained, not what it computes
 
 
 def _positive(section: str, **values: float) -> None:

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from meshwright.config.sections import LARGEST_TABLE
 from meshwright.errors import UserError, nearest
 from meshwright.pipeline.simulate import simulate
 from meshwright.pipeline.table import RECV_OF, SEND_OF, STEP, Action, Op, Table, looped
-
-LARGEST = 2**21  # stages x micro-batches; beyond it a table would fill gigabytes
 
 
 def gpipe(pp: int, micro_batches: int, chunks: int, rank: int) -> list[Action]:
@@ -100,10 +99,10 @@ def _check(kind: str, pp: int, micro_batches: int, chunks: int) -> None:
         raise UserError(
             f"schedule '{kind}' holds one chunk per rank, not {chunks}: use interleaved, or chunks=1"
         )
-    if pp * micro_batches * chunks > LARGEST:
+    if pp * micro_batches * chunks > LARGEST_TABLE:
         raise UserError(
             f"pp={pp} x micro_batches={micro_batches} x chunks={chunks} is too large a table: "
-            f"keep the product within {LARGEST}"
+            f"keep the product within {LARGEST_TABLE}"
         )
 
 

@@ -219,7 +219,9 @@ def test_a_model_trained_on_many_ranks_is_exported_as_one_process_would(tmp_path
     assert (logits(load(tmp_path / "one-out"), IDS) - ours).abs().max() <= CLOSE
 
 
-def test_the_two_commands(tmp_path: Path, made: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_two_commands(
+    tmp_path: Path, made: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Import, export, and export of another checkpoint like it; the tokenizer's files go along."""
     shutil.copytree(made["llama2"][0] / "hf", tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
@@ -239,6 +241,13 @@ def test_the_two_commands(tmp_path: Path, made: dict[str, Any], capsys: pytest.C
     capsys.readouterr()
     assert main(["export", checkpoint, "--to", out]) == 2
     assert "exists already" in capsys.readouterr().err
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["export", checkpoint, "--to", "."]) == 0 and (tmp_path / "here" / "config.json").is_file()
+    capsys.readouterr()
+    (tmp_path / "hf" / "config.json").write_text("[]")
+    assert main(["export", checkpoint, "--to", str(tmp_path / "more"), "--like", str(tmp_path / "hf")]) == 2
+    assert "can't be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -249,6 +258,8 @@ def test_the_two_commands(tmp_path: Path, made: dict[str, Any], capsys: pytest.C
         ({"num_hidden_layers": 1}, "holds model.layers.1."),
         ({"attention_bias": True}, "both or none"),
         ({"model_type": "gemma"}, "is not a family"),
+        ({"model_type": ["llama"]}, "is not a family"),
+        ({"hidden_act": ["silu"]}, "can't be imported"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
         ({"hidden_size": None}, "lacks hidden_size"),
     ],

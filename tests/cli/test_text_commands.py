@@ -15,7 +15,11 @@ import torch
 
 from meshwright.checkpoint.save import Saver
 from meshwright.cli.main import main
+from meshwright.config.load import to_mapping
+from meshwright.config.rules import check
 from meshwright.data.token_writer import TokenFileWriter
+from meshwright.errors import UserError
+from meshwright.train.evaluate import config_with
 from tests.checkpoint.hf_models import save
 from tests.support.oracle import make_trainer, small_config
 
@@ -139,6 +143,9 @@ def test_a_run_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture
         "must be numbers": ["--prompt-tokens", "a"],
         "--max-tokens must be": ["--prompt-tokens", "1", "--max-tokens", "0"],
         "--top-p lies above": ["--prompt-tokens", "1", "--top-p", "0"],
+        "--temperature must be 0 or at least": ["--prompt-tokens", "1", "--temperature", "nan"],
+        "--temperature must be 0 or": ["--prompt-tokens", "1", "--temperature", "1e-320"],
+        "--seed 10000000000000000000000 must lie": ["--prompt-tokens", "1", "--seed", str(10**22)],
     }
     for sentence, words in mistakes.items():
         assert main(["generate", str(tmp_path), *words]) == 2
@@ -164,3 +171,16 @@ def test_eval_is_the_loss_of_transformers(
     assert abs(found["perplexity"] - np.exp(loss)) < 1e-4 * np.exp(loss)
     assert main(["eval", str(folder / source)]) == 2
     assert "--data" in capsys.readouterr().err
+
+
+def test_eval_takes_any_number_of_ranks_and_any_device(tmp_path: Path) -> None:
+    """What the run was trained with says nothing of where it is evaluated."""
+    from meshwright.cli.eval import sections_of
+
+    config = small_config(model={"seq": 24}, run={"device": "cuda"}, comm={"backend": "nccl"})
+    for words, nproc in (([], 3), (["train.micro_batch=12"], 2), (["layout.tp=2"], 6)):
+        found = config_with(to_mapping(config), sections_of(words, nproc))
+        check(found, nproc)
+        assert (found.run.device, found.comm.backend) == ("auto", "auto")
+    with pytest.raises(UserError, match="train.micro_batch"):
+        config_with(to_mapping(config), sections_of(["train.micro_batch=many"], 2))

@@ -134,3 +134,13 @@ def test_configs_of_transformers_5() -> None:
 def test_parts_that_contradict_each_other(change: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         ModelConfig(**SIZES | change)
+
+
+def test_bloom_as_it_was_published() -> None:
+    """The keys of bigscience's own config.json, which transformers has other names for today."""
+    config = {
+        "model_type": "bloom", "n_embed": 64, "n_layer": 2, "num_attention_heads": 4, "vocab_size": 100,
+        "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "seq_length": 32,
+    }  # fmt: skip
+    model = FAMILIES["bloom"].model_of(config)
+    assert (model.hidden, model.heads, model.layers) == (64, 4, 2)

@@ -20,7 +20,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_named(name: Any) -> Family:
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise UserError(f"'{name}' is not a family that is known here{nearest(str(name), FAMILIES)}: use {known}")
     return FAMILIES[name]

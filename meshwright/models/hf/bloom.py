@@ -35,4 +35,5 @@ BLOOM = Family(
     demands={"apply_residual_connection_post_layernorm": False},
     by_head=frozenset(("layers.#.attention.qkv",)),
     dropouts=("hidden_dropout", "attention_dropout"),
+    aliases={"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
 )  # fmt: skip

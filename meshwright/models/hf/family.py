@@ -13,14 +13,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from meshwright.config.load import config_from
-from meshwright.config.sections import ModelConfig
+from meshwright.config.sections import TRAINING_KEYS, ModelConfig
 from meshwright.errors import UserError
 from meshwright.models.description import GPTDescription, stages
 
 HFConfig = dict[str, Any]
-
-# Keys that change how a model is trained, not what it computes.
-TRAINING_KEYS = {"preset", "dropout", "init_std"}
 
 # What a family can express of these unless it says otherwise; an empty tuple, or no entry at all, stands for any value.
 PLAIN: dict[str, tuple[Any, ...]] = {
@@ -85,11 +82,13 @@ class Family:
     dropouts: tuple[str, ...] = ()
     read: Callable[[HFConfig], dict[str, Any]] = _nothing  # our keys that need more than a table
     write: Callable[[ModelConfig], dict[str, Any]] = _nothing  # and theirs
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names that its config.json may use
     window: Callable[[HFConfig], int | None] = _no_window  # how far back attention looks at most
 
     def model_of(self, config: HFConfig, seq: int = 0) -> ModelConfig:
         """The model section of a config.json; `seq` for another context than its own."""
-        config = {**self.defaults, **{key: value for key, value in config.items() if value is not None}}
+        given = {self.aliases.get(key, key): value for key, value in config.items() if value is not None}
+        config = {**self.defaults, **given}
         for key, value in self.demands.items():
             if config.get(key, value) != value:
                 raise UserError(
@@ -100,7 +99,7 @@ class Family:
             if self.keys[key] not in config:
                 raise UserError(f"config.json lacks {self.keys[key]}, which every {self.model_type} has: add it")
         theirs = config.get(self.activation_key)
-        if self.activations and theirs not in self.activations:
+        if self.activations and str(theirs) not in self.activations:
             known = ", ".join(self.activations)
             raise UserError(
                 f"{self.activation_key}={theirs} in config.json can't be imported: use a model with {known}"
