@@ -77,7 +77,13 @@ def checkpoint_folder(config: Config) -> Path:
 
 def restarted(env: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher has started this job's ranks before: then the job goes on from where they came to."""
-    return env.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+    counts = (env.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return any(count not in ("", "0") for count in counts)
+
+
+def job_name(env: Mapping[str, str] = os.environ) -> str:
+    """The same for all attempts of a job, as far as its launcher tells."""
+    return env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID") or ""
 
 
 def folder_name(step: int) -> str:
@@ -232,6 +238,8 @@ def find(source: str) -> Path:
     if wanted and not wanted.isdecimal():
         raise UserError(f"'{source}': after @ comes a step's number, e.g. {path}@1000")
     if (path / INDEX).is_file():
+        if wanted and step_of(path) != int(wanted):
+            raise UserError(f"{path} is one checkpoint, not a run's folder: leave @{wanted} out")
         return path
     folder = path if checkpoints(path) else path / "checkpoints"
     found = checkpoints(folder)

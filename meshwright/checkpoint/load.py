@@ -111,6 +111,9 @@ def take_over(trainer: Any, reader: Reader, model_only: bool) -> None:
     trainer.publish()
     if not model_only:
         trainer.restore(reader.index.step, reader.index.consumed, reader.index.state)
+        kept = {name.split("/", 1)[0] for name in reader.index.tensors}
+        if any(name not in kept for name, _, _ in trainer.states()):
+            trainer.optimizer.updates = 0  # of another optimizer: the moments begin anew, and so does their correction
 
 
 class Weights(Protocol):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,13 @@ import torch
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.format import find
 from meshwright.checkpoint.load import Reader, read_into, take_over
+from meshwright.config.load import to_mapping
+from meshwright.config.sections import TRAINING_KEYS, ModelConfig
 from meshwright.errors import UserError
+
+WENT_BACK = "went-back.json"  # beside the checkpoints, where a job was told to leave some of them
+# What a sample's number stands for.
+SAMPLES = ("data.prefixes", "data.weights", "data.split", "model.seq", "train.seed")
 
 
 def resume(trainer: Any, source: str | None) -> None:
@@ -25,6 +35,9 @@ def resume(trainer: Any, source: str | None) -> None:
     folder = fmt.checkpoint_folder(trainer.ctx.config)
     if trainer.writes:
         fmt.remove_unfinished(folder)
+        if not fmt.restarted():
+            with suppress(OSError):
+                (folder / WENT_BACK).unlink()
     begun, own, steps = _chosen(trainer, folder, source)
     if begun:
         _newest(trainer, folder, steps)
@@ -35,6 +48,8 @@ def resume(trainer: Any, source: str | None) -> None:
     if trainer.writes:
         try:
             fmt.set_aside(folder, trainer.step_number)
+            if own:
+                fmt.write_json(folder / WENT_BACK, {"job": fmt.job_name(), "source": source})
         except OSError as error:
             raise UserError(f"{folder} can't be written: {error.strerror}") from None
 
@@ -64,17 +79,39 @@ def _chosen(trainer: Any, folder: Path, source: str | None) -> tuple[bool, bool,
 
 
 def _look(folder: Path, source: str | None) -> list[int]:
-    """[goes on, source is its own, steps, the first to be tried first]."""
+    """[goes on, source is its own, steps, the first to be tried first]. A source that is another run's only begins
+    this one, so it may be gone once there are checkpoints."""
     there = [step for step, _ in reversed(fmt.checkpoints(folder))]
-    if source is None or (there and fmt.restarted()):
-        return [1, 0, *there]
-    path = find(source)
-    own = path.resolve().parent == folder.resolve() and fmt.step_of(path) >= 0
-    if there and not own:
+    if source is None:
         return [1, 0, *there]
     where, wanted = fmt.path_and_step(source)
+    at, ours = where.resolve(), folder.resolve()
+    inside = ours in (at, at / "checkpoints") or (ours == at.parent and "step-" in at.name)
+    if there and (not inside or _went_back(folder, source)):
+        if not inside:
+            missing = "" if where.exists() else " (which is not there)"
+            text = f"{folder} holds checkpoints: the run goes on from step {there[0]}, not from {source}{missing}"
+            print(f"meshwright: {'warning: ' if missing else ''}{text}", file=sys.stderr, flush=True)
+        return [1, 0, *there]
+    path = find(source)
+    own = inside and fmt.step_of(path) >= 0
+    if there and not own:
+        raise UserError(
+            f"{path} was set aside when this run went back: begin another run from it (with another run.dir), or "
+            "give it its old name step-N again, in place of the steps from N on"
+        )
     says_which = wanted or (where / fmt.INDEX).is_file()
     return [0, int(own)] if says_which else [0, int(own), fmt.step_of(path)]
+
+
+def _went_back(folder: Path, source: str) -> bool:
+    """Whether ranks of this very job have gone back to `source` before, and then went on and died."""
+    try:
+        return fmt.restarted() and json.loads((folder / WENT_BACK).read_text()) == {
+            "job": fmt.job_name(), "source": source,
+        }  # fmt: skip
+    except (OSError, ValueError):
+        return False
 
 
 def _named(source: str, steps: list[int]) -> Path:
@@ -106,6 +143,7 @@ def _attempt(
     try:
         reader = Reader(locate())
         model_only |= not reader.index.state  # imported: it holds no more
+        _compare(trainer, reader, model_only)
         read_into(trainer, reader, model_only)
     except UserError as caught:
         error = caught
@@ -122,6 +160,40 @@ def _attempt(
         take_over(trainer, reader, model_only)
         return None
     return error if isinstance(error, fmt.DamagedCheckpoint) and found == place else SystemExit(2)
+
+
+def _compare(trainer: Any, reader: Reader, model_only: bool) -> None:
+    """What no shape tells: a model that computes something else with the same weights, and samples that are others
+    under the same numbers. A run that goes on must keep the first; one from another's weights may mean the change."""
+    ours, theirs = (_flat(config) for config in (to_mapping(trainer.ctx.config), reader.index.config))
+    idle = {*TRAINING_KEYS, "seq", "vocab"}
+    idle |= set() if ours["model.position"] == "rope" else {"rope_theta"}
+    idle |= {"qkv_bias"} if ours["model.bias"] else set()
+    computed = [f"model.{f.name}" for f in fields(ModelConfig) if f.name not in idle]
+    for each in (ours, theirs):
+        each["data.prefixes"] = [os.path.normpath(prefix) for prefix in each.get("data.prefixes", [])]
+
+    def changed(keys: Sequence[str]) -> str:
+        others = [key for key in keys if key in theirs and theirs[key] != ours[key]]  # it may be of an older release
+        return ", ".join(f"{key} (there {theirs[key]}, here {ours[key]})" for key in others)
+
+    model, data = changed(computed), changed(SAMPLES) if not model_only else ""
+    if model and not model_only:
+        raise UserError(
+            f"{reader.folder} is of a model that computes something else: {model}; set it back, or begin a new run "
+            f"from these weights with another run.dir and --from {reader.folder}"
+        )
+    told = [(model, "these weights were trained with other settings"),
+            (data, "the run goes on with other samples than it began with, and may see some again")]  # fmt: skip
+    for keys, text in told if trainer.writes else []:
+        if keys:
+            print(f"meshwright: warning: {text}: {keys}", file=sys.stderr, flush=True)
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by section.key."""
+    sections = {name: section for name, section in config.items() if isinstance(section, Mapping)}
+    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
 
 
 def _all_taken(trainer: Any, reader: Reader) -> None:

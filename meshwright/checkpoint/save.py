@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint import tensor_file
 from meshwright.checkpoint.format import Block, Index
+from meshwright.comm.group import CommError
 from meshwright.config.load import to_mapping
 from meshwright.device import SideStream
 from meshwright.errors import UserError
@@ -184,6 +187,9 @@ def _numel(shape: tuple[int, ...]) -> int:
     return count
 
 
+LAST_S = 60.0  # seconds that a run which ends with an error waits for its save under way
+
+
 class Saver:
     """Saves of one rank, at most one under way.
 
@@ -203,6 +209,21 @@ class Saver:
         self._staged.set()
         trainer.before_update = self._staged.wait
         self.saved_step: int | None = None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """After an error of this rank's own, a save under way may still become complete: all ranks' writers live, until
+        this one ends."""
+        if self._thread is not None and isinstance(error, Exception) and not isinstance(error, CommError):
+            end = time.monotonic() + LAST_S
+            self._thread.join(LAST_S)
+            if self._error is None and self.saved_step is not None:
+                with contextlib.suppress(UserError):
+                    wait_for([self.folder / fmt.folder_name(self.saved_step)], end - time.monotonic())
 
     def save(self, last: bool = False) -> bool:
         """Begins a save of the present state; False if it is skipped since the one before is still under way. The
@@ -242,7 +263,7 @@ class Saver:
         aside, rank = self.folder / fmt.saving_name(index.step), self.trainer.ctx.rank
         try:
             with copies:
-                snapshot.stage(self._staging, everything=self.asynchronous)
+                self._stage(snapshot)
             if self.asynchronous:
                 self._staged.set()
             write_part(aside, rank, snapshot)
@@ -255,13 +276,26 @@ class Saver:
             if isinstance(error, OSError):
                 where = error.filename or self.folder
                 self._error = UserError(f"the checkpoint can't be written to {where}: {error.strerror}")
-            if self._failures == 1 and isinstance(self._error, UserError):
-                text = f"meshwright: warning: {self._error}; it is tried once more with the next one"
+            if self._failures == 1:
+                next_one = "it is tried once more with" if isinstance(self._error, UserError) else "the run ends at"
+                text = f"meshwright: warning: {self._error!s}; {next_one} the next one"
                 print(text, file=sys.stderr, flush=True)
         else:
             self._failures = 0
         finally:
             self._staged.set()
+
+    def _stage(self, snapshot: Snapshot) -> None:
+        try:
+            snapshot.stage(self._staging, everything=self.asynchronous)
+        except (RuntimeError, MemoryError) as error:
+            if not isinstance(error, MemoryError) and not re.search("out of memory|allocate memory", str(error)):
+                raise
+            reason = (str(error) or "out of memory").splitlines()[0]
+            raise UserError(
+                f"the state can't be copied for a checkpoint ({reason}): free some host memory, or set "
+                "checkpoint.async=false"
+            ) from None
 
     def _join(self) -> None:
         if self._thread is not None:

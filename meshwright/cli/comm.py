@@ -77,7 +77,7 @@ def as_rank(args: argparse.Namespace, local_rank: int, world: int, local_world: 
         if local_rank == 0:
             raise
         return 2
-    guarded(None, bench, request, args.json, args.out, args.svg, args.png)
+    guarded(None, False, bench, request, args.json, args.out, args.svg, args.png)
     return 0
 
 

@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if ranks == 1 and not args.restarts:
         train(args.config, args.overrides, args.source, args.json)
         return 0
-    return launch(ranks, args.restarts, train, args.config, args.overrides, args.source, args.json)
+    words = (args.config, args.overrides, args.source, args.json)
+    return launch(ranks, args.restarts, train, *words, stops=True)
 
 
 def as_rank(args: argparse.Namespace, local_rank: int, world: int) -> int:
@@ -76,7 +77,7 @@ def as_rank(args: argparse.Namespace, local_rank: int, world: int) -> int:
         if local_rank == 0:
             raise
         return 2
-    guarded(None, train, args.config, args.overrides, args.source, args.json)
+    guarded(None, True, train, args.config, args.overrides, args.source, args.json)
     return 0
 
 

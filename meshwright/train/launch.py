@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.train.processes import OWN_RUN
 from meshwright.train.signals import STOP_SIGNALS, StopRequests
 
 PRELOAD = ["torch._dynamo", "meshwright.train.pretrain", "meshwright.train.gpt", "meshwright.train.display"]
@@ -49,8 +50,9 @@ def warm_up() -> None:
             signal.signal(number, handler)
 
 
-def guarded(folder: str | None, main: Callable[..., None], *args: object) -> None:
-    """The body of a rank: a mistake is one sentence and exit code 2, a bug its traceback and 1.
+def guarded(folder: str | None, stops: bool, main: Callable[..., None], *args: object) -> None:
+    """The body of a rank: a mistake is one sentence and exit code 2, a bug its traceback and 1. `stops`: it notes
+    requests to stop and ends by itself; others are ended by the signal.
 
     The launcher's ranks leave it in `folder`; ranks of another launcher say it themselves. A mistake is not mended by
     starting again, so ranks that are end at once.
@@ -59,10 +61,13 @@ def guarded(folder: str | None, main: Callable[..., None], *args: object) -> Non
 
     place = Path(folder) if folder else None
     try:
-        with StopRequests(signal.SIG_DFL) as requests:
+        if not stops and threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)  # the server that forked this process ignores them
+        with StopRequests(signal.SIG_DFL) if stops else contextlib.nullcontext() as requests:
             if place is not None:
                 (place / f"pid-{_me()}").write_text(str(os.getpid()))
-                if (place / STOP).exists():
+                if requests is not None and (place / STOP).exists():
                     requests.request()
                 if _reports(place, "mistake"):
                     raise SystemExit(2)
@@ -103,11 +108,11 @@ def _reports(folder: Path, kind: str) -> dict[int, str]:
     return {rank: (folder / f"{kind}-{attempt}-{rank}").read_text(encoding="utf-8") for rank, attempt in sorted(wanted)}
 
 
-def launch(ranks: int, restarts: int, main: Callable[..., None], *args: object) -> int:
+def launch(ranks: int, restarts: int, main: Callable[..., None], *args: object, stops: bool = False) -> int:
     """Runs `main(*args)` on `ranks` local ranks and returns the exit code.
 
-    When a rank dies all are started again, at most `restarts` times. A request to stop (SIGTERM, SIGUSR1) is passed on
-    to the ranks, which save and end by themselves.
+    When a rank dies all are started again, at most `restarts` times. With `stops`, a request to stop (SIGTERM, SIGUSR1)
+    is passed on to the ranks, which save and end by themselves; without, it ends them.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -117,8 +122,9 @@ def launch(ranks: int, restarts: int, main: Callable[..., None], *args: object) 
 
     warm_up()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
-        options: dict[str, Any] = {"signals_to_handle": "SIGINT,SIGHUP,SIGQUIT", "shutdown_timeout": SHUTDOWN_S}
+    with tempfile.TemporaryDirectory(prefix=OWN_RUN) as folder:
+        signals = "SIGINT,SIGHUP,SIGQUIT" if stops else "SIGTERM,SIGUSR1,SIGINT,SIGHUP,SIGQUIT"
+        options: dict[str, Any] = {"signals_to_handle": signals, "shutdown_timeout": SHUTDOWN_S}
         known = {field.name for field in dataclasses.fields(LaunchConfig)}  # torch 2.11 has fewer
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, rdzv_backend="loopback", rdzv_endpoint="127.0.0.1:0",
@@ -126,9 +132,10 @@ def launch(ranks: int, restarts: int, main: Callable[..., None], *args: object) 
             logs_specs=DefaultLogsSpecs(log_dir=folder), **{k: v for k, v in options.items() if k in known},
         )  # fmt: skip
         _meet_on_loopback()
-        _pass_on_stop_requests(Path(folder))
+        if stops:
+            _pass_on_stop_requests(Path(folder))
         try:
-            elastic_launch(config, guarded)(folder, main, *args)
+            elastic_launch(config, guarded)(folder, stops, main, *args)
         except ChildFailedError as error:
             show_cursor(sys.stderr)
             return _failed(Path(folder), error)

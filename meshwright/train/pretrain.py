@@ -185,7 +185,7 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
 
     traced = TracedStep(trainer)
     ahead = Ahead(trainer, lambda n: bool(validates(n) or saves(n) or traced.number in (n, n + 1)))
-    with StopRequests() as requests:
+    with StopRequests() as requests, saver:
         step = trainer.step_number
         if step and validates(step):
             missing = folder is not None and not folder.validated(step)
@@ -210,12 +210,13 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
                 )
             last = step == steps or result.stop
             if last or saves(step):
-                saver.save(last)  # before anything else can fail
+                saver.save(last)
+            if last:
+                saver.committed()  # before anything else can fail
             if validates(step):
                 validate()
             if result.stop:
                 break
-        saver.committed()
     trainer.data_parallel.weights.settle()
     if folder:
         folder.close()

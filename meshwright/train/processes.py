@@ -8,13 +8,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.errors import UserError
+from meshwright.train.signals import ends_at_once
 
 if TYPE_CHECKING:
     from meshwright.device import Device
+
+
+OWN_RUN = "meshwright-"  # how the id of a run begins whose ranks our own launcher starts
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ def enter(place: Place, kind: str, backend: str, timeout: float, precision: str 
     device = Device.choose(kind, place.local_rank)
     if precision is not None:
         device.check_precision(precision)
+    if place.world > 1:
+        device.check_backend(backend)
     device.check_sharing(device.backend(backend), place.local_world)
     return device, join(place, device.backend(backend), timeout)
 
@@ -104,7 +111,10 @@ def join(place: Place, backend: str, timeout: float) -> bool:
     if store is not None:
         store.set_timeout(limit)  # torch leaves a store that it is given as it is; NCCL's ranks meet through it
     try:
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=limit)
+        # Ranks of our own launcher will meet; one of another's may never come.
+        own = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN)
+        with nullcontext() if own else ends_at_once():
+            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=limit)
     except dist.DistError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise UserError(

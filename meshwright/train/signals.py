@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -14,17 +17,22 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # A scheduler may signal a launcher and its ranks, and the launcher passes on what it gets: within so many seconds all
 # of them are one request.
 SAME_REQUEST_S = 5.0
+BLOCKED_S = 1.0  # a main thread that has not handled a signal by then is waiting for something that may never come
 
 
 class StopRequests:
     """While entered, `seen` says whether one of the signals has come. One that comes later than the first request ends
-    the process as usual. What an outer one has seen, an inner one knows."""
+    the process as usual, also while it waits for a peer and handles nothing. What an outer one has seen, an inner one
+    knows."""
 
     def __init__(self, after: Any = None) -> None:
         """`after`: how the signals are handled when this is left (None: as before)."""
         self._since: float | None = None
         self._after = after
         self._before: dict[int, Any] = {}
+        self._bell: tuple[socket.socket, socket.socket] | None = None
+
+    handled = 0.0  # when the main thread of this process last handled a request
 
     @property
     def seen(self) -> bool:
@@ -41,9 +49,47 @@ class StopRequests:
                 outer = getattr(before, "__self__", None)
                 if isinstance(outer, StopRequests) and outer.seen:
                     self.request()
+            self._listen()
         return self
 
+    def _listen(self) -> None:
+        """Python calls `_note` between two of its own instructions only; a byte is written at once."""
+        bell = socket.socketpair()
+        for end in bell:
+            end.setblocking(False)
+        before = signal.set_wakeup_fd(bell[1].fileno(), warn_on_full_buffer=False)
+        if before != -1:  # an outer one listens already
+            signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+            for end in bell:
+                end.close()
+            return
+        bell[0].setblocking(True)
+        self._bell = bell
+        process = os.getpid()
+
+        def forked() -> None:
+            """A child inherits where signals ring, and its own must not ring for its parent."""
+            if self._bell is bell and os.getpid() != process:
+                with suppress(ValueError):  # not forked by the main thread
+                    signal.set_wakeup_fd(-1)
+
+        os.register_at_fork(after_in_child=forked)
+        threading.Thread(target=self._hear, args=(bell[0],), name="stop requests", daemon=True).start()
+
+    def _hear(self, end: socket.socket) -> None:
+        first: float | None = None
+        while heard := end.recv(1):
+            number, now = heard[0], time.monotonic()
+            if number in STOP_SIGNALS:
+                first = first or now
+                if now - first > SAME_REQUEST_S:
+                    time.sleep(BLOCKED_S)
+                    if StopRequests.handled < now - BLOCKED_S:
+                        os._exit(128 + number)
+        end.close()
+
     def _note(self, number: int, frame: FrameType | None) -> None:
+        StopRequests.handled = time.monotonic()
         if self._since is not None and time.monotonic() - self._since > SAME_REQUEST_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -52,5 +98,27 @@ class StopRequests:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._bell is not None:
+            signal.set_wakeup_fd(-1)
+            self._bell[1].close()  # the other end hears that, and ends
+            self._bell = None
         for number, before in self._before.items():
             signal.signal(number, before if self._after is None else self._after)
+
+
+@contextmanager
+def ends_at_once() -> Iterator[None]:
+    """Where nothing can be lost yet and a wait may be long, the first request ends the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
+    for number, handler in before.items():
+        noted = getattr(handler, "__self__", None)
+        if isinstance(noted, StopRequests) and noted.seen:
+            os.kill(os.getpid(), number)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import itertools
 import random
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,11 @@ def test_what_a_start_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert resume._look(fresh, str(run)) == [0, 0, 40] and resume._look(fresh, str(twin)) == [0, 0, 7]
     assert resume._named(str(run), [40]) == ours / fmt.folder_name(40), "and not of the folder run@40"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    assert resume._look(ours, f"{run}@20") == [0, 1], "the first ranks died before they could go back"
+    for job, expected in (("b", False), ("a", True)):
+        fmt.write_json(ours / resume.WENT_BACK, {"job": job, "source": f"{run}@10"})
+        assert resume._went_back(ours, f"{run}@10") == expected and not resume._went_back(ours, f"{run}@20")
     assert resume._look(ours, f"{run}@10") == [1, 0, 40, 20], "@10 was there when the job began"
 
 
@@ -203,3 +210,94 @@ def test_a_finished_run_is_refused_but_not_to_ranks_that_are_started_again(
     (newest(tmp_path / "run") / "index.json").write_text("{")
     assert train(0, 1, sections, None, None) == (2, 16), "a damaged last one does not count"
     assert steps(tmp_path / "run") == [1, 2] and saved(tmp_path / "run") == [1, 2]
+
+
+def test_weights_are_not_read_as_another_model_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other heads, positions or activations of the same shapes would go on without a sign; a new run may mean it."""
+    rope = {"model": {"position": "rope", "heads": 2}}
+    run = tmp_path / "a"
+    train(0, 1, tiny(run, train={"steps": 2}, **rope), None, None)
+    capsys.readouterr()
+    other = {"position": "rope", "heads": 4, "rope_theta": 5e5, "mlp": "relu"}
+    with pytest.raises(UserError, match=r"model\.heads \(there 2, here 4\).*mlp.*rope_theta.*--from"):
+        train(0, 1, tiny(run, train={"steps": 4}, model=other), None, None)
+    assert saved(run) == [1, 2]
+    train(0, 1, tiny(tmp_path / "b", train={"steps": 2}, model=other), None, str(run))
+    assert "trained with other settings: model.heads" in capsys.readouterr().err
+    idle = {"dropout": 0.0, "init_std": 1.0, "qkv_bias": True}
+    train(0, 1, tiny(run, train={"steps": 3}, model=rope["model"] | idle), None, None)
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_other_samples_under_the_same_numbers_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, model = tmp_path / "a", {"position": "rope"}
+    train(0, 1, tiny(run, train={"steps": 2}, model=model), None, None)
+    capsys.readouterr()
+    train(0, 1, tiny(run, train={"steps": 3, "seed": 7}, model=model | {"seq": 12}), None, None)
+    said = capsys.readouterr().err
+    assert "may see some again: model.seq (there 8, here 12), train.seed (there " in said
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_what_was_trained_is_saved_before_a_validation_that_fails(
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last state, and one that is still being written when the validation of its step fails."""
+    real = save.write_part
+
+    def slow(*part: Any) -> None:
+        time.sleep(1.0)
+        real(*part)
+
+    def fail(trainer: Any) -> None:
+        raise UserError("the validation data are bad")
+
+    monkeypatch.setattr(save, "write_part", slow)
+    monkeypatch.setattr("meshwright.train.step.Trainer.validate", fail)
+    changes = {"checkpoint": {"every": every}, "run": {"eval_every": every}, "train": {"steps": 3}}
+    with pytest.raises(UserError, match="validation data are bad"):
+        train(0, 1, tiny(tmp_path / "run", **changes), None, None)
+    assert saved(tmp_path / "run") == [every or 3]
+
+
+def test_a_run_goes_on_when_what_it_was_begun_from_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, tuned = tmp_path / "first", tmp_path / "tuned"
+    train(0, 1, tiny(first, train={"steps": 2}), None, None)
+    train(0, 1, tiny(tuned, train={"steps": 2}), None, f"{first}@1")
+    shutil.rmtree(first)
+    capsys.readouterr()
+    assert train(0, 1, tiny(tuned, train={"steps": 3}), None, f"{first}@1") == (3, 24)
+    assert f"warning: {tuned}/checkpoints holds checkpoints: the run goes on from step 2" in capsys.readouterr().err
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        train(0, 1, tiny(tmp_path / "other", train={"steps": 3}), None, f"{first}@1")
+
+
+def test_a_job_that_goes_back_does_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are started again obey, unless ranks of the same job did before them."""
+    changes = {"checkpoint": {"every": 1, "keep": 0}, "lr": {"warmup": 0}}
+    run = tmp_path / "run"
+    train(0, 1, tiny(run, train={"steps": 4}, **changes), None, None)
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    train(0, 1, tiny(run, train={"steps": 3}, **changes), None, f"{run}@2")
+    assert (run / "checkpoints" / "lost-step-00000004").is_dir() and saved(run) == [1, 2, 3]
+    train(0, 1, tiny(run, train={"steps": 5}, **changes), None, f"{run}@2")
+    assert saved(run) == [1, 2, 3, 4, 5] and not (run / "checkpoints" / "lost-step-00000003-2").exists()
+    monkeypatch.delenv("SLURM_RESTART_COUNT")  # the same command by hand means what it says
+    train(0, 1, tiny(run, train={"steps": 3}, **changes), None, f"{run}@2")
+    assert saved(run) == [1, 2, 3] and (run / "checkpoints" / "lost-step-00000005").is_dir()
+    with pytest.raises(UserError, match="was set aside"):
+        train(0, 1, tiny(run, train={"steps": 9}, **changes), None, str(run / "checkpoints" / "lost-step-00000004"))
+    with pytest.raises(UserError, match="leave @7 out"):
+        train(0, 1, tiny(run, train={"steps": 9}, **changes), None, str(run / "checkpoints" / "step-00000003@7"))
+
+
+def test_another_optimizer_s_moments_begin_anew(tmp_path: Path) -> None:
+    from meshwright.checkpoint.load import Reader, load_into
+    from tests.support.oracle import make_trainer, small_config
+
+    run = tmp_path / "run"
+    train(0, 1, tiny(run, train={"steps": 3}, optimizer={"name": "sgd"}), None, None)
+    trainer = make_trainer(small_config(**tiny(tmp_path / "other")))
+    load_into(trainer, Reader(newest(run)))
+    assert trainer.step_number == 3 and trainer.optimizer.updates == 0

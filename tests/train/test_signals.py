@@ -1,0 +1,122 @@
+"""Requests to stop: noted by a run, and never a way to make a process that waits for ever immortal."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+# A mutex that is locked twice: no signal interrupts that, as none interrupts a wait for a peer inside torch.
+BLOCKED = """
+import ctypes, sys
+from meshwright.train import signals
+signals.SAME_REQUEST_S, signals.BLOCKED_S = 0.5, 0.1
+with signals.StopRequests(), signals.StopRequests():
+    print("ready", flush=True)
+    mutex = ctypes.create_string_buffer(64)
+    library = ctypes.CDLL(None)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+"""
+NOTED = """
+import time
+from meshwright.train.signals import StopRequests
+with StopRequests() as requests:
+    print("ready", flush=True)
+    while not requests.seen:
+        time.sleep(0.01)
+with StopRequests() as again:
+    print(again.seen, flush=True)
+"""
+JOINING = """
+import time
+from meshwright.train.signals import StopRequests, ends_at_once
+with StopRequests():
+    with ends_at_once():
+        print("ready", flush=True)
+        time.sleep(30)
+"""
+NOTED_BEFORE = """
+import time
+from meshwright.train.signals import StopRequests, ends_at_once
+with StopRequests() as requests:
+    print("ready", flush=True)
+    while not requests.seen:
+        time.sleep(0.01)
+    with ends_at_once():
+        time.sleep(30)
+"""
+# Requests to a child that was forked, and a later one to a run that has ended well, end nobody.
+UNTOUCHED = """
+import os, signal, time
+from meshwright.train import signals
+signals.SAME_REQUEST_S, signals.BLOCKED_S = 0.2, 0.1
+with signals.StopRequests():
+    for _ in range(2):
+        child = os.fork()
+        if not child:
+            time.sleep(5)
+            os._exit(0)
+        time.sleep(0.3)
+        os.kill(child, signal.SIGTERM)
+        time.sleep(0.3)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    with signals.StopRequests() as run:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not run.seen:
+            time.sleep(0.01)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        time.sleep(0.01)
+print("ready", flush=True)
+"""
+GUARDED = """
+import signal, time
+from meshwright.train.launch import guarded
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def body():
+    print("ready", flush=True)
+    time.sleep(30)
+guarded(None, False, body)
+"""
+
+
+def started(code: str) -> subprocess.Popen[str]:
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    return child
+
+
+def test_a_second_request_ends_a_process_that_handles_nothing() -> None:
+    child = started(BLOCKED)
+    child.send_signal(signal.SIGTERM)
+    child.send_signal(signal.SIGTERM)  # passed on by a launcher: the same request
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0.8)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(10.0) == 128 + signal.SIGTERM
+
+
+def test_a_request_is_noted_and_ends_with_the_run() -> None:
+    child = started(NOTED)
+    child.send_signal(signal.SIGUSR1)
+    out, _ = child.communicate(timeout=10.0)
+    assert out == "False\n" and child.returncode == 0
+
+
+def test_what_is_not_this_process_s_request_does_not_end_it() -> None:
+    assert started(UNTOUCHED).wait(10.0) == 0
+
+
+@pytest.mark.parametrize("code", [JOINING, NOTED_BEFORE, GUARDED], ids=["meeting", "before", "saves nothing"])
+def test_where_nothing_can_be_lost_the_first_request_ends(code: str) -> None:
+    child = started(code)
+    begin = time.monotonic()
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(10.0) == -signal.SIGTERM and time.monotonic() - begin < 5.0
