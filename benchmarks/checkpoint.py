@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -52,12 +53,19 @@ def timed(work: Any) -> float:
 
 def sync_all(folder: Path) -> None:
     """What a plain save leaves to the system: the bytes on the disk."""
-    import os
-
     for path in folder.rglob("*"):
         if path.is_file():
             handle = os.open(path, os.O_RDONLY)
             os.fsync(handle)
+            os.close(handle)
+
+
+def forget(folder: Path) -> None:
+    """The system's cache holds nothing of these files, which are on the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(handle)
 
 
@@ -114,6 +122,8 @@ def measure(
     for name in sorted(saves, reverse=not theirs_first):
         out[name] = timed(saves[name])
     ours = root / "ours" / folder_name(trainer.step_number)
+    for folder in (ours, theirs):  # our writer does not leave its files in the cache: neither is read from there
+        forget(folder)
     out["load"] = timed(lambda: load_into(trainer, Reader(ours)))
     out["dcp_load"] = timed(lambda: dcp.load(tensors, checkpoint_id=theirs, no_dist=True))
     return out
