@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,22 +52,22 @@ def timed(work: Any) -> float:
     return time.perf_counter() - begin
 
 
-def sync_all(folder: Path) -> None:
-    """What a plain save leaves to the system: the bytes on the disk."""
+def with_each_file(folder: Path, call: Callable[[int], None]) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             handle = os.open(path, os.O_RDONLY)
-            os.fsync(handle)
+            call(handle)
             os.close(handle)
+
+
+def sync_all(folder: Path) -> None:
+    """What a plain save leaves to the system: the bytes on the disk."""
+    with_each_file(folder, os.fsync)
 
 
 def forget(folder: Path) -> None:
     """The system's cache holds nothing of these files, which are on the disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            handle = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(handle)
+    with_each_file(folder, lambda handle: os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED))
 
 
 def main() -> None:

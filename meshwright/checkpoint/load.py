@@ -30,6 +30,7 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.index: Index = fmt.read_index(folder)
+        self.states = {name.split("/", 1)[0] for name in self.index.tensors}  # param, and what its optimizer kept
         self._files: dict[str, TensorFile] = {}
         self._last: tuple[Block, Tensor] | None = None
 
@@ -93,9 +94,8 @@ def load_into(trainer: Any, reader: Reader, model_only: bool = False) -> None:
 @torch.no_grad()
 def read_into(trainer: Any, reader: Reader, model_only: bool) -> None:
     """What this rank owns. No rank waits for another, so one may fail alone."""
-    names = {name.split("/", 1)[0] for name in reader.index.tensors}
     for state_name, buffer, shares in trainer.states():
-        if state_name != "param" and (model_only or state_name not in names):
+        if state_name != "param" and (model_only or state_name not in reader.states):
             for share in shares:
                 share.zero_()  # also what a damaged checkpoint, tried before this one, may have left
             continue
@@ -111,8 +111,7 @@ def take_over(trainer: Any, reader: Reader, model_only: bool) -> None:
     trainer.publish()
     if not model_only:
         trainer.restore(reader.index.step, reader.index.consumed, reader.index.state)
-        kept = {name.split("/", 1)[0] for name in reader.index.tensors}
-        if any(name not in kept for name, _, _ in trainer.states()):
+        if any(name not in reader.states for name, _, _ in trainer.states()):
             trainer.optimizer.updates = 0  # of another optimizer: the moments begin anew, and so does their correction
 
 

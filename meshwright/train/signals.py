@@ -25,14 +25,14 @@ class StopRequests:
     the process as usual, also while it waits for a peer and handles nothing. What an outer one has seen, an inner one
     knows."""
 
+    handled = 0.0  # when the main thread of this process last handled a request
+
     def __init__(self, after: Any = None) -> None:
         """`after`: how the signals are handled when this is left (None: as before)."""
         self._since: float | None = None
         self._after = after
         self._before: dict[int, Any] = {}
         self._bell: tuple[socket.socket, socket.socket] | None = None
-
-    handled = 0.0  # when the main thread of this process last handled a request
 
     @property
     def seen(self) -> bool:
@@ -54,22 +54,17 @@ class StopRequests:
 
     def _listen(self) -> None:
         """Python calls `_note` between two of its own instructions only; a byte is written at once."""
-        bell = socket.socketpair()
-        for end in bell:
-            end.setblocking(False)
-        before = signal.set_wakeup_fd(bell[1].fileno(), warn_on_full_buffer=False)
+        before = signal.set_wakeup_fd(-1)
         if before != -1:  # an outer one listens already
             signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-            for end in bell:
-                end.close()
             return
-        bell[0].setblocking(True)
-        self._bell = bell
-        process = os.getpid()
+        bell = self._bell = socket.socketpair()
+        bell[1].setblocking(False)
+        signal.set_wakeup_fd(bell[1].fileno(), warn_on_full_buffer=False)
 
         def forked() -> None:
             """A child inherits where signals ring, and its own must not ring for its parent."""
-            if self._bell is bell and os.getpid() != process:
+            if self._bell is bell:
                 with suppress(ValueError):  # not forked by the main thread
                     signal.set_wakeup_fd(-1)
 
