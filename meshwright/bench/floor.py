@@ -24,6 +24,7 @@ OPTIMIZER_BYTES = 28  # fp32 master, gradient and two moments read; master and m
 BIG = 8192
 LOAD_S = 0.5  # seconds of work before and while it is timed under load
 REST_S = 0.5  # seconds in which a card that has worked gets its clock back
+LEAST_MS = 25.0  # for which each is repeated: ten of a small model's products would be over before the clock settles
 
 Calls = list[tuple[int, Callable[[], Any]]]  # how often in a micro-batch, and what
 
@@ -31,8 +32,8 @@ Calls = list[tuple[int, Callable[[], Any]]]  # how often in a micro-batch, and w
 @dataclass(frozen=True)
 class Floor:
     """Milliseconds of one micro-batch, but `optimizer_ms`, which is once a step. `loaded_ms` is all products and
-    attention back to back, `products_loaded_ms` the products alone so. `rested_ms` is all of them with a rest before
-    each: its first milliseconds, in which a card keeps a clock that no longer work has."""
+    attention back to back, `products_loaded_ms` the products alone so. `rested_ms` is all of them, ten times each after
+    a rest: its first milliseconds, in which a card keeps a clock that no longer work has."""
 
     rested_ms: float
     products_ms: float
@@ -61,7 +62,7 @@ def measure(config: Config, device: Device, dtype: torch.dtype, pp_rank: int = 0
     products_ms, attention_ms = alone(device, multiplied), alone(device, attended)
     rested = products_ms + attention_ms
     if device.kind != "cpu":
-        rested = sum(alone(device, [call]) for call in multiplied + attended)
+        rested = sum(alone(device, [call], least_ms=0.0) for call in multiplied + attended)
     products_loaded, loaded = under_load(device, multiplied), under_load(device, multiplied + attended)
     return Floor(rested, products_ms, products_loaded, attention_ms, loaded, optimizer, rate, speed)
 
@@ -124,12 +125,17 @@ def attention_call(config: Config, device: Device, dtype: torch.dtype) -> Callab
     return ways[times.index(min(times))]
 
 
-def alone(device: Device, calls: Calls) -> float:
+def alone(device: Device, calls: Calls, least_ms: float = LEAST_MS) -> float:
     """Each timed by itself, one after the other, on a device that has rested before the first."""
     if device.kind != "cpu":
         device.synchronize()
         time.sleep(REST_S)
-    return sum(count * median_ms(device, call) for count, call in calls)
+
+    def repeated(call: Callable[[], Any]) -> float:
+        once = median_ms(device, call, repeats=2, warm=1)
+        return median_ms(device, call, repeats=max(10, int(least_ms / max(once, 0.01))))
+
+    return sum(count * repeated(call) for count, call in calls)
 
 
 def under_load(device: Device, calls: Calls) -> float:

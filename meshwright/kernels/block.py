@@ -12,8 +12,34 @@ import triton.language as tl
 from torch import Tensor
 
 PROGRAMS = 264  # two for each multiprocessor of a large Hopper chip; each adds up its own rows' weight gradient
+FORWARD_PROGRAMS = 528  # four, of the numbers tried the fastest for widths of 2048 and 3072
 AHEAD = 3  # rows that are being read at once, where they are short enough to wait in shared memory
 SWIGLU_BLOCK = 1024
+
+
+@triton.jit
+def _rms_norm(x, weight, out, rstd, rows, width, eps, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=AHEAD):
+        here = row.to(tl.int64) * width + at
+        v = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(v * v, 0) / width + eps)
+        tl.store(out + here, v * scale * w, mask=inside)
+        tl.store(rstd + row, scale)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The normed rows and 1 / the root of each row's mean square, [rows, 1] in float32."""
+    rows, width = x.shape
+    out, rstd = torch.empty_like(x), torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(width)
+    short = block <= 4096
+    _rms_norm[(min(rows, FORWARD_PROGRAMS),)](
+        x, weight, out, rstd, rows, width, eps, BLOCK=block, AHEAD=AHEAD if short else 1, num_warps=4 if short else 16
+    )
+    return out, rstd
 
 
 @triton.jit

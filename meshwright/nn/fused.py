@@ -31,6 +31,20 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+@custom_op("meshwright::rms_norm", mutates_args=())
+def rms_norm_in_one_pass(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if fits(x):
+        from meshwright.kernels.block import rms_norm as kernel
+
+        return kernel(x.contiguous(), weight, eps)
+    return rms_norm(x, weight, eps)
+
+
+@rms_norm_in_one_pass.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty((x.shape[0], 1), dtype=wide(x).dtype)
+
+
 @custom_op("meshwright::rms_norm_backward", mutates_args=())
 def rms_norm_backward(
     x: Tensor, rstd: Tensor, weight: Tensor, grad: Tensor, passed: Tensor

@@ -16,7 +16,7 @@ from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
 from meshwright.config.sections import FP8_UNIT
 from meshwright.layout.params import ParamRecord
 from meshwright.nn import fp8, products
-from meshwright.nn.fused import rms_norm, rms_norm_backward, swiglu, swiglu_backward
+from meshwright.nn.fused import rms_norm, rms_norm_backward, rms_norm_in_one_pass, swiglu, swiglu_backward
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 
@@ -85,7 +85,9 @@ class _NormProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, scale: Tensor, eps: float, weight: Tensor, bias: Tensor | None, sink: Tensor | None,
         mode: str, group: str, size: int, kind: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        normed, rstd = rms_norm(x, scale, eps)
+        # Where x is a sum that no product takes in, the compiler makes that sum and its norm in one pass.
+        norm = rms_norm_in_one_pass if x.is_cuda and mode == "plain" and not kind else rms_norm
+        normed, rstd = norm(x, scale, eps)
         ctx.save_for_backward(x, rstd, scale, weight)
         ctx.sink = sink
         ctx.mode, ctx.group, ctx.size, ctx.kind, ctx.has_bias = mode, group, size, kind, bias is not None

@@ -49,17 +49,18 @@ def test_a_kernel_is_its_definition(name: str, dtype: torch.dtype, seed: int) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [1000, 2048, 4096, 4104, 8192, 12288, 20480])
-def test_rms_norm_backward_of_any_width(width: int, dtype: torch.dtype) -> None:
+def test_rms_norm_of_any_width(width: int, dtype: torch.dtype) -> None:
     """Rows are read ahead where shared memory has room for them."""
     torch.manual_seed(width)
     x, grad, passed = (torch.randn(700, width, device=CUDA, dtype=dtype) for _ in range(3))
     weight = torch.randn(width, device=CUDA, dtype=dtype)
-    _, rstd = fused.rms_norm(x, weight, 1e-5)
     assert fits(x, grad, passed)
-    found = fused.rms_norm_backward(x, rstd, weight, grad, passed)
-    wide = (part.cpu().double() for part in (x, rstd, weight, grad, passed))
+    normed, rstd = fused.rms_norm_in_one_pass(x, weight, 1e-5)
+    found = (normed, rstd, *fused.rms_norm_backward(x, rstd, weight, grad, passed))
+    wide = [part.cpu().double() for part in (x, rstd, weight, grad, passed)]
+    expected = (*fused.rms_norm(wide[0], wide[2], 1e-5), *fused.rms_norm_backward(*wide))
     bound = 1e-5 if dtype == torch.float32 else 1e-2
-    for part, true in zip(found, fused.rms_norm_backward(*wide), strict=True):
+    for part, true in zip(found, expected, strict=True):
         assert float((part.cpu() - true).norm() / true.norm()) <= bound
 
 

@@ -47,13 +47,15 @@ def rms_norm(at: Where) -> float:
     x, weight, grad = at.draw(rows, width), at.draw(width), at.draw(width, rows).t().contiguous()
     passed = at.draw(rows, 1, width, factor=0.5)[:, 0]
     value, rstd = fused.rms_norm(x, weight, eps)
+    again = fused.rms_norm_in_one_pass(x, weight, eps)
     found = fused.rms_norm_backward(x, rstd, weight, grad, passed)
     wide, scale = leaf(x), leaf(weight)
     plain = F.rms_norm(wide, (width,), scale, eps)
     plain.backward(grad.double().cpu())
     assert wide.grad is not None and scale.grad is not None
     return error([
-        (value, plain), (found[0], wide.grad + passed.double().cpu()), (found[1], plain), (found[2], scale.grad)
+        (value, plain), (again[0], plain), (again[1], rstd), (found[0], wide.grad + passed.double().cpu()),
+        (found[1], plain), (found[2], scale.grad),
     ])  # fmt: skip
 
 
