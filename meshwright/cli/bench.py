@@ -62,12 +62,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def tflops(rate: float) -> str:
+    return f"{rate:.1f} TFLOP/s" if rate >= 1 else f"{rate:.2g} TFLOP/s"
+
+
 def report(f: dict[str, Any]) -> str:
     low = f["floor"]
     rows = [
         ("step", f"{f['step_ms']:.1f} ms   {f['tokens_per_s']:,.0f} tokens/s"),
-        ("model", f"{f['tflops']:.1f} TFLOP/s   MFU " + (f"{f['mfu']:.3f} of the datasheet, " if f["mfu"] else "")
-         + f"{f['mfu_measured']:.3f} of {low['product_tflops']:.0f} TFLOP/s measured"),
+        ("model", f"{tflops(f['tflops'])}   MFU " + (f"{f['mfu']:.3f} of the datasheet, " if f["mfu"] else "")
+         + f"{f['mfu_measured']:.3f} of {tflops(low['product_tflops'])} measured"),
         ("memory", "-" if f["peak_gib"] is None else f"{f['peak_gib']:.1f} GiB at most"),
         ("floor", f"{f['floor_ms']:.1f} ms: the step reaches {f['of_floor']:.3f} of it"),
         ("", f"products {low['products_ms']:.1f} (back to back {low['products_loaded_ms']:.1f}), attention "

@@ -64,7 +64,8 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
         lines.append(f"ZeRO stage {p.zero} cuts the {what} over {p.shard_ranks} ranks.")
     mode = {"none": "Nothing is recomputed", "core": "Only attention's core is recomputed"}
     room = cost.cluster.device.memory_gib - best.memory_gib
-    lines.append(f"{mode.get(w.recompute, 'Blocks are recomputed')}; {room:.1f} GiB of the device stay free.")
+    left = f"{room:.1f} GiB of the device stay free" if room >= 0 else f"{-room:.1f} GiB more than the device has"
+    lines.append(f"{mode.get(w.recompute, 'Blocks are recomputed')}; {left}.")
     return lines
 
 
