@@ -46,5 +46,5 @@ def step_asked(args: argparse.Namespace) -> tuple[jobs.Planned, Workload, Cluste
     job = jobs.planned(args.target, args.words, args.layout)
     cluster = jobs.cluster_for(job, args.cluster)
     job = jobs.suited(job, cluster)
-    stack = jobs.stack_named(args.stack or job.run.get("stack"))
+    stack = jobs.stack_for(job.config, cluster, args.stack or job.run.get("stack"))
     return job, jobs.checked_step(job, jobs.devices_for(job, args.devices), cluster), cluster, stack

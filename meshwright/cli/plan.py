@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fit", type=float, metavar="GiB", help="memory to fit (default: the device's)")
     parser.add_argument("--top", type=int, default=10, metavar="K", help="how many to show (default 10)")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the best layout's config (default NAME-plan.yaml; with --json none)"
+        "--out", type=Path, metavar="FILE",
+        help="the best layout's config (default NAME-plan.yaml, or the next free number; with --json none)",
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report that needs no network")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -59,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     job = jobs.planned(args.target, words, as_run=False)
     cluster = jobs.cluster_for(job, args.cluster)
     job = jobs.suited(job, cluster)
-    stack = jobs.stack_named(args.stack)
+    stack = jobs.stack_for(job.config, cluster, args.stack)
     devices = jobs.devices_for(job, args.devices)
     if (args.fit is not None and not 0 < args.fit < float("inf")) or args.top < 1:
         raise UserError("--fit must be a number of GiB above zero, and --top at least 1")
@@ -68,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     base = Workload(
         c.model, Parallel(devices, shard=int(c.zero.shard_group == "node")), 1, c.train.global_batch, c.train.precision,
         states=states_of(c), node_size=c.layout.node_size or min(cluster.node.devices, devices), own_loss=True,
+        documents=c.data.reset_attention,
     )  # fmt: skip
     limit = args.fit or cluster.device.memory_gib
     space = _space(c, args.words)
@@ -126,10 +129,17 @@ def _write(
     args: argparse.Namespace, job: jobs.Planned, shown: list[Candidate], reasons: list[str], limit: float, devices: int,
     cluster: Cluster,
 ) -> None:  # fmt: skip
-    out = args.out or (None if args.json else Path(f"{job.name}-plan.yaml"))
-    write(out, lambda: yaml_of(job, shown[0]))
+    text = yaml_of(job, shown[0])
+    write(args.out or (None if args.json else _free(f"{job.name}-plan", text)), lambda: text)
     title = f"{job.name} on {devices} x {cluster.device.name}"
     write(args.html, lambda: page(title, reasons, shown, limit))
+
+
+def _free(stem: str, text: str) -> Path:
+    """NAME.yaml, or with a number, so that no other file that somebody may have worked on is lost."""
+    names = itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2)))
+    paths = (Path(f"{name}.yaml") for name in names)
+    return next(path for path in paths if not path.exists() or path.read_bytes() == text.encode("utf-8"))
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:

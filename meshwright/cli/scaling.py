@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     job = jobs.planned(args.target, args.words, as_run=False)
     cluster = jobs.cluster_for(job, args.cluster)
     job = jobs.suited(job, cluster)
-    stack = jobs.stack_named(args.stack)
+    stack = jobs.stack_for(job.config, cluster, args.stack)
     counts = device_counts(args.devices)
     searched = [word for word in args.words if word.startswith(SEARCHED)]
     if searched:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         c = job.config
         base = Workload(
             c.model, Parallel(counts[0]), 1, batch, c.train.precision, states=states_of(c),
-            node_size=cluster.node.devices, own_loss=True,
+            node_size=cluster.node.devices, own_loss=True, documents=c.data.reset_attention,
         )  # fmt: skip
         found[mode] = sweep(base, cluster, stack, counts, mode == "weak", broken=jobs.rule_for(c))
     chart = Chart(f"{job.name} on {cluster.name}", "devices", "tokens/s", _lines(found))

@@ -17,12 +17,28 @@ from meshwright.config.presets import PRESETS
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, nearest
 
+LARGEST = 2**63  # of what fits a tensor's sizes
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: `1e-3` is a number (plain PyYAML reads a string)."""
+    """YAML as people write it: `1e-3` is a number (plain PyYAML reads a string), a date is a word, and a key that comes
+    twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    problem = f"'{key.value}' was given in line {seen[key.value]} already"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen[key.value] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep)
 
 
-_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_DATE = "tag:yaml.org,2002:timestamp"
+_Loader.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in known if tag != _DATE]
+    for letter, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _FLOAT = (
     r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
     r"|\.[0-9_]+(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
@@ -37,6 +53,8 @@ def parse_yaml(text: str, where: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         raise UserError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', error)}") from None
+    except (ValueError, RecursionError) as error:  # of a number's thousands of digits, or of brackets in brackets
+        raise UserError(f"{where} can't be read: {error}") from None
 
 
 def read_yaml(path: Path) -> Any:
@@ -53,7 +71,7 @@ def load_config(
     """The config of a YAML file with `a.b=c` words on top; `sections` adds dataclasses of the user's own."""
     raw = read_sections(path) if path is not None else {}
     for word in overrides:
-        set_key(raw, word)
+        set_key(raw, word, sections)
     return config_from(raw, sections)
 
 
@@ -68,8 +86,8 @@ def read_sections(path: str | Path) -> dict[str, Any]:
     return read or {}
 
 
-def set_key(raw: dict[str, Any], word: str) -> None:
-    """Puts one `section.key=value` word into nested mappings."""
+def set_key(raw: dict[str, Any], word: str, sections: Mapping[str, type] | None = None) -> None:
+    """Puts one `section.key=value` word into nested mappings. Where a key wants a word, it is taken as it stands."""
     key, equals, value = word.partition("=")
     *path, last = key.split(".")
     if not equals or not path or not all(path) or not last:
@@ -81,7 +99,14 @@ def set_key(raw: dict[str, Any], word: str) -> None:
         section = section[name]
         if not isinstance(section, dict):
             raise UserError(f"'{name}' in the config file is not a section, so '{word}' can't be set in it")
-    section[last] = parse_yaml(value, f"'{word}'")
+    read = parse_yaml(value, f"'{word}'")
+    section[last] = value if isinstance(read, (bool, int, float)) and _wants_word(path, last, sections) else read
+
+
+def _wants_word(path: Sequence[str], key: str, sections: Mapping[str, type] | None) -> bool:
+    kinds = typing.get_type_hints(Config) | dict(sections or {})
+    section = kinds.get(path[0]) if len(path) == 1 else None
+    return section is not None and typing.get_type_hints(section).get(key) is str
 
 
 def config_from(raw: Mapping[str, Any], sections: Mapping[str, type] | None = None) -> Config:
@@ -106,7 +131,7 @@ def with_preset(model: Mapping[str, Any]) -> dict[str, Any]:
     name = model.get("preset") or ""
     if not name:
         return dict(model)
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise UserError(f"unknown model.preset '{name}'{nearest(str(name), PRESETS)}: there are {_list(PRESETS)}")
     return {**PRESETS[name], **model}
 
@@ -158,12 +183,16 @@ def _value(hint: Any, key: str, value: Any) -> Any:
         raise UserError(f"{key}={value} must be a finite number")
     if hint is bool and isinstance(value, bool):
         return value
+    if isinstance(value, (int, float)) and abs(value) >= LARGEST:
+        raise UserError(f"{key} must be below 2^63")
     if hint is int and isinstance(value, (int, float)) and not isinstance(value, bool) and value == int(value):
         return int(value)
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
-    if hint is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        return str(value)
+    if hint is str and isinstance(value, str):
+        return value
+    if hint is str and isinstance(value, (bool, int, float)):
+        raise UserError(f"{key} must be a word, and YAML reads a number or a yes or no there: put it in quotes")
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise UserError(f"{key} must hold keys and values, not '{value}'")

@@ -123,6 +123,9 @@ def chunks_need_interleaving(c: Config, world: int) -> str | None:
 def batch_divides(c: Config, world: int) -> str | None:
     dp = world // (c.layout.tp * c.layout.pp * c.layout.cp)
     unit = dp * c.train.micro_batch
+    most = LARGEST_TABLE // (c.layout.pp * c.layout.chunks) * unit
+    if c.train.global_batch > most:
+        return f"train.global_batch={c.train.global_batch} needs too large a table of the pipeline: use {most} at most"
     sizes = [c.train.global_batch]
     if c.train.ramp:
         sizes = list(range(c.train.ramp[0], c.train.global_batch + 1, c.train.ramp[1]))

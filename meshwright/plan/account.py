@@ -87,7 +87,7 @@ def as_json(cost: Cost, tokens: float | None = None) -> dict[str, Any]:
         "optimizer_s": cost.optimizer_s,
         "comm": {
             name: {
-                "calls": axis.calls, "wire_bytes": axis.wire_bytes, "seconds": axis.seconds, "hidden_s": axis.hidden,
+                "wire_bytes": axis.wire_bytes, "seconds": axis.seconds, "hidden_s": axis.hidden,
                 "exposed_s": axis.exposed,
             }
             for name, axis in cost.axes.items()
@@ -121,10 +121,10 @@ def report(cost: Cost, tokens: float | None = None) -> str:
         f"  optimizer        {seconds(cost.optimizer_s)}",
         "",
     ]
-    rows = [("communication (one rank, one step)", "calls", "wire", "time", "hidden")]
+    rows = [("communication (one rank, one step)", "wire", "time", "hidden")]
     for name, axis in cost.axes.items():
         hidden = percent(axis.hidden / axis.seconds) if axis.seconds else "-"
-        rows.append((name, f"{axis.calls:,.0f}", size(axis.wire_bytes), seconds(axis.seconds), hidden))
+        rows.append((name, size(axis.wire_bytes), seconds(axis.seconds), hidden))
     lines += [table(rows) if cost.axes else "  no communication", ""]
     rows = [("stage (one micro-batch)", "forward", "backward", "TFLOP forward", "parameters")]
     shown = range(p.pp) if p.pp <= 6 else (0, 1, p.pp - 2, p.pp - 1)

@@ -27,7 +27,6 @@ class Part:
     tp_backward: float = 0.0
     tp_hidden: float = 0.0
     tp_bytes: float = 0.0  # on the wire, forward and backward
-    tp_calls: int = 0
     flops: float = 0.0  # forward
     cp: float = 0.0  # exposed, forward and backward
     cp_hidden: float = 0.0
@@ -111,10 +110,10 @@ def block_part(
 
 def _block_tp(
     model: ModelConfig, cut: Cut, place: Place, cluster: Cluster, stack: Stack, linear: float, recompute: str
-) -> tuple[float, float, float, float, int]:
-    """Exposed forward, exposed backward, hidden, wire bytes and calls of a block's tp collectives."""
+) -> tuple[float, float, float, float]:
+    """Exposed forward, exposed backward, hidden and wire bytes of a block's tp collectives."""
     if cut.tp == 1:
-        return 0.0, 0.0, 0.0, 0.0, 0
+        return 0.0, 0.0, 0.0, 0.0
     payload = cut.tokens * model.hidden * cut.element
     ring = (cut.tp - 1) / cut.tp * payload
     again = recomputed_share(recompute) if recompute != "selective" else stack.selective
@@ -127,16 +126,15 @@ def _block_tp(
         forward, regather = 2 * half, 2 * time("all_gather")
         # Of the gathers that backward repeats, stacks that hide anything hide them all behind the input's gradient.
         backward = 2 * half + (0.0 if stack.hide_tp else regather)
-        wire, calls = 10 * ring, 10
+        wire = 10 * ring
     else:
         forward = backward = 2 * time("all_reduce")
-        wire, calls = 8 * ring, 4
+        wire = 8 * ring
     backward += again * forward
     wire += again * 4 * ring
-    calls += int(again * (4 if cut.sequence_parallel else 2))
     room = stack.hide_tp * linear
     hidden_forward, hidden_backward = min(forward * stack.hide_tp, room), min(backward * stack.hide_tp, 2 * room)
-    return forward - hidden_forward, backward - hidden_backward, hidden_forward + hidden_backward, wire, calls
+    return forward - hidden_forward, backward - hidden_backward, hidden_forward + hidden_backward, wire
 
 
 def _ring(
@@ -180,7 +178,7 @@ def end_parts(
         parts.append(
             Part(
                 linear + rest + calls, backward + 2 * calls, 0.0, forward_tp, backward_tp, 0.0,
-                2 * ring if cut.tp > 1 else 0.0, 1 if cut.tp > 1 else 0, work.flops,
+                2 * ring if cut.tp > 1 else 0.0, work.flops,
             )
         )  # fmt: skip
     return parts[0], parts[1]

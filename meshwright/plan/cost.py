@@ -21,6 +21,7 @@ from meshwright.plan.flops import (
     layer_params,
     model_flops,
     recomputed_flops,
+    recomputed_run,
 )
 from meshwright.plan.stack import Stack
 from meshwright.plan.workload import States, Workload, ranks_per_node, senders_across
@@ -34,15 +35,14 @@ STEP_FLOOR = 2e-3  # seconds that a step takes beside all that is modelled: the 
 
 @dataclass
 class AxisCost:
-    """One axis in one step of one rank: calls, bytes on the wire, seconds, and how many of these are hidden."""
+    """One axis in one step of one rank: bytes on the wire, seconds, and how many of these are hidden.
+    (`plan/communication.py` counts calls.)"""
 
-    calls: float = 0.0
     wire_bytes: float = 0.0
     seconds: float = 0.0
     hidden: float = 0.0
 
-    def add(self, calls: float, wire: float, seconds: float, hidden: float = 0.0) -> None:
-        self.calls += calls
+    def add(self, wire: float, seconds: float, hidden: float = 0.0) -> None:
         self.wire_bytes += wire
         self.seconds += seconds
         self.hidden += hidden
@@ -129,7 +129,7 @@ def predict_cost(
     step += STEP_CALLS * wait_seconds(cluster) if w.world > 1 else 0.0
     return Cost(
         w, cluster, stack, step, compute, bubble, bubble * pipeline, idle, optimizer,
-        {name: axis for name, axis in axes.items() if axis.calls}, stages, simulated,
+        {name: axis for name, axis in axes.items() if axis.wire_bytes}, stages, simulated,
         chunk_times, send * (1 - stack.hide_pp) if p.pp > 1 else 0.0,
     )  # fmt: skip
 
@@ -256,20 +256,18 @@ def _layer_traffic(
     times = m * max(sum(chunks) for chunks in w.stage_layers)
     if p.tp > 1:
         seconds = times * (block.tp_forward + block.tp_backward + block.tp_hidden)
-        axes["tp"].add(times * block.tp_calls, times * block.tp_bytes, seconds, times * block.tp_hidden)
+        axes["tp"].add(times * block.tp_bytes, seconds, times * block.tp_hidden)
         if p.pp == 1:
             ends = [embedding, head]
-            axes["tp"].add(
-                2 * m, m * sum(e.tp_bytes for e in ends), m * sum(e.tp_forward + e.tp_backward for e in ends)
-            )
+            axes["tp"].add(m * sum(e.tp_bytes for e in ends), m * sum(e.tp_forward + e.tp_backward for e in ends))
     if p.cp > 1:
         seconds = times * (block.cp + block.cp_hidden)
-        axes["cp"].add(times * 3 * (p.cp - 1), times * block.cp_bytes, seconds, times * block.cp_hidden)
+        axes["cp"].add(times * block.cp_bytes, seconds, times * block.cp_hidden)
     if p.pp > 1:
         payload = w.rank_tokens * w.model.hidden * w.activation_bytes
         payload //= p.tp if p.sequence_parallel or stack.scatter_sends else 1
         calls = 2 * m * p.chunks
-        axes["pp"].add(calls, calls * payload, calls * send, calls * send * stack.hide_pp)
+        axes["pp"].add(calls * payload, calls * send, calls * send * stack.hide_pp)
 
 
 def _sharded_layer(
@@ -288,16 +286,17 @@ def _sharded_layer(
     if p.zero == 2:
         gather = 0.0
     layers = max(sum(chunks) for chunks in w.stage_layers) * w.micro_batches
+    # A run of blocks that is recomputed together fetches all but its last once more.
+    again = 1.0 - 1.0 / recomputed_run(w.recompute) if p.zero == 3 else 0.0
     exposed = []
     hidden_all = 0.0
-    for comm, compute in ((gather, block.forward), (gather + reduce, block.backward + block.again)):
+    for comm, compute in ((gather, block.forward), ((1 + again) * gather + reduce, block.backward + block.again)):
         hidden = min(comm * stack.hide_dp, compute)
         hidden_all += hidden
         exposed.append(comm - hidden + contention(cluster, stack) * hidden)
     ring = (size - 1) / size * params
-    calls = (2 if p.zero == 3 else 0) + 1
-    wire = ring * ((2 * w.states.param if p.zero == 3 else 0) + w.states.grad)
-    axes["dp"].add(layers * calls, layers * wire, layers * (2 * gather + reduce), layers * hidden_all)
+    wire = ring * (((2 + again) * w.states.param if p.zero == 3 else 0) + w.states.grad)
+    axes["dp"].add(layers * wire, layers * ((2 + again) * gather + reduce), layers * hidden_all)
     return exposed[0], exposed[1]
 
 
@@ -326,12 +325,12 @@ def _reduce_seconds(
     if ranks > 1 and p.zero < 2:
         if p.zero == 0:
             seconds = collective_seconds(cluster, "all_reduce", grads, ranks, on_node)
-            axes["dp"].add(max(1, grads // (25 * 2**20)), 2 * ring * grads, seconds)
+            axes["dp"].add(2 * ring * grads, seconds)
             room = stages[slow].backward
         else:
             gather = collective_seconds(cluster, "all_gather", weights, size, on_node)
             seconds = collective_seconds(cluster, "reduce_scatter", grads, size, on_node) + gather
-            axes["dp"].add(2 * max(1, grads // (25 * 2**20)), ring * (grads + weights), seconds)
+            axes["dp"].add(ring * (grads + weights), seconds)
             room = stages[slow].backward + stages[slow].forward
         hidden = min(stack.hide_dp * seconds, room)
         axes["dp"].hidden += hidden
@@ -341,12 +340,12 @@ def _reduce_seconds(
     if p.zero and size < ranks:  # what the copies on other nodes have, once a step
         seconds = collective_seconds(cluster, "all_reduce", grads / size, ranks // size, 1)
         hidden = min(stack.hide_dp * seconds, stages[slow].backward)
-        axes["dp"].add(1, 2 * (1 - size / ranks) * grads / size, seconds, hidden)
+        axes["dp"].add(2 * (1 - size / ranks) * grads / size, seconds, hidden)
         exposed += seconds - hidden + contention(cluster, stack) * hidden
     if w.model.tied_embeddings and p.pp > 1:
         table = -(-w.model.vocab // p.tp) * w.model.hidden * w.states.grad
         seconds = collective_seconds(cluster, "all_reduce", table, 2, ranks_per_node(w, "embedding"))
-        axes["embedding"].add(1, table, seconds)
+        axes["embedding"].add(table, seconds)
         exposed += seconds
     return exposed
 
@@ -365,11 +364,11 @@ def _sharded_ends(
         twice = w.model.tied_embeddings and p.pp == 1  # the one table is fetched for both ends
         fetched = ends + (-(-w.model.vocab // p.tp) * w.model.hidden if twice else 0)
         seconds = m * (reduce + 2 * collective_seconds(cluster, "all_gather", fetched * s.param, size, on_node))
-        axis.add(3 * m, m * ring * (ends * s.grad + 2 * fetched * s.param), seconds)
+        axis.add(m * ring * (ends * s.grad + 2 * fetched * s.param), seconds)
         return seconds
     gather = collective_seconds(cluster, "all_gather", stage.params * s.param, size, on_node)
     hidden = min(stack.hide_dp * gather, stage.forward) + m * min(stack.hide_dp * reduce, stage.backward)
-    axis.add(m + 1, ring * (m * ends * s.grad + stage.params * s.param), m * reduce + gather, hidden)
+    axis.add(ring * (m * ends * s.grad + stage.params * s.param), m * reduce + gather, hidden)
     return m * reduce + gather - hidden
 
 

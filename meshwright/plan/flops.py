@@ -126,19 +126,22 @@ def layer_params(model: ModelConfig, tp: int = 1) -> float:
         cut += (qkv + up) / tp
     elif model.qkv_bias:
         cut += qkv / tp
-    norms = 2 * h * (2 if model.norm == "layernorm" and model.bias else 1)
-    return cut + norms + (2 * h if model.bias else 0) + (2 * d if model.qk_norm else 0)
+    return cut + 2 * norm_params(model) + (2 * h if model.bias else 0) + (2 * d if model.qk_norm else 0)
+
+
+def norm_params(model: ModelConfig) -> int:
+    return model.hidden * (2 if model.norm == "layernorm" and model.bias else 1)
 
 
 def embedding_params(model: ModelConfig, tp: int = 1) -> float:
     table = -(-model.vocab // tp) * model.hidden
     positions = (model.seq + model.position_offset) * model.hidden if model.position == "learned" else 0
-    return table + positions + (2 * model.hidden if model.embedding_norm else 0)
+    return table + positions + (norm_params(model) if model.embedding_norm else 0)
 
 
 def head_params(model: ModelConfig, tp: int = 1) -> float:
     """The output layer and the last norm; a tied output layer is a copy on the last stage, and counted there."""
-    return -(-model.vocab // tp) * model.hidden + (2 if model.bias else 1) * model.hidden
+    return -(-model.vocab // tp) * model.hidden + norm_params(model)
 
 
 def total_params(model: ModelConfig) -> float:

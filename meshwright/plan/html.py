@@ -125,10 +125,10 @@ def _memory(candidates: list[Candidate], limit: float) -> str:
 def _communication(cost: Cost) -> str:
     if not cost.axes:
         return "<p>One rank sends nothing.</p>"
-    rows = [_row(["axis", "calls", "on the wire", "time", "hidden"], "th")]
+    rows = [_row(["axis", "on the wire", "time", "hidden"], "th")]
     for name, axis in cost.axes.items():
         hidden = percent(axis.hidden / axis.seconds) if axis.seconds else "-"
-        rows.append(_row([name, f"{axis.calls:,.0f}", size(axis.wire_bytes), seconds(axis.seconds), hidden]))
+        rows.append(_row([name, size(axis.wire_bytes), seconds(axis.seconds), hidden]))
     return f"<table>{''.join(rows)}</table>"
 
 

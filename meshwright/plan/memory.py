@@ -9,7 +9,7 @@ from meshwright.config.sections import ModelConfig
 from meshwright.layout.chunks import chunk_rows
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.flops import Cut, embedding_params, head_params, layer_params, recomputed_run
-from meshwright.plan.stack import OWN, Stack
+from meshwright.plan.stack import EAGER, OWN, Stack
 from meshwright.plan.workload import Workload
 
 GIB = 2**30
@@ -38,7 +38,9 @@ class Memory:
 
 
 @lru_cache(maxsize=20_000)
-def block_tensors(model: ModelConfig, cut: Cut, fused_attention: bool, gate_copies: float) -> dict[str, float]:
+def block_tensors(
+    model: ModelConfig, cut: Cut, fused_attention: bool, gate_copies: float, mask_bytes: float = 1.0
+) -> dict[str, float]:
     """What backward of one block needs, in bytes, by tensor (nothing recomputed)."""
     t, e, rows = cut.tp, cut.element, cut.tokens / cut.token_cut
     heads, kv = max(1, model.heads // t), max(1, model.kv_heads // t)
@@ -51,7 +53,7 @@ def block_tensors(model: ModelConfig, cut: Cut, fused_attention: bool, gate_copi
         "mlp": cut.tokens * f * e * (gate_copies if model.mlp == "swiglu" else 2),
     }
     if model.dropout:
-        tensors["dropout masks"] = 2 * rows * h
+        tensors["dropout masks"] = 2 * rows * h * mask_bytes
     if model.position == "rope" and gate_copies > 3:
         tensors["rotated"] = cut.tokens * (heads + kv) * d * e  # eager kernels keep both sides of the rotation
     if fused_attention:
@@ -64,18 +66,17 @@ def block_tensors(model: ModelConfig, cut: Cut, fused_attention: bool, gate_copi
 
 def block_saved(w: Workload, stack: Stack, cut: Cut) -> tuple[float, float]:
     """(bytes that a block keeps for each micro-batch in flight, bytes it needs while its backward runs)."""
-    tensors = block_tensors(w.model, cut, stack.fused_attention, stack.gate_copies)
+    tensors = block_tensors(w.model, cut, stack.fused_attention, stack.gate_copies, mask_bytes(w, stack))
+    core = "log-sums" if stack.fused_attention else "attention scores"
+    if w.documents:  # a mask, as numbers to add to the scores
+        tensors = tensors | {core: tensors[core] + cut.micro_batch * w.model.seq**2 * cut.element}
     everything = sum(tensors.values())
     whole_input = cut.tokens / cut.token_cut * w.model.hidden * cut.element
     if w.recompute == "none":
         return everything, 0.0
-    if w.recompute == "core":
-        core = tensors["log-sums" if stack.fused_attention else "attention scores"]
-        return everything - core, core
+    if w.recompute == "core" or (w.recompute == "selective" and not stack.fused_attention):
+        return everything - tensors[core], tensors[core]
     if w.recompute == "selective":
-        if not stack.fused_attention:
-            kept = everything - tensors["attention scores"]
-            return kept, tensors["attention scores"]
         if not stack.selective:
             return everything, 0.0
         # The block's input, the attention's output and every second product's result are kept.
@@ -85,6 +86,11 @@ def block_saved(w: Workload, stack: Stack, cut: Cut) -> tuple[float, float]:
         return kept, everything - kept
     together = recomputed_run(w.recompute)
     return whole_input / together, together * everything
+
+
+def mask_bytes(w: Workload, stack: Stack) -> float:
+    """Of an element of a mask of dropout: without a kernel of its own it is a factor like any other."""
+    return w.activation_bytes if stack.name == EAGER.name else 1.0
 
 
 def up_width(model: ModelConfig) -> int:
@@ -157,11 +163,13 @@ def _with_activations(
     activations = layers * saved * flying if w.states.checkpoints_on == "device" else 0.0
     hidden = cut.tokens / cut.token_cut * model.hidden * cut.element
     if pp_rank == 0:
-        activations += flying * hidden * (1.5 if model.dropout else 1.0)
+        activations += flying * hidden * (1.0 + (mask_bytes(w, stack) / cut.element if model.dropout else 0.0))
+    if w.documents:
+        activations += flying * cut.micro_batch * model.seq**2  # the mask itself
     loss = 0.0
     if pp_rank == p.pp - 1:
         columns = -(-model.vocab // p.tp)
-        if w.own_loss and stack.name == OWN:
+        if w.own_loss and stack.name in (OWN, EAGER.name):
             loss = chunk_rows(cut.tokens, columns) * columns * cut.element + 2 * hidden
             if model.tied_embeddings and p.pp == 1:  # the weight's gradient waits for the embedding's
                 activations += flying * columns * model.hidden * max(4.0, cut.element)
@@ -179,8 +187,9 @@ def _with_activations(
 
 
 def largest(w: Workload, stack: Stack) -> Memory:
-    """The pipeline rank with the highest peak; only the ends and the second can have it."""
-    ranks = sorted({0, min(1, w.parallel.pp - 1), w.parallel.pp - 1})
+    """The pipeline rank with the highest peak: where the others hold as many layers, one of the ends or the second."""
+    inner = {sum(layers) for layers in w.stage_layers[1:-1]}
+    ranks = range(w.parallel.pp) if len(inner) > 1 else sorted({0, min(1, w.parallel.pp - 1), w.parallel.pp - 1})
     return max((memory_of(w, stack, rank) for rank in ranks), key=lambda memory: memory.peak)
 
 

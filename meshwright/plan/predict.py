@@ -30,6 +30,10 @@ SIZES = (
 MEASURED = (
     "step_time_s", "step_time_s_calc", "tokens_s_gpu", "tokens_s_gpu_calc", "tflops_per_gpu", "mem_gb", "params_b",
 )  # fmt: skip
+WORDS = {
+    "seq_parallel": ("y", "n"), "outcome": ("ok", "oom"),
+    "schedule": ("none", "1f1b", "interleaved-1f1b", "interleaved", "gpipe", "zb-1p", "zb-2p", "dualpipe"),
+}  # fmt: skip
 COLUMNS = ("id", "step_time_s", "tokens_s_gpu", "mem_gb", "error", "reason")
 
 # The cluster of a device's name, first match.
@@ -136,6 +140,9 @@ def _check_numbers(row: Row) -> None:
         raise CannotTake(f"recompute={row['recompute']} is not one of none, selective, full, every:N")
     if row.get("zero_stage", "") not in ("", "0", "1", "2", "3"):
         raise CannotTake(f"zero_stage={row['zero_stage']} is not one of 0, 1, 2, 3")
+    for key, words in WORDS.items():
+        if row.get(key, "") not in ("", *words):
+            raise CannotTake(f"{key}={row[key]} is not one of {', '.join(words)}")
 
 
 def cluster_of(row: Row) -> Cluster:

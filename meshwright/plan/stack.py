@@ -44,6 +44,11 @@ def _load() -> dict[str, Stack]:
 
 STACKS = _load()
 OWN = "compiled"
+# Our own blocks where they are not compiled: what a compiler merges runs and is kept as in other eager programs.
+EAGER = replace(
+    STACKS[OWN], name="eager", about="Meshwright without compiled blocks: eager elementwise kernels",
+    passes=STACKS["fused"].passes, kernel_us=STACKS["fused"].kernel_us, gate_copies=STACKS["fused"].gate_copies,
+)  # fmt: skip
 
 # What a row's source says, first match.
 RULES: tuple[tuple[str, str], ...] = (

@@ -79,6 +79,7 @@ class Workload:
     node_size: int = 8
     fused_loss: bool = False  # logits are made and used piece by piece
     own_loss: bool = False  # in the pieces that our own loss takes
+    documents: bool = False  # attention stays within a document, by a mask that is kept
 
     @property
     def world(self) -> int:
@@ -217,7 +218,7 @@ def workload_of(config: Config, world: int, node_size: int = 0) -> Workload:
         model=config.model, parallel=parallel, micro_batch=config.train.micro_batch,
         global_batch=config.train.global_batch, precision=config.train.precision,
         recompute=own_mode(config.recompute.mode), states=states_of(config),
-        split=config.pipeline.split, node_size=size, own_loss=True,
+        split=config.pipeline.split, node_size=size, own_loss=True, documents=config.data.reset_attention,
     )  # fmt: skip
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from meshwright.cli.main import main
+from meshwright.plan.cluster import FOLDER
 from meshwright.plan.job import planned
 from tests.cli.test_bad_input import sentence
 
@@ -50,6 +52,27 @@ def test_a_section_that_is_a_number(
 def test_a_config_in_another_encoding(command: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "job.yaml").write_bytes("# Größe\n".encode("latin-1") + MODEL.encode())
     assert "job.yaml can't be read as UTF-8 text" in sentence(capsys, [command, "job.yaml", *COMMANDS[command]])
+
+
+def test_a_share_in_percent(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shares = yaml.safe_load((FOLDER / "h100-80g-dgx.yaml").read_text())
+    shares["efficiency"]["product"] *= 100
+    (here / "mine.yaml").write_text(yaml.safe_dump(shares))
+    words = ["cost", "llama3-8b", "--cluster", "mine.yaml", "--devices", "8"]
+    assert "efficiency.product=" in (said := sentence(capsys, words)) and "must be a share of the peak" in said
+
+
+def test_a_plan_replaces_no_other_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "gpt2-124m", "--cluster", "h100-80g-dgx", "--devices", "2", "--global-batch", "8"]
+    for _ in range(2):
+        assert main(words) == 0
+    assert [path.name for path in here.iterdir()] == ["gpt2-124m-plan.yaml"]
+    (here / "gpt2-124m-plan.yaml").write_text("mine")
+    for _ in range(2):
+        assert main(words) == 0
+    assert "wrote gpt2-124m-plan-2.yaml" in capsys.readouterr().err
+    assert {path.name for path in here.iterdir()} == {"gpt2-124m-plan.yaml", "gpt2-124m-plan-2.yaml"}
+    assert (here / "gpt2-124m-plan.yaml").read_text() == "mine"
 
 
 def test_chunks_are_interleaved_beside_other_keys_of_the_pipeline(here: Path) -> None:

@@ -33,6 +33,54 @@ def test_words_win_over_the_file(tmp_path: Path) -> None:
     assert config.train.compile == "true"
 
 
+@pytest.mark.parametrize("word", ["20240517_153000", "0123", "1e3", "2024-05-17", "2024-13-45", "1:30", "yes", "'7'"])
+def test_a_word_that_looks_like_something_else_is_taken_as_it_stands(tmp_path: Path, word: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(to_yaml(config_from(SMALL)))
+    assert load_config(path, [f"run.dir={word}"]).run.dir == word.strip("'")
+    assert load_config(path, [f"mine.name={word}"], {"mine": Mine}).extra["mine"].name == word.strip("'")
+    path.write_text(f"{to_yaml(config_from(SMALL))}\n".replace("dir: runs/default", f"dir: {word}"))
+    if "-" in word or "'" in word:
+        assert load_config(path).run.dir == word.strip("'")
+    else:
+        with pytest.raises(UserError, match=r"run.dir must be a word, .* put it in quotes"):
+            load_config(path)
+
+
+@dataclass(frozen=True)
+class Mine:
+    name: str = ""
+
+
+@pytest.mark.parametrize(("text", "line"), [
+    ("train: {steps: 10}\nmodel: {}\ntrain: {seed: 3}\n", "line 3 is not valid YAML: 'train' was given in line 1"),
+    ("train:\n  steps: 10\n  steps: 20\n", "line 3 is not valid YAML: 'steps' was given in line 2 already"),
+])  # fmt: skip
+def test_a_key_that_comes_twice(tmp_path: Path, text: str, line: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as found:
+        load_config(path)
+    assert line in str(found.value)
+
+
+@pytest.mark.parametrize("word", [
+    "model.preset=[a]", "optimizer.lr=1" + 400 * "0", "train.seed=1" + 5000 * "0", "model.layers=1e300",
+    "train.seed=1e19", "train.ramp=" + 3000 * "[",
+])  # fmt: skip
+def test_values_beyond_all_bounds(tmp_path: Path, word: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(to_yaml(config_from(SMALL)))
+    with pytest.raises(UserError):
+        load_config(path, [word])
+
+
+def test_a_batch_beyond_a_pipelines_table() -> None:
+    config = config_from(SMALL | {"layout": {"pp": 2}, "train": {"global_batch": 100_000_000}})
+    with pytest.raises(UserError, match="train.global_batch=100000000 needs too large a table"):
+        check(config, 4)
+
+
 def test_round_trip() -> None:
     config = config_from(SMALL | {"layout": {"tp": 2}, "train": {"ramp": [2, 2, 100]}})
     assert config_from(parse_yaml(to_yaml(config), "")) == config

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from meshwright.cli.main import main
 from meshwright.config.presets import PRESETS, RUNS
 from meshwright.errors import UserError
+from meshwright.models.description import GPTDescription, Stage
 from meshwright.pipeline.schedules import build
 from meshwright.pipeline.simulate import simulate
 from meshwright.plan.cluster import FOLDER, cluster_from, known_clusters, load_cluster
@@ -24,9 +25,10 @@ from meshwright.plan.communication import predict_step
 from meshwright.plan.cost import Cost, closed_seconds, predict_cost
 from meshwright.plan.efficiency import collective_seconds, tile_share, wire_rate
 from meshwright.plan.flops import model_flops, total_params
-from meshwright.plan.job import planned
-from meshwright.plan.memory import in_flight, largest
-from meshwright.plan.stack import STACKS
+from meshwright.plan.job import planned, stack_for
+from meshwright.plan.memory import in_flight, largest, memory_of
+from meshwright.plan.stack import EAGER, STACKS
+from meshwright.plan.states import rank_memory
 from meshwright.plan.workload import Parallel, Workload, best_split
 
 A100, H100 = load_cluster("a100-80g-dgx"), load_cluster("h100-80g-dgx")
@@ -181,6 +183,51 @@ def test_cost_tells_what_the_ledger_will_count(capsys: pytest.CaptureFixture[str
     mine = {axis: entry["wire_bytes"] for axis, entry in found["comm"].items()}
     assert mine["pp"] * 8 / 2 == pytest.approx(counted["pp"].wire_bytes, rel=0.01)  # a rank of two sends each way
     assert mine["tp"] * 8 == pytest.approx(counted["tp"].wire_bytes, rel=0.25)  # the ends' shares are not counted
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "every:2", "every:4"])
+def test_the_wire_of_sharded_weights_is_the_ledgers(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["cost", "llama3-8b", "--cluster", "h100-80g-dgx", "--devices", "8", "--layout", f"zero=3,recompute={mode}"]
+    assert main([*words, "train.global_batch=64", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["comm"]["dp"]["wire_bytes"] == pytest.approx(found["ledger"]["dp"]["wire_bytes"] / 8, rel=0.002)
+
+
+def test_the_fullest_stage_of_a_split_decides() -> None:
+    words = ["pipeline.split=[2,2,2,2,18,2,2,2]", "layout.pp=8", "train.global_batch=64"]
+    job = planned("llama3-8b", words, as_run=False)
+    assert largest(job.workload(8, 8), OWN).pp_rank == 4
+
+
+@pytest.mark.parametrize(("words", "eager"), [
+    ([], False), (["model.dropout=0.1"], True), (["train.compile=false"], True), (["data.reset_attention=true"], False),
+    (["model.dropout=0.1", "data.reset_attention=true", "recompute.mode=selective"], True),
+])  # fmt: skip
+def test_blocks_that_are_not_compiled_keep_what_they_keep(words: list[str], eager: bool) -> None:
+    """Against the formulas of `meshwright memory`, which know each tensor and count uncompiled blocks."""
+    given = [*words, "train.global_batch=8", "run.device=cuda", "train.micro_batch=1"]
+    config = planned("llama3-8b", given, as_run=False).config
+    stack = stack_for(config, H100, None)
+    assert stack.name == ("eager" if eager else "compiled") and stack_for(config, H100, "compiled") == OWN
+    assert stack_for(config, load_cluster("laptop"), None) == OWN
+    w, exact = rank_memory(config, 8, 0)
+    mine, plain = (memory_of(x, EAGER, 0).activations for x in (w, replace(w, documents=False)))
+    assert mine == pytest.approx(exact.activations, rel=0.02)
+    assert (mine > 1.02 * plain) == (config.data.reset_attention and config.recompute.mode == "none")
+
+
+def test_fp32_is_no_faster_than_fp32_units_are() -> None:
+    """We leave TF32 off, so its rates are not ours."""
+    for name in known_clusters():
+        peak = load_cluster(name).device.peak
+        assert "bf16" not in peak or peak["fp32"] < peak["bf16"] / 10 or name == "laptop"
+
+
+@pytest.mark.parametrize("words", [[], ["norm=rmsnorm"], ["bias=false"], ["embedding_norm=true", "norm=rmsnorm"]])
+def test_parameters_are_those_of_the_description(words: list[str]) -> None:
+    model = planned("gpt2-124m", [f"model.{word}" for word in words], as_run=False).config.model
+    described = sum(record.numel for record in GPTDescription(model).stage(Stage(0, 1, range(model.layers))).values())
+    assert total_params(model) == described
 
 
 def test_the_whole_run_is_its_factors(capsys: pytest.CaptureFixture[str]) -> None:

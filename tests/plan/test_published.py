@@ -144,7 +144,9 @@ def test_bad_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"recompute": "some"}, "recompute=some"), ({"zero_stage": "9"}, "zero_stage=9"),
         ({"step_time_s": "nan"}, "step_time_s=nan"), ({"gpu": "abacus"}, "no cluster file for the device abacus"),
         ({"precision": "fp4"}, "fp4"), ({"global_batch": "1"}, "less than dp x micro-batch"),
-        ({"schedule": "zb-1p"}, "zb-1p"), ({"tp": "128", "pp": "1"}, "finer than its heads"),
+        ({"schedule": "zb-1p"}, "zb-1p"), ({"schedule": "chimera"}, "chimera"),
+        ({"seq_parallel": "yes"}, "seq_parallel=yes is not one of y, n"), ({"outcome": "OOM"}, "OOM"),
+        ({"tp": "128", "pp": "1"}, "finer than its heads"),
     ],
 )  # fmt: skip
 def test_a_bad_cell_is_a_reason_and_no_crash(cell: dict[str, str], word: str) -> None:
