@@ -16,8 +16,11 @@ from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.save import Saver
 from meshwright.checkpoint.tensor_file import Entry, checksum, write
 from meshwright.cli.main import main
+from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
+from meshwright.models.hf import FAMILIES
 from meshwright.nn.parallel import record_of
+from tests.models.test_hf_families import SECTIONS
 from tests.support.oracle import make_trainer, small_config
 
 
@@ -74,6 +77,28 @@ def test_broken_folders(break_it: Any, words: str, tmp_path: Path) -> None:
     break_it(tmp_path / "hf")
     with pytest.raises(UserError, match=words):
         import_folder(tmp_path / "hf", tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_parameters": "linear"}, "rope_parameters='linear'"),
+        ({"rope_scaling": {"rope_type": ["a"]}}, "rope_type '['a']'"),
+        ({"rope_theta": "abc"}, "rope_theta='abc'"),
+        ({"sliding_window": "4"}, "sliding_window='4'"),
+        ({"sliding_window": 0}, "sliding_window=0"),
+    ],
+    ids=str,
+)
+def test_import_of_a_damaged_config(
+    change: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistral = FAMILIES["mistral"]
+    config = mistral.config_of(ModelConfig(**SECTIONS["mistral"])) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["import", str(tmp_path), "--to", str(tmp_path / "checkpoint")]) == 2
+    error = capsys.readouterr().err
+    assert words in error and "Traceback" not in error and "--seq" not in error
 
 
 def test_our_own_model_there_and_back(tmp_path: Path) -> None:

@@ -113,13 +113,14 @@ class Family:
             if found["position"] == "learned" and seq != found["seq"]:
                 raise UserError(f"--seq {seq} can't change a table of {found['seq']} learned positions: leave it out")
             found["seq"] = seq
+        model = section(found)
         window = self.window(config)
-        if window is not None and found["seq"] > window:
+        if window is not None and model.seq > window:
             raise UserError(
-                f"attention of this model looks back {window} tokens, and over its context of {found['seq']} that "
+                f"attention of this model looks back {window} tokens, and over its context of {model.seq} that "
                 f"can't be computed here: import it with --seq {window} or less"
             )
-        return section(found)
+        return model
 
     def misfits(self, model: ModelConfig) -> list[str]:
         """What this family can't express of a model: `key=value` words."""

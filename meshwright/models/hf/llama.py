@@ -8,6 +8,7 @@ from typing import Any
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 from meshwright.models.hf.family import Family, HFConfig
+from meshwright.models.hf.fields import length
 from meshwright.models.hf.rotary import read_whole_rotary, write_rotary
 
 LAYER = "model.layers.#"
@@ -28,11 +29,11 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 
 
 def _window(config: HFConfig) -> int | None:
-    return config.get("sliding_window")
+    return length(config, "sliding_window")
 
 
 def _qwen_window(config: HFConfig) -> int | None:
-    return config.get("sliding_window") if config.get("use_sliding_window") else None
+    return _window(config) if config.get("use_sliding_window") else None
 
 
 LLAMA = Family(
