@@ -148,6 +148,11 @@ def test_a_shorter_context() -> None:
     config = mistral.config_of(ModelConfig(**SECTIONS["mistral"])) | {"sliding_window": 32}
     assert mistral.model_of(config, seq=32).seq == 32
     assert mistral.model_of(config | {"sliding_window": None}).seq == 64
+    config |= {"max_position_embeddings": 8192}
+    assert mistral.model_of(config | {"sliding_window": None}).seq == 8192
+    del config["sliding_window"]
+    with pytest.raises(UserError, match="looks back 4096 tokens.*--seq 4096"):
+        mistral.model_of(config)
     with pytest.raises(UserError, match="table of 64 learned positions"):
         gpt2.model_of(gpt2.config_of(ModelConfig(**SECTIONS["gpt2"])), seq=32)
 
@@ -190,3 +195,5 @@ def test_bloom_as_it_was_published() -> None:
     }  # fmt: skip
     model = FAMILIES["bloom"].model_of(config)
     assert (model.hidden, model.heads, model.layers) == (64, 4, 2)
+    del config["n_embed"]
+    assert FAMILIES["bloom"].model_of(config | {"hidden_size": 64, "n_embed": None}).hidden == 64

@@ -53,6 +53,7 @@ GPT_NEOX = Family(
     },
     defaults={
         "tie_word_embeddings": False, "use_parallel_residual": True, "layer_norm_eps": 1e-5, "hidden_act": "gelu",
+        "intermediate_size": 24576, "max_position_embeddings": 2048,
     },
     demands={"attention_bias": True},
     by_head=frozenset(("layers.#.attention.qkv",)),
