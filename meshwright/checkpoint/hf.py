@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +184,9 @@ def export_folder(
         end = None if base else _end_token(reader)
         if not base:
             config |= {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
-        if dtype or not base:
-            key = "dtype" if "dtype" in base else "torch_dtype"
-            config[key] = str(DTYPES[planned[0].entry.dtype]).removeprefix("torch.")
+        if dtype or not {each.entry.name for each in planned} <= {name for name, _ in stored.values()}:
+            keys = [key for key in ("dtype", "torch_dtype") if key in base] or ["torch_dtype"]
+            config |= dict.fromkeys(keys, _dtype_word(planned))
         fmt.write_whole(aside / "config.json", (json.dumps(config, indent=2) + "\n").encode())
         files = write_weights(reader, aside, planned)
     total = sum(each.entry.bytes for each in planned)
@@ -204,6 +205,12 @@ def _theirs(
         raise UserError(f"{reader.folder} has no param/{ours}: it is not a whole model of its model section")
     actual, kind = stored.get(name, [name, NAMES[getattr(torch, held["dtype"])]])
     return Theirs(Entry(actual, SHORT[dtype] if dtype else kind, shape), ours, mapped, source)
+
+
+def _dtype_word(planned: list[Theirs]) -> str:
+    """What config.json calls the dtype of the weights: the smallest that holds them all, since transformers loads them
+    in it."""
+    return str(reduce(torch.promote_types, (DTYPES[each.entry.dtype] for each in planned))).removeprefix("torch.")
 
 
 def write_weights(reader: Reader, folder: Path, planned: list[Theirs]) -> list[str]:

@@ -18,7 +18,9 @@ from meshwright.checkpoint.hf import ORIGIN, export_folder, import_folder
 from meshwright.checkpoint.load import Reader, load_into
 from meshwright.checkpoint.save import Saver
 from meshwright.cli.main import main
+from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
+from meshwright.models.hf import FAMILIES
 from tests.checkpoint.hf_models import MODELS, logits, make, run_models, save
 from tests.models.test_hf_families import SECTIONS
 from tests.support.oracle import make_trainer, small_config
@@ -248,6 +250,49 @@ def test_the_two_commands(
     (tmp_path / "hf" / "config.json").write_text("[]")
     assert main(["export", checkpoint, "--to", str(tmp_path / "more"), "--like", str(tmp_path / "hf")]) == 2
     assert "can't be read" in capsys.readouterr().err
+
+
+def _read(config: dict[str, Any]) -> ModelConfig | str:
+    """Our model section of a config.json, or what is wrong with it."""
+    try:
+        return FAMILIES[config["model_type"]].model_of(config)
+    except UserError as error:
+        return str(error)
+
+
+def _written(name: str) -> dict[str, Any]:
+    """A config.json of ours in which no key has its default, with more context than the default window."""
+    section = SECTIONS[name] | {"heads": 64, "hidden": 1536, "seq": 8192, "norm_eps": 1e-5 if name == "opt" else 1e-3}
+    changes = {"init_std": 0.01, "dropout": 0.2, "tied_embeddings": not FAMILIES[name].defaults["tie_word_embeddings"]}
+    section |= changes | ({} if name == "bloom" else {"ffn": 96})
+    if section.get("position") == "rope":
+        section |= {"rope_theta": 5e5, "rotary_fraction": 0.5 if name == "gpt_neox" else 1.0}
+    window = {"sliding_window": 8192, "use_sliding_window": True} if name.startswith("qwen") else {}
+    return FAMILIES[name].config_of(ModelConfig(**section)) | window
+
+
+SIZES = ("layers", "hidden", "heads", "vocab")
+NAMED = {name: {"model_type", *(FAMILIES[name].keys[size] for size in SIZES)} for name in FAMILIES}
+MISSING = [(name, key, False) for name in FAMILIES for key in _written(name) if key not in NAMED[name]]
+NULL = [
+    ("gpt2", "n_inner"), ("llama", "head_dim"), ("llama", "num_key_value_heads"), ("llama", "rope_scaling"),
+    ("mistral", "head_dim"), ("mistral", "sliding_window"), ("qwen2", "num_key_value_heads"),
+    ("qwen3", "num_key_value_heads"), ("qwen3", "sliding_window"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "key", "null"), [*MISSING, *((*each, True) for each in NULL)])
+def test_keys_that_are_missing_or_null_are_read_as_transformers_reads_them(
+    name: str, key: str, null: bool, tmp_path: Path
+) -> None:
+    """transformers completes the file with its defaults; null is tried where it allows that. A file without the
+    four sizes is refused."""
+    config = _written(name)
+    del config[key]
+    config |= {key: None} if null else {}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert _read(config) == _read(theirs)
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from meshwright.checkpoint.hf import export_folder, import_folder
+from meshwright.checkpoint.hf import ORIGIN, export_folder, import_folder
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.save import Saver
 from meshwright.checkpoint.tensor_file import Entry, checksum, write
 from meshwright.cli.main import main
+from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
+from meshwright.models.hf import FAMILIES
 from meshwright.nn.parallel import record_of
+from tests.models.test_hf_families import SECTIONS
 from tests.support.oracle import make_trainer, small_config
 
 
@@ -76,6 +79,28 @@ def test_broken_folders(break_it: Any, words: str, tmp_path: Path) -> None:
         import_folder(tmp_path / "hf", tmp_path / "checkpoint")
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_parameters": "linear"}, "rope_parameters='linear'"),
+        ({"rope_scaling": {"rope_type": ["a"]}}, "rope_type '['a']'"),
+        ({"rope_theta": "abc"}, "rope_theta='abc'"),
+        ({"sliding_window": "4"}, "sliding_window='4'"),
+        ({"sliding_window": 0}, "sliding_window=0"),
+    ],
+    ids=str,
+)
+def test_import_of_a_damaged_config(
+    change: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistral = FAMILIES["mistral"]
+    config = mistral.config_of(ModelConfig(**SECTIONS["mistral"])) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["import", str(tmp_path), "--to", str(tmp_path / "checkpoint")]) == 2
+    error = capsys.readouterr().err
+    assert words in error and "Traceback" not in error and "--seq" not in error
+
+
 def test_our_own_model_there_and_back(tmp_path: Path) -> None:
     """Weights, bit by bit, also read straight from the folder; the model section; an earlier export is not lost."""
     checkpoint = saved(tmp_path / "run", train={"precision": "fp32"})
@@ -95,6 +120,40 @@ def test_our_own_model_there_and_back(tmp_path: Path) -> None:
         assert torch.equal(local, parameter)
     with pytest.raises(UserError, match="exists already"):
         export_folder(checkpoint, tmp_path / "hf")
+
+
+@pytest.mark.parametrize("dtype", ["", "fp16"])
+@pytest.mark.parametrize("given", [{"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}, {}], ids=str)
+def test_config_json_names_the_dtype_that_was_written(given: dict[str, Any], dtype: str, tmp_path: Path) -> None:
+    """Whatever the folder says that it shall be like; else transformers would round what it loads."""
+    checkpoint = saved(tmp_path / "run", train={"precision": "fp32"})
+    export_folder(checkpoint, tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config.pop("torch_dtype") == "float32"
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | given))
+    export_folder(checkpoint, tmp_path / "out", dtype, like=tmp_path / "hf")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    (kind,) = {value.dtype for value in load_file(tmp_path / "out" / "model.safetensors").values()}
+    key = next(iter(given), "torch_dtype")
+    assert written == config | {key: str(kind).removeprefix("torch.")}
+    assert kind == (torch.float16 if dtype else torch.float32)
+
+
+@pytest.mark.parametrize("origin", [True, False], ids=["like it came", "a file of ours"])
+def test_weights_of_several_dtypes(origin: bool, tmp_path: Path) -> None:
+    """A folder's own word on them comes back; ours is the dtype that holds them all."""
+    export_folder(saved(tmp_path / "run", train={"precision": "fp32"}), tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    tensors["transformer.ln_f.weight"] = tensors["transformer.ln_f.weight"].double()
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    import_folder(tmp_path / "hf", tmp_path / "checkpoint")
+    if not origin:
+        (tmp_path / "checkpoint" / ORIGIN).unlink()
+    export_folder(tmp_path / "checkpoint", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: value.dtype for name, value in found.items()} == {name: v.dtype for name, v in tensors.items()}
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["torch_dtype"] == ("float32" if origin else "float64")
 
 
 def test_a_model_of_no_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,11 +97,62 @@ def test_what_cannot_be_represented_is_refused(name: str, change: dict[str, Any]
         family.model_of(config)
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("llama", {"rope_parameters": "linear"}, "rope_parameters='linear' .* must hold keys and values"),
+        ("llama", {"rope_scaling": "linear"}, "rope_scaling='linear' .* must hold keys and values"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "factor='x' .* must be a finite number"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": None}}, "'linear' .* lacks factor"),
+        ("llama", {"rope_scaling": {"rope_type": ["a"]}}, r"rope_type '\['a'\]' .* can't be imported"),
+        ("llama", {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": None}}, "lacks original_max_posi"),
+        ("llama", {"rope_theta": "abc"}, "rope_theta='abc' .* must be a finite number"),
+        ("llama", {"rope_theta": True}, "rope_theta=True .* must be a finite number"),
+        ("llama", {"rope_theta": float("nan")}, "rope_theta=nan .* must be a finite number"),
+        ("llama", {"rope_theta": 0}, "rope_theta=0.0 must be"),
+        ("llama", {"partial_rotary_factor": "x"}, "partial_rotary_factor='x' .* must be a finite number"),
+        ("gpt_neox", {"rotary_pct": "x"}, "rotary_pct='x' .* must be a finite number"),
+        ("gpt_neox", {"rotary_emb_base": []}, r"rotary_emb_base=\[\] .* must be a finite number"),
+        ("mistral", {"sliding_window": "4"}, "sliding_window='4' .* must be a finite number"),
+        ("mistral", {"sliding_window": 0}, "sliding_window=0 .* must be a whole number above zero"),
+        ("mistral", {"sliding_window": 2.5}, "sliding_window=2.5 .* must be a whole number above zero"),
+        ("qwen2", {"sliding_window": "4", "use_sliding_window": True}, "sliding_window='4' .* must be a finite number"),
+        ("mistral", {"sliding_window": 4, "max_position_embeddings": "x"}, "seq=x must be a whole number"),
+    ],
+    ids=str,
+)
+def test_damaged_fields_are_named(name: str, change: dict[str, Any], words: str) -> None:
+    config = FAMILIES[name].config_of(ModelConfig(**SECTIONS[name])) | change
+    with pytest.raises(UserError, match=words):
+        FAMILIES[name].model_of(config)
+
+
+def test_rotary_fields_that_are_null_or_given_twice() -> None:
+    """Null is as good as missing; what config.json has twice is read where transformers reads it."""
+    llama, neox = FAMILIES["llama"], FAMILIES["gpt_neox"]
+    config = llama.config_of(ModelConfig(**LLAMA)) | {"rope_theta": None, "partial_rotary_factor": None}
+    assert llama.model_of(config).rope_theta == 10000.0
+    twice = {"rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 3.0}}
+    model = llama.model_of(config | twice)
+    assert (model.rope_theta, model.rope_scaling) == (7.0, (2.0,))
+    config = neox.config_of(ModelConfig(**SECTIONS["gpt_neox"]))
+    model = neox.model_of(config | {"rotary_emb_base": 5.0, "rotary_pct": 0.5})
+    assert (model.rope_theta, model.rotary_fraction) == (5.0, 0.5)
+
+
 def test_a_shorter_context() -> None:
     mistral, gpt2 = FAMILIES["mistral"], FAMILIES["gpt2"]
     config = mistral.config_of(ModelConfig(**SECTIONS["mistral"])) | {"sliding_window": 32}
     assert mistral.model_of(config, seq=32).seq == 32
     assert mistral.model_of(config | {"sliding_window": None}).seq == 64
+    config |= {"max_position_embeddings": 8192}
+    assert mistral.model_of(config | {"sliding_window": None}).seq == 8192
+    del config["sliding_window"]
+    with pytest.raises(UserError, match="looks back 4096 tokens.*--seq 4096"):
+        mistral.model_of(config)
     with pytest.raises(UserError, match="table of 64 learned positions"):
         gpt2.model_of(gpt2.config_of(ModelConfig(**SECTIONS["gpt2"])), seq=32)
 
@@ -144,3 +195,5 @@ def test_bloom_as_it_was_published() -> None:
     }  # fmt: skip
     model = FAMILIES["bloom"].model_of(config)
     assert (model.hidden, model.heads, model.layers) == (64, 4, 2)
+    del config["n_embed"]
+    assert FAMILIES["bloom"].model_of(config | {"hidden_size": 64, "n_embed": None}).hidden == 64

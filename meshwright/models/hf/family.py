@@ -25,6 +25,9 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "embedding_norm": (False,), "position_offset": (0,), "rotary_fraction": (1.0,), "rope_scaling": ((),),
 }  # fmt: skip
 
+# Keys of config.json whose null stands for none; any other's is as good as missing.
+NONE_IF_NULL = ("num_key_value_heads", "sliding_window")
+
 
 @dataclass(frozen=True)
 class Run:
@@ -73,7 +76,7 @@ class Family:
     prefix: str  # of their names, which some files leave out
     activation_key: str = "hidden_act"
     activations: Mapping[str, str] = field(default_factory=dict)  # theirs -> model.mlp
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of config.json's keys
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of config.json's keys, as transformers' class has them
     demands: Mapping[str, Any] = field(default_factory=dict)  # config.json's keys and the one value that we have
     by_head: frozenset[str] = frozenset()  # our stems whose rows lie head by head there: query, key, value
     transposed: frozenset[str] = frozenset()  # our stems whose weights are transposed there
@@ -87,15 +90,14 @@ class Family:
 
     def model_of(self, config: HFConfig, seq: int = 0) -> ModelConfig:
         """The model section of a config.json; `seq` for another context than its own."""
-        given = {self.aliases.get(key, key): value for key, value in config.items() if value is not None}
-        config = {**self.defaults, **given}
+        config = self._completed(config)
         for key, value in self.demands.items():
             if config.get(key, value) != value:
                 raise UserError(
                     f"{key}={config[key]} in config.json can't be imported: of {self.model_type} only models with "
                     f"{key}={value} can"
                 )
-        for key in ("layers", "hidden", "heads", "vocab", "seq"):
+        for key in ("layers", "hidden", "heads", "vocab"):
             if self.keys[key] not in config:
                 raise UserError(f"config.json lacks {self.keys[key]}, which every {self.model_type} has: add it")
         theirs = config.get(self.activation_key)
@@ -113,13 +115,23 @@ class Family:
             if found["position"] == "learned" and seq != found["seq"]:
                 raise UserError(f"--seq {seq} can't change a table of {found['seq']} learned positions: leave it out")
             found["seq"] = seq
+        model = section(found)
         window = self.window(config)
-        if window is not None and found["seq"] > window:
+        if window is not None and model.seq > window:
             raise UserError(
-                f"attention of this model looks back {window} tokens, and over its context of {found['seq']} that "
+                f"attention of this model looks back {window} tokens, and over its context of {model.seq} that "
                 f"can't be computed here: import it with --seq {window} or less"
             )
-        return section(found)
+        return model
+
+    def _completed(self, config: HFConfig) -> HFConfig:
+        """A config.json with one name for each key, the defaults of keys that it lacks, and no nulls."""
+        given = {
+            self.aliases.get(key, key): value
+            for key, value in config.items()
+            if value is not None or key in NONE_IF_NULL
+        }
+        return {key: value for key, value in {**self.defaults, **given}.items() if value is not None}
 
     def misfits(self, model: ModelConfig) -> list[str]:
         """What this family can't express of a model: `key=value` words."""

@@ -31,7 +31,10 @@ GPT2 = Family(
     prefix="transformer.",
     activation_key="activation_function",
     activations={"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"},
-    defaults={"tie_word_embeddings": True, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
+    defaults={
+        "tie_word_embeddings": True, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+        "n_positions": 1024,
+    },
     demands={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     transposed=frozenset(
         ("layers.#.attention.qkv", "layers.#.attention.out", "layers.#.mlp.up", "layers.#.mlp.down")

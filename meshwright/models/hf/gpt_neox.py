@@ -6,14 +6,14 @@ from typing import Any
 
 from meshwright.config.sections import ModelConfig
 from meshwright.models.hf.family import Family, HFConfig
-from meshwright.models.hf.rotary import read_rotary, rotary_part, write_rotary
+from meshwright.models.hf.rotary import read_rotary, rotary_number, write_rotary
 
 LAYER = "gpt_neox.layers.#"
 
 
 def _read(config: HFConfig) -> dict[str, Any]:
-    old = {"rope_theta": config["rotary_emb_base"]} if "rotary_emb_base" in config else {}
-    return {"rotary_fraction": rotary_part(config, 0.25), **read_rotary(old | config)}
+    part = rotary_number(config, "partial_rotary_factor", "rotary_pct")
+    return {"rotary_fraction": 0.25 if part is None else part, **read_rotary(config, "rotary_emb_base")}
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
@@ -53,6 +53,7 @@ GPT_NEOX = Family(
     },
     defaults={
         "tie_word_embeddings": False, "use_parallel_residual": True, "layer_norm_eps": 1e-5, "hidden_act": "gelu",
+        "intermediate_size": 24576, "max_position_embeddings": 2048,
     },
     demands={"attention_bias": True},
     by_head=frozenset(("layers.#.attention.qkv",)),

@@ -8,6 +8,7 @@ from typing import Any
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 from meshwright.models.hf.family import Family, HFConfig
+from meshwright.models.hf.fields import length
 from meshwright.models.hf.rotary import read_whole_rotary, write_rotary
 
 LAYER = "model.layers.#"
@@ -28,11 +29,11 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 
 
 def _window(config: HFConfig) -> int | None:
-    return config.get("sliding_window")
+    return length(config, "sliding_window")
 
 
 def _qwen_window(config: HFConfig) -> int | None:
-    return config.get("sliding_window") if config.get("use_sliding_window") else None
+    return _window(config) if config.get("use_sliding_window") else None
 
 
 LLAMA = Family(
@@ -64,7 +65,10 @@ LLAMA = Family(
     head="lm_head",
     prefix="model.",
     activations={"silu": "swiglu"},
-    defaults={"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu"},
+    defaults={
+        "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu", "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+    },
     buffers=r".*\.rotary_emb\.inv_freq",
     square=False,
     dropouts=("attention_dropout",),
@@ -77,25 +81,34 @@ MISTRAL = replace(
     model_type="mistral",
     architecture="MistralForCausalLM",
     allows={**LLAMA.allows, "bias": (False,)},
+    defaults={
+        **LLAMA.defaults, "intermediate_size": 14336, "max_position_embeddings": 131072, "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
     read=read_whole_rotary,
     write=lambda model: {"sliding_window": None, **write_rotary(model)},
     window=_window,
-)
+)  # fmt: skip
 
 QWEN2 = replace(
     LLAMA,
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     allows={**LLAMA.allows, "bias": (False,), "qkv_bias": (True,)},
+    defaults={
+        **LLAMA.defaults, "intermediate_size": 22016, "max_position_embeddings": 32768, "num_key_value_heads": 32,
+        "sliding_window": 4096,
+    },
     read=read_whole_rotary,
     write=lambda model: {"use_sliding_window": False, "sliding_window": None, **write_rotary(model)},
     window=_qwen_window,
-)
+)  # fmt: skip
 
 QWEN3 = replace(
     QWEN2,
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     allows={**LLAMA.allows, "bias": (False,), "qk_norm": (True,)},
+    defaults={**QWEN2.defaults, "head_dim": 128},
     demands={"attention_bias": False},
 )

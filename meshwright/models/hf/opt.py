@@ -50,7 +50,9 @@ OPT = Family(
     prefix="model.",
     activation_key="activation_function",
     activations={"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh"},
-    defaults={"tie_word_embeddings": True, "activation_function": "relu"},
+    defaults={
+        "tie_word_embeddings": True, "activation_function": "relu", "ffn_dim": 3072, "max_position_embeddings": 2048,
+    },
     demands={
         "do_layer_norm_before": True, "enable_bias": True, "layer_norm_elementwise_affine": True,
         "_remove_final_layer_norm": False,

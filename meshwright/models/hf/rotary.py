@@ -6,24 +6,16 @@ from typing import Any
 
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
+from meshwright.models.hf.fields import mapping, number
 
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
-def rotary_part(config: dict[str, Any], default: float) -> float:
-    """The part of each head that turns."""
-    given = config.get("rope_parameters") or {}
-    for key in ("partial_rotary_factor", "rotary_pct"):
-        for where in (given, config):
-            if where.get(key) is not None:
-                return float(where[key])
-    return default
+KINDS = {"default": (), "linear": LLAMA3[:1], "llama3": LLAMA3}
 
 
 def read_whole_rotary(config: dict[str, Any]) -> dict[str, Any]:
-    """Of a family whose heads turn whole."""
-    part = rotary_part(config, 1.0)
-    if part != 1.0:
+    """model.rope_theta and model.rope_scaling of a family whose heads turn whole."""
+    part = rotary_number(config, "partial_rotary_factor")
+    if part not in (None, 1.0):
         raise UserError(
             f"partial_rotary_factor={part} in config.json can't be imported: only in a gpt_neox may a part of "
             "each head turn"
@@ -31,22 +23,33 @@ def read_whole_rotary(config: dict[str, Any]) -> dict[str, Any]:
     return read_rotary(config)
 
 
-def read_rotary(config: dict[str, Any]) -> dict[str, Any]:
-    """model.rope_theta and model.rope_scaling."""
-    given = config.get("rope_parameters") or {}
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    theta = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    wanted = {"default": (), "linear": LLAMA3[:1], "llama3": LLAMA3}.get(kind)
-    if wanted is None:
+def rotary_number(config: dict[str, Any], key: str, outside: str = "") -> float | None:
+    """A number beside the scaling's, or under `outside` (its own name unless given) of config.json itself."""
+    found = number(_parameters(config), key)
+    return number(config, outside or key) if found is None else found
+
+
+def read_rotary(config: dict[str, Any], theta: str = "rope_theta") -> dict[str, Any]:
+    """model.rope_theta, which config.json may have under `theta`, and model.rope_scaling."""
+    given = _parameters(config)
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if not isinstance(kind, str) or kind not in KINDS:
         raise UserError(
-            f"rotary scaling of type '{kind}' in config.json can't be imported: use a model with linear or llama3 "
+            f"rotary scaling of rope_type '{kind}' in config.json can't be imported: use a model with linear or llama3 "
             "scaling, or with none"
         )
-    missing = [key for key in wanted if key not in scaling]
+    scaling = {key: number(given, key) for key in KINDS[kind]}
+    missing = [key for key, value in scaling.items() if value is None]
     if missing:
-        raise UserError(f"rotary scaling of type '{kind}' in config.json lacks {missing[0]}: add it to the file")
-    return {"rope_theta": theta, "rope_scaling": [float(scaling[key]) for key in wanted]}
+        raise UserError(f"rotary scaling of rope_type '{kind}' in config.json lacks {missing[0]}: add it to the file")
+    base = rotary_number(config, "rope_theta", theta)
+    return {"rope_theta": 10000.0 if base is None else base, "rope_scaling": list(scaling.values())}
+
+
+def _parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """Where both are given, transformers takes the older key too."""
+    older, newer = (mapping(config, key) for key in ("rope_scaling", "rope_parameters"))
+    return older or newer
 
 
 def write_rotary(model: ModelConfig) -> dict[str, Any]:
