@@ -126,12 +126,12 @@ def report(cost: Cost, tokens: float | None = None) -> str:
         hidden = percent(axis.hidden / axis.seconds) if axis.seconds else "-"
         rows.append((name, size(axis.wire_bytes), seconds(axis.seconds), hidden))
     lines += [table(rows) if cost.axes else "  no communication", ""]
-    rows = [("stage (one micro-batch)", "forward", "backward", "TFLOP forward", "parameters")]
+    stages = [("stage (one micro-batch)", "forward", "backward", "TFLOP forward", "parameters")]
     shown = range(p.pp) if p.pp <= 6 else (0, 1, p.pp - 2, p.pp - 1)
     for rank in shown:
         s = cost.stages[rank]
-        rows.append((f"{rank}", seconds(s.forward), seconds(s.backward), f"{s.flops / 1e12:.3g}", count(s.params)))
-    lines += [table(rows), "", _memory_lines(m["memory"])]
+        stages.append((f"{rank}", seconds(s.forward), seconds(s.backward), f"{s.flops / 1e12:.3g}", count(s.params)))
+    lines += [table(stages), "", _memory_lines(m["memory"])]
     if tokens:
         lines += ["", _run_lines(m["run"])]
     return "\n".join(lines)
