@@ -216,6 +216,12 @@ def positions_to_reset(c: Config, world: int) -> str | None:
     return None
 
 
+def end_token_is_one(c: Config, world: int) -> str | None:
+    if c.data.eod >= c.model.vocab:
+        return f"data.eod={c.data.eod} is no token of model.vocab={c.model.vocab}: use one below that"
+    return None
+
+
 RULES: list[Rule] = [
     context_is_trained,
     experts_are_trained,
@@ -235,6 +241,7 @@ RULES: list[Rule] = [
     fp8_fits_tokens,
     lr_fits_steps,
     positions_to_reset,
+    end_token_is_one,
     compiles_without_dropout,
     backend_fits_device,
 ]

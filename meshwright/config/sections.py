@@ -258,6 +258,8 @@ class LossScaleConfig:
 
     def __post_init__(self) -> None:
         _positive("loss_scale", initial=self.initial, window=self.window, min=self.min)
+        if self.min > self.initial:
+            raise UserError(f"loss_scale.min={self.min} must not be above loss_scale.initial={self.initial}")
 
 
 @dataclass(frozen=True)

@@ -192,8 +192,8 @@ class FlatOptimizer:
 
     @torch.no_grad()
     def step_on_device(self, lr: float, sums: Tensor, weight: float, clip: float) -> None:
-        """One update from the summed (loss, tokens, squared norm) of this step, or none if the norm is not finite. The
-        host never learns which, and never waits."""
+        """One update from the summed (loss, tokens, squared norm) of this step, or none if the norm is not finite or no
+        token counted. The host never learns which, and never waits."""
         from meshwright.kernels.adamw import adamw
 
         c = self.config
@@ -202,7 +202,7 @@ class FlatOptimizer:
         tokens, squares = sums[1].clamp(min=1.0), sums[2]
         divisor = weight * tokens
         norm = squares.sqrt() / divisor
-        finite = torch.isfinite(norm)
+        finite = torch.isfinite(norm) & (sums[1] > 0)
         if clip:
             divisor = divisor * (norm / clip).clamp(min=1.0)
         self._updates = self._updates + finite

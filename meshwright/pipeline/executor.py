@@ -7,7 +7,7 @@ receives are posted when the table says and waited for by the compute that needs
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -50,14 +50,14 @@ class Totals:
     loss_sum: float | Tensor = 0.0
     tokens: float | Tensor = 0.0
     monitored: dict[str, float | Tensor] = field(default_factory=dict)
-    micro_batches: int = 0
+    times: Counter[str] = field(default_factory=Counter)  # that each of them was given
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
     def add(self, loss: Loss) -> None:
         loss_sum, tokens, monitored = loss
         self.loss_sum = self.loss_sum + loss_sum.detach().double()
         self.tokens = self.tokens + (tokens.double() if isinstance(tokens, Tensor) else float(tokens))
-        self.micro_batches += 1
+        self.times.update(monitored.keys())
         for name, value in monitored.items():
             value = value.detach().double() if isinstance(value, Tensor) else float(value)
             self.monitored[name] = self.monitored.get(name, 0.0) + value

@@ -375,13 +375,13 @@ def sums(job: Job, held: Sequence[Stage]) -> Iterator[Call]:
     """The small vectors, once a step.
 
     Loss, tokens and squared gradient norm: 1 all_reduce of 3 x 8 over the world. Values to monitor, if there are
-    any, and their count: 1 all_reduce of (values + 1) x 8 over the data axes, by the last stage's ranks. The
+    any, and how often each was given: 1 all_reduce of 2 x values x 8 over the data axes, by the last stage's ranks. The
     metrics, which count themselves: 1 all_reduce of (3 x axes of the mesh + 5 phases) x 8 over the world.
     """
     yield job.world_call("sums", "optimizer", sums_bytes())
     if job.monitored and any(stage.last for stage in held):
         name, size = job.layout.without_ones(DATA_AXES), job.layout.size(DATA_AXES)
-        yield Call("sums", "optimizer", name, "all_reduce", size, WIDE * (job.monitored + 1))
+        yield Call("sums", "optimizer", name, "all_reduce", size, WIDE * 2 * job.monitored)
     yield job.world_call("metrics", "metrics", counts_bytes(len(job.layout.step_groups())))
 
 

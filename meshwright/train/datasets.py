@@ -23,7 +23,8 @@ class Checked:
         least, top = min(int(x.min()) for x in ids), max(int(x.max()) for x in ids)
         if top >= self.vocab:
             raise UserError(
-                f"the data hold token {top}, beyond model.vocab={self.vocab}: set model.vocab={top + 1} or more"
+                f"the data hold token {top}, beyond model.vocab={self.vocab}: prepare them with the model's tokenizer, "
+                f"or begin a run with model.vocab={top + 1} or more"
             )
         if least < 0:
             raise UserError(f"the data hold token {least}, and no token has a negative id: prepare them again")

@@ -204,10 +204,10 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
                 watcher.stepped(result)
             skipped = skipped + 1 if result.skipped else 0
             if skipped == MOST_SKIPPED:
-                raise UserError(
-                    f"the gradient was not finite in {skipped} steps in a row, up to step {step}: "
-                    "lower optimizer.lr, lengthen lr.warmup or use another train.precision"
-                )
+                if not config.checkpoint.every:  # or what was learned before would be lost
+                    saver.save(True)
+                    saver.committed()
+                raise UserError(_why_skipped(skipped, result))
             last = step == steps or result.stop
             if last or saves(step):
                 saver.save(last)
@@ -222,6 +222,15 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
         folder.close()
     if watcher:
         watcher.finished()
+
+
+def _why_skipped(steps: int, last: StepResult) -> str:
+    until = f"in {steps} steps in a row, up to step {last.step}"
+    if not last.tokens:
+        return f"no token counted in the loss {until}: check data.mask_eod, data.eod and the data's loss masks"
+    return (
+        f"the gradient was not finite {until}: lower optimizer.lr, lengthen lr.warmup or use another train.precision"
+    )
 
 
 def check_shared(trainer: Trainer, folder: Path) -> None:

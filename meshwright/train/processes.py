@@ -35,16 +35,25 @@ class Place:
 
 def find_place(env: Mapping[str, str] = os.environ) -> Place:
     """The rank that the launcher gave this process."""
+
+    def number(name: str, default: int = 0) -> int:
+        text = env.get(name, str(default))
+        if not text.isdecimal():
+            raise UserError(f"{name}={text} in the environment is no number: unset it, or start by a launcher")
+        return int(text)
+
+    place = Place()
     if "RANK" in env and "WORLD_SIZE" in env:
-        world = int(env["WORLD_SIZE"])
-        local_rank = int(env.get("LOCAL_RANK", env["RANK"]))
-        return Place(int(env["RANK"]), world, local_rank, int(env.get("LOCAL_WORLD_SIZE", world)), True)
+        world = number("WORLD_SIZE")
+        local_rank = number("LOCAL_RANK", number("RANK"))
+        place = Place(number("RANK"), world, local_rank, number("LOCAL_WORLD_SIZE", world), True)
     # A batch script has SLURM_PROCID too; only srun makes steps.
-    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
-        world = int(env["SLURM_NTASKS"])
-        nodes = int(env.get("SLURM_NNODES", "1"))
-        return Place(int(env["SLURM_PROCID"]), world, int(env.get("SLURM_LOCALID", "0")), max(1, world // nodes), True)
-    return Place()
+    elif "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and number("SLURM_NTASKS", 1) > 1:
+        world, nodes = number("SLURM_NTASKS"), max(1, number("SLURM_NNODES", 1))
+        place = Place(number("SLURM_PROCID"), world, number("SLURM_LOCALID"), max(1, world // nodes), True)
+    if place.rank >= place.world:
+        raise UserError(f"the environment says rank {place.rank} of {place.world}: unset it, or start by a launcher")
+    return place
 
 
 def joined_place() -> Place | None:

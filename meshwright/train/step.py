@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.comm.ledger import wire_bytes
 from meshwright.device import DTYPES, Device, Download
+from meshwright.errors import UserError
 from meshwright.optim.adam import FlatOptimizer
 from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.schedules import global_batch, learning_rate
@@ -100,6 +101,7 @@ class Trainer:
         self.step_number = 0
         self.consumed = 0
         self._read_at = 0.0
+        self._names: list[str] | None = None
         self.before_update: Callable[[], object] = lambda: None
 
     @property
@@ -158,8 +160,8 @@ class Trainer:
                 _, tokens, squares = arrived.read()
                 waited = time.perf_counter() - begun  # for what a device still computed
                 norm = gradient_norm(tokens, squares, weight)
-                if math.isfinite(norm):
-                    divisor = weight * max(tokens, 1.0)
+                if math.isfinite(norm) and tokens:
+                    divisor = weight * tokens
                     self.optimizer.step(lr, divisor * norm / clip if clip and norm > clip else divisor)
                 self.loss_scale.update(math.isfinite(norm))
         read = self.ctx.device.download(sums)
@@ -183,9 +185,9 @@ class Trainer:
         """The finished result of a launched step, once the device has come that far."""
         result = launched.result
         loss, tokens, squares = launched.sums.read()
-        result.loss, result.tokens = loss / max(tokens, 1.0), int(max(tokens, 1.0))
+        result.loss, result.tokens = per_token(loss, tokens), int(tokens)
         result.grad_norm = gradient_norm(tokens, squares, launched.weight)
-        result.skipped = not math.isfinite(result.grad_norm)
+        result.skipped = not math.isfinite(result.grad_norm) or not tokens
         self._read_counts(result, launched.counts.read())
         end = time.perf_counter()
         result.step_time_s = end - max(launched.begin, self._read_at)
@@ -193,14 +195,24 @@ class Trainer:
         return result
 
     def _monitored(self, totals: Totals) -> dict[str, float]:
-        """Averages over micro-batches and data-parallel ranks of what `forward_step` returned beside the loss."""
-        if not totals.monitored:
+        """Averages, over the micro-batches of all data-parallel ranks that had it, of each value that `forward_step`
+        returned beside the loss. Ranks know each other's names by their own of the first step."""
+        if self._names is None:
+            self._names = sorted(totals.monitored)
+        new = next((name for name in totals.monitored if name not in self._names), None)
+        if new is not None:
+            raise UserError(
+                f"forward_step returned '{new}' to monitor, and in the first step it did not: there, return all names "
+                "on every rank"
+            )
+        if not self._names:
             return {}
-        names = sorted(totals.monitored)
-        values = [*(float(totals.monitored[name]) for name in names), float(totals.micro_batches)]
+        values = [float(totals.monitored.get(name, 0.0)) for name in self._names]
+        values += [float(totals.times[name]) for name in self._names]
         vector = torch.tensor(values, dtype=torch.float64, device=self.ctx.device.torch)
         self.ctx.mesh.data.all_reduce(vector)
-        return dict(zip(names, (vector[:-1] / vector[-1]).tolist(), strict=True))
+        sums, times = vector.view(2, -1)
+        return dict(zip(self._names, (sums / times).tolist(), strict=True))
 
     def _count(self, seconds: Mapping[str, float], stop_requested: bool) -> Download:
         """Sum over all ranks of seconds by phase, the ledger of this step, this very call included, and the ranks that
@@ -293,6 +305,11 @@ def gradient_norm(tokens: float, squares: float, weight: float) -> float:
     return math.sqrt(squares) / (weight * max(tokens, 1.0)) if math.isfinite(squares) else math.inf
 
 
+def per_token(loss: float, tokens: float) -> float:
+    """Of no token at all there is no loss."""
+    return loss / tokens if tokens else math.nan
+
+
 @torch.no_grad()
 def mean_loss(
     ctx: Context, executor: Executor, batches: MicroBatches, samples: int, zero_stage: int = 0
@@ -305,4 +322,4 @@ def mean_loss(
     with ctx.ledger.phase("validation"):
         totals = executor.run(table, lambda i: batches.load(0, i), 0)
         loss_sum, tokens, _ = sums_over_world(ctx, totals).tolist()
-    return loss_sum / max(tokens, 1.0), int(max(tokens, 1.0))
+    return per_token(loss_sum, tokens), int(tokens)

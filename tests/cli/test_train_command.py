@@ -14,6 +14,7 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.config.load import load_config
+from meshwright.errors import UserError
 from meshwright.train.processes import Place, find_place, first_host, rendezvous
 
 CONFIG = """
@@ -124,6 +125,9 @@ def test_places() -> None:
     assert find_place(slurm) == Place(9, 16, 1, 8, True)
     assert rendezvous(slurm | {"SLURM_STEP_NODELIST": "gpu[07-09,12],x1"}) == ("gpu07", 20077)
     assert rendezvous({"MASTER_ADDR": "h", "MASTER_PORT": "1"}) == ("h", 1)
+    for wrong in ({"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "5", "WORLD_SIZE": "2"}, slurm | {"SLURM_NTASKS": "9"}):
+        with pytest.raises(UserError, match="unset it, or start by a launcher"):
+            find_place(wrong)
     assert [first_host(n) for n in ("a1", "a1,b2", "n[3,5]", "n[003-007]")] == ["a1", "a1", "n3", "n003"]
     assert [first_host(n) for n in ("x[0-1]n[2-3],y", "n[07]-ib", "a-1,b")] == ["x0n2", "n07-ib", "a-1"]
 

@@ -75,6 +75,16 @@ def test_values_beyond_all_bounds(tmp_path: Path, word: str) -> None:
         load_config(path, [word])
 
 
+def test_an_end_token_beyond_the_vocabulary() -> None:
+    with pytest.raises(UserError, match="data.eod=100 is no token of model.vocab=100"):
+        check(config_from(SMALL | {"data": {"prefixes": ["a"], "eod": 100}}), 1)
+
+
+def test_a_least_loss_scale_above_the_first() -> None:
+    with pytest.raises(UserError, match="loss_scale.min=10.0 must not be above loss_scale.initial=8.0"):
+        config_from(SMALL | {"loss_scale": {"min": 10.0, "initial": 8.0}})
+
+
 def test_a_batch_beyond_a_pipelines_table() -> None:
     config = config_from(SMALL | {"layout": {"pp": 2}, "train": {"global_batch": 100_000_000}})
     with pytest.raises(UserError, match="train.global_batch=100000000 needs too large a table"):
