@@ -110,7 +110,7 @@ class Cluster:
         return self.device.memory_gb_s * 1e9 * (self.efficiency.optimizer or self.efficiency.memory)
 
 
-LARGEST_SHARE = 1.2  # measured shares may lie a little above 1
+LARGEST_SHARE = 5.0  # those that a profile fits may lie above 1, and no share is a percentage
 
 
 def known_clusters() -> list[str]:
@@ -179,7 +179,7 @@ def _number(hint: Any, value: Any, where: str, path: str) -> Any:
     if not 0 < number <= sys.float_info.max:
         raise UserError(f"{where}: {path}={value} must be a number above zero, and a finite one")
     if path.startswith("efficiency.") and path != "efficiency.contention" and number > LARGEST_SHARE:
-        raise UserError(f"{where}: {path}={value} must be a share of the peak, 1 at most: write 0.5 for half of it")
+        raise UserError(f"{where}: {path}={value} must be a share of the peak, not a percentage: write 0.5 for half of it")
     if hint is int and number != int(number):
         raise UserError(f"{where}: {path}={value} must be a whole number of at least 1")
     return hint(number)
