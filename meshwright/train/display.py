@@ -381,7 +381,7 @@ class Display:
         return max(0.0, each * (self.steps - self.last.step) - (time.monotonic() - self.ends[-1]))
 
     def _complaint(self, result: StepResult) -> Line:
-        why = "the gradient was not finite, the update was skipped" if result.skipped else "the loss is not finite"
+        why = f"{result.why_skipped}, the update was skipped" if result.skipped else "the loss is not finite"
         scale = f" (loss scale {quantity(result.loss_scale)})" if result.loss_scale is not None else ""
         return Line(f"{BAD} step {result.step}  ", "bad").add(f"loss {number(result.loss, 4)}  {why}{scale}")
 
@@ -395,7 +395,7 @@ class Display:
             parts.append(f"scale {quantity(r.loss_scale)}")
         parts += [f"{name} {value:.4g}" for name, value in r.monitored.items()]
         if r.skipped:
-            parts.append("SKIPPED: the gradient was not finite")
+            parts.append(f"SKIPPED: {r.why_skipped}")
         elif not math.isfinite(r.loss):
             parts.append("LOSS NOT FINITE")
         return Line("  ".join(parts))

@@ -225,12 +225,10 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
 
 
 def _why_skipped(steps: int, last: StepResult) -> str:
-    until = f"in {steps} steps in a row, up to step {last.step}"
+    fix = "lower optimizer.lr, lengthen lr.warmup or use another train.precision"
     if not last.tokens:
-        return f"no token counted in the loss {until}: check data.mask_eod, data.eod and the data's loss masks"
-    return (
-        f"the gradient was not finite {until}: lower optimizer.lr, lengthen lr.warmup or use another train.precision"
-    )
+        fix = "check data.mask_eod, data.eod and the data's loss masks"
+    return f"{last.why_skipped} in {steps} steps in a row, up to step {last.step}: {fix}"
 
 
 def check_shared(trainer: Trainer, folder: Path) -> None:

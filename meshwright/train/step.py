@@ -48,6 +48,10 @@ class StepResult:
     step_time_s: float = 0.0
     stop: bool = False
 
+    @property
+    def why_skipped(self) -> str:
+        return "the gradient was not finite" if self.tokens else "no token counted in the loss"
+
     def line(self) -> dict[str, Any]:
         """The line of metrics.jsonl, numbers unrounded."""
         out = {
