@@ -179,7 +179,7 @@ def _number(hint: Any, value: Any, where: str, path: str) -> Any:
     if not 0 < number <= sys.float_info.max:
         raise UserError(f"{where}: {path}={value} must be a number above zero, and a finite one")
     if path.startswith("efficiency.") and path != "efficiency.contention" and number > LARGEST_SHARE:
-        raise UserError(f"{where}: {path}={value} must be a share of the peak, not a percentage: write 0.5 for half of it")
+        raise UserError(f"{where}: {path}={value} must be a share of the peak: write 0.5 for half of it")
     if hint is int and number != int(number):
         raise UserError(f"{where}: {path}={value} must be a whole number of at least 1")
     return hint(number)
