@@ -103,8 +103,17 @@ def prompt_ids(args: dict[str, Any], tokenizer: Any, vocab: int) -> list[int]:
         return ids
     if tokenizer is None:
         raise UserError("no tokenizer is known for this model: give --prompt-tokens instead of --prompt")
+    try:
+        args["prompt"].encode()
+    except UnicodeEncodeError:
+        raise UserError("--prompt is not UTF-8: write the text in UTF-8, or give --prompt-tokens") from None
     encode = tokenizer.encode if origin_of(Path(args["source"])) is None else tokenizer.encode_marked
-    return list(encode(args["prompt"])) or [tokenizer.eod]
+    ids = list(encode(args["prompt"])) or [tokenizer.eod]
+    if max(ids) >= vocab:  # cut over ranks, the model would read it as nothing
+        raise UserError(
+            f"the prompt has token {max(ids)}, beyond the model's {vocab}: the tokenizer is another model's"
+        )
+    return ids
 
 
 def generate_rank(args: dict[str, Any]) -> None:

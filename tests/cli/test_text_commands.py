@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,11 +30,12 @@ PROMPT = [7, 3, 41, 9]
 WORDS = ["<s>", "</s>", *(f"w{n}" for n in range(2, 61))]
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, size: int = 61) -> None:
     """Words between blanks; it puts <s> before a text."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="w2"))
+    words = [*WORDS[:2], *(f"w{n}" for n in range(2, size))]
+    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="w2"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     made.save(str(folder / "tokenizer.json"))
@@ -150,6 +152,22 @@ def test_a_run_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture
     for sentence, words in mistakes.items():
         assert main(["generate", str(tmp_path), *words]) == 2
         assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        ("w5 w90 w17", "the prompt has token 90, beyond the model's 61: the tokenizer is another model's"),
+        ("w5 \udcff", "--prompt is not UTF-8"),
+    ],
+)
+def test_a_prompt_that_the_model_can_not_read(
+    prompt: str, sentence: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder / "checkpoint", tmp_path / "checkpoint")
+    write_tokenizer(tmp_path / "checkpoint", size=100)
+    assert main(["generate", str(tmp_path / "checkpoint"), "--prompt", prompt]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("source", ["hf", "checkpoint"])
