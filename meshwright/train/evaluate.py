@@ -14,7 +14,7 @@ from meshwright.checkpoint.hf import config_of
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader, load_weights
 from meshwright.config.load import config_from
-from meshwright.config.rules import check
+from meshwright.config.rules import READ, check
 from meshwright.config.sections import Config
 from meshwright.pipeline.executor import Executor
 from meshwright.train.batches import Dataset, MicroBatches
@@ -23,6 +23,8 @@ from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
 from meshwright.train.processes import Place, enter, find_place, leave
 from meshwright.train.step import fields_of, mean_loss
+
+ONLY_TRAINING = ("zero", "recompute", "optimizer", "loss_scale", "lr")  # sections
 
 
 def open_model(source: str) -> tuple[Reader | HFFolder, dict[str, Any]]:
@@ -35,8 +37,9 @@ def open_model(source: str) -> tuple[Reader | HFFolder, dict[str, Any]]:
 
 
 def config_with(found: dict[str, Any], sections: dict[str, dict[str, Any]]) -> Config:
-    """A checkpoint's config, some keys changed; a foreign section is left out."""
-    raw = {name: dict(keys) for name, keys in found.items() if name not in ("zero", "recompute")}  # only for training
+    """A checkpoint's config, some keys changed; foreign sections are left out, and what only training uses."""
+    raw = {name: dict(keys) for name, keys in found.items() if name not in ONLY_TRAINING}
+    raw.get("train", {}).pop("grad_dtype", None)
     known = set(Config.__dataclass_fields__) - {"extra"}
     for name, keys in sections.items():
         raw[name] = raw.get(name, {}) | keys
@@ -50,7 +53,7 @@ def with_model(
     weights, found = open_model(source)
     place = find_place()
     config = config_with(found, sections)
-    check(config, place.world)
+    check(config, place.world, READ)
     device, joined = enter(place, config.run.device, config.comm.backend, config.comm.timeout)
     try:
         ctx = build_context(config, place.rank, place.world, device, place.local_world)

@@ -17,7 +17,8 @@ import torch
 from meshwright.checkpoint.save import Saver
 from meshwright.cli.main import main
 from meshwright.config.load import to_mapping
-from meshwright.config.rules import check
+from meshwright.config.rules import READ, check
+from meshwright.config.sections import Config
 from meshwright.data.token_writer import TokenFileWriter
 from meshwright.errors import UserError
 from meshwright.train.evaluate import config_with
@@ -53,6 +54,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(found / "hf")
     assert main(["import", str(found / "hf"), "--to", str(found / "checkpoint"), "--json"]) == 0
     return found
+
+
+def write_tokens(prefix: Path, count: int, vocab: int) -> None:
+    with TokenFileWriter(prefix, np.dtype("uint16")) as writer:
+        writer.add_document(np.random.default_rng(0).integers(0, vocab, count).astype(np.uint16))
+        writer.finish()
 
 
 def theirs(folder: Path, ids: list[int], count: int) -> list[int]:
@@ -109,14 +116,18 @@ def test_a_text_begins_as_the_model_is_used_to(folder: Path, capsys: pytest.Capt
     assert said.out == f"w5 w17{found['text']}\n" and "(8 tokens)" in said.err
 
 
+def on_ranks(nproc: int, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "meshwright", *words, "--nproc", str(nproc)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, env=env)
+
+
 def test_two_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Greedy and drawn text, the same as on one rank; stdout is one JSON document."""
     set_end(folder, None)
     words = [str(folder / "hf"), "--prompt-tokens", "7,3,41,9", "--max-tokens", "12", "--temperature", "0.7"]
     one = text_of(capsys, *words, "--seed", "3", "--top-p", "0.9")
-    command = [sys.executable, "-m", "meshwright", "generate", *words, "--seed", "3", "--top-p", "0.9", "--json"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "--nproc", "2"], capture_output=True, text=True, timeout=180, env=env)
+    done = on_ranks(2, "generate", *words, "--seed", "3", "--top-p", "0.9", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == one
     assert one["tokens"] != text_of(capsys, *words, "--seed", "4")["tokens"]
@@ -132,11 +143,14 @@ def test_the_end_of_the_context_is_said(folder: Path, capsys: pytest.CaptureFixt
     assert "97 tokens are more than the model's 96" in capsys.readouterr().err
 
 
-def test_a_run_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = make_trainer(small_config(model={"seq": 24}))
-    saver = Saver(trainer, tmp_path / "checkpoints", asynchronous=False, busy="wait", keep=0)
+def save_run(folder: Path, config: Config) -> None:
+    saver = Saver(make_trainer(config), folder / "checkpoints", asynchronous=False, busy="wait", keep=0)
     saver.save()
     saver.committed()
+
+
+def test_a_run_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_run(tmp_path, small_config(model={"seq": 24}))
     found = text_of(capsys, str(tmp_path), "--prompt-tokens", "5", "--max-tokens", "20")
     assert len(found["tokens"]) == 20 and found["text"] is None
     mistakes = {
@@ -174,9 +188,7 @@ def test_a_prompt_that_the_model_can_not_read(
 def test_eval_is_the_loss_of_transformers(
     source: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with TokenFileWriter(tmp_path / "tokens", np.dtype("uint16")) as writer:
-        writer.add_document(np.random.default_rng(0).integers(0, 61, 8 * 96 + 1).astype(np.uint16))
-        writer.finish()
+    write_tokens(tmp_path / "tokens", 8 * 96 + 1, 61)
     words = ["--data", str(tmp_path / "tokens"), "--samples", "8", "train.global_batch=8"]  # an epoch: each window once
     assert main(["eval", str(folder / source), *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -198,7 +210,41 @@ def test_eval_takes_any_number_of_ranks_and_any_device(tmp_path: Path) -> None:
     config = small_config(model={"seq": 24}, run={"device": "cuda"}, comm={"backend": "nccl"})
     for words, nproc in (([], 3), (["train.micro_batch=12"], 2), (["layout.tp=2"], 6)):
         found = config_with(to_mapping(config), sections_of(words, nproc))
-        check(found, nproc)
+        check(found, nproc, READ)
         assert (found.run.device, found.comm.backend) == ("auto", "auto")
     with pytest.raises(UserError, match="train.micro_batch"):
         config_with(to_mapping(config), sections_of(["train.micro_batch=many"], 2))
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [
+        {"train": {"precision": "bf16", "grad_dtype": "bf16"}},
+        {"train": {"precision": "bf16"}, "optimizer": {"master_dtype": "bf16"}},
+        {"optimizer": {"lr": 0.1}, "lr": {"min": 0.01, "warmup": 3}},
+    ],
+)
+def test_rules_of_training_do_not_hold_for_a_model_that_is_only_read(trained: dict[str, Any]) -> None:
+    from meshwright.cli.eval import sections_of
+
+    found = config_with(to_mapping(small_config(**trained)), sections_of(["train.precision=fp32", "train.steps=1"], 1))
+    check(found, 1, READ)
+    assert found.train.precision == "fp32"
+
+
+def test_a_run_in_fp8_whose_tokens_are_no_multiple_of_16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its products run in bf16 then, also where the model is cut."""
+    save_run(tmp_path, small_config(model={"seq": 24}, train={"precision": "fp8", "micro_batch": 2}))
+    found = text_of(capsys, str(tmp_path), "--prompt-tokens", "5,17,2", "--max-tokens", "4")
+    assert len(found["tokens"]) == 4
+    done = on_ranks(2, "generate", str(tmp_path), "--prompt-tokens", "5,17,2", "--max-tokens", "4", "--json")
+    assert done.returncode == 0 and len(json.loads(done.stdout)["tokens"]) == 4, done.stderr
+    write_tokens(tmp_path / "tokens", 24 * 4 + 1, 53)
+    words = ["eval", str(tmp_path), "--data", str(tmp_path / "tokens"), "--samples", "4", "--json"]
+    losses = []
+    for more in ([], ["train.precision=bf16"]):
+        assert main([*words, *more]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    cut = on_ranks(2, *words, "layout.tp=2", "layout.sequence_parallel=true")
+    assert cut.returncode == 0, cut.stderr
+    assert losses[0] == losses[1] and abs(json.loads(cut.stdout)["loss"] - losses[0]) < 1e-3
