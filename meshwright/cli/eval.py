@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
+
+if TYPE_CHECKING:
+    from meshwright.config.sections import Config
+    from meshwright.train.datasets import Checked
 
 EXAMPLES = """example:
   meshwright eval runs/demo --samples 64
   meshwright eval runs/mine@100 --data data/other --nproc 2 layout.tp=2 --json"""
 MIXED = True
 
+DEFAULT = 64  # samples
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN|CHECKPOINT[@STEP]|HF-FOLDER")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change, e.g. layout.tp=2")
-    parser.add_argument(
-        "--data", action="append", metavar="PREFIX", help="token files, whole (default: the run's validation part)"
-    )
-    parser.add_argument("--samples", type=int, default=0, help="sequences to look at (default: 64)")
+    data = "token files, without the run's split (default: the run's validation part)"
+    parser.add_argument("--data", action="append", metavar="PREFIX", help=data)
+    samples = "sequences to look at (default: 64); where the data hold fewer, each is looked at once"
+    parser.add_argument("--samples", type=int, default=0, metavar="N", help=samples)
     parser.add_argument("--nproc", type=int, default=1, help="local ranks (default 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -60,9 +67,28 @@ def sections_of(overrides: Sequence[str], nproc: int) -> dict[str, dict[str, Any
     return raw
 
 
+def data_of(config: Config, prefixes: Sequence[str] | None, most: int) -> Checked:
+    """What is looked at: at most an epoch of the files named, or of the run's validation part."""
+    from meshwright.data.stream import OneEpoch
+    from meshwright.data.token_file import TokenFile
+    from meshwright.train.datasets import Checked, datasets_of
+
+    for prefix in prefixes or ():
+        tokens = TokenFile(prefix).token_count
+        if tokens <= config.model.seq:
+            raise UserError(
+                f"{prefix} holds {tokens} tokens, and one sample of the model takes {config.model.seq + 1}: name a "
+                "longer file with --data"
+            )
+    train, valid, _ = datasets_of(config)
+    data = train if prefixes else valid
+    if data is None:
+        raise UserError("the run has no validation data: name token files with --data PREFIX")
+    return Checked(OneEpoch(data.dataset, most), config.model.vocab)
+
+
 def evaluate_rank(source: str, overrides: list[str], prefixes: list[str] | None, samples: int, as_json: bool) -> None:
     from meshwright.checkpoint.hf import NO_DATA
-    from meshwright.train.datasets import datasets_of
     from meshwright.train.evaluate import evaluate, with_model
     from meshwright.train.processes import find_place
 
@@ -73,13 +99,11 @@ def evaluate_rank(source: str, overrides: list[str], prefixes: list[str] | None,
     def use(ctx: Any, modules: Any, place: Any) -> None:
         if ctx.config.data.prefixes == (NO_DATA,):
             raise UserError(f"{source} comes without data: name token files with --data PREFIX")
-        train, valid, _ = datasets_of(ctx.config)
-        data = train if prefixes else valid
-        if data is None:
-            raise UserError("the run has no validation data: name token files with --data PREFIX")
-        unit = ctx.mesh.data.size * ctx.config.train.micro_batch
-        count = -(-(samples or 64) // unit) * unit
+        data = data_of(ctx.config, prefixes, samples or DEFAULT)
+        count = data.dataset.samples
         result = evaluate(ctx, modules, data, count)
+        if place.rank == 0 and samples > count:
+            print(f"(the data hold {count:,} samples, and each was looked at once)", file=sys.stderr)
         if place.rank == 0:
             words = (
                 f"loss {result['loss']:.4f}  perplexity {result['perplexity']:.2f}  over {result['tokens']:,} tokens"

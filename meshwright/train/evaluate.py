@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from meshwright.checkpoint.format import find
@@ -65,9 +66,24 @@ def with_model(
             leave()
 
 
+class First:
+    """The first `count` samples of a dataset. Those behind, which fill up the last round of the ranks, have no loss."""
+
+    def __init__(self, dataset: Dataset, count: int) -> None:
+        self.dataset, self.count = dataset, count
+
+    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
+        if n < self.count:
+            return self.dataset.sample(n)
+        found = self.dataset.sample(0)
+        return found | {"loss_mask": np.zeros_like(found["loss_mask"])}
+
+
 def evaluate(ctx: Context, modules: list[nn.Module], dataset: Dataset, samples: int) -> dict[str, Any]:
-    """Mean loss and perplexity over the first `samples` samples."""
+    """Mean loss and perplexity over the first `samples` samples, on however many data-parallel ranks."""
     step = lambda module, batch, received: forward_step(ctx, module, batch, received)  # noqa: E731
     executor = Executor(modules, ctx.mesh.pp, step, ctx.ledger, ctx.parallel.streams)
-    loss, tokens = mean_loss(ctx, executor, MicroBatches(ctx, dataset, fields_of(modules)), samples)
+    unit = ctx.mesh.data.size * ctx.config.train.micro_batch
+    batches = MicroBatches(ctx, First(dataset, samples), fields_of(modules))
+    loss, tokens = mean_loss(ctx, executor, batches, -(-samples // unit) * unit)
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens, "samples": samples}

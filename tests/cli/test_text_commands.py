@@ -189,7 +189,7 @@ def test_eval_is_the_loss_of_transformers(
     source: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_tokens(tmp_path / "tokens", 8 * 96 + 1, 61)
-    words = ["--data", str(tmp_path / "tokens"), "--samples", "8", "train.global_batch=8"]  # an epoch: each window once
+    words = ["--data", str(tmp_path / "tokens"), "train.global_batch=8"]  # an epoch: each window once
     assert main(["eval", str(folder / source), *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf").eval()
@@ -201,6 +201,38 @@ def test_eval_is_the_loss_of_transformers(
     assert abs(found["perplexity"] - np.exp(loss)) < 1e-4 * np.exp(loss)
     assert main(["eval", str(folder / source)]) == 2
     assert "--data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("samples", "tokens"),
+    [([], 5 * 96 + 9), (["--samples", "5"], None), (["--samples", "70"], 5 * 96 + 9)],
+    ids=["whole", "five", "more than there are"],
+)
+def test_eval_looks_at_each_sample_once(
+    samples: list[str], tokens: int | None, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However the samples fill the ranks' rounds."""
+    write_tokens(tmp_path / "tokens", 5 * 96 + 10, 61)
+    words = ["eval", str(folder / "hf"), "--data", str(tmp_path / "tokens"), "--json", *samples]
+    found = []
+    for more in ([], ["train.micro_batch=4"]):
+        assert main([*words, *more]) == 0
+        said = capsys.readouterr()
+        found.append(json.loads(said.out))
+        assert ("the data hold 6 samples" in said.err) == ("70" in samples)
+    if not samples:
+        done = on_ranks(4, *words)
+        found.append(json.loads(done.stdout))
+    assert {(each["samples"], each["tokens"]) for each in found} == {(found[0]["samples"], found[0]["tokens"])}
+    assert found[0]["samples"] == (5 if tokens is None else 6) and tokens in (None, found[0]["tokens"])
+    assert max(abs(each["loss"] - found[0]["loss"]) for each in found) < 1e-6
+
+
+def test_eval_of_a_file_that_is_too_short(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tokens(tmp_path / "tokens", 96, 61)
+    assert main(["eval", str(folder / "hf"), "--data", str(tmp_path / "tokens")]) == 2
+    said = capsys.readouterr().err
+    assert "tokens holds 96 tokens, and one sample of the model takes 97: name a longer file with --data" in said
 
 
 def test_eval_takes_any_number_of_ranks_and_any_device(tmp_path: Path) -> None:
