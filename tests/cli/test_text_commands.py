@@ -133,6 +133,66 @@ def test_two_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert one["tokens"] != text_of(capsys, *words, "--seed", "4")["tokens"]
 
 
+HEADS = {"hidden": 48, "heads": 12, "seq": 24}
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "sentence"),
+    [
+        ({}, ["generate", "3"], "--nproc 3 does not divide the model's 4 heads: try --nproc 1, 2, 4"),
+        (
+            HEADS | {"kv_heads": 4, "ffn": 96},
+            ["generate", "6"],
+            "--nproc 6 neither divides the model's 4 key-value heads nor is a multiple: try --nproc 1, 2, 4, 12",
+        ),
+        (HEADS | {"ffn": 63}, ["generate", "4"], "--nproc 4 does not divide the model's ffn of 63: try --nproc 1, 3"),
+        ({}, ["generate", "2", "--prompt-tokens", "53"], "--prompt-tokens must lie between 0 and 52"),
+        ({}, ["eval", "3", "layout.tp=2"], "a world of 3 ranks is not divisible"),
+        ({}, ["eval", "3", "layout.tp=3"], "tp=3 does not divide heads=4: try layout.tp=1, 2, 4"),
+        ({}, ["eval", "2", "--data", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_ranks_can_not_do_is_told_before_they_start(
+    model: dict[str, Any], words: list[str], sentence: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("meshwright.train.launch.warm_up", lambda: None)
+    monkeypatch.setattr("meshwright.train.launch.launch", lambda *args: pytest.fail("ranks were started"))
+    save_run(tmp_path, small_config(model={"seq": 24} | model))
+    command, nproc, *more = words
+    if command == "generate" and not more:
+        more = ["--prompt-tokens", "1"]
+    assert main([command, str(tmp_path), *more, "--nproc", nproc]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+ONE_FAILS = """
+import os, pathlib, sys, time
+from meshwright.errors import UserError
+from meshwright.train.launch import launch
+
+def body(begun):
+    if os.environ["RANK"] == "1":
+        begun.touch()
+        time.sleep(60)
+    while not begun.exists():
+        time.sleep(0.01)
+    raise UserError("give a shorter prompt")
+
+if __name__ == "__main__":
+    sys.exit(launch(2, 0, body, pathlib.Path(__file__).with_name("begun")))
+"""
+
+
+def test_the_sentence_of_a_rank_stands_alone(tmp_path: Path) -> None:
+    """Though the other ranks must be stopped then, of which torch would tell."""
+    (tmp_path / "one_fails.py").write_text(ONE_FAILS)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(tmp_path / "one_fails.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "meshwright: give a shorter prompt\n")
+
+
 def test_the_end_of_the_context_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     set_end(folder, None)
     ids = ",".join(str(n % 61) for n in range(90))
