@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
+
+if TYPE_CHECKING:
+    from meshwright.config.sections import Config
+    from meshwright.train.datasets import Checked
 
 EXAMPLES = """example:
   meshwright eval runs/demo --samples 64
   meshwright eval runs/mine@100 --data data/other --nproc 2 layout.tp=2 --json"""
 MIXED = True
 
+DEFAULT = 64  # samples
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN|CHECKPOINT[@STEP]|HF-FOLDER")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change, e.g. layout.tp=2")
-    parser.add_argument(
-        "--data", action="append", metavar="PREFIX", help="token files, whole (default: the run's validation part)"
-    )
-    parser.add_argument("--samples", type=int, default=0, help="sequences to look at (default: 64)")
+    data = "token files, without the run's split (default: the run's validation part)"
+    parser.add_argument("--data", action="append", metavar="PREFIX", help=data)
+    samples = "sequences to look at (default: 64); where the data hold fewer, each is looked at once"
+    parser.add_argument("--samples", type=int, default=0, metavar="N", help=samples)
     parser.add_argument("--nproc", type=int, default=1, help="local ranks (default 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -29,18 +36,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from meshwright.cli.generate import resolve
     from meshwright.train.launch import launch, warm_up
+    from meshwright.train.processes import find_place
 
     if args.nproc < 1 or args.samples < 0:
         raise UserError("--nproc must be at least 1 and --samples at least 0")
+    if args.nproc > 1:
+        warm_up()
     words = (resolve(args.source), args.overrides, args.data, args.samples, args.json)
+    preflight(*words[:3], find_place().world if args.nproc == 1 else args.nproc)
     if args.nproc == 1:
         evaluate_rank(*words)
         return 0
-    warm_up()
     return launch(args.nproc, 0, evaluate_rank, *words)
 
 
-def sections_of(overrides: Sequence[str], nproc: int) -> dict[str, dict[str, Any]]:
+def preflight(source: str, overrides: Sequence[str], prefixes: Sequence[str] | None, world: int) -> None:
+    """Everything that can be known without ranks and without weights."""
+    from meshwright.config.rules import READ, check
+    from meshwright.train.evaluate import config_with, open_model
+
+    config = config_with(open_model(source)[1], sections_of(overrides, world, prefixes))
+    check(config, world, READ)
+    data_of(source, config, prefixes, 0)  # no sample is drawn yet
+
+
+def sections_of(
+    overrides: Sequence[str], nproc: int, prefixes: Sequence[str] | None = None
+) -> dict[str, dict[str, Any]]:
     """The keys given, over a plain layout: one process, or all ranks data-parallel."""
     from meshwright.config.load import set_key
 
@@ -57,33 +79,48 @@ def sections_of(overrides: Sequence[str], nproc: int) -> dict[str, dict[str, Any
         raw["train"]["global_batch"] = max(1, nproc // (tp * pp * cp)) * micro_batch  # unused, but checked
     raw["run"] = {"eval_samples": 0, "device": "auto"} | raw.get("run", {})
     raw["comm"] = {"backend": "auto"} | raw.get("comm", {})
+    if prefixes:
+        raw["data"] = raw.get("data", {}) | {"prefixes": list(prefixes), "weights": [], "split": [1.0, 0.0, 0.0]}
     return raw
 
 
-def evaluate_rank(source: str, overrides: list[str], prefixes: list[str] | None, samples: int, as_json: bool) -> None:
+def data_of(source: str, config: Config, prefixes: Sequence[str] | None, most: int) -> Checked:
+    """What is looked at: at most an epoch of the files named, or of the run's validation part."""
     from meshwright.checkpoint.hf import NO_DATA
-    from meshwright.train.datasets import datasets_of
+    from meshwright.data.stream import OneEpoch
+    from meshwright.data.token_file import TokenFile
+    from meshwright.train.datasets import Checked, datasets_of
+
+    if config.data.prefixes == (NO_DATA,):
+        raise UserError(f"{source} comes without data: name token files with --data PREFIX")
+    for prefix in prefixes or ():
+        tokens = TokenFile(prefix).token_count
+        if tokens <= config.model.seq:
+            raise UserError(
+                f"{prefix} holds {tokens} tokens, and one sample of the model takes {config.model.seq + 1}: name a "
+                "longer file with --data"
+            )
+    train, valid, _ = datasets_of(config)
+    data = train if prefixes else valid
+    if data is None:
+        raise UserError("the run has no validation data: name token files with --data PREFIX")
+    return Checked(OneEpoch(data.dataset, most), config.model.vocab)
+
+
+def evaluate_rank(source: str, overrides: list[str], prefixes: list[str] | None, samples: int, as_json: bool) -> None:
     from meshwright.train.evaluate import evaluate, with_model
     from meshwright.train.processes import find_place
 
-    sections = sections_of(overrides, find_place().world)
-    if prefixes:
-        sections["data"] = sections.get("data", {}) | {"prefixes": prefixes, "weights": [], "split": [1.0, 0.0, 0.0]}
-
     def use(ctx: Any, modules: Any, place: Any) -> None:
-        if ctx.config.data.prefixes == (NO_DATA,):
-            raise UserError(f"{source} comes without data: name token files with --data PREFIX")
-        train, valid, _ = datasets_of(ctx.config)
-        data = train if prefixes else valid
-        if data is None:
-            raise UserError("the run has no validation data: name token files with --data PREFIX")
-        unit = ctx.mesh.data.size * ctx.config.train.micro_batch
-        count = -(-(samples or 64) // unit) * unit
+        data = data_of(source, ctx.config, prefixes, samples or DEFAULT)
+        count = data.dataset.samples
         result = evaluate(ctx, modules, data, count)
+        if place.rank == 0 and samples > count:
+            print(f"(the data hold {count:,} samples, and each was looked at once)", file=sys.stderr)
         if place.rank == 0:
             words = (
                 f"loss {result['loss']:.4f}  perplexity {result['perplexity']:.2f}  over {result['tokens']:,} tokens"
             )
             print(json.dumps(result) if as_json else words, flush=True)
 
-    with_model(source, sections, use)
+    with_model(source, sections_of(overrides, find_place().world, prefixes), use)

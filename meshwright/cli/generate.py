@@ -6,10 +6,15 @@ import argparse
 import contextlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
+
+if TYPE_CHECKING:
+    from meshwright.config.rules import Rule
+    from meshwright.config.sections import Config
 
 EXAMPLES = """example:
   meshwright generate runs/demo --prompt "def main(" --max-tokens 64
@@ -44,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc > 1:
         warm_up()
     args.source = resolve(args.source)
+    args.ids = preflight(vars(args))
     if args.nproc == 1:
         generate_rank(vars(args))
         return 0
@@ -55,6 +61,38 @@ def resolve(source: str) -> str:
     from meshwright.checkpoint.format import find
 
     return source if (Path(source) / "config.json").is_file() else str(find(source))
+
+
+def preflight(args: dict[str, Any]) -> list[int]:
+    """Checks what can be known without ranks and without weights; the prompt's ids."""
+    from meshwright.config.rules import READ, check
+    from meshwright.train.evaluate import config_with, open_model
+
+    config = config_with(open_model(args["source"])[1], sections_of(args["nproc"]))
+    check_cut(config, args["nproc"])
+    check(config, args["nproc"], READ)
+    return prompt_ids(args, tokenizer_of(Path(args["source"]), config), config.model.vocab)
+
+
+def check_cut(config: Config, nproc: int) -> None:
+    """That the model can be cut over so many ranks, in words of this command."""
+    from meshwright.config import rules
+
+    model = config.model
+    reasons: dict[Rule, str] = {
+        rules.tp_divides_heads: f"does not divide the model's {model.heads} heads",
+        rules.tp_fits_kv_heads: f"neither divides the model's {model.kv_heads} key-value heads nor is a multiple",
+        rules.tp_divides_ffn: f"does not divide the model's ffn of {model.ffn}",
+    }
+
+    def broken(ranks: int) -> Rule | None:
+        cut = replace(config, layout=replace(config.layout, tp=ranks))
+        return next((rule for rule in reasons if rule(cut, ranks)), None)
+
+    rule = broken(nproc)
+    if rule is not None:
+        fitting = ", ".join(str(n) for n in range(1, model.heads + 1) if broken(n) is None)
+        raise UserError(f"--nproc {nproc} {reasons[rule]}: try --nproc {fitting}")
 
 
 def tokenizer_of(path: Path, config: Any) -> Any:
@@ -103,27 +141,37 @@ def prompt_ids(args: dict[str, Any], tokenizer: Any, vocab: int) -> list[int]:
         return ids
     if tokenizer is None:
         raise UserError("no tokenizer is known for this model: give --prompt-tokens instead of --prompt")
+    try:
+        args["prompt"].encode()
+    except UnicodeEncodeError:
+        raise UserError("--prompt is not UTF-8: write the text in UTF-8, or give --prompt-tokens") from None
     encode = tokenizer.encode if origin_of(Path(args["source"])) is None else tokenizer.encode_marked
-    return list(encode(args["prompt"])) or [tokenizer.eod]
+    ids = list(encode(args["prompt"])) or [tokenizer.eod]
+    if max(ids) >= vocab:  # cut over ranks, the model would read it as nothing
+        raise UserError(
+            f"the prompt has token {max(ids)}, beyond the model's {vocab}: the tokenizer is another model's"
+        )
+    return ids
 
 
-def generate_rank(args: dict[str, Any]) -> None:
-    from meshwright.models.generate import Generator, generate
-    from meshwright.train.evaluate import with_model
-
-    tp = args["nproc"]
-    sections: dict[str, dict[str, Any]] = {
-        "layout": {"tp": tp, "pp": 1, "chunks": 1, "sequence_parallel": False},
+def sections_of(nproc: int) -> dict[str, dict[str, Any]]:
+    """The keys that differ from the run's: one pipeline stage, cut over all ranks, and one sequence."""
+    return {
+        "layout": {"tp": nproc, "pp": 1, "chunks": 1, "sequence_parallel": False},
         "pipeline": {"schedule": "1f1b", "split": []},
         "train": {"micro_batch": 1, "global_batch": 1, "ramp": [], "compile": "false"},
         "run": {"eval_samples": 0, "device": "auto"},
         "comm": {"backend": "auto"},
     }
 
+
+def generate_rank(args: dict[str, Any]) -> None:
+    from meshwright.models.generate import Generator, generate
+    from meshwright.train.evaluate import with_model
+
     def use(ctx: Any, modules: Any, place: Any) -> None:
-        model, path = ctx.config.model, Path(args["source"])
+        model, path, prompt = ctx.config.model, Path(args["source"]), args["ids"]
         tokenizer = tokenizer_of(path, ctx.config)
-        prompt = prompt_ids(args, tokenizer, model.vocab)
         ends = end_tokens(path, tokenizer)
         generator = Generator(modules[0], model.vocab, min(model.seq, len(prompt) + args["max_tokens"]))
         most = min(args["max_tokens"], max(1, model.seq - len(prompt) + 1))  # the last token is not looked back at
@@ -134,7 +182,7 @@ def generate_rank(args: dict[str, Any]) -> None:
                 print(f"(stopped: the model's context of {model.seq} tokens is full)", file=sys.stderr)
             show(args, prompt, tokens, tokenizer, ends)
 
-    with_model(args["source"], sections, use)
+    with_model(args["source"], sections_of(args["nproc"]), use)
 
 
 def show(args: dict[str, Any], prompt: list[int], tokens: list[int], tokenizer: Any, ends: set[int]) -> None:

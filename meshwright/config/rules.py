@@ -249,6 +249,9 @@ RULES: list[Rule] = [
 # What a step's formulas need; they know context parallelism, which can't be trained yet.
 PLANNED = [rule for rule in RULES if rule is not context_is_trained]
 
+# What a model that is only read from needs: products of other numbers of tokens then run in bf16.
+READ = [rule for rule in RULES if rule is not fp8_fits_tokens]
+
 
 def broken(config: Config, world: int, rules: Sequence[Rule] = RULES) -> str | None:
     """The sentence of the first rule that `config` breaks on `world` ranks."""

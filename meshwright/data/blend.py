@@ -29,6 +29,11 @@ class Samples(Protocol):
 
     seq: int
 
+    @property
+    def epoch_samples(self) -> int: ...
+
+    def own_labels(self, n: int) -> int: ...
+
     def sample(self, n: int) -> NDArray[np.int64]: ...
 
 
@@ -100,6 +105,20 @@ class Blend:
         periods, slot = divmod(n, self.period)
         d = int(self._dataset[slot])
         return d, periods * self.weights[d] + int(self._rank[slot])
+
+    @property
+    def epoch_samples(self) -> int:
+        """How many samples there are before one of the datasets begins its second epoch."""
+        begins = []
+        for d, weight in enumerate(self.weights):
+            if weight:
+                periods, rank = divmod(self.datasets[d].epoch_samples, weight)
+                begins.append(periods * self.period + int(np.flatnonzero(self._dataset == d)[rank]))
+        return min(begins)
+
+    def own_labels(self, n: int) -> int:
+        d, k = self.locate(n)
+        return self.datasets[d].own_labels(k)
 
     def sample(self, n: int) -> NDArray[np.int64]:
         """Tokens of sample n: [seq + 1]."""

@@ -67,6 +67,18 @@ class GPTDataset:
         """The number of the first sample that begins in an epoch."""
         return -(-epoch * self.tokens_per_epoch // self.seq)
 
+    @property
+    def epoch_samples(self) -> int:
+        """How many samples begin in the first epoch."""
+        return self.first_sample(1)
+
+    def own_labels(self, n: int) -> int:
+        """How many labels of sample n are of its epoch; the others, of its last sample, are the next one's."""
+        number = n * self.seq // self.tokens_per_epoch
+        first = self.first_sample(number)
+        begin = (first + int(self.epoch(number).shuffle[n - first])) * self.seq
+        return min(self.seq, (number + 1) * self.tokens_per_epoch - 1 - begin)
+
     def sample(self, n: int) -> NDArray[np.int64]:
         """Tokens of sample n: [seq + 1]."""
         number = n * self.seq // self.tokens_per_epoch

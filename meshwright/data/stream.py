@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,21 @@ class SampleStream:
             found["positions"] = index - np.maximum.accumulate(np.where(begins, index, 0))
         if options.reset_attention:
             found["segments"] = np.cumsum(begins, dtype=np.int64)
+        return found
+
+
+class OneEpoch:
+    """At most `most` samples of a stream, all before its second epoch. Each token is a label once: where a sample goes
+    on into the second epoch it has no loss, and one that is all beyond is left out."""
+
+    def __init__(self, stream: SampleStream, most: int) -> None:
+        self.stream, source = stream, stream.source
+        self._numbers = list(islice((n for n in range(source.epoch_samples) if source.own_labels(n)), most))
+        self.samples = len(self._numbers)
+
+    def sample(self, n: int) -> dict[str, NDArray[np.int64]]:
+        found = self.stream.sample(self._numbers[n])
+        found["loss_mask"][self.stream.source.own_labels(self._numbers[n]) :] = 0
         return found
 
 

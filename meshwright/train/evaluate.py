@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from meshwright.checkpoint.format import find
@@ -14,7 +15,7 @@ from meshwright.checkpoint.hf import config_of
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader, load_weights
 from meshwright.config.load import config_from
-from meshwright.config.rules import check
+from meshwright.config.rules import READ, check
 from meshwright.config.sections import Config
 from meshwright.pipeline.executor import Executor
 from meshwright.train.batches import Dataset, MicroBatches
@@ -23,6 +24,8 @@ from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
 from meshwright.train.processes import Place, enter, find_place, leave
 from meshwright.train.step import fields_of, mean_loss
+
+ONLY_TRAINING = ("zero", "recompute", "optimizer", "loss_scale", "lr")  # sections
 
 
 def open_model(source: str) -> tuple[Reader | HFFolder, dict[str, Any]]:
@@ -35,8 +38,9 @@ def open_model(source: str) -> tuple[Reader | HFFolder, dict[str, Any]]:
 
 
 def config_with(found: dict[str, Any], sections: dict[str, dict[str, Any]]) -> Config:
-    """A checkpoint's config, some keys changed; a foreign section is left out."""
-    raw = {name: dict(keys) for name, keys in found.items() if name not in ("zero", "recompute")}  # only for training
+    """A checkpoint's config, some keys changed; foreign sections are left out, and what only training uses."""
+    raw = {name: dict(keys) for name, keys in found.items() if name not in ONLY_TRAINING}
+    raw.get("train", {}).pop("grad_dtype", None)
     known = set(Config.__dataclass_fields__) - {"extra"}
     for name, keys in sections.items():
         raw[name] = raw.get(name, {}) | keys
@@ -50,7 +54,7 @@ def with_model(
     weights, found = open_model(source)
     place = find_place()
     config = config_with(found, sections)
-    check(config, place.world)
+    check(config, place.world, READ)
     device, joined = enter(place, config.run.device, config.comm.backend, config.comm.timeout)
     try:
         ctx = build_context(config, place.rank, place.world, device, place.local_world)
@@ -62,9 +66,24 @@ def with_model(
             leave()
 
 
+class First:
+    """The first `count` samples of a dataset. Those behind, which fill up the last round of the ranks, have no loss."""
+
+    def __init__(self, dataset: Dataset, count: int) -> None:
+        self.dataset, self.count = dataset, count
+
+    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
+        if n < self.count:
+            return self.dataset.sample(n)
+        found = self.dataset.sample(0)
+        return found | {"loss_mask": np.zeros_like(found["loss_mask"])}
+
+
 def evaluate(ctx: Context, modules: list[nn.Module], dataset: Dataset, samples: int) -> dict[str, Any]:
-    """Mean loss and perplexity over the first `samples` samples."""
+    """Mean loss and perplexity over the first `samples` samples, on however many data-parallel ranks."""
     step = lambda module, batch, received: forward_step(ctx, module, batch, received)  # noqa: E731
     executor = Executor(modules, ctx.mesh.pp, step, ctx.ledger, ctx.parallel.streams)
-    loss, tokens = mean_loss(ctx, executor, MicroBatches(ctx, dataset, fields_of(modules)), samples)
+    unit = ctx.mesh.data.size * ctx.config.train.micro_batch
+    batches = MicroBatches(ctx, First(dataset, samples), fields_of(modules))
+    loss, tokens = mean_loss(ctx, executor, batches, -(-samples // unit) * unit)
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens, "samples": samples}

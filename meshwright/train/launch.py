@@ -121,7 +121,8 @@ def launch(ranks: int, restarts: int, main: Callable[..., None], *args: object, 
     from meshwright.train.display import show_cursor
 
     warm_up()
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # we say ourselves who failed, and why
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix=OWN_RUN) as folder:
         signals = "SIGINT,SIGHUP,SIGQUIT" if stops else "SIGTERM,SIGUSR1,SIGINT,SIGHUP,SIGQUIT"
         options: dict[str, Any] = {"signals_to_handle": signals, "shutdown_timeout": SHUTDOWN_S}

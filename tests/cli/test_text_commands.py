@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,8 @@ import torch
 from meshwright.checkpoint.save import Saver
 from meshwright.cli.main import main
 from meshwright.config.load import to_mapping
-from meshwright.config.rules import check
+from meshwright.config.rules import READ, check
+from meshwright.config.sections import Config
 from meshwright.data.token_writer import TokenFileWriter
 from meshwright.errors import UserError
 from meshwright.train.evaluate import config_with
@@ -29,11 +31,12 @@ PROMPT = [7, 3, 41, 9]
 WORDS = ["<s>", "</s>", *(f"w{n}" for n in range(2, 61))]
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, size: int = 61) -> None:
     """Words between blanks; it puts <s> before a text."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="w2"))
+    words = [*WORDS[:2], *(f"w{n}" for n in range(2, size))]
+    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="w2"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     made.save(str(folder / "tokenizer.json"))
@@ -51,6 +54,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(found / "hf")
     assert main(["import", str(found / "hf"), "--to", str(found / "checkpoint"), "--json"]) == 0
     return found
+
+
+def write_tokens(prefix: Path, count: int, vocab: int) -> None:
+    with TokenFileWriter(prefix, np.dtype("uint16")) as writer:
+        writer.add_document(np.random.default_rng(0).integers(0, vocab, count).astype(np.uint16))
+        writer.finish()
 
 
 def theirs(folder: Path, ids: list[int], count: int) -> list[int]:
@@ -107,17 +116,81 @@ def test_a_text_begins_as_the_model_is_used_to(folder: Path, capsys: pytest.Capt
     assert said.out == f"w5 w17{found['text']}\n" and "(8 tokens)" in said.err
 
 
+def on_ranks(nproc: int, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "meshwright", *words, "--nproc", str(nproc)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, env=env)
+
+
 def test_two_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Greedy and drawn text, the same as on one rank; stdout is one JSON document."""
     set_end(folder, None)
     words = [str(folder / "hf"), "--prompt-tokens", "7,3,41,9", "--max-tokens", "12", "--temperature", "0.7"]
     one = text_of(capsys, *words, "--seed", "3", "--top-p", "0.9")
-    command = [sys.executable, "-m", "meshwright", "generate", *words, "--seed", "3", "--top-p", "0.9", "--json"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "--nproc", "2"], capture_output=True, text=True, timeout=180, env=env)
+    done = on_ranks(2, "generate", *words, "--seed", "3", "--top-p", "0.9", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == one
     assert one["tokens"] != text_of(capsys, *words, "--seed", "4")["tokens"]
+
+
+HEADS = {"hidden": 48, "heads": 12, "seq": 24}
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "sentence"),
+    [
+        ({}, ["generate", "3"], "--nproc 3 does not divide the model's 4 heads: try --nproc 1, 2, 4"),
+        (
+            HEADS | {"kv_heads": 4, "ffn": 96},
+            ["generate", "6"],
+            "--nproc 6 neither divides the model's 4 key-value heads nor is a multiple: try --nproc 1, 2, 4, 12",
+        ),
+        (HEADS | {"ffn": 63}, ["generate", "4"], "--nproc 4 does not divide the model's ffn of 63: try --nproc 1, 3"),
+        ({}, ["generate", "2", "--prompt-tokens", "53"], "--prompt-tokens must lie between 0 and 52"),
+        ({}, ["eval", "3", "layout.tp=2"], "a world of 3 ranks is not divisible"),
+        ({}, ["eval", "3", "layout.tp=3"], "tp=3 does not divide heads=4: try layout.tp=1, 2, 4"),
+        ({}, ["eval", "2", "--data", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_ranks_can_not_do_is_told_before_they_start(
+    model: dict[str, Any], words: list[str], sentence: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("meshwright.train.launch.warm_up", lambda: None)
+    monkeypatch.setattr("meshwright.train.launch.launch", lambda *args: pytest.fail("ranks were started"))
+    save_run(tmp_path, small_config(model={"seq": 24} | model))
+    command, nproc, *more = words
+    if command == "generate" and not more:
+        more = ["--prompt-tokens", "1"]
+    assert main([command, str(tmp_path), *more, "--nproc", nproc]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+ONE_FAILS = """
+import os, pathlib, sys, time
+from meshwright.errors import UserError
+from meshwright.train.launch import launch
+
+def body(begun):
+    if os.environ["RANK"] == "1":
+        begun.touch()
+        time.sleep(60)
+    while not begun.exists():
+        time.sleep(0.01)
+    raise UserError("give a shorter prompt")
+
+if __name__ == "__main__":
+    sys.exit(launch(2, 0, body, pathlib.Path(__file__).with_name("begun")))
+"""
+
+
+def test_the_sentence_of_a_rank_stands_alone(tmp_path: Path) -> None:
+    """Though the other ranks must be stopped then, of which torch would tell."""
+    (tmp_path / "one_fails.py").write_text(ONE_FAILS)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(tmp_path / "one_fails.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "meshwright: give a shorter prompt\n")
 
 
 def test_the_end_of_the_context_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,11 +203,14 @@ def test_the_end_of_the_context_is_said(folder: Path, capsys: pytest.CaptureFixt
     assert "97 tokens are more than the model's 96" in capsys.readouterr().err
 
 
-def test_a_run_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = make_trainer(small_config(model={"seq": 24}))
-    saver = Saver(trainer, tmp_path / "checkpoints", asynchronous=False, busy="wait", keep=0)
+def save_run(folder: Path, config: Config) -> None:
+    saver = Saver(make_trainer(config), folder / "checkpoints", asynchronous=False, busy="wait", keep=0)
     saver.save()
     saver.committed()
+
+
+def test_a_run_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_run(tmp_path, small_config(model={"seq": 24}))
     found = text_of(capsys, str(tmp_path), "--prompt-tokens", "5", "--max-tokens", "20")
     assert len(found["tokens"]) == 20 and found["text"] is None
     mistakes = {
@@ -152,14 +228,28 @@ def test_a_run_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture
         assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        ("w5 w90 w17", "the prompt has token 90, beyond the model's 61: the tokenizer is another model's"),
+        ("w5 \udcff", "--prompt is not UTF-8"),
+    ],
+)
+def test_a_prompt_that_the_model_can_not_read(
+    prompt: str, sentence: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder / "checkpoint", tmp_path / "checkpoint")
+    write_tokenizer(tmp_path / "checkpoint", size=100)
+    assert main(["generate", str(tmp_path / "checkpoint"), "--prompt", prompt]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("source", ["hf", "checkpoint"])
 def test_eval_is_the_loss_of_transformers(
     source: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with TokenFileWriter(tmp_path / "tokens", np.dtype("uint16")) as writer:
-        writer.add_document(np.random.default_rng(0).integers(0, 61, 8 * 96 + 1).astype(np.uint16))
-        writer.finish()
-    words = ["--data", str(tmp_path / "tokens"), "--samples", "8", "train.global_batch=8"]  # an epoch: each window once
+    write_tokens(tmp_path / "tokens", 8 * 96 + 1, 61)
+    words = ["--data", str(tmp_path / "tokens"), "train.global_batch=8"]  # an epoch: each window once
     assert main(["eval", str(folder / source), *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf").eval()
@@ -173,6 +263,38 @@ def test_eval_is_the_loss_of_transformers(
     assert "--data" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("samples", "tokens"),
+    [([], 5 * 96 + 9), (["--samples", "5"], None), (["--samples", "70"], 5 * 96 + 9)],
+    ids=["whole", "five", "more than there are"],
+)
+def test_eval_looks_at_each_sample_once(
+    samples: list[str], tokens: int | None, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However the samples fill the ranks' rounds."""
+    write_tokens(tmp_path / "tokens", 5 * 96 + 10, 61)
+    words = ["eval", str(folder / "hf"), "--data", str(tmp_path / "tokens"), "--json", *samples]
+    found = []
+    for more in ([], ["train.micro_batch=4"]):
+        assert main([*words, *more]) == 0
+        said = capsys.readouterr()
+        found.append(json.loads(said.out))
+        assert ("the data hold 6 samples" in said.err) == ("70" in samples)
+    if not samples:
+        done = on_ranks(4, *words)
+        found.append(json.loads(done.stdout))
+    assert {(each["samples"], each["tokens"]) for each in found} == {(found[0]["samples"], found[0]["tokens"])}
+    assert found[0]["samples"] == (5 if tokens is None else 6) and tokens in (None, found[0]["tokens"])
+    assert max(abs(each["loss"] - found[0]["loss"]) for each in found) < 1e-6
+
+
+def test_eval_of_a_file_that_is_too_short(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tokens(tmp_path / "tokens", 96, 61)
+    assert main(["eval", str(folder / "hf"), "--data", str(tmp_path / "tokens")]) == 2
+    said = capsys.readouterr().err
+    assert "tokens holds 96 tokens, and one sample of the model takes 97: name a longer file with --data" in said
+
+
 def test_eval_takes_any_number_of_ranks_and_any_device(tmp_path: Path) -> None:
     """What the run was trained with says nothing of where it is evaluated."""
     from meshwright.cli.eval import sections_of
@@ -180,7 +302,41 @@ def test_eval_takes_any_number_of_ranks_and_any_device(tmp_path: Path) -> None:
     config = small_config(model={"seq": 24}, run={"device": "cuda"}, comm={"backend": "nccl"})
     for words, nproc in (([], 3), (["train.micro_batch=12"], 2), (["layout.tp=2"], 6)):
         found = config_with(to_mapping(config), sections_of(words, nproc))
-        check(found, nproc)
+        check(found, nproc, READ)
         assert (found.run.device, found.comm.backend) == ("auto", "auto")
     with pytest.raises(UserError, match="train.micro_batch"):
         config_with(to_mapping(config), sections_of(["train.micro_batch=many"], 2))
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [
+        {"train": {"precision": "bf16", "grad_dtype": "bf16"}},
+        {"train": {"precision": "bf16"}, "optimizer": {"master_dtype": "bf16"}},
+        {"optimizer": {"lr": 0.1}, "lr": {"min": 0.01, "warmup": 3}},
+    ],
+)
+def test_rules_of_training_do_not_hold_for_a_model_that_is_only_read(trained: dict[str, Any]) -> None:
+    from meshwright.cli.eval import sections_of
+
+    found = config_with(to_mapping(small_config(**trained)), sections_of(["train.precision=fp32", "train.steps=1"], 1))
+    check(found, 1, READ)
+    assert found.train.precision == "fp32"
+
+
+def test_a_run_in_fp8_whose_tokens_are_no_multiple_of_16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its products run in bf16 then, also where the model is cut."""
+    save_run(tmp_path, small_config(model={"seq": 24}, train={"precision": "fp8", "micro_batch": 2}))
+    found = text_of(capsys, str(tmp_path), "--prompt-tokens", "5,17,2", "--max-tokens", "4")
+    assert len(found["tokens"]) == 4
+    done = on_ranks(2, "generate", str(tmp_path), "--prompt-tokens", "5,17,2", "--max-tokens", "4", "--json")
+    assert done.returncode == 0 and len(json.loads(done.stdout)["tokens"]) == 4, done.stderr
+    write_tokens(tmp_path / "tokens", 24 * 4 + 1, 53)
+    words = ["eval", str(tmp_path), "--data", str(tmp_path / "tokens"), "--samples", "4", "--json"]
+    losses = []
+    for more in ([], ["train.precision=bf16"]):
+        assert main([*words, *more]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    cut = on_ranks(2, *words, "layout.tp=2", "layout.sequence_parallel=true")
+    assert cut.returncode == 0, cut.stderr
+    assert losses[0] == losses[1] and abs(json.loads(cut.stdout)["loss"] - losses[0]) < 1e-3

@@ -15,12 +15,19 @@ from meshwright.errors import UserError
 
 
 class Numbers:
-    """Dataset d; its sample k is [d, k]."""
+    """Dataset d; its sample k is [d, k]. An epoch has 5 + 3 d samples."""
 
     seq = 1
 
     def __init__(self, d: int) -> None:
         self.d = d
+
+    @property
+    def epoch_samples(self) -> int:
+        return 5 + 3 * self.d
+
+    def own_labels(self, n: int) -> int:
+        return 10 * self.d + n
 
     def sample(self, n: int) -> NDArray[np.int64]:
         return np.array([self.d, n])
@@ -108,3 +115,11 @@ def test_the_seed_settles_ties() -> None:
 def test_weights_that_cannot_be(weights: list[float]) -> None:
     with pytest.raises(UserError, match="weight"):
         blend(weights)
+
+
+@pytest.mark.parametrize("weights", [[1], [1, 1], [5, 8, 11], [0, 1, 2], [100, 1], [1, 100]])
+def test_the_first_epoch_ends_where_a_dataset_begins_again(weights: list[float]) -> None:
+    made = blend(weights)
+    places = [made.locate(n) for n in range(2000)]
+    assert made.epoch_samples == next(n for n, (d, k) in enumerate(places) if k == 5 + 3 * d)
+    assert all(made.own_labels(n) == 10 * d + k for n, (d, k) in enumerate(places[:20]))

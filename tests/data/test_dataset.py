@@ -96,6 +96,20 @@ def test_an_epoch_sees_every_token_once(tmp_path: Path) -> None:
         assert np.array_equal(np.sort(seen), np.arange(file.token_count))
 
 
+@pytest.mark.parametrize("seq", [1, 7, 9, 18, 19, 40])
+def test_in_an_epoch_each_token_is_its_own_label_once(tmp_path: Path, seq: int) -> None:
+    """But the stream's first, which nothing comes before."""
+    file = token_file(tmp_path / "a", [[3], [8], [1, 0, 4], [], [25]])
+    dataset = GPTDataset(file, seq, seed=11)
+    for epoch in range(3):
+        numbers = range(dataset.first_sample(epoch), dataset.first_sample(epoch + 1))
+        own = [dataset.sample(n)[1 : dataset.own_labels(n) + 1] for n in numbers]
+        seen = np.bincount(np.concatenate(own), minlength=file.token_count)
+        # A later epoch's first labels belong to the sample that the epoch before ends with.
+        assert seen.max() == 1 and (epoch or seen.sum() == file.token_count - 1)
+    assert dataset.epoch_samples == dataset.first_sample(1)
+
+
 def test_over_many_epochs_no_token_is_lost(tmp_path: Path) -> None:
     """When seq does not divide them, the stream goes on: after `seq` epochs each token was seen `seq` times."""
     file = token_file(tmp_path / "a", [[3], [8], [1, 0, 4], [], [7]])

@@ -14,13 +14,18 @@ from numpy.typing import NDArray
 from meshwright.data.blend import Blend
 from meshwright.data.dataset import GPTDataset
 from meshwright.data.prepare import prepare
-from meshwright.data.stream import SampleOptions, SampleStream, build_datasets, parse_split, split_documents
+from meshwright.data.stream import OneEpoch, SampleOptions, SampleStream, build_datasets, parse_split, split_documents
 from meshwright.data.token_file import METADATA_FORMAT
 from meshwright.data.token_writer import TokenFileWriter
 from meshwright.errors import UserError
 
 
 class Fixed:
+    epoch_samples = 1
+
+    def own_labels(self, n: int) -> int:
+        return self.seq
+
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.seq = np.array(tokens, np.int64), len(tokens) - 1
 
@@ -126,6 +131,26 @@ def test_build_one_file(tmp_path: Path) -> None:
         assert np.array_equal(sample["loss_mask"], sample["tokens"] != 999)
     again = build_datasets([prefix], None, "8,2,0", 7, 5)[0]
     assert again is not None and np.array_equal(again.sample(17)["tokens"], train.sample(17)["tokens"])
+
+
+@pytest.mark.parametrize(("files", "length"), [(1, 50), (1, 49), (1, 9), (2, 50), (2, 49)])
+def test_one_epoch(files: int, length: int, tmp_path: Path) -> None:
+    """No label comes twice, and in a single file none is left out; no sample is without one."""
+    prefixes = [str(tmp_path / str(number)) for number in range(files)]
+    for number, prefix in enumerate(prefixes):
+        with TokenFileWriter(prefix, np.uint16) as writer:
+            writer.add_document(range(100 * number, 100 * number + length + 24 * number))
+            writer.finish()
+    stream = build_datasets(prefixes, None, "1", 8, 5, SampleOptions(eod=30, mask_eod=True))[0]
+    assert stream is not None
+    epoch = OneEpoch(stream, 1000)
+    samples = [epoch.sample(n) for n in range(epoch.samples)]
+    labels = [sample["labels"][sample["loss_mask"] == 1].tolist() for sample in samples]
+    seen = [label for part in labels for label in part]
+    assert len(set(seen)) == len(seen) and all(labels) and 31 not in seen, "the end token's mask stays"
+    if files == 1:
+        assert set(seen) == set(range(1, length)) - {31} and epoch.samples == -(-(length - 1) // 8)
+    assert OneEpoch(stream, 1).samples == 1
 
 
 def test_build_a_blend(tmp_path: Path) -> None:
