@@ -17,6 +17,7 @@ from meshwright.checkpoint.load import Reader, load_weights
 from meshwright.config.load import config_from
 from meshwright.config.rules import READ, check
 from meshwright.config.sections import Config
+from meshwright.errors import UserError
 from meshwright.pipeline.executor import Executor
 from meshwright.train.batches import Dataset, MicroBatches
 from meshwright.train.context import Context, build_context
@@ -86,4 +87,6 @@ def evaluate(ctx: Context, modules: list[nn.Module], dataset: Dataset, samples: 
     unit = ctx.mesh.data.size * ctx.config.train.micro_batch
     batches = MicroBatches(ctx, First(dataset, samples), fields_of(modules))
     loss, tokens = mean_loss(ctx, executor, batches, -(-samples // unit) * unit)
+    if not tokens:
+        raise UserError("no token of the data counts in the loss: check data.mask_eod and data.eod")
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens, "samples": samples}

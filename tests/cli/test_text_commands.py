@@ -295,6 +295,13 @@ def test_eval_of_a_file_that_is_too_short(folder: Path, tmp_path: Path, capsys: 
     assert "tokens holds 96 tokens, and one sample of the model takes 97: name a longer file with --data" in said
 
 
+def test_eval_of_data_that_are_masked_whole(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tokens(tmp_path / "tokens", 200, 1)
+    words = ["eval", str(folder), "--data", str(tmp_path / "tokens"), "data.mask_eod=true", "data.eod=0"]
+    assert main(words) == 2
+    assert "no token of the data counts in the loss" in capsys.readouterr().err
+
+
 def test_eval_takes_any_number_of_ranks_and_any_device(tmp_path: Path) -> None:
     """What the run was trained with says nothing of where it is evaluated."""
     from meshwright.cli.eval import sections_of
