@@ -7,7 +7,7 @@ import argparse
 from meshwright.errors import UserError
 from meshwright.plan import job as jobs
 from meshwright.plan.cluster import Cluster, known_clusters
-from meshwright.plan.stack import OWN, STACKS, Stack
+from meshwright.plan.stack import NAMED, OWN, Stack
 from meshwright.plan.workload import Workload
 
 
@@ -31,7 +31,7 @@ def world_asked(args: argparse.Namespace, job: jobs.Planned) -> int:
 
 def cluster_arguments(parser: argparse.ArgumentParser, default: str = OWN) -> None:
     parser.add_argument("--cluster", metavar="NAME|FILE", help=f"a YAML file, or one of {', '.join(known_clusters())}")
-    parser.add_argument("--stack", metavar="NAME", help=f"the software stack: {', '.join(STACKS)} (default: {default})")
+    parser.add_argument("--stack", metavar="NAME", help=f"the software stack: {', '.join(NAMED)} (default: {default})")
 
 
 def step_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,5 +46,5 @@ def step_asked(args: argparse.Namespace) -> tuple[jobs.Planned, Workload, Cluste
     job = jobs.planned(args.target, args.words, args.layout)
     cluster = jobs.cluster_for(job, args.cluster)
     job = jobs.suited(job, cluster)
-    stack = jobs.stack_for(job.config, cluster, args.stack or job.run.get("stack"))
+    stack = jobs.stack_asked(job.config, cluster, args.stack or job.run.get("stack"))
     return job, jobs.checked_step(job, jobs.devices_for(job, args.devices), cluster), cluster, stack

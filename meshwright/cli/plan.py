@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     job = jobs.planned(args.target, words, as_run=False)
     cluster = jobs.cluster_for(job, args.cluster)
     job = jobs.suited(job, cluster)
-    stack = jobs.stack_for(job.config, cluster, args.stack)
+    stack = jobs.stack_asked(job.config, cluster, args.stack)
     devices = jobs.devices_for(job, args.devices)
     if (args.fit is not None and not 0 < args.fit < float("inf")) or args.top < 1:
         raise UserError("--fit must be a number of GiB above zero, and --top at least 1")
@@ -129,17 +130,31 @@ def _write(
     args: argparse.Namespace, job: jobs.Planned, shown: list[Candidate], reasons: list[str], limit: float, devices: int,
     cluster: Cluster,
 ) -> None:  # fmt: skip
-    text = yaml_of(job, shown[0])
-    write(args.out or (None if args.json else _free(f"{job.name}-plan", text)), lambda: text)
+    text = signed(yaml_of(job, shown[0]))
+    write(args.out or (None if args.json else _free(f"{job.name}-plan")), lambda: text)
     title = f"{job.name} on {devices} x {cluster.device.name}"
     write(args.html, lambda: page(title, reasons, shown, limit))
 
 
-def _free(stem: str, text: str) -> Path:
-    """NAME.yaml, or with a number, so that no other file that somebody may have worked on is lost."""
+SIGNATURE = "# Replaced by the next plan unless somebody changes it: "
+
+
+def signed(text: str) -> str:
+    return f"{text}{SIGNATURE}{zlib.crc32(text.encode('utf-8')):08x}\n"
+
+
+def _free(stem: str) -> Path:
+    """NAME.yaml, or with a number, so that nothing is lost that somebody has worked on."""
     names = itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2)))
-    paths = (Path(f"{name}.yaml") for name in names)
-    return next(path for path in paths if not path.exists() or path.read_bytes() == text.encode("utf-8"))
+    return next(path for name in names if not (path := Path(f"{name}.yaml")).exists() or _unchanged(path))
+
+
+def _unchanged(path: Path) -> bool:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return text == signed(text.partition(SIGNATURE)[0])
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     job = jobs.planned(args.target, args.words, as_run=False)
     cluster = jobs.cluster_for(job, args.cluster)
     job = jobs.suited(job, cluster)
-    stack = jobs.stack_for(job.config, cluster, args.stack)
+    stack = jobs.stack_asked(job.config, cluster, args.stack)
     counts = device_counts(args.devices)
     searched = [word for word in args.words if word.startswith(SEARCHED)]
     if searched:

@@ -23,15 +23,16 @@ class _Loader(yaml.SafeLoader):
     """YAML as people write it: `1e-3` is a number (plain PyYAML reads a string), a date is a word, and a key that comes
     twice is a mistake."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
         seen: dict[Any, int] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if key.value in seen:
                     problem = f"'{key.value}' was given in line {seen[key.value]} already"
-                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                    raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
                 seen[key.value] = key.start_mark.line + 1
-        return super().construct_mapping(node, deep)
+        return node
 
 
 _DATE = "tag:yaml.org,2002:timestamp"
@@ -46,9 +47,20 @@ _FLOAT = (
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
 
 
-def parse_yaml(text: str, where: str) -> Any:
+class _Dumper(yaml.SafeDumper):
+    """Puts in quotes what the loader would take for something else than a word."""
+
+
+_Dumper.yaml_implicit_resolvers = {
+    letter: [*_Loader.yaml_implicit_resolvers.get(letter, []), *known]
+    for letter, known in yaml.SafeDumper.yaml_implicit_resolvers.items()
+}
+
+
+def parse_yaml(text: str, where: str, words: bool = False) -> Any:
+    """`words`: whatever looks like a number or a yes or no is one too."""
     try:
-        return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+        return yaml.load(text, yaml.BaseLoader if words else _Loader)  # noqa: S506 (both are safe)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
@@ -99,14 +111,17 @@ def set_key(raw: dict[str, Any], word: str, sections: Mapping[str, type] | None 
         section = section[name]
         if not isinstance(section, dict):
             raise UserError(f"'{name}' in the config file is not a section, so '{word}' can't be set in it")
-    read = parse_yaml(value, f"'{word}'")
-    section[last] = value if isinstance(read, (bool, int, float)) and _wants_word(path, last, sections) else read
+    kind = _kind_of([*path, last], typing.get_type_hints(Config) | dict(sections or {}))
+    section[last] = parse_yaml(value, f"'{word}'", words=kind is str or typing.get_args(kind)[:1] == (str,))
 
 
-def _wants_word(path: Sequence[str], key: str, sections: Mapping[str, type] | None) -> bool:
-    kinds = typing.get_type_hints(Config) | dict(sections or {})
-    section = kinds.get(path[0]) if len(path) == 1 else None
-    return section is not None and typing.get_type_hints(section).get(key) is str
+def _kind_of(path: Sequence[str], kinds: Mapping[str, Any]) -> Any:
+    """The annotation of a key, as far as there is one."""
+    kind = kinds.get(path[0])
+    if len(path) == 1 or not dataclasses.is_dataclass(kind):
+        return kind if len(path) == 1 else None
+    hints = typing.get_type_hints(kind)
+    return _kind_of(path[1:], {key_of(f): hints[f.name] for f in dataclasses.fields(kind)})
 
 
 def config_from(raw: Mapping[str, Any], sections: Mapping[str, type] | None = None) -> Config:
@@ -219,7 +234,12 @@ def to_mapping(config: Config) -> dict[str, Any]:
 
 
 def to_yaml(config: Config) -> str:
-    return yaml.safe_dump(to_mapping(config), sort_keys=False)
+    return dump(to_mapping(config))
+
+
+def dump(raw: Mapping[str, Any]) -> str:
+    """What `parse_yaml` reads as it was."""
+    return yaml.dump(raw, Dumper=_Dumper, sort_keys=False)
 
 
 def _list(names: Any) -> str:

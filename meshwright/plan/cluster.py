@@ -110,9 +110,6 @@ class Cluster:
         return self.device.memory_gb_s * 1e9 * (self.efficiency.optimizer or self.efficiency.memory)
 
 
-LARGEST_SHARE = 5.0  # those that a profile fits may lie above 1, and no share is a percentage
-
-
 def known_clusters() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
@@ -131,7 +128,11 @@ def load_cluster(name: str) -> Cluster:
             )
         if not path.is_file():
             raise UserError(f"there is no cluster file '{name}': give the path of a YAML file")
-    return cluster_from(read_yaml(path), str(path))
+    cluster = cluster_from(read_yaml(path), str(path))
+    share = cluster.efficiency.product
+    if share > 2.0:  # 1 in a measured profile, whose other shares are relative to what was measured
+        raise UserError(f"{path}: efficiency.product={share} must be a share of the peak: write 0.5 for half of it")
+    return cluster
 
 
 def cluster_from(raw: Any, where: str) -> Cluster:
@@ -178,8 +179,6 @@ def _number(hint: Any, value: Any, where: str, path: str) -> Any:
     number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float)) else value
     if not 0 < number <= sys.float_info.max:
         raise UserError(f"{where}: {path}={value} must be a number above zero, and a finite one")
-    if path.startswith("efficiency.") and path != "efficiency.contention" and number > LARGEST_SHARE:
-        raise UserError(f"{where}: {path}={value} must be a share of the peak: write 0.5 for half of it")
     if hint is int and number != int(number):
         raise UserError(f"{where}: {path}={value} must be a whole number of at least 1")
     return hint(number)

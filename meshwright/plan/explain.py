@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
-
-from meshwright.config.load import config_from, to_mapping
+from meshwright.config.load import config_from, dump, to_mapping
 from meshwright.plan.account import layout_of_cost, layout_words
 from meshwright.plan.cost import Cost
 from meshwright.plan.job import Planned
@@ -83,4 +81,4 @@ def yaml_of(job: Planned, best: Candidate) -> str:
             raw[section] = {**raw.get(section, {}), **other}
     head = f"# {layout_words(layout_of_cost(best.cost))}\n# on {w.world} x {best.cost.cluster.device.name}: "
     head += f"{seconds(best.cost.step_s)} a step, {best.memory_gib:.1f} GiB, predicted. Put your token files in data.\n"
-    return head + yaml.safe_dump(raw, sort_keys=False)
+    return head + dump(raw)

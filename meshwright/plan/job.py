@@ -14,7 +14,7 @@ from meshwright.config.sections import Config
 from meshwright.errors import UserError, nearest
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.communication import Traffic, predict_step
-from meshwright.plan.stack import EAGER, OWN, STACKS, Stack
+from meshwright.plan.stack import EAGER, NAMED, OWN, STACKS, Stack
 from meshwright.plan.workload import Workload, config_with, workload_of
 
 # The short words of --layout, and the keys they stand for.
@@ -156,12 +156,12 @@ def devices_for(job: Planned, given: int | None) -> int:
     return count
 
 
-def stack_for(config: Config, cluster: Cluster, name: str | None) -> Stack:
+def stack_asked(config: Config, cluster: Cluster, name: str | None) -> Stack:
     """The named stack, or our own as this config runs on an accelerator: without compiled blocks, where it wants none
     or has dropout. (A processor's own profile is measured as its blocks run.)"""
     if not name:
         eager = config.train.compile == "false" or (config.train.compile == "auto" and config.model.dropout > 0)
         return EAGER if eager and cluster.device.units > 1 else STACKS[OWN]
-    if name not in STACKS:
-        raise UserError(f"there is no stack '{name}'{nearest(name, STACKS)}: the stacks are {', '.join(STACKS)}")
-    return STACKS[name]
+    if name not in NAMED:
+        raise UserError(f"there is no stack '{name}'{nearest(name, NAMED)}: the stacks are {', '.join(NAMED)}")
+    return NAMED[name]

@@ -49,6 +49,7 @@ EAGER = replace(
     STACKS[OWN], name="eager", about="Meshwright without compiled blocks: eager elementwise kernels",
     passes=STACKS["fused"].passes, kernel_us=STACKS["fused"].kernel_us, gate_copies=STACKS["fused"].gate_copies,
 )  # fmt: skip
+NAMED = STACKS | {EAGER.name: EAGER}  # what a user may ask for
 
 # What a row's source says, first match.
 RULES: tuple[tuple[str, str], ...] = (

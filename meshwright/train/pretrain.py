@@ -73,7 +73,7 @@ def pretrain(
     - `datasets_provider(ctx, (train, valid, test))` gets the samples that the run will ask for and returns three
       objects with `sample(n) -> dict of arrays` (or None for valid and test).
     - `forward_step(ctx, module, batch, received)` returns the named tensors to send on or, on the last stage, the
-      loss's sum, its token count and a dict of values to monitor.
+      loss's sum, its token count and a dict of values to monitor, in one step of the same names on every rank.
     - `config` may be the path of a YAML file; `sections` adds dataclasses of your own to it (`config.extra`).
     - `process_groups`: torch process groups made elsewhere, by the layout's name of the axis.
     - `reduce(gradients, group)` begins the reduction of one bucket over the data-parallel ranks.
@@ -204,9 +204,6 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
                 watcher.stepped(result)
             skipped = skipped + 1 if result.skipped else 0
             if skipped == MOST_SKIPPED:
-                if not config.checkpoint.every:  # or what was learned before would be lost
-                    saver.save(True)
-                    saver.committed()
                 raise UserError(_why_skipped(skipped, result))
             last = step == steps or result.stop
             if last or saves(step):

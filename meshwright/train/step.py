@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from meshwright.comm.ledger import wire_bytes
 from meshwright.device import DTYPES, Device, Download
-from meshwright.errors import UserError
 from meshwright.optim.adam import FlatOptimizer
 from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.schedules import global_batch, learning_rate
@@ -105,7 +104,6 @@ class Trainer:
         self.step_number = 0
         self.consumed = 0
         self._read_at = 0.0
-        self._names: list[str] | None = None
         self.before_update: Callable[[], object] = lambda: None
 
     @property
@@ -165,9 +163,10 @@ class Trainer:
                 waited = time.perf_counter() - begun  # for what a device still computed
                 norm = gradient_norm(tokens, squares, weight)
                 if math.isfinite(norm) and tokens:
-                    divisor = weight * tokens
+                    divisor = weight * divisor_of(tokens)
                     self.optimizer.step(lr, divisor * norm / clip if clip and norm > clip else divisor)
-                self.loss_scale.update(math.isfinite(norm))
+                if tokens or not math.isfinite(norm):
+                    self.loss_scale.update(math.isfinite(norm))
         read = self.ctx.device.download(sums)
         totals.seconds["backward"] += waited
         totals.seconds["optimizer"] = time.perf_counter() - update - waited
@@ -189,7 +188,7 @@ class Trainer:
         """The finished result of a launched step, once the device has come that far."""
         result = launched.result
         loss, tokens, squares = launched.sums.read()
-        result.loss, result.tokens = per_token(loss, tokens), int(tokens)
+        result.loss, result.tokens = per_token(loss, tokens), math.ceil(tokens)
         result.grad_norm = gradient_norm(tokens, squares, launched.weight)
         result.skipped = not math.isfinite(result.grad_norm) or not tokens
         self._read_counts(result, launched.counts.read())
@@ -199,24 +198,16 @@ class Trainer:
         return result
 
     def _monitored(self, totals: Totals) -> dict[str, float]:
-        """Averages, over the micro-batches of all data-parallel ranks that had it, of each value that `forward_step`
-        returned beside the loss. Ranks know each other's names by their own of the first step."""
-        if self._names is None:
-            self._names = sorted(totals.monitored)
-        new = next((name for name in totals.monitored if name not in self._names), None)
-        if new is not None:
-            raise UserError(
-                f"forward_step returned '{new}' to monitor, and in the first step it did not: there, return all names "
-                "on every rank"
-            )
-        if not self._names:
+        """Averages, over the micro-batches that had it, of each value that `forward_step` returned beside the loss. In
+        a step, all data-parallel ranks have the same names."""
+        if not totals.monitored:
             return {}
-        values = [float(totals.monitored.get(name, 0.0)) for name in self._names]
-        values += [float(totals.times[name]) for name in self._names]
+        names = sorted(totals.monitored)
+        values = [float(totals.monitored[name]) for name in names] + [float(totals.times[name]) for name in names]
         vector = torch.tensor(values, dtype=torch.float64, device=self.ctx.device.torch)
         self.ctx.mesh.data.all_reduce(vector)
         sums, times = vector.view(2, -1)
-        return dict(zip(self._names, (sums / times).tolist(), strict=True))
+        return dict(zip(names, (sums / times).tolist(), strict=True))
 
     def _count(self, seconds: Mapping[str, float], stop_requested: bool) -> Download:
         """Sum over all ranks of seconds by phase, the ledger of this step, this very call included, and the ranks that
@@ -306,7 +297,11 @@ def sums_over_world(ctx: Context, totals: Totals, squares: Tensor | float = 0.0)
 
 def gradient_norm(tokens: float, squares: float, weight: float) -> float:
     """Of the true gradient: what is stored is weight x its sum over tokens, and the true one is the sum / tokens."""
-    return math.sqrt(squares) / (weight * max(tokens, 1.0)) if math.isfinite(squares) else math.inf
+    return math.sqrt(squares) / (weight * divisor_of(tokens)) if math.isfinite(squares) else math.inf
+
+
+def divisor_of(tokens: float) -> float:
+    return tokens if tokens > 0 else 1.0
 
 
 def per_token(loss: float, tokens: float) -> float:
@@ -326,4 +321,4 @@ def mean_loss(
     with ctx.ledger.phase("validation"):
         totals = executor.run(table, lambda i: batches.load(0, i), 0)
         loss_sum, tokens, _ = sums_over_world(ctx, totals).tolist()
-    return per_token(loss_sum, tokens), int(tokens)
+    return per_token(loss_sum, tokens), math.ceil(tokens)

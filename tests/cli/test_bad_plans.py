@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from meshwright.cli.main import main
+from meshwright.config.load import load_config
 from meshwright.plan.cluster import FOLDER
 from meshwright.plan.job import planned
 from tests.cli.test_bad_input import sentence
@@ -64,15 +65,18 @@ def test_a_share_in_percent(here: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_plan_replaces_no_other_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "gpt2-124m", "--cluster", "h100-80g-dgx", "--devices", "2", "--global-batch", "8"]
+    first = here / "gpt2-124m-plan.yaml"
+    for batch in ("8", "64"):
+        assert main([*words[:-1], batch]) == 0
+        assert load_config(first).train.global_batch == int(batch), "what plan wrote itself, it replaces"
+    mine = first.read_text().replace("global_batch: 64", "global_batch: 32")
+    first.write_text(mine)
+    (here / "gpt2-124m-plan-2.yaml").mkdir()
     for _ in range(2):
         assert main(words) == 0
-    assert [path.name for path in here.iterdir()] == ["gpt2-124m-plan.yaml"]
-    (here / "gpt2-124m-plan.yaml").write_text("mine")
-    for _ in range(2):
-        assert main(words) == 0
-    assert "wrote gpt2-124m-plan-2.yaml" in capsys.readouterr().err
-    assert {path.name for path in here.iterdir()} == {"gpt2-124m-plan.yaml", "gpt2-124m-plan-2.yaml"}
-    assert (here / "gpt2-124m-plan.yaml").read_text() == "mine"
+    assert "wrote gpt2-124m-plan-3.yaml" in capsys.readouterr().err
+    assert {path.name for path in here.iterdir()} == {f"gpt2-124m-plan{n}.yaml" for n in ("", "-2", "-3")}
+    assert first.read_text() == mine
 
 
 def test_chunks_are_interleaved_beside_other_keys_of_the_pipeline(here: Path) -> None:

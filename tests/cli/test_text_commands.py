@@ -297,7 +297,7 @@ def test_eval_of_a_file_that_is_too_short(folder: Path, tmp_path: Path, capsys: 
 
 def test_eval_of_data_that_are_masked_whole(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_tokens(tmp_path / "tokens", 200, 1)
-    words = ["eval", str(folder), "--data", str(tmp_path / "tokens"), "data.mask_eod=true", "data.eod=0"]
+    words = ["eval", str(folder / "hf"), "--data", str(tmp_path / "tokens"), "data.mask_eod=true", "data.eod=0"]
     assert main(words) == 2
     assert "no token of the data counts in the loss" in capsys.readouterr().err
 

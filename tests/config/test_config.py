@@ -37,7 +37,11 @@ def test_words_win_over_the_file(tmp_path: Path) -> None:
 def test_a_word_that_looks_like_something_else_is_taken_as_it_stands(tmp_path: Path, word: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(to_yaml(config_from(SMALL)))
-    assert load_config(path, [f"run.dir={word}"]).run.dir == word.strip("'")
+    words = [f"run.dir={word}", f"data.prefixes=[{word},b]", f"zero.offload.path={word}"]
+    config = load_config(path, words)
+    assert {config.run.dir, config.data.prefixes[0], config.zero.offload.path} == {word.strip("'")}
+    assert config_from(parse_yaml(to_yaml(config), "")) == config
+    assert load_config(path, [f"data.prefixes={word}"]).data.prefixes == (word.strip("'"),)
     assert load_config(path, [f"mine.name={word}"], {"mine": Mine}).extra["mine"].name == word.strip("'")
     path.write_text(f"{to_yaml(config_from(SMALL))}\n".replace("dir: runs/default", f"dir: {word}"))
     if "-" in word or "'" in word:
@@ -50,6 +54,11 @@ def test_a_word_that_looks_like_something_else_is_taken_as_it_stands(tmp_path: P
 @dataclass(frozen=True)
 class Mine:
     name: str = ""
+
+
+def test_merged_keys_are_no_second_ones() -> None:
+    text = "base: &base {x: 1, y: 2}\ndeep:\n  b: &b\n    <<: *base\n    x: 5\nc:\n  <<: *b\n  y: 3\n"
+    assert parse_yaml(text, "here")["c"] == {"x": 5, "y": 3}
 
 
 @pytest.mark.parametrize(("text", "line"), [

@@ -25,7 +25,7 @@ from meshwright.plan.communication import predict_step
 from meshwright.plan.cost import Cost, closed_seconds, predict_cost
 from meshwright.plan.efficiency import collective_seconds, tile_share, wire_rate
 from meshwright.plan.flops import model_flops, total_params
-from meshwright.plan.job import planned, stack_for
+from meshwright.plan.job import planned, stack_asked
 from meshwright.plan.memory import in_flight, largest, memory_of
 from meshwright.plan.stack import EAGER, STACKS
 from meshwright.plan.states import rank_memory
@@ -207,9 +207,10 @@ def test_blocks_that_are_not_compiled_keep_what_they_keep(words: list[str], eage
     """Against the formulas of `meshwright memory`, which know each tensor and count uncompiled blocks."""
     given = [*words, "train.global_batch=8", "run.device=cuda", "train.micro_batch=1"]
     config = planned("llama3-8b", given, as_run=False).config
-    stack = stack_for(config, H100, None)
-    assert stack.name == ("eager" if eager else "compiled") and stack_for(config, H100, "compiled") == OWN
-    assert stack_for(config, load_cluster("laptop"), None) == OWN
+    stack = stack_asked(config, H100, None)
+    assert stack.name == ("eager" if eager else "compiled") and stack_asked(config, H100, "compiled") == OWN
+    assert stack_asked(config, H100, "eager") == EAGER
+    assert stack_asked(config, load_cluster("laptop"), None) == OWN
     w, exact = rank_memory(config, 8, 0)
     mine, plain = (memory_of(x, EAGER, 0).activations for x in (w, replace(w, documents=False)))
     assert mine == pytest.approx(exact.activations, rel=0.02)
