@@ -88,12 +88,13 @@ def test_a_world_and_groups_made_elsewhere(tmp_path: Path) -> None:
     assert lines[-1]["monitored"] == {"rank": 0.5}, "the mean over data-parallel ranks"
 
 
-def own_run(folder: Path, step: Any, steps: int = 100, micro: int = 4) -> Any:
+def own_run(folder: Path, step: Any, steps: int = 100, micro: int = 4, precision: str = "fp32") -> Any:
     config = config_from(
         {
             "model": {"layers": 1, "hidden": 8, "heads": 1, "vocab": 7, "seq": 8},
             "data": {"prefixes": ["none"]},
-            "train": {"steps": steps, "global_batch": 4, "micro_batch": micro},
+            "train": {"steps": steps, "global_batch": 4, "micro_batch": micro, "precision": precision},
+            "loss_scale": {"initial": 8.0, "window": 4},
             "run": {"dir": str(folder), "tensorboard": False, "device": "cpu"},
         }
     )
@@ -114,8 +115,9 @@ def test_it_gives_up_on_a_loss_that_is_never_finite(tmp_path: Path) -> None:
     assert len(lines) == 25 and all(line["skipped"] and line["loss"] is None for line in lines)
 
 
-def test_a_step_without_a_token_changes_nothing(tmp_path: Path) -> None:
-    """Nor is its loss zero."""
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_without_a_token_changes_nothing(tmp_path: Path, precision: str) -> None:
+    """Nor is its loss zero, nor is it a good step that raises the loss scale."""
     seen: list[torch.Tensor] = []
     calls = iter(range(1000))
 
@@ -125,11 +127,12 @@ def test_a_step_without_a_token_changes_nothing(tmp_path: Path) -> None:
         return module.table(batch["tokens"]).sum() * float(counts), 8 * counts, {}
 
     with pytest.raises(UserError, match="no token counted in the loss in 25 steps in a row, up to step 27"):
-        own_run(tmp_path / "run", blind)
+        own_run(tmp_path / "run", blind, precision=precision)
     assert not torch.equal(seen[0], seen[1]) and all(torch.equal(seen[2], later) for later in seen[3:])
     lines = lines_of(tmp_path / "run")
     assert [line["tokens"] for line in lines] == [8, 8] + 25 * [0]
     assert all(line["loss"] is None and line["skipped"] for line in lines[2:])
+    assert {line["loss_scale"] for line in lines} == ({8.0} if precision == "fp16" else {None})
 
 
 def test_values_that_only_some_micro_batches_have(tmp_path: Path) -> None:
