@@ -199,10 +199,10 @@ class FlatOptimizer:
         c = self.config
         if not isinstance(self._updates, Tensor):
             self._updates = torch.full((), float(self._updates), dtype=torch.float64, device=sums.device)
-        counted, squares = sums[1] > 0, sums[2]
-        divisor = weight * torch.where(counted, sums[1], 1.0)
+        tokens, squares = sums[1], sums[2]
+        divisor = weight * torch.where(tokens > 0, tokens, 1.0)
         norm = squares.sqrt() / divisor
-        finite = torch.isfinite(norm) & counted
+        finite = torch.isfinite(norm) & ((tokens > 0) | (squares != 0))
         if clip:
             divisor = divisor * (norm / clip).clamp(min=1.0)
         self._updates = self._updates + finite

@@ -162,10 +162,10 @@ class Trainer:
                 _, tokens, squares = arrived.read()
                 waited = time.perf_counter() - begun  # for what a device still computed
                 norm = gradient_norm(tokens, squares, weight)
-                if math.isfinite(norm) and tokens:
-                    divisor = weight * divisor_of(tokens)
-                    self.optimizer.step(lr, divisor * norm / clip if clip and norm > clip else divisor)
-                if tokens or not math.isfinite(norm):
+                if learns(tokens, squares):
+                    if math.isfinite(norm):
+                        divisor = weight * divisor_of(tokens)
+                        self.optimizer.step(lr, divisor * norm / clip if clip and norm > clip else divisor)
                     self.loss_scale.update(math.isfinite(norm))
         read = self.ctx.device.download(sums)
         totals.seconds["backward"] += waited
@@ -188,9 +188,10 @@ class Trainer:
         """The finished result of a launched step, once the device has come that far."""
         result = launched.result
         loss, tokens, squares = launched.sums.read()
-        result.loss, result.tokens = per_token(loss, tokens), math.ceil(tokens)
+        counted = learns(tokens, squares)
+        result.loss, result.tokens = loss / divisor_of(tokens) if counted else math.nan, math.ceil(tokens)
         result.grad_norm = gradient_norm(tokens, squares, launched.weight)
-        result.skipped = not math.isfinite(result.grad_norm) or not tokens
+        result.skipped = not math.isfinite(result.grad_norm) or not counted
         self._read_counts(result, launched.counts.read())
         end = time.perf_counter()
         result.step_time_s = end - max(launched.begin, self._read_at)
@@ -300,13 +301,14 @@ def gradient_norm(tokens: float, squares: float, weight: float) -> float:
     return math.sqrt(squares) / (weight * divisor_of(tokens)) if math.isfinite(squares) else math.inf
 
 
+def learns(tokens: float, squares: float) -> bool:
+    """Whether a step has anything to learn from. (One rank of a pipeline that is run alone has a gradient, and no token
+    of the last stage.)"""
+    return tokens > 0 or squares != 0
+
+
 def divisor_of(tokens: float) -> float:
     return tokens if tokens > 0 else 1.0
-
-
-def per_token(loss: float, tokens: float) -> float:
-    """Of no token at all there is no loss."""
-    return loss / tokens if tokens else math.nan
 
 
 @torch.no_grad()
@@ -321,4 +323,4 @@ def mean_loss(
     with ctx.ledger.phase("validation"):
         totals = executor.run(table, lambda i: batches.load(0, i), 0)
         loss_sum, tokens, _ = sums_over_world(ctx, totals).tolist()
-    return per_token(loss_sum, tokens), math.ceil(tokens)
+    return loss_sum / tokens if tokens else math.nan, math.ceil(tokens)

@@ -144,7 +144,7 @@ def test_token_beyond_the_vocabulary_stops_every_rank(here: Path) -> None:
         writer.finish()
     done = command("train", "config.yaml", "--nproc", "2", "layout.tp=2", "data.prefixes=[foreign]")
     assert done.returncode == 2, done.stderr
-    assert done.stderr.count("set model.vocab=1000 or more") == 1 and "Traceback" not in done.stderr
+    assert done.stderr.count("begin a run with model.vocab=1000 or more") == 1 and "Traceback" not in done.stderr
 
 
 def test_port_taken(here: Path) -> None:
