@@ -331,6 +331,7 @@ def test_rules_of_training_do_not_hold_for_a_model_that_is_only_read(trained: di
     assert found.train.precision == "fp32"
 
 
+@pytest.mark.wide
 def test_a_run_in_fp8_whose_tokens_are_no_multiple_of_16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its products run in bf16 then, also where the model is cut."""
     save_run(tmp_path, small_config(model={"seq": 24}, train={"precision": "fp8", "micro_batch": 2}))
