@@ -200,7 +200,7 @@ class FlatOptimizer:
         if not isinstance(self._updates, Tensor):
             self._updates = torch.full((), float(self._updates), dtype=torch.float64, device=sums.device)
         tokens, squares = sums[1], sums[2]
-        divisor = weight * torch.where(tokens > 0, tokens, 1.0)
+        divisor = weight * (tokens + (tokens == 0))
         norm = squares.sqrt() / divisor
         finite = torch.isfinite(norm) & ((tokens > 0) | (squares != 0))
         if clip:
