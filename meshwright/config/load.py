@@ -19,6 +19,7 @@ from meshwright.errors import UserError, nearest
 
 LARGEST = 2**63  # of what fits a tensor's sizes
 
+
 class _Loader(yaml.SafeLoader):
     """YAML as people write it: `1e-3` is a number (plain PyYAML reads a string), a date is a word, and a key that comes
     twice is a mistake."""
@@ -118,8 +119,10 @@ def set_key(raw: dict[str, Any], word: str, sections: Mapping[str, type] | None 
 def _kind_of(path: Sequence[str], kinds: Mapping[str, Any]) -> Any:
     """The annotation of a key, as far as there is one."""
     kind = kinds.get(path[0])
-    if len(path) == 1 or not dataclasses.is_dataclass(kind):
-        return kind if len(path) == 1 else None
+    if len(path) == 1:
+        return kind
+    if not dataclasses.is_dataclass(kind):
+        return None
     hints = typing.get_type_hints(kind)
     return _kind_of(path[1:], {key_of(f): hints[f.name] for f in dataclasses.fields(kind)})
 

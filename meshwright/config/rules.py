@@ -120,12 +120,18 @@ def chunks_need_interleaving(c: Config, world: int) -> str | None:
     return None
 
 
+def _beyond_the_table(c: Config, key: str, samples: int, unit: int) -> str | None:
+    """Of as many samples as one table of the pipeline must hold, `unit` for each micro-batch."""
+    most = LARGEST_TABLE // (c.layout.pp * c.layout.chunks) * unit
+    return f"{key}={samples} needs too large a table of the pipeline: use {most} at most" if samples > most else None
+
+
 def batch_divides(c: Config, world: int) -> str | None:
     dp = world // (c.layout.tp * c.layout.pp * c.layout.cp)
     unit = dp * c.train.micro_batch
-    most = LARGEST_TABLE // (c.layout.pp * c.layout.chunks) * unit
-    if c.train.global_batch > most:
-        return f"train.global_batch={c.train.global_batch} needs too large a table of the pipeline: use {most} at most"
+    beyond = _beyond_the_table(c, "train.global_batch", c.train.global_batch, unit)
+    if beyond:
+        return beyond
     sizes = [c.train.global_batch]
     if c.train.ramp:
         sizes = list(range(c.train.ramp[0], c.train.global_batch + 1, c.train.ramp[1]))
@@ -144,10 +150,7 @@ def eval_divides(c: Config, world: int) -> str | None:
     if c.run.eval_samples % unit:
         up = -(-c.run.eval_samples // unit) * unit
         return f"run.eval_samples={c.run.eval_samples} is not a multiple of dp x micro_batch = {unit}: try {up}"
-    most = LARGEST_TABLE // (c.layout.pp * c.layout.chunks) * unit
-    if c.run.eval_samples > most:
-        return f"run.eval_samples={c.run.eval_samples} needs too large a table of the pipeline: use {most} at most"
-    return None
+    return _beyond_the_table(c, "run.eval_samples", c.run.eval_samples, unit)
 
 
 def shards_fit_nodes(c: Config, world: int) -> str | None:

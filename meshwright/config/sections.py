@@ -361,6 +361,12 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def compiles(self) -> bool:
+        """Whether an accelerator's blocks are compiled. Dropout draws from random streams of its own, which
+        torch.compile can't take, so `auto` leaves it out there."""
+        return self.train.compile == "true" or (self.train.compile == "auto" and not self.model.dropout)
+
 
 def _divisors(number: int) -> str:
     found = [str(n) for n in range(1, number + 1) if number % n == 0]

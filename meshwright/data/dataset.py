@@ -74,16 +74,19 @@ class GPTDataset:
 
     def own_labels(self, n: int) -> int:
         """How many labels of sample n are of its epoch; the others, of its last sample, are the next one's."""
-        number = n * self.seq // self.tokens_per_epoch
-        first = self.first_sample(number)
-        begin = (first + int(self.epoch(number).shuffle[n - first])) * self.seq
+        number, k = self._locate(n)
+        begin = (self.first_sample(number) + k) * self.seq
         return min(self.seq, (number + 1) * self.tokens_per_epoch - 1 - begin)
+
+    def _locate(self, n: int) -> tuple[int, int]:
+        """The epoch in which sample n begins, and its place there before it is shuffled."""
+        number = n * self.seq // self.tokens_per_epoch
+        return number, int(self.epoch(number).shuffle[n - self.first_sample(number)])
 
     def sample(self, n: int) -> NDArray[np.int64]:
         """Tokens of sample n: [seq + 1]."""
-        number = n * self.seq // self.tokens_per_epoch
+        number, k = self._locate(n)
         epoch = self.epoch(number)
-        k = int(epoch.shuffle[n - self.first_sample(number)])
         low, skip = int(epoch.position[k]), int(epoch.offset[k])
         if k + 1 < len(epoch.position):
             documents = epoch.order[low : int(epoch.position[k + 1]) + 1]

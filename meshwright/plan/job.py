@@ -160,8 +160,7 @@ def stack_asked(config: Config, cluster: Cluster, name: str | None) -> Stack:
     """The named stack, or our own as this config runs on an accelerator: without compiled blocks, where it wants none
     or has dropout. (A processor's own profile is measured as its blocks run.)"""
     if not name:
-        eager = config.train.compile == "false" or (config.train.compile == "auto" and config.model.dropout > 0)
-        return EAGER if eager and cluster.device.units > 1 else STACKS[OWN]
+        return STACKS[OWN] if config.compiles or cluster.device.units == 1 else EAGER
     if name not in NAMED:
         raise UserError(f"there is no stack '{name}'{nearest(name, NAMED)}: the stacks are {', '.join(NAMED)}")
     return NAMED[name]

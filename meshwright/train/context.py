@@ -76,14 +76,10 @@ def build_context(
 
 
 def compiles(config: Config, device: Device) -> bool:
-    """Whether blocks are compiled, and with them use the fused parts whose forward a compiler must put together.
-
-    Dropout draws from random streams of its own, which torch.compile can't take, so `auto` leaves it out there.
-    """
-    choice = config.train.compile
+    """Whether blocks are compiled, and with them use the fused parts whose forward a compiler must put together."""
     if device.kind == "meta":
         return False
-    return choice == "true" or (choice == "auto" and device.kind != "cpu" and not config.model.dropout)
+    return config.compiles and (device.kind != "cpu" or config.train.compile == "true")
 
 
 def products_of(config: Config) -> str:
