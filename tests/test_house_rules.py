@@ -27,15 +27,15 @@ DISTRIBUTED = {
 
 # A room imports only from rooms below it. `data` needs only the errors; `plan` reads the plain parts of all others.
 LEVELS = {
-    "errors": 0, "device": 1, "layout": 1, "data": 1, "kernels": 1, "config": 2, "comm": 3, "nn": 4, "models": 5,
+    "errors": 0, "device": 1, "layout": 1, "data": 1, "kernels": 1, "parts": 2, "config": 2, "comm": 3, "nn": 4, "models": 5,
     "pipeline": 6, "sharding": 6, "optim": 7, "checkpoint": 8, "train": 9, "plan": 10, "bench": 11, "cli": 12,
     "__main__": 13,
 }  # fmt: skip
 
 WITHOUT_TORCH = [
     *(f"plan.{path.stem}" for path in sorted((PACKAGE / "plan").glob("*.py")) if path.stem != "__init__"),
-    "layout", "layout.draw", "layout.params", "layout.chunks", "layout.shards", "config.load", "config.rules",
-    "models.description",
+    "layout", "layout.draw", "layout.params", "layout.shards", "config.load", "config.rules",
+    "models.description", "parts.part", "parts.gpt", "parts.loss_pieces",
     "optim.schedules", "comm.ledger", "pipeline.table", "pipeline.schedules", "pipeline.verify",
     "pipeline.simulate", "pipeline.draw", "bench.models", "bench.fit", "bench.profile", "bench.request",
     "cli.bench", "cli.comm", "models.hf", "checkpoint.format",

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshwright.bench.models import Product, parameters, products, stage_of
+from meshwright.bench.models import job_of_bench, parameters, products
 from meshwright.bench.timing import median_ms, once_ms
 from meshwright.config.sections import Config
 from meshwright.device import Device
+from meshwright.parts.part import Product
 
 OPTIMIZER_BYTES = 28  # fp32 master, gradient and two moments read; master and moments written
 BIG = 8192
@@ -57,7 +58,8 @@ def measure(config: Config, device: Device, dtype: torch.dtype, pp_rank: int = 0
     rate = product_rate(device, dtype)
     speed = copy_speed(device)
     multiplied = product_calls(products(config, pp_rank), tokens, device, dtype)
-    attended = [(len(stage_of(config, pp_rank).layers), attention_call(config, device, dtype))]
+    layers = sum(len(stage.layers) for stage in job_of_bench(config).chunks[pp_rank])
+    attended = [(layers, attention_call(config, device, dtype))]
     optimizer = parameters(config, pp_rank) * OPTIMIZER_BYTES / speed / 1e6
     products_ms, attention_ms = alone(device, multiplied), alone(device, attended)
     rested = products_ms + attention_ms

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from meshwright.config.load import config_from
 from meshwright.config.sections import Config
-from meshwright.models.description import Stage, stages
+from meshwright.parts.part import Product, Work
+from meshwright.plan.flops import unit_work
+from meshwright.plan.job import Job, job_of
+from meshwright.plan.memory import rank_parameters
+from meshwright.plan.stack import COMPILED
 
 LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tied_embeddings": False}
 MODELS: dict[str, dict[str, Any]] = {
@@ -34,45 +38,29 @@ def bench_config(
     return config_from(base | {"train": train} | sections)
 
 
-@dataclass(frozen=True)
-class Product:
-    """y [tokens, n] = x [tokens, k] W^T, `count` times a micro-batch, each with its two gradients."""
-
-    name: str
-    n: int
-    k: int
-    count: int
+def job_of_bench(config: Config) -> Job:
+    """The bench's job on as few ranks as its layout has."""
+    return job_of(config, config.layout.tp * config.layout.pp, COMPILED)
 
 
-def stage_of(config: Config, pp_rank: int) -> Stage:
-    o = config.layout
-    return stages(config.model.layers, o.pp * o.chunks, config.pipeline.split)[pp_rank]
+def work_of(config: Config, pp_rank: int = 0) -> list[tuple[Work, int]]:
+    """The work of one rank's units for one micro-batch, with how many there are of each."""
+    job = job_of_bench(config)
+    units = [pair for stage in job.chunks[pp_rank] for pair in job.units(stage)]
+    return [(unit_work(unit, job.at, job.batch, job.kernels), count) for unit, count in units]
 
 
 def products(config: Config, pp_rank: int = 0) -> list[Product]:
-    """Of one micro-batch of one rank: its stage's layers, cut over tp."""
-    m, tp, stage = config.model, config.layout.tp, stage_of(config, pp_rank)
-    heads, kv, ffn, layers = m.heads // tp, max(1, m.kv_heads // tp), m.ffn // tp, len(stage.layers)
-    found = [
-        Product("qkv", (heads + 2 * kv) * m.head_dim, m.hidden, layers),
-        Product("out", m.hidden, heads * m.head_dim, layers),
-        Product("gate_up", 2 * ffn, m.hidden, layers),
-        Product("down", m.hidden, ffn, layers),
-    ]
-    return [*found, Product("output", -(-m.vocab // tp), m.hidden, 1)] if stage.last else found
+    """The products with weights of one rank and one micro-batch."""
+    return [replace(p, count=count * p.count) for work, count in work_of(config, pp_rank) for p in work.products]
 
 
 def parameters(config: Config, pp_rank: int = 0) -> int:
-    """Of one rank, norms included."""
-    m, stage = config.model, stage_of(config, pp_rank)
-    embedding = m.vocab * m.hidden // config.layout.tp if stage.first else 0
-    norms = (2 * len(stage.layers) + stage.last) * m.hidden
-    return sum(p.n * p.k * p.count for p in products(config, pp_rank)) + embedding + norms
+    return rank_parameters(job_of_bench(config), pp_rank)
 
 
 def flops(config: Config, tokens: int, pp_rank: int = 0) -> float:
-    """Of one rank: 6 for each weight of a product and token (2 forward, 4 backward), and attention's 2 x 2 x 3 s/2 h a
-    layer and token: of the scores only those that the causal mask leaves. An embedding is looked up, not multiplied."""
-    m, layers = config.model, len(stage_of(config, pp_rank).layers)
-    weights = sum(p.n * p.k * p.count for p in products(config, pp_rank))
-    return tokens * (6.0 * weights + 6.0 * layers * m.heads * m.head_dim * m.seq / config.layout.tp)
+    """FLOPs of one rank: three times the products of forward, and of attention's scores only those that the causal
+    mask leaves. An embedding is looked up, not multiplied."""
+    forward = sum(count * work.flops for work, count in work_of(config, pp_rank))
+    return 3.0 * forward * tokens / (config.train.micro_batch * config.model.seq)

@@ -9,7 +9,7 @@ import yaml
 
 from meshwright.bench.fit import Link
 from meshwright.plan.cluster import Cluster, cluster_from
-from meshwright.plan.stack import OWN, STACKS
+from meshwright.plan.stack import COMPILED
 
 if TYPE_CHECKING:
     from meshwright.bench.rates import Rates
@@ -25,7 +25,7 @@ def cluster_fields(name: str, rates: Rates, node_size: int, inside: Link | None,
     stack, whose factors the planner multiplies them with.
     """
     near, far = inside or across or MADE_UP, across or inside or MADE_UP
-    stack, peak = STACKS[OWN], rates.peak[rates.precision]
+    stack, peak = COMPILED, rates.peak[rates.precision]
     device: dict[str, Any] = {
         "name": rates.device, "peak": rates.peak, "memory_gib": rates.memory_gib, "memory_gb_s": rates.copy_gb_s,
         "units": rates.units, "power_w": POWER_W, "price_hour": PRICE_HOUR,

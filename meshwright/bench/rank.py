@@ -19,7 +19,7 @@ from meshwright.bench.step import RandomTokens, draw_on_device, release
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device
-from meshwright.models.description import GPTDescription
+from meshwright.parts.gpt import vocabulary_rows
 from meshwright.pipeline.table import action_counts
 from meshwright.sharding.homes import Kept
 from meshwright.train.context import Context, build_context
@@ -87,7 +87,7 @@ def samples_of(ctx: Context) -> RandomTokens:
     """Tokens whose embeddings this rank holds alone: those of absent ranks would be rows of zeros, which norms blow
     up."""
     c, tp_rank = ctx.config, max(0, ctx.mesh.tp.index)
-    rows = GPTDescription(c.model, c.layout.tp, tp_rank).vocab_rows
+    rows = vocabulary_rows(c.model.vocab, ctx.at)
     first = min(tp_rank * rows, c.model.vocab - 1)
     there = (("positions", c.data.reset_positions), ("segments", c.data.reset_attention))
     fields = [name for name, wanted in there if wanted]

@@ -29,8 +29,8 @@ from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import ATTENTION_BACKWARD
 from meshwright.plan.cost import optimizer_bytes, predict_cost
 from meshwright.plan.efficiency import tile_share
-from meshwright.plan.stack import OWN, STACKS
-from meshwright.plan.workload import workload_of
+from meshwright.plan.job import job_of
+from meshwright.plan.stack import COMPILED, states_of
 from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
@@ -218,7 +218,7 @@ def reference_step(config: Config, device: Device, time: Callable[..., float]) -
             trainer.optimizer.step(1e-9, 1.0)
 
     elements = sum(buffer.params.numel() for buffer in trainer.data_parallel.buffers)
-    rate = elements * optimizer_bytes(workload_of(config, 1).states) / time(update) / 1e9
+    rate = elements * optimizer_bytes(states_of(config)) / time(update) / 1e9
     release(trainer)
     device.empty_cache()
     return both, rate
@@ -242,5 +242,5 @@ def fit_steps(rates: Rates, configs: list[Config], steps: list[float]) -> Rates:
 
 def planned_seconds(config: Config, cluster: Cluster) -> float:
     """Forward and backward of a step on one rank, by the planner."""
-    cost = predict_cost(workload_of(config, 1, 1), cluster, STACKS[OWN])
-    return sum(stage.forward + stage.backward for stage in cost.stages) * cost.workload.micro_batches
+    cost = predict_cost(job_of(config, 1, COMPILED), cluster)
+    return sum(stage.forward + stage.backward for stage in cost.stages) * cost.job.micro_batches

@@ -5,10 +5,18 @@ from __future__ import annotations
 import argparse
 
 from meshwright.errors import UserError
-from meshwright.plan import job as jobs
 from meshwright.plan.cluster import Cluster, known_clusters
-from meshwright.plan.stack import NAMED, OWN, Stack
-from meshwright.plan.workload import Workload
+from meshwright.plan.job import Job
+from meshwright.plan.stack import STACKS
+from meshwright.plan.target import (
+    Target,
+    cluster_for,
+    devices_for,
+    on_cluster,
+    stack_for,
+    target_of,
+    with_supported_precision,
+)
 
 
 def job_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,29 +30,29 @@ def world_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def world_asked(args: argparse.Namespace, job: jobs.Planned) -> int:
-    c, zero = job.config.layout, job.config.zero
+def world_asked(args: argparse.Namespace, target: Target) -> int:
+    c, zero = target.config.layout, target.config.zero
     if zero.stage and zero.shard_group == "node" and not c.node_size:
         raise UserError("zero.shard_group=node: give layout.node_size, the number of ranks on a node")
-    return args.world if args.world is not None else int(job.run.get("devices", 0)) or c.tp * c.cp * c.pp
+    return args.world if args.world is not None else int(target.run.get("devices", 0)) or c.tp * c.cp * c.pp
 
 
-def cluster_arguments(parser: argparse.ArgumentParser, default: str = OWN) -> None:
+def cluster_arguments(parser: argparse.ArgumentParser, default: str = "Meshwright's own, as the config runs") -> None:
     parser.add_argument("--cluster", metavar="NAME|FILE", help=f"a YAML file, or one of {', '.join(known_clusters())}")
-    parser.add_argument("--stack", metavar="NAME", help=f"the software stack: {', '.join(NAMED)} (default: {default})")
+    parser.add_argument("--stack", metavar="NAME", help=f"the software stack: {', '.join(STACKS)} (default: {default})")
 
 
 def step_arguments(parser: argparse.ArgumentParser) -> None:
     """Of a command about one step of one layout."""
     job_arguments(parser)
-    cluster_arguments(parser, f"that of the preset's published run, else {OWN}")
+    cluster_arguments(parser, "that of the preset's published run, else Meshwright's own")
     parser.add_argument("--devices", type=int, metavar="N", help="number of devices")
     parser.add_argument("--layout", default="", metavar="tp=8,pp=16,...", help="the layout, in short words")
 
 
-def step_asked(args: argparse.Namespace) -> tuple[jobs.Planned, Workload, Cluster, Stack]:
-    job = jobs.planned(args.target, args.words, args.layout)
-    cluster = jobs.cluster_for(job, args.cluster)
-    job = jobs.suited(job, cluster)
-    stack = jobs.stack_asked(job.config, cluster, args.stack or job.run.get("stack"))
-    return job, jobs.checked_step(job, jobs.devices_for(job, args.devices), cluster), cluster, stack
+def step_asked(args: argparse.Namespace) -> tuple[Target, Job, Cluster]:
+    target = target_of(args.target, args.words, args.layout)
+    cluster = cluster_for(target, args.cluster)
+    target = with_supported_precision(target, cluster)
+    stack = stack_for(target.config, cluster, args.stack or target.run.get("stack"))
+    return target, on_cluster(target, devices_for(target, args.devices), cluster, stack), cluster

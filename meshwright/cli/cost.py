@@ -7,10 +7,8 @@ import json
 
 from meshwright.cli.asked import step_arguments, step_asked
 from meshwright.errors import UserError
-from meshwright.plan import job as jobs
 from meshwright.plan.account import as_json, report
 from meshwright.plan.cost import predict_cost
-from meshwright.plan.show import size, table
 
 MIXED = True
 EXAMPLES = """example:
@@ -27,20 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    job, workload, cluster, stack = step_asked(args)
-    cost = predict_cost(workload, cluster, stack)
+    _, job, cluster = step_asked(args)
+    cost = predict_cost(job, cluster)
     tokens = _number(args.tokens) if args.tokens else None
-    counted = jobs.ledger_of(job, workload)
-    if args.json:
-        ledger = counted and {axis: traffic._asdict() for axis, traffic in counted.items()}
-        print(json.dumps({**as_json(cost, tokens), "ledger": ledger}))
-        return 0
-    print(report(cost, tokens))
-    if counted:
-        rows = [("all ranks, as metrics.jsonl counts them", "calls", "payload", "wire")]
-        for axis, traffic in counted.items():
-            rows.append((axis, f"{traffic.calls:,}", size(traffic.payload_bytes), size(traffic.wire_bytes)))
-        print(f"\n{table(rows)}")
+    print(json.dumps(as_json(cost, tokens)) if args.json else report(cost, tokens))
     return 0
 
 

@@ -13,9 +13,10 @@ from meshwright.cli.asked import job_arguments, world_argument, world_asked
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
-from meshwright.plan import job as jobs
+from meshwright.plan.job import checked_job
 from meshwright.plan.rank import Expected, expected
 from meshwright.plan.show import seconds, size, table
+from meshwright.plan.target import target_of
 
 if TYPE_CHECKING:
     from meshwright.bench.rank import Ran
@@ -49,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    job = jobs.planned(args.target, args.words, args.layout)
-    world = world_asked(args, job)
-    config = _step_of(job.config, world, args.micro_batches)
+    target = target_of(args.target, args.words, args.layout)
+    world = world_asked(args, target)
+    config = _step_of(target.config, world, args.micro_batches)
     ranks = _ranks(args.ranks, world)
     from meshwright.device import Device
 
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     found = [_run_one(config, world, rank, device) for rank in ranks]
     equal = all(one["equal"] for one in found)
     if args.json:
-        print(json.dumps({"model": job.name, "world": world, "device": device.name, "equal": equal, "ranks": found}))
+        print(json.dumps({"model": target.name, "world": world, "device": device.name, "equal": equal, "ranks": found}))
     else:
         print("\n\n".join([*(report(one, world) for one in found), _verdict(equal)]))
     return 0 if equal else 1
@@ -71,7 +72,7 @@ def _run_one(config: Config, world: int, rank: int, device: Device) -> dict[str,
 
     from meshwright.bench.rank import run_rank
 
-    said = expected(config, world, rank)
+    said = expected(checked_job(config, world), rank)
     what = f"{said.parameters:,} parameters, {said.micro_batches} micro-batches"
     print(f"rank {rank} of {world} ({_place(said.coordinate)}): {what}", file=sys.stderr, flush=True)
     try:

@@ -7,12 +7,13 @@ import json
 
 from meshwright.cli.asked import job_arguments, world_argument, world_asked
 from meshwright.errors import UserError
-from meshwright.plan import job as jobs
+from meshwright.plan.job import checked_job
+from meshwright.plan.memory import largest
+from meshwright.plan.rank import KINDS, rank_json
 from meshwright.plan.show import size, table
-from meshwright.plan.states import exact, rank_memory
+from meshwright.plan.target import target_of
 
 MIXED = True
-KINDS = ("parameters", "gradients", "master", "optimizer", "activations", "buffers", "peak")
 EXAMPLES = """example:
   meshwright memory config.yaml --world 64 zero.stage=1
   meshwright memory gpt3-175b layout.tp=8 layout.pp=16 train.global_batch=1536 --world 1024 --rank 0 --json
@@ -28,21 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    job = jobs.planned(args.target, args.words)
-    world = world_asked(args, job)
+    target = target_of(args.target, args.words)
+    world = world_asked(args, target)
     if world < 1:
         raise UserError(f"--world {world} is no number of ranks: give at least 1")
-    rank = args.rank
-    workload, memory = rank_memory(job.config, world, rank or 0)
-    if rank is None:
-        found = [exact(job.config, workload, pp_rank) for pp_rank in range(workload.parallel.pp)]
-        memory = max(found, key=lambda m: m.peak)
-        rank = workload.layout.rank_at(pp=memory.pp_rank)
-    fields = {"rank": rank, **{kind: int(getattr(memory, kind)) for kind in KINDS}}
+    job = checked_job(target.config, world)
+    pp_rank = largest(job).pp_rank if args.rank is None else job.layout.coordinate(args.rank)["pp"]
+    rank = job.layout.rank_at(pp=pp_rank) if args.rank is None else args.rank
+    found = rank_json(job, pp_rank)
+    bytes_by_kind = found["memory"]
     if args.json:
-        print(json.dumps(fields))
+        print(json.dumps({**found, **bytes_by_kind, "rank": rank, "rank_parameters": found["parameters"]}))
         return 0
-    rows = [(f"rank {rank} of {world} (pipeline rank {memory.pp_rank})", "bytes", "")]
-    rows += [(kind, f"{fields[kind]:,}", size(fields[kind])) for kind in KINDS]
+    how = {"compiled": "compiled blocks", "eager": "uncompiled blocks"}.get(job.stack.name, "blocks on a CPU")
+    rows = [(f"rank {rank} of {world} (pipeline rank {pp_rank}, {how})", "bytes", "")]
+    rows += [(kind, f"{bytes_by_kind[kind]:,}", size(bytes_by_kind[kind])) for kind in KINDS]
     print(table(rows))
     return 0

@@ -15,17 +15,19 @@ from meshwright.cli.files import write
 from meshwright.config.rules import context_is_trained
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
-from meshwright.plan import job as jobs
+from meshwright.parts.part import parameter_count
 from meshwright.plan.account import layout_of_cost, layout_words
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.explain import against, why_best, yaml_of
 from meshwright.plan.html import page
-from meshwright.plan.memory import peak_gib
+from meshwright.plan.job import Job
+from meshwright.plan.memory import needed_gib
+from meshwright.plan.rank import rank_json
 from meshwright.plan.search import FIXES, Candidate, Space, fixed_keys, search, space_of, why_nothing
 from meshwright.plan.show import percent, seconds, table
 from meshwright.plan.stack import Stack
-from meshwright.plan.workload import Parallel, Workload, states_of
+from meshwright.plan.target import Target, cluster_for, devices_for, stack_for, target_of, with_supported_precision
 
 MIXED = True
 # Keys that leave fewer layouts, so that a search that finds none names them.
@@ -59,36 +61,31 @@ def run(args: argparse.Namespace) -> int:
     words = list(args.words)
     words += [f"train.global_batch={args.global_batch}"] if args.global_batch is not None else []
     words += [f"model.seq={args.seq}"] if args.seq is not None else []
-    job = jobs.planned(args.target, words, as_run=False)
-    cluster = jobs.cluster_for(job, args.cluster)
-    job = jobs.suited(job, cluster)
-    stack = jobs.stack_asked(job.config, cluster, args.stack)
-    devices = jobs.devices_for(job, args.devices)
+    target = target_of(args.target, words, as_run=False)
+    cluster = cluster_for(target, args.cluster)
+    target = with_supported_precision(target, cluster)
+    c = target.config
+    stack = stack_for(c, cluster, args.stack)
+    devices = devices_for(target, args.devices)
     if (args.fit is not None and not 0 < args.fit < float("inf")) or args.top < 1:
         raise UserError("--fit must be a number of GiB above zero, and --top at least 1")
     _refuse_unsearched(args.words)
-    c = job.config
-    base = Workload(
-        c.model, Parallel(devices, shard=int(c.zero.shard_group == "node")), 1, c.train.global_batch, c.train.precision,
-        states=states_of(c), node_size=c.layout.node_size or min(cluster.node.devices, devices), own_loss=True,
-        documents=c.data.reset_attention,
-    )  # fmt: skip
+    base = Job(c, devices, stack, min(cluster.node.devices, devices), host=cluster.device.units == 1)
     limit = args.fit or cluster.device.memory_gib
     space = _space(c, args.words)
-    rule = jobs.rule_for(c)
-    found = search(base, cluster, stack, devices, limit, space, rule)
+    found = search(base, cluster, limit, space)
     if not found.candidates:
         fixed = [word for word in args.words if word.partition("=")[0] in NARROWS]
-        raise why_nothing(base, cluster, stack, devices, found, limit, space, fixed, rule)
+        raise why_nothing(base, cluster, found, limit, space, fixed)
     shown = found.candidates[: args.top]
     reasons = why_best(found.candidates, found.layouts, found.fitting)
     if found.broken:
         reasons.append(f"{found.broken:,} more break a rule, the most promising of them this one: {found.refused}.")
-    known = known_run(job, cluster, stack, devices, c.train.global_batch)
+    known = known_run(target, cluster, stack, base)
     if known:
-        reasons.append(_of_known(job.name, known, shown[0]))
-    _write(args, job, shown, reasons, limit, devices, cluster)
-    print(json.dumps(_json(job, shown, known)) if args.json else _text(shown, reasons))
+        reasons.append(_of_known(target.name, known, shown[0]))
+    _write(args, target.name, shown, reasons, limit)
+    print(json.dumps(_json(shown, known)) if args.json else _text(shown, reasons))
     return 0
 
 
@@ -109,14 +106,15 @@ def _space(config: Config, words: list[str]) -> Space:
     return space
 
 
-def known_run(job: jobs.Planned, cluster: Cluster, stack: Stack, devices: int, batch: int) -> Candidate | None:
+def known_run(target: Target, cluster: Cluster, stack: Stack, base: Job) -> Candidate | None:
     """The published run's own layout under the same stack, where the question is about the same devices and batch."""
-    run = job.run
-    if not run or run["cluster"] != cluster.name or run["devices"] != devices or run["train"]["global_batch"] != batch:
+    run, asked = target.run, (cluster.name, base.world, base.global_batch)
+    if not run or (run["cluster"], run["devices"], run["train"]["global_batch"]) != asked:
         return None
-    own = jobs.planned(job.name).workload(devices, cluster.node.devices)
-    own = replace(own, precision=job.config.train.precision, states=states_of(job.config))
-    return Candidate(predict_cost(own, cluster, stack), peak_gib(own, stack, cluster))
+    own = target_of(target.name).config
+    own = replace(own, train=replace(own.train, precision=target.config.train.precision))
+    job = replace(base, config=own)
+    return Candidate(predict_cost(job, cluster), needed_gib(job, cluster))
 
 
 def _of_known(name: str, known: Candidate, best: Candidate) -> str:
@@ -126,13 +124,11 @@ def _of_known(name: str, known: Candidate, best: Candidate) -> str:
     return text + (f": it loses {against(best.cost, known.cost)}." if slower > 0.02 else ".")
 
 
-def _write(
-    args: argparse.Namespace, job: jobs.Planned, shown: list[Candidate], reasons: list[str], limit: float, devices: int,
-    cluster: Cluster,
-) -> None:  # fmt: skip
-    text = signed(yaml_of(job, shown[0]))
-    write(args.out or (None if args.json else _free(f"{job.name}-plan")), lambda: text)
-    title = f"{job.name} on {devices} x {cluster.device.name}"
+def _write(args: argparse.Namespace, name: str, shown: list[Candidate], reasons: list[str], limit: float) -> None:
+    text = signed(yaml_of(shown[0]))
+    write(args.out or (None if args.json else _free(f"{name}-plan")), lambda: text)
+    best = shown[0].cost
+    title = f"{name} on {best.job.world} x {best.cluster.device.name}"
     write(args.html, lambda: page(title, reasons, shown, limit))
 
 
@@ -164,10 +160,12 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "mfu": cost.mfu, "hfu": cost.hfu, "memory_gib": candidate.memory_gib, "bubble": cost.bubble,
         "comm_s": {name: axis.seconds for name, axis in cost.axes.items()},
         "exposed_comm_s": {name: axis.exposed for name, axis in cost.axes.items()},
+        "parameters": parameter_count(cost.job.model), "precision": cost.job.config.train.precision,
+        "rank": rank_json(cost.job, cost.memory.pp_rank),
     }  # fmt: skip
 
 
-def _json(job: jobs.Planned, shown: list[Candidate], known: Candidate | None) -> dict[str, Any]:
+def _json(shown: list[Candidate], known: Candidate | None) -> dict[str, Any]:
     found = {"best": _candidate(shown[0]), "candidates": [_candidate(candidate) for candidate in shown]}
     if known:
         found["published"] = _candidate(known)

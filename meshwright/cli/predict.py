@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.files import write
-from meshwright.plan.predict import NEEDED, Prediction, predict_file, predictions_csv
+from meshwright.plan.published import NEEDED, Prediction, predict_file, predictions_csv
 from meshwright.plan.show import percent, table
 
 EXAMPLES = """example:

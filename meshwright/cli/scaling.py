@@ -10,12 +10,12 @@ from typing import Any
 from meshwright.cli.asked import cluster_arguments, job_arguments
 from meshwright.cli.files import write
 from meshwright.errors import UserError
-from meshwright.plan import job as jobs
 from meshwright.plan.account import layout_of_cost, layout_words
 from meshwright.plan.chart import Chart, png, svg
+from meshwright.plan.job import Job
 from meshwright.plan.scaling import WAYS, Point, device_counts, sweep
 from meshwright.plan.show import percent, table
-from meshwright.plan.workload import Parallel, Workload, states_of
+from meshwright.plan.target import cluster_for, stack_for, target_of, with_supported_precision
 
 MIXED = True
 SEARCHED = (
@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    job = jobs.planned(args.target, args.words, as_run=False)
-    cluster = jobs.cluster_for(job, args.cluster)
-    job = jobs.suited(job, cluster)
-    stack = jobs.stack_asked(job.config, cluster, args.stack)
+    target = target_of(args.target, args.words, as_run=False)
+    cluster = cluster_for(target, args.cluster)
+    target = with_supported_precision(target, cluster)
+    stack = stack_for(target.config, cluster, args.stack)
     counts = device_counts(args.devices)
     searched = [word for word in args.words if word.startswith(SEARCHED)]
     if searched:
@@ -55,13 +55,10 @@ def run(args: argparse.Namespace) -> int:
     found: dict[str, list[Point]] = {}
     for mode in ("weak", "strong") if args.mode == "both" else (args.mode,):
         batch = args.global_batch or (counts[0] if mode == "weak" else 2048)
-        c = job.config
-        base = Workload(
-            c.model, Parallel(counts[0]), 1, batch, c.train.precision, states=states_of(c),
-            node_size=cluster.node.devices, own_loss=True, documents=c.data.reset_attention,
-        )  # fmt: skip
-        found[mode] = sweep(base, cluster, stack, counts, mode == "weak", broken=jobs.rule_for(c))
-    chart = Chart(f"{job.name} on {cluster.name}", "devices", "tokens/s", _lines(found))
+        host, node = cluster.device.units == 1, cluster.node.devices
+        base = Job(target.config, counts[0], stack, node, samples=batch, host=host)
+        found[mode] = sweep(base, cluster, counts, mode == "weak")
+    chart = Chart(f"{target.name} on {cluster.name}", "devices", "tokens/s", _lines(found))
     write(args.png, lambda: png(chart))
     write(args.svg, lambda: svg(chart))
     if args.json:

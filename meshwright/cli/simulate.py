@@ -34,15 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    job, workload, cluster, stack = step_asked(args)
+    target, job, cluster = step_asked(args)
     changes = [parse_change(text) for text in args.what_if]
-    plain = step_of(workload, cluster, stack)
-    tried = [(str(change), step_of(workload, cluster, stack, [change])) for change in changes]
+    plain = step_of(job, cluster)
+    tried = [(str(change), step_of(job, cluster, [change])) for change in changes]
     if len(changes) > 1:
-        tried.append(("all together", step_of(workload, cluster, stack, changes)))
+        tried.append(("all together", step_of(job, cluster, changes)))
     shown = tried[-1][1] if tried else plain
     write(args.svg, lambda: timeline_svg(shown.timeline))
-    write(args.trace, lambda: trace_json(step_spans(shown), job.name))
+    write(args.trace, lambda: trace_json(step_spans(shown), target.name))
     steps = [("as it is", plain), *tried]
     if args.json:
         print(json.dumps({"steps": [{"what": name, **_json(step)} for name, step in steps]}))
@@ -55,7 +55,7 @@ def _json(step: Step) -> dict[str, Any]:
     return {
         "step_time_s": step.seconds, "makespan_s": step.timeline.makespan, "bubble": step.timeline.bubble,
         "busy_s": list(step.timeline.busy), "tokens_per_s": step.tokens_per_s,
-        "devices": step.cost.workload.world, "global_batch": step.cost.workload.global_batch,
+        "devices": step.cost.job.world, "global_batch": step.cost.job.global_batch,
     }  # fmt: skip
 
 

@@ -249,6 +249,9 @@ RULES: list[Rule] = [
     backend_fits_device,
 ]
 
+# What cuts a model's own sizes.
+TENSOR_PARALLEL: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn]
+
 # What a step's formulas need; they know context parallelism, which can't be trained yet.
 PLANNED = [rule for rule in RULES if rule is not context_is_trained]
 

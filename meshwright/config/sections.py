@@ -41,6 +41,7 @@ class ModelConfig:
     heads: int
     vocab: int
     seq: int
+    kind: str = "gpt"  # which parts it is made of; a program may register kinds of its own
     preset: str = ""
     kv_heads: int = 0  # 0: as many as heads
     head_dim: int = 0  # 0: hidden / heads

@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright.comm.ops import gather_from
 from meshwright.errors import UserError
 from meshwright.models.gpt import GPTStage
-from meshwright.nn.attention import Past, causal_mask
+from meshwright.nn.attention import Past
 
 
 class Generator:
@@ -25,21 +25,15 @@ class Generator:
     @torch.no_grad()
     def next_logits(self, ids: list[int]) -> Tensor:
         """The logits [vocab] after `ids`, which follow on what was given before. The same on every rank."""
-        module, count = self.module, len(ids)
-        end = self.length + count
+        module, end = self.module, self.length + len(ids)
         if end > self.longest:
             raise UserError(f"{end} tokens are more than the model's {self.longest}: give a shorter prompt")
         tokens = torch.tensor([ids], device=module.parallel.device)
         positions = torch.arange(self.length, end, device=tokens.device)[None]
-        hidden = module.embedding(tokens, positions)  # type: ignore[misc]
-        rotary = None if module.rotary is None else module.rotary(positions, count)
-        mask = None
-        if module.alibi is not None:
-            mask = module.alibi(causal_mask(end, tokens.device, count))
-        for number, block in module.blocks.items():
-            hidden = block(hidden, 1, rotary, mask, self.past[number])
+        hidden = module.trunk({"tokens": tokens, "positions": positions}, past=self.past)
         self.length = end
-        logits = gather_from(module.head.logits(hidden[-1:]), module.parallel.tp, dim=1)  # type: ignore[union-attr]
+        assert module.head is not None
+        logits = gather_from(module.head.logits(hidden[-1:]), module.parallel.tp, dim=1)
         return logits[0, : self.vocab].double()
 
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.comm.ledger import Ledger
-from meshwright.config.sections import ModelConfig
+from meshwright.config.sections import Config
 from meshwright.layout.params import under
-from meshwright.models.description import GPTDescription, Stage, fields_read
-from meshwright.nn.attention import Alibi, causal_mask
+from meshwright.models.description import describe, fields_read
+from meshwright.nn.attention import Alibi, Past, causal_mask
 from meshwright.nn.block import Block
-from meshwright.nn.embedding import PositionEmbedding, TokenEmbedding
-from meshwright.nn.linear import Linear
+from meshwright.nn.build import build
 from meshwright.nn.loss import output_loss
-from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
 from meshwright.nn.recompute import recompute
 from meshwright.nn.rotary import Rotary
 from meshwright.nn.unit import through
+from meshwright.parts.part import Block as Description
+from meshwright.parts.part import Coordinate, MicroBatch, Records, Stage, Unit
 
 Batch = dict[str, Tensor]
 
@@ -30,18 +30,14 @@ Batch = dict[str, Tensor]
 class Embedding(nn.Module):
     """Token ids [batch, seq] to activations [tokens, hidden] (this rank's rows under sequence parallelism)."""
 
-    def __init__(self, parallel: Parallel, model: ModelConfig, description: GPTDescription) -> None:
+    def __init__(self, parallel: Parallel, unit: Unit, records: Records, p: float) -> None:
         super().__init__()
-        records = description.embedding()
-        self.tokens = TokenEmbedding(parallel, records["tokens.weight"])
-        learned = records.get("positions.weight")
-        self.positions = PositionEmbedding(parallel, learned, model.position_offset) if learned else None
-        norm = under(records, "norm")
-        self.norm = Norm(parallel, model.norm, model.norm_eps, norm) if norm else None
-        self.p, self.parallel = model.dropout, parallel
+        built = {key: build(part, parallel, under(records, key)) for key, _, part in unit.parts}
+        self.tokens, self.positions, self.norm = (built.get(key) for key in ("tokens", "positions", "norm"))
+        self.p, self.parallel = p, parallel
 
     def forward(self, ids: Tensor, positions: Tensor | None) -> Tensor:
-        x = self.tokens(ids.flatten())
+        x: Tensor = self.tokens(ids.flatten())
         if self.positions is not None:
             if positions is None:
                 positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -57,15 +53,15 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """The last norm, the output layer (a column-cut product whose weight may be the embedding's) and the loss."""
 
-    def __init__(self, parallel: Parallel, model: ModelConfig, description: GPTDescription) -> None:
+    def __init__(self, parallel: Parallel, unit: Unit, records: Records, vocab: int) -> None:
         super().__init__()
-        records = description.head()
-        self.norm = Norm(parallel, model.norm, model.norm_eps, under(records, "norm"))
-        self.output = Linear(replace(parallel, products=""), records["output.weight"], None, "column")
-        self.vocab, self.parallel = model.vocab, parallel
+        for key, _, part in unit.parts:
+            self.add_module(key, build(part, parallel, under(records, key)))
+        self.vocab, self.parallel = vocab, parallel
 
     def logits(self, x: Tensor) -> Tensor:
-        return self.output(self.norm(x))
+        logits: Tensor = self.output(self.norm(x))
+        return logits
 
     def forward(self, x: Tensor, labels: Tensor, mask: Tensor, weight: float | None = None) -> Tensor:
         """The loss's sum; `weight` announces its gradient."""
@@ -76,25 +72,33 @@ class Head(nn.Module):
 class GPTStage(nn.Module):
     """One chunk. The first takes tokens, the last gives the loss's sum, between them travels `hidden`."""
 
-    def __init__(
-        self, parallel: Parallel, description: GPTDescription, stage: Stage, micro_batch: int, ledger: Ledger
-    ) -> None:
+    def __init__(self, parallel: Parallel, config: Config, at: Coordinate, stage: Stage, ledger: Ledger) -> None:
         super().__init__()
-        model = description.model
+        c, model = config.model, describe(config.model)
         self.stage, self.parallel, self.ledger = stage, parallel, ledger
-        self.embedding = Embedding(parallel, model, description) if stage.first else None
-        self.blocks = nn.ModuleDict({str(n): Block(parallel, model, description.block(n)) for n in stage.layers})
-        self.rotary = Rotary(model, parallel) if model.position == "rope" else None
-        self.alibi = Alibi(model, parallel) if model.position == "alibi" else None
-        self.head = Head(parallel, model, description) if stage.last else None
-        if model.tied_embeddings and self.embedding is not None and self.head is not None:
+        self.embedding: Embedding | None = None
+        self.head: Head | None = None
+        blocks = {}
+        for key, prefix, unit in model.units(stage):
+            records = unit.records(at, prefix)
+            if key == "embedding":
+                self.embedding = Embedding(parallel, unit, records, c.dropout)
+            elif key == "head":
+                self.head = Head(parallel, unit, records, c.vocab)
+            else:
+                assert isinstance(unit, Description)
+                blocks[key.removeprefix("blocks.")] = Block(parallel, unit, records)
+        self.blocks = nn.ModuleDict(blocks)
+        self.rotary = Rotary(c, parallel) if c.position == "rope" else None
+        self.alibi = Alibi(c, parallel) if c.position == "alibi" else None
+        if model.tied and self.embedding is not None and self.head is not None:
             tie(self.head, self.embedding)
-        tokens = micro_batch * model.seq // (parallel.tp.size if parallel.splits_tokens else 1)
-        self.micro_batch = micro_batch
+        self.micro_batch = config.train.micro_batch
         self.loss_weight: float | None = None  # what backward will multiply the loss's sum by, where that is known
         self.needs = fields_read(stage)
         # What this chunk takes from the one before it.
-        self.receives = {} if stage.first else {"hidden": ((tokens, model.hidden), parallel.dtype)}
+        shapes = {} if stage.first else model.passes(at, MicroBatch(self.micro_batch, c.seq))
+        self.receives = {name: (shape, parallel.dtype) for name, shape in shapes.items()}
 
     def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """`hidden` for the next chunk or, from the last, the loss's sum over the unmasked tokens."""
@@ -108,8 +112,9 @@ class GPTStage(nn.Module):
         parts = [self.embedding, *self.blocks.values(), self.head]
         return [part for part in parts if part is not None]
 
-    def trunk(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
-        """`hidden` after this chunk's blocks."""
+    def trunk(self, batch: Batch, hidden: Tensor | None = None, past: dict[str, Past] | None = None) -> Tensor:
+        """`hidden` after this chunk's blocks. With `past`, the keys and values of each block's earlier tokens, the
+        batch goes on where these end."""
         streams = self.parallel.streams
         ids, positions = batch.get("tokens"), batch.get("positions")
         if self.embedding is not None:
@@ -118,13 +123,15 @@ class GPTStage(nn.Module):
             hidden = through(self.embedding, ids, positions)
             self._mark_backward(hidden, None)
         assert hidden is not None
+        sequences = self.micro_batch if ids is None else ids.shape[0]
         tokens = hidden.shape[0] * (self.parallel.tp.size if self.parallel.splits_tokens else 1)
-        seq = tokens // self.micro_batch
-        rotary = None if self.rotary is None else self.rotary(positions, seq)
-        mask = None if "segments" not in batch else segment_mask(batch["segments"])
-        if self.alibi is not None:
-            mask = self.alibi.causal(seq, hidden.device) if mask is None else self.alibi(mask)
-        layers, run = [int(number) for number in self.blocks], partial(self._run, rotary, mask, streams.where)
+        seq = tokens // sequences
+        before = next(iter(past.values())).length if past else 0
+        shared = Shared(
+            sequences, None if self.rotary is None else self.rotary(positions, seq),
+            self._mask(batch, before, seq, hidden.device), past or {}, streams.where,
+        )  # fmt: skip
+        layers, run = [int(number) for number in self.blocks], partial(self._run, shared)
         together = self.parallel.recompute.blocks if torch.is_grad_enabled() else 0
         if not together:
             return run(layers, hidden, False)
@@ -132,23 +139,26 @@ class GPTStage(nn.Module):
             hidden = recompute(partial(run, layers[first : first + together]), hidden)
         return hidden
 
-    def _run(
-        self,
-        rotary: tuple[Tensor, Tensor] | None,
-        mask: Tensor | None,
-        where: tuple[int, int, int],
-        layers: list[int],
-        hidden: Tensor,
-        again: bool,
-    ) -> Tensor:
+    def _mask(self, batch: Batch, before: int, seq: int, device: torch.device) -> Tensor | None:
+        """Who may look at whom, or what is added to the scores; None where attention is plainly causal."""
+        mask = None if "segments" not in batch else segment_mask(batch["segments"])
+        if self.alibi is None:
+            return mask
+        if mask is None and not before:
+            return self.alibi.causal(seq, device)
+        return self.alibi(causal_mask(before + seq, device, seq) if mask is None else mask)
+
+    def _run(self, shared: Shared, layers: list[int], hidden: Tensor, again: bool) -> Tensor:
         """`hidden` after these blocks. `again`: backward comes right after, and other micro-batches may have begun."""
         streams = self.parallel.streams
-        with streams.again(where):
+        with streams.again(shared.where):
             for layer in layers:
                 streams.layer(layer)
                 last = again and layer == layers[-1]
+                past = (shared.past[str(layer)],) if shared.past else ()
+                given = (shared.sequences, shared.rotary, shared.mask, *past)
                 with self.ledger.layer(layer):
-                    hidden = through(self.blocks[str(layer)], hidden, self.micro_batch, rotary, mask, hold=last)
+                    hidden = through(self.blocks[str(layer)], hidden, *given, hold=last)
                 self._mark_backward(hidden, layer)
         return hidden
 
@@ -156,6 +166,16 @@ class GPTStage(nn.Module):
         """Backward runs outside of the block's context: the gradient of a block's output tells that it begins."""
         if output.requires_grad:
             output.register_hook(partial(_enter, self.ledger, layer))
+
+
+class Shared(NamedTuple):
+    """What all blocks of a chunk use with one micro-batch, and the random streams' place at that time."""
+
+    sequences: int
+    rotary: tuple[Tensor, Tensor] | None
+    mask: Tensor | None
+    past: dict[str, Past]
+    where: tuple[int, int, int]
 
 
 def _enter(ledger: Ledger, layer: int | None, grad: Tensor) -> None:

@@ -13,6 +13,7 @@ from meshwright.nn.linear import Linear, norm_product
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.rotary import rotate, turn_qkv
+from meshwright.parts import gpt
 
 
 class Alibi(nn.Module):
@@ -102,15 +103,15 @@ class Past:
 class Attention(nn.Module):
     """With `recompute: selective`, what lies between the queries, keys and values and their result is not kept."""
 
-    def __init__(self, parallel: Parallel, model: ModelConfig, records: dict[str, ParamRecord]) -> None:
+    def __init__(self, parallel: Parallel, part: gpt.Attention, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         tp = parallel.tp.size
-        self.heads, self.kv_heads, self.head_dim = model.heads // tp, max(1, model.kv_heads // tp), model.head_dim
-        self.dropout, self.fuses = model.dropout, parallel.fused
+        self.heads, self.kv_heads, self.head_dim = part.heads // tp, max(1, part.kv_heads // tp), part.head_dim
+        self.dropout, self.fuses = part.dropout, parallel.fused
         self.projection = QKV(parallel, records)
+        of_head = gpt.Norm("rmsnorm", part.head_dim, part.norm_eps)
         self.q_norm, self.k_norm = (
-            Norm(parallel, "rmsnorm", model.norm_eps, under(records, key)) if model.qk_norm else None
-            for key in ("q_norm", "k_norm")
+            Norm(parallel, of_head, under(records, key)) if part.qk_norm else None for key in ("q_norm", "k_norm")
         )
         self.out = Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
         self.recompute_core = parallel.recompute.mode == "selective"

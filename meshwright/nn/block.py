@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from meshwright.config.sections import ModelConfig
 from meshwright.layout.params import ParamRecord, under
-from meshwright.nn.attention import Attention, Past
-from meshwright.nn.mlp import MLP
-from meshwright.nn.norm import Norm
+from meshwright.nn.attention import Past
+from meshwright.nn.build import build
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
+from meshwright.parts.part import Block as Description
 
 
 class Block(nn.Module):
-    """x [tokens, hidden] plus attention of its norm, plus the MLP of that sum's norm (parallel: of x's norm too)."""
+    """x [tokens, hidden] plus, for each branch, a body of its norm: of the sum so far, or in parallel of x itself.
 
-    def __init__(self, parallel: Parallel, model: ModelConfig, records: dict[str, ParamRecord]) -> None:
+    A body takes (x, norm, batch, rotary, mask, past) and returns x and its result. The residual uses the returned x: a
+    body that takes the norm into its first product adds the residual's gradient in the same pass of backward.
+    """
+
+    def __init__(self, parallel: Parallel, block: Description, records: dict[str, ParamRecord]) -> None:
         super().__init__()
-        self.norm1 = Norm(parallel, model.norm, model.norm_eps, under(records, "norm1"))
-        self.attention = Attention(parallel, model, under(records, "attention"))
-        self.norm2 = Norm(parallel, model.norm, model.norm_eps, under(records, "norm2"))
-        self.mlp = MLP(parallel, model.mlp, under(records, "mlp"))
-        self.parallel_residual, self.p = model.parallel_residual, model.dropout
+        self.branches = [(norm.key, body.key) for norm, body in block.branches]
+        for key, _, part in block.parts:
+            self.add_module(key, build(part, parallel, under(records, key)))
+        self.parallel_residual, self.p = block.parallel, block.dropout
         self.stream = parallel.streams.own if parallel.splits_tokens else parallel.streams.same
 
     def forward(
@@ -33,12 +35,17 @@ class Block(nn.Module):
         mask: Tensor | None = None,
         past: Past | None = None,
     ) -> Tensor:
-        x, change = self.attention(x, self.norm1, batch, rotary, mask, past)
-        attended = x + self._drop(change)
-        if self.parallel_residual:
-            return attended + self._drop(self.mlp(x, self.norm2)[1])
-        attended, change = self.mlp(attended, self.norm2)
-        return attended + self._drop(change)
+        total: Tensor | None = None
+        for norm, body in self.branches:
+            given = x if total is None or self.parallel_residual else total
+            given, change = self._modules[body](given, self._modules[norm], batch, rotary, mask, past)
+            change = self._drop(change)
+            if total is None:
+                x, total = given, given + change
+            else:
+                total = (total if self.parallel_residual else given) + change
+        assert total is not None
+        return total
 
     def _drop(self, x: Tensor) -> Tensor:
         return dropout(x, self.p, self.stream) if self.p and self.training else x

@@ -11,6 +11,7 @@ from meshwright.comm.ops import reduce_from, reduce_scatter_from
 from meshwright.layout.params import ParamRecord
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.weight_grad import add_rows_grad, dense_rows_grad
+from meshwright.parts import gpt
 
 
 class _Rows(torch.autograd.Function):
@@ -37,12 +38,12 @@ class _Rows(torch.autograd.Function):
 class TokenEmbedding(nn.Module):
     """[tokens] ids to [tokens, hidden], or to this rank's rows of it under sequence parallelism."""
 
-    def __init__(self, parallel: Parallel, weight: ParamRecord) -> None:
+    def __init__(self, parallel: Parallel, part: gpt.TokenEmbedding, records: dict[str, ParamRecord]) -> None:
         super().__init__()
-        self.weight = parallel.parameter(weight)
+        self.weight = parallel.parameter(records["weight"])
         self.sinks: dict[str, Tensor] = {}
         self.parallel = parallel
-        self.first = parallel.tp.index * weight.local_shape[0] if not parallel.tp.alone else 0
+        self.first = parallel.tp.index * self.weight.shape[0] if not parallel.tp.alone else 0
 
     def forward(self, ids: Tensor) -> Tensor:
         tp, sink = self.parallel.tp, self.sinks.get("weight")
@@ -58,11 +59,11 @@ class PositionEmbedding(nn.Module):
     """Learned positions, held whole by every tp rank and looked up for the tokens it holds. The first position has row
     `offset` of the table."""
 
-    def __init__(self, parallel: Parallel, weight: ParamRecord, offset: int = 0) -> None:
+    def __init__(self, parallel: Parallel, part: gpt.PositionEmbedding, records: dict[str, ParamRecord]) -> None:
         super().__init__()
-        self.weight = parallel.parameter(weight)
+        self.weight = parallel.parameter(records["weight"])
         self.sinks: dict[str, Tensor] = {}
-        self.offset = offset
+        self.offset = part.offset
 
     def forward(self, positions: Tensor) -> Tensor:
         return _Rows.apply(self.weight, positions + self.offset, False, self.sinks.get("weight"))

@@ -86,7 +86,9 @@ class _NormProduct(torch.autograd.Function):
         mode: str, group: str, size: int, kind: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         # Where x is a sum that no product takes in, the compiler makes that sum and its norm in one pass.
-        norm = rms_norm_in_one_pass if x.is_cuda and mode == "plain" and not kind else rms_norm
+        # A dry run counts no intermediate results of a norm, since no compiled one has any.
+        one_pass = x.is_meta or (x.is_cuda and mode == "plain" and not kind)
+        norm = rms_norm_in_one_pass if one_pass else rms_norm
         normed, rstd = norm(x, scale, eps)
         ctx.save_for_backward(x, rstd, scale, weight)
         ctx.sink = sink

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
 from meshwright.kernels import fits
-from meshwright.layout.chunks import chunk_rows
 from meshwright.nn.linear import Linear
 from meshwright.nn.parallel import Parallel, record_of
 from meshwright.nn.weight_grad import add_product, sink_of, write_product
+from meshwright.parts.loss_pieces import piece_rows
 
 
 @dataclass(frozen=True)
@@ -31,26 +31,25 @@ class Vocabulary:
     columns: int
     group: str
     size: int
+    host: bool = False  # without kernels of our own
 
     @staticmethod
     def of(width: int, vocab: int, parallel: Parallel) -> Vocabulary:
         tp = parallel.tp
         first = 0 if tp.alone else tp.index * width
-        return Vocabulary(first, max(0, min(width, vocab - first)), tp.name, tp.size)
+        return Vocabulary(first, max(0, min(width, vocab - first)), tp.name, tp.size, parallel.host)
 
 
 def loss_and_grad_(logits: Tensor, labels: Tensor, mask: Tensor, scale: float | None, vocabulary: Vocabulary) -> Tensor:
     """Each token's -log p(label) times its mask, in float32 at least; with a `scale`, the logits [tokens, this rank's
     columns] become scale times the gradient of these losses' sum."""
     v = vocabulary
-    kernel = fits(logits) and v.columns > 0
+    kernel = (fits(logits) or (logits.is_meta and not v.host)) and v.columns > 0
     norm = logits.new_empty(len(logits), dtype=_wide(logits.dtype))
     target = torch.empty_like(norm)
     both = kernel and v.size == 1 and scale is not None
     if kernel:
-        from meshwright.kernels.cross_entropy import loss_rows
-
-        loss_rows(logits, labels, mask, v.first, v.columns, norm, target, scale or 0.0, stats=True, grad=both)
+        _loss_rows(logits, labels, mask, v, (norm, target), scale or 0.0, stats=True, grad=both)
     else:
         norm, target = _stats(logits, labels, v)
     if v.size > 1:
@@ -61,10 +60,22 @@ def loss_and_grad_(logits: Tensor, labels: Tensor, mask: Tensor, scale: float | 
         norm, target = top + torch.log(sums[0]), sums[1]
     if scale is not None and not both:
         if kernel:
-            loss_rows(logits, labels, mask, v.first, v.columns, norm, target, scale, stats=False, grad=True)
+            _loss_rows(logits, labels, mask, v, (norm, target), scale, stats=False, grad=True)
         else:
             _grad_(logits, labels, mask, norm, scale, v)
     return (norm - target) * mask.to(norm.dtype)
+
+
+def _loss_rows(
+    logits: Tensor, labels: Tensor, mask: Tensor, v: Vocabulary, rows: tuple[Tensor, Tensor], scale: float, stats: bool,
+    grad: bool,
+) -> None:  # fmt: skip
+    """The kernel, which makes no intermediate tensors; a dry run has nothing to compute."""
+    if logits.is_meta:
+        return
+    from meshwright.kernels.cross_entropy import loss_rows
+
+    loss_rows(logits, labels, mask, v.first, v.columns, *rows, scale, stats=stats, grad=grad)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -115,7 +126,7 @@ class _OutputLoss(torch.autograd.Function):
             kept = torch.empty(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
         total = full.new_zeros((), dtype=_wide(full.dtype))
         factor = (1.0 if scale is None else scale) if training else None
-        rows = chunk_rows(len(full), weight.shape[0])
+        rows = piece_rows(len(full), weight.shape[0])
         for begin in range(0, len(full), rows):
             part = slice(begin, begin + rows)
             logits = F.linear(full[part], weight)

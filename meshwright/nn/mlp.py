@@ -9,6 +9,7 @@ from meshwright.layout.params import ParamRecord
 from meshwright.nn.linear import Linear
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
+from meshwright.parts import gpt
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -18,15 +19,15 @@ ACTIVATIONS = {
 
 
 class MLP(nn.Module):
-    def __init__(self, parallel: Parallel, kind: str, records: dict[str, ParamRecord]) -> None:
+    def __init__(self, parallel: Parallel, part: gpt.MLP, records: dict[str, ParamRecord]) -> None:
         super().__init__()
-        name = "gate_up" if kind == "swiglu" else "up"
+        name = part.first
         self.up = Linear(parallel, records[f"{name}.weight"], records.get(f"{name}.bias"), "column")
-        self.activation = None if kind == "swiglu" else ACTIVATIONS[kind]
+        self.activation = None if part.gated else ACTIVATIONS[part.kind]
         self.down = Linear(parallel, records["down.weight"], records.get("down.bias"), "row")
 
-    def forward(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """x, for what else needs it, and the MLP of its norm."""
+    def forward(self, x: Tensor, norm: Norm, *unused: object) -> tuple[Tensor, Tensor]:
+        """x, for what else needs it, and the MLP of its norm, which looks at each token alone."""
         x, inner = self.up.after_norm(x, norm)
         if self.activation is None:
             return x, self.down.after_swiglu(inner)

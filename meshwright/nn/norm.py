@@ -7,13 +7,14 @@ from torch import Tensor, nn
 
 from meshwright.layout.params import ParamRecord
 from meshwright.nn.parallel import Parallel
+from meshwright.parts import gpt
 
 
 class Norm(nn.Module):
-    def __init__(self, parallel: Parallel, kind: str, eps: float, records: dict[str, ParamRecord]) -> None:
+    def __init__(self, parallel: Parallel, part: gpt.Norm, records: dict[str, ParamRecord]) -> None:
         super().__init__()
-        self.kind, self.eps = kind, eps
-        self.fuses = kind == "rmsnorm" and parallel.fused  # with the product behind it
+        self.kind, self.eps = part.kind, part.eps
+        self.fuses = part.kind == "rmsnorm" and parallel.fused  # with the product behind it
         self.weight = parallel.parameter(records["weight"])
         self.bias = parallel.parameter(records["bias"]) if "bias" in records else None
 

@@ -25,6 +25,7 @@ class Parallel:
     products: str = ""  # in which precision linear layers multiply, if not in `dtype` (see nn/products.py)
 
     hollow: bool = False  # parameters get their memory and values later, from whoever shards them
+    host: bool = False  # this is a CPU, or a dry run of one
 
     @property
     def splits_tokens(self) -> bool:

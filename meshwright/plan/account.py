@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.parts.part import parameter_count
+from meshwright.plan.communication import Traffic, all_ranks, by_axis
 from meshwright.plan.cost import Cost
-from meshwright.plan.flops import model_flops, total_params
-from meshwright.plan.memory import GIB, Memory, context_gib, largest, peak_gib
+from meshwright.plan.flops import model_flops
+from meshwright.plan.memory import GIB, context_gib, needed_gib
+from meshwright.plan.rank import rank_json
+from meshwright.plan.reduction import AxisTime
 from meshwright.plan.show import count, percent, seconds, size, table
-from meshwright.plan.workload import config_mode
 
 DAY = 86400.0
 
 
 def layout_of_cost(cost: Cost) -> dict[str, Any]:
     """The choices that a plan makes, by the names of --layout."""
-    w, p = cost.workload, cost.workload.parallel
+    c = cost.job.config
     return {
-        "tp": p.tp, "pp": p.pp, "dp": p.dp, "cp": p.cp, "chunks": p.chunks, "order": p.order,
-        "sequence_parallel": p.sequence_parallel, "schedule": p.schedule, "micro_batch": w.micro_batch,
-        "zero": p.zero, "recompute": config_mode(w.recompute), "split": list(w.split),
+        "tp": c.layout.tp, "pp": c.layout.pp, "dp": cost.job.dp, "cp": c.layout.cp, "chunks": c.layout.chunks,
+        "order": c.layout.order, "sequence_parallel": c.layout.sequence_parallel and c.layout.tp > 1,
+        "schedule": c.pipeline.schedule, "micro_batch": c.train.micro_batch, "zero": c.zero.stage,
+        "recompute": c.recompute.mode, "split": list(c.pipeline.split),
     }  # fmt: skip
 
 
@@ -47,87 +51,99 @@ def _value(value: Any) -> str:
 
 def whole_run(cost: Cost, tokens: float) -> dict[str, float]:
     """time = tokens x FLOPs per token / (one device's rate x devices x parallel efficiency), each factor."""
-    w, p = cost.workload, cost.workload.parallel
-    per_token = model_flops(w.model, 1.0)
+    job = cost.job
+    per_token = model_flops(job.config.model, 1.0)
     # What a device would take for its share of the step if it computed all the time, no stage longer than another.
-    work = sum(s.forward + s.backward for s in cost.stages) * w.micro_batches / p.pp
+    work = sum(s.forward + s.backward for s in cost.stages) * job.micro_batches / job.layout.pp
     alone = max(1e-12, min(cost.compute_s, work))
-    rate = per_token * w.tokens / w.world / alone
+    rate = per_token * job.tokens / job.world / alone
     efficiency = alone / cost.step_s
-    days = tokens * per_token / (rate * w.world * efficiency) / DAY
-    device_hours = days * 24 * w.world
+    days = tokens * per_token / (rate * job.world * efficiency) / DAY
+    device_hours = days * 24 * job.world
     return {
-        "tokens": tokens, "flops_per_token": per_token, "device_flops_per_s": rate, "devices": w.world,
-        "parallel_efficiency": efficiency, "days": days, "steps": tokens / w.tokens, "device_hours": device_hours,
+        "tokens": tokens, "flops_per_token": per_token, "device_flops_per_s": rate, "devices": job.world,
+        "parallel_efficiency": efficiency, "days": days, "steps": tokens / job.tokens, "device_hours": device_hours,
         "energy_mwh": device_hours * cost.cluster.device.power_w / 1e6,
         "cost_usd": device_hours * cost.cluster.device.price_hour,
     }  # fmt: skip
 
 
-def memory_json(memory: Memory, cost: Cost) -> dict[str, Any]:
-    w = cost.workload
+def memory_json(cost: Cost) -> dict[str, Any]:
+    """Bytes of the rank with the highest peak, and what the device needs in all."""
     return {
-        "pp_rank": memory.pp_rank, "parameters": memory.parameters, "gradients": memory.gradients,
-        "master": memory.master, "optimizer": memory.optimizer, "activations": memory.activations,
-        "buffers": memory.buffers, "peak": memory.peak,
-        "context": context_gib(w, cost.stack, cost.cluster) * GIB,
-        "device_gib": cost.cluster.device.memory_gib, "needed_gib": peak_gib(w, cost.stack, cost.cluster),
+        **rank_json(cost.job, cost.memory.pp_rank)["memory"], "pp_rank": cost.memory.pp_rank,
+        "context": context_gib(cost.job, cost.cluster) * GIB, "device_gib": cost.cluster.device.memory_gib,
+        "needed_gib": needed_gib(cost.job, cost.cluster, cost.memory),
     }  # fmt: skip
 
 
 def as_json(cost: Cost, tokens: float | None = None) -> dict[str, Any]:
-    w = cost.workload
+    job = cost.job
     found: dict[str, Any] = {
-        "cluster": cost.cluster.name, "stack": cost.stack.name, "devices": w.world, "layout": layout_of_cost(cost),
-        "parameters": total_params(w.model), "global_batch": w.global_batch, "seq": w.model.seq,
-        "micro_batches": w.micro_batches, "step_time_s": cost.step_s,
-        "tokens_per_s": cost.tokens_per_s_device * w.world, "tokens_per_s_per_device": cost.tokens_per_s_device,
-        "mfu": cost.mfu, "hfu": cost.hfu, "bubble": cost.bubble, "bubble_s": cost.bubble_s,
+        "cluster": cost.cluster.name, "stack": job.stack.name, "devices": job.world, "layout": layout_of_cost(cost),
+        "precision": job.config.train.precision, "parameters": parameter_count(job.model),
+        "global_batch": job.global_batch, "seq": job.config.model.seq,
+        "micro_batches": job.micro_batches, "step_time_s": cost.step_s,
+        "tokens_per_s": cost.tokens_per_s_device * job.world, "tokens_per_s_per_device": cost.tokens_per_s_device,
+        "mfu": cost.mfu, "hfu": cost.hfu, "bubble": cost.bubble, "bubble_s": cost.bubble_s, "idle_s": cost.idle_s,
         "bubble_from": "table" if cost.simulated else "formula", "compute_s": cost.compute_s,
         "optimizer_s": cost.optimizer_s,
         "comm": {
             name: {
-                "wire_bytes": axis.wire_bytes, "seconds": axis.seconds, "hidden_s": axis.hidden,
-                "exposed_s": axis.exposed,
+                **traffic._asdict(), "seconds": axis.seconds, "hidden_s": axis.hidden, "exposed_s": axis.exposed,
             }
-            for name, axis in cost.axes.items()
+            for name, traffic, axis in axes_of(cost)
         },
         "stages": [
             {"forward_s": s.forward, "backward_s": s.backward, "forward_flops": s.flops, "parameters": s.params}
             for s in cost.stages
         ],
-        "memory": memory_json(largest(w, cost.stack), cost),
+        "memory": memory_json(cost),
+        "rank": rank_json(job, cost.memory.pp_rank),
+        "ledger": {axis: traffic._asdict() for axis, traffic in by_axis(all_ranks(job)).items()},
     }  # fmt: skip
     if tokens:
         found["run"] = whole_run(cost, tokens)
     return found
 
 
+def axes_of(cost: Cost) -> list[tuple[str, Traffic, AxisTime]]:
+    """By axis, one rank's traffic and time; what states are divided over is timed with data parallelism."""
+    found = []
+    for name, traffic in cost.traffic.items():
+        timed = "dp" if name.startswith("dp") else name
+        found.append((name, traffic, cost.axes.get(timed, AxisTime())))
+    return found
+
+
 def report(cost: Cost, tokens: float | None = None) -> str:
     """The same, for people."""
-    w, p = cost.workload, cost.workload.parallel
+    job, c = cost.job, cost.job.config
     m = as_json(cost, tokens)
     words = layout_words(m["layout"])
     lines = [
-        f"{count(total_params(w.model))} parameters on {w.world} x {cost.cluster.device.name}: {words}",
-        f"global batch {w.global_batch} x {w.model.seq} tokens, {w.micro_batches} micro-batches, {w.precision}, "
-        f"stack {cost.stack.name}",
+        f"{count(m['parameters'])} parameters on {job.world} x {cost.cluster.device.name}: {words}",
+        f"global batch {job.global_batch} x {c.model.seq} tokens, {job.micro_batches} micro-batches, "
+        f"{c.train.precision}, stack {job.stack.name}",
         "",
         f"  step time        {seconds(cost.step_s)}",
-        f"  tokens/s         {m['tokens_per_s']:,.0f}  ({cost.tokens_per_s_device:,.0f} a device)",
+        f"  tokens/s         {m['tokens_per_s']:,.0f}  ({cost.tokens_per_s_device:,.0f} per device)",
         f"  MFU / HFU        {percent(cost.mfu)} / {percent(cost.hfu)}",
         f"  compute          {seconds(cost.compute_s)} (busiest stage)",
-        f"  bubble           {percent(cost.bubble)} ({seconds(cost.bubble_s)}, by the {m['bubble_from']})",
+        f"  bubble           {percent(cost.bubble)} ({seconds(cost.bubble_s)}, by the {m['bubble_from']}; "
+        f"the busiest stage idles {seconds(cost.idle_s)})",
         f"  optimizer        {seconds(cost.optimizer_s)}",
         "",
     ]
-    rows = [("communication (one rank, one step)", "wire", "time", "hidden")]
-    for name, axis in cost.axes.items():
+    rows = [(f"communication of a rank of stage {cost.memory.pp_rank}", "calls", "wire", "time", "hidden", "all ranks")]
+    for name, traffic, axis in axes_of(cost):
         hidden = percent(axis.hidden / axis.seconds) if axis.seconds else "-"
-        rows.append((name, size(axis.wire_bytes), seconds(axis.seconds), hidden))
-    lines += [table(rows) if cost.axes else "  no communication", ""]
+        time, everybody = seconds(axis.seconds) if axis.seconds else "-", size(m["ledger"][name]["wire_bytes"])
+        rows.append((name, f"{traffic.calls:,}", size(traffic.wire_bytes), time, hidden, everybody))
+    lines += [table(rows) if cost.traffic else "  no communication", ""]
     stages = [("stage (one micro-batch)", "forward", "backward", "TFLOP forward", "parameters")]
-    shown = range(p.pp) if p.pp <= 6 else (0, 1, p.pp - 2, p.pp - 1)
+    pp = job.layout.pp
+    shown = range(pp) if pp <= 6 else (0, 1, pp - 2, pp - 1)
     for rank in shown:
         s = cost.stages[rank]
         stages.append((f"{rank}", seconds(s.forward), seconds(s.backward), f"{s.flops / 1e12:.3g}", count(s.params)))

@@ -1,177 +1,176 @@
-"""What our own layers keep for backward, tensor by tensor, and how much of it is alive at once on a rank. No torch.
-
-Blocks as they run uncompiled; a compiler keeps less, by its own choice. The letters: T tokens of a micro-batch, R the
-rows of them that a rank holds between the products (T / tp under sequence parallelism), e bytes of an element, and
-w bytes of what is summed in (4, or 8 in fp64). H and K are the rank's query and key-value heads, d their size, f its
-part of the MLP's inner width.
-"""
+"""What a rank keeps for backward: the statements of its parts, followed along its list of the schedule. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
-from meshwright.config.sections import Config, ModelConfig
-from meshwright.layout.chunks import chunk_rows
 from meshwright.models.description import fields_read
+from meshwright.parts.part import Block, Coordinate, Kernels, MicroBatch, Stage, Unit
 from meshwright.pipeline.schedules import computes
 from meshwright.pipeline.table import Op
-from meshwright.plan.communication import Job
+from meshwright.plan.job import Job
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The letters, of one rank. `host`: the CPU's kernels keep other things than an accelerator's."""
+class KeptBytes:
+    """Bytes of one unit and one micro-batch: what is kept (`lasting`), what its backward makes again beside that (less
+    what a recomputed block's input already holds), and what its kernels need for a moment."""
 
-    model: ModelConfig
-    tokens: int
-    rows: int
-    tp: int
-    element: int
-    host: bool
-    shared_ends: bool = False  # the output layer's weight is the embedding's, and both are here
-    scores: int = 0  # of a mask of documents, which every layer keeps as numbers to add: batch x seq x seq
-
-    @property
-    def wide(self) -> int:
-        return max(4, self.element)
-
-    @property
-    def stream(self) -> int:
-        """One tensor of the residual stream: R h e."""
-        return self.rows * self.model.hidden * self.element
-
-    @property
-    def heads(self) -> int:
-        return self.model.heads // self.tp
-
-    @property
-    def kv_heads(self) -> int:
-        return max(1, self.model.kv_heads // self.tp)
+    lasting: float
+    again: float
+    working: float
 
 
-def sizes_of(job: Job) -> Sizes:
-    c = job.config
-    rows = job.tokens // (job.layout.tp if job.splits_tokens else 1)
-    scores = c.train.micro_batch * c.model.seq**2 if c.data.reset_attention else 0
-    shared = c.model.tied_embeddings and job.layout.pp == 1
-    host = c.run.device == "cpu"
-    return Sizes(c.model, job.tokens, rows, job.layout.tp, job.activation_bytes, host, shared, scores)
+@lru_cache(maxsize=50_000)
+def unit_kept(
+    unit: Unit, at: Coordinate, batch: MicroBatch, kernels: Kernels, mode: str, selective: tuple[float, bool]
+) -> KeptBytes:
+    """Under a recompute mode. `selective`: the share of a block's linear products, and whether the attention core, that
+    the mode of this name runs again."""
+    kept, working = unit.kept(at, batch, kernels), unit.working(at, batch, kernels)
+    everything = sum(each.size for each in kept)
+    if not isinstance(unit, Block) or mode == "none":
+        return KeptBytes(everything, 0.0, working)
+    stream = batch.rows(at) * unit.hidden * batch.element
+    share, core = selective
+    if mode == "selective" and core:
+        dropped = sum(each.size for each in kept if each.core)
+        return KeptBytes(everything - dropped, dropped if not kernels.fused_attention else 0.0, working)
+    if mode == "selective":
+        if not share:
+            return KeptBytes(everything, 0.0, working)
+        # The block's input, the attention's output and this share of the products' results are kept.
+        products = [product for product in unit.work(at, batch, kernels).products if product.linear]
+        scattered = batch.rows(at) / batch.tokens(at)
+        results = sum(p.m * p.n * p.count * (scattered if p.scattered else 1.0) for p in products) * batch.element
+        output = sum(each.size for each in kept if each.name == "attention output")
+        held = stream + output + share * results
+        return KeptBytes(held, everything - held, working)
+    # The run's input is kept already, and its first norm keeps the same tensor.
+    shared = stream if any(each.name == "input" for each in kept) else 0.0
+    return KeptBytes(everything, -shared, working)
 
 
-def norm_kept(s: Sizes) -> int:
-    """A norm's own: its input, or what it makes of that in float32, and each row's scale."""
-    if s.model.norm == "layernorm":
-        return s.stream + 2 * s.rows * (s.element if s.host else s.wide)
-    if not s.host:
-        return s.stream + s.rows * s.wide
-    return 2 * s.rows * s.model.hidden * s.wide + s.rows * s.wide  # the input and the normed input, both wide
+class Moment(NamedTuple):
+    """A moment of a chunk's backward: the number of the unit it works on, the bytes that are kept beyond what the chunk
+    keeps after its forward (fewer, once later units are done), and what kernels need for a moment."""
+
+    unit: int
+    kept: float
+    working: float
 
 
-def keeps_input(s: Sizes) -> bool:
-    """Whether a block's norms keep its input itself."""
-    return s.model.norm == "layernorm" or not s.host or s.element >= 4
+@dataclass(frozen=True)
+class ChunkBytes:
+    """One chunk and one micro-batch: what is kept after its forward, what the loss needs for a moment, and the moments
+    of its backward at which the most can be allocated: the first and the last few units."""
+
+    kept: float
+    loss: float
+    backward: tuple[Moment, ...]
 
 
-def attention_kept(s: Sizes, selective: bool) -> int:
-    """Queries, keys and values (turned ones are copies), the result and each row's log-sum. With dropout the CPU has no
-    fused kernel: then wide copies, and three tensors of scores. Where tp ranks share key-value heads, also the weights,
-    which are put together from two parameters."""
-    m, (h, k), d = s.model, (s.heads, s.kv_heads), s.model.head_dim
-    joined = m.hidden * (h + 2 * k) * d * s.element if s.tp > m.kv_heads else 0
-    qkv = s.tokens * (h + 2 * k) * d * s.element + joined
-    turned = s.tokens * (h + k) * d * s.element if m.position == "rope" else 0
-    result = s.tokens * h * d * s.element
-    copies = 0 if not s.host else 1 if s.element >= 4 else 2  # of a head's input and normed input; each row's scale
-    normed = s.tokens * (h + k) * (copies * d * s.wide + s.wide) if m.qk_norm else 0
-    if selective:
-        return qkv + turned + normed + result
-    if s.host and m.dropout:
-        scores = s.tokens * h * m.seq * s.wide
-        return s.tokens * (h + 2 * k) * d * s.wide + 3 * scores + result + normed + joined
-    sums = s.tokens * h * s.wide
-    return qkv + turned + normed + result + sums + s.scores * s.element
-
-
-def mlp_kept(s: Sizes) -> int:
-    """SwiGLU: both halves, the gate's activation and the product. Others: before and after, which is one for ReLU."""
-    inner = s.tokens * (s.model.ffn // s.tp) * s.element
-    return inner * {"swiglu": 4, "relu": 1}.get(s.model.mlp, 2)
-
-
-def block_kept(s: Sizes, selective: bool = False) -> int:
-    """Two norms with their outputs, attention, MLP, and the masks of dropout."""
-    norms = 2 * (norm_kept(s) + s.stream)
-    if s.model.parallel_residual and keeps_input(s):
-        norms -= s.stream  # both norms have one input
-    drops = 2 * s.stream if s.model.dropout else 0
-    return norms + attention_kept(s, selective) + mlp_kept(s) + drops
-
-
-def embedding_kept(s: Sizes, fields: int) -> int:
-    """The batch, in which the ids are that rows were looked up by; a norm and a mask of dropout, if there are."""
-    ids = s.tokens * 8 * fields + (s.tokens * 9 if s.tp > 1 else 0)
-    ids += s.tokens * 8 if s.model.position == "learned" else 0
-    norm = norm_kept(s) if s.model.embedding_norm else 0
-    return ids + norm + (s.stream if s.model.dropout else 0)
-
-
-def head_kept(s: Sizes) -> int:
-    """The last norm, the gradient of its output, which the loss makes in forward, and, if the embedding has the same
-    weight, its gradient."""
-    weight = -(-s.model.vocab // s.tp) * s.model.hidden * s.wide if s.shared_ends else 0
-    return norm_kept(s) + s.tokens * s.model.hidden * s.element + weight
-
-
-def activations(config: Config, job: Job, pp_rank: int) -> int:
-    """The most bytes that are kept for backward at once on a rank, following the rank's list of the schedule."""
-    s, together = sizes_of(job), config.recompute.blocks
-    block = block_kept(s, config.recompute.mode == "selective")
-    kept, heads, again = [], [], []
-    held = job.held(pp_rank)
-    fields = sum(len(fields_read(stage) & set(job.fields)) for stage in held if stage.first or stage.last)
-    for stage in held:
-        count = len(stage.layers)
-        runs = -(-count // together) if together else 0
-        inside = runs * s.stream if together else count * block
-        inside += embedding_kept(s, fields) if stage.first else 0
-        inside += s.scores if count else 0  # the mask itself, one byte each
-        head = head_kept(s) if stage.last else 0
-        # A run's input is kept already; its first norm keeps the same tensor.
-        working = min(together, count) * block - (s.stream if keeps_input(s) else 0) if runs else 0
-        kept.append(inside + head)
-        heads.append(head)
-        again.append(max(0, working))
-    c = config.layout
-    alive = peak = 0
-    for action in computes(config.pipeline.schedule, c.pp, job.micro_batches, c.chunks, pp_rank):
-        if action.op is Op.FORWARD:
-            alive += kept[action.chunk]
-            peak = max(peak, alive)
+def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
+    """`fields`: how many fields of the batch the rank reads."""
+    together = job.config.recompute.blocks
+    stream = job.batch.rows(job.at) * job.model.hidden * job.batch.element
+    units = [unit_bytes(job, unit) for _, _, unit in job.model.units(stage)]
+    first, last = int(stage.first), len(units) - int(stage.last)
+    # What is kept and released together: each unit, or each run of blocks that is recomputed.
+    parts = [(at, at + 1) for at in range(len(units))]
+    if together:
+        runs = [(at, min(at + together, last)) for at in range(first, last, together)]
+        parts = [*parts[:first], *runs, *parts[last:]]
+    kept, again = [], []
+    for begin, end in parts:
+        inside = units[begin:end]
+        if together and first <= begin < last:
+            kept.append(stream if job.states.checkpoints_on == "device" else 0.0)
+            again.append(sum(each.lasting for each in inside) + inside[0].again)
         else:
-            peak = max(peak, alive - heads[action.chunk] + again[action.chunk])
-            alive -= kept[action.chunk]
-    return peak + sum(alibi_kept(s) for stage in held if stage.layers)
+            kept.append(inside[0].lasting)
+            again.append(inside[0].again)
+    done = [0.0, *accumulate(reversed(kept))][::-1][1:]  # of the parts behind each
+    shown = {0, 1, *range(len(parts) - 4, len(parts))} & set(range(len(parts)))
+    moments = tuple(
+        Moment(parts[at][1] - 1, again[at] - done[at], max(each.working for each in units[slice(*parts[at])]))
+        for at in sorted(shown, reverse=True)
+        if at < len(parts) - int(stage.last)  # the head's gradients are made in forward
+    )
+    batch = job.batch.tokens(job.at) * 8 * fields if stage.first else 0
+    mask = job.batch.sequences * job.batch.seq**2 if job.batch.documents and stage.layers else 0  # one byte each
+    loss = units[-1].working if stage.last else 0.0
+    return ChunkBytes(sum(kept) + batch + mask, loss, moments)
 
 
-def alibi_kept(s: Sizes) -> int:
-    """What ALiBi adds to the scores of a sequence: one for all layers and micro-batches of a chunk."""
-    return s.heads * s.model.seq**2 * s.element if s.model.position == "alibi" else 0
+def unit_bytes(job: Job, unit: Unit) -> KeptBytes:
+    stack = job.stack
+    selective = (stack.selective, stack.selective_core)
+    return unit_kept(unit, job.at, job.batch, job.kernels, job.config.recompute.mode, selective)
 
 
-def rows_grad(job: Job, pp_rank: int) -> int:
-    """The embedding's gradient as a whole tensor, which is made for a moment where gradients are not summed in fp32."""
-    s = sizes_of(job)
-    whole = job.config.train.grad_dtype != "fp32" and any(stage.first for stage in job.held(pp_rank))
-    return -(-s.model.vocab // s.tp) * s.model.hidden * s.element if whole else 0
+def chunks_of(job: Job, pp_rank: int) -> list[ChunkBytes]:
+    """The chunks of a pipeline rank."""
+    held = job.chunks[pp_rank]
+    fields = sum(len(fields_read(stage) & set(job.data_fields)) for stage in held if stage.first or stage.last)
+    return [chunk_bytes(job, stage, fields) for stage in held]
 
 
-def passing(config: Config, job: Job, pp_rank: int) -> int:
-    """What a block's backward, or the loss, needs for a moment beside what is kept: gradients of its widest tensors."""
-    s = sizes_of(job)
-    inner = s.tokens * (s.model.ffn // s.tp) * s.element
-    block = inner * (5 if s.model.mlp == "swiglu" else 2) + 3 * s.tokens * s.model.hidden * s.element
-    loss = 0
-    if any(stage.last for stage in job.held(pp_rank)):
-        vocab = -(-s.model.vocab // s.tp)
-        loss = chunk_rows(s.tokens, vocab) * vocab * (s.element + (s.wide if s.host else 0))
-    return max(block, loss)
+@lru_cache(maxsize=20_000)
+def in_flight(
+    kind: str, pp: int, micro_batches: int, chunks: int, rank: int
+) -> tuple[frozenset[tuple[tuple[int, ...], int]], frozenset[tuple[tuple[int, ...], int]]]:
+    """The numbers of micro-batches of each chunk that are in flight at once on a rank, following its list of the
+    schedule: with the chunk of each forward when that ends, and with the chunk of each backward when that begins."""
+    flying = [0] * chunks
+    forwards: set[tuple[tuple[int, ...], int]] = set()
+    backwards: set[tuple[tuple[int, ...], int]] = set()
+    for action in computes(kind, pp, micro_batches, chunks, rank):
+        if action.op is Op.FORWARD:
+            flying[action.chunk] += 1
+            forwards.add((tuple(flying), action.chunk))
+        else:
+            backwards.add((tuple(flying), action.chunk))
+            flying[action.chunk] -= 1
+    return frozenset(forwards), frozenset(backwards)
+
+
+def steady(job: Job) -> int:
+    """Micro-batches after which a schedule that drains as it fills has no more in flight: the rest repeats."""
+    pp, m = job.layout.pp, job.micro_batches
+    if job.config.pipeline.schedule == "gpipe":
+        return m
+    return min(m, 3 * pp + m % pp)
+
+
+def alive(job: Job, pp_rank: int, chunks: list[ChunkBytes]) -> tuple[list[float], list[float]]:
+    """The most bytes of all micro-batches in flight on a rank, each as its forward left it: by chunk, right after a
+    forward of that chunk, and when a backward of it begins."""
+    c = job.config
+    forwards, backwards = in_flight(c.pipeline.schedule, c.layout.pp, steady(job), len(chunks), pp_rank)
+    lasting = sum(_alibi(job) for stage in job.chunks[pp_rank] if stage.layers)
+
+    def most(found: frozenset[tuple[tuple[int, ...], int]], chunk: int) -> float:
+        numbers = (flying for flying, at in found if at == chunk)
+        return lasting + max(sum(n * each.kept for n, each in zip(flying, chunks, strict=True)) for flying in numbers)
+
+    numbers = range(len(chunks))
+    return [most(forwards, chunk) for chunk in numbers], [most(backwards, chunk) for chunk in numbers]
+
+
+def _alibi(job: Job) -> float:
+    """What ALiBi adds to the scores of a sequence: one tensor for all layers and micro-batches of a chunk."""
+    m = job.config.model
+    heads = m.heads // job.layout.tp
+    return heads * m.seq**2 * job.batch.element if m.position == "alibi" else 0.0
+
+
+def activations(job: Job, pp_rank: int) -> float:
+    """The most bytes that are kept for backward at once on a rank."""
+    chunks = chunks_of(job, pp_rank)
+    forwards, backwards = alive(job, pp_rank, chunks)
+    during = [total + moment.kept for total, chunk in zip(backwards, chunks, strict=True) for moment in chunk.backward]
+    return max(*forwards, *during)

@@ -1,7 +1,8 @@
 """Every byte that a training step sends, from the config alone, in exact integers. No torch.
 
-Each source of traffic is one small function with its closed formula. What they yield are calls as one rank's
-ledger counts them; sums over calls and ranks equal the `comm` of metrics.jsonl. The letters of the formulas:
+Inside the model, parts state what they communicate (`parts/`); every other source of traffic is one small function here
+with its closed formula. What they yield are calls as one rank's ledger counts them; sums over calls and ranks equal the
+`comm` of metrics.jsonl. The letters of the formulas:
 
     b micro-batch, s sequence, h hidden     T = b s, the tokens of a micro-batch
     M micro-batches of one rank in a step   H = T h a, the bytes of one micro-batch's activations [tokens, hidden]
@@ -10,28 +11,22 @@ ledger counts them; sums over calls and ranks equal the `comm` of metrics.jsonl.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from meshwright.comm.ledger import wire_bytes
-from meshwright.config.rules import check
 from meshwright.config.sections import Config, ZeroConfig
-from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.layout.chunks import chunk_rows
 from meshwright.layout.params import DATA_AXES, ParamRecord
-from meshwright.models.description import GPTDescription, Stage, fields_read, layout_of, prefixed, stages
-from meshwright.pipeline.table import looped
+from meshwright.models.description import fields_read
+from meshwright.parts.part import Block, Collective, Coordinate, MicroBatch, Stage, Unit
+from meshwright.plan.job import FIELD_BYTES, Job, checked_job
+from meshwright.plan.stack import BYTES
 from meshwright.sharding.placement import backward_order, bucket_elements, divided, grad_bytes, place
 from meshwright.train.counts import WIDE, counts_bytes, sums_bytes
-
-# Bytes of one element, by precision and by dtype of a batch's field.
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-FIELD_BYTES = {
-    "int64": 8, "float64": 8, "int32": 4, "float32": 4, "int16": 2, "float16": 2,
-    "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
 
 
 class Traffic(NamedTuple):
@@ -78,190 +73,59 @@ class Call:
 Detail = dict[Line, Traffic]
 
 
-@dataclass(frozen=True)
-class Job:
-    """A config on a number of ranks, and the letters of the formulas. `fields` are the data's, name -> dtype,
-    with one element a token; `monitored` is how many values `forward_step` returns beside the loss."""
-
-    config: Config
-    layout: Layout
-    samples: int
-    fields: Mapping[str, str]
-    monitored: int = 0
-
-    @property
-    def micro_batches(self) -> int:
-        return self.samples // (self.layout.size(DATA_AXES) * self.config.train.micro_batch)
-
-    @property
-    def tokens(self) -> int:
-        return self.config.train.micro_batch * self.config.model.seq
-
-    @property
-    def splits_tokens(self) -> bool:
-        """Whether each tp rank holds only its rows of the tokens between the products."""
-        return self.config.layout.sequence_parallel and self.layout.tp > 1
-
-    @property
-    def activation_bytes(self) -> int:
-        return BYTES[self.config.train.precision]
-
-    @property
-    def hidden_bytes(self) -> int:
-        """H = T h a."""
-        return self.tokens * self.config.model.hidden * self.activation_bytes
-
-    @property
-    def stages(self) -> list[Stage]:
-        c = self.config
-        return stages(c.model.layers, c.layout.pp * c.layout.chunks, c.pipeline.split)
-
-    def held(self, pp_rank: int) -> list[Stage]:
-        """The chunks of a pipeline rank, in the order of the layers."""
-        placement = looped(self.layout.pp, self.config.layout.chunks)
-        return [stage for stage, (rank, _) in zip(self.stages, placement, strict=True) if rank == pp_rank]
-
-    def tp_call(self, source: str, phase: str, op: str, payload: int, times: int) -> Call:
-        return Call(source, phase, self.layout.without_ones("tp"), op, self.layout.tp, payload, times)
-
-    def world_call(self, source: str, phase: str, payload: int) -> Call:
-        return Call(source, phase, "world", "all_reduce", self.layout.world, payload)
-
-
-def job_of(
-    config: Config,
-    world: int,
-    samples: int | None = None,
-    fields: Mapping[str, str] | None = None,
-    monitored: int = 0,
-) -> Job:
-    """The checked job. `samples` is the step's global batch (default: the config's, at the end of a ramp)."""
-    check(config, world)
-    layout = layout_of(config, world)
-    samples = config.train.global_batch if samples is None else samples
-    unit = layout.size(DATA_AXES) * config.train.micro_batch
-    if samples < 1 or samples % unit:
-        near = max(1, samples // unit) * unit
-        raise UserError(f"samples={samples} is not a multiple of dp x micro_batch = {unit}: try {near}")
-    fields = data_fields(config) if fields is None else fields
-    for name, dtype in fields.items():
-        if dtype not in FIELD_BYTES:
-            known = ", ".join(FIELD_BYTES)
-            raise UserError(f"field '{name}' has the unknown dtype '{dtype}': use one of {known}")
-    return Job(config, layout, samples, fields, monitored)
-
-
-def data_fields(config: Config) -> dict[str, str]:
-    """The fields of a token file's samples."""
-    names = ["tokens", "labels", "loss_mask"]
-    names += ["positions"] if config.data.reset_positions else []
-    names += ["segments"] if config.data.reset_attention else []
-    return dict.fromkeys(names, "int64")
-
-
 # The sources of traffic. Calls over a group of one rank are dropped where they are collected.
 
 
 def batch(job: Job, held: Sequence[Stage]) -> Iterator[Call]:
-    """One tp rank reads; it broadcasts once for each micro-batch and dtype, whatever the number of chunks.
+    """One tp rank reads; it broadcasts once per micro-batch and dtype, whatever the number of chunks.
 
     M x (T x fields of this dtype that a chunk of this rank reads x bytes).
     """
     needs = set().union(*(fields_read(stage) for stage in held))
-    dtypes = [dtype for name, dtype in job.fields.items() if name in needs]
+    dtypes = [dtype for name, dtype in job.data_fields.items() if name in needs]
     for dtype in dict.fromkeys(dtypes):
-        payload = job.tokens * dtypes.count(dtype) * FIELD_BYTES[dtype]
-        yield job.tp_call("batch", "data", "broadcast", payload, job.micro_batches)
+        payload = job.batch.tokens(job.at) * dtypes.count(dtype) * FIELD_BYTES[dtype]
+        yield _over(job.layout, "batch", "data", "tp", "broadcast", payload, job.micro_batches)
 
 
-def embedding(job: Job) -> Iterator[Call]:
-    """Rows of the vocabulary lie on different tp ranks, so the looked-up rows are summed.
-
-    Plain: forward 1 all_reduce of H. Split tokens: forward 1 reduce_scatter, backward 1 all_gather of H.
-    """
-    m, payload = job.micro_batches, job.hidden_bytes
-    if not job.splits_tokens:
-        yield job.tp_call("embedding", "forward", "all_reduce", payload, m)
-        return
-    yield job.tp_call("embedding", "forward", "reduce_scatter", payload, m)
-    yield job.tp_call("embedding", "backward", "all_gather", payload, m)
-
-
-def column(job: Job, source: str, products: int) -> Iterator[Call]:
-    """Products whose output features are cut: all ranks use the same input, so its gradient is a sum.
-
-    Plain: backward 1 all_reduce of H. Split tokens: forward 1 all_gather; backward 1 all_gather (of the input
-    again, which is not kept) and 1 reduce_scatter of H.
-    """
-    times, payload = job.micro_batches * products, job.hidden_bytes
-    if not job.splits_tokens:
-        yield job.tp_call(source, "backward", "all_reduce", payload, times)
-        return
-    yield job.tp_call(source, "forward", "all_gather", payload, times)
-    yield job.tp_call(source, "backward", "all_gather", payload, times)
-    yield job.tp_call(source, "backward", "reduce_scatter", payload, times)
+def units(job: Job, stage: Stage) -> Iterator[Call]:
+    """What the parts of a stage state, once per micro-batch. If blocks are recomputed, backward repeats what their
+    forward sends."""
+    for unit, count in job.units(stage):
+        again = isinstance(unit, Block) and job.config.recompute.blocks > 0
+        for call in unit_collectives(unit, job.at, job.batch):
+            times = count * call.times * job.micro_batches
+            phases = (call.phase, "backward") if again and call.phase == "forward" else (call.phase,)
+            for phase in phases:
+                yield _over(job.layout, "units", phase, call.axis, call.op, call.payload, times)
 
 
-def row(job: Job, source: str, products: int) -> Iterator[Call]:
-    """Products whose input features are cut: the output is a sum.
-
-    Plain: forward 1 all_reduce of H. Split tokens: forward 1 reduce_scatter, backward 1 all_gather of H.
-    """
-    times, payload = job.micro_batches * products, job.hidden_bytes
-    if not job.splits_tokens:
-        yield job.tp_call(source, "forward", "all_reduce", payload, times)
-        return
-    yield job.tp_call(source, "forward", "reduce_scatter", payload, times)
-    yield job.tp_call(source, "backward", "all_gather", payload, times)
+@lru_cache(maxsize=20_000)
+def unit_collectives(unit: Unit, at: Coordinate, batch: MicroBatch) -> tuple[Collective, ...]:
+    return tuple(unit.collectives(at, batch))
 
 
-def blocks(job: Job, count: int) -> Iterator[Call]:
-    """A block is two column products (queries, keys and values; up) and two row products (out; down). If blocks are
-    recomputed, backward repeats what forward sends."""
-    calls = [*column(job, "blocks", 2 * count), *row(job, "blocks", 2 * count)]
-    yield from calls
-    if job.config.recompute.blocks:
-        yield from (replace(call, phase="backward") for call in calls if call.phase == "forward")
-
-
-def head(job: Job) -> Iterator[Call]:
-    """The output layer is one column product; its logits [T, vocab / t] stay where they are.
-
-    Its gradients are made in the forward, chunk by chunk, so with split tokens the input is gathered only there:
-    forward 1 all_gather, backward 1 reduce_scatter of H. Plain: backward 1 all_reduce of H.
-    """
-    calls = list(column(job, "head", 1))
-    yield from (call for call in calls if (call.phase, call.op) != ("backward", "all_gather"))
-
-
-def loss(job: Job) -> Iterator[Call]:
-    """Per token the largest of the ranks' log-sums, then the sums of two numbers; backward sends nothing.
-
-    Forward, for each chunk of C tokens: 1 all_reduce of C w and 1 of 2 C w; w is 8 in fp64 and else 4. The chunks
-    are the fewest of equal size (but for the last) with at most 2^29 logits on a rank.
-    """
-    c = job.config
-    description = GPTDescription(c.model, c.layout.tp, 0, c.layout.sequence_parallel, c.layout.pp)
-    rows = chunk_rows(job.tokens, description.head()["output.weight"].local_shape[0])
-    full, rest = divmod(job.tokens, rows)
-    for tokens, times in ((rows, full), (rest, min(rest, 1))):
-        payload = tokens * max(4, job.activation_bytes)
-        yield job.tp_call("loss", "forward", "all_reduce", payload, times * job.micro_batches)
-        yield job.tp_call("loss", "forward", "all_reduce", 2 * payload, times * job.micro_batches)
+def passed_bytes(job: Job) -> int:
+    """Bytes of one micro-batch that a stage hands to the next."""
+    shapes = job.model.passes(job.at, job.batch).values()
+    return sum(math.prod(shape) for shape in shapes) * job.batch.element
 
 
 def pipeline(job: Job, pp_rank: int, held: Sequence[Stage]) -> Iterator[Call]:
     """Each chunk sends its output on and its input's gradient back, unless the neighbour is on the same rank.
 
-    M sends of H (H / t with split tokens) in either direction for each boundary between virtual stages: over
-    all ranks 2 M (p chunks - 1) x world / p sends where p > 1, under every schedule.
+    M sends of H (H / t with split tokens) in either direction for each boundary between virtual stages: over all ranks
+    2 M (p chunks - 1) x world / p sends where p > 1, under every schedule that goes round the ranks. A program that
+    scatters its sends gathers each over tp when it has come.
     """
-    payload = job.hidden_bytes // (job.layout.tp if job.splits_tokens else 1)
-    placement = looped(job.layout.pp, job.config.layout.chunks)
+    payload, tp = passed_bytes(job), job.layout.tp
+    scatters = job.stack.scatter_sends and tp > 1 and not job.at.splits_tokens
     for step, phase in ((1, "forward"), (-1, "backward")):
-        others = [stage.index + step for stage in held if 0 <= stage.index + step < len(placement)]
-        crossing = sum(placement[other][0] != pp_rank for other in others)
-        yield Call("pipeline", phase, "pp", "send", job.layout.pp, payload, crossing * job.micro_batches)
+        others = [stage.index + step for stage in held if 0 <= stage.index + step < len(job.placement)]
+        crossing = sum(job.placement[other][0] != pp_rank for other in others) * job.micro_batches
+        yield _over(job.layout, "pipeline", phase, "pp", "send", payload // tp if scatters else payload, crossing)
+        if scatters:
+            yield _over(job.layout, "pipeline", phase, "tp", "all_gather", payload, crossing)
 
 
 class Held(NamedTuple):
@@ -276,27 +140,34 @@ def parameters(job: Job, held: Sequence[Stage]) -> list[Held]:
     """The parameters of a rank's chunks in the order of forward, both ends of a tie on one rank counted once, with the
     fetches of both. Of all tp ranks alike: their pieces have one size.
 
-    A unit (embedding, block, head) is fetched for forward and for backward. Of N blocks that are computed again
-    together, all but the last are fetched once more for that.
+    A unit (embedding, block, head) is fetched for forward and for backward. Of N blocks that are recomputed together,
+    all but the last are fetched once more for that.
     """
-    c = job.config
-    description = GPTDescription(c.model, c.layout.tp, 0, c.layout.sequence_parallel, c.layout.pp)
-    together = c.recompute.blocks
-    found: dict[str, Held] = {}
-    units: dict[tuple[int, str], int] = {}
+    together = job.config.recompute.blocks
+    found: list[Held] = []
+    ties: dict[str, int] = {}
+    number = 0
     for stage in held:
-        records = description.stage(stage)
-        if stage.first and stage.last and c.model.tied_embeddings:
-            records |= prefixed("head", description.head())
-        for key, record in records.items():
-            part = key.split(".")[1] if key.startswith("blocks.") else key.split(".")[0]
-            unit = units.setdefault((stage.index, part), len(units))
-            at = list(stage.layers).index(int(part)) if part.isdigit() else -1
+        for key, _, unit in job.model.units(stage):
+            at = int(key.removeprefix("blocks.")) - stage.layers.start if key.startswith("blocks.") else -1
             again = together > 1 and at >= 0 and (at + 1) % together and at + 1 < len(stage.layers)
-            name = f"tie {record.tied}" if record.tied else f"{stage.index} {key}"
-            before = found.get(name, Held(record, unit, 0))
-            found[name] = before._replace(fetches=before.fetches + (3 if again else 2))
-    return list(found.values())
+            fetches = 3 if again else 2
+            for record in unit_records(unit, job.at):
+                if record.tied in ties:
+                    first = ties[record.tied]
+                    found[first] = found[first]._replace(fetches=found[first].fetches + fetches)
+                    continue
+                if record.tied:
+                    ties[record.tied] = len(found)
+                found.append(Held(record, number, fetches))
+            number += 1
+    return found
+
+
+@lru_cache(maxsize=20_000)
+def unit_records(unit: Unit, at: Coordinate) -> tuple[ParamRecord, ...]:
+    """The parameters of a unit, wherever it stands in the model."""
+    return tuple(unit.records(at).values())
 
 
 class Packed(NamedTuple):
@@ -372,29 +243,25 @@ def _over(layout: Layout, source: str, phase: str, axes: str, op: str, payload: 
 
 
 def sums(job: Job, held: Sequence[Stage]) -> Iterator[Call]:
-    """The small vectors, once a step.
+    """The small vectors, once per step.
 
     Loss, tokens and squared gradient norm: 1 all_reduce of 3 x 8 over the world. Values to monitor, if there are
     any, and how often each was given: 1 all_reduce of 2 x values x 8 over the data axes, by the last stage's ranks. The
     metrics, which count themselves: 1 all_reduce of (3 x axes of the mesh + 5 phases) x 8 over the world.
     """
-    yield job.world_call("sums", "optimizer", sums_bytes())
+    yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", sums_bytes())
     if job.monitored and any(stage.last for stage in held):
-        name, size = job.layout.without_ones(DATA_AXES), job.layout.size(DATA_AXES)
-        yield Call("sums", "optimizer", name, "all_reduce", size, WIDE * 2 * job.monitored)
-    yield job.world_call("metrics", "metrics", counts_bytes(len(job.layout.step_groups())))
+        yield _over(job.layout, "sums", "optimizer", DATA_AXES, "all_reduce", WIDE * 2 * job.monitored)
+    yield _over(job.layout, "metrics", "metrics", "world", "all_reduce", counts_bytes(len(job.layout.step_groups())))
 
 
 def stage_calls(job: Job, pp_rank: int) -> list[Call]:
     """All calls in one step of any rank of a pipeline stage: ranks of one stage send alike."""
-    held = job.held(pp_rank)
+    held, c = job.chunks[pp_rank], job.config
     calls = list(batch(job, held))
     for stage in held:
-        calls += embedding(job) if stage.first else ()
-        calls += blocks(job, len(stage.layers))
-        calls += [*head(job), *loss(job)] if stage.last else ()
+        calls += units(job, stage)
     calls += pipeline(job, pp_rank, held)
-    c = job.config
     params = [(param, c.train.precision) for param in parameters(job, held)]
     calls += gradients(params, job.layout, c.comm.bucket_mib, c.zero, job.micro_batches, c.train.grad_dtype)
     calls += sums(job, held)
@@ -416,46 +283,29 @@ def by_axis(detail: Detail) -> dict[str, Traffic]:
     return dict(sorted(found.items()))
 
 
-def predict_rank(
-    config: Config,
-    world: int,
-    rank: int,
-    samples: int | None = None,
-    fields: Mapping[str, str] | None = None,
-    monitored: int = 0,
-) -> Detail:
-    """One rank's ledger after one training step, by (phase, axis, op)."""
-    job = job_of(config, world, samples, fields, monitored)
-    return by_line(stage_calls(job, job.layout.coordinate(rank)["pp"]))
-
-
-def predict_detail(
-    config: Config,
-    world: int,
-    samples: int | None = None,
-    fields: Mapping[str, str] | None = None,
-    monitored: int = 0,
-) -> Detail:
+def all_ranks(job: Job) -> Detail:
     """The ledgers of all ranks together after one training step, by (phase, axis, op)."""
-    job = job_of(config, world, samples, fields, monitored)
     found: Detail = {}
     for pp_rank in range(job.layout.pp):
         for line, traffic in by_line(stage_calls(job, pp_rank)).items():
-            found[line] = found.get(line, Traffic()).plus(traffic, times=world // job.layout.pp)
+            found[line] = found.get(line, Traffic()).plus(traffic, times=job.world // job.layout.pp)
     return found
 
 
-def predict_step(
-    config: Config,
-    world: int,
-    samples: int | None = None,
-    fields: Mapping[str, str] | None = None,
-    monitored: int = 0,
-) -> dict[str, Traffic]:
+def predict_rank(config: Config, world: int, rank: int, **step: Any) -> Detail:
+    """One rank's ledger after one training step, by (phase, axis, op)."""
+    job = checked_job(config, world, **step)
+    return by_line(stage_calls(job, job.layout.coordinate(rank)["pp"]))
+
+
+def predict_detail(config: Config, world: int, **step: Any) -> Detail:
+    """The ledgers of all ranks together after one training step, by (phase, axis, op)."""
+    return all_ranks(checked_job(config, world, **step))
+
+
+def predict_step(config: Config, world: int, **step: Any) -> dict[str, Traffic]:
     """What one training step sends over each axis, summed over all ranks: the `comm` of metrics.jsonl.
 
-    `samples` is the step's global batch (default: the config's). `fields` are those of a dataset that is not a
-    token file, name -> dtype, one element a token each. `monitored` is how many values `forward_step` returns
-    beside the loss.
+    `step`: `samples` (the step's global batch), `fields` and `monitored`, as of `plan.job.Job`.
     """
-    return by_axis(predict_detail(config, world, samples, fields, monitored))
+    return by_axis(predict_detail(config, world, **step))

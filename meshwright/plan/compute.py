@@ -1,24 +1,26 @@
-"""Seconds that one rank computes for one micro-batch: a block, the embedding, the output layer. No torch."""
+"""Seconds that one rank takes for one unit of the model and one micro-batch: its products, its memory passes and its
+collectives, priced on a cluster. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.config.sections import ModelConfig
+from meshwright.parts.part import Block, Coordinate, Kernels, MicroBatch, Product, Unit, Work
 from meshwright.plan.cluster import Cluster
+from meshwright.plan.communication import unit_collectives
 from meshwright.plan.efficiency import collective_seconds, product_seconds, wait_seconds
-from meshwright.plan.flops import Cut, LayerWork, embedding_work, head_work, layer_work, recomputed_share
+from meshwright.plan.flops import unit_work
+from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
 
 ATTENTION_BACKWARD = 2.5  # five products in the backward of a fused core for two in its forward
-SMALL_CALLS = 3  # over tp in forward, too small for their bytes to count: the batch, and the loss's maximum and sums
 MOVED_BACKWARD = 1.5  # a backward kernel reads what its forward read and the gradient, and writes one
 
 
 @dataclass(frozen=True)
-class Part:
-    """Forward and backward of one part of a model on one rank, compute and tensor-parallel traffic apart."""
+class UnitTime:
+    """Forward and backward of one unit on one rank, compute and communication inside the unit apart."""
 
     forward: float
     backward: float
@@ -26,159 +28,137 @@ class Part:
     tp_forward: float = 0.0  # exposed
     tp_backward: float = 0.0
     tp_hidden: float = 0.0
-    tp_bytes: float = 0.0  # on the wire, forward and backward
     flops: float = 0.0  # forward
     cp: float = 0.0  # exposed, forward and backward
     cp_hidden: float = 0.0
-    cp_bytes: float = 0.0
 
     @property
-    def seconds(self) -> float:
-        return self.forward + self.backward + self.again + self.tp_forward + self.tp_backward + self.cp
+    def computed(self) -> float:
+        return self.forward + self.backward + self.again
+
+    @property
+    def whole_forward(self) -> float:
+        return self.forward + self.tp_forward
+
+    @property
+    def whole_backward(self) -> float:
+        return self.backward + self.again + self.tp_backward + self.cp
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank's tp and cp groups stand: ranks of each on one node."""
+class Setting:
+    """Where and how units run: all of a job that their time depends on."""
 
+    at: Coordinate
+    batch: MicroBatch
+    kernels: Kernels
+    cluster: Cluster
+    stack: Stack
+    precision: str
+    recompute: str
     tp_on_node: int
     cp_on_node: int
 
 
-def _forward(
-    work: LayerWork, cluster: Cluster, stack: Stack, precision: str, element: int
-) -> tuple[float, float, float]:
+def setting_of(job: Job, cluster: Cluster, recompute: str | None = None) -> Setting:
+    c = job.config
+    return Setting(
+        job.at, job.batch, job.kernels, cluster, job.stack, c.train.precision,
+        c.recompute.mode if recompute is None else recompute,
+        ranks_per_node(job.layout, "tp"), ranks_per_node(job.layout, "cp"),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=50_000)
+def unit_time(unit: Unit, where: Setting) -> UnitTime:
+    """One unit and one micro-batch. Embedding and head are never recomputed."""
+    cluster, stack = where.cluster, where.stack
+    work = unit_work(unit, where.at, where.batch, where.kernels)
+    linear, attention, rest = _forward(work, where)
+    block = isinstance(unit, Block)
+    # Blocks are many small kernels, which the host may not launch as fast as the device runs them.
+    launch = work.kernels * stack.kernel_us * 1e-6 if block else 0.0
+    calls = work.kernels * cluster.device.kernel_us * 1e-6
+    forward = max(linear + attention + rest, launch) + calls
+    core = ATTENTION_BACKWARD if stack.fused_attention else 2.0
+    backward = _backward_linear(work, where) + attention * core + rest * MOVED_BACKWARD
+    backward = max(backward, 2 * launch) + 2 * calls
+    again = share = 0.0
+    if block and where.recompute == "selective":
+        again = (attention if stack.selective_core else 0.0) + stack.selective * (linear + rest)
+        share = stack.selective
+    elif block and where.recompute != "none":
+        again, share = forward, 1.0
+    tp = _tensor_parallel(unit, where, linear, share)
+    cp = _context_parallel(unit, where, attention, share if where.recompute != "selective" else 0.0)
+    return UnitTime(forward, backward, again, *tp, work.flops, *cp)
+
+
+def _forward(work: Work, where: Setting) -> tuple[float, float, float]:
     """(linear products, attention, the rest) of one forward."""
-    device, e = cluster.device, cluster.efficiency
-    share = e.product * (e.fp8 if precision == "fp8" else 1.0)
-    core_precision = "bf16" if precision == "fp8" else precision
+    device, e = where.cluster.device, where.cluster.efficiency
     linear = attention = 0.0
     for p in work.products:
-        kind = precision if p.linear and p.name != "logits" else core_precision
-        eff = share if kind == precision else e.product
-        seconds = product_seconds(device, kind, eff, cluster.memory_rate, p.m, p.n, p.k, p.count, element)
+        seconds = _product_seconds(p, (p.m, p.n, p.k), where)
         if p.linear:
             linear += seconds
         else:
             attention += seconds
     if work.attention_flops:
-        attention += work.attention_flops / (device.rate(core_precision) * e.attention * stack.attention)
-    attention += work.softmax / cluster.memory_rate
-    return linear, attention, work.moved * stack.passes / cluster.memory_rate
+        rate = device.rate("bf16" if where.precision == "fp8" else where.precision)
+        attention += work.attention_flops / (rate * e.attention * where.stack.attention)
+    attention += work.softmax / where.cluster.memory_rate
+    return linear, attention, work.moved * where.stack.passes / where.cluster.memory_rate
 
 
-def _backward_linear(work: LayerWork, cluster: Cluster, stack: Stack, precision: str, element: int) -> float:
+def _product_seconds(p: Product, sizes: tuple[int, int, int], where: Setting) -> float:
+    """In fp8 only products with a weight run in fp8, and the output layer's do not."""
+    cluster = where.cluster
+    fp8 = where.precision == "fp8" and p.linear and not p.precise
+    precision = "bf16" if where.precision == "fp8" and not fp8 else where.precision
+    share = cluster.efficiency.product * (cluster.efficiency.fp8 if fp8 else 1.0)
+    element = where.batch.element
+    return product_seconds(cluster.device, precision, share, cluster.memory_rate, *sizes, p.count, element)
+
+
+def _backward_linear(work: Work, where: Setting) -> float:
     """The gradients of both factors of every product with a weight."""
-    device, e = cluster.device, cluster.efficiency
-    total = 0.0
-    for p in work.products:
-        if not p.linear:
-            continue
-        kind = precision if p.name != "logits" or precision != "fp8" else "bf16"
-        eff = e.product * (e.fp8 if kind == "fp8" else 1.0)
-        for m, n, k in ((p.m, p.k, p.n), (p.k, p.n, p.m)):
-            total += product_seconds(device, kind, eff, cluster.memory_rate, m, n, k, p.count, element)
-    return total
+    sizes = [(p, each) for p in work.products if p.linear for each in ((p.m, p.k, p.n), (p.k, p.n, p.m))]
+    return sum(_product_seconds(p, each, where) for p, each in sizes)
 
 
-@lru_cache(maxsize=20_000)
-def block_part(
-    model: ModelConfig, cut: Cut, place: Place, cluster: Cluster, stack: Stack, precision: str, recompute: str
-) -> Part:
-    """One block."""
-    work = layer_work(model, cut, stack.fused_attention)
-    linear, attention, rest = _forward(work, cluster, stack, precision, cut.element)
-    launch, calls = work.kernels * stack.kernel_us * 1e-6, work.kernels * cluster.device.kernel_us * 1e-6
-    forward = max(linear + attention + rest, launch) + calls
-    core = 2.0 if not stack.fused_attention else ATTENTION_BACKWARD
-    backward = _backward_linear(work, cluster, stack, precision, cut.element) + attention * core + rest * MOVED_BACKWARD
-    backward = max(backward, 2 * launch) + 2 * calls
-    share = recomputed_share(recompute)
-    if recompute == "selective":
-        again = attention if not stack.fused_attention else 0.0
-        again += stack.selective * (linear + rest)
-    elif recompute == "core":
-        again = attention
-    else:
-        again = share * forward
-    tp = _block_tp(model, cut, place, cluster, stack, linear, recompute)
-    cp, cp_hidden, cp_bytes = _ring(model, cut, place, cluster, attention, share if recompute != "selective" else 0.0)
-    return Part(
-        forward, backward, again, *tp, flops=work.flops, cp=cp, cp_hidden=cp_hidden, cp_bytes=cp_bytes
-    )  # fmt: skip
-
-
-def _block_tp(
-    model: ModelConfig, cut: Cut, place: Place, cluster: Cluster, stack: Stack, linear: float, recompute: str
-) -> tuple[float, float, float, float]:
-    """Exposed forward, exposed backward, hidden and wire bytes of a block's tp collectives."""
-    if cut.tp == 1:
-        return 0.0, 0.0, 0.0, 0.0
-    payload = cut.tokens * model.hidden * cut.element
-    ring = (cut.tp - 1) / cut.tp * payload
-    again = recomputed_share(recompute) if recompute != "selective" else stack.selective
-
-    def time(op: str) -> float:
-        return collective_seconds(cluster, op, payload, cut.tp, place.tp_on_node)
-
-    if cut.sequence_parallel:
-        half = time("all_gather") + time("reduce_scatter")
-        forward, regather = 2 * half, 2 * time("all_gather")
+def _tensor_parallel(unit: Unit, where: Setting, linear: float, again: float) -> tuple[float, float, float]:
+    """Exposed forward, exposed backward and hidden seconds of a unit's tp collectives; `again`: the share of forward
+    that backward repeats."""
+    size = where.at.size("tp")
+    if size == 1:
+        return 0.0, 0.0, 0.0
+    stack, cluster = where.stack, where.cluster
+    times = {"forward": 0.0, "backward": 0.0}
+    for call in unit_collectives(unit, where.at, where.batch):
         # Of the gathers that backward repeats, stacks that hide anything hide them all behind the input's gradient.
-        backward = 2 * half + (0.0 if stack.hide_tp else regather)
-        wire = 10 * ring
-    else:
-        forward = backward = 2 * time("all_reduce")
-        wire = 8 * ring
-    backward += again * forward
-    wire += again * 4 * ring
+        if call.axis == "tp" and not (call.repeated and stack.hide_tp):
+            seconds = collective_seconds(cluster, call.op, call.payload, size, where.tp_on_node)
+            times[call.phase] += call.times * seconds
+    forward, backward = times["forward"], times["backward"] + again * times["forward"]
+    if not isinstance(unit, Block):  # between ends there is nothing to hide behind; the batch is one call more
+        return forward + wait_seconds(cluster), backward, 0.0
     room = stack.hide_tp * linear
     hidden_forward, hidden_backward = min(forward * stack.hide_tp, room), min(backward * stack.hide_tp, 2 * room)
-    return forward - hidden_forward, backward - hidden_backward, hidden_forward + hidden_backward, wire
+    return forward - hidden_forward, backward - hidden_backward, hidden_forward + hidden_backward
 
 
-def _ring(
-    model: ModelConfig, cut: Cut, place: Place, cluster: Cluster, attention: float, again: float
-) -> tuple[float, float, float]:
-    """Exposed and hidden seconds and wire bytes of keys and values that go round the cp group."""
-    if cut.cp == 1:
-        return 0.0, 0.0, 0.0
-    kv = max(1, model.kv_heads // cut.tp) * model.head_dim * 2 * cut.element * cut.tokens
-    hop = collective_seconds(cluster, "send", kv, cut.cp, place.cp_on_node)
-    total = hidden = 0.0
-    # Backward passes keys and values round once more, and their gradients.
-    for passes, compute in ((1.0 + again, attention * (1 + again)), (2.0, attention * ATTENTION_BACKWARD)):
-        seconds = passes * (cut.cp - 1) * hop
-        covered = min(seconds, compute * (cut.cp - 1) / cut.cp)
-        total += seconds
-        hidden += covered
-    return total - hidden, hidden, (3.0 + again) * (cut.cp - 1) * kv
-
-
-@lru_cache(maxsize=4_000)
-def end_parts(
-    model: ModelConfig, cut: Cut, place: Place, cluster: Cluster, stack: Stack, precision: str
-) -> tuple[Part, Part]:
-    """The embedding and the head with the loss."""
-    payload = cut.tokens * model.hidden * cut.element
-    op = ("all_gather", "reduce_scatter") if cut.sequence_parallel else ("all_reduce", "all_reduce")
-    times = [collective_seconds(cluster, name, payload, cut.tp, place.tp_on_node) for name in op]
-    ring = (cut.tp - 1) / cut.tp * payload
-    whole = 2 if cut.sequence_parallel else 1
-    head = head_work(model, cut, stack.logit_bytes)
-    small = SMALL_CALLS * wait_seconds(cluster) if cut.tp > 1 else 0.0
-    parts = []
-    for work, forward_tp, backward_tp in (
-        (embedding_work(model, cut), times[1], times[0] if cut.sequence_parallel else 0.0),
-        (head, small + (times[0] if cut.sequence_parallel else 0.0), sum(times) if whole == 2 else times[0]),
-    ):
-        linear, _, rest = _forward(work, cluster, stack, precision, cut.element)
-        backward = _backward_linear(work, cluster, stack, precision, cut.element) + rest * MOVED_BACKWARD
-        calls = work.kernels * cluster.device.kernel_us * 1e-6
-        parts.append(
-            Part(
-                linear + rest + calls, backward + 2 * calls, 0.0, forward_tp, backward_tp, 0.0,
-                2 * ring if cut.tp > 1 else 0.0, work.flops,
-            )
-        )  # fmt: skip
-    return parts[0], parts[1]
+def _context_parallel(unit: Unit, where: Setting, attention: float, again: float) -> tuple[float, float]:
+    """Exposed and hidden seconds of what goes round the cp group, beside attention's core."""
+    size = where.at.size("cp")
+    if size == 1:
+        return 0.0, 0.0
+    times = {"forward": 0.0, "backward": 0.0}
+    for call in unit_collectives(unit, where.at, where.batch):
+        if call.axis == "cp":
+            seconds = collective_seconds(where.cluster, call.op, call.payload, size, where.cp_on_node)
+            times[call.phase] += call.times * seconds
+    compute = {"forward": attention * (1 + again), "backward": attention * ATTENTION_BACKWARD}
+    times["forward"] *= 1 + again
+    hidden = sum(min(times[phase], compute[phase] * (size - 1) / size) for phase in times)
+    return sum(times.values()) - hidden, hidden

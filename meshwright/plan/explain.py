@@ -7,10 +7,9 @@ from typing import Any
 from meshwright.config.load import config_from, dump, to_mapping
 from meshwright.plan.account import layout_of_cost, layout_words
 from meshwright.plan.cost import Cost
-from meshwright.plan.job import Planned
+from meshwright.plan.job import ranks_per_node
 from meshwright.plan.search import Candidate
 from meshwright.plan.show import percent, seconds
-from meshwright.plan.workload import config_with, ranks_per_node
 
 SHOWN = {
     "layout": ("tp", "pp", "chunks", "order", "sequence_parallel", "node_size"), "pipeline": ("schedule",),
@@ -20,7 +19,7 @@ SHOWN = {
 
 def parts_of(cost: Cost) -> dict[str, float]:
     """Where a step's seconds go; they add up to the step."""
-    found = {"compute": cost.compute_s, "optimizer": cost.optimizer_s, "bubble": cost.idle_s}
+    found = {"compute": cost.compute_s, "optimizer": cost.optimizer_s, "idle": cost.idle_s}
     for name in ("tp", "cp", "dp", "pp", "embedding"):
         found[name] = cost.axes[name].exposed if name in cost.axes else 0.0
     rest = cost.step_s - sum(found.values())
@@ -41,36 +40,39 @@ def against(best: Cost, other: Cost) -> str:
 def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> list[str]:
     """A few sentences on the best of a ranking."""
     best = candidates[0]
-    cost, w, p = best.cost, best.workload, best.workload.parallel
+    cost, job, c = best.cost, best.job, best.job.config
     parts = parts_of(cost)
     shares = sorted(((value / cost.step_s, name) for name, value in parts.items()), reverse=True)
     lines = [
         f"{found_layouts:,} combinations were looked at, {fitting:,} layouts fit; "
-        f"the best takes {seconds(cost.step_s)} a step at {percent(cost.mfu)} MFU.",
-        "Its time: " + ", ".join(f"{name} {percent(share)}" for share, name in shares if share > 0.004) + ".",
-    ]
-    if p.tp > 1:
-        place = "stays inside a node" if ranks_per_node(w, "tp") == p.tp else "crosses nodes"
-        lines.append(f"tp={p.tp} {place} and cuts a layer's states and activations by {p.tp}.")
-    if p.pp > 1:
+        f"the best takes {seconds(cost.step_s)} per step at {percent(cost.mfu)} MFU in {c.train.precision}.",
+        "The busiest rank's time: " + ", ".join(f"{name} {percent(share)}" for share, name in shares if share > 0.004)
+        + ".",
+    ]  # fmt: skip
+    tp, pp = c.layout.tp, c.layout.pp
+    if tp > 1:
+        place = "stays inside a node" if ranks_per_node(job.layout, "tp") == tp else "crosses nodes"
+        lines.append(f"tp={tp} {place} and cuts a layer's states and activations by {tp}.")
+    if pp > 1:
         lines.append(
-            f"pp={p.pp} with {w.micro_batches} micro-batches idles {percent(cost.bubble)} of the pipeline's time; "
-            f"stages pass on {seconds(cost.axes['pp'].seconds)} of sends."
+            f"pp={pp} with {job.micro_batches} micro-batches has a bubble of {percent(cost.bubble)}, the idle share of "
+            f"all its ranks; stages pass on {seconds(cost.axes['pp'].seconds)} of sends."
         )
-    if p.zero:
-        what = {1: "optimizer states", 2: "optimizer states and gradients", 3: "all states"}[p.zero]
-        lines.append(f"ZeRO stage {p.zero} cuts the {what} over {p.shard_ranks} ranks.")
-    mode = {"none": "Nothing is recomputed", "core": "Only attention's core is recomputed"}
+    zero, shards, _ = job.sharding
+    if zero:
+        what = {1: "the optimizer states", 2: "optimizer states and gradients", 3: "all states"}[zero]
+        lines.append(f"ZeRO stage {zero} divides {what} among {shards} ranks.")
+    mode = {"none": "Nothing is recomputed", "selective": "Only attention's core is recomputed"}
     room = cost.cluster.device.memory_gib - best.memory_gib
     left = f"{room:.1f} GiB of the device stay free" if room >= 0 else f"{-room:.1f} GiB more than the device has"
-    lines.append(f"{mode.get(w.recompute, 'Blocks are recomputed')}; {left}.")
+    lines.append(f"{mode.get(c.recompute.mode, 'Blocks are recomputed')}; {left}.")
     return lines
 
 
-def yaml_of(job: Planned, best: Candidate) -> str:
-    """A config for `meshwright train`: what was chosen, and the keys that are not as they are anyway."""
-    w = best.workload
-    wanted = to_mapping(config_with(job.config, w))
+def yaml_of(best: Candidate) -> str:
+    """A config for `meshwright train`: what was chosen, and the keys that are not at their default anyway."""
+    job = best.job.replaced(layout={"node_size": best.job.node_size})
+    wanted = to_mapping(job.config)
     least = {key: wanted["model"][key] for key in (["preset"] if job.config.model.preset else wanted["model"])}
     raw: dict[str, Any] = {"model": least, "data": {"prefixes": wanted["data"]["prefixes"]}}
     usual = to_mapping(config_from(raw))
@@ -79,6 +81,6 @@ def yaml_of(job: Planned, best: Candidate) -> str:
         other = {key: value for key, value in values.items() if key in chosen or value != usual[section][key]}
         if other:
             raw[section] = {**raw.get(section, {}), **other}
-    head = f"# {layout_words(layout_of_cost(best.cost))}\n# on {w.world} x {best.cost.cluster.device.name}: "
-    head += f"{seconds(best.cost.step_s)} a step, {best.memory_gib:.1f} GiB, predicted. Put your token files in data.\n"
+    head = f"# {layout_words(layout_of_cost(best.cost))}\n# on {job.world} x {best.cost.cluster.device.name}: "
+    head += f"{seconds(best.cost.step_s)} per step, {best.memory_gib:.1f} GiB, predicted. Add your token files.\n"
     return head + dump(raw)

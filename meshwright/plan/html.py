@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html import escape
 
 from meshwright.pipeline.draw import timeline_svg
-from meshwright.plan.account import layout_of_cost, layout_words, memory_json
-from meshwright.plan.cost import Cost, timeline_of
+from meshwright.plan.account import axes_of, layout_of_cost, layout_words, memory_json
+from meshwright.plan.cost import Cost, blocked_times, timeline_of
 from meshwright.plan.explain import against, parts_of
-from meshwright.plan.memory import GIB, largest
+from meshwright.plan.job import Job
+from meshwright.plan.memory import GIB
 from meshwright.plan.search import Candidate
 from meshwright.plan.show import percent, seconds, size
-from meshwright.plan.workload import Workload
 
 COLOURS = {
     "parameters": "#3b6fb6", "gradients": "#5aa9a3", "master": "#8c6bb1", "optimizer": "#c2618d",
     "activations": "#e08e3c", "buffers": "#c9b13c", "context": "#9a9a9a",
 }  # fmt: skip
 PARTS = {
-    "compute": "#3b6fb6", "optimizer": "#8c6bb1", "bubble": "#d8d8d8", "tp": "#e08e3c", "cp": "#c9b13c",
+    "compute": "#3b6fb6", "optimizer": "#8c6bb1", "idle": "#d8d8d8", "tp": "#e08e3c", "cp": "#c9b13c",
     "dp": "#c2618d", "pp": "#5aa9a3", "embedding": "#7a4fa3", "waiting and the rest": "#9a9a9a",
 }  # fmt: skip
 STYLE = """
@@ -112,7 +113,7 @@ def _memory(candidates: list[Candidate], limit: float) -> str:
     rows = []
     for number, candidate in enumerate(candidates, 1):
         cost = candidate.cost
-        found = memory_json(largest(cost.workload, cost.stack), cost)
+        found = memory_json(cost)
         parts = {name: found[name] / GIB for name in COLOURS}
         bar = _bar(parts, COLOURS, max(limit, sum(parts.values())))
         rows.append(
@@ -123,35 +124,33 @@ def _memory(candidates: list[Candidate], limit: float) -> str:
 
 
 def _communication(cost: Cost) -> str:
-    if not cost.axes:
+    if not cost.traffic:
         return "<p>One rank sends nothing.</p>"
     rows = [_row(["axis", "on the wire", "time", "hidden"], "th")]
-    for name, axis in cost.axes.items():
+    for name, traffic, axis in axes_of(cost):
         hidden = percent(axis.hidden / axis.seconds) if axis.seconds else "-"
-        rows.append(_row([name, size(axis.wire_bytes), seconds(axis.seconds), hidden]))
+        rows.append(_row([name, size(traffic.wire_bytes), seconds(axis.seconds) if axis.seconds else "-", hidden]))
     return f"<table>{''.join(rows)}</table>"
 
 
-def shortened(w: Workload) -> Workload:
+def shortened(job: Job) -> Job:
     """The same pipeline with few enough micro-batches to draw; a multiple of pp stays one."""
-    from dataclasses import replace
-
-    p = w.parallel
-    shown = max(2 * p.pp, SHOWN_MICRO_BATCHES // p.pp * p.pp)
-    if w.micro_batches <= shown:
-        return w
-    return replace(w, global_batch=shown * p.dp * w.micro_batch)
+    pp = job.layout.pp
+    shown = max(2 * pp, SHOWN_MICRO_BATCHES // pp * pp)
+    if job.micro_batches <= shown:
+        return job
+    return replace(job, samples=shown * job.dp * job.config.train.micro_batch)
 
 
 def _timeline(cost: Cost) -> str:
-    if cost.workload.parallel.pp == 1:
+    if cost.job.layout.pp == 1:
         return "<p>There is one stage: micro-batches follow each other without a bubble.</p>"
-    w = shortened(cost.workload)
-    svg = timeline_svg(timeline_of(w, cost.chunk_times, cost.send_s))
+    job = shortened(cost.job)
+    svg = timeline_svg(timeline_of(job, blocked_times(job, cost.chunk_times, cost.send_s), cost.send_s))
     note = ""
-    if w.micro_batches < cost.workload.micro_batches:
+    if job.micro_batches < cost.job.micro_batches:
         note = (
-            f'<p class="note">The first {w.micro_batches} of {cost.workload.micro_batches} micro-batches, as if there '
+            f'<p class="note">The first {job.micro_batches} of {cost.job.micro_batches} micro-batches, as if there '
             "were no more; the middle repeats.</p>"
         )
     return f'{note}<div class="drawing">{re.sub(r"<[?]xml.*?[?]>", "", svg)}</div>'

@@ -1,166 +1,220 @@
-"""What a planning command is asked about: a config file or a preset's name, with `a.b=c` words on top. No torch."""
+"""What is planned: one training step of a config on a number of devices, under a software stack. No torch.
+
+Every planning command asks this one value: parameters, FLOPs, bytes, memory and time are folds over its model's units.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
-from meshwright.config.load import config_from, read_sections, set_key
-from meshwright.config.presets import PRESETS, RUNS
-from meshwright.config.rules import PLANNED, broken, check
+from meshwright.config.rules import check
 from meshwright.config.sections import Config
-from meshwright.errors import UserError, nearest
-from meshwright.plan.cluster import Cluster, load_cluster
-from meshwright.plan.communication import Traffic, predict_step
-from meshwright.plan.stack import EAGER, NAMED, OWN, STACKS, Stack
-from meshwright.plan.workload import Workload, config_with, workload_of
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.models.description import describe, layout_of, stages_of
+from meshwright.parts.part import Coordinate, Kernels, MicroBatch, Model, Stage, Unit, coordinate_of
+from meshwright.pipeline.table import looped
+from meshwright.plan.stack import BYTES, Stack, States, own_stack, states_of
+from meshwright.sharding.placement import divided
 
-# The short words of --layout, and the keys they stand for.
-SHORT = {
-    "tp": "layout.tp", "pp": "layout.pp", "cp": "layout.cp", "chunks": "layout.chunks", "order": "layout.order",
-    "sp": "layout.sequence_parallel", "sequence_parallel": "layout.sequence_parallel",
-    "micro_batch": "train.micro_batch", "mb": "train.micro_batch", "schedule": "pipeline.schedule",
-    "zero": "zero.stage", "recompute": "recompute.mode",
+FIELD_BYTES = {
+    "int64": 8, "float64": 8, "int32": 4, "float32": 4, "int16": 2, "float16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A config, and the published run behind a preset, if it has one."""
+class Job:
+    """One step of `config` on `world` ranks.
 
-    name: str
+    `samples` is the step's global batch (None: the config's, at the end of a ramp). `fields` are those of a dataset
+    that is not a token file, name -> dtype, with one element per token. `monitored` is how many values `forward_step`
+    returns beside the loss. `host`: the devices are a machine's processors.
+    """
+
     config: Config
-    run: Mapping[str, Any] = field(default_factory=dict)
-    own_precision: bool = True  # the user's, in a word or a file; a preset's gives way to what a cluster has
+    world: int
+    stack: Stack
+    cluster_node: int = 0  # devices of a node, if the config doesn't say
+    samples: int | None = None
+    fields: Mapping[str, str] | None = None
+    monitored: int = 0
+    host: bool = False
 
-    def workload(self, world: int, node_size: int) -> Workload:
-        return workload_of(self.config, world, node_size)
+    def replaced(self, **sections: Mapping[str, Any]) -> Job:
+        """The same job with keys of its config changed, section by section."""
+        return replace(self, config=with_keys(self.config, **sections))
 
+    @cached_property
+    def layout(self) -> Layout:
+        return layout_of(self.config, self.world, self.cluster_node)
 
-def planned(target: str, words: Sequence[str] = (), layout: str = "", as_run: bool = True) -> Planned:
-    """The job that `target` names; `as_run`: with the layout of the published run of that name."""
-    raw, run, name = _raw(target, as_run)
-    given = [*_layout_words(layout), *words]
-    for word in given:
-        set_key(raw, word)
-    keys = {word.partition("=")[0] for word in given}
-    if run and "pipeline.split" not in keys and _moved_stages(raw, run):
-        raw.get("pipeline", {}).pop("split", None)
-    _interleave(raw)
-    return Planned(name, config_from(raw), run, own_precision=target not in PRESETS or "train.precision" in keys)
+    @property
+    def node_size(self) -> int:
+        return self.config.layout.node_size or self.cluster_node or self.world
 
+    @cached_property
+    def model(self) -> Model:
+        return describe(self.config.model)
 
-def _moved_stages(raw: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
-    """Whether a published run's split of its layers is of no use here: other stages, or other layers to split."""
-    mine, its, layers = raw.get("layout", {}), run["layout"], sum(run.get("pipeline", {}).get("split", ()))
-    others = raw["model"].get("layers", layers) != layers
-    return others or any(mine.get(key, 1) != its.get(key, 1) for key in ("pp", "chunks"))
+    @cached_property
+    def at(self) -> Coordinate:
+        """The coordinate of rank 0: what parts state in bytes is the same for all ranks of a layout."""
+        return coordinate_of(self.layout, 0, self.config.layout.sequence_parallel)
 
+    @cached_property
+    def batch(self) -> MicroBatch:
+        c = self.config
+        return MicroBatch(c.train.micro_batch, c.model.seq, BYTES[c.train.precision], c.data.reset_attention)
 
-def _interleave(raw: dict[str, Any]) -> None:
-    """Chunks without a word on the schedule mean the interleaved one; what is no section is left to be refused."""
-    layout, pipeline = ({} if raw.get(name) is None else raw[name] for name in ("layout", "pipeline"))
-    if not isinstance(layout, dict) or not isinstance(pipeline, dict):
-        return
-    if layout.get("chunks", 1) not in (1, "1") and "schedule" not in pipeline:
-        raw["pipeline"] = {**pipeline, "schedule": "interleaved"}
+    @cached_property
+    def kernels(self) -> Kernels:
+        return self.stack.kernels(self.host)
 
+    @cached_property
+    def states(self) -> States:
+        return self.stack.states or states_of(self.config)
 
-def _raw(target: str, as_run: bool) -> tuple[dict[str, Any], Mapping[str, Any], str]:
-    path = Path(target)
-    if target in PRESETS:
-        run = RUNS.get(target, {})
-        raw: dict[str, Any] = {"model": {"preset": target}, "data": {"prefixes": ["tokens"]}}
-        raw["train"] = {"precision": "bf16"}
-        for section in ("layout", "pipeline", "train", "zero", "recompute") if as_run else ("train",):
-            raw[section] = {**raw.get(section, {}), **run.get(section, {})}
-        return {key: value for key, value in raw.items() if value}, run, target
-    if path.suffix in (".yaml", ".yml") or path.is_file():
-        read = read_sections(target)
-        if read.get("data") is None:
-            read["data"] = {"prefixes": ["tokens"]}
-        return read, {}, path.stem
-    raise UserError(
-        f"there is no config file and no preset '{target}'{nearest(target, PRESETS)}: "
-        f"the presets are {', '.join(sorted(PRESETS))}"
-    )
+    @property
+    def dp(self) -> int:
+        return self.layout.dp
 
+    @property
+    def global_batch(self) -> int:
+        return self.config.train.global_batch if self.samples is None else self.samples
 
-def _layout_words(text: str) -> list[str]:
-    """`tp=8,pp=16` as config words."""
-    words = []
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        key, equals, value = part.partition("=")
-        if key == "dp":
-            raise UserError("--layout names dp, which follows from the number of devices: leave it out")
-        if not equals or key not in SHORT:
-            raise UserError(
-                f"--layout has '{part}'{nearest(key, SHORT)}: write e.g. tp=8,pp=16,chunks=2,micro_batch=1,"
-                "zero=1,recompute=full,sp=true"
-            )
-        words.append(f"{SHORT[key]}={value}")
-    return words
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one rank in the step."""
+        return max(1, self.global_batch // (self.layout.dp * self.config.train.micro_batch))
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole step."""
+        return self.global_batch * self.config.model.seq
 
-def checked_step(job: Planned, devices: int, cluster: Cluster) -> Workload:
-    """The step on that many devices, if the rules allow it."""
-    w = job.workload(devices, min(cluster.node.devices, devices))
-    check(config_with(job.config, w), devices, PLANNED)
-    return w
+    @cached_property
+    def data_fields(self) -> Mapping[str, str]:
+        """The fields of a sample, name -> dtype."""
+        if self.fields is not None:
+            return self.fields
+        data = self.config.data
+        names = ["tokens", "labels", "loss_mask"]
+        names += ["positions"] if data.reset_positions else []
+        names += ["segments"] if data.reset_attention else []
+        return dict.fromkeys(names, "int64")
 
+    @cached_property
+    def placement(self) -> tuple[tuple[int, int], ...]:
+        """The (pipeline rank, chunk) of every virtual stage."""
+        return looped(self.layout.pp, self.config.layout.chunks)
 
-def rule_for(config: Config) -> Callable[[Workload], str | None]:
-    """What keeps a workload, as the config that would be written for it, from being trained."""
+    @cached_property
+    def chunks(self) -> tuple[tuple[Stage, ...], ...]:
+        """The stages of every pipeline rank, by chunk."""
+        found: list[dict[int, Stage]] = [{} for _ in range(self.layout.pp)]
+        for stage, (rank, chunk) in zip(stages_of(self.config), self.placement, strict=True):
+            found[rank][chunk] = stage
+        return tuple(tuple(stages[chunk] for chunk in sorted(stages)) for stages in found)
 
-    def rule(w: Workload) -> str | None:
-        try:
-            return broken(config_with(config, w), w.world)
-        except UserError as error:
-            return str(error)
+    def units(self, stage: Stage) -> tuple[tuple[Unit, int], ...]:
+        """The units of a stage with how many there are of each kind: embedding, kinds of blocks, head."""
+        return units_of(self.model, stage)
 
-    return rule
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For every pipeline rank, the first that holds the same kinds of units, and so computes and holds the same."""
+        first: dict[tuple[object, ...], int] = {}
+        held = (tuple(self.units(stage) for stage in stages) for stages in self.chunks)
+        return tuple(first.setdefault(units, rank) for rank, units in enumerate(held))
 
-
-def ledger_of(job: Planned, w: Workload) -> dict[str, Traffic] | None:
-    """What the ledgers of all ranks will count in one step, exactly, by axis; None for context parallelism, which this
-    version can't train."""
-    return predict_step(config_with(job.config, w), w.world) if w.parallel.cp == 1 else None
-
-
-def suited(job: Planned, cluster: Cluster) -> Planned:
-    """The job in fp16 where the cluster's devices lack a preset's bf16."""
-    c, peak = job.config, cluster.device.peak
-    if job.own_precision or c.train.precision != "bf16" or "bf16" in peak or "fp16" not in peak:
-        return job
-    return replace(job, config=replace(c, train=replace(c.train, precision="fp16")))
-
-
-def cluster_for(job: Planned, name: str | None) -> Cluster:
-    """The named cluster, or that of the preset's run."""
-    found = name or job.run.get("cluster", "")
-    if not found:
-        raise UserError("give --cluster with the name of a cluster or the path of its file")
-    cluster = load_cluster(found)
-    rate = job.run.get("network_gb_s")
-    if rate and not name:
-        cluster = replace(cluster, network=replace(cluster.network, node_gb_s=float(rate)))
-    return cluster
+    @cached_property
+    def sharding(self) -> tuple[int, int, int]:
+        """The ZeRO stage as it runs, the ranks that divide the states, and the copies of these."""
+        stage, shards, replicas = divided(self.layout, self.config.zero)
+        return (
+            stage, self.layout.size(shards) if shards else 1, self.layout.size(replicas) if replicas else 1
+        )  # fmt: skip
 
 
-def devices_for(job: Planned, given: int | None) -> int:
-    count = int(job.run.get("devices", 0)) if given is None else given
-    if count < 1:
-        raise UserError("give --devices with the number of devices, at least 1")
-    return count
+@lru_cache(maxsize=20_000)
+def units_of(model: Model, stage: Stage) -> tuple[tuple[Unit, int], ...]:
+    blocks = Counter(model.blocks[layer] for layer in stage.layers)
+    first: list[tuple[Unit, int]] = [(model.embedding, 1)] if stage.first else []
+    last: list[tuple[Unit, int]] = [(model.head, 1)] if stage.last else []
+    return (*first, *blocks.items(), *last)
 
 
-def stack_asked(config: Config, cluster: Cluster, name: str | None) -> Stack:
-    """The named stack, or our own as this config runs on an accelerator: without compiled blocks, where it wants none
-    or has dropout. (A processor's own profile is measured as its blocks run.)"""
-    if not name:
-        return STACKS[OWN] if config.compiles or cluster.device.units == 1 else EAGER
-    if name not in NAMED:
-        raise UserError(f"there is no stack '{name}'{nearest(name, NAMED)}: the stacks are {', '.join(NAMED)}")
-    return NAMED[name]
+def with_keys(config: Config, **sections: Mapping[str, Any]) -> Config:
+    """A config with some keys changed, section by section."""
+    return replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in sections.items()})
+
+
+def job_of(config: Config, world: int, stack: Stack | None = None, **more: Any) -> Job:
+    """The job of a config, if its step can be divided among `world` ranks. Without a stack: Meshwright's own."""
+    host = more.pop("host", config.run.device == "cpu")
+    job = Job(config, world, stack or own_stack(config, host), host=host, **more)
+    c = config.layout
+    if world < 1 or world % (c.tp * c.pp * c.cp):
+        raise UserError(
+            f"{world} devices are not divisible by tp x cp x pp = {c.tp} x {c.cp} x {c.pp} = {c.tp * c.cp * c.pp}: "
+            "change the number of devices or the layout"
+        )
+    unit, name = job.layout.dp * config.train.micro_batch, "train.global_batch" if job.samples is None else "samples"
+    if job.global_batch < 1 or job.global_batch % unit:
+        near = max(1, job.global_batch // unit) * unit
+        raise UserError(f"{name}={job.global_batch} is not a multiple of dp x micro_batch = {unit}: try {near}")
+    for field, dtype in job.data_fields.items():
+        if dtype not in FIELD_BYTES:
+            known = ", ".join(FIELD_BYTES)
+            raise UserError(f"field '{field}' has the unknown dtype '{dtype}': use one of {known}")
+    return job
+
+
+def checked_job(config: Config, world: int, stack: Stack | None = None, **more: Any) -> Job:
+    """The job of a config that could be trained as it is."""
+    check(config, world)
+    return job_of(config, world, stack, **more)
+
+
+def ranks_per_node(layout: Layout, axis: str) -> int:
+    """How many ranks of one group of `axis` stand on one node, in the group that is spread over the most nodes."""
+    return _ranks_per_node(replace(layout, parts=()) if layout.parts else layout, axis)
+
+
+@lru_cache(maxsize=100_000)
+def _ranks_per_node(layout: Layout, axis: str) -> int:
+    node = layout.node_size or layout.world
+    first = layout.group(axis, 0)
+    groups = (first,) if _alike(layout, node) else layout.groups(axis)
+    return max(1, len(first) // max(len({rank // node for rank in group}) for group in groups))
+
+
+def _alike(layout: Layout, node_size: int) -> bool:
+    """Whether the groups of an axis all lie alike on the nodes: no group of neighbours begins inside of one node and
+    ends inside of another."""
+    span = 1
+    for axis in layout.order.split("-"):
+        span *= layout.axis_size(axis)
+        if node_size % span and span % node_size:
+            return False
+    return True
+
+
+@lru_cache(maxsize=100_000)
+def senders_across(layout: Layout, around: bool) -> int:
+    """The ranks of one node that send to a next stage on another node, on the node where these are the most. `around`:
+    the last pipeline rank sends to the first, too."""
+    node = layout.node_size or layout.world
+    if _alike(layout, node):  # of a group's ranks on a node one sends away, if the group is on several
+        here = ranks_per_node(layout, "pp")
+        return min(layout.world, node) // here if here < layout.pp else 0
+    found: Counter[int] = Counter()
+    for group in layout.groups("pp"):
+        for hop in [*pairwise(group), *([(group[-1], group[0])] if around else [])]:
+            found[hop[0] // node] += layout.crosses_node(hop)
+    return max(found.values(), default=0)

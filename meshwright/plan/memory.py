@@ -1,22 +1,30 @@
-"""Bytes on one rank in a step, by kind: states from the layout and the ZeRO stage, activations by tensor. No torch."""
+"""Bytes of one rank in a step, by kind: its states from its parameters in flat buffers, what its parts keep for
+backward, and the most that is allocated at once. No torch.
+
+For Meshwright's own stacks states are exact to the byte, and activations and peak nearly so (`meshwright dryrun` is the
+judge). Other programs keep the same tensors in their own ways, which their stack states.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.config.sections import ModelConfig
-from meshwright.layout.chunks import chunk_rows
+from meshwright.config.sections import ZeroConfig
+from meshwright.layout import Layout
+from meshwright.parts.part import Block, Coordinate, Unit
+from meshwright.plan.activations import alive, chunks_of
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.flops import Cut, embedding_params, head_params, layer_params, recomputed_run
-from meshwright.plan.stack import EAGER, OWN, Stack
-from meshwright.plan.workload import Workload
+from meshwright.plan.communication import Held, packed, unit_records
+from meshwright.plan.job import Job
+from meshwright.plan.stack import Stack
+from meshwright.sharding.placement import RING, piece_size
 
 GIB = 2**30
 LIVE, BUCKET = 1e9, 5e8  # DeepSpeed's stage3_max_live_parameters and reduce_bucket_size
 COMMUNICATOR_GIB = 0.8  # NCCL's buffers of all channels, for each axis that communicates
 PROGRAM_GIB = 0.5  # Python and torch in a process without an accelerator
-FUSED_LOGIT_BYTES = 0.25  # a loss that makes its logits in pieces holds a small part of them at once
+IN_FLIGHT_BUCKETS = 3  # whole buckets of gradients from stage 2 on: one that is filled, two on their way
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class Memory:
     master: float
     optimizer: float
     activations: float  # of all micro-batches in flight
-    buffers: float  # gathered layers, pieces in flight, what one block needs while it is run again
+    buffers: float  # gathered weights, gradients and pieces of states in flight
     peak: float
 
     @property
@@ -37,160 +45,169 @@ class Memory:
         return self.parameters + self.gradients + self.master + self.optimizer
 
 
+def bucket_sizes(job: Job, pp_rank: int) -> list[list[int]]:
+    """Elements of every bucket, padding included, in the order of backward, by buffer."""
+    c = job.config
+    units = tuple(unit for stage in job.chunks[pp_rank] for _, _, unit in job.model.units(stage))
+    return _bucket_sizes(units, job.at, job.layout, c.comm.bucket_mib, c.zero, (c.train.precision, c.train.grad_dtype))
+
+
 @lru_cache(maxsize=20_000)
-def block_tensors(
-    model: ModelConfig, cut: Cut, fused_attention: bool, gate_copies: float, mask_bytes: float = 1.0
-) -> dict[str, float]:
-    """What backward of one block needs, in bytes, by tensor (nothing recomputed)."""
-    t, e, rows = cut.tp, cut.element, cut.tokens / cut.token_cut
-    heads, kv = max(1, model.heads // t), max(1, model.kv_heads // t)
-    d, h, f = model.head_dim, model.hidden, model.ffn / t
-    tensors = {
-        "norm inputs": 2 * rows * h * e,
-        "norm outputs": 2 * rows * h * e,
-        "qkv": cut.tokens * (heads + 2 * kv) * d * e,
-        "attention output": cut.tokens * heads * d * e,
-        "mlp": cut.tokens * f * e * (gate_copies if model.mlp == "swiglu" else 2),
-    }
-    if model.dropout:
-        tensors["dropout masks"] = 2 * rows * h * mask_bytes
-    if model.position == "rope" and gate_copies > 3:
-        tensors["rotated"] = cut.tokens * (heads + kv) * d * e  # eager kernels keep both sides of the rotation
-    if fused_attention:
-        tensors["log-sums"] = 4.0 * cut.micro_batch * heads * (model.seq / cut.cp)
-    else:
-        scores = cut.micro_batch * heads * (model.seq / cut.cp) * model.seq
-        tensors["attention scores"] = scores * (e + (e + 1 if model.dropout else 0))
-    return tensors
+def _bucket_sizes(
+    units: tuple[Unit, ...], at: Coordinate, layout: Layout, bucket_mib: float, zero: ZeroConfig,
+    dtypes: tuple[str, str],
+) -> list[list[int]]:  # fmt: skip
+    params: list[tuple[Held, str]] = []
+    ties: set[str] = set()
+    for number, unit in enumerate(units):
+        for record in unit_records(unit, at):
+            if record.tied not in ties:
+                params.append((Held(record, number, 0), dtypes[0]))
+            ties |= {record.tied} if record.tied else set()
+    buffers = packed(params, layout, bucket_mib, zero, dtypes[1])
+    return [[stop - start for start, stop in buffer.buckets] for buffer in buffers]
 
 
-def block_saved(w: Workload, stack: Stack, cut: Cut) -> tuple[float, float]:
-    """(bytes that a block keeps for each micro-batch in flight, bytes it needs while its backward runs)."""
-    tensors = block_tensors(w.model, cut, stack.fused_attention, stack.gate_copies, mask_bytes(w, stack))
-    core = "log-sums" if stack.fused_attention else "attention scores"
-    if w.documents:  # a mask, as numbers to add to the scores
-        tensors = tensors | {core: tensors[core] + cut.micro_batch * w.model.seq**2 * cut.element}
-    everything = sum(tensors.values())
-    whole_input = cut.tokens / cut.token_cut * w.model.hidden * cut.element
-    if w.recompute == "none":
-        return everything, 0.0
-    if w.recompute == "core" or (w.recompute == "selective" and not stack.fused_attention):
-        return everything - tensors[core], tensors[core]
-    if w.recompute == "selective":
-        if not stack.selective:
-            return everything, 0.0
-        # The block's input, the attention's output and every second product's result are kept.
-        results = cut.tokens * (2 * w.model.hidden / cut.token_cut + up_width(w.model) / cut.tp) * cut.element
-        results += tensors["qkv"]
-        kept = whole_input + tensors["attention output"] + stack.selective * results
-        return kept, everything - kept
-    together = recomputed_run(w.recompute)
-    return whole_input / together, together * everything
+def rank_parameters(job: Job, pp_rank: int) -> int:
+    """Parameters that a rank of this pipeline rank holds, before ZeRO divides them; a tie counts once."""
+    ties: set[str] = set()
+    total = 0
+    for stage in job.chunks[pp_rank]:
+        for unit, count in job.units(stage):
+            for record in unit_records(unit, job.at):
+                if record.tied not in ties:
+                    total += count * record.numel
+                ties |= {record.tied} if record.tied else set()
+    return total
 
 
-def mask_bytes(w: Workload, stack: Stack) -> float:
-    """Of an element of a mask of dropout: without a kernel of its own it is a factor like any other."""
-    return w.activation_bytes if stack.name == EAGER.name else 1.0
+def is_offloaded(job: Job, place: str) -> bool:
+    """Whether what lives in `place` is not on the device: a CPU's own memory is."""
+    return place == "disk" or (place == "cpu" and not job.host)
 
 
-def up_width(model: ModelConfig) -> int:
-    return 2 * model.ffn if model.mlp == "swiglu" else model.ffn
+def ring_bytes(job: Job, shares: list[int]) -> int:
+    """On the device, the pieces of one buffer's states that are being updated, where these live elsewhere or are kept
+    in another precision than they are updated in."""
+    s, wide = job.states, max(4, job.states.param)
+    elsewhere = is_offloaded(job, s.optimizer_on)
+    kinds = [s.master] * (s.master > 0) + [s.moment] * s.moments
+    brought = sum(elsewhere or size != wide for size in kinds)
+    if not s.master:  # the weights are their own masters; on a CPU they are at hand even in a file
+        brought += s.param != wide or (s.params_on != "device" and not job.host)
+    return brought * RING * piece_size(int(job.config.zero.offload.buffer_mib * 2**20 // wide), shares) * wide
 
 
-def in_flight(w: Workload, pp_rank: int) -> float:
-    """Micro-batches of a rank's whole share whose activations are alive at once, by the schedule's closed formula."""
-    p, m = w.parallel, w.micro_batches
-    if p.schedule == "gpipe":
-        return float(m)
-    if p.chunks == 1:
-        return float(min(m, p.pp - pp_rank))
-    warm = 2 * (p.pp - pp_rank - 1) + (p.chunks - 1) * p.pp + 1
-    return min(m * p.chunks, warm) / p.chunks
-
-
-def memory_of(w: Workload, stack: Stack, pp_rank: int) -> Memory:
-    """One rank of a pipeline stage."""
-    p, s, model = w.parallel, w.states, w.model
-    shard = p.shard_ranks
-    layers = sum(w.stage_layers[pp_rank])
-    layer = layer_params(model, p.tp)
-    params = layer * layers
-    if pp_rank == 0:
-        params += embedding_params(model, p.tp)
-    if pp_rank == p.pp - 1:
-        params += head_params(model, p.tp)
-        if model.tied_embeddings and p.pp == 1:
-            params -= -(-model.vocab // p.tp) * model.hidden
-    own = params / shard
-    parameters = (own if p.zero == 3 else params) * s.param if s.keeps_param or p.zero < 2 else 0.0
-    if p.zero == 2 and not s.keeps_param:
-        parameters = params * s.param
-    gradients = (own if p.zero >= 2 else params) * (s.grad + s.grad_copy)
-    gradients += (own if p.zero >= 1 else params) * s.step_copy
-    master = (own if p.zero >= 1 else params) * s.master
-    optimizer = (own if p.zero >= 1 else params) * s.moment * s.moments
-    if s.optimizer_on != "device":
+def _states(job: Job, whole: float) -> tuple[float, float, float, float]:
+    """Bytes of parameters, gradients, masters and moments that last, of `whole` elements."""
+    s, (zero, shards, _) = job.states, job.sharding
+    own = whole / shards if job.stack.states else whole // shards
+    parameters = (own if zero == 3 else whole) * s.param if s.keeps_param or zero <= 2 else 0.0
+    gradients = (own if zero >= 2 else whole) * (s.grad + s.grad_copy)
+    gradients += (own if zero >= 1 else whole) * s.step_copy
+    master = (own if zero >= 1 else whole) * s.master
+    optimizer = (own if zero >= 1 else whole) * s.moment * s.moments
+    if is_offloaded(job, s.optimizer_on):
         master = optimizer = 0.0
-        if s.buckets and p.zero >= 2:
+        if s.buckets and zero >= 2:
             gradients = own * s.param  # DeepSpeed's go to the host as they are
-    if s.params_on != "device" and p.zero == 3:
+    if is_offloaded(job, s.params_on) and zero == 3:
         parameters = 0.0
-    buffers = gathered_bytes(w, params, layer, params - layer * layers)
-    return _with_activations(w, stack, pp_rank, (parameters, gradients, master, optimizer), buffers)
+    return parameters, gradients, master, optimizer
 
 
-def gathered_bytes(w: Workload, params: float, layer: float, ends: float) -> float:
-    """What is gathered or reduced at once: two layers and one layer's gradient, or a program's fixed buckets."""
-    s, zero = w.states, w.parallel.zero
+def rank_memory(job: Job, pp_rank: int) -> Memory:
+    """One rank of a pipeline stage."""
+    sizes = bucket_sizes(job, pp_rank)
+    states = _states(job, sum(map(sum, sizes)))
+    chunks = chunks_of(job, pp_rank)
+    forwards, backwards = alive(job, pp_rank, chunks)
+    kept = max(forwards)
+    most, buffers = max(total + chunk.loss for total, chunk in zip(forwards, chunks, strict=True)), 0.0
+    for number, (total, chunk) in enumerate(zip(backwards, chunks, strict=True)):
+        flying = _gathered(job, pp_rank, number, sizes)
+        buffers = max(buffers, *flying)
+        most = max(most, forwards[number] + chunk.loss + flying[-1])  # the head's gradients come with the loss
+        for moment in chunk.backward:
+            kept = max(kept, total + moment.kept)
+            rows = _rows_gradient(job) if job.chunks[pp_rank][number].first and moment.unit == 0 else 0.0
+            most = max(most, total + moment.kept + moment.working + flying[moment.unit] + rows)
+    if not job.stack.own:
+        gathered = gathered_bytes(job, pp_rank)
+        return Memory(pp_rank, *states, kept, gathered + most - kept, sum(states) + most + gathered)
+    rings = sum(ring_bytes(job, [n // job.sharding[1] for n in counts]) for counts in sizes)
+    return Memory(pp_rank, *states, kept, buffers + rings, sum(states) + most + rings)
+
+
+def _rows_gradient(job: Job) -> float:
+    """The embedding's gradient as a whole tensor, made for a moment where gradients are not summed in fp32."""
+    if job.config.train.grad_dtype == "fp32":
+        return 0.0
+    return float(max(record.numel for record in unit_records(job.model.embedding, job.at)) * job.states.param)
+
+
+def _gathered(job: Job, pp_rank: int, chunk: int, sizes: list[list[int]]) -> list[float]:
+    """Whole gradients and gathered weights that are there at once while backward works on each unit of a chunk, in the
+    order of forward: the unit's own gradients, the last buckets that are on their way, and, in ZeRO stage 3, the
+    weights of the unit and of the next one."""
+    s, (zero, shards, _) = job.states, job.sharding
+    units = [unit for _, _, unit in job.model.units(job.chunks[pp_rank][chunk])]
+    if zero < 2 or not job.stack.own:
+        return [0.0] * len(units)
+    added = 1.0 + (1.0 / shards if job.micro_batches > 1 else 0.0)  # a share that waits to be added to the sum
+    if zero == 2:  # buckets of one size, whichever units they belong to
+        most = max(sum(counts[:IN_FLIGHT_BUCKETS]) for counts in sizes)
+        return [most * added * s.grad] * len(units)
+    buckets = [_unit_buckets(unit, job.at, job.layout) for unit in units]
+    found: list[float] = []
+    flying: list[int] = []
+    for at in reversed(range(len(units))):
+        weights = sum(buckets[at]) + (sum(buckets[at - 1]) if at else 0)
+        grads = sum(buckets[at]) + added * sum(flying[-IN_FLIGHT_BUCKETS + 1 :])
+        found.append(weights * s.param + grads * s.grad)
+        flying += buckets[at]
+    return found[::-1]
+
+
+@lru_cache(maxsize=20_000)
+def _unit_buckets(unit: Unit, at: Coordinate, layout: Layout) -> list[int]:
+    """Elements of the buckets that a unit's parameters make where weights are gathered by unit, in the order in which
+    their gradients are complete: those of norms come last."""
+    params = [(Held(record, 0, 0), "bf16") for record in unit_records(unit, at)]
+    buffers = packed(params, layout, 0.0, ZeroConfig(3), "fp32")
+    return sorted((stop - start for buffer in buffers for start, stop in buffer.buckets), reverse=True)
+
+
+def gathered_bytes(job: Job, pp_rank: int) -> float:
+    """What other programs gather, reduce, send and receive at once: two layers and one layer's gradient, or fixed
+    buckets; and what passes between stages."""
+    s, zero = job.states, job.sharding[0]
+    params, layer, layers = rank_parameters(job, pp_rank), 0, 0
+    for unit, count in _units(job, pp_rank):
+        if isinstance(unit, Block):
+            size = sum(record.numel for record in unit_records(unit, job.at))
+            layer, layers = max(layer, size), layers + count * size
+    ends = params - layers
+    passed = 4 * job.batch.rows(job.at) * job.model.hidden * job.batch.element if job.layout.pp > 1 else 0
     if s.buckets and zero == 3:
         # DeepSpeed's defaults: 1e9 live parameters, 5e8 gradients in a bucket; both ends and a gradient are live too.
-        return (min(params, LIVE) + min(params, BUCKET)) * s.param + 1.5 * ends * s.param
+        return (min(params, LIVE) + min(params, BUCKET)) * s.param + 1.5 * ends * s.param + passed
     if s.buckets and zero:
-        return 2 * min(params, BUCKET) * s.param
+        return 2 * min(params, BUCKET) * s.param + passed
     if zero == 3:
-        return 2 * layer * s.param + layer * s.grad + ends * s.param
-    return 2 * layer * s.grad if zero == 2 else 0.0
+        return 2 * layer * s.param + layer * s.grad + ends * s.param + passed
+    return passed + (2 * layer * s.grad if zero == 2 else 0.0)
 
 
-def _with_activations(
-    w: Workload, stack: Stack, pp_rank: int, states: tuple[float, float, float, float], buffers: float
-) -> Memory:
-    p, model = w.parallel, w.model
-    cut = Cut(w.micro_batch, w.rank_tokens, p.tp, p.cp, p.sequence_parallel, w.activation_bytes)
-    saved, working = block_saved(w, stack, cut)
-    layers = sum(w.stage_layers[pp_rank])
-    flying = in_flight(w, pp_rank)
-    activations = layers * saved * flying if w.states.checkpoints_on == "device" else 0.0
-    hidden = cut.tokens / cut.token_cut * model.hidden * cut.element
-    if pp_rank == 0:
-        activations += flying * hidden * (1.0 + (mask_bytes(w, stack) / cut.element if model.dropout else 0.0))
-    if w.documents:
-        activations += flying * cut.micro_batch * model.seq**2  # the mask itself
-    loss = 0.0
-    if pp_rank == p.pp - 1:
-        columns = -(-model.vocab // p.tp)
-        if w.own_loss and stack.name in (OWN, EAGER.name):
-            loss = chunk_rows(cut.tokens, columns) * columns * cut.element + 2 * hidden
-            if model.tied_embeddings and p.pp == 1:  # the weight's gradient waits for the embedding's
-                activations += flying * columns * model.hidden * max(4.0, cut.element)
-        else:
-            each = FUSED_LOGIT_BYTES if w.fused_loss else stack.logit_bytes
-            loss = cut.tokens * columns * each + 2 * hidden
-    if p.pp > 1:
-        buffers += 4 * cut.tokens * model.hidden * cut.element / cut.token_cut
-    if p.sequence_parallel:
-        working += 2 * cut.tokens * model.hidden * cut.element  # gathered inputs of a column product, and a gradient
-    # The loss's peak comes before the first backward, so it and a block that is run again never meet.
-    transient = max(loss, working)
-    peak = sum(states) + activations + buffers + transient
-    return Memory(pp_rank, *states, activations, buffers + transient, peak)
+def _units(job: Job, pp_rank: int) -> list[tuple[Unit, int]]:
+    return [pair for stage in job.chunks[pp_rank] for pair in job.units(stage)]
 
 
-def largest(w: Workload, stack: Stack) -> Memory:
-    """The pipeline rank with the highest peak: where the others hold as many layers, one of the ends or the second."""
-    inner = {sum(layers) for layers in w.stage_layers[1:-1]}
-    ranks = range(w.parallel.pp) if len(inner) > 1 else sorted({0, min(1, w.parallel.pp - 1), w.parallel.pp - 1})
-    return max((memory_of(w, stack, rank) for rank in ranks), key=lambda memory: memory.peak)
+def largest(job: Job) -> Memory:
+    """The pipeline rank with the highest peak. Of ranks with as many layers the first or the last has the most in
+    flight, whichever way a schedule fills the pipeline."""
+    last = {first: rank for rank, first in enumerate(job.alike)}
+    return max((rank_memory(job, rank) for rank in sorted({*last, *last.values()})), key=lambda memory: memory.peak)
 
 
 def reserved_gib(memory: Memory, stack: Stack) -> float:
@@ -198,19 +215,14 @@ def reserved_gib(memory: Memory, stack: Stack) -> float:
     return (memory.states + stack.cache * (memory.peak - memory.states)) / GIB
 
 
-def peak_gib(w: Workload, stack: Stack, cluster: Cluster) -> float:
+def needed_gib(job: Job, cluster: Cluster, memory: Memory | None = None) -> float:
     """GiB of the device that a step needs, with the context and communication buffers."""
-    return reserved_gib(largest(w, stack), stack) + context_gib(w, stack, cluster)
+    return reserved_gib(memory or largest(job), job.stack) + context_gib(job, cluster)
 
 
-def context_gib(w: Workload, stack: Stack, cluster: Cluster) -> float:
+def context_gib(job: Job, cluster: Cluster) -> float:
     """What lies beside the allocator's memory: context and communication buffers; on a processor, the program."""
     if cluster.device.units == 1:
         return PROGRAM_GIB
-    p = w.parallel
-    axes = sum(size > 1 for size in (p.tp, p.pp, p.dp * p.cp))
-    return stack.base_gib + COMMUNICATOR_GIB * axes
-
-
-def fits(w: Workload, stack: Stack, cluster: Cluster) -> bool:
-    return peak_gib(w, stack, cluster) <= cluster.device.memory_gib
+    axes = sum(job.layout.size(axis) > 1 for axis in ("tp", "pp", "dp-cp"))
+    return job.stack.base_gib + COMMUNICATOR_GIB * axes

@@ -1,18 +1,20 @@
-"""What one rank will hold and do in a step, from the config alone: the plan beside `meshwright dryrun`. No torch."""
+"""What one rank will hold and do in a step, from the config alone: the one answer that `plan`, `cost`, `memory` and
+`dryrun` share. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from meshwright.config.sections import Config
 from meshwright.pipeline.schedules import build
 from meshwright.pipeline.table import action_counts
-from meshwright.plan.communication import by_line, job_of, parameters, stage_calls
-from meshwright.plan.states import rank_memory
-from meshwright.sharding.placement import divided
+from meshwright.plan.communication import by_axis, by_line, stage_calls
+from meshwright.plan.job import Job
+from meshwright.plan.memory import Memory, rank_memory, rank_parameters
 
 STATES = ("parameters", "gradients", "master", "optimizer")
-# What is held at once for a while, by the planner's name for it.
+KINDS = (*STATES, "activations", "buffers", "peak")
+# What is held at once for a while, by the dry run's name for it.
 MOST = {"activations": "activations", "gathered": "buffers", "peak": "peak"}
 
 Counts = dict[str, int]
@@ -33,23 +35,35 @@ class Expected:
     most: Counts
 
 
-def expected(config: Config, world: int, rank: int) -> Expected:
-    job = job_of(config, world)
+def memory_bytes(memory: Memory) -> Counts:
+    return {kind: int(getattr(memory, kind)) for kind in KINDS}
+
+
+def rank_json(job: Job, pp_rank: int) -> dict[str, Any]:
+    """A rank of a pipeline stage: its number, parameters, calls and bytes by axis, and memory."""
+    traffic = by_axis(by_line(stage_calls(job, pp_rank)))
+    return {
+        "rank": job.layout.rank_at(pp=pp_rank),
+        "parameters": rank_parameters(job, pp_rank),
+        "comm": {axis: each._asdict() for axis, each in traffic.items()},
+        "memory": memory_bytes(rank_memory(job, pp_rank)),
+    }
+
+
+def expected(job: Job, rank: int) -> Expected:
     coordinate = job.layout.coordinate(rank)
     pp_rank = coordinate["pp"]
-    held = job.held(pp_rank)
-    _, memory = rank_memory(config, world, rank)
+    memory = memory_bytes(rank_memory(job, pp_rank))
     lines = by_line(stage_calls(job, pp_rank))
-    c = config.layout
-    stage = divided(job.layout, config.zero)[0]
-    table = build(config.pipeline.schedule, c.pp, job.micro_batches, c.chunks, stage)
+    c = job.config
+    table = build(c.pipeline.schedule, c.layout.pp, job.micro_batches, c.layout.chunks, job.sharding[0])
     return Expected(
         coordinate={axis: coordinate[axis] for axis in ("tp", "cp", "dp", "pp")},
-        layers=[layer for part in held for layer in part.layers],
+        layers=[layer for stage in job.chunks[pp_rank] for layer in stage.layers],
         micro_batches=job.micro_batches,
-        parameters=sum(param.record.numel for param in parameters(job, held)),
-        states={kind: int(getattr(memory, kind)) for kind in STATES},
+        parameters=rank_parameters(job, pp_rank),
+        states={kind: memory[kind] for kind in STATES},
         calls={(line.phase, line.axis, line.op): t._asdict() for line, t in lines.items()},
         schedule=action_counts(table.ranks[pp_rank]),
-        most={name: int(getattr(memory, kind)) for name, kind in MOST.items()},
+        most={name: memory[kind] for name, kind in MOST.items()},
     )

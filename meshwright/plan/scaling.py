@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.search import Broken, Candidate, Space, search
-from meshwright.plan.stack import Stack
-from meshwright.plan.workload import Workload
+from meshwright.plan.job import Job
+from meshwright.plan.search import Candidate, Space, search
 
 WAYS = ("data", "tensor", "pipeline", "hybrid")
 
@@ -63,17 +62,14 @@ def space_of(way: str, devices: int) -> Space:
     return Space()
 
 
-def sweep(
-    base: Workload, cluster: Cluster, stack: Stack, counts: list[int], weak: bool, ways: tuple[str, ...] = WAYS,
-    broken: Broken | None = None,
-) -> list[Point]:  # fmt: skip
+def sweep(base: Job, cluster: Cluster, counts: list[int], weak: bool, ways: tuple[str, ...] = WAYS) -> list[Point]:
     """Weak: the batch grows with the devices from `base`'s, which is that of the smallest count. Strong: it stays."""
     points = []
     for devices in counts:
         batch = base.global_batch * devices // counts[0] if weak else base.global_batch
+        sized = replace(base.replaced(train={"global_batch": batch}), world=devices, samples=None)
         for way in ways:
-            sized = replace(base, global_batch=batch).with_parallel(world=devices)
-            found = search(sized, cluster, stack, devices, space=space_of(way, devices), broken=broken, best_only=True)
+            found = search(sized, cluster, space=space_of(way, devices), best_only=True)
             points.append(Point(way, devices, batch, found.candidates[0] if found.candidates else None))
     # Efficiency is the throughput of a device against the best that any way reaches on the fewest devices that fit.
     fits = [p for p in points if p.best]

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.errors import UserError, nearest
-from meshwright.pipeline.schedules import build
-from meshwright.pipeline.simulate import Simulation, simulate
+from meshwright.pipeline.simulate import Simulation
 from meshwright.pipeline.trace import REDUCED, UPDATED, Span, spans_of
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.cost import Cost, predict_cost
-from meshwright.plan.stack import Stack
-from meshwright.plan.workload import Workload, sharing_on_node
+from meshwright.plan.cost import Cost, blocked_times, predict_cost, timeline_of
+from meshwright.plan.job import Job
 
 WHOLE_TABLE = 10**9  # a table of any size is simulated, since it is drawn
 KINDS = ("slow-link", "slow-network", "slow-rank", "fewer-nodes")
@@ -44,7 +42,7 @@ class Step:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.cost.workload.tokens / self.seconds
+        return self.cost.job.tokens / self.seconds
 
 
 def parse_change(text: str) -> Change:
@@ -74,7 +72,7 @@ def _example(kind: str) -> str:
     return {"slow-rank": "3:0.7", "fewer-nodes": "1"}.get(kind, "0.5")
 
 
-def step_of(w: Workload, cluster: Cluster, stack: Stack, changes: Sequence[Change] = ()) -> Step:
+def step_of(job: Job, cluster: Cluster, changes: Sequence[Change] = ()) -> Step:
     """The step, all `changes` made."""
     slow: dict[int, float] = {}
     for change in changes:
@@ -84,50 +82,41 @@ def step_of(w: Workload, cluster: Cluster, stack: Stack, changes: Sequence[Chang
             rate = cluster.network.node_gb_s * change.factor
             cluster = replace(cluster, network=replace(cluster.network, node_gb_s=rate))
         elif change.kind == "slow-rank":
-            if change.rank >= w.parallel.pp:
-                raise UserError(f"there is no pipeline rank {change.rank}: choose 0 to {w.parallel.pp - 1}")
+            if change.rank >= job.layout.pp:
+                raise UserError(f"there is no pipeline rank {change.rank}: choose 0 to {job.layout.pp - 1}")
             slow[change.rank] = change.factor
         else:
-            w = without_nodes(w, int(change.factor))
-    cost = predict_cost(w, cluster, stack, largest=WHOLE_TABLE)
+            job = without_nodes(job, int(change.factor))
+    cost = predict_cost(job, cluster, largest=WHOLE_TABLE)
     timeline = _timeline(cost, slow)
     usual = timeline if not slow else _timeline(cost, {})
     return Step(cost, timeline, cost.step_s + timeline.makespan - usual.makespan)
 
 
-def without_nodes(w: Workload, nodes: int) -> Workload:
+def without_nodes(job: Job, nodes: int) -> Job:
     """The same layout on fewer nodes: replicas go, and the batch is rounded down to what those left can share."""
-    p = w.parallel
-    unit = p.tp * p.pp * p.cp
-    world = (p.world - nodes * w.node_size) // unit * unit
+    c, node = job.config, job.node_size
+    unit = c.layout.tp * c.layout.pp * c.layout.cp
+    world = (job.world - nodes * node) // unit * unit
     if world < unit:
         raise UserError(
-            f"without {nodes} nodes of {w.node_size} too few of {p.world} devices are left for tp x cp x pp = {unit}: "
+            f"without {nodes} nodes of {node} too few of {job.world} devices are left for tp x cp x pp = {unit}: "
             "take away fewer"
         )
-    dp = world // unit
-    batch = w.global_batch // (dp * w.micro_batch) * dp * w.micro_batch
-    parallel = replace(p, world=world)
-    if p.shard:
-        parallel = sharing_on_node(parallel, w.node_size)
-        if dp * p.cp % parallel.shard:
-            raise UserError(
-                f"without {nodes} nodes a node holds {parallel.shard} of {dp * p.cp} data-parallel ranks, which "
-                "divides nothing evenly: take away another number"
-            )
-    return replace(w, parallel=parallel, global_batch=batch)
+    samples = world // unit * c.train.micro_batch
+    fewer = replace(
+        job.replaced(train={"global_batch": job.global_batch // samples * samples}, layout={"node_size": node}),
+        world=world,
+    )  # fmt: skip
+    try:
+        assert fewer.layout.world == world
+    except UserError as error:
+        raise UserError(f"without {nodes} nodes: {error}") from None
+    return fewer
 
 
 def _timeline(cost: Cost, slow: dict[int, float]) -> Simulation:
-    w, p = cost.workload, cost.workload.parallel
-    table = build(p.schedule, p.pp, w.micro_batches, p.chunks)
-    times, blocked = cost.chunk_times, cost.send_s
-    return simulate(
-        table,
-        lambda rank, chunk: times[rank][chunk][0] / slow.get(rank, 1.0) + blocked,
-        lambda rank, chunk: times[rank][chunk][1] / slow.get(rank, 1.0) + blocked,
-        blocked,
-    )
+    return timeline_of(cost.job, blocked_times(cost.job, cost.chunk_times, cost.send_s, slow), cost.send_s)
 
 
 def step_spans(step: Step) -> list[Span]:
@@ -136,11 +125,11 @@ def step_spans(step: Step) -> list[Span]:
     end = step.timeline.makespan
     axes = step.cost.axes
     later = [(REDUCED, axes["dp"].exposed)] if "dp" in axes else []
-    if step.cost.workload.parallel.zero >= 2:
+    if step.cost.job.sharding[0] >= 2:
         later = []  # they are part of every micro-batch there
     later += [("tied embedding", axes["embedding"].exposed)] if "embedding" in axes else []
     later.append((UPDATED, step.cost.optimizer_s))
-    for rank in range(step.cost.workload.parallel.pp):
+    for rank in range(step.cost.job.layout.pp):
         at = end
         for name, seconds in later:
             spans.append(Span(rank, "step", name, at, at + seconds))

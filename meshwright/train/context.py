@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import Config
 from meshwright.device import DTYPES, Device, give_back_freed_memory
 from meshwright.layout import Layout
-from meshwright.models.description import Stage, layout_of, stages
+from meshwright.models.description import layout_of, stages_of
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import Streams
+from meshwright.parts.part import Coordinate, Stage, coordinate_of
 from meshwright.sharding.placement import divided
 
 
@@ -44,10 +46,14 @@ class Context:
     def pp_rank(self) -> int:
         return self.mesh.coordinate["pp"]
 
+    @cached_property
+    def at(self) -> Coordinate:
+        """Where this rank stands, for the parts of its model."""
+        return coordinate_of(self.layout, self.mesh.rank, self.config.layout.sequence_parallel)
+
     def stages(self) -> list[Stage]:
         """All chunks of the pipeline, in the order of the layers."""
-        c = self.config
-        return stages(c.model.layers, c.layout.pp * c.layout.chunks, c.pipeline.split)
+        return stages_of(self.config)
 
 
 def build_context(
@@ -69,17 +75,26 @@ def build_context(
     streams.active = config.model.dropout > 0
     parallel = Parallel(
         mesh.tp, config.layout.sequence_parallel, DTYPES[config.train.precision], device.torch, streams,
-        config.recompute, fused=compiles(config, device), products=products_of(config),
-        hollow=trains and divided(layout, config.zero)[0] == 3,
+        config.recompute, fused=fuses(config, device), products=products_of(config),
+        hollow=trains and divided(layout, config.zero)[0] == 3, host=is_host(config, device),
     )  # fmt: skip
     return Context(config, layout, mesh, device, parallel)
 
 
+def is_host(config: Config, device: Device) -> bool:
+    """Whether a run's device is a CPU. A dry run, on `meta`, is of the device that the config names, so that it keeps
+    what the real run keeps."""
+    return (config.run.device if device.kind == "meta" else device.kind) == "cpu"
+
+
+def fuses(config: Config, device: Device) -> bool:
+    """Whether blocks use the fused parts whose forward a compiler must put together."""
+    return config.compiles and (not is_host(config, device) or config.train.compile == "true")
+
+
 def compiles(config: Config, device: Device) -> bool:
-    """Whether blocks are compiled, and with them use the fused parts whose forward a compiler must put together."""
-    if device.kind == "meta":
-        return False
-    return config.compiles and (device.kind != "cpu" or config.train.compile == "true")
+    """Whether blocks are compiled."""
+    return device.kind != "meta" and fuses(config, device)
 
 
 def products_of(config: Config) -> str:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from meshwright.config.sections import Config
 from meshwright.layout import Layout
-from meshwright.models.description import GPTDescription, Stage, layout_of
+from meshwright.models.description import describe, layout_of
 from meshwright.optim.schedules import consumed_after
+from meshwright.parts.part import parameter_count
 
 if TYPE_CHECKING:
     from meshwright.train.context import Context
@@ -178,8 +179,7 @@ def many(count: int, noun: str) -> str:
 
 def parameters(config: Config) -> int:
     """Of our own GPT in the sizes of the config."""
-    model = config.model
-    return sum(r.numel for r in GPTDescription(model).stage(Stage(0, 1, range(model.layers))).values())
+    return parameter_count(describe(config.model))
 
 
 def head(

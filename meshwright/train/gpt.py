@@ -6,18 +6,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.models.description import GPTDescription, Stage
 from meshwright.models.gpt import GPTStage
+from meshwright.parts.part import Stage
 from meshwright.train.context import Context
 from meshwright.train.datasets import datasets_of
 
 
 def model_provider(ctx: Context, stage: Stage) -> nn.Module:
-    c = ctx.config
-    description = GPTDescription(
-        c.model, c.layout.tp, max(0, ctx.mesh.tp.index), c.layout.sequence_parallel, c.layout.pp
-    )
-    return GPTStage(ctx.parallel, description, stage, c.train.micro_batch, ctx.ledger)
+    return GPTStage(ctx.parallel, ctx.config, ctx.at, stage, ctx.ledger)
 
 
 def datasets_provider(ctx: Context, samples: tuple[int, int, int]) -> tuple[Any, Any, Any]:

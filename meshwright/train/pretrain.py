@@ -21,9 +21,9 @@ from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout.params import key
-from meshwright.models.description import Stage
 from meshwright.nn.parallel import initialise, record_of, share_tied
 from meshwright.optim.schedules import consumed_after
+from meshwright.parts.part import Stage
 from meshwright.pipeline.table import looped
 from meshwright.sharding.buffers import foreign_record
 from meshwright.sharding.data_parallel import Reduce, all_reduce_bucket

@@ -10,7 +10,7 @@ import yaml
 from meshwright.cli.main import main
 from meshwright.config.load import load_config
 from meshwright.plan.cluster import FOLDER
-from meshwright.plan.job import planned
+from meshwright.plan.target import target_of
 from tests.cli.test_bad_input import sentence
 
 MODEL = "model: {layers: 4, hidden: 32, heads: 4, vocab: 300, seq: 16}\n"
@@ -81,7 +81,7 @@ def test_a_plan_replaces_no_other_file(here: Path, capsys: pytest.CaptureFixture
 
 def test_chunks_are_interleaved_beside_other_keys_of_the_pipeline(here: Path) -> None:
     (here / "job.yaml").write_text(MODEL + "layout: {pp: 2, chunks: 2}\npipeline: {split: [1, 1, 1, 1]}\n")
-    config = planned("job.yaml").config
+    config = target_of("job.yaml").config
     assert config.pipeline.schedule == "interleaved" and config.pipeline.split == (1, 1, 1, 1)
 
 

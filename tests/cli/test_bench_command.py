@@ -9,7 +9,9 @@ import pytest
 
 from meshwright.bench.models import MODELS, bench_config, flops, parameters
 from meshwright.cli.main import main
-from meshwright.models.description import GPTDescription, stages
+from meshwright.layout import Layout
+from meshwright.models.description import describe, stages
+from meshwright.parts.part import coordinate_of
 from meshwright.train.context import products_of
 
 KEYS = {"step_ms", "tokens_per_s", "tflops", "mfu", "peak_gib", "floor_ms"}
@@ -47,9 +49,10 @@ def test_mistakes(words: list[str], sentence: str, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}])
 def test_the_counted_parameters_are_the_models(model: str, layout: dict[str, int]) -> None:
     config = bench_config(model, layout=layout)
-    description = GPTDescription(config.model, config.layout.tp, 0, False, config.layout.pp)
+    ranks = Layout(config.layout.tp * config.layout.pp, tp=config.layout.tp, pp=config.layout.pp)
     stage = stages(config.model.layers, config.layout.pp, ())[0]
-    assert parameters(config) == sum(record.numel for record in description.stage(stage).values())
+    records = describe(config.model).records(coordinate_of(ranks, 0, False), stage)
+    assert parameters(config) == sum(record.numel for record in records.values())
 
 
 def test_flops_of_a_model_by_hand() -> None:

@@ -15,9 +15,10 @@ from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import ModelConfig
 from meshwright.layout import Layout
 from meshwright.layout.params import TILE, Init, ParamRecord, columns_of, rows_of, whole
-from meshwright.models.description import GPTDescription, stages
+from meshwright.models.description import describe, kv_parts, stages
 from meshwright.nn.parallel import Parallel, initialise
 from meshwright.nn.random import Streams
+from meshwright.parts.part import coordinate_of
 from tests.parity.cases import FAMILIES
 from tests.support.oracle import gather_global
 
@@ -35,9 +36,9 @@ def gathered(model: ModelConfig, tp: int, pp: int, sp: bool = False) -> dict[str
     """The whole model as the ranks of a layout hold it together; copies must agree."""
     found: dict[str, np.ndarray] = {}
     for tp_rank in range(tp):
-        description = GPTDescription(model, tp, tp_rank, sp, pp)
+        at = coordinate_of(Layout(tp * pp, tp=tp, pp=pp, parts=kv_parts(model, tp)), tp_rank, sp)
         for stage in stages(model.layers, pp):
-            records = list(description.stage(stage).values())
+            records = list(describe(model).records(at, stage).values())
             for record, value in zip(records, drawn(records), strict=True):
                 target = found.setdefault(record.name, np.full(record.shape, np.nan))
                 mine = gather_global([(record, value)])[record.name]

@@ -132,7 +132,7 @@ def output_layer(
 @pytest.mark.parametrize("way", ["autograd", "sink", "announced", "tied"])
 def test_the_output_layer_in_chunks(way: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two micro-batches of 2.5 times the loss, the true vocabulary 13 of 16 columns."""
-    monkeypatch.setattr(loss_module, "chunk_rows", lambda tokens, columns: rows)
+    monkeypatch.setattr(loss_module, "piece_rows", lambda tokens, columns: rows)
     draw = torch.Generator().manual_seed(rows)
     layer, parallel = output_layer(draw, tied=way == "tied")
     exact = layer.weight.detach().clone().requires_grad_()

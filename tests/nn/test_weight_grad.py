@@ -15,6 +15,8 @@ from meshwright.nn.linear import Linear
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import Streams
 from meshwright.nn.weight_grad import Sink
+from meshwright.parts import gpt
+from meshwright.parts.part import ALONE
 
 CPU = torch.device("cpu")
 
@@ -36,7 +38,8 @@ def linear(dtype: torch.dtype) -> nn.Module:
 
 
 def embedding(dtype: torch.dtype) -> nn.Module:
-    return filled(TokenEmbedding(parallel_of(dtype), whole("w", (6, 3), Init("normal", 1.0))))
+    part = gpt.TokenEmbedding(6, 3, Init("normal", 1.0))
+    return filled(TokenEmbedding(parallel_of(dtype), part, part.records(ALONE, "embedding")))
 
 
 def inputs(kind: str, dtype: torch.dtype) -> list[Tensor]:

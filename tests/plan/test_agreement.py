@@ -1,85 +1,137 @@
-"""The planner's parts agree with each other: the cost's bytes with the ledger's, its memory with the rank's, a step
-with its pipeline, and where groups stand with the layout."""
+"""The planner's parts agree with each other: the bytes that are priced with the ledger's, every command's rank with the
+rank's own, a step with its pipeline, and where groups stand with the layout."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from meshwright.cli.main import main
 from meshwright.config.sections import Config
+from meshwright.plan import efficiency
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.communication import predict_step
 from meshwright.plan.cost import Cost, predict_cost
 from meshwright.plan.explain import parts_of
-from meshwright.plan.job import planned
-from meshwright.plan.memory import largest
+from meshwright.plan.job import Job, job_of, ranks_per_node, senders_across
+from meshwright.plan.memory import largest, rank_memory
+from meshwright.plan.rank import memory_bytes
 from meshwright.plan.stack import STACKS
-from meshwright.plan.states import rank_memory
+from meshwright.plan.target import target_of
 from meshwright.plan.whatif import step_of
-from meshwright.plan.workload import Parallel, Workload, ranks_per_node, senders_across, workload_of
 
 A100, H100 = (load_cluster(name) for name in ("a100-80g-dgx", "h100-80g-dgx"))
 OWN = STACKS["compiled"]
 
 
 def config(name: str, *words: str) -> Config:
-    return planned(name, words, as_run=False).config
+    return target_of(name, words, as_run=False).config
+
+
+def job(name: str, world: int, *words: str) -> Job:
+    return job_of(config(name, *words), world, OWN, cluster_node=8)
 
 
 def cost(name: str, world: int, *words: str) -> Cost:
-    return predict_cost(workload_of(config(name, *words), world, 8), H100, OWN)
+    return predict_cost(job(name, world, *words), H100)
+
+
+# Every byte takes a nanosecond, whichever link it goes over, and nothing else takes time: seconds are bytes.
+FLAT = replace(
+    H100, name="flat", node=replace(H100.node, link_gb_s=1.0, link_latency_us=0.0),
+    network=replace(H100.network, node_gb_s=1e6, latency_us=0.0), efficiency=replace(H100.efficiency, link=1.0),
+)  # fmt: skip
+
+
+def priced_bytes(of: Job, axis: str, monkeypatch: pytest.MonkeyPatch) -> float:
+    """The bytes of a rank that the time of an axis is made of."""
+    monkeypatch.setattr(efficiency, "START", 0.0)
+    return predict_cost(of, FLAT).axes[axis].seconds * 1e9
 
 
 @pytest.mark.parametrize("group", ["dp", "node"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["gpt2-124m", "llama3-8b"])
-def test_bytes_over_dp_are_the_ledgers(name: str, stage: int, group: str) -> None:
-    """Tied and untied, eight micro-batches."""
+def test_bytes_over_dp_are_the_ledgers(
+    name: str, stage: int, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tied and untied, eight micro-batches. What is priced leaves the buckets' padding out."""
     world = 16
     words = [f"zero.stage={stage}", f"zero.shard_group={group}", "train.global_batch=128", "layout.node_size=8"]
     ledger = predict_step(config(name, *words), world)
-    counted = sum(t.wire_bytes for axis, t in ledger.items() if axis.startswith("dp")) / world
-    assert cost(name, world, *words).axes["dp"].wire_bytes == pytest.approx(counted, rel=0.01)
+    counted = sum(t.wire_bytes for axis, t in ledger.items() if axis.startswith("dp"))
+    traffic = cost(name, world, *words).traffic
+    assert world * sum(t.wire_bytes for axis, t in traffic.items() if axis.startswith("dp")) == counted
+    assert priced_bytes(job(name, world, *words), "dp", monkeypatch) == pytest.approx(counted / world, rel=0.01)
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "every:2", "every:4"])
+def test_the_bytes_of_sharded_weights_are_the_ledgers(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are recomputed together are fetched once more, all but the last."""
+    words = ["zero.stage=3", f"recompute.mode={mode}", "train.global_batch=64"]
+    counted = predict_step(config("llama3-8b", *words), 8)["dp"].wire_bytes
+    assert cost("llama3-8b", 8, *words).traffic["dp"].wire_bytes * 8 == counted
+    assert priced_bytes(job("llama3-8b", 8, *words), "dp", monkeypatch) == pytest.approx(counted / 8, rel=0.002)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_dividing_on_nodes_spares_the_network(stage: int) -> None:
-    """What goes over the slow links goes once a step, so with many micro-batches it is quicker from stage 2 on."""
+    """What goes over the slow links goes once per step, so with many micro-batches it is quicker from stage 2 on."""
     words = [f"zero.stage={stage}", "train.global_batch=1024", "recompute.mode=full"]
     wide, near = (
-        predict_cost(workload_of(config("llama3-8b", *words, f"zero.shard_group={group}"), 64, 8), A100, OWN)
-        for group in ("dp", "node")
+        predict_cost(job("llama3-8b", 64, *words, f"zero.shard_group={group}"), A100) for group in ("dp", "node")
     )
     assert (near.axes["dp"].seconds < wide.axes["dp"].seconds) == (stage > 1)
 
 
+def answer(capsys: pytest.CaptureFixture[str], words: list[str]) -> dict[str, Any]:
+    assert main([*words, "--json"]) == 0, capsys.readouterr().err
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
 @pytest.mark.parametrize("micro_batch", [1, 4, 8])
 @pytest.mark.parametrize("words", [["recompute.mode=full"], ["recompute.mode=full", "zero.stage=3"]])
-def test_memory_is_near_that_of_the_rank(words: list[str], micro_batch: int) -> None:
-    """However large the vocabulary: the loss holds the logits of a chunk. (A compiler keeps less than blocks as they
-    are, by up to a quarter of the whole here.)"""
-    words = [*words, f"train.micro_batch={micro_batch}", "train.global_batch=64"]
-    c = config("llama3-8b", *words)
-    _, rank = rank_memory(c, 8, 0)
-    assert largest(workload_of(c, 8, 8), OWN).peak == pytest.approx(rank.peak, rel=0.25)
+def test_every_command_says_the_same_of_a_rank(
+    words: list[str], micro_batch: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To the byte: `cost`, `memory`, and `plan` of the layout that it writes."""
+    words = [*words, f"train.micro_batch={micro_batch}"]
+    batch, out, where = "train.global_batch=64", str(tmp_path / "best.yaml"), ["--cluster", "h100-80g-dgx"]
+    said = memory_bytes(rank_memory(job("llama3-8b", 8, *words, batch), 0))
+    assert answer(capsys, ["cost", "llama3-8b", *words, batch, *where, "--devices", "8"])["rank"]["memory"] == said
+    one = answer(capsys, ["memory", "llama3-8b", *words, batch, "--world", "8"])
+    assert {kind: one[kind] for kind in said} == said
+    best = answer(capsys, ["plan", "llama3-8b", *words, *where, "--devices", "8", "--global-batch", "64", "--out", out])
+    mine = best["best"]["rank"]
+    assert answer(capsys, ["cost", out, *where, "--devices", "8"])["rank"] == mine
+    one = answer(capsys, ["memory", out, "--world", "8"])
+    assert {kind: one[kind] for kind in said} == mine["memory"]
+    assert (one["comm"], one["rank_parameters"]) == (mine["comm"], mine["parameters"])
 
 
 def test_memory_of_a_measured_step() -> None:
     """28 layers of 3072 with a vocabulary of 128256, micro-batch 8, full recomputation: 69.8 GiB on an H200."""
-    c = config(
-        "llama3-8b", "model.layers=28", "model.hidden=3072", "model.heads=24", "model.ffn=8192", "model.seq=4096",
+    words = (
+        "model.layers=28", "model.hidden=3072", "model.heads=24", "model.ffn=8192", "model.seq=4096",
         "train.micro_batch=8", "train.global_batch=8", "recompute.mode=full",
     )  # fmt: skip
-    assert largest(workload_of(c, 1, 8), OWN).peak / 2**30 == pytest.approx(69.84, rel=0.05)
+    assert largest(job("llama3-8b", 1, *words)).peak / 2**30 == pytest.approx(69.84, rel=0.05)
 
 
-def placed(world: int, tp: int, pp: int = 1, order: str = "tp-cp-ep-dp-pp", chunks: int = 1) -> Workload:
-    return Workload(config("gpt3-175b").model, Parallel(world, tp=tp, pp=pp, order=order, chunks=chunks), 1, world)
+def placed(world: int, tp: int, pp: int = 1, order: str = "tp-cp-ep-dp-pp") -> Job:
+    words = [f"layout.tp={tp}", f"layout.pp={pp}", f"layout.order={order}", f"train.global_batch={world}"]
+    return Job(config("gpt3-175b", *words), world, OWN, cluster_node=8)
 
 
 def test_a_group_that_crosses_a_node_anywhere_crosses() -> None:
-    assert ranks_per_node(placed(64, 8), "tp") == 8
-    assert ranks_per_node(placed(64, 4), "dp") == 2
-    assert ranks_per_node(placed(72, 6), "tp") == 3  # the first group stands on one node, the second on two
+    assert ranks_per_node(placed(64, 8).layout, "tp") == 8
+    assert ranks_per_node(placed(64, 4).layout, "dp") == 2
+    assert ranks_per_node(placed(72, 6).layout, "tp") == 3  # the first group stands on one node, the second on two
     layout = placed(72, 6).layout
     spread = max(len({rank // 8 for rank in group}) for group in layout.groups("tp"))
     assert spread == 2
@@ -87,14 +139,17 @@ def test_a_group_that_crosses_a_node_anywhere_crosses() -> None:
 
 def test_sends_cross_where_any_stage_is_elsewhere() -> None:
     inner = "tp-pp-cp-ep-dp"
-    assert senders_across(placed(64, 8, 4)) == 8  # every rank's next stage is on another node
-    assert senders_across(placed(64, 2, 4, inner)) == 0  # a whole pipeline on a node
-    assert senders_across(placed(64, 4, 8, inner)) == 4  # two stages on a node: the second's ranks send away
-    assert senders_across(placed(72, 4, 6, inner)) == 4
-    assert senders_across(placed(24, 3, 8, inner)) > 0  # stages that don't divide a node
-    w = placed(64, 4, 8, inner)
-    inside, across = (predict_cost(x, H100, OWN).axes["pp"].seconds for x in (placed(64, 2, 4, inner), w))
-    assert across > inside
+
+    def senders(of: Job) -> int:
+        return senders_across(of.layout, around=False)
+
+    assert senders(placed(64, 8, 4)) == 8  # every rank's next stage is on another node
+    assert senders(placed(64, 2, 4, inner)) == 0  # a whole pipeline on a node
+    assert senders(placed(64, 4, 8, inner)) == 4  # two stages on a node: the second's ranks send away
+    assert senders(placed(72, 4, 6, inner)) == 4
+    assert senders(placed(24, 3, 8, inner)) > 0  # stages that don't divide a node
+    inside, across = (predict_cost(x, H100).axes["pp"] for x in (placed(64, 2, 4, inner), placed(64, 4, 8, inner)))
+    assert across.seconds > inside.seconds
 
 
 def test_the_parts_of_a_step_add_up_to_it() -> None:
@@ -112,8 +167,7 @@ def test_the_busiest_stage_may_be_the_one_with_the_output_layer() -> None:
 def test_a_simulated_step_is_not_shorter_than_its_pipeline() -> None:
     """Though the table is larger than those that `cost` simulates."""
     words = ["layout.tp=8", "layout.pp=16", "layout.chunks=7", "pipeline.schedule=interleaved", "recompute.mode=full"]
-    w = workload_of(config("llama3-405b", *words, "train.global_batch=1024"), 1024, 8)
-    step = step_of(w, H100, OWN)
+    step = step_of(job("llama3-405b", 1024, *words, "train.global_batch=1024"), H100)
     assert step.seconds > step.timeline.makespan
     assert step.cost.bubble == pytest.approx(step.timeline.bubble, rel=1e-6)
 
@@ -121,5 +175,5 @@ def test_a_simulated_step_is_not_shorter_than_its_pipeline() -> None:
 def test_a_rank_needs_at_least_what_lasts_and_what_flies() -> None:
     """On the first stage it is the embedding, the last to be reduced, that is the largest."""
     words = ["layout.pp=8", "zero.stage=3", "recompute.mode=full", "train.global_batch=64", "model.seq=512"]
-    _, rank = rank_memory(config("llama3-8b", *words), 64, 0)
+    rank = rank_memory(job("llama3-8b", 64, *words), 0)
     assert rank.peak >= rank.states + rank.buffers

@@ -12,7 +12,7 @@ from meshwright.cli.main import main
 from meshwright.config.load import load_config
 from meshwright.config.presets import PRESETS, RUNS
 from meshwright.plan.cluster import load_cluster
-from meshwright.plan.job import planned, suited
+from meshwright.plan.target import target_of, with_supported_precision
 
 H100 = ["--cluster", "h100-80g-dgx", "--devices", "64", "train.global_batch=64"]
 A100 = ["--cluster", "a100-80g-dgx", "--devices", "96", "--global-batch", "96"]
@@ -58,9 +58,9 @@ def test_a_published_split_is_of_its_own_stages_alone(capsys: pytest.CaptureFixt
     assert answer(capsys, ["cost", "bloom-176b", "--layout", "pp=6"])["ledger"]
     assert answer(capsys, ["simulate", "glm-130b", "--layout", "pp=16"])["steps"]
     assert answer(capsys, ["memory", "bloom-176b", "layout.chunks=2"])["peak"]
-    assert planned("bloom-176b", ["model.layers=72"]).config.pipeline.split == ()
+    assert target_of("bloom-176b", ["model.layers=72"]).config.pipeline.split == ()
     for words in ([], ["layout.pp=12"], ["model.layers=70"]):
-        assert planned("bloom-176b", words).config.pipeline.split == tuple(RUNS["bloom-176b"]["pipeline"]["split"])
+        assert target_of("bloom-176b", words).config.pipeline.split == tuple(RUNS["bloom-176b"]["pipeline"]["split"])
 
 
 @pytest.mark.parametrize("command", ["cost", "simulate", "memory"])
@@ -71,8 +71,14 @@ def test_every_preset_is_answered(command: str, name: str, capsys: pytest.Captur
 
 
 def test_the_planner_knows_context_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys and values of a rank's tokens go round the ring in forward and backward, and in backward their gradients."""
     found = answer(capsys, ["cost", "llama3-8b", *H100, "layout.cp=4"])
-    assert found["comm"]["cp"] and found["ledger"] is None, "which can't be trained, so no ledger will count it"
+    hops, layers, micro_batches, tokens, keys_and_values = 3, 32, 64 // 16, 8192 // 4, 2 * 8 * 128 * 2
+    calls = 3 * hops * layers * micro_batches
+    wire = calls * tokens * keys_and_values
+    mine = found["comm"]["cp"]
+    assert (mine["calls"], mine["payload_bytes"], mine["wire_bytes"]) == (calls, wire, wire) and mine["seconds"] > 0
+    assert found["ledger"]["cp"]["wire_bytes"] == 64 * wire
 
 
 def test_fewer_devices_than_a_node_are_a_node(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,11 +151,11 @@ def test_it_says_what_the_rules_left_out(tmp_path: Path, capsys: pytest.CaptureF
     ("llama2-7b", ["train.precision=bf16"], "bf16"),
 ])  # fmt: skip
 def test_a_presets_precision_is_one_that_the_devices_have(name: str, word: list[str], precision: str) -> None:
-    job = planned(name, word, as_run=False)
+    target = target_of(name, word, as_run=False)
     for lacking in ("v100-32g", "ascend-910-32g"):
-        assert suited(job, load_cluster(lacking)).config.train.precision == precision
+        assert with_supported_precision(target, load_cluster(lacking)).config.train.precision == precision
     for other in ("a100-80g-dgx", "laptop"):
-        assert suited(job, load_cluster(other)) == job
+        assert with_supported_precision(target, load_cluster(other)) == target
 
 
 def test_plan_takes_that_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,8 @@ from meshwright.config.load import config_from
 from meshwright.config.sections import Config
 from meshwright.pipeline.schedules import build
 from meshwright.pipeline.simulate import simulate
-from meshwright.plan.communication import job_of, stage_calls
+from meshwright.plan.communication import stage_calls, unit_collectives
+from meshwright.plan.job import job_of
 
 GIB = 2**30
 
@@ -33,8 +34,18 @@ def test_ten_gib_of_gradients_over_256_replicas() -> None:
 
 @pytest.mark.parametrize(("tp", "gib"), [(1, 0), (2, 192), (4, 288), (8, 336)])
 def test_tensor_parallel_blocks(tp: int, gib: int) -> None:
-    calls = stage_calls(job_of(config(tp=tp), world=tp), 0)
-    assert sum(call.traffic.wire_bytes for call in calls if call.source == "blocks") == gib * GIB
+    """Each of 24 blocks has four all_reduces of 2 GiB, two in forward and two in backward. The embedding adds one, the
+    output layer one and the three numbers of each of the loss's 65536 tokens."""
+    job = job_of(config(tp=tp), world=tp)
+    blocks = sum(
+        call.times * wire_bytes(call.op, call.payload, tp)
+        for block in job.model.blocks
+        for call in unit_collectives(block, job.at, job.batch)
+    )
+    assert blocks == gib * GIB
+    ends = wire_bytes("all_reduce", 2 * 2 * GIB + 3 * 32 * 2048 * 4, tp)
+    units = [call for call in stage_calls(job, 0) if call.source == "units"]
+    assert sum(call.traffic.wire_bytes for call in units) == gib * GIB + ends
 
 
 @pytest.mark.parametrize("pp", [2, 4, 8])

@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 import pytest
+from meshwright.plan.states import rank_memory
 
 from meshwright.bench.dry import SavedBytes
 from meshwright.bench.rank import lasting, state_bytes
 from meshwright.cli.main import main
 from meshwright.config.load import config_from, to_yaml
 from meshwright.config.sections import Config
-from meshwright.plan.states import rank_memory
 from tests.parity.cases import OFFLOAD
 from tests.support.oracle import Made, make_trainer, small_config
 from tests.support.ranks import run_ranks

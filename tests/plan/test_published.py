@@ -10,10 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from meshwright.cli.main import main
-from meshwright.cli.predict import summary
-from meshwright.plan.cluster import load_cluster
 from meshwright.plan.predict import (
     CannotTake,
     Prediction,
@@ -24,6 +20,10 @@ from meshwright.plan.predict import (
     predict_row,
     read_rows,
 )
+
+from meshwright.cli.main import main
+from meshwright.cli.predict import summary
+from meshwright.plan.cluster import load_cluster
 from meshwright.plan.stack import STACKS, stack_for
 
 TABLE = Path(__file__).parent / "published.csv"

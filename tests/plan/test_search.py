@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,31 +17,33 @@ from meshwright.pipeline.trace import trace
 from meshwright.plan.chart import Chart, png, svg
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.cost import predict_cost
-from meshwright.plan.job import planned
-from meshwright.plan.memory import peak_gib
+from meshwright.plan.job import Job, job_of
+from meshwright.plan.memory import needed_gib, rank_memory
+from meshwright.plan.rank import KINDS
 from meshwright.plan.search import RECOMPUTE, Space, search, shapes
 from meshwright.plan.stack import STACKS
-from meshwright.plan.states import rank_memory
+from meshwright.plan.target import target_of
 from meshwright.plan.whatif import parse_change, step_of, step_spans
-from meshwright.plan.workload import Parallel, Workload
 
 H100, OWN = load_cluster("h100-80g-dgx"), STACKS["compiled"]
 
 
-def workload(devices: int = 16, batch: int = 64, name: str = "llama2-7b") -> Workload:
-    return Workload(planned(name, as_run=False).config.model, Parallel(devices), 1, batch)
+def job(devices: int, batch: int) -> Job:
+    config = target_of("llama2-7b", [f"train.global_batch={batch}"], as_run=False).config
+    return Job(config, devices, OWN, cluster_node=8)
 
 
 def test_nothing_better_is_missed() -> None:
     """Against every combination timed one by one, without any of the search's shortcuts."""
-    base = workload(8, 8)
-    found = search(base, H100, OWN, 8)
+    base = job(8, 8)
+    found = search(base, H100)
     best = min(
-        predict_cost(w, H100, OWN).step_s
-        for shape in shapes(base, 8, Space())
-        for zero in (range(4) if shape.parallel.dp > 1 else (0,))
+        predict_cost(tried, H100).step_s
+        for shape in shapes(base, Space())
+        for zero in (range(4) if shape.dp > 1 else (0,))
         for mode in RECOMPUTE
-        if peak_gib(w := replace(shape.with_parallel(zero=zero), recompute=mode), OWN, H100) <= H100.device.memory_gib
+        if needed_gib(tried := shape.replaced(zero={"stage": zero}, recompute={"mode": mode}), H100)
+        <= H100.device.memory_gib
     )
     assert found.candidates[0].cost.step_s == pytest.approx(best)
     assert all(candidate.memory_gib <= H100.device.memory_gib for candidate in found.candidates)
@@ -51,11 +52,12 @@ def test_nothing_better_is_missed() -> None:
 
 def test_every_shape_is_a_layout() -> None:
     seen = set()
-    for w in shapes(workload(48, 96), 48, Space()):
-        p = w.parallel
-        assert p.tp * p.pp * p.cp * p.dp == 48 and 96 % (p.dp * w.micro_batch) == 0
-        assert w.model.heads % p.tp == 0 and w.layout.world == 48
-        seen.add((p.tp, p.pp))
+    for shape in shapes(job(48, 96), Space()):
+        c, layout = shape.config, shape.layout
+        assert (layout.tp, layout.pp, layout.cp) == (c.layout.tp, c.layout.pp, c.layout.cp)
+        assert layout.tp * layout.pp * layout.cp * layout.dp == 48 and 96 % (layout.dp * c.train.micro_batch) == 0
+        assert c.model.heads % layout.tp == 0 and layout.world == 48
+        seen.add((layout.tp, layout.pp))
     assert {(1, 1), (2, 3), (8, 6), (4, 12)} <= seen
 
 
@@ -117,7 +119,7 @@ def test_the_zero_papers_example(stage: int, gb: float, capsys: pytest.CaptureFi
     found = zero_paper(stage, capsys)
     states = sum(found[kind] for kind in ("parameters", "gradients", "master", "optimizer"))
     assert states / 1e9 == pytest.approx(gb, rel=0.01)
-    assert all(isinstance(value, int) for value in found.values())
+    assert all(isinstance(found[kind], int) for kind in KINDS)
     assert found["peak"] >= states and found["rank"] == 0
 
 
@@ -134,20 +136,17 @@ def test_memory_of_a_given_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert largest["peak"] == max(largest["peak"], *(entry["peak"] for entry in found))
 
 
-def bloom() -> Workload:
-    return planned("bloom-176b").workload(384, 8)
-
-
 def test_what_if() -> None:
-    cluster, stack = load_cluster("a100-80g-dgx"), STACKS["unfused-deepspeed"]
-    plain = step_of(bloom(), cluster, stack)
-    assert plain.seconds == pytest.approx(predict_cost(bloom(), cluster, stack).step_s)
-    slow = step_of(bloom(), cluster, stack, [parse_change("slow-rank=3:0.5")])
+    cluster, config = load_cluster("a100-80g-dgx"), target_of("bloom-176b").config
+    bloom = job_of(config, 384, STACKS["unfused-deepspeed"], cluster_node=8)
+    plain = step_of(bloom, cluster)
+    assert plain.seconds == pytest.approx(predict_cost(bloom, cluster).step_s)
+    slow = step_of(bloom, cluster, [parse_change("slow-rank=3:0.5")])
     assert slow.seconds > 1.5 * plain.seconds
     for text in ("slow-link=0.25", "slow-network=0.25"):
-        assert step_of(bloom(), cluster, stack, [parse_change(text)]).seconds > plain.seconds
-    fewer = step_of(bloom(), cluster, stack, [parse_change("fewer-nodes=6")])
-    assert fewer.cost.workload.world == 336 and fewer.tokens_per_s < plain.tokens_per_s
+        assert step_of(bloom, cluster, [parse_change(text)]).seconds > plain.seconds
+    fewer = step_of(bloom, cluster, [parse_change("fewer-nodes=6")])
+    assert fewer.cost.job.world == 336 and fewer.tokens_per_s < plain.tokens_per_s
 
 
 def test_a_trace_has_perfettos_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,8 +171,8 @@ def test_a_trace_has_perfettos_form(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_makespan_is_the_closed_formulas_where_there_is_one() -> None:
-    w = Workload(planned("gpt3-175b", as_run=False).config.model, Parallel(64, tp=8, pp=8), 1, 32)
-    made = step_of(w, load_cluster("a100-80g-dgx"), STACKS["fused-overlap"])
+    config = target_of("gpt3-175b", ["layout.tp=8", "layout.pp=8", "train.global_batch=32"], as_run=False).config
+    made = step_of(job_of(config, 64, STACKS["fused-overlap"], cluster_node=8), load_cluster("a100-80g-dgx"))
     assert trace(step_spans(made))["traceEvents"]
     f, b = (max(x) for x in zip(*made.cost.chunk_times[3], strict=True))
     assert made.timeline.makespan >= (32 + 8 - 1) * (f + b) * 0.999
@@ -237,7 +236,8 @@ def test_states_divided_on_nodes_are_those_of_the_ranks_there() -> None:
     """Also when stages, and not copies, stand side by side on a node."""
     words = ["layout.pp=2", "zero.stage=1", "zero.shard_group=node", "train.global_batch=64"]
     for order, shards in (("tp-cp-ep-dp-pp", 8), ("tp-pp-cp-ep-dp", 4)):
-        job = planned("llama3-8b", [*words, f"layout.order={order}", "layout.node_size=8"], as_run=False)
-        w, memory = rank_memory(job.config, 32, 0)
-        assert w.parallel.shard_ranks == shards
+        target = target_of("llama3-8b", [*words, f"layout.order={order}", "layout.node_size=8"], as_run=False)
+        divided = job_of(target.config, 32)
+        memory = rank_memory(divided, 0)
+        assert divided.sharding == (1, shards, 16 // shards)
         assert memory.optimizer == 4 * memory.parameters // shards  # two moments of 4 bytes for weights of 2

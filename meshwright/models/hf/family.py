@@ -15,7 +15,8 @@ from typing import Any
 from meshwright.config.load import config_from
 from meshwright.config.sections import TRAINING_KEYS, ModelConfig
 from meshwright.errors import UserError
-from meshwright.models.description import GPTDescription, stages
+from meshwright.models.description import describe
+from meshwright.parts.part import ALONE
 
 HFConfig = dict[str, Any]
 
@@ -176,9 +177,8 @@ class Family:
     def tensors(self, model: ModelConfig) -> dict[str, Mapped]:
         """Every global tensor of a model, by our name."""
         found: dict[str, Mapped] = {}
-        for stage in stages(model.layers, 1):
-            for record in GPTDescription(model).stage(stage).values():
-                found[record.name] = self._mapped(model, record.name, record.shape)
+        for record in describe(model).records(ALONE).values():
+            found[record.name] = self._mapped(model, record.name, record.shape)
         return found
 
     def _mapped(self, model: ModelConfig, name: str, shape: tuple[int, ...]) -> Mapped:

@@ -1,4 +1,5 @@
-"""Published runs: each fully described line of a table becomes a workload, and gets its predicted time and memory."""
+"""Published runs: each fully described line of a table becomes a config and a software stack, and gets its predicted
+time and memory. No torch."""
 
 from __future__ import annotations
 
@@ -8,15 +9,27 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
-from meshwright.config.sections import ModelConfig
+from meshwright.config.sections import (
+    Config,
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    PipelineConfig,
+    RecomputeConfig,
+    TrainConfig,
+    ZeroConfig,
+)
 from meshwright.errors import UserError
+from meshwright.models.description import describe
+from meshwright.parts.part import parameter_count
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.cost import predict_cost
-from meshwright.plan.flops import model_flops, recomputed_flops, total_params
-from meshwright.plan.memory import fits, peak_gib
-from meshwright.plan.stack import Stack, stack_for
-from meshwright.plan.workload import Parallel, States, Workload, balanced_split
+from meshwright.plan.flops import balanced_split, model_flops, recomputed_flops
+from meshwright.plan.job import Job
+from meshwright.plan.memory import needed_gib
+from meshwright.plan.stack import STACKS, Stack, States
 
 Row = Mapping[str, str]
 
@@ -47,6 +60,17 @@ DEFAULT_PRECISION = "fp16"  # of a row that names none: the mixed precision of t
 DEFAULT_VOCAB = 51200  # GPT-2's vocabulary as Megatron pads it
 VOCAB_UNIT = 128  # every program here pads its vocabulary to a multiple of this on each tp rank
 DROPOUT = 0.1  # Megatron's default, on in the runs of its papers
+FUSED_LOGIT_BYTES = 0.25  # a loss that makes its logits in pieces holds a small part of them at once
+
+# The stack that a row's source documents, first match. A run gets its stack from its source, never from its error.
+SOURCES: tuple[tuple[str, str], ...] = (
+    (r"llm-foundry|FSDP VLDB", "fsdp"),
+    (r"torchtitan|fms-fsdp", "fsdp-compiled"),
+    (r"nanotron|InternEvo|FlashAttention|picotron|stas00", "fused"),
+    (r"MT-NLG|bigscience|BLOOM|GLM|NeoX|ZeRO|DeepSpeed", "unfused-deepspeed"),
+    (r"SC21|Korthikanti|Shoeybi|OPT|Zero Bubble", "unfused"),
+    (r"dgxc|NeMo|Megatron|Nemotron|MegaScale|Llama 3", "fused-overlap"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,9 +80,8 @@ class Case:
     id: str
     source: str
     gpu: str
-    workload: Workload
+    job: Job
     cluster: Cluster
-    stack: Stack
     measured_s: float  # 0: not given
     measured_gib: float  # 0: not given
     memory_kind: str
@@ -100,7 +123,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def case_of(row: Row) -> Case:
-    """The workload, cluster and stack of a line; raises `CannotTake` with what is missing."""
+    """The job and cluster of a line; raises `CannotTake` with what is missing."""
     missing = [name for name in NEEDED if not row.get(name)]
     if missing:
         raise CannotTake(f"not given: {', '.join(missing)}")
@@ -108,14 +131,26 @@ def case_of(row: Row) -> Case:
     if _int(row, "ep", 1) > 1 or re.search(r"\bMoE\b", row.get("note", "")) or row.get("active_params_b"):
         raise CannotTake("a mixture of experts: the table has no column for their number")
     cluster = cluster_of(row)
-    text = " ".join((row.get("source", ""), row["id"], row.get("note", "")))
-    zero = _int(row, "zero_stage", 0)
-    stack = stack_for(row.get("source", ""), f"{row['id']} {row.get('note', '')}", row["gpu"], zero)
-    workload = workload_of_row(row, stack, cluster, text)
+    job = job_of_row(row, cluster)
     return Case(
-        row["id"], row.get("source", ""), row["gpu"], workload, cluster, stack, measured_seconds(row, workload),
+        row["id"], row.get("source", ""), row["gpu"], job, cluster, measured_seconds(row, job),
         measured_memory(row), row.get("mem_kind", ""), row.get("outcome", "ok"),
     )  # fmt: skip
+
+
+def stack_of_row(row: Row) -> Stack:
+    """The stack that a row's source documents; without a word of it, what was usual on that device."""
+    zero, words = _int(row, "zero_stage", 0), f"{row['id']} {row.get('note', '')}"
+    name = next((name for pattern, name in SOURCES if re.search(pattern, row.get("source", ""))), "")
+    if not name and zero == 3:
+        name = "fsdp"
+    if not name:
+        name = "unfused" if row["gpu"].startswith(("V100", "A100", "Ascend")) else "fused-overlap"
+    if name == "unfused" and zero == 3:  # of that time, stage 3 was DeepSpeed's alone
+        name = "unfused-deepspeed"
+    if name == "fsdp-compiled" and re.search(r"asyncTP", words) and "vanillaTP" not in words:
+        return replace(STACKS[name], hide_tp=STACKS["fused-overlap"].hide_tp)
+    return STACKS[name]
 
 
 def _check_numbers(row: Row) -> None:
@@ -194,13 +229,16 @@ def model_of(row: Row, stack: Stack) -> ModelConfig:
                 dropout=0.0 if stack.fused_attention else DROPOUT,
             )  # fmt: skip
             plain = (ffn in (0, 4 * hidden)) != gated
-            distance = abs(total_params(model) - params) / params if params else 1.0
+            distance = abs(parameter_count(describe(model)) - params) / params if params else 1.0
             # Without a parameter count, or with one that no shape meets, the width of the MLP decides.
             found.append((round(distance, 2) if distance < 0.1 else 1.0 + (not plain) + 0.1 * (tied == gated), model))
     return min(found, key=lambda item: item[0])[1]
 
 
-def workload_of_row(row: Row, stack: Stack, cluster: Cluster, text: str) -> Workload:
+def job_of_row(row: Row, cluster: Cluster) -> Job:
+    """The row as a config under its software stack."""
+    stack = stack_of_row(row)
+    text = " ".join((row.get("source", ""), row["id"], row.get("note", "")))
     gpus, tp, pp, cp = (_int(row, key, 1) for key in ("gpus", "tp", "pp", "cp"))
     if gpus % (tp * pp * cp):
         raise CannotTake(f"{gpus} devices are not a multiple of tp x pp x cp = {tp * pp * cp}")
@@ -212,19 +250,25 @@ def workload_of_row(row: Row, stack: Stack, cluster: Cluster, text: str) -> Work
     precision = row.get("precision", "") or DEFAULT_PRECISION
     if precision not in ("fp32", "bf16", "fp16", "fp8"):
         raise CannotTake(f"no cluster has rates for the precision {precision}")
-    zero = _int(row, "zero_stage", 0)
     micro, batch = _int(row, "micro_batch", 1), _int(row, "global_batch", 1)
-    parallel = Parallel(
-        world=gpus, tp=tp, pp=pp, cp=cp, chunks=chunks, zero=zero,
-        sequence_parallel=tp > 1 and (row.get("seq_parallel") == "y" or stack.name == "compiled"),
-        schedule=schedule,
+    _check_batch((gpus, tp * pp * cp), _int(row, "dp", 1), micro, batch)
+    sequence_parallel = tp > 1 and (row.get("seq_parallel") == "y" or stack.name == "fsdp-compiled")
+    zero = _int(row, "zero_stage", 0)
+    states = states_of_row(stack, precision, zero, text)
+    config = Config(
+        model, DataConfig(("tokens",)),
+        LayoutConfig(
+            tp=tp, pp=pp, cp=cp, sequence_parallel=sequence_parallel, chunks=chunks, node_size=cluster.node.devices
+        ),
+        PipelineConfig(cast(Any, schedule), _split(model, pp, chunks, text)),
+        TrainConfig(
+            global_batch=batch, micro_batch=micro, precision=cast(Any, precision),
+            grad_dtype=cast(Any, "fp32" if states.grad == 4 or precision == "fp8" else precision),
+        ),
+        ZeroConfig(zero), RecomputeConfig(row["recompute"]),
     )  # fmt: skip
-    _check_batch(parallel, _int(row, "dp", 1), micro, batch)
-    return Workload(
-        model, parallel, micro, batch, precision, row["recompute"], states_of_row(stack, precision, zero, text),
-        split=_split(model, pp, chunks, text), node_size=cluster.node.devices,
-        fused_loss=bool(re.search(r", Liger,", text)),
-    )  # fmt: skip
+    loss = FUSED_LOGIT_BYTES if re.search(r", Liger,", text) else stack.logit_bytes
+    return Job(config, gpus, replace(stack, states=states, logit_bytes=loss))
 
 
 def _check_cut(model: ModelConfig, tp: int, pp: int, text: str) -> None:
@@ -243,20 +287,18 @@ def _schedule(row: Row, layers: int, pp: int) -> tuple[int, str]:
         raise CannotTake(f"the schedule {name} is not modelled yet")
     if name == "gpipe":
         if chunks > 1:
-            raise CannotTake(f"the schedule gpipe has one chunk a rank, not vpp={chunks}")
+            raise CannotTake(f"the schedule gpipe has one chunk per rank, not vpp={chunks}")
         return 1, name
     if pp * chunks > layers:
         chunks = max(1, layers // pp)
     return chunks, "interleaved" if chunks > 1 else "1f1b"
 
 
-def _check_batch(parallel: Parallel, dp: int, micro: int, batch: int) -> None:
+def _check_batch(devices: tuple[int, int], dp: int, micro: int, batch: int) -> None:
     """The row's dp is the one that its devices leave, and the replicas share the batch in whole micro-batches."""
-    if dp != parallel.dp:
-        unit = parallel.tp * parallel.pp * parallel.cp
-        raise CannotTake(
-            f"dp={dp} contradicts the devices: {parallel.world} / (tp x pp x cp = {unit}) is {parallel.dp}"
-        )
+    world, unit = devices
+    if dp != world // unit:
+        raise CannotTake(f"dp={dp} contradicts the devices: {world} / (tp x pp x cp = {unit}) is {world // unit}")
     if batch < dp * micro:
         raise CannotTake(f"global batch {batch} is less than dp x micro-batch = {dp * micro}")
     if batch % (dp * micro):
@@ -305,20 +347,21 @@ def states_of_row(stack: Stack, precision: str, zero: int, text: str) -> States:
     )  # fmt: skip
 
 
-def measured_seconds(row: Row, w: Workload) -> float:
+def measured_seconds(row: Row, job: Job) -> float:
     """The step's measured seconds: given, or the arithmetic of what is given."""
     for key in ("step_time_s", "step_time_s_calc"):
         if row.get(key):
             return float(row[key])
     for key in ("tokens_s_gpu", "tokens_s_gpu_calc"):
         if row.get(key):
-            return w.tokens / (float(row[key]) * w.world)
+            return job.tokens / (float(row[key]) * job.world)
     kind, attention = row.get("flops_kind", ""), row.get("attn_flops", "")
     if row.get("tflops_per_gpu") and kind in ("model", "hardware") and attention in ("full", "causal"):
-        flops = model_flops(w.model, w.tokens, attention == "causal")
+        model, causal = job.config.model, attention == "causal"
+        flops = model_flops(model, job.tokens, causal)
         if kind == "hardware":
-            flops += recomputed_flops(w.model, w.tokens, w.recompute, attention == "causal")
-        return flops / (float(row["tflops_per_gpu"]) * 1e12 * w.world)
+            flops += recomputed_flops(model, job.tokens, job.config.recompute.mode, causal)
+        return flops / (float(row["tflops_per_gpu"]) * 1e12 * job.world)
     return 0.0
 
 
@@ -339,13 +382,12 @@ def predict_row(row: Row) -> Prediction:
 
 
 def predict_case(case: Case) -> Prediction:
-    w = case.workload
-    cost = predict_cost(w, case.cluster, case.stack)
-    memory = peak_gib(w, case.stack, case.cluster)
+    cost = predict_cost(case.job, case.cluster)
+    memory = needed_gib(case.job, case.cluster)
     error = cost.step_s / case.measured_s - 1 if case.measured_s else None
     return Prediction(
         case.id, case.source, case.gpu, cost.step_s, cost.tokens_per_s_device, memory, error, "",
-        fits(w, case.stack, case.cluster), case,
+        memory <= case.cluster.device.memory_gib, case,
     )  # fmt: skip
 
 

@@ -1,0 +1,40 @@
+"""Which module computes which part. A program that brings a part of its own adds its module here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from meshwright.layout.params import ParamRecord
+from meshwright.nn.attention import Attention
+from meshwright.nn.embedding import PositionEmbedding, TokenEmbedding
+from meshwright.nn.linear import Linear
+from meshwright.nn.mlp import MLP
+from meshwright.nn.norm import Norm
+from meshwright.nn.parallel import Parallel
+from meshwright.parts import gpt
+from meshwright.parts.part import Part
+
+Records = dict[str, ParamRecord]
+
+
+def _output_layer(parallel: Parallel, part: gpt.OutputLayer, records: Records) -> nn.Module:
+    return Linear(replace(parallel, products=""), records["weight"], None, "column")  # never in fp8
+
+
+MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
+    gpt.Norm: Norm,
+    gpt.Attention: Attention,
+    gpt.MLP: MLP,
+    gpt.TokenEmbedding: TokenEmbedding,
+    gpt.PositionEmbedding: PositionEmbedding,
+    gpt.OutputLayer: _output_layer,
+}
+
+
+def build(part: Part, parallel: Parallel, records: Records) -> nn.Module:
+    """The module of a part, with empty parameters that carry its records."""
+    return MODULES[type(part)](parallel, part, records)

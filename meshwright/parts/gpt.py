@@ -1,0 +1,404 @@
+"""The parts of a GPT: norm, attention, MLP, embeddings and output layer, each with all that is known of it. No torch.
+
+The letters of the comments: T tokens of a micro-batch, h hidden, H = T h bytes of the activations [tokens, hidden].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from meshwright.layout.params import Init, ParamRecord, columns_of, rows_of, whole
+from meshwright.parts.loss_pieces import piece_rows
+from meshwright.parts.part import Collective, Coordinate, Kept, Kernels, MicroBatch, Part, Product, Records, Work
+
+# Factors of tp where there are fewer key-value heads than tp ranks: ranks along `KV_COPIES` hold the same heads.
+KV_COPIES, KV_GROUPS = "tp.kv", "tp.q"
+ZEROS, ONES = Init("zeros"), Init("ones")
+LOGIT_BYTES = 14.0  # that our own loss reads and writes per logit
+
+
+def replicated(at: Coordinate) -> dict[str, tuple[str, ...]]:
+    """The axes of a parameter that every tp rank holds, and applies to its own tokens under sequence parallelism."""
+    if at.size("tp") == 1:
+        return {}
+    return {"copies": ("tp",), "partial": ("tp",) if at.splits_tokens else ()}
+
+
+def column_calls(at: Coordinate, batch: MicroBatch, width: int) -> Iterator[Collective]:
+    """A product whose output features are cut over tp: all ranks use the same input, so its gradient is a sum.
+
+    Plain: backward 1 all_reduce of H. Split tokens: forward 1 all_gather; backward 1 all_gather (of the input again,
+    which is not kept) and 1 reduce_scatter of H.
+    """
+    payload = batch.tokens(at) * width * batch.element
+    if not at.splits_tokens:
+        yield Collective("backward", "tp", "all_reduce", payload)
+        return
+    yield Collective("forward", "tp", "all_gather", payload)
+    yield Collective("backward", "tp", "all_gather", payload, repeated=True)
+    yield Collective("backward", "tp", "reduce_scatter", payload)
+
+
+def row_calls(at: Coordinate, batch: MicroBatch, width: int) -> Iterator[Collective]:
+    """A product whose input features are cut over tp: the output is a sum.
+
+    Plain: forward 1 all_reduce of H. Split tokens: forward 1 reduce_scatter, backward 1 all_gather of H.
+    """
+    payload = batch.tokens(at) * width * batch.element
+    if not at.splits_tokens:
+        yield Collective("forward", "tp", "all_reduce", payload)
+        return
+    yield Collective("forward", "tp", "reduce_scatter", payload)
+    yield Collective("backward", "tp", "all_gather", payload)
+
+
+def row_records(at: Coordinate, name: str, key: str, sizes: tuple[int, int], init: Init, bias: bool) -> Records:
+    """A projection [rows, columns] whose input is cut over tp; its bias is added once, after the sum."""
+    rows, columns = sizes
+    tp, tp_rank = at.size("tp"), at.index("tp")
+    records = {f"{key}.weight": columns_of(f"{name}.{key}.weight", rows, columns, tp, tp_rank, init)}
+    if bias:
+        records[f"{key}.bias"] = whole(f"{name}.{key}.bias", (rows,), ZEROS, decay=False, **replicated(at))
+    return records
+
+
+@dataclass(frozen=True)
+class Norm(Part):
+    """A layer norm or RMS norm over the hidden features. `keeps_output`: a product behind it keeps its result."""
+
+    kind: str
+    width: int
+    eps: float
+    bias: bool = False
+    keeps_output: bool = True
+
+    def records(self, at: Coordinate, name: str) -> Records:
+        shape = (self.width,)
+        records = {"weight": whole(f"{name}.weight", shape, ONES, decay=False, **replicated(at))}
+        if self.bias:
+            records["bias"] = whole(f"{name}.bias", shape, ZEROS, decay=False, **replicated(at))
+        return records
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        return Work(moved=2.0 * batch.rows(at) * self.width * batch.element, kernels=2)
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+        """The input, or what a CPU makes of it in float32, and each row's statistics."""
+        rows, e, wide = batch.rows(at), batch.element, batch.wide
+        stream = rows * self.width * e
+        if self.kind == "layernorm":
+            yield Kept("input", stream)
+            yield Kept("statistics", 2 * rows * (e if kernels.host else wide))
+        elif not kernels.host:
+            yield Kept("input", stream)
+            yield Kept("statistics", rows * wide)
+        else:
+            yield Kept("input" if e == wide else "wide input", rows * self.width * wide)
+            yield Kept("normed input", rows * self.width * wide)
+            yield Kept("statistics", rows * wide)
+        if self.keeps_output and not (kernels.fused and self.kind == "rmsnorm"):
+            yield Kept("output", stream)
+
+
+
+@dataclass(frozen=True)
+class Attention(Part):
+    """Causal self-attention with grouped key-value heads, cut over tp by heads and over cp by tokens."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    init: Init
+    out_init: Init
+    rope: bool = False
+    bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    norm_eps: float = 1e-5
+    dropout: float = 0.0
+
+    def own_heads(self, at: Coordinate) -> tuple[int, int]:
+        """The query heads and key-value heads of one tp rank."""
+        tp = at.size("tp")
+        return max(1, self.heads // tp), max(1, self.kv_heads // tp)
+
+    def records(self, at: Coordinate, name: str) -> Records:
+        d, tp, tp_rank = self.head_dim, at.size("tp"), at.index("tp")
+        total, queries = (self.heads + 2 * self.kv_heads) * d, self.heads // tp * d
+        kv = max(1, self.kv_heads // tp) * d
+        kv_first = tp_rank * self.kv_heads // tp * d  # of copied heads: tp_rank // copies
+        k_first, v_first = self.heads * d + kv_first, (self.heads + self.kv_heads) * d + kv_first
+        q_rows = (tp_rank * queries, queries, 0)
+
+        def cut(key: str, tail: tuple[int, ...], init: Init, decay: bool) -> Records:
+            full = f"{name}.qkv.{key}"
+            if tp <= self.kv_heads:
+                parts = (q_rows, (k_first, kv, queries), (v_first, kv, queries + kv))
+                return {f"qkv.{key}": rows_of(full, parts, total, tail, init, decay=decay)}
+            shared = (KV_COPIES,)
+            kv_parts = ((k_first, kv, 0), (v_first, kv, kv))
+            return {
+                f"q.{key}": rows_of(full, (q_rows,), total, tail, init, decay=decay),
+                f"kv.{key}": rows_of(full, kv_parts, total, tail, init, decay=decay, copies=shared, partial=shared),
+            }
+
+        records = cut("weight", (self.hidden,), self.init, True)
+        if self.bias or self.qkv_bias:
+            records |= cut("bias", (), ZEROS, False)
+        if self.qk_norm:
+            # One weight for all heads: each tp rank has the gradient of its own heads. Of copies of a key-value head,
+            # each has the gradient from its own queries, so there too the sum over tp is the whole.
+            axes = ("tp",) if tp > 1 else ()
+            for key in ("q_norm", "k_norm"):
+                weight = whole(f"{name}.{key}.weight", (d,), ONES, decay=False, copies=axes, partial=axes)
+                records[f"{key}.weight"] = weight
+        return records | row_records(at, name, "out", (self.hidden, self.heads * d), self.out_init, self.bias)
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        (heads, kv), d, tokens, cp = self.own_heads(at), self.head_dim, batch.tokens(at), at.size("cp")
+        products = [
+            Product("qkv", tokens, (heads + 2 * kv) * d, self.hidden),
+            Product("out", tokens, self.hidden, heads * d, scattered=True),
+        ]
+        rotary = 2.0 * tokens * (heads + kv) * d * batch.element if self.rope else 0.0
+        if kernels.fused_attention:
+            # Scores and mix of the lower triangle: half of 4 s^2 d per head.
+            causal = 2.0 * batch.sequences * heads * d * batch.seq * (batch.seq / cp)
+            return Work(tuple(products), causal, rotary, kernels=10)
+        s, count = batch.seq, batch.sequences * heads
+        products += [
+            Product("scores", s // cp, s, d, count, linear=False),
+            Product("mix", s // cp, d, s, count, linear=False),
+        ]
+        # The fused scale-mask-softmax kernel reads and writes once; dropout after it reads and writes, with a mask.
+        passes = 2 * batch.element + ((2 * batch.element + 1) if self.dropout else 0)
+        softmax = float(count * (s // cp) * s * passes)
+        return Work(tuple(products), 0.0, rotary, softmax, kernels=16)
+
+    def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+        yield from column_calls(at, batch, self.hidden)
+        yield from row_calls(at, batch, self.hidden)
+        hops = at.size("cp") - 1
+        if hops:  # keys and values go round the ring; backward passes them round once more, and their gradients
+            ring = self.own_heads(at)[1] * self.head_dim * 2 * batch.element * batch.tokens(at)
+            yield Collective("forward", "cp", "send", ring, hops)
+            yield Collective("backward", "cp", "send", ring, 2 * hops)
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+        """Queries, keys and values, the result, and what the core keeps: each row's log-sum or the scores. Where tp
+        ranks share key-value heads, also the weights, which are put together from two parameters."""
+        (h, k), d, tokens = self.own_heads(at), self.head_dim, batch.tokens(at)
+        e, wide, host = batch.element, batch.wide, kernels.host
+        if at.size("tp") > self.kv_heads:
+            yield Kept("joined weight", self.hidden * (h + 2 * k) * d * e)
+        if self.qk_norm:
+            copies = 0 if not host else 1 if e >= 4 else 2  # of a head's input and normed input; each row's scale
+            yield Kept("head norms", tokens * (h + k) * (copies * d * wide + wide))
+        yield Kept("attention output", tokens * h * d * e)
+        if host and self.dropout:  # without a fused kernel: copies in float32, and three tensors of scores
+            yield Kept("qkv", tokens * (h + 2 * k) * d * e)
+            yield Kept("wide qkv", tokens * (h + 2 * k) * d * (wide - e), core=True)
+            yield Kept("scores", 3 * tokens * h * batch.seq * wide, core=True)
+            return
+        yield Kept("qkv", tokens * (h + 2 * k) * d * e)
+        rotates_in_place = kernels.fused and not self.qk_norm  # one tensor, which attention keeps anyway
+        if self.rope and kernels.keeps_rotation and not rotates_in_place:
+            yield Kept("rotated", tokens * (h + k) * d * e)
+        if kernels.fused_attention:
+            yield Kept("log-sums", tokens * h * wide, core=True)
+            if batch.documents:  # a mask, as numbers to add to the scores
+                yield Kept("mask", batch.sequences * batch.seq**2 * e, core=True)
+        else:
+            scores = batch.sequences * h * (batch.seq // at.size("cp")) * batch.seq
+            yield Kept("scores", scores * (e + (e + 1 if self.dropout else 0)), core=True)
+
+
+
+@dataclass(frozen=True)
+class MLP(Part):
+    """The feed-forward part, cut over tp by its inner features."""
+
+    kind: str  # gelu, gelu_tanh, relu, or swiglu, which is gated
+    hidden: int
+    ffn: int
+    init: Init
+    out_init: Init
+    bias: bool = False
+
+    @property
+    def gated(self) -> bool:
+        return self.kind == "swiglu"
+
+    @property
+    def first(self) -> str:
+        """The name of the first projection, which holds the gate and the rest of a gated MLP."""
+        return "gate_up" if self.gated else "up"
+
+    def width(self, at: Coordinate) -> int:
+        """The inner features of one tp rank."""
+        return self.ffn // at.size("tp")
+
+    def records(self, at: Coordinate, name: str) -> Records:
+        width, key = self.width(at), self.first
+        first = at.index("tp") * width
+        parts: tuple[tuple[int, int, int], ...] = ((first, width, 0),)
+        total = self.ffn
+        if self.gated:
+            parts, total = (*parts, (self.ffn + first, width, width)), 2 * self.ffn
+        records = {f"{key}.weight": rows_of(f"{name}.{key}.weight", parts, total, (self.hidden,), self.init)}
+        if self.bias:
+            records[f"{key}.bias"] = rows_of(f"{name}.{key}.bias", parts, total, (), ZEROS, decay=False)
+        return records | row_records(at, name, "down", (self.hidden, self.ffn), self.out_init, self.bias)
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        f, tokens = self.width(at), batch.tokens(at)
+        up = 2 * f if self.gated else f
+        products = (
+            Product("up", tokens, up, self.hidden),
+            Product("down", tokens, self.hidden, f, scattered=True),
+        )
+        return Work(products, moved=float(tokens * (up + f) * batch.element), kernels=6)
+
+    def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+        yield from column_calls(at, batch, self.hidden)
+        yield from row_calls(at, batch, self.hidden)
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+        """SwiGLU: both halves, the gate's activation and the product, or only the halves where the next product remakes
+        the rest. Others: the input and the result of the activation, of which ReLU needs one."""
+        copies: float = {"relu": 1.0}.get(self.kind, 2.0)
+        if self.gated:
+            fused = kernels.fused and not (self.bias and at.size("tp") == 1)
+            copies = 2.0 if fused else kernels.gate_copies
+        yield Kept("mlp", batch.tokens(at) * self.width(at) * batch.element * copies)
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """Gradients of the widest tensors."""
+        return float(batch.tokens(at) * self.width(at) * batch.element * (5 if self.gated else 2))
+
+
+
+def vocabulary_rows(vocab: int, at: Coordinate) -> int:
+    """Rows of the vocabulary that a rank holds; it is padded until tp divides it."""
+    return -(-vocab // at.size("tp"))
+
+
+def vocabulary_record(at: Coordinate, name: str, sizes: tuple[int, int], init: Init, tied: bool) -> ParamRecord:
+    """A table [vocabulary, hidden] cut over tp by rows. Across stages, each end of a tie holds a copy."""
+    vocab, hidden = sizes
+    rows = vocabulary_rows(vocab, at)
+    first = at.index("tp") * rows
+    held = max(0, min(rows, vocab - first))
+    axes = ("embedding",) if tied and at.size("embedding") > 1 else ()
+    return rows_of(
+        name, ((first, held, 0),), vocab, (hidden,), init, rows, partial=axes, copies=axes, tied=name if tied else ""
+    )
+
+
+@dataclass(frozen=True)
+class TokenEmbedding(Part):
+    """Rows of the vocabulary lie on different tp ranks, so the rows that were looked up are summed over them.
+
+    Plain: forward 1 all_reduce of H. Split tokens: forward 1 reduce_scatter, backward 1 all_gather of H.
+    """
+
+    vocab: int
+    hidden: int
+    init: Init
+    tied: bool = False
+    dropout: float = 0.0
+
+    def records(self, at: Coordinate, name: str) -> Records:
+        weight = vocabulary_record(at, f"{name}.weight", (self.vocab, self.hidden), self.init, self.tied)
+        return {"weight": weight}
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        return Work(moved=float(batch.tokens(at) * self.hidden * batch.element * 4), kernels=4)
+
+    def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterable[Collective]:
+        return row_calls(at, batch, self.hidden)
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+        """The rows that were looked up, where tp cuts them, and a dropout mask. The ids are the batch's. Other programs
+        hold the result beside the first block's input."""
+        if not kernels.own:
+            yield Kept("output", batch.rows(at) * self.hidden * batch.element)
+        if at.size("tp") > 1:
+            yield Kept("rows", batch.tokens(at) * 9)
+        if self.dropout:
+            yield Kept("dropout mask", batch.rows(at) * self.hidden * (kernels.mask_bytes or batch.element))
+
+
+
+@dataclass(frozen=True)
+class PositionEmbedding(Part):
+    """Learned positions, held whole by every tp rank. The first position has row `offset` of the table."""
+
+    positions: int
+    hidden: int
+    init: Init
+    offset: int = 0
+
+    def records(self, at: Coordinate, name: str) -> Records:
+        shape = (self.offset + self.positions, self.hidden)
+        return {"weight": whole(f"{name}.weight", shape, self.init, **replicated(at))}
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+        yield Kept("positions", batch.rows(at) * 8)
+
+
+
+@dataclass(frozen=True)
+class OutputLayer(Part):
+    """The output layer, a product cut over the vocabulary, and the cross entropy, whose gradients are made in forward,
+    one piece of the tokens at a time."""
+
+    vocab: int
+    hidden: int
+    init: Init
+    tied: bool = False
+
+    def records(self, at: Coordinate, name: str) -> Records:
+        weight = vocabulary_record(at, f"{name}.weight", (self.vocab, self.hidden), self.init, self.tied)
+        return {"weight": weight}
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        """The loss moves as many bytes per logit as others keep of one."""
+        tokens, columns = batch.tokens(at), vocabulary_rows(self.vocab, at)
+        product = Product("logits", tokens, columns, self.hidden, precise=True)
+        return Work((product,), moved=tokens * columns * (kernels.logit_bytes or LOGIT_BYTES), kernels=6)
+
+    def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+        """A column product whose input is not gathered again, since its gradients are made in forward.
+
+        The loss takes, per piece of C tokens in forward, the largest of the ranks' log-sums and then the sums of two
+        numbers: 1 all_reduce of C w and 1 of 2 C w, where w is 8 in fp64 and else 4.
+        """
+        calls = column_calls(at, batch, self.hidden)
+        yield from (call for call in calls if not call.repeated)
+        tokens = batch.tokens(at)
+        rows = piece_rows(tokens, vocabulary_rows(self.vocab, at))
+        full, rest = divmod(tokens, rows)
+        for count, times in ((rows, full), (rest, min(rest, 1))):
+            if times:
+                yield Collective("forward", "tp", "all_reduce", count * batch.wide, times)
+                yield Collective("forward", "tp", "all_reduce", 2 * count * batch.wide, times)
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+        """The gradient of the input, which the loss makes in forward, and, if the embedding here has the same weight,
+        that weight's gradient, since the embedding adds to the same place later."""
+        if not kernels.own:
+            return
+        yield Kept("input gradient", batch.tokens(at) * self.hidden * batch.element)
+        if self.tied and at.size("embedding") == 1:
+            yield Kept("weight gradient", vocabulary_rows(self.vocab, at) * self.hidden * batch.wide)
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """The logits of one piece, which a CPU also holds in float32; or of all tokens in other programs."""
+        tokens, columns = batch.tokens(at), vocabulary_rows(self.vocab, at)
+        if kernels.logit_bytes:
+            return tokens * columns * kernels.logit_bytes + batch.rows(at) * self.hidden * batch.element
+        each = batch.element + (batch.wide if kernels.host else 0)
+        return float(piece_rows(tokens, columns) * columns * each)

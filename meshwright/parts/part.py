@@ -1,0 +1,350 @@
+"""What a part of a model states about itself, once and without torch.
+
+A part (a norm, attention, an MLP, an embedding) says for one rank's coordinate and one micro-batch which parameters it
+holds, which products it computes, what it communicates and what it keeps for backward. `nn` is built from these
+statements, the planner is a fold over them, and the dry run checks that they are true.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+from meshwright.layout import Layout
+from meshwright.layout.params import ParamRecord
+
+Records = dict[str, ParamRecord]
+
+
+def _hash_once(self: Any) -> int:
+    """The planner's caches are keyed by these values, and hashing a model of a hundred blocks each time is slow."""
+    found = self.__dict__.get("_hash")
+    if found is None:
+        found = hash(tuple(getattr(self, each.name) for each in fields(self)))
+        object.__setattr__(self, "_hash", found)
+    return int(found)
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """Where one rank stands, as far as a part can be cut by it: the size of each axis and the rank's index along it.
+
+    Axes that are not named have one rank. The data-parallel axes are left out, since no part is cut by them.
+    """
+
+    axes: tuple[tuple[str, int, int], ...] = ()  # (name, size, index), names ascending
+    sequence_parallel: bool = False
+
+    __hash__ = _hash_once
+
+    @cached_property
+    def _axes(self) -> dict[str, tuple[int, int]]:
+        return {name: (size, index) for name, size, index in self.axes}
+
+    def size(self, axis: str) -> int:
+        return self._axes.get(axis, (1, 0))[0]
+
+    def index(self, axis: str) -> int:
+        return self._axes.get(axis, (1, 0))[1]
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether each tp rank holds only its rows of the tokens between the products."""
+        return self.sequence_parallel and self.size("tp") > 1
+
+
+def coordinate_of(layout: Layout, rank: int, sequence_parallel: bool) -> Coordinate:
+    """The coordinate of `rank` in a layout."""
+    found = {**layout.coordinate(rank), **layout.expert_coordinate(rank)}
+    sizes = {axis: layout.size(axis) for axis in found if not axis.startswith(("dp", "edp"))}
+    axes = [(axis, size, found[axis]) for axis, size in sizes.items() if size > 1]
+    if layout.size("embedding") > 1:
+        axes.append(("embedding", layout.size("embedding"), 0))
+    return Coordinate(tuple(sorted(axes)), sequence_parallel)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch: its sequences, their length, the bytes of one activation, and whether attention stays inside of
+    a document, which takes a mask."""
+
+    sequences: int
+    seq: int
+    element: int = 2
+    documents: bool = False
+
+    __hash__ = _hash_once
+
+    def tokens(self, at: Coordinate) -> int:
+        """Tokens that a rank works on in the products; all tp ranks of a group work on the same ones."""
+        return self.sequences * self.seq // at.size("cp")
+
+    def rows(self, at: Coordinate) -> int:
+        """Tokens that a rank holds between the products."""
+        return self.tokens(at) // (at.size("tp") if at.splits_tokens else 1)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number in the precision that sums are taken in: fp32, or fp64 for fp64."""
+        return max(4, self.element)
+
+
+@dataclass(frozen=True)
+class Product:
+    """`count` equal products [m, k] x [k, n] of one forward pass.
+
+    `linear`: one factor is a weight. `scattered`: of the result each tp rank keeps only its own rows under sequence
+    parallelism. `precise`: it runs in bf16 where others run in fp8.
+    """
+
+    name: str
+    m: int
+    n: int
+    k: int
+    count: int = 1
+    linear: bool = True
+    scattered: bool = False
+    precise: bool = False
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.count
+
+
+@dataclass(frozen=True)
+class Work:
+    """The forward work of a part on one micro-batch. A part's backward takes twice the products."""
+
+    products: tuple[Product, ...] = ()
+    attention_flops: float = 0.0  # of a fused attention core; 0 where its products are listed
+    moved: float = 0.0  # bytes that norms and elementwise kernels read and write
+    softmax: float = 0.0  # bytes that a softmax outside of a fused attention reads and writes
+    kernels: int = 0  # kernels launched
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.products + other.products, self.attention_flops + other.attention_flops, self.moved + other.moved,
+            self.softmax + other.softmax, self.kernels + other.kernels,
+        )  # fmt: skip
+
+    @property
+    def flops(self) -> float:
+        return sum(product.flops for product in self.products) + self.attention_flops
+
+
+@dataclass(frozen=True)
+class Collective:
+    """`times` equal calls of one rank for one micro-batch; `payload` is the whole logical tensor in bytes. `repeated`:
+    backward does once more what forward did, and nothing waits for it but a weight's gradient."""
+
+    phase: str
+    axis: str
+    op: str
+    payload: int
+    times: int = 1
+    repeated: bool = False
+
+
+class Kept(NamedTuple):
+    """A tensor that is kept for backward. `core`: attention's core makes it, so that recomputing the core saves it."""
+
+    name: str
+    size: float
+    core: bool = False
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What a program's kernels keep for backward, as far as programs differ. The defaults are our own uncompiled ones
+    on an accelerator."""
+
+    fused: bool = False  # ours, compiled: RMS norms, SwiGLU and rotations keep their input alone
+    fused_attention: bool = True  # attention is one kernel that keeps log-sums instead of scores
+    gate_copies: float = 4.0  # widths of the MLP that a gated activation keeps
+    keeps_rotation: bool = True  # queries and keys before and after they are rotated
+    mask_bytes: float = 0.0  # of one element of a dropout mask; 0: as many as of an activation
+    logit_bytes: float = 0.0  # per logit, at the peak of a loss that makes all logits at once; 0: our loss in pieces
+    host: bool = False  # a CPU's kernels keep other things
+    own: bool = True  # ours; of other programs only what lasts is known, not what each kernel needs for a moment
+
+    __hash__ = _hash_once
+
+
+class Part:
+    """The statements, each empty by default. A concrete part is a frozen dataclass of its own sizes, and `nn/build.py`
+    names the module that computes it."""
+
+    def records(self, at: Coordinate, name: str) -> Records:
+        """The parameters that a rank holds, by their name in the part's module; `name` begins their global names."""
+        return {}
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        """What the forward of one micro-batch computes."""
+        return Work()
+
+    def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterable[Collective]:
+        """What forward and backward of one micro-batch communicate; calls over one rank may be listed."""
+        return ()
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterable[Kept]:
+        """The tensors that forward keeps for backward."""
+        return ()
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """Bytes that forward or backward needs for a moment, beside what is kept."""
+        return 0.0
+
+
+class Named(NamedTuple):
+    """A part of a unit: its attribute in the unit's module, and what its parameters' global names begin with."""
+
+    key: str
+    name: str
+    part: Part
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parts whose weights are needed together: the embedding, a block, the head. A unit is what stages are made of,
+    what is recomputed, compiled and gathered, and what the planner counts."""
+
+    parts: tuple[Named, ...]
+
+    __hash__ = _hash_once
+
+    def records(self, at: Coordinate, prefix: str = "") -> Records:
+        return {
+            f"{key}.{own}": record
+            for key, name, part in self.parts
+            for own, record in part.records(at, prefix + name).items()
+        }
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        return sum((part.work(at, batch, kernels) for _, _, part in self.parts), Work())
+
+    def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+        for _, _, part in self.parts:
+            yield from (call for call in part.collectives(at, batch) if at.size(call.axis) > 1)
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[Kept, ...]:
+        return tuple(kept for _, _, part in self.parts for kept in part.kept(at, batch, kernels))
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        return max((part.working(at, batch, kernels) for _, _, part in self.parts), default=0.0)
+
+
+@dataclass(frozen=True)
+class Block(Unit):
+    """A unit of the residual stream: pairs of a norm and a body, x + body(norm(x)) one after the other, or, if
+    `parallel`, all of the block's input. Dropout comes before each sum."""
+
+    hidden: int = 0
+    parallel: bool = False
+    dropout: float = 0.0
+
+    __hash__ = _hash_once
+
+    @property
+    def branches(self) -> list[tuple[Named, Named]]:
+        return list(zip(self.parts[::2], self.parts[1::2], strict=True))
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        # A sum reads two rows and writes one; dropout reads and writes a mask with it.
+        width = 3 * self.hidden * batch.element + (self.hidden if self.dropout else 0)
+        count = len(self.branches)
+        sums = Work(moved=float(batch.rows(at) * count * width), kernels=2 * count)
+        return super().work(at, batch, kernels) + sums
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[Kept, ...]:
+        found: list[Kept] = []
+        for number, (norm, body) in enumerate(self.branches):
+            shared = self.parallel and number > 0  # all norms have the block's input, which is kept once
+            found += [kept for kept in norm.part.kept(at, batch, kernels) if not (shared and kept.name == "input")]
+            found += body.part.kept(at, batch, kernels)
+            if self.dropout:
+                each = kernels.mask_bytes or batch.element
+                found.append(Kept("dropout mask", batch.rows(at) * self.hidden * each))
+        return tuple(found)
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        stream = batch.tokens(at) * self.hidden * batch.element
+        if not kernels.own:
+            return 2.0 * stream if at.splits_tokens else 0.0  # a gathered input and a gradient
+        return super().working(at, batch, kernels) + 3 * stream
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One chunk of the pipeline: its virtual stage number and the global numbers of its layers."""
+
+    index: int
+    count: int
+    layers: range
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.count - 1
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as a sequence of units, and the named tensors that pass between them."""
+
+    embedding: Unit
+    blocks: tuple[Block, ...]  # blocks of one kind are equal values
+    head: Unit
+    hidden: int
+    tied: bool = False  # the output layer's weight is the embedding's
+
+    __hash__ = _hash_once
+
+    def units(self, stage: Stage) -> Iterator[tuple[str, str, Unit]]:
+        """The units of a stage in the order of forward: module key, prefix of global names, unit."""
+        if stage.first:
+            yield "embedding", "", self.embedding
+        for layer in stage.layers:
+            yield f"blocks.{layer}", f"layers.{layer}.", self.blocks[layer]
+        if stage.last:
+            yield "head", "", self.head
+
+    def records(self, at: Coordinate, stage: Stage | None = None) -> Records:
+        """Every parameter of a stage (without one: of the model), in the order of forward; a tie inside of a stage
+        appears once."""
+        records: Records = {}
+        ties: set[str] = set()
+        for key, prefix, unit in self.units(stage or self.whole):
+            for name, record in unit.records(at, prefix).items():
+                if record.tied not in ties:
+                    records[f"{key}.{name}"] = record
+                ties |= {record.tied} if record.tied else set()
+        return records
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[Block, int], ...]:
+        """The kinds of blocks, with how many there are of each."""
+        return tuple(Counter(self.blocks).items())
+
+    @property
+    def whole(self) -> Stage:
+        """The one stage of a model without a pipeline."""
+        return Stage(0, 1, range(len(self.blocks)))
+
+    def passes(self, at: Coordinate, batch: MicroBatch) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors, in the model's precision, that one unit hands to the next."""
+        return {"hidden": (batch.rows(at), self.hidden)}
+
+
+ALONE = Coordinate()
+
+
+@lru_cache(maxsize=64)
+def parameter_count(model: Model) -> int:
+    """Parameters of a whole model."""
+    return sum(record.numel for record in model.records(ALONE).values())

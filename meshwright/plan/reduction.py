@@ -1,0 +1,137 @@
+"""Seconds that data parallelism adds to a step: reducing gradients and gathering weights, and what of it is hidden. No
+torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.parts.part import Block
+from meshwright.plan.cluster import Cluster
+from meshwright.plan.communication import unit_records
+from meshwright.plan.compute import Setting, unit_time
+from meshwright.plan.efficiency import collective_seconds
+from meshwright.plan.job import Job, ranks_per_node
+from meshwright.plan.stack import Stack
+
+
+@dataclass
+class AxisTime:
+    """Seconds of one axis in one step of one rank, and how many of these are hidden behind compute."""
+
+    seconds: float = 0.0
+    hidden: float = 0.0
+
+    def add(self, seconds: float, hidden: float = 0.0) -> None:
+        self.seconds += seconds
+        self.hidden += hidden
+
+    @property
+    def exposed(self) -> float:
+        return self.seconds - self.hidden
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One pipeline rank and one micro-batch: seconds of all its chunks, and the FLOPs of forward."""
+
+    forward: float
+    backward: float
+    flops: float
+    params: int  # on one rank
+
+
+def contention(cluster: Cluster, stack: Stack) -> float:
+    """The share of a hidden collective's time that compute loses beside it."""
+    return max(stack.contention, cluster.efficiency.contention)
+
+
+def _divided(job: Job) -> tuple[int, int]:
+    """The ranks that divide the states, and how many of them stand on one node."""
+    size = job.sharding[1] if job.sharding[0] else job.layout.size("dp-cp")
+    axis = "dp-cp" if job.layout.cp > 1 else "dp"
+    return size, min(size, ranks_per_node(job.layout, axis))
+
+
+def sharded_block(job: Job, where: Setting, block: Block, count: int, axis: AxisTime) -> tuple[float, float]:
+    """Exposed seconds per block and micro-batch that sharded weights and gradients add to forward and backward; `axis`
+    gets those of `count` blocks and all micro-batches."""
+    zero = job.sharding[0]
+    if zero < 2 or job.layout.size("dp-cp") == 1:
+        return 0.0, 0.0
+    cluster, stack, s = where.cluster, where.stack, job.states
+    size, on_node = _divided(job)
+    params, pieces = sum(record.numel for record in unit_records(block, job.at)), stack.gathers
+    reduce = collective_seconds(cluster, "reduce_scatter", params * s.grad, size, on_node)
+    gather = pieces * collective_seconds(cluster, "all_gather", params * s.param / pieces, size, on_node)
+    if zero == 2:
+        gather = 0.0
+    # A run of blocks that is recomputed together fetches all but its last once more.
+    again = 1.0 - 1.0 / max(1, job.config.recompute.blocks) if zero == 3 else 0.0
+    time = unit_time(block, where)
+    exposed = []
+    hidden_all = 0.0
+    for comm, compute in ((gather, time.forward), ((1 + again) * gather + reduce, time.backward + time.again)):
+        hidden = min(comm * stack.hide_dp, compute)
+        hidden_all += hidden
+        exposed.append(comm - hidden + contention(cluster, stack) * hidden)
+    times = count * job.micro_batches
+    axis.add(times * ((2 + again) * gather + reduce), times * hidden_all)
+    return exposed[0], exposed[1]
+
+
+def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], axes: dict[str, AxisTime]) -> float:
+    """Exposed seconds of the gradients' reduction and the weights' gathers, once per step."""
+    zero, _, copies = job.sharding
+    ranks = job.layout.size("dp-cp")
+    slow = max(range(job.layout.pp), key=lambda rank: stages[rank].params)
+    stage, (size, on_node) = stages[slow], _divided(job)
+    grads, weights = stage.params * job.states.grad, stage.params * job.states.param
+    exposed = 0.0
+    if ranks > 1 and zero < 2:
+        room = stage.backward
+        if zero == 0:
+            seconds = collective_seconds(cluster, "all_reduce", grads, ranks, on_node)
+        else:
+            seconds = collective_seconds(cluster, "reduce_scatter", grads, size, on_node)
+            seconds += collective_seconds(cluster, "all_gather", weights, size, on_node)
+            room += stage.forward
+        exposed += _hide(job, cluster, seconds, room, axes["dp"])
+    elif ranks > 1:
+        exposed += _sharded_ends(job, cluster, stage, slow, axes["dp"])
+    if zero and copies > 1:  # what the copies on other nodes have, once per step
+        seconds = collective_seconds(cluster, "all_reduce", grads / size, copies, 1)
+        exposed += _hide(job, cluster, seconds, stage.backward, axes["dp"])
+    tied = job.layout.size("embedding") if job.model.tied else 1
+    if tied > 1:
+        table = max(record.numel for record in unit_records(job.model.head, job.at)) * job.states.grad
+        on_node = ranks_per_node(job.layout, "embedding")
+        seconds = collective_seconds(cluster, "all_reduce", table, tied, on_node)
+        axes["embedding"].add(seconds)
+        exposed += seconds
+    return exposed
+
+
+def _hide(job: Job, cluster: Cluster, seconds: float, room: float, axis: AxisTime) -> float:
+    """The exposed part of `seconds` beside `room` seconds of compute, which slow each other down."""
+    hidden = min(job.stack.hide_dp * seconds, room)
+    axis.add(seconds, hidden)
+    return seconds - hidden + contention(cluster, job.stack) * hidden
+
+
+def _sharded_ends(job: Job, cluster: Cluster, stage: StageCost, pp_rank: int, axis: AxisTime) -> float:
+    """Exposed seconds per step of the embedding and the head, whose gradients are reduced, and in stage 3 weights
+    gathered, with every micro-batch as the blocks' are; and in stage 2 of the gathers of all updated weights."""
+    s, m, (size, on_node) = job.states, job.micro_batches, _divided(job)
+    pairs = [pair for held in job.chunks[pp_rank] for pair in job.units(held)]
+    counts = {unit: sum(record.numel for record in unit_records(unit, job.at)) for unit, _ in pairs}
+    fetched = sum(counts[unit] for unit, _ in pairs if not isinstance(unit, Block))  # a tied table for both ends
+    ends = stage.params - sum(count * counts[unit] for unit, count in pairs if isinstance(unit, Block))
+    reduce = collective_seconds(cluster, "reduce_scatter", ends * s.grad, size, on_node)
+    if job.sharding[0] == 3:
+        seconds = m * (reduce + 2 * collective_seconds(cluster, "all_gather", fetched * s.param, size, on_node))
+        axis.add(seconds)
+        return seconds
+    gather = collective_seconds(cluster, "all_gather", stage.params * s.param, size, on_node)
+    hidden = min(job.stack.hide_dp * gather, stage.forward) + m * min(job.stack.hide_dp * reduce, stage.backward)
+    axis.add(m * reduce + gather, hidden)
+    return m * reduce + gather - hidden

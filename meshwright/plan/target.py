@@ -1,0 +1,144 @@
+"""What a planning command is asked about: a config file or a preset's name, with `a.b=c` words on top. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.config.load import config_from, read_sections, set_key
+from meshwright.config.presets import PRESETS, RUNS
+from meshwright.config.rules import PLANNED, check
+from meshwright.config.sections import Config
+from meshwright.errors import UserError, nearest
+from meshwright.plan.cluster import Cluster, load_cluster
+from meshwright.plan.job import Job, job_of
+from meshwright.plan.stack import STACKS, Stack, own_stack
+
+# The short words of --layout, and the keys they stand for.
+SHORT = {
+    "tp": "layout.tp", "pp": "layout.pp", "cp": "layout.cp", "chunks": "layout.chunks", "order": "layout.order",
+    "sp": "layout.sequence_parallel", "sequence_parallel": "layout.sequence_parallel",
+    "micro_batch": "train.micro_batch", "mb": "train.micro_batch", "schedule": "pipeline.schedule",
+    "zero": "zero.stage", "recompute": "recompute.mode",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """A config, and the published run behind a preset, if it has one."""
+
+    name: str
+    config: Config
+    run: Mapping[str, Any] = field(default_factory=dict)
+    own_precision: bool = True  # the user's, in a word or a file; a preset's gives way to what a cluster has
+
+
+def target_of(target: str, words: Sequence[str] = (), layout: str = "", as_run: bool = True) -> Target:
+    """The job that `target` names; `as_run`: with the layout of the published run of that name."""
+    raw, run, name = _raw(target, as_run)
+    given = [*_layout_words(layout), *words]
+    for word in given:
+        set_key(raw, word)
+    keys = {word.partition("=")[0] for word in given}
+    if run and "pipeline.split" not in keys and _moved_stages(raw, run):
+        raw.get("pipeline", {}).pop("split", None)
+    _interleave(raw)
+    return Target(name, config_from(raw), run, own_precision=target not in PRESETS or "train.precision" in keys)
+
+
+def _moved_stages(raw: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
+    """Whether a published run's split of its layers is of no use here: other stages, or other layers to split."""
+    mine, its, layers = raw.get("layout", {}), run["layout"], sum(run.get("pipeline", {}).get("split", ()))
+    others = raw["model"].get("layers", layers) != layers
+    return others or any(mine.get(key, 1) != its.get(key, 1) for key in ("pp", "chunks"))
+
+
+def _interleave(raw: dict[str, Any]) -> None:
+    """Chunks without a word on the schedule mean the interleaved one; what is no section is left to be refused."""
+    layout, pipeline = ({} if raw.get(name) is None else raw[name] for name in ("layout", "pipeline"))
+    if not isinstance(layout, dict) or not isinstance(pipeline, dict):
+        return
+    if layout.get("chunks", 1) not in (1, "1") and "schedule" not in pipeline:
+        raw["pipeline"] = {**pipeline, "schedule": "interleaved"}
+
+
+def _raw(target: str, as_run: bool) -> tuple[dict[str, Any], Mapping[str, Any], str]:
+    path = Path(target)
+    if target in PRESETS:
+        run = RUNS.get(target, {})
+        raw: dict[str, Any] = {"model": {"preset": target}, "data": {"prefixes": ["tokens"]}}
+        raw["train"] = {"precision": "bf16"}
+        for section in ("layout", "pipeline", "train", "zero", "recompute") if as_run else ("train",):
+            raw[section] = {**raw.get(section, {}), **run.get(section, {})}
+        return {key: value for key, value in raw.items() if value}, run, target
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        read = read_sections(target)
+        if read.get("data") is None:
+            read["data"] = {"prefixes": ["tokens"]}
+        return read, {}, path.stem
+    raise UserError(
+        f"there is no config file and no preset '{target}'{nearest(target, PRESETS)}: "
+        f"the presets are {', '.join(sorted(PRESETS))}"
+    )
+
+
+def _layout_words(text: str) -> list[str]:
+    """`tp=8,pp=16` as config words."""
+    words = []
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        key, equals, value = part.partition("=")
+        if key == "dp":
+            raise UserError("--layout names dp, which follows from the number of devices: leave it out")
+        if not equals or key not in SHORT:
+            raise UserError(
+                f"--layout has '{part}'{nearest(key, SHORT)}: write e.g. tp=8,pp=16,chunks=2,micro_batch=1,"
+                "zero=1,recompute=full,sp=true"
+            )
+        words.append(f"{SHORT[key]}={value}")
+    return words
+
+
+def on_cluster(target: Target, devices: int, cluster: Cluster, stack: Stack | None = None) -> Job:
+    """The step of a target on that many devices of a cluster, if the rules allow it."""
+    host, node = cluster.device.units == 1, min(cluster.node.devices, devices)
+    job = job_of(target.config, devices, stack or own_stack(target.config, host), cluster_node=node, host=host)
+    check(target.config, devices, PLANNED)
+    return job
+
+
+def with_supported_precision(target: Target, cluster: Cluster) -> Target:
+    """The target in fp16 where the cluster's devices lack a preset's bf16."""
+    c, peak = target.config, cluster.device.peak
+    if target.own_precision or c.train.precision != "bf16" or "bf16" in peak or "fp16" not in peak:
+        return target
+    return replace(target, config=replace(c, train=replace(c.train, precision="fp16")))
+
+
+def cluster_for(target: Target, name: str | None) -> Cluster:
+    """The named cluster, or that of the preset's run."""
+    found = name or target.run.get("cluster", "")
+    if not found:
+        raise UserError("give --cluster with the name of a cluster or the path of its file")
+    cluster = load_cluster(found)
+    rate = target.run.get("network_gb_s")
+    if rate and not name:
+        cluster = replace(cluster, network=replace(cluster.network, node_gb_s=float(rate)))
+    return cluster
+
+
+def devices_for(target: Target, given: int | None) -> int:
+    count = int(target.run.get("devices", 0)) if given is None else given
+    if count < 1:
+        raise UserError("give --devices with the number of devices, at least 1")
+    return count
+
+
+def stack_for(config: Config, cluster: Cluster, name: str | None) -> Stack:
+    """The named stack, or our own as this config runs on the cluster."""
+    if not name:
+        return own_stack(config, cluster.device.units == 1)
+    if name not in STACKS:
+        raise UserError(f"there is no stack '{name}'{nearest(name, STACKS)}: the stacks are {', '.join(STACKS)}")
+    return STACKS[name]
