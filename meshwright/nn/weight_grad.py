@@ -70,7 +70,10 @@ def add_product(slot: Sink, grad: Tensor, x: Tensor, last: bool = True) -> None:
 
 
 def write_product(out: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
-    """out (+)= grad^T x, where `out` may be wider than the factors: CUDA's products then add in float32 themselves."""
+    """out (+)= grad^T x, where `out` may be wider than the factors: CUDA's products then add in float32 themselves. A dry
+    run has nothing to compute, and no intermediate result either."""
+    if out.is_meta:
+        return
     left = grad.t()
     if out.dtype == x.dtype:
         out.addmm_(left, x) if add else torch.mm(left, x, out=out)
@@ -108,18 +111,18 @@ def add_rows_grad(sink: Tensor, grad: Tensor, rows: Tensor) -> None:
     """sink[rows] += grad, for an embedding [vocabulary, hidden]; `rows` [tokens] may repeat, and negative ones are left
     out. The same sum has the same bits every time."""
     slot = sink_of(sink)
-    kernel = sink.dtype == torch.float32 and fits(sink, grad)
+    kernel = sink.dtype == torch.float32 and (fits(sink, grad) or sink.is_meta)
     if not kernel and sink.device.type != "cpu":  # index_add_ is not deterministic there
         slot.add(dense_rows_grad(grad, rows, sink.shape[0]))
         return
     slot.prepare()
     if slot.fresh:
         sink.zero_()
-    if kernel:
+    if kernel and not sink.is_meta:
         from meshwright.kernels.embedding import add_rows
 
         add_rows(sink, grad, rows)
-    else:
+    elif not kernel:
         kept = rows >= 0
         sink.index_add_(0, rows[kept], grad[kept].to(sink.dtype))
     slot.done()

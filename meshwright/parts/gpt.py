@@ -208,8 +208,10 @@ class Attention(Part):
             yield Kept("rotated", tokens * (h + k) * d * e)
         if kernels.fused_attention:
             yield Kept("log-sums", tokens * h * wide, core=True)
-            if batch.documents:  # a mask, as numbers to add to the scores
+            if batch.documents:  # a mask, as numbers to add to the scores; kernels that take one know no grouped heads
                 yield Kept("mask", batch.sequences * batch.seq**2 * e, core=True)
+                if h != k and not host:
+                    yield Kept("repeated heads", 2 * tokens * h * d * e, core=True)
         else:
             scores = batch.sequences * h * (batch.seq // at.size("cp")) * batch.seq
             yield Kept("scores", scores * (e + (e + 1 if self.dropout else 0)), core=True)

@@ -101,7 +101,8 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
         if at < len(parts) - int(stage.last)  # the head's gradients are made in forward
     )
     batch = job.batch.tokens(job.at) * 8 * fields if stage.first else 0
-    mask = job.batch.sequences * job.batch.seq**2 if job.batch.documents and stage.layers else 0  # one byte each
+    masked = job.batch.documents and stage.layers and job.host  # a CPU keeps the mask itself, too, one byte each
+    mask = job.batch.sequences * job.batch.seq**2 if masked else 0
     loss = units[-1].working if stage.last else 0.0
     return ChunkBytes(sum(kept) + batch + mask, loss, moments)
 

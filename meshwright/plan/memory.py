@@ -161,9 +161,11 @@ def _gathered(job: Job, pp_rank: int, chunk: int, sizes: list[list[int]]) -> lis
     buckets = [_unit_buckets(unit, job.at, job.layout) for unit in units]
     found: list[float] = []
     flying: list[int] = []
+    # A table that is both ends' gets the head's gradient first, and waits for the embedding's.
+    waiting = max(buckets[0]) if job.model.tied and units[0] is job.model.embedding is not units[-1] else 0
     for at in reversed(range(len(units))):
         weights = sum(buckets[at]) + (sum(buckets[at - 1]) if at else 0)
-        grads = sum(buckets[at]) + added * sum(flying[-IN_FLIGHT_BUCKETS + 1 :])
+        grads = sum(buckets[at]) + added * sum(flying[-IN_FLIGHT_BUCKETS + 1 :]) + (waiting if at else 0)
         found.append(weights * s.param + grads * s.grad)
         flying += buckets[at]
     return found[::-1]

@@ -1,0 +1,118 @@
+"""One planner: `plan`, `cost`, `memory` and `dryrun` give the same parameters, bytes per axis and peak memory for one
+config. What the dry run measures rather than counts, the peak, is within 2 %."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from meshwright.cli.main import main
+
+EAGER = "train.compile=false"
+# name: (target, ranks, layout in short words, further config words)
+CASES: dict[str, tuple[str, int, str, list[str]]] = {
+    "gpt2": ("gpt2-124m", 1, "mb=8", ["train.global_batch=8"]),
+    "gpt2-eager": ("gpt2-124m", 8, "mb=4,zero=1", ["train.global_batch=64", EAGER]),
+    "gpt2-dropout": ("gpt2-124m", 4, "tp=2,sp=true,mb=8", ["train.global_batch=16", "model.dropout=0.1"]),
+    "gpt2-cpu": ("gpt2-124m", 2, "tp=2,mb=4", ["train.global_batch=4", "run.device=cpu"]),
+    "gpt2-cpu-bf16": ("gpt2-124m", 2, "pp=2,mb=2", ["train.global_batch=8", "run.device=cpu", "train.precision=bf16"]),
+    "llama2-7b": ("llama2-7b", 8, "tp=8", ["train.global_batch=8"]),
+    "llama2-7b-eager": ("llama2-7b", 8, "tp=8", ["train.global_batch=8", EAGER]),
+    "llama2-7b-sp": ("llama2-7b", 8, "tp=4,sp=true,zero=1", ["train.global_batch=8"]),
+    "llama2-7b-zero2": ("llama2-7b", 16, "zero=2", ["train.global_batch=32"]),
+    "llama2-7b-zero2-eager": ("llama2-7b", 16, "zero=2", ["train.global_batch=32", EAGER]),
+    "llama2-7b-full": ("llama2-7b", 16, "tp=2,recompute=full", ["train.global_batch=16"]),
+    "llama2-13b-pp": ("llama2-13b", 16, "pp=4,zero=1", ["train.global_batch=64"]),
+    "llama2-13b-gpipe": ("llama2-13b", 8, "pp=8,schedule=gpipe", ["train.global_batch=12"]),
+    "llama2-70b": ("llama2-70b", 64, "tp=8,pp=8,sp=true", ["train.global_batch=32"]),
+    "llama3-8b": ("llama3-8b", 8, "tp=2,sp=true", ["train.global_batch=8"]),
+    "llama3-8b-zero1": ("llama3-8b", 64, "tp=4,pp=2,zero=1", ["train.global_batch=256"]),
+    "llama3-8b-zero3": ("llama3-8b", 8, "zero=3", ["train.global_batch=16"]),
+    "llama3-8b-zero3-eager": ("llama3-8b", 8, "zero=3", ["train.global_batch=16", EAGER]),
+    "llama3-8b-every": ("llama3-8b", 8, "zero=3,recompute=every:4", ["train.global_batch=16"]),
+    "llama3-8b-selective": ("llama3-8b", 8, "tp=2,recompute=selective", ["train.global_batch=8"]),
+    "llama3-8b-chunks": ("llama3-8b", 16, "pp=4,chunks=2", ["train.global_batch=64"]),
+    "llama3-8b-chunks-full": ("llama3-8b", 8, "pp=4,chunks=4,recompute=full,zero=1", ["train.global_batch=16"]),
+    "llama3-8b-documents": ("llama3-8b", 8, "tp=8", ["train.global_batch=1", "data.reset_attention=true"]),
+    "llama3-8b-offload": ("llama3-8b", 8, "zero=1", ["train.global_batch=8", "zero.offload.optimizer=cpu"]),
+    # Small pieces: a dry run has no other memory that they would come from, and so does not make them.
+    "llama3-8b-offload-params": ("llama3-8b", 8, "zero=3,recompute=full", [
+        "train.global_batch=8", "zero.offload.optimizer=cpu", "zero.offload.params=cpu", "zero.offload.buffer_mib=8",
+    ]),
+    "llama3-8b-bf16-states": ("llama3-8b", 8, "zero=1", ["train.global_batch=8", "optimizer.state_dtype=bf16"]),
+    "llama3-8b-bf16-grads": ("llama3-8b", 8, "zero=2", ["train.global_batch=16", "train.grad_dtype=bf16"]),
+    "llama3-8b-sgd": ("llama3-8b", 8, "tp=4", ["train.global_batch=8", "optimizer.name=sgd"]),
+    "llama3-8b-kv": ("llama3-8b", 16, "tp=16", ["train.global_batch=1"]),
+    "llama3-70b": ("llama3-70b", 64, "tp=8,sp=true,zero=3,recompute=full", ["train.global_batch=64"]),
+    "llama3-70b-kept": ("llama3-70b", 64, "tp=8,sp=true,zero=2", ["train.global_batch=64"]),
+    "llama3-70b-eager": ("llama3-70b", 64, "tp=8,pp=4,sp=true,zero=1", ["train.global_batch=64", EAGER]),
+    "neox": ("gpt-neox-20b", 96, "tp=2,pp=4,zero=1,mb=4", ["train.global_batch=1536"]),
+    "neox-eager": ("gpt-neox-20b", 96, "tp=2,pp=4,zero=1,mb=4", ["train.global_batch=1536", EAGER]),
+    "opt": ("opt-175b", 992, "tp=8,zero=3,recompute=full", ["train.global_batch=992"]),
+    "bloom": ("bloom-176b", 48, "tp=4,pp=12,recompute=full", ["train.global_batch=24"]),
+    "bloom-eager": ("bloom-176b", 48, "tp=4,pp=12,recompute=full,sp=true", ["train.global_batch=24", EAGER]),
+    "qwen": ("qwen-72b", 64, "tp=8,pp=4,recompute=full", ["train.global_batch=16"]),
+    "gpt3": ("gpt3-175b", 128, "tp=8,pp=16,sp=true", ["train.global_batch=16"]),
+    "gpt3-zero1": ("gpt3-175b", 256, "tp=8,pp=8,zero=1,recompute=full", ["train.global_batch=64"]),
+    "mt-nlg": ("mt-nlg-530b", 280, "tp=8,pp=35,recompute=full", ["train.global_batch=40"]),
+    "qk-norm": ("llama3-8b", 8, "tp=2,sp=true", ["train.global_batch=8", "model.qk_norm=true"]),
+}  # fmt: skip
+QUICK = {
+    "gpt2", "gpt2-dropout", "gpt2-cpu", "llama2-7b", "llama2-13b-gpipe", "llama3-8b-zero3", "llama3-8b-every",
+    "llama3-8b-chunks", "llama3-8b-offload", "llama3-70b-kept", "neox",
+}  # fmt: skip
+SHORT = {
+    "tp": "layout.tp", "pp": "layout.pp", "chunks": "layout.chunks", "sp": "layout.sequence_parallel",
+    "mb": "train.micro_batch", "zero": "zero.stage", "recompute": "recompute.mode", "schedule": "pipeline.schedule",
+}  # fmt: skip
+FIXED = {
+    "tp": "1", "pp": "1", "chunks": "1", "sp": "false", "mb": "1", "zero": "0", "recompute": "none",
+}  # fmt: skip
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main([*words, "--json"]) == 0, words
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.wide]) for name in CASES
+])  # fmt: skip
+def test_four_commands_give_one_answer(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    target, world, layout, words = CASES[name]
+    given = dict(part.split("=") for part in layout.split(","))
+    keys = [f"{SHORT[key]}={value}" for key, value in (FIXED | given).items()]
+    keys += [f"{SHORT['schedule']}=interleaved"] if "chunks" in given else []
+    words = [*words, "model.dropout=0"] if not any("dropout" in word for word in words) else words
+    cluster = "laptop" if "run.device=cpu" in words else "h100-80g-dgx"
+    devices = ["--cluster", cluster, "--devices", str(world)]
+    plan = answer(capsys, "plan", target, *devices, "--fit", "100000", *keys, "layout.order=tp-cp-ep-dp-pp", *words)
+    keys += [f"pipeline.split={plan['best']['layout']['split']}"]  # which the search chooses itself
+    cost = answer(capsys, "cost", target, *devices, "--stack", _stack(words), *keys, *words)
+    rank = cost["rank"]
+    memory = answer(capsys, "memory", target, "--world", str(world), *keys, *words)
+    dry = answer(capsys, "dryrun", target, "--world", str(world), "--ranks", str(rank["rank"]), *keys, *words)
+
+    assert plan["best"]["parameters"] == cost["parameters"] and plan["best"]["rank"] == rank
+    assert memory["rank"] == rank["rank"] and memory["comm"] == rank["comm"]
+    assert {kind: memory[kind] for kind in rank["memory"]} == rank["memory"] == {
+        kind: cost["memory"][kind] for kind in rank["memory"]
+    }  # fmt: skip
+    assert {axis: {key: each[key] for key in rank["comm"][axis]} for axis, each in cost["comm"].items()} == rank["comm"]
+    (ran,) = dry["ranks"]
+    assert dry["equal"], "states, calls and schedule are exact"
+    assert ran["parameters"]["ran"] == rank["parameters"] == memory["rank_parameters"]
+    assert {axis: each["ran"] for axis, each in ran["comm"].items()} == rank["comm"]
+    assert ran["most"]["peak"]["planned"] == rank["memory"]["peak"]
+    assert ran["most"]["peak"]["ratio"] == pytest.approx(1.0, abs=0.02), ran["most"]
+    assert ran["most"]["activations"]["ratio"] == pytest.approx(1.0, abs=0.02), ran["most"]
+
+
+def _stack(words: list[str]) -> str:
+    """Ours, as the run will be: a preset's published run may have another."""
+    if "run.device=cpu" in words:
+        return "cpu"
+    return "eager" if EAGER in words or "model.dropout=0.1" in words else "compiled"
