@@ -18,10 +18,11 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshwright.plan import predict
+from meshwright.plan import published
 from meshwright.plan.cluster import FOLDER, Cluster
 from meshwright.plan.cost import predict_cost
-from meshwright.plan.stack import STACKS, Stack
+from meshwright.plan.job import Job
+from meshwright.plan.stack import STACKS
 
 STACK_FILE = FOLDER.parent / "stacks.yaml"
 
@@ -65,11 +66,11 @@ CONSTANTS = (
     Constant("stack", ("fused-overlap",), "hide_tp", 0.2, 0.95),
     Constant("stack", ("fsdp",), "attention", 0.3, 1.0),
     Constant("stack", ("fsdp",), "passes", 1.0, 4.0),
-    Constant("stack", ("fsdp", "compiled"), "hide_dp", 0.2, 0.98),
+    Constant("stack", ("fsdp", "fsdp-compiled"), "hide_dp", 0.2, 0.98),
     Constant("stack", ("fsdp",), "kernel_us", 1.0, 12.0),
-    Constant("stack", ("fsdp", "compiled"), "contention", 0.05, 0.6),
-    Constant("stack", ("compiled",), "attention", 0.4, 1.2),
-    Constant("stack", ("compiled",), "passes", 0.5, 2.0),
+    Constant("stack", ("fsdp", "fsdp-compiled"), "contention", 0.05, 0.6),
+    Constant("stack", ("fsdp-compiled",), "attention", 0.4, 1.2),
+    Constant("stack", ("fsdp-compiled",), "passes", 0.5, 2.0),
 )
 
 # The two tables that planners are usually compared on weigh more.
@@ -94,34 +95,34 @@ def start() -> Values:
     return {constant: math.sqrt(constant.low * constant.high) for constant in CONSTANTS}
 
 
-def applied(case: predict.Case, values: Values) -> tuple[Cluster, Stack]:
-    """The case's cluster and stack with these values in place of their own."""
-    cluster, stack = case.cluster, case.stack
+def applied(case: published.Case, values: Values) -> tuple[Job, Cluster]:
+    """The case's job and cluster with these values in place of their own."""
+    cluster, stack = case.cluster, case.job.stack
     for_cluster = {c.field: v for c, v in values.items() if c.kind == "cluster" and cluster.name in c.names}
     for_stack = {c.field: v for c, v in values.items() if c.kind == "stack" and stack.name in c.names}
-    if stack.name == "compiled" and stack.hide_tp:
+    if stack.name == "fsdp-compiled" and stack.hide_tp:
         overlap = next((v for c, v in values.items() if c.field == "hide_tp"), stack.hide_tp)
         for_stack["hide_tp"] = overlap
-    return replace(cluster, efficiency=replace(cluster.efficiency, **for_cluster)), replace(stack, **for_stack)
+    job = replace(case.job, stack=replace(stack, **for_stack))
+    return job, replace(cluster, efficiency=replace(cluster.efficiency, **for_cluster))
 
 
-def touches(constant: Constant, case: predict.Case) -> bool:
-    if constant.field == "hide_tp" and case.stack.hide_tp:
+def touches(constant: Constant, case: published.Case) -> bool:
+    if constant.field == "hide_tp" and case.job.stack.hide_tp:
         return True
-    return (case.cluster.name if constant.kind == "cluster" else case.stack.name) in constant.names
+    return (case.cluster.name if constant.kind == "cluster" else case.job.stack.name) in constant.names
 
 
-def error_of(case: predict.Case, values: Values) -> float:
-    cluster, stack = applied(case, values)
-    return predict_cost(case.workload, cluster, stack, exact=False).step_s / case.measured_s - 1.0
+def error_of(case: published.Case, values: Values) -> float:
+    return predict_cost(*applied(case, values), exact=False).step_s / case.measured_s - 1.0
 
 
-def family(case: predict.Case) -> str:
+def family(case: published.Case) -> str:
     """The source without its table's name: what is left out together."""
     return re.split(r"[ :/]", case.source)[0] + " " + case.gpu.split("-")[0]
 
 
-def weights(cases: list[predict.Case]) -> list[float]:
+def weights(cases: list[published.Case]) -> list[float]:
     count: dict[str, int] = defaultdict(int)
     for case in cases:
         count[case.source] += 1
@@ -129,7 +130,7 @@ def weights(cases: list[predict.Case]) -> list[float]:
     return [weight / sum(found) for weight in found]
 
 
-def fit(cases: list[predict.Case], values: Values, rounds: int) -> Values:
+def fit(cases: list[published.Case], values: Values, rounds: int) -> Values:
     weight = weights(cases)
     errors = [abs(error_of(case, values)) for case in cases]
     step = 0.2
@@ -150,10 +151,10 @@ def fit(cases: list[predict.Case], values: Values, rounds: int) -> Values:
     return values
 
 
-def report(cases: list[predict.Case], values: Values, title: str) -> float:
+def report(cases: list[published.Case], values: Values, title: str) -> float:
     groups: dict[str, list[float]] = defaultdict(list)
     for case in cases:
-        groups[f"{case.source[:60]:60} {case.gpu[:14]:14} {case.stack.name}"].append(error_of(case, values))
+        groups[f"{case.source[:60]:60} {case.gpu[:14]:14} {case.job.stack.name}"].append(error_of(case, values))
     print(f"\n{title}")
     for name, errors in groups.items():
         mean = sum(map(abs, errors)) / len(errors)
@@ -187,10 +188,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
     cases = []
-    for row in predict.read_rows(args.csv):
+    for row in published.read_rows(args.csv):
         try:
-            case = predict.case_of(row)
-        except predict.CannotTake:
+            case = published.case_of(row)
+        except published.CannotTake:
             continue
         if case.measured_s and case.outcome == "ok":
             cases.append(case)

@@ -23,7 +23,8 @@ from meshwright.config.load import config_from
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device
-from meshwright.plan.states import rank_memory
+from meshwright.plan.job import job_of
+from meshwright.plan.memory import rank_memory
 
 LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tied_embeddings": False}
 LLAMA_1B = LLAMA | {
@@ -71,7 +72,8 @@ def config_of(name: str, compiled: bool) -> tuple[Config, int, int]:
 def measure(name: str, compiled: bool = False) -> dict[str, Any]:
     config, world, rank = config_of(name, compiled)
     check(config, world)
-    _, said = rank_memory(config, world, rank)
+    job = job_of(config, world)
+    said = rank_memory(job, job.layout.coordinate(rank)["pp"])
     device = Device.choose("cuda")
     begin = time.perf_counter()
     try:
@@ -103,11 +105,15 @@ def main() -> None:
             continue
         found = in_a_process(measure, name)
         if args.compiled and "error" not in found:
-            found["compiled_gib"] = in_a_process(measure, name, True).get("measured_gib", float("nan"))
+            again = in_a_process(measure, name, True)
+            found |= {f"compiled_{key}": again.get(key, float("nan")) for key in ("measured_gib", "said_gib", "ratio")}
         if args.json or "error" in found:
             print(json.dumps(found), flush=True)
         else:
-            more = f", compiled {found['compiled_gib']:6.2f} GiB" if args.compiled else ""
+            more = ""
+            if args.compiled:
+                more = ", compiled {compiled_measured_gib:.2f} GiB, said {compiled_said_gib:.2f}, {compiled_ratio:.3f}"
+                more = more.format(**found)
             print(
                 f"{name:<55} measured {found['measured_gib']:6.2f} GiB, said {found['said_gib']:6.2f} GiB "
                 f"({found['ratio']:.3f}){more}, {found['seconds']:.0f} s",

@@ -37,8 +37,8 @@ from meshwright.layout import Layout
 from meshwright.plan.account import as_json
 from meshwright.plan.cluster import cluster_from
 from meshwright.plan.cost import predict_cost
-from meshwright.plan.stack import OWN, STACKS
-from meshwright.plan.workload import workload_of
+from meshwright.plan.job import job_of
+from meshwright.plan.stack import CPU
 from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
@@ -83,7 +83,7 @@ def make_trainer(config: Config, rank: int) -> Trainer:
 
 
 def predicted(config: Config, cluster: dict[str, Any]) -> dict[str, Any]:
-    cost = predict_cost(workload_of(config, RANKS, RANKS), cluster_from(cluster, "the profile"), STACKS[OWN])
+    cost = predict_cost(job_of(config, RANKS, CPU, cluster_node=RANKS, host=True), cluster_from(cluster, "the profile"))
     return as_json(cost)
 
 

@@ -27,9 +27,9 @@ DISTRIBUTED = {
 
 # A room imports only from rooms below it. `data` needs only the errors; `plan` reads the plain parts of all others.
 LEVELS = {
-    "errors": 0, "device": 1, "layout": 1, "data": 1, "kernels": 1, "parts": 2, "config": 2, "comm": 3, "nn": 4, "models": 5,
-    "pipeline": 6, "sharding": 6, "optim": 7, "checkpoint": 8, "train": 9, "plan": 10, "bench": 11, "cli": 12,
-    "__main__": 13,
+    "errors": 0, "device": 1, "layout": 1, "data": 1, "kernels": 1, "parts": 2, "config": 2, "comm": 3, "nn": 4,
+    "models": 5, "pipeline": 6, "sharding": 6, "optim": 7, "checkpoint": 8, "train": 9, "plan": 10, "bench": 11,
+    "cli": 12, "__main__": 13,
 }  # fmt: skip
 
 WITHOUT_TORCH = [

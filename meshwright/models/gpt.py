@@ -77,18 +77,18 @@ class GPTStage(nn.Module):
         c, model = config.model, describe(config.model)
         self.stage, self.parallel, self.ledger = stage, parallel, ledger
         self.embedding: Embedding | None = None
-        self.head: Head | None = None
-        blocks = {}
+        blocks, head = {}, None
         for key, prefix, unit in model.units(stage):
             records = unit.records(at, prefix)
             if key == "embedding":
                 self.embedding = Embedding(parallel, unit, records, c.dropout)
             elif key == "head":
-                self.head = Head(parallel, unit, records, c.vocab)
+                head = Head(parallel, unit, records, c.vocab)
             else:
                 assert isinstance(unit, Description)
                 blocks[key.removeprefix("blocks.")] = Block(parallel, unit, records)
         self.blocks = nn.ModuleDict(blocks)
+        self.head = head  # registered in the order of forward, which buckets of gradients follow
         self.rotary = Rotary(c, parallel) if c.position == "rope" else None
         self.alibi = Alibi(c, parallel) if c.position == "alibi" else None
         if model.tied and self.embedding is not None and self.head is not None:

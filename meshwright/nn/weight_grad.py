@@ -70,8 +70,8 @@ def add_product(slot: Sink, grad: Tensor, x: Tensor, last: bool = True) -> None:
 
 
 def write_product(out: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
-    """out (+)= grad^T x, where `out` may be wider than the factors: CUDA's products then add in float32 themselves. A dry
-    run has nothing to compute, and no intermediate result either."""
+    """out (+)= grad^T x, where `out` may be wider than the factors: CUDA's products then add in float32 themselves. A
+    dry run has nothing to compute, and no intermediate result either."""
     if out.is_meta:
         return
     left = grad.t()

@@ -272,13 +272,17 @@ class MLP(Part):
         the rest. Others: the input and the result of the activation, of which ReLU needs one."""
         copies: float = {"relu": 1.0}.get(self.kind, 2.0)
         if self.gated:
-            fused = kernels.fused and not (self.bias and at.size("tp") == 1)
-            copies = 2.0 if fused else kernels.gate_copies
+            copies = 2.0 if self._remakes(at, kernels) else kernels.gate_copies
         yield Kept("mlp", batch.tokens(at) * self.width(at) * batch.element * copies)
 
+    def _remakes(self, at: Coordinate, kernels: Kernels) -> bool:
+        """Whether the second product takes SwiGLU in: not where it adds a bias itself."""
+        return kernels.fused and not (self.bias and at.size("tp") == 1)
+
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Gradients of the widest tensors."""
-        return float(batch.tokens(at) * self.width(at) * batch.element * (5 if self.gated else 2))
+        """Gradients of the widest tensors, and SwiGLU's own value, where it is made again."""
+        widths = 2 if not self.gated else 3 if self._remakes(at, kernels) else 5
+        return float(batch.tokens(at) * self.width(at) * batch.element * widths)
 
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from meshwright.parts.part import Block, Coordinate, Kernels, MicroBatch, Product, Unit, Work
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import unit_collectives
-from meshwright.plan.efficiency import collective_seconds, product_seconds, wait_seconds
+from meshwright.plan.efficiency import collective_seconds, product_seconds
 from meshwright.plan.flops import unit_work
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
@@ -141,8 +141,8 @@ def _tensor_parallel(unit: Unit, where: Setting, linear: float, again: float) ->
             seconds = collective_seconds(cluster, call.op, call.payload, size, where.tp_on_node)
             times[call.phase] += call.times * seconds
     forward, backward = times["forward"], times["backward"] + again * times["forward"]
-    if not isinstance(unit, Block):  # between ends there is nothing to hide behind; the batch is one call more
-        return forward + wait_seconds(cluster), backward, 0.0
+    if not isinstance(unit, Block):  # at the ends there is nothing to hide behind
+        return forward, backward, 0.0
     room = stack.hide_tp * linear
     hidden_forward, hidden_backward = min(forward * stack.hide_tp, room), min(backward * stack.hide_tp, 2 * room)
     return forward - hidden_forward, backward - hidden_backward, hidden_forward + hidden_backward

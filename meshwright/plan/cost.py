@@ -120,7 +120,10 @@ def _stage(
     m, times, flops = job.micro_batches, [], 0.0
     inside = {name: AxisTime() for name in ("tp", "cp", "dp")}
     for stage in job.chunks[pp_rank]:
-        forward = backward = 0.0
+        # The batch is one small call over tp, on a rank that holds an end of the model.
+        reads = stage.first or (stage.last and not job.chunks[pp_rank][0].first)
+        forward, backward = wait_seconds(where.cluster) * (reads and job.layout.tp > 1), 0.0
+        inside["tp"].add(m * forward)
         for unit, count in job.units(stage):
             t = unit_time(unit, where)
             extra = sharded_block(job, where, unit, count, inside["dp"]) if isinstance(unit, Block) else (0.0, 0.0)

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from meshwright.config.sections import ZeroConfig
 from meshwright.layout import Layout
-from meshwright.parts.part import Block, Coordinate, Unit
+from meshwright.parts.part import Block, Coordinate, Stage, Unit
 from meshwright.plan.activations import alive, chunks_of
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import Held, packed, unit_records
@@ -127,7 +127,9 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
     for number, (total, chunk) in enumerate(zip(backwards, chunks, strict=True)):
         flying = _gathered(job, pp_rank, number, sizes)
         buffers = max(buffers, *flying)
-        most = max(most, forwards[number] + chunk.loss + flying[-1])  # the head's gradients come with the loss
+        # The head's gradients come with the loss, and its weights are the last that forward fetches.
+        next_weights = _next_weights(job, job.chunks[pp_rank][number])
+        most = max(most, forwards[number] + chunk.loss + flying[-1] - next_weights)
         for moment in chunk.backward:
             kept = max(kept, total + moment.kept)
             rows = _rows_gradient(job) if job.chunks[pp_rank][number].first and moment.unit == 0 else 0.0
@@ -169,6 +171,14 @@ def _gathered(job: Job, pp_rank: int, chunk: int, sizes: list[list[int]]) -> lis
         found.append(weights * s.param + grads * s.grad)
         flying += buckets[at]
     return found[::-1]
+
+
+def _next_weights(job: Job, stage: Stage) -> float:
+    """Gathered weights of the unit before a stage's last, which backward fetches while it works on that."""
+    units = [unit for _, _, unit in job.model.units(stage)][-2:-1]
+    if job.sharding[0] < 3 or not job.stack.own:
+        return 0.0
+    return float(sum(sum(_unit_buckets(unit, job.at, job.layout)) for unit in units) * job.states.param)
 
 
 @lru_cache(maxsize=20_000)

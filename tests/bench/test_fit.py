@@ -17,9 +17,9 @@ from meshwright.config.load import parse_yaml
 from meshwright.plan.cluster import cluster_from, load_cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.efficiency import START, collective_seconds
-from meshwright.plan.job import planned
-from meshwright.plan.stack import OWN, STACKS
-from meshwright.plan.workload import Parallel, Workload
+from meshwright.plan.job import Job, job_of
+from meshwright.plan.stack import CPU
+from meshwright.plan.target import target_of
 
 RATES = Rates(
     "cpu", "fp32", 1, {"fp32": 0.06, "bf16": 0.001}, product_gb_s=5.0, attention_tflops=0.02, copy_gb_s=10.0,
@@ -104,15 +104,17 @@ def test_what_a_profile_knows_makes_steps_longer() -> None:
     """Each of the fields that only a profile has, alone, and where its time goes."""
     link = Link(150e-6, {"all_reduce": 1e9}, 0.05, 0.2, 51)
     cluster = cluster_from(cluster_fields("here", replace(RATES, contention=0.0, kernel_us=0.0), 2, link, None), "x")
-    model = planned("gpt2-124m", as_run=False).config.model
-    data, tensor = (Workload(model, Parallel(2, tp=tp), 1, 2, "fp32", node_size=2) for tp in (1, 2))
-    before = {w: predict_cost(w, cluster, STACKS[OWN]).step_s for w in (data, tensor)}
+    words = ["train.precision=fp32", "train.global_batch=2"]
+    data, tensor = (
+        job_of(target_of("gpt2-124m", [*words, f"layout.tp={tp}"]).config, 2, CPU, cluster_node=2, host=True)
+        for tp in (1, 2)
+    )
 
-    def longer(workload: Workload, **parts: Any) -> float:
-        return predict_cost(workload, replace(cluster, **parts), STACKS[OWN]).step_s - before[workload]
+    def longer(job: Job, **parts: Any) -> float:
+        return predict_cost(job, replace(cluster, **parts)).step_s - predict_cost(job, cluster).step_s
 
     waits = {"node": replace(cluster.node, wait_us=1000.0)}
-    # Per micro-batch four in each of 12 blocks, two at the ends, three small ones; two once a step.
+    # Per micro-batch four in each of 12 blocks, two at the ends, three small ones; two once per step.
     assert longer(tensor, **waits) == pytest.approx(1e-3 * (2 * (4 * 12 + 2 + 3) + 2), rel=1e-6)
     assert longer(data, **waits) == pytest.approx(1e-3 * (2 + 1 - 0.928 + 0.0743 * 0.928), rel=1e-6)
     kernels = {"device": replace(cluster.device, kernel_us=10.0)}
@@ -122,7 +124,7 @@ def test_what_a_profile_knows_makes_steps_longer() -> None:
         cluster, "all_reduce", 4 * 124e6, 2, 2
     )
     slow = {"efficiency": replace(cluster.efficiency, optimizer=0.06)}
-    assert longer(data, **slow) == pytest.approx(9 * 124e6 * 34 / 6e9, rel=0.02)
+    assert longer(data, **slow) == pytest.approx(9 * 124e6 * 36 / 6e9, rel=0.02)  # fp32: 4 + 4 + 8 + 16 + 4 bytes
 
 
 def test_shipped_clusters_have_none_of_what_only_a_profile_knows() -> None:

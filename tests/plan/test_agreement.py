@@ -1,16 +1,12 @@
-"""The planner's parts agree with each other: the bytes that are priced with the ledger's, every command's rank with the
-rank's own, a step with its pipeline, and where groups stand with the layout."""
+"""The planner's parts agree with each other: the bytes that are priced with the ledger's, a step with its
+pipeline, and where groups stand with the layout."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from meshwright.cli.main import main
 from meshwright.config.sections import Config
 from meshwright.plan import efficiency
 from meshwright.plan.cluster import load_cluster
@@ -19,7 +15,6 @@ from meshwright.plan.cost import Cost, predict_cost
 from meshwright.plan.explain import parts_of
 from meshwright.plan.job import Job, job_of, ranks_per_node, senders_across
 from meshwright.plan.memory import largest, rank_memory
-from meshwright.plan.rank import memory_bytes
 from meshwright.plan.stack import STACKS
 from meshwright.plan.target import target_of
 from meshwright.plan.whatif import step_of
@@ -86,32 +81,6 @@ def test_dividing_on_nodes_spares_the_network(stage: int) -> None:
         predict_cost(job("llama3-8b", 64, *words, f"zero.shard_group={group}"), A100) for group in ("dp", "node")
     )
     assert (near.axes["dp"].seconds < wide.axes["dp"].seconds) == (stage > 1)
-
-
-def answer(capsys: pytest.CaptureFixture[str], words: list[str]) -> dict[str, Any]:
-    assert main([*words, "--json"]) == 0, capsys.readouterr().err
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
-@pytest.mark.parametrize("micro_batch", [1, 4, 8])
-@pytest.mark.parametrize("words", [["recompute.mode=full"], ["recompute.mode=full", "zero.stage=3"]])
-def test_every_command_says_the_same_of_a_rank(
-    words: list[str], micro_batch: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """To the byte: `cost`, `memory`, and `plan` of the layout that it writes."""
-    words = [*words, f"train.micro_batch={micro_batch}"]
-    batch, out, where = "train.global_batch=64", str(tmp_path / "best.yaml"), ["--cluster", "h100-80g-dgx"]
-    said = memory_bytes(rank_memory(job("llama3-8b", 8, *words, batch), 0))
-    assert answer(capsys, ["cost", "llama3-8b", *words, batch, *where, "--devices", "8"])["rank"]["memory"] == said
-    one = answer(capsys, ["memory", "llama3-8b", *words, batch, "--world", "8"])
-    assert {kind: one[kind] for kind in said} == said
-    best = answer(capsys, ["plan", "llama3-8b", *words, *where, "--devices", "8", "--global-batch", "64", "--out", out])
-    mine = best["best"]["rank"]
-    assert answer(capsys, ["cost", out, *where, "--devices", "8"])["rank"] == mine
-    one = answer(capsys, ["memory", out, "--world", "8"])
-    assert {kind: one[kind] for kind in said} == mine["memory"]
-    assert (one["comm"], one["rank_parameters"]) == (mine["comm"], mine["parameters"])
 
 
 def test_memory_of_a_measured_step() -> None:

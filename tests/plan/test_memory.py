@@ -6,13 +6,17 @@ import json
 from typing import Any
 
 import pytest
-from meshwright.plan.states import rank_memory
 
 from meshwright.bench.dry import SavedBytes
 from meshwright.bench.rank import lasting, state_bytes
 from meshwright.cli.main import main
 from meshwright.config.load import config_from, to_yaml
 from meshwright.config.sections import Config
+from meshwright.parts.gpt import MLP
+from meshwright.parts.part import Kept
+from meshwright.plan import activations, memory
+from meshwright.plan.job import job_of
+from meshwright.plan.memory import Memory
 from tests.parity.cases import OFFLOAD
 from tests.support.oracle import Made, make_trainer, small_config
 from tests.support.ranks import run_ranks
@@ -65,6 +69,12 @@ def config_of(name: str) -> Config:
     return small_config(**sections)
 
 
+def said_of(name: str, rank: int) -> Memory:
+    """What the planner says of a rank."""
+    job = job_of(config_of(name), CASES[name][0])
+    return memory.rank_memory(job, job.layout.coordinate(rank)["pp"])
+
+
 def count(rank: int, world: int, names: list[str]) -> list[dict[str, int]]:
     """On a rank: for each case, the bytes of its tensors by kind and the most that autograd kept at once."""
     found = []
@@ -94,32 +104,34 @@ def counted() -> dict[str, list[dict[str, int]]]:
 @pytest.mark.parametrize("name", list(CASES))
 def test_tensors_of_every_rank_are_what_the_formula_says(name: str, counted: dict[str, list[dict[str, int]]]) -> None:
     """States to the byte; what is kept for backward within 5 %."""
-    world = CASES[name][0]
     for rank, real in enumerate(counted[name]):
-        _, said = rank_memory(config_of(name), world, rank)
+        said = said_of(name, rank)
         assert {kind: getattr(said, kind) for kind in KINDS} == {kind: real[kind] for kind in KINDS}, f"rank {rank}"
         assert abs(said.activations / real["activations"] - 1.0) <= 0.05, (rank, said.activations, real["activations"])
-        assert rings(config_of(name), world, rank) == real["rings"]
+        assert rings(name, rank) == real["rings"]
 
 
-def rings(config: Config, world: int, rank: int) -> int:
+def rings(name: str, rank: int) -> int:
     """What the pieces of states add to `buffers`: the rest of it is there with pieces of no size too."""
-    from meshwright.plan import states
-
     with pytest.MonkeyPatch.context() as patch:
-        _, with_pieces = rank_memory(config, world, rank)
-        patch.setattr(states, "RING", 0)
-        _, without = rank_memory(config, world, rank)
+        with_pieces = said_of(name, rank)
+        patch.setattr(memory, "RING", 0)
+        without = said_of(name, rank)
     assert with_pieces.peak - without.peak == with_pieces.buffers - without.buffers
     return int(with_pieces.buffers - without.buffers)
 
 
 def test_a_wrong_formula_is_found(counted: dict[str, list[dict[str, int]]], monkeypatch: pytest.MonkeyPatch) -> None:
-    import meshwright.plan.activations as activations
+    """An MLP that is said to keep its inner features once; the planner's cache is left out."""
 
-    monkeypatch.setattr(activations, "mlp_kept", lambda s: s.tokens * s.model.ffn // s.tp * s.element)
-    _, said = rank_memory(config_of("tp-sp"), 4, 0)
-    assert abs(said.activations / counted["tp-sp"][0]["activations"] - 1.0) > 0.05
+    def once(mlp: MLP, at: Any, batch: Any, kernels: Any) -> list[Kept]:
+        return [Kept("mlp", batch.tokens(at) * mlp.width(at) * batch.element)]
+
+    real = counted["tp-sp"][0]["activations"]
+    monkeypatch.setattr(activations, "unit_kept", activations.unit_kept.__wrapped__)
+    assert abs(said_of("tp-sp", 0).activations / real - 1.0) <= 0.05
+    monkeypatch.setattr(MLP, "kept", once)
+    assert abs(said_of("tp-sp", 0).activations / real - 1.0) > 0.05
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 119.5), (1, 31.3), (2, 16.6), (3, 1.87)])

@@ -10,7 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from meshwright.plan.predict import (
+
+from meshwright.cli.main import main
+from meshwright.cli.predict import summary
+from meshwright.plan.cluster import load_cluster
+from meshwright.plan.published import (
     CannotTake,
     Prediction,
     case_of,
@@ -19,12 +23,9 @@ from meshwright.plan.predict import (
     predict_file,
     predict_row,
     read_rows,
+    stack_of_row,
 )
-
-from meshwright.cli.main import main
-from meshwright.cli.predict import summary
-from meshwright.plan.cluster import load_cluster
-from meshwright.plan.stack import STACKS, stack_for
+from meshwright.plan.stack import STACKS, Stack
 
 TABLE = Path(__file__).parent / "published.csv"
 
@@ -78,11 +79,12 @@ def test_defaults_of_empty_cells() -> None:
     row = next(row for row in read_rows(TABLE) if row["id"] == "ko22-175b-present")
     assert row["precision"] == "" and row["cp"] == "" and row["ep"] == ""
     case = case_of({**row, "kv_heads": "", "vocab": "", "ffn": "", "vpp": ""})
-    assert case.workload.precision == "fp16"
-    assert case.workload.model.kv_heads == case.workload.model.heads
-    assert case.workload.model.vocab == 51200
-    assert case.workload.model.ffn == 4 * case.workload.model.hidden
-    assert case.workload.parallel.cp == case.workload.parallel.chunks == 1
+    config = case.job.config
+    assert config.train.precision == "fp16"
+    assert config.model.kv_heads == config.model.heads
+    assert config.model.vocab == 51200
+    assert config.model.ffn == 4 * config.model.hidden
+    assert config.layout.cp == config.layout.chunks == 1
     with pytest.raises(CannotTake, match="hidden"):
         case_of({**row, "hidden": ""})
 
@@ -109,14 +111,19 @@ def test_nodes_of_four() -> None:
     assert cluster_of(row).network.node_gb_s == 50.0
 
 
+def named(source: str, words: str, device: str, zero: int) -> Stack:
+    return stack_of_row({"id": words, "source": source, "gpu": device, "zero_stage": str(zero)})
+
+
 def test_a_source_names_its_stack() -> None:
-    assert len(STACKS) <= 6
-    assert stack_for("Korthikanti et al. 2022", "", "A100", 0).name == "unfused"
-    assert stack_for("bigscience tr11", "", "A100", 1).name == "unfused-deepspeed"
-    assert stack_for("torchtitan benchmarks", "tt-asyncTP", "H100", 3).hide_tp == STACKS["fused-overlap"].hide_tp
-    assert stack_for("torchtitan benchmarks", "tt-vanillaTP", "H100", 3).hide_tp == 0.0
-    assert stack_for("an unknown report", "", "H100-SXM", 3).name == "fsdp"
-    assert stack_for("an unknown report", "", "A100-SXM", 0).name == "unfused"
+    assert sum(not stack.own for stack in STACKS.values()) <= 6
+    assert named("Korthikanti et al. 2022", "", "A100", 0).name == "unfused"
+    assert named("bigscience tr11", "", "A100", 1).name == "unfused-deepspeed"
+    assert named("torchtitan benchmarks", "", "H100", 3).name == "fsdp-compiled"
+    assert named("torchtitan benchmarks", "tt-asyncTP", "H100", 3).hide_tp == STACKS["fused-overlap"].hide_tp
+    assert named("torchtitan benchmarks", "tt-vanillaTP", "H100", 3).hide_tp == 0.0
+    assert named("an unknown report", "", "H100-SXM", 3).name == "fsdp"
+    assert named("an unknown report", "", "A100-SXM", 0).name == "unfused"
 
 
 def test_constants_stay_physical() -> None:
@@ -165,7 +172,7 @@ def row_of(name: str) -> dict[str, str]:
         ({"dp": "99"}, "dp=99 contradicts the devices: 128 / (tp x pp x cp = 4) is 32"),
         ({"tp": "3", "gpus": "96", "nodes": "12"}, "32 heads are not a multiple of tp=3"),
         ({"pp": "300", "gpus": "38400", "nodes": "4800"}, "pp=300 is more than the 36 layers"),
-        ({"schedule": "gpipe", "vpp": "2"}, "gpipe has one chunk a rank, not vpp=2"),
+        ({"schedule": "gpipe", "vpp": "2"}, "gpipe has one chunk per rank, not vpp=2"),
     ],
 )  # fmt: skip
 def test_a_row_that_contradicts_itself_is_not_taken(cells: dict[str, str], word: str) -> None:
@@ -178,7 +185,7 @@ def test_stages_of_an_embedding_alone_count() -> None:
     """BLOOM's 70 layers ran on 72 stages, the embedding and the output layer on one each; 73 would leave one idle."""
     row = {**row_of("bloom176b-main-12695"), "tp": "1", "pp": "72", "dp": "4", "gpus": "288", "nodes": "36"}
     case = case_of({**row, "micro_batch": "1", "global_batch": "2048"})
-    assert case.workload.split == (0, *[1] * 70, 0)
+    assert case.job.config.pipeline.split == (0, *[1] * 70, 0)
     with pytest.raises(CannotTake, match="pp=73 is more than the 70 layers"):
         case_of({**row, "pp": "73", "gpus": "292"})
 
