@@ -167,7 +167,7 @@ def _encode(
         with contextlib.closing(encode_tasks(tokenizer, tasks, field, workers)) as results:
             for result in results:
                 tokens = np.frombuffer(result.tokens, dtype=writer.dtype)
-                writer.add_pieces(tokens, result.lengths, result.last_open)
+                writer.add_documents(tokens, result.lengths, result.last_open)
                 empty += result.empty
                 replaced += result.replaced
                 progress.advance(result.size)

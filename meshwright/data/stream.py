@@ -48,11 +48,6 @@ class SampleStream:
         self.vocab_needed = vocab_needed
         assert self.options.eod is not None or not self.options.need_eod, "these options need an end token"
 
-    @staticmethod
-    def batch(consumed: int, size: int) -> range:
-        """The numbers of the samples of the global batch that follows `consumed` samples."""
-        return range(consumed, consumed + size)
-
     def sample(self, n: int) -> dict[str, NDArray[np.int64]]:
         """tokens, labels (already shifted) and loss_mask (0 or 1), and by option positions and segments: [seq] each."""
         text = self.source.sample(n)

@@ -28,7 +28,7 @@ BESIDE = (".json", ".tokenizer.json")  # what may lie beside a pair: metadata, a
 class TokenFileWriter:
     """Writes PREFIX.bin and PREFIX.idx; use as a context manager, and call `finish` when every document is in.
 
-    Leaving the context without `finish` removes what was written. Memory: 12 bytes a document.
+    Leaving the context without `finish` removes what was written. It holds 4 bytes per document in memory.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike) -> None:
@@ -38,9 +38,8 @@ class TokenFileWriter:
             known = ", ".join(str(known.name) for known in CODES)
             raise UserError(f"a token file cannot hold {self.dtype.name}: choose one of {known}")
         self._limits = np.iinfo(self.dtype)
-        self._sizes = array("i")
-        self._documents = array("q", [0])
-        self._open = 0  # tokens of a sequence that is still growing
+        self._sizes = array("i")  # tokens of each document; a document is one sequence of the file
+        self._open = 0  # tokens of a document that is still growing
         self._tokens = 0
         self._finished = False
         folder = os.path.dirname(self.prefix)
@@ -63,27 +62,14 @@ class TokenFileWriter:
 
     @property
     def document_count(self) -> int:
-        return len(self._documents) - 1
+        return len(self._sizes)
 
     @property
     def token_count(self) -> int:
         return self._tokens
 
-    def add_document(self, tokens: ArrayLike) -> None:
-        """One document of one sequence, as language-model data has."""
-        self.add_pieces(tokens, [np.size(np.asarray(tokens))])
-
-    def add_sequence(self, tokens: ArrayLike) -> None:
-        """One sequence of the document that `end_document` closes."""
-        values = self._values(tokens)
-        self._write(values)
-        self._close_sequences([values.size])
-
-    def end_document(self) -> None:
-        self._documents.append(len(self._sizes))
-
-    def add_pieces(self, tokens: ArrayLike, lengths: Sequence[int], last_open: bool = False) -> None:
-        """Many documents at once: `tokens` back to back, one length each.
+    def add_documents(self, tokens: ArrayLike, lengths: Sequence[int], last_open: bool = False) -> None:
+        """Appends documents whose `tokens` lie back to back, with one length each.
 
         With `last_open` the last one goes on in the next call, whose first length is then added to it: this is how
         a document larger than memory is written.
@@ -96,14 +82,17 @@ class TokenFileWriter:
         closed = list(lengths)
         closed[0] += self._open
         self._open = closed.pop() if last_open else 0
-        first = len(self._sizes) + 1
-        self._close_sequences(closed)
-        self._documents.extend(range(first, first + len(closed)))
+        try:
+            self._sizes.extend(closed)
+        except OverflowError:
+            raise UserError(
+                f"a document of {max(closed):,} tokens does not fit a token file (at most 2,147,483,647): "
+                "split it into several documents"
+            ) from None
 
     def finish(self, beside: Mapping[str, bytes] | None = None) -> None:
         """Give the files their names, the index last; `beside` maps a suffix (".json") to a file's content."""
         assert not self._open, "the last document is still open"
-        assert self._documents[-1] == len(self._sizes), "end_document is missing"
         extra = dict(beside or {})
         assert set(extra) <= set(BESIDE), f"only {BESIDE} lie beside a token file"
         try:
@@ -185,22 +174,13 @@ class TokenFileWriter:
             raise self._failed(error) from None
         self._tokens += int(values.size)
 
-    def _close_sequences(self, lengths: Sequence[int]) -> None:
-        try:
-            self._sizes.extend(lengths)
-        except OverflowError:
-            raise UserError(
-                f"a document of {max(lengths):,} tokens does not fit a token file (at most 2,147,483,647): "
-                "split it into several documents"
-            ) from None
-
     def _index(self) -> list[Any]:
         """The index in parts that can be written, in order."""
         sizes = np.frombuffer(self._sizes, dtype=np.intc).astype("<i4") if self._sizes else np.empty(0, "<i4")
         pointers = np.zeros(len(sizes), "<i8")
         np.cumsum(sizes[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self.dtype.itemsize
-        documents = np.frombuffer(self._documents, dtype=np.int64).astype("<i8")
+        documents = np.arange(len(sizes) + 1, dtype="<i8")
         head = HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(sizes), len(documents))
         return [head, sizes.data, pointers.data, documents.data]
 
