@@ -69,19 +69,19 @@ class Redistribution:
         return [move for move in self.moves if move.target == rank == move.source]
 
     def sent_counts(self, rank: int) -> list[int]:
-        """Elements that a rank sends to each rank; none to itself."""
+        """Returns the elements that a rank sends to each rank; none to itself."""
         return [0 if other == rank else count for other, count in enumerate(self.counts[rank])]
 
     def received_counts(self, rank: int) -> list[int]:
-        """Elements that come to a rank from each rank; none from itself."""
+        """Returns the elements that come to a rank from each rank; none from itself."""
         return [0 if other == rank else row[rank] for other, row in enumerate(self.counts)]
 
 
 def redistribution(before: Sequence[Ownership], after: Sequence[Ownership]) -> Redistribution:
-    """The plan that fills every box of `after` from the boxes of `before`; both list one ownership per tensor.
+    """Plans how every box of `after` is filled from the boxes of `before`; both list one ownership per tensor.
 
     A rank takes from itself whatever it holds. The rest comes from any rank that holds it: where there are several, the
-    largest boxes are given out first, each to the rank that has least to send so far.
+    largest boxes are assigned first, each to the rank that has the least to send so far.
     """
     ranks = len(before[0])
     wanted: list[tuple[int, int, Region, Box, dict[int, Box]]] = []
@@ -119,8 +119,8 @@ class _Held:
         self.low, self.high = corners[:, 0], corners[:, 1]
 
     def cover(self, target: int, box: Box) -> Iterator[tuple[Region, Box, dict[int, Box]]]:
-        """Disjoint parts that together are a rank's new box, each with that box and with the ranks that hold the part,
-        by the box in which they hold it."""
+        """Yields disjoint parts that together are a rank's new box, each with that box and with the ranks that hold the
+        part, by the box in which they hold it."""
         open_parts = [_region(box)] if box.numel else []
         while open_parts:
             part = open_parts.pop()
@@ -146,7 +146,7 @@ def _numel(region: Region) -> int:
 
 
 def _local(corner: tuple[int, ...], box: Box) -> tuple[int, ...]:
-    """Where a corner inside a box lies in the local tensor."""
+    """Returns where a corner inside a box lies in the local tensor."""
     return tuple(at - first + local for at, first, local in zip(corner, box.start, box.local_start, strict=True))
 
 
@@ -155,7 +155,7 @@ def _meet(a: Region, b: Region) -> Region:
 
 
 def _without(part: Region, hole: Region) -> Iterator[Region]:
-    """What is left of a region without a hole inside it: at most two slabs per dim."""
+    """Yields what is left of a region without a hole inside it: at most two slabs per dim."""
     low, high = list(part[0]), list(part[1])
     for dim, (begin, end) in enumerate(zip(*hole, strict=True)):
         if low[dim] < begin:

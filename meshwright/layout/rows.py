@@ -52,16 +52,16 @@ class RowTable:
         return np.repeat(np.arange(self.ranks), self.counts)[self.inverse]
 
     def held(self, rank: int) -> Integers:
-        """The global numbers of a rank's rows, in its local order."""
+        """Returns the global numbers of a rank's rows, in its local order."""
         return self.order[self.starts[rank] : self.starts[rank + 1]]
 
     def totals(self, work: ArrayLike) -> Integers:
-        """The sum of `work` (one integer per global row) over each rank's rows."""
+        """Sums `work` (one integer per global row) over each rank's rows."""
         sums = np.concatenate([[0], np.cumsum(np.asarray(work, np.int64)[self.order])])
         return np.diff(sums[self.starts])
 
     def boxes(self, rank: int, tail: tuple[int, ...] = ()) -> tuple[Box, ...]:
-        """A rank's rows as boxes of the tensor [rows, *tail]: one box per run of consecutive rows."""
+        """Returns a rank's rows as boxes of the tensor [rows, *tail]: one box per run of consecutive rows."""
         rows = self.held(rank)
         begins = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
         lengths = np.diff(np.append(begins, len(rows)))
@@ -73,14 +73,14 @@ class RowTable:
 
 
 def balance(loads: ArrayLike) -> float:
-    """The largest load over the mean load: 1.0 is perfect, and a group is as slow as its largest."""
+    """Returns the largest load over the mean load: 1.0 is perfect, and a group is as slow as its largest."""
     values = np.asarray(loads, np.float64)
     return float(values.max() / values.mean()) if values.sum() else 1.0
 
 
 def causal_work(rows: int, lengths: Sequence[int] | None = None) -> Integers:
-    """The keys that each row sees under causal attention, itself included. With `lengths`, documents that lie one
-    behind the other in the rows do not see each other."""
+    """Counts the keys that each row sees under causal attention, itself included. With `lengths`, the rows are documents
+    one behind the other, which do not see each other."""
     index = np.arange(rows, dtype=np.int64)
     if lengths is None:
         return index + 1
@@ -89,7 +89,7 @@ def causal_work(rows: int, lengths: Sequence[int] | None = None) -> Integers:
 
 
 def by_key(keys: ArrayLike, ranks: int, keys_per_rank: int = 1) -> RowTable:
-    """The rows sorted by key, in their given order within a key; rank r holds the keys from r * keys_per_rank on.
+    """Sorts rows by key, in their given order within a key; rank r holds the keys from r * keys_per_rank on.
 
     With the number of a row's expert as its key this is the order in which experts compute; with the number of its
     rank as its key it makes a table from any assignment of rows to ranks.
@@ -103,23 +103,23 @@ def by_key(keys: ArrayLike, ranks: int, keys_per_rank: int = 1) -> RowTable:
 
 
 def contiguous(rows: int, ranks: int) -> RowTable:
-    """Runs of consecutive rows, of equal length or, where `ranks` does not divide `rows`, one apart."""
+    """Gives each rank a run of consecutive rows; where `ranks` does not divide `rows`, some have one row more."""
     return by_key(np.arange(rows, dtype=np.int64) * ranks // max(rows, 1), ranks)
 
 
 def striped(rows: int, ranks: int) -> RowTable:
-    """Row i is rank i mod `ranks`'s."""
+    """Gives row i to rank i mod `ranks`."""
     return by_key(np.arange(rows) % ranks, ranks)
 
 
 def zigzag(rows: int, ranks: int) -> RowTable:
-    """Of 2 x `ranks` consecutive parts, rank r holds the r-th from the front and the r-th from the back. Where the
+    """Gives rank r, of 2 x `ranks` consecutive parts, the r-th from the front and the r-th from the back. Where the
     parts are equal, every rank has exactly rows (rows + 1) / (2 ranks) pairs of causal attention."""
     return by_documents([rows], ranks)
 
 
 def by_documents(lengths: Sequence[int], ranks: int) -> RowTable:
-    """Each document in zigzag order of its own, for attention that does not cross documents.
+    """Cuts each document by a zigzag of its own, for attention that does not cross documents.
 
     Nothing is padded: where 2 x `ranks` does not divide a length, some parts have one row more. Which parts these are
     is shifted by the rows before the document, so that many short documents spread over all ranks.
@@ -135,19 +135,19 @@ def by_documents(lengths: Sequence[int], ranks: int) -> RowTable:
 
 
 def packed(lengths: Sequence[int], capacity: int) -> RowTable:
-    """Whole documents packed into as few holders of `capacity` rows as best-fit decreasing finds.
+    """Packs whole documents into as few sequences of `capacity` rows as best-fit decreasing finds.
 
-    Here a holder is a sequence of a batch; the rows that it lacks to `capacity` are padding.
+    The ranks of this table are the sequences of a batch; rows that a sequence lacks to `capacity` are padding.
     """
     assert max(lengths, default=0) <= capacity, f"a document is longer than {capacity} rows"
-    room: list[tuple[int, int]] = []  # the rows that are free in each holder, and its number; sorted
-    holder = np.zeros(len(lengths), np.int64)
+    room: list[tuple[int, int]] = []  # the free rows of each sequence, and its number; sorted
+    sequence = np.zeros(len(lengths), np.int64)
     for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
         at = bisect.bisect_left(room, (lengths[document], 0))
         free, number = room.pop(at) if at < len(room) else (capacity, len(room))
         bisect.insort(room, (free - lengths[document], number))
-        holder[document] = number
-    return by_key(np.repeat(holder, lengths), len(room))
+        sequence[document] = number
+    return by_key(np.repeat(sequence, lengths), len(room))
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,17 +168,17 @@ class RowMoves:
         return np.bincount(pairs, minlength=n * n).reshape(n, n).astype(np.int64)
 
     def sends(self, rank: int) -> Integers:
-        """A rank's local rows in the order in which it sends them: by receiver, then by place at the receiver."""
+        """Returns a rank's local rows in the order in which it sends them: by receiver, then by place there."""
         return np.argsort(self.after.inverse[self.before.held(rank)])
 
     def arrivals(self, rank: int) -> Integers:
-        """For each row that a rank will hold, its place among those that arrive: by sender, then by local place."""
+        """Returns, for each row that a rank will hold, its place among those that arrive, which lie by sender."""
         arrived = np.argsort(self.before.owners[self.after.held(rank)], kind="stable")
         places = np.empty_like(arrived)
         places[arrived] = np.arange(len(arrived))
         return places
 
     def sent_bytes(self, row_bytes: int) -> list[int]:
-        """The bytes that each rank sends to others; what it keeps does not count."""
+        """Returns the bytes that each rank sends to others; what it keeps does not count."""
         others = self.counts.sum(axis=1) - np.diagonal(self.counts)
         return [int(rows) * row_bytes for rows in others]
