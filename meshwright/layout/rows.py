@@ -79,8 +79,8 @@ def balance(loads: ArrayLike) -> float:
 
 
 def causal_work(rows: int, lengths: Sequence[int] | None = None) -> Integers:
-    """Counts the keys that each row sees under causal attention, itself included. With `lengths`, the rows are documents
-    one behind the other, which do not see each other."""
+    """Counts the keys that each row sees under causal attention, itself included. With `lengths`, the rows are
+    documents one behind the other, which do not see each other."""
     index = np.arange(rows, dtype=np.int64)
     if lengths is None:
         return index + 1
