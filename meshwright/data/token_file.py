@@ -90,9 +90,6 @@ class TokenFile:
         self._check_index()
         self.tokens: Tokens = self._map(self.bin_path, self.dtype)
 
-    def __reduce__(self) -> tuple[type[TokenFile], tuple[str]]:
-        return TokenFile, (self.prefix,)
-
     def __len__(self) -> int:
         return int(self.sizes.shape[0])
 

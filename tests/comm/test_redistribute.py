@@ -10,6 +10,7 @@ import torch
 
 from meshwright.comm.group import Group
 from meshwright.comm.mesh import Mesh
+from meshwright.comm.ops import all_to_all
 from meshwright.comm.redistribute import RowExchange, redistribute
 from meshwright.layout import Layout
 from meshwright.layout.params import Box
@@ -120,6 +121,39 @@ def test_rows_move_and_return(name: str, compiled: bool) -> None:
         np.testing.assert_allclose(found["gradient"], x.grad[before.held(rank)], rtol=1e-14)
         payload = 3 * 8 * (3 + int(after.counts[rank]))
         assert found["forward"] == found["backward"] == (2, payload, there[rank] + back[rank])
+
+
+# The expert of each row, by rank; two experts per rank, and nobody wants 4 to 6.
+ROUTED = [[3, 0, 3], [7, 3, 0, 1], [], [2, 2, 7, 0, 3]]
+
+
+def dispatched(rank: int, world: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to their experts and back where each rank knows its own rows alone: only counts are exchanged beforehand."""
+    group = Mesh(Layout(world), rank).world
+    x, weight = numbers(12, 3)[rows_of(rank)].requires_grad_(), numbers(8, 3)[2 * rank : 2 * rank + 2].requires_grad_()
+    mine = by_key(ROUTED[rank], world, keys_per_rank=2)
+    counts = torch.tensor(np.bincount(ROUTED[rank], minlength=8)).reshape(world, 2)
+    group.all_to_all(arriving := torch.empty_like(counts), counts)
+    sends, receives = mine.counts.tolist(), arriving.sum(1).tolist()
+    came = by_key(np.repeat([0, 1] * world, arriving.flatten()), 2)  # they lie by sender, and shall lie by expert
+    y = all_to_all(x[mine.order], group.name, sends, receives)[came.order]
+    y = torch.cat([rows * own.cos() for rows, own in zip(y.split(came.counts.tolist()), weight, strict=True)])
+    z = all_to_all(y[came.inverse], group.name, receives, sends)[mine.inverse]
+    (z * numbers(12, 3).exp()[rows_of(rank)]).sum().backward()
+    return x.grad.numpy(), weight.grad.numpy()
+
+
+def rows_of(rank: int) -> slice:
+    before = sum(map(len, ROUTED[:rank]))
+    return slice(before, before + len(ROUTED[rank]))
+
+
+def test_rows_find_their_experts() -> None:
+    x, weight = numbers(12, 3).requires_grad_(), numbers(8, 3).requires_grad_()
+    (x * weight.cos()[[expert for row in ROUTED for expert in row]] * numbers(12, 3).exp()).sum().backward()
+    found = run_ranks(4, dispatched)
+    np.testing.assert_allclose(np.concatenate([rows for rows, _ in found]), x.grad, rtol=1e-14)
+    np.testing.assert_allclose(np.concatenate([own for _, own in found]), weight.grad, rtol=1e-13)
 
 
 def test_without_others_nothing_is_called() -> None:
