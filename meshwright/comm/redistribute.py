@@ -57,7 +57,9 @@ class RowExchange:
         self._out_again, self._home_again = home.argsort().to(device), out.argsort().to(device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return all_to_all(x[self._out], self.group.name, self.sends, self.receives)[self._home]
+        arrived: Tensor = all_to_all(x[self._out], self.group.name, self.sends, self.receives)
+        return arrived[self._home]
 
     def back(self, y: Tensor) -> Tensor:
-        return all_to_all(y[self._out_again], self.group.name, self.receives, self.sends)[self._home_again]
+        arrived: Tensor = all_to_all(y[self._out_again], self.group.name, self.receives, self.sends)
+        return arrived[self._home_again]
