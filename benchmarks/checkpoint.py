@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 
 from meshwright.bench.step import RandomTokens
 from meshwright.checkpoint.format import folder_name
-from meshwright.checkpoint.load import Reader, load_into
+from meshwright.checkpoint.load import Reader, read_into, take_over
 from meshwright.checkpoint.save import Saver
 from meshwright.config.load import config_from
 from meshwright.device import Device
@@ -115,6 +115,11 @@ def measure(
     theirs = root / "theirs"
     shutil.rmtree(theirs, ignore_errors=True)
 
+    def load() -> None:
+        reader = Reader(ours)
+        read_into(trainer, reader, model_only=False)
+        take_over(trainer, reader, model_only=False)
+
     def plain_save() -> None:
         dcp.save(tensors, checkpoint_id=theirs, no_dist=True)
         sync_all(theirs)
@@ -125,7 +130,7 @@ def measure(
     ours = root / "ours" / folder_name(trainer.step_number)
     for folder in (ours, theirs):  # our writer does not leave its files in the cache: neither is read from there
         forget(folder)
-    out["load"] = timed(lambda: load_into(trainer, Reader(ours)))
+    out["load"] = timed(load)
     out["dcp_load"] = timed(lambda: dcp.load(tensors, checkpoint_id=theirs, no_dist=True))
     return out
 

@@ -34,8 +34,8 @@ LEVELS = {
 
 WITHOUT_TORCH = [
     *(f"plan.{path.stem}" for path in sorted((PACKAGE / "plan").glob("*.py")) if path.stem != "__init__"),
-    "layout", "layout.draw", "layout.params", "layout.shards", "config.load", "config.rules",
-    "models.description", "parts.part", "parts.gpt", "parts.loss_pieces",
+    "layout", "layout.draw", "layout.params", "layout.shards", "layout.rows", "layout.redistribute", "config.load",
+    "config.rules", "models.description", "parts.part", "parts.gpt", "parts.loss_pieces",
     "optim.schedules", "comm.ledger", "pipeline.table", "pipeline.schedules", "pipeline.verify",
     "pipeline.simulate", "pipeline.draw", "bench.models", "bench.fit", "bench.profile", "bench.request",
     "cli.bench", "cli.comm", "models.hf", "checkpoint.format",

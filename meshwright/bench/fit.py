@@ -3,6 +3,7 @@
 A time is the planner's own sum (plan/efficiency.py): a start, a latency for each hop round the ring, and the bytes on
 the wire over the link's rate. All ops over one class of links share the latency; the rate is each op's own, because
 back ends differ in how well they do each (Gloo's reduce_scatter takes longer than its all_reduce of the same tensor).
+No rate is above what was measured.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from meshwright.comm.ledger import bus_factor
 from meshwright.plan.efficiency import START
 
 SMALLEST = 1e-15  # seconds a byte, or a hop: what a fit may not go below
+BEYOND = 1.1  # times the fastest measured call, at most, is a fitted rate: its latency may have taken so much of it
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,9 @@ def fit_link(points: Sequence[Point], inside_latency: float | None = None) -> Li
         times[i] = max(p.seconds - START - known, 1e-9)
     measured = np.array([p.seconds for p in points])
     found = robust(rows, times, measured)
+    # Where times hardly grow with the size, or even fall, least squares finds a rate that no call came near to.
+    fastest = (rows[:, 1:] / measured[:, None]).max(axis=0)
+    found[1:] = np.maximum(found[1:], 1.0 / (BEYOND * fastest))
     errors = np.abs(rows @ found - times) / measured
     rates = {op: 1.0 / float(found[1 + i]) for i, op in enumerate(ops)}
     return Link(float(found[0]), rates, float(np.median(errors)), float(errors.max()), len(points))

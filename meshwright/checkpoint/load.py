@@ -85,15 +85,10 @@ class Reader:
             raise DamagedCheckpoint(f"{self.folder} lacks a part of {tensor}: use another checkpoint")
 
 
-def load_into(trainer: Any, reader: Reader, model_only: bool = False) -> None:
-    """The whole state of a run, or only its weights (a new run from them: fresh optimizer, step 0)."""
-    read_into(trainer, reader, model_only)
-    take_over(trainer, reader, model_only)
-
-
 @torch.no_grad()
 def read_into(trainer: Any, reader: Reader, model_only: bool) -> None:
-    """What this rank owns. No rank waits for another, so one may fail alone."""
+    """Reads what this rank owns: the whole state of a run, or only its weights (a new run from them has a fresh
+    optimizer and begins at step 0). No rank waits for another, so one may fail alone."""
     for state_name, buffer, shares in trainer.states():
         if state_name != "param" and (model_only or state_name not in reader.states):
             for share in shares:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from typing import Any
 
+from meshwright.config.presets import APPROXIMATE
 from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster, known_clusters
 from meshwright.plan.job import Job
@@ -22,6 +25,14 @@ from meshwright.plan.target import (
 def job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="CONFIG|PRESET", help="a config file, or the name of a model")
     parser.add_argument("words", nargs="*", metavar="key=value", help="config keys, as for train")
+
+
+def target_asked(name: str, words: list[str], **how: Any) -> Target:
+    """Returns the target of a planning command, and says on stderr where its preset only approximates a model."""
+    target = target_of(name, words, **how)
+    if difference := APPROXIMATE.get(target.config.model.preset):
+        print(f"meshwright: {target.config.model.preset} is planned by an approximation: {difference}", file=sys.stderr)
+    return target
 
 
 def world_argument(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +62,7 @@ def step_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def step_asked(args: argparse.Namespace) -> tuple[Target, Job, Cluster]:
-    target = target_of(args.target, args.words, args.layout)
+    target = target_asked(args.target, args.words, layout=args.layout)
     cluster = cluster_for(target, args.cluster)
     target = with_supported_precision(target, cluster)
     stack = stack_for(target.config, cluster, args.stack or target.run.get("stack"))

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from meshwright.config.load import load_config, to_mapping, to_yaml
-from meshwright.config.rules import check
+from meshwright.config.rules import RULES, TRAINED, check
 
 EXAMPLES = """example:
   meshwright config show examples/demo.yaml train.steps=10
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
     world = args.world if args.world is not None else config.layout.tp * config.layout.pp * config.layout.cp
-    check(config, world)
+    check(config, world, TRAINED if args.action == "check" else RULES)
     if args.action == "check":
         dp = world // (config.layout.tp * config.layout.pp * config.layout.cp)
         facts = {"ok": True, "world": world, "dp": dp, "tp": config.layout.tp, "pp": config.layout.pp}

@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli.asked import job_arguments, world_argument, world_asked
+from meshwright.cli.asked import job_arguments, target_asked, world_argument, world_asked
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import Expected, expected
 from meshwright.plan.show import seconds, size, table
-from meshwright.plan.target import target_of
 
 if TYPE_CHECKING:
     from meshwright.bench.rank import Ran
@@ -50,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    target = target_of(args.target, args.words, args.layout)
+    target = target_asked(args.target, args.words, layout=args.layout)
     world = world_asked(args, target)
     config = _step_of(target.config, world, args.micro_batches)
     ranks = _ranks(args.ranks, world)

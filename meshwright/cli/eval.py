@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from meshwright.data.stream import PARTS
 from meshwright.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """example:
   meshwright eval runs/demo --samples 64
+  meshwright eval runs/demo --split test
   meshwright eval runs/mine@100 --data data/other --nproc 2 layout.tp=2 --json"""
 MIXED = True
 
@@ -25,8 +27,10 @@ DEFAULT = 64  # samples
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN|CHECKPOINT[@STEP]|HF-FOLDER")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change, e.g. layout.tp=2")
-    data = "token files, without the run's split (default: the run's validation part)"
+    data = "token files to evaluate on as a whole, instead of a part of the run's own data"
     parser.add_argument("--data", action="append", metavar="PREFIX", help=data)
+    split = "the part of the run's data, as its data.split cuts them (default: valid)"
+    parser.add_argument("--split", choices=PARTS, help=split)
     samples = "sequences to look at (default: 64); where the data hold fewer, each is looked at once"
     parser.add_argument("--samples", type=int, default=0, metavar="N", help=samples)
     parser.add_argument("--nproc", type=int, default=1, help="local ranks (default 1)")
@@ -40,24 +44,28 @@ def run(args: argparse.Namespace) -> int:
 
     if args.nproc < 1 or args.samples < 0:
         raise UserError("--nproc must be at least 1 and --samples at least 0")
+    if args.data and args.split:
+        raise UserError("--split names a part of the run's own data, and --data other files: leave one of them out")
     if args.nproc > 1:
         warm_up()
-    words = (resolve(args.source), args.overrides, args.data, args.samples, args.json)
-    preflight(*words[:3], find_place().world if args.nproc == 1 else args.nproc)
+    words = (resolve(args.source), args.overrides, args.data, args.split, args.samples, args.json)
+    preflight(*words[:4], find_place().world if args.nproc == 1 else args.nproc)
     if args.nproc == 1:
         evaluate_rank(*words)
         return 0
     return launch(args.nproc, 0, evaluate_rank, *words)
 
 
-def preflight(source: str, overrides: Sequence[str], prefixes: Sequence[str] | None, world: int) -> None:
+def preflight(
+    source: str, overrides: Sequence[str], prefixes: Sequence[str] | None, split: str | None, world: int
+) -> None:
     """Everything that can be known without ranks and without weights."""
     from meshwright.config.rules import READ, check
     from meshwright.train.evaluate import config_with, open_model
 
     config = config_with(open_model(source)[1], sections_of(overrides, world, prefixes))
     check(config, world, READ)
-    data_of(source, config, prefixes, 0)  # no sample is drawn yet
+    data_of(source, config, prefixes, split, 0)  # no sample is drawn yet
 
 
 def sections_of(
@@ -84,8 +92,10 @@ def sections_of(
     return raw
 
 
-def data_of(source: str, config: Config, prefixes: Sequence[str] | None, most: int) -> Checked:
-    """What is looked at: at most an epoch of the files named, or of the run's validation part."""
+def data_of(
+    source: str, config: Config, prefixes: Sequence[str] | None, split: str | None, most: int
+) -> Checked:
+    """What the model is evaluated on: at most an epoch of the files named, or of a part of the run's own data."""
     from meshwright.checkpoint.hf import NO_DATA
     from meshwright.data.stream import OneEpoch
     from meshwright.data.token_file import TokenFile
@@ -100,19 +110,24 @@ def data_of(source: str, config: Config, prefixes: Sequence[str] | None, most: i
                 f"{prefix} holds {tokens} tokens, and one sample of the model takes {config.model.seq + 1}: name a "
                 "longer file with --data"
             )
-    train, valid, _ = datasets_of(config)
-    data = train if prefixes else valid
+    part = "train" if prefixes else split or "valid"  # files that are named are not split: all of them is `train`
+    data = dict(zip(PARTS, datasets_of(config), strict=True))[part]
     if data is None:
-        raise UserError("the run has no validation data: name token files with --data PREFIX")
+        raise UserError(
+            f"the run has no {part} data (data.split={list(config.data.split)}): choose another part with --split, "
+            "or name token files with --data PREFIX"
+        )
     return Checked(OneEpoch(data.dataset, most), config.model.vocab)
 
 
-def evaluate_rank(source: str, overrides: list[str], prefixes: list[str] | None, samples: int, as_json: bool) -> None:
+def evaluate_rank(
+    source: str, overrides: list[str], prefixes: list[str] | None, split: str | None, samples: int, as_json: bool
+) -> None:
     from meshwright.train.evaluate import evaluate, with_model
     from meshwright.train.processes import find_place
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
-        data = data_of(source, ctx.config, prefixes, samples or DEFAULT)
+        data = data_of(source, ctx.config, prefixes, split, samples or DEFAULT)
         count = data.dataset.samples
         result = evaluate(ctx, modules, data, count)
         if place.rank == 0 and samples > count:

@@ -145,7 +145,7 @@ def prompt_ids(args: dict[str, Any], tokenizer: Any, vocab: int) -> list[int]:
         args["prompt"].encode()
     except UnicodeEncodeError:
         raise UserError("--prompt is not UTF-8: write the text in UTF-8, or give --prompt-tokens") from None
-    encode = tokenizer.encode if origin_of(Path(args["source"])) is None else tokenizer.encode_marked
+    encode = tokenizer.encode if origin_of(Path(args["source"])) is None else tokenizer.encode_with_special_tokens
     ids = list(encode(args["prompt"])) or [tokenizer.eod]
     if max(ids) >= vocab:  # cut over ranks, the model would read it as nothing
         raise UserError(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 
-from meshwright.cli.asked import job_arguments, world_argument, world_asked
+from meshwright.cli.asked import job_arguments, target_asked, world_argument, world_asked
 from meshwright.errors import UserError
 from meshwright.plan.job import checked_job
 from meshwright.plan.memory import largest
 from meshwright.plan.rank import KINDS, rank_json
 from meshwright.plan.show import size, table
-from meshwright.plan.target import target_of
 
 MIXED = True
 EXAMPLES = """example:
@@ -29,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    target = target_of(args.target, args.words)
+    target = target_asked(args.target, args.words)
     world = world_asked(args, target)
     if world < 1:
         raise UserError(f"--world {world} is no number of ranks: give at least 1")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.asked import cluster_arguments, job_arguments
+from meshwright.cli.asked import cluster_arguments, job_arguments, target_asked
 from meshwright.cli.files import write
 from meshwright.config.rules import context_is_trained
 from meshwright.config.sections import Config
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     words = list(args.words)
     words += [f"train.global_batch={args.global_batch}"] if args.global_batch is not None else []
     words += [f"model.seq={args.seq}"] if args.seq is not None else []
-    target = target_of(args.target, words, as_run=False)
+    target = target_asked(args.target, words, as_run=False)
     cluster = cluster_for(target, args.cluster)
     target = with_supported_precision(target, cluster)
     c = target.config

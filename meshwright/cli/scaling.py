@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.asked import cluster_arguments, job_arguments
+from meshwright.cli.asked import cluster_arguments, job_arguments, target_asked
 from meshwright.cli.files import write
 from meshwright.errors import UserError
 from meshwright.plan.account import layout_of_cost, layout_words
@@ -15,7 +15,7 @@ from meshwright.plan.chart import Chart, png, svg
 from meshwright.plan.job import Job
 from meshwright.plan.scaling import WAYS, Point, device_counts, sweep
 from meshwright.plan.show import percent, table
-from meshwright.plan.target import cluster_for, stack_for, target_of, with_supported_precision
+from meshwright.plan.target import cluster_for, stack_for, with_supported_precision
 
 MIXED = True
 SEARCHED = (
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    target = target_of(args.target, args.words, as_run=False)
+    target = target_asked(args.target, args.words, as_run=False)
     cluster = cluster_for(target, args.cluster)
     target = with_supported_precision(target, cluster)
     stack = stack_for(target.config, cluster, args.stack)

@@ -110,12 +110,14 @@ class Group:
         return self.size <= 1
 
     def _call(
-        self, op: str, whole: Tensor, launch: Callable[[], Any], peer: int | None = None, tag: int = 0
-    ) -> Pending:
+        self, op: str, whole: Tensor, launch: Callable[[], Any], peer: int | None = None, tag: int = 0,
+        wire: int | None = None,
+    ) -> Pending:  # fmt: skip
         """Counts, notes and launches a call whose payload is `whole`. With a `peer` (its rank) it is one end of a
-        transfer: the flight record counts those by direction, so that both ends give a message the same number."""
+        transfer: the flight record counts those by direction, so that both ends give a message the same number.
+        `wire`: the bytes that this rank sends, where the ledger can't derive them from the payload."""
         ledger, payload = self.ledger, _bytes(whole)
-        tally = None if op == "receive" else ledger.record(self.axis, op, payload, self.size, self.crosses_node)
+        tally = None if op == "receive" else ledger.record(self.axis, op, payload, self.size, self.crosses_node, wire)
         label, ranks = self.label, self.ranks
         if peer is not None:
             me = self.ranks[self.index]
@@ -174,13 +176,18 @@ class Group:
         launch = lambda: _reduce_scatter(out, x, dist.ReduceOp.SUM, self.process_group, async_op=True)  # noqa: E731
         return _finish(self._call("reduce_scatter", x, launch), wait)
 
-    def all_to_all(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
-        """Of the equal pieces of `x` along dim 0, the n-th goes to place n; `out` becomes those that come here."""
+    def all_to_all(
+        self, out: Tensor, x: Tensor, wait: bool = True, sends: list[int] | None = None,
+        receives: list[int] | None = None,
+    ) -> Pending:  # fmt: skip
+        """Of the pieces of `x` along dim 0, the n-th goes to place n; `out` becomes those that come here, by sender.
+        Pieces are equal unless `sends` and `receives` give their rows. Every rank must call, even with no rows."""
         if self.alone:
             out.copy_(x)
             return DONE
-        launch = lambda: dist.all_to_all_single(out, x, group=self.process_group, async_op=True)  # noqa: E731
-        return _finish(self._call("all_to_all", x, launch), wait)
+        launch = lambda: dist.all_to_all_single(out, x, receives, sends, self.process_group, async_op=True)  # noqa: E731
+        wire = None if sends is None else _bytes(x) - _bytes(x[: sends[self.index]])
+        return _finish(self._call("all_to_all", x, launch, wire=wire), wait)
 
     def broadcast(self, x: Tensor, source: int = 0, wait: bool = True) -> Pending:
         """In place, from the rank at place `source`. The ledger counts it on every rank that takes part."""

@@ -1,8 +1,8 @@
 """The ledger: every collective and send of this rank, counted by phase, axis, op and layer.
 
 *Payload* is the whole logical tensor: all_reduce and broadcast its size, all_gather the output, reduce_scatter and
-all_to_all the input, send the message. *Wire* is what one rank sends by the ring algorithm. Groups of one record
-nothing.
+all_to_all the input, send the message. *Wire* is what one rank sends by the ring algorithm; of an all_to_all of uneven
+pieces it is the input without the piece that stays. Groups of one record nothing.
 """
 
 from __future__ import annotations
@@ -69,14 +69,17 @@ class Ledger:
         self.current_phase = "startup"
         self.current_layer: int | None = None
 
-    def record(self, axis: str, op: str, payload: int, size: int, crosses_node: bool = False) -> Tally:
+    def record(
+        self, axis: str, op: str, payload: int, size: int, crosses_node: bool = False, wire: int | None = None
+    ) -> Tally:
+        """`wire` replaces the ring's bytes where they depend on more than the payload."""
         entry = Entry(self.current_phase, axis, op, self.current_layer, crosses_node)
         tally = self.entries.get(entry)
         if tally is None:
             tally = self.entries[entry] = Tally()
         tally.calls += 1
         tally.payload_bytes += payload
-        tally.wire_bytes += wire_bytes(op, payload, size)
+        tally.wire_bytes += wire_bytes(op, payload, size) if wire is None else wire
         return tally
 
     @contextmanager

@@ -1,9 +1,8 @@
-"""Collectives inside a layer, as registered operators, and their autograd pairs.
+"""Collectives inside a layer, as registered operators, and those of them that autograd can call.
 
 torch.compile can't trace a Python side effect (the ledger) inside an autograd function, but it can call a registered
 operator, whose Python runs every time. The operators work on dim 0: activations are [tokens, hidden], and a part of the
-tokens is a run of rows. The pairs, each other's backward: copy_to and reduce_from, gather_from and scatter_to,
-all_gather_from and reduce_scatter_from.
+tokens is a run of rows.
 """
 
 from __future__ import annotations
@@ -68,19 +67,29 @@ def _(x: Tensor, group: str, size: int) -> Tensor:
     return x.new_empty((x.shape[0] // size, *x.shape[1:]))
 
 
-class _CopyTo(torch.autograd.Function):
-    """Every rank uses the same tensor: the gradient is the sum of what each found."""
+@operator("meshwright::all_to_all")
+def all_to_all(x: Tensor, group: str, sends: list[int], receives: list[int]) -> Tensor:
+    """`sends[n]` rows of x go to place n of the group, and `receives[n]` rows come from there."""
+    out = x.new_empty((sum(receives), *x.shape[1:]))
+    group_named(group).all_to_all(out, x.contiguous(), sends=sends, receives=receives)
+    return out
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.clone(memory_format=torch.contiguous_format)
-        all_reduce_(total, ctx.group, "sum")
-        return total, None
+@all_to_all.register_fake
+def _(x: Tensor, group: str, sends: list[int], receives: list[int]) -> Tensor:
+    return x.new_empty((sum(receives), *x.shape[1:]))
+
+
+def _keep_counts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.group, ctx.sends, ctx.receives = inputs
+
+
+def _send_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    """The gradient of a row goes back to the rank that the row came from."""
+    return all_to_all(grad, ctx.group, ctx.receives, ctx.sends), None, None, None
+
+
+all_to_all.register_autograd(_send_back, setup_context=_keep_counts)
 
 
 class _ReduceFrom(torch.autograd.Function):
@@ -110,78 +119,11 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather(grad, ctx.group, ctx.size), None, None
 
 
-class _AllGather(torch.autograd.Function):
-    """All ranks' rows, of which each rank then uses its own way: the gradient is the sum of what each found."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, size: int) -> Tensor:
-        ctx.group, ctx.size = group, size
-        return all_gather(x, group, size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(grad, ctx.group, ctx.size), None, None
-
-
-def _part(x: Tensor, dim: int, index: int, size: int) -> Tensor:
-    return x.chunk(size, dim)[index].contiguous()
-
-
-def _whole(x: Tensor, dim: int, group: str, size: int) -> Tensor:
-    return torch.cat(all_gather(x.contiguous(), group, size).chunk(size), dim) if dim else all_gather(x, group, size)
-
-
-class _Gather(torch.autograd.Function):
-    """All ranks' parts along `dim`, which every rank then uses alike: the gradient is this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: str, index: int, size: int) -> Tensor:
-        ctx.where = (dim, index, size)
-        return _whole(x, dim, group, size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _part(grad, *ctx.where), None, None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    """This rank's part along `dim` of what every rank holds alike: the gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: str, index: int, size: int) -> Tensor:
-        ctx.where = (dim, group, size)
-        return _part(x, dim, index, size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _whole(grad, *ctx.where), None, None, None, None
-
-
-def copy_to(x: Tensor, group: Group) -> Tensor:
-    """Into a region where each rank does a part of the work on the same tensor."""
-    return x if group.alone else _CopyTo.apply(x, group.name)
-
-
 def reduce_from(x: Tensor, group: Group) -> Tensor:
-    """Out of it: the sum."""
+    """The sum of all ranks' tensors, whose gradient every rank has alike."""
     return x if group.alone else _ReduceFrom.apply(x, group.name)
 
 
 def reduce_scatter_from(x: Tensor, group: Group) -> Tensor:
-    """This rank's rows of the sum."""
+    """This rank's rows of the sum of all ranks' tensors; the gradient is gathered."""
     return x if group.alone else _ReduceScatter.apply(x, group.name, group.size)
-
-
-def all_gather_from(x: Tensor, group: Group) -> Tensor:
-    """All rows, for ranks that each do a part of the work on them."""
-    return x if group.alone else _AllGather.apply(x, group.name, group.size)
-
-
-def gather_from(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """The whole of a tensor that is cut along `dim`."""
-    return x if group.alone else _Gather.apply(x, dim, group.name, group.index, group.size)
-
-
-def scatter_to(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """This rank's part along `dim`."""
-    return x if group.alone else _Scatter.apply(x, dim, group.name, group.index, group.size)

@@ -50,7 +50,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mt-nlg-530b": _gpt(105, 20480, 128, seq=2048, vocab=51200),
     "opt-175b": _gpt(96, 12288, 96, seq=2048, vocab=50272, mlp="relu", position_offset=2),
     "codegeex-13b": _gpt(40, 5120, 40, seq=2048, vocab=52224),
-    "qwen-72b": _llama(80, 8192, 64, 64, 24576, 152064, 2048, 1e4, qkv_bias=True),
+    "qwen-72b": _llama(80, 8192, 64, 64, 24576, 152064, 32768, 1e6, qkv_bias=True, norm_eps=1e-6),
     "llama2-7b": _llama(32, 4096, 32, 32, 11008, 32000, 4096, 1e4),
     "llama2-13b": _llama(40, 5120, 40, 40, 13824, 32000, 4096, 1e4),
     "llama2-70b": _llama(80, 8192, 64, 8, 28672, 32000, 4096, 1e4),
@@ -60,12 +60,21 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# Runs that were published: what they ran on, the layout they chose, and their throughput in FLOP/s a device, where
-# `hardware` counts recomputation (empty: the source doesn't say). The model has the run's name.
+# Presets of models that differ from theirs in more than numbers: enough to plan with, but training one would train
+# another model under its name. What differs, by name.
+APPROXIMATE = {
+    "glm-130b": "GLM-130B has GeGLU, DeepNorm and blanks to fill in, the preset SwiGLU, pre-norm and the next token",
+    "codegeex-13b": "CodeGeeX has 39 blocks, a top query layer and fast GELU, the preset 40 blocks with tanh GELU",
+}
+
+
+# Runs that were published: what they ran on, the layout they chose, and their throughput in TFLOP/s per device, where
+# `hardware` counts recomputation (empty: the source doesn't say) and `whole run` is that over the calendar, with all
+# that interrupted the run. The model has the run's name.
 RUNS: dict[str, dict[str, Any]] = {
     "gpt-neox-20b": {
         "cluster": "a100-40g-dgx", "devices": 96, "stack": "unfused-deepspeed", "tflops": 117, "counts": "",
-        "layout": {"tp": 2, "pp": 4, "order": "tp-pp-cp-ep-dp"},
+        "layout": {"tp": 2, "pp": 4, "order": "tp-pp-cp-ep-dp"}, "network_gb_s": 100,  # four HDR adapters per node
         "train": {"global_batch": 1536, "micro_batch": 4, "precision": "fp16"},
         "zero": {"stage": 1}, "recompute": {"mode": "full"},
     },
@@ -95,8 +104,9 @@ RUNS: dict[str, dict[str, Any]] = {
         "train": {"global_batch": 992, "micro_batch": 8, "precision": "fp16"},
         "zero": {"stage": 3}, "recompute": {"mode": "full"},
     },
+    # 850B tokens from 18 April to 22 June 2022.
     "codegeex-13b": {
-        "cluster": "ascend-910-32g", "devices": 1536, "stack": "unfused", "tflops": 0, "counts": "",
+        "cluster": "ascend-910-32g", "devices": 1536, "stack": "unfused", "tflops": 10.8, "counts": "whole run",
         "layout": {"tp": 8, "pp": 1},
         "train": {"global_batch": 3072, "micro_batch": 16, "precision": "fp16"},
         "zero": {"stage": 2}, "recompute": {"mode": "full"},

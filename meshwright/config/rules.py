@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from meshwright.config.presets import APPROXIMATE
 from meshwright.config.sections import FP8_UNIT, LARGEST_TABLE, Config
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -17,6 +18,15 @@ def _divisors(number: int) -> str:
     if len(found) > 8:
         found = found[:8] + ["..."]
     return ", ".join(found)
+
+
+def preset_is_its_model(c: Config, world: int) -> str | None:
+    if c.model.preset in APPROXIMATE:
+        return (
+            f"model.preset={c.model.preset} can't be trained yet ({APPROXIMATE[c.model.preset]}): choose another "
+            "preset, or train the approximation with model.preset empty and the keys of `meshwright config show`"
+        )
+    return None
 
 
 def context_is_trained(c: Config, world: int) -> str | None:
@@ -251,6 +261,9 @@ RULES: list[Rule] = [
 
 # What cuts a model's own sizes.
 TENSOR_PARALLEL: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn]
+
+# What training needs besides: planning takes a preset that only approximates its model, and says so.
+TRAINED = [preset_is_its_model, *RULES]
 
 # What a step's formulas need; they know context parallelism, which can't be trained yet.
 PLANNED = [rule for rule in RULES if rule is not context_is_trained]

@@ -24,8 +24,8 @@ from meshwright.errors import UserError
 MAX_PERIOD = 1 << 16
 
 
-class Samples(Protocol):
-    """Anything with endless numbered samples of seq + 1 tokens."""
+class SampleSource(Protocol):
+    """What a blend needs of a dataset: it has endless numbered samples of seq + 1 tokens."""
 
     seq: int
 
@@ -38,10 +38,10 @@ class Samples(Protocol):
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Weights as whole numbers without a common divisor, at most MAX_PERIOD in sum.
+    """Returns the weights as whole numbers without a common divisor, whose sum is at most MAX_PERIOD.
 
-    Exact for weights as people write them (0.3 and 0.7, 5 and 2); others are rounded to the nearest 1 / MAX_PERIOD of
-    their sum, though never to nothing.
+    They are exact for weights as people write them (0.3 and 0.7, 5 and 2); others are rounded to the nearest
+    1 / MAX_PERIOD of their sum, though never to zero.
     """
     for weight in weights:
         if not (math.isfinite(weight) and weight >= 0):
@@ -68,7 +68,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 def blend_pattern(weights: Sequence[int], seed: int = 0) -> NDArray[np.int32]:
-    """Which dataset gives each sample of one period: [sum(weights)] int32. The seed settles ties."""
+    """Returns which dataset gives each sample of one period: [sum(weights)] int32. The seed settles ties."""
     period = sum(weights)
     rank = [int(r) for r in keyed_permutation(len(weights), seed, "blend")]
     released: list[list[tuple[int, int, int]]] = [[] for _ in range(period + 1)]
@@ -87,9 +87,9 @@ def blend_pattern(weights: Sequence[int], seed: int = 0) -> NDArray[np.int32]:
 
 
 class Blend:
-    """Samples of several datasets in proportion to their weights; each dataset's own come in its own order."""
+    """Draws samples from several datasets in proportion to their weights, each dataset's in its own order."""
 
-    def __init__(self, datasets: Sequence[Samples], weights: Sequence[float], seed: int) -> None:
+    def __init__(self, datasets: Sequence[SampleSource], weights: Sequence[float], seed: int) -> None:
         assert len(datasets) == len(weights) > 0, (len(datasets), len(weights))
         assert len({dataset.seq for dataset in datasets}) == 1, "datasets of one sequence length"
         self.datasets, self.seq = list(datasets), datasets[0].seq
@@ -101,14 +101,14 @@ class Blend:
             self._rank[self._dataset == d] = np.arange(weight)
 
     def locate(self, n: int) -> tuple[int, int]:
-        """Sample n is sample k of dataset d: (d, k)."""
+        """Returns (d, k), where sample n of the blend is sample k of dataset d."""
         periods, slot = divmod(n, self.period)
         d = int(self._dataset[slot])
         return d, periods * self.weights[d] + int(self._rank[slot])
 
     @property
     def epoch_samples(self) -> int:
-        """How many samples there are before one of the datasets begins its second epoch."""
+        """The number of samples before one of the datasets begins its second epoch."""
         begins = []
         for d, weight in enumerate(self.weights):
             if weight:
@@ -121,6 +121,6 @@ class Blend:
         return self.datasets[d].own_labels(k)
 
     def sample(self, n: int) -> NDArray[np.int64]:
-        """Tokens of sample n: [seq + 1]."""
+        """Returns the tokens of sample n: [seq + 1]."""
         d, k = self.locate(n)
         return self.datasets[d].sample(k)

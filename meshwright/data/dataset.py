@@ -30,7 +30,7 @@ class TooSmall(UserError):
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch's order. Piece k begins `offset[k]` tokens into document `order[position[k]]`."""
+    """The order of one epoch: piece k begins `offset[k]` tokens into document `order[position[k]]`."""
 
     order: NDArray[np.unsignedinteger[Any]]  # [documents]
     position: NDArray[np.unsignedinteger[Any]]  # [pieces]
@@ -39,9 +39,9 @@ class Epoch:
 
 
 class GPTDataset:
-    """Samples from documents [documents[0], documents[1]) of a token file; all of them by default.
+    """Packs documents [documents[0], documents[1]) of a token file into samples; by default all documents.
 
-    `stream` keeps datasets with the same seed apart. Memory: an epoch in use holds 4 bytes a document and 16 a sample.
+    `stream` keeps datasets with the same seed apart. An epoch in use holds 4 bytes per document and 16 per sample.
     """
 
     def __init__(
@@ -64,27 +64,27 @@ class GPTDataset:
         self._epochs: dict[int, Epoch] = {}
 
     def first_sample(self, epoch: int) -> int:
-        """The number of the first sample that begins in an epoch."""
+        """Returns the number of the first sample that begins in an epoch."""
         return -(-epoch * self.tokens_per_epoch // self.seq)
 
     @property
     def epoch_samples(self) -> int:
-        """How many samples begin in the first epoch."""
+        """The number of samples that begin in the first epoch."""
         return self.first_sample(1)
 
     def own_labels(self, n: int) -> int:
-        """How many labels of sample n are of its epoch; the others, of its last sample, are the next one's."""
+        """Returns how many labels of sample n belong to its epoch: an epoch's last sample goes on into the next one."""
         number, k = self._locate(n)
         begin = (self.first_sample(number) + k) * self.seq
         return min(self.seq, (number + 1) * self.tokens_per_epoch - 1 - begin)
 
     def _locate(self, n: int) -> tuple[int, int]:
-        """The epoch in which sample n begins, and its place there before it is shuffled."""
+        """Returns the epoch in which sample n begins, and its place there before the samples were shuffled."""
         number = n * self.seq // self.tokens_per_epoch
         return number, int(self.epoch(number).shuffle[n - self.first_sample(number)])
 
     def sample(self, n: int) -> NDArray[np.int64]:
-        """Tokens of sample n: [seq + 1]."""
+        """Returns the tokens of sample n: [seq + 1]."""
         number, k = self._locate(n)
         epoch = self.epoch(number)
         low, skip = int(epoch.position[k]), int(epoch.offset[k])
@@ -97,7 +97,7 @@ class GPTDataset:
         return self._read(documents, skip, int(following.offset[0]) + 1)
 
     def epoch(self, number: int) -> Epoch:
-        """An epoch's order, drawn when first needed; the few used last are kept."""
+        """Returns an epoch's order. It is drawn when first needed, and the few orders used last are kept."""
         found = self._epochs.pop(number, None) or self._draw(number)
         self._epochs[number] = found
         while len(self._epochs) > EPOCHS_KEPT:
@@ -117,7 +117,7 @@ class GPTDataset:
     def _read(
         self, documents: NDArray[np.unsignedinteger[Any]], skip: int, last: int
     ) -> NDArray[np.int64]:
-        """Documents end to end, without the first `skip` tokens of the first, with `last` tokens of the last."""
+        """Joins documents, without the first `skip` tokens of the first and with only `last` tokens of the last."""
         starts = self._pointers[documents] // self._itemsize
         lengths = self._lengths[documents].astype(np.int64)
         lengths[-1] = last
@@ -137,8 +137,8 @@ class GPTDataset:
 
 
 def _check_table(file: TokenFile, pointers: NDArray[np.int64], lengths: NDArray[Any]) -> None:
-    """Documents lie one behind the other in the file: a page of the index that was lost in a copy shows here, where
-    its documents would else be others' tokens."""
+    """Checks that documents follow one another in the file: a page of the index that a copy lost would otherwise give
+    one document's tokens to another."""
     size = file.dtype.itemsize
     good = len(pointers) == 0 or (pointers[0] >= 0 and pointers[0] % size == 0)
     for low in range(0, len(pointers), CHECKED_AT_ONCE):
@@ -151,7 +151,8 @@ def _check_table(file: TokenFile, pointers: NDArray[np.int64], lengths: NDArray[
 
 
 def _document_table(file: TokenFile, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """The byte at which each document begins and its tokens: views of the index where documents are sequences."""
+    """Returns the byte at which each document begins and its number of tokens: views of the index, where every document
+    is one sequence."""
     bounds = file.document_indices[low : high + 1]
     begin, end = int(bounds[0]), int(bounds[-1])
     if end - begin == high - low and np.array_equal(bounds, np.arange(begin, end + 1)):

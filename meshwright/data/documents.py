@@ -27,7 +27,7 @@ BOM = "\ufeff"
 
 @dataclass(frozen=True)
 class Source:
-    """One input file; `lines` when every line is a JSON document, else the file is one document."""
+    """One input file. With `lines`, every line is a JSON document; otherwise the whole file is one document."""
 
     path: str
     lines: bool
@@ -36,7 +36,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes [start, end) of a file; `last` when a document ends with it."""
+    """Bytes [start, end) of a file. With `last`, a document ends where the span does."""
 
     path: str
     lines: bool
@@ -50,7 +50,7 @@ Task = tuple[Span, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """A document, or a part of one when not `last`; `replaced` when it held bytes that are not UTF-8."""
+    """A document, or without `last` a part of one. `replaced` says that it held bytes that are not UTF-8."""
 
     text: str
     last: bool
@@ -58,7 +58,7 @@ class Piece:
 
 
 def find_sources(inputs: Iterable[str]) -> list[Source]:
-    """Every file the inputs name, in the order given, folders sorted; none at all is the user's mistake."""
+    """Returns every file that the inputs name, in the order given and sorted within a folder; there must be one."""
     sources: list[Source] = []
     for name in inputs:
         found = list(_sources_of(name))
@@ -84,7 +84,7 @@ def _sources_of(name: str) -> Iterator[Source]:
         suffix = os.path.splitext(name)[1]
         if suffix not in SUFFIXES:
             raise UserError(
-                f"cannot tell what '{name}' holds: name it .txt (one document) or .jsonl (one JSON object a line)"
+                f"cannot tell what '{name}' holds: name it .txt (one document) or .jsonl (one JSON object per line)"
             )
         yield _source(name, SUFFIXES[suffix])
 
@@ -114,7 +114,7 @@ def _source(path: str, lines: bool) -> Source:
 
 
 def plan_tasks(sources: Iterable[Source], cut: re.Pattern[bytes] | None) -> Iterator[Task]:
-    """Tasks of about TASK_BYTES, in order; `cut` is where the tokenizer lets a document be parted."""
+    """Yields tasks of about TASK_BYTES, in order. `cut` matches where the tokenizer lets a document be split."""
     task: list[Span] = []
     size = 0
     for source in sources:
@@ -146,7 +146,7 @@ def _spans(source: Source, cut: re.Pattern[bytes] | None) -> Iterator[Span]:
 
 
 def _next_cut(handle: int, position: int, size: int, cut: re.Pattern[bytes]) -> int:
-    """The first place at or after `position` where the file may be cut, or its end."""
+    """Returns the first place at or after `position` where the file may be cut, or its end."""
     while position < size:
         window = os.pread(handle, WINDOW_BYTES, position)
         found = cut.search(window)
@@ -159,7 +159,7 @@ def _next_cut(handle: int, position: int, size: int, cut: re.Pattern[bytes]) -> 
 
 
 def read_pieces(span: Span, field: str) -> Iterator[Piece]:
-    """The documents of a span, or its part of one; empty lines of a .jsonl are no documents."""
+    """Yields the documents of a span, or its part of one; empty lines of a .jsonl file are skipped."""
     try:
         with open(span.path, "rb") as file:
             file.seek(span.start)
@@ -203,7 +203,7 @@ def _decode(data: bytes) -> tuple[str, bool]:
 
 
 def _encodable(text: str) -> tuple[str, bool]:
-    """JSON may name half of a surrogate pair, which no UTF-8 text can hold."""
+    """Replaces halves of surrogate pairs, which JSON can name and UTF-8 can't hold; says whether there were any."""
     try:
         if not text.isascii():
             text.encode("utf-8")
@@ -213,7 +213,7 @@ def _encodable(text: str) -> tuple[str, bool]:
 
 
 def _place(span: Span, line: int) -> str:
-    """"FILE line N", counted from the beginning of the file."""
+    """Returns "FILE line N", counted from the beginning of the file."""
     with open(span.path, "rb") as file:
         while file.tell() < span.start:
             line += file.read(min(TASK_BYTES, span.start - file.tell())).count(b"\n")

@@ -18,9 +18,9 @@ import numpy as np
 from meshwright.data.documents import Source, Task, find_sources, plan_tasks, read_pieces
 from meshwright.data.progress import Progress
 from meshwright.data.token_file import METADATA_FORMAT, token_dtype
-from meshwright.data.token_writer import BESIDE, TokenFileWriter
+from meshwright.data.token_writer import SIDE_FILES, TokenFileWriter
 from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer, train_tokenizer, trained_size
-from meshwright.data.workers import in_order
+from meshwright.data.workers import map_in_order
 from meshwright.errors import UserError
 
 QUICK_BYTES, SLOW_BYTES = 16 << 20, 2 << 20  # less input than this is not worth another process
@@ -29,7 +29,7 @@ TRAINING_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Encoded:
-    """A task's result: the ids of its pieces back to back, as the token file stores them, and their lengths."""
+    """The result of a task: its pieces' ids back to back, as the token file stores them, and their lengths."""
 
     tokens: bytes
     lengths: list[int]
@@ -41,7 +41,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Summary:
-    """What was written; `replaced` counts documents with bytes that are not UTF-8, `empty` those left out."""
+    """What was written. `replaced` counts documents with bytes that are not UTF-8, `empty` those that were left out."""
 
     prefix: str
     files: list[str]
@@ -61,7 +61,7 @@ class Summary:
 
 
 def encode_task(tokenizer: Tokenizer, task: Task, field: str) -> Encoded:
-    """Read and encode a task; a document without text is left out, an empty end of a long one is not."""
+    """Reads and encodes a task. A document without text is left out; an empty end of a long document is not."""
     pieces, replaced, empty = [], 0, 0
     for span in task:
         for piece in read_pieces(span, field):
@@ -85,7 +85,7 @@ def encode_task(tokenizer: Tokenizer, task: Task, field: str) -> Encoded:
 
 
 def make_encoder(recipe: Recipe, field: str) -> Callable[[Task], Encoded]:
-    """What a worker process does with its tasks."""
+    """Makes, in a worker process, the function that its tasks go through."""
     tokenizer = recipe.make()
     return lambda task: encode_task(tokenizer, task, field)
 
@@ -93,9 +93,9 @@ def make_encoder(recipe: Recipe, field: str) -> Callable[[Task], Encoded]:
 def encode_tasks(
     tokenizer: Tokenizer, tasks: Iterator[Task], field: str, workers: int
 ) -> Generator[Encoded, None, None]:
-    """The results of the tasks, in their order."""
+    """Yields the results of the tasks, in their order."""
     if workers > 1:
-        yield from in_order(make_encoder, (tokenizer.recipe, field), tasks, workers)
+        yield from map_in_order(make_encoder, (tokenizer.recipe, field), tasks, workers)
         return
     for task in tasks:
         yield encode_task(tokenizer, task, field)
@@ -111,7 +111,7 @@ def prepare(
     field: str = "text",
     force: bool = False,
 ) -> Summary:
-    """Write OUT.bin, OUT.idx and OUT.json (and OUT.tokenizer.json with `train:SIZE`) from the inputs.
+    """Writes OUT.bin, OUT.idx and OUT.json (and OUT.tokenizer.json with `train:SIZE`) from the inputs.
 
     With more than one worker a script must guard its entry with `if __name__ == "__main__"`, as for any module that
     starts processes.
@@ -123,23 +123,23 @@ def prepare(
     made = None if size is not None else load_tokenizer(tokenizer, eod)
     sources = find_sources(inputs)
     begin = time.perf_counter()
-    beside: dict[str, bytes] = {}
+    side_files: dict[str, bytes] = {}
     if made is None:
         assert size is not None
         made = _train(sources, size, field, f"{os.path.basename(out)}.tokenizer.json", eod)
         assert isinstance(made.recipe.content, str)
-        beside[".tokenizer.json"] = made.recipe.content.encode()
+        side_files[".tokenizer.json"] = made.recipe.content.encode()
     total = sum(source.size for source in sources)
     workers = workers or _default_workers(total, made)
     dtype = token_dtype(made.vocab_size)
     with _sequential_library(), TokenFileWriter(out, dtype) as writer:
         empty, replaced = _encode(writer, sources, made, field, workers)
-        beside[".json"] = _metadata(made, writer, trained=".tokenizer.json" in beside)
-        writer.finish(beside)
+        side_files[".json"] = _metadata(made, writer, trained=".tokenizer.json" in side_files)
+        writer.finish(side_files)
     seconds = time.perf_counter() - begin
     return Summary(
         prefix=out,
-        files=[out + suffix for suffix in (".bin", ".idx", *beside)],
+        files=[out + suffix for suffix in (".bin", ".idx", *side_files)],
         tokenizer=made.recipe.spec,
         vocab_size=made.vocab_size,
         eod=made.eod,
@@ -159,7 +159,7 @@ def prepare(
 def _encode(
     writer: TokenFileWriter, sources: list[Source], tokenizer: Tokenizer, field: str, workers: int
 ) -> tuple[int, int]:
-    """Encode everything into the writer; returns the numbers of empty documents and of those with bad bytes."""
+    """Encodes everything into the writer; returns the numbers of empty documents and of those with bad bytes."""
     progress = Progress("encoding", sum(source.size for source in sources))
     tasks = plan_tasks(sources, tokenizer.cut)
     empty = replaced = 0
@@ -167,7 +167,7 @@ def _encode(
         with contextlib.closing(encode_tasks(tokenizer, tasks, field, workers)) as results:
             for result in results:
                 tokens = np.frombuffer(result.tokens, dtype=writer.dtype)
-                writer.add_pieces(tokens, result.lengths, result.last_open)
+                writer.add_documents(tokens, result.lengths, result.last_open)
                 empty += result.empty
                 replaced += result.replaced
                 progress.advance(result.size)
@@ -179,7 +179,7 @@ def _encode(
 
 
 def _metadata(tokenizer: Tokenizer, writer: TokenFileWriter, trained: bool) -> bytes:
-    """PREFIX.json: what a model and a sampler need to know of the tokens; a trained tokenizer lies beside."""
+    """Returns the content of PREFIX.json: what a model and a sampler need to know about the tokens."""
     spec = tokenizer.recipe.spec
     found = {
         "format": METADATA_FORMAT,
@@ -197,7 +197,7 @@ def _metadata(tokenizer: Tokenizer, writer: TokenFileWriter, trained: bool) -> b
 
 
 def _train(sources: list[Source], size: int, field: str, spec: str, eod: str | None) -> Tokenizer:
-    """A tokenizer from the input; of more than TRAINING_BYTES, tasks spread evenly over it are used."""
+    """Trains a tokenizer on the input; of more than TRAINING_BYTES it reads tasks that are spread evenly over it."""
     from meshwright.data.words import CUT_BYTES
 
     total = sum(source.size for source in sources)
@@ -219,7 +219,7 @@ def _train(sources: list[Source], size: int, field: str, spec: str, eod: str | N
 
 
 def _check_out(out: str, force: bool) -> None:
-    """Refuse to write over anything but on request, and names that cannot be meant."""
+    """Refuses to overwrite anything unless asked to, and names that can't be meant."""
     if not os.path.basename(out):
         raise UserError(f"--out '{out}' is a folder: give a prefix in it, for example {os.path.join(out, 'train')}")
     bare, suffix = os.path.splitext(out)
@@ -229,7 +229,7 @@ def _check_out(out: str, force: bool) -> None:
         return
     if os.path.exists(out + ".idx"):
         raise UserError(f"{out}.idx exists: add --force to write it again, or choose another --out")
-    for suffix in (".bin", *BESIDE):
+    for suffix in (".bin", *SIDE_FILES):
         if os.path.exists(out + suffix):
             raise UserError(
                 f"{out}{suffix} exists without an index (from a run that did not finish, or another program): "
@@ -238,7 +238,7 @@ def _check_out(out: str, force: bool) -> None:
 
 
 def _default_workers(total: int, tokenizer: Tokenizer) -> int:
-    """One process per core, but no more than have something to do (a tokenizer that can cut text is quick)."""
+    """Returns one process per core, but no more than have enough to do (a tokenizer that can cut text is quick)."""
     enough = SLOW_BYTES if tokenizer.cut is None else QUICK_BYTES
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, total // enough))
@@ -246,7 +246,7 @@ def _default_workers(total: int, tokenizer: Tokenizer) -> int:
 
 @contextlib.contextmanager
 def _sequential_library() -> Iterator[None]:
-    """Workers are the parallelism: the tokenizers library must not start threads of its own beneath them."""
+    """Keeps the tokenizers library from starting threads of its own: the workers are the parallelism."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 
 def keyed_permutation(size: int, *key: int | str) -> NDArray[np.unsignedinteger[Any]]:
-    """A permutation of range(size), [size] uint32 (uint64 from 2**32 on), drawn from `key`.
+    """Draws a permutation of range(size) from `key`: [size] uint32, or uint64 from 2**32 on.
 
     Each index gets random high bits from Philox (a counter-based generator whose raw output is fixed by its
-    definition) above its own low bits, and the lot is sorted: all values differ, so every sorting algorithm gives the
+    definition) above its own low bits, and these are sorted: all values differ, so every sorting algorithm gives the
     same result, and sorting plain integers is several times faster than shuffling.
     """
     dtype = np.dtype(np.uint32 if size < 1 << 32 else np.uint64)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.blend import Blend, Samples
+from meshwright.data.blend import Blend, SampleSource
 from meshwright.data.dataset import GPTDataset, TooSmall
 from meshwright.data.token_file import TokenFile
 from meshwright.errors import UserError
@@ -20,7 +20,7 @@ PARTS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """What the end-of-document token does. `eod` None: as the token files' metadata says.
+    """What the end-of-document token does. Where `eod` is None, the token files' metadata name it.
 
     mask_eod          no loss where the input is the end token: what follows is another document (as Megatron does)
     reset_positions   positions begin again at 0 after each end token
@@ -38,23 +38,19 @@ class SampleOptions:
 
 
 class SampleStream:
-    """The samples of one part of the data; sample n, and so every batch, is a pure function of the seed and n."""
+    """The samples of one part of the data. Sample n, and so every batch, is a pure function of the seed and n."""
 
     def __init__(
-        self, source: Samples, options: SampleOptions | None = None, vocab_needed: int | None = None
+        self, source: SampleSource, options: SampleOptions | None = None, vocab_needed: int | None = None
     ) -> None:
         self.source, self.seq = source, source.seq
         self.options = options or SampleOptions()
         self.vocab_needed = vocab_needed
         assert self.options.eod is not None or not self.options.need_eod, "these options need an end token"
 
-    @staticmethod
-    def batch(consumed: int, size: int) -> range:
-        """The numbers of the samples of the global batch that follows `consumed` samples."""
-        return range(consumed, consumed + size)
-
     def sample(self, n: int) -> dict[str, NDArray[np.int64]]:
-        """tokens, labels (already shifted) and loss_mask (0 or 1), and by option positions and segments: [seq] each."""
+        """Returns tokens, labels (already shifted), loss_mask (0 or 1) and, by option, positions and segments, each
+        [seq]."""
         text = self.source.sample(n)
         tokens, labels = text[:-1].copy(), text[1:].copy()
         found = {"tokens": tokens, "labels": labels, "loss_mask": np.ones(self.seq, np.int64)}
@@ -75,12 +71,12 @@ class SampleStream:
 
 
 class OneEpoch:
-    """At most `most` samples of a stream, all before its second epoch. Each token is a label once: where a sample goes
-    on into the second epoch it has no loss, and one that is all beyond is left out."""
+    """At most `limit` samples of a stream, all from its first epoch. Each token is a label once: where a sample goes on
+    into the second epoch it has no loss, and a sample that lies wholly beyond it is left out."""
 
-    def __init__(self, stream: SampleStream, most: int) -> None:
+    def __init__(self, stream: SampleStream, limit: int) -> None:
         self.stream, source = stream, stream.source
-        self._numbers = list(islice((n for n in range(source.epoch_samples) if source.own_labels(n)), most))
+        self._numbers = list(islice((n for n in range(source.epoch_samples) if source.own_labels(n)), limit))
         self.samples = len(self._numbers)
 
     def sample(self, n: int) -> dict[str, NDArray[np.int64]]:
@@ -90,7 +86,7 @@ class OneEpoch:
 
 
 def parse_split(split: str | Sequence[float]) -> tuple[float, float, float]:
-    """Shares of train, valid and test, summing to 1, from "969,30,1" or [0.9, 0.1]; what is left out is 0."""
+    """Returns the shares of train, valid and test, summing to 1, from "969,30,1" or [0.9, 0.1]; a missing one is 0."""
     try:
         values = [float(value) for value in (split.split(",") if isinstance(split, str) else split)]
     except (TypeError, ValueError):
@@ -103,9 +99,9 @@ def parse_split(split: str | Sequence[float]) -> tuple[float, float, float]:
 
 
 def split_documents(count: int, shares: Sequence[float]) -> list[tuple[int, int]]:
-    """The documents [low, high) of each part, in order, by number of documents.
+    """Returns the documents [low, high) of each part, in order; a share is one of the number of documents.
 
-    While there are documents enough, a part with a share above 0 gets at least one.
+    While there are enough documents, a part with a share above 0 gets at least one.
     """
     left = sum(share > 0 for share in shares)  # parts that are still to get documents
     least = int(count >= left)
@@ -129,7 +125,7 @@ def build_datasets(
     seed: int,
     options: SampleOptions | None = None,
 ) -> tuple[SampleStream | None, SampleStream | None, SampleStream | None]:
-    """The train, valid and test streams of token files, blended by `weights` (None: by their tokens).
+    """Returns the train, valid and test streams of token files, blended by `weights` (None: by their tokens).
 
     Each file is split by documents; a part whose share is 0 is None.
     """
@@ -150,7 +146,7 @@ def build_datasets(
         if not shares[part]:
             streams.append(None)
             continue
-        datasets: list[Samples] = []
+        datasets: list[SampleSource] = []
         for number, file in enumerate(files):
             documents = split_documents(file.document_count, shares)[part]
             datasets.append(_part(file, seq, seed, documents, name, number))
@@ -170,7 +166,7 @@ def _part(
 
 
 def _check_tokenizers(files: Sequence[TokenFile], found: Sequence[dict[str, Any] | None]) -> None:
-    """Files whose metadata name their tokenizers must name one: ids of two would be mixed without a sign of it."""
+    """Refuses files that were made with different tokenizers: nothing would show that their ids are mixed."""
     known = [(file.prefix, entry["tokenizer_digest"]) for file, entry in zip(files, found, strict=True)
              if entry and entry.get("tokenizer_digest")]  # fmt: skip
     for prefix, digest in known[1:]:
@@ -184,7 +180,7 @@ def _check_tokenizers(files: Sequence[TokenFile], found: Sequence[dict[str, Any]
 def _with_eod(
     options: SampleOptions, files: Sequence[TokenFile], found: Sequence[dict[str, Any] | None]
 ) -> SampleOptions:
-    """The options with the end token filled in from the metadata, where they need one and do not name it."""
+    """Returns the options with the end token from the metadata, where they need one and do not name it."""
     if options.eod is not None or not options.need_eod:
         return options
     known = {int(entry["eod"]) for entry in found if entry}

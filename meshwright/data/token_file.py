@@ -45,7 +45,7 @@ Tokens = NDArray[np.integer[Any]]
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest dtype Megatron would choose for a vocabulary: uint16 below 65,500 entries, else int32."""
+    """Returns the dtype that Megatron would choose for a vocabulary: uint16 below 65,500 entries, else int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
@@ -54,7 +54,7 @@ def metadata_path(prefix: str) -> str:
 
 
 def read_metadata(prefix: str) -> dict[str, Any] | None:
-    """What `data prepare` wrote beside a token file; None where there is none (a file of Megatron's)."""
+    """Returns what `data prepare` wrote beside a token file, or None where it wrote nothing (a file of Megatron's)."""
     path = metadata_path(prefix)
     try:
         with open(path, encoding="utf-8") as file:
@@ -69,7 +69,7 @@ def read_metadata(prefix: str) -> dict[str, Any] | None:
 
 
 class TokenFile:
-    """A token file, opened read-only and memory-mapped: opening touches only the header and the last entries.
+    """A token file, opened read-only and memory-mapped. Opening it touches only the header and the last entries.
 
     `tokens` is the whole of PREFIX.bin as one flat array; `sizes` int32[S], `pointers` int64[S] (bytes) and
     `document_indices` int64[D+1] are views of PREFIX.idx.
@@ -90,9 +90,6 @@ class TokenFile:
         self._check_index()
         self.tokens: Tokens = self._map(self.bin_path, self.dtype)
 
-    def __reduce__(self) -> tuple[type[TokenFile], tuple[str]]:
-        return TokenFile, (self.prefix,)
-
     def __len__(self) -> int:
         return int(self.sizes.shape[0])
 
@@ -107,7 +104,7 @@ class TokenFile:
         return int(self.pointers[-1]) // self.dtype.itemsize + int(self.sizes[-1])
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> Tokens:
-        """Tokens [offset, offset + length) of sequence i, a view of the map; length None: to its end."""
+        """Returns tokens [offset, offset + length) of sequence i as a view; without `length`, up to its end."""
         if not 0 <= i < len(self):
             raise IndexError(f"sequence {i} of {len(self)} in {self.prefix}")
         size = int(self.sizes[i])
@@ -119,7 +116,7 @@ class TokenFile:
         return self.tokens[start : start + length]
 
     def metadata(self) -> dict[str, Any] | None:
-        """What lies beside, where that is ours: with `vocab_size` and `eod`, at least."""
+        """Returns the metadata beside the file if `data prepare` wrote them, with at least `vocab_size` and `eod`."""
         found = read_metadata(self.prefix)
         for key in ("vocab_size", "eod"):
             if found is not None and type(found.get(key)) is not int:
@@ -150,7 +147,7 @@ class TokenFile:
         )
 
     def _read_header(self) -> tuple[int, int]:
-        """Sets `dtype`; returns the numbers of sequences and of document boundaries, which the file can hold."""
+        """Sets `dtype` and returns the numbers of sequences and of document boundaries, for which the file has room."""
         path = self.idx_path
         try:
             with open(path, "rb") as file:
@@ -183,7 +180,7 @@ class TokenFile:
         return sequences, boundaries
 
     def _check_index(self) -> None:
-        """The cheap checks that the three arrays agree with one another and with the .bin file."""
+        """Checks, as far as that is cheap, that the three arrays agree with one another and with the .bin file."""
         documents = self.document_indices
         consistent = len(documents) > 0 and documents[0] == 0 and documents[-1] == len(self)
         if len(self):
@@ -202,7 +199,7 @@ class TokenFile:
 
     @staticmethod
     def _map(path: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """The file as a plain array over a read-only map (an empty file cannot be mapped)."""
+        """Returns the file as a plain array over a read-only map (an empty file can't be mapped)."""
         count = os.path.getsize(path) // dtype.itemsize
         if not count:
             return np.empty(0, dtype)

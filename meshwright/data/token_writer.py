@@ -22,13 +22,13 @@ from meshwright.data.token_file import CODES, HEADER, MAGIC, VERSION, read_metad
 from meshwright.errors import UserError
 
 PARTIAL = ".partial"
-BESIDE = (".json", ".tokenizer.json")  # what may lie beside a pair: metadata, and a tokenizer trained for it
+SIDE_FILES = (".json", ".tokenizer.json")  # beside a pair: its metadata, and a tokenizer that was trained for it
 
 
 class TokenFileWriter:
     """Writes PREFIX.bin and PREFIX.idx; use as a context manager, and call `finish` when every document is in.
 
-    Leaving the context without `finish` removes what was written. Memory: 12 bytes a document.
+    Leaving the context without `finish` removes what was written. It holds 4 bytes per document in memory.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike) -> None:
@@ -38,9 +38,8 @@ class TokenFileWriter:
             known = ", ".join(str(known.name) for known in CODES)
             raise UserError(f"a token file cannot hold {self.dtype.name}: choose one of {known}")
         self._limits = np.iinfo(self.dtype)
-        self._sizes = array("i")
-        self._documents = array("q", [0])
-        self._open = 0  # tokens of a sequence that is still growing
+        self._sizes = array("i")  # tokens of each document; a document is one sequence of the file
+        self._open = 0  # tokens of a document that is still growing
         self._tokens = 0
         self._finished = False
         folder = os.path.dirname(self.prefix)
@@ -48,7 +47,7 @@ class TokenFileWriter:
             if folder:
                 os.makedirs(folder, exist_ok=True)
             self._bin = self._open_locked(self.prefix + ".bin" + PARTIAL)
-            self._remove_partials((".idx", *BESIDE))
+            self._remove_partials((".idx", *SIDE_FILES))
         except OSError as error:
             raise self._failed(error) from None
 
@@ -63,27 +62,14 @@ class TokenFileWriter:
 
     @property
     def document_count(self) -> int:
-        return len(self._documents) - 1
+        return len(self._sizes)
 
     @property
     def token_count(self) -> int:
         return self._tokens
 
-    def add_document(self, tokens: ArrayLike) -> None:
-        """One document of one sequence, as language-model data has."""
-        self.add_pieces(tokens, [np.size(np.asarray(tokens))])
-
-    def add_sequence(self, tokens: ArrayLike) -> None:
-        """One sequence of the document that `end_document` closes."""
-        values = self._values(tokens)
-        self._write(values)
-        self._close_sequences([values.size])
-
-    def end_document(self) -> None:
-        self._documents.append(len(self._sizes))
-
-    def add_pieces(self, tokens: ArrayLike, lengths: Sequence[int], last_open: bool = False) -> None:
-        """Many documents at once: `tokens` back to back, one length each.
+    def add_documents(self, tokens: ArrayLike, lengths: Sequence[int], last_open: bool = False) -> None:
+        """Appends documents whose `tokens` lie back to back, with one length each.
 
         With `last_open` the last one goes on in the next call, whose first length is then added to it: this is how
         a document larger than memory is written.
@@ -96,16 +82,19 @@ class TokenFileWriter:
         closed = list(lengths)
         closed[0] += self._open
         self._open = closed.pop() if last_open else 0
-        first = len(self._sizes) + 1
-        self._close_sequences(closed)
-        self._documents.extend(range(first, first + len(closed)))
+        try:
+            self._sizes.extend(closed)
+        except OverflowError:
+            raise UserError(
+                f"a document of {max(closed):,} tokens does not fit a token file (at most 2,147,483,647): "
+                "split it into several documents"
+            ) from None
 
-    def finish(self, beside: Mapping[str, bytes] | None = None) -> None:
-        """Give the files their names, the index last; `beside` maps a suffix (".json") to a file's content."""
+    def finish(self, side_files: Mapping[str, bytes] | None = None) -> None:
+        """Gives the files their names, the index last; `side_files` maps a suffix (".json") to a file's content."""
         assert not self._open, "the last document is still open"
-        assert self._documents[-1] == len(self._sizes), "end_document is missing"
-        extra = dict(beside or {})
-        assert set(extra) <= set(BESIDE), f"only {BESIDE} lie beside a token file"
+        extra = dict(side_files or {})
+        assert set(extra) <= set(SIDE_FILES), f"only {SIDE_FILES} lie beside a token file"
         try:
             _sync(self._bin)
             for suffix, content in extra.items():
@@ -126,13 +115,13 @@ class TokenFileWriter:
         self._finished = True
 
     def abort(self) -> None:
-        """Remove the partial files; nothing that has its final name is touched."""
-        self._remove_partials((".bin", ".idx", *BESIDE))
+        """Removes the partial files; nothing that has its final name is touched."""
+        self._remove_partials((".bin", ".idx", *SIDE_FILES))
         with contextlib.suppress(OSError):  # a full disk refuses the last buffer too
             self._bin.close()
 
     def _open_locked(self, path: str) -> BinaryIO:
-        """The partial .bin, empty and ours: what a killed run left there is overwritten, a live one's is not."""
+        """Opens the partial .bin empty and locked: what a killed run left there is overwritten, a live one's is not."""
         while True:
             file = open(path, "ab", buffering=1 << 20)  # noqa: SIM115
             try:
@@ -150,22 +139,22 @@ class TokenFileWriter:
             file.close()  # its writer finished between our opening and locking it
 
     def _remove_partials(self, suffixes: Sequence[str]) -> None:
-        """What this run, or an earlier one that was killed, has left under temporary names."""
+        """Removes what this run, or an earlier one that was killed, has left under temporary names."""
         for suffix in suffixes:
             _unlink(self.prefix + suffix + PARTIAL)
 
     def _remove_stale(self, kept: Mapping[str, bytes]) -> None:
-        """Files beside an older pair of this name describe it, not the new one; foreign files stay."""
+        """Removes the files that describe an older pair of this name; files of other programs stay."""
         try:
             ours = read_metadata(self.prefix) is not None
         except UserError:
             return
         if ours:
-            for suffix in set(BESIDE) - set(kept):
+            for suffix in set(SIDE_FILES) - set(kept):
                 _unlink(self.prefix + suffix)
 
     def _values(self, tokens: ArrayLike) -> NDArray[Any]:
-        """A one-dimensional array of the file's dtype, after a check that every id fits."""
+        """Returns a one-dimensional array of the file's dtype, after a check that every id fits."""
         values = np.asarray(tokens)
         if values.dtype == self.dtype or values.size == 0:
             return values.astype(self.dtype, copy=False).reshape(-1)
@@ -185,22 +174,13 @@ class TokenFileWriter:
             raise self._failed(error) from None
         self._tokens += int(values.size)
 
-    def _close_sequences(self, lengths: Sequence[int]) -> None:
-        try:
-            self._sizes.extend(lengths)
-        except OverflowError:
-            raise UserError(
-                f"a document of {max(lengths):,} tokens does not fit a token file (at most 2,147,483,647): "
-                "split it into several documents"
-            ) from None
-
     def _index(self) -> list[Any]:
-        """The index in parts that can be written, in order."""
+        """Returns the index in parts, in the order in which they are written."""
         sizes = np.frombuffer(self._sizes, dtype=np.intc).astype("<i4") if self._sizes else np.empty(0, "<i4")
         pointers = np.zeros(len(sizes), "<i8")
         np.cumsum(sizes[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self.dtype.itemsize
-        documents = np.frombuffer(self._documents, dtype=np.int64).astype("<i8")
+        documents = np.arange(len(sizes) + 1, dtype="<i8")
         head = HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(sizes), len(documents))
         return [head, sizes.data, pointers.data, documents.data]
 
@@ -211,7 +191,7 @@ class TokenFileWriter:
             _sync(file)
 
     def _sync_folder(self) -> None:
-        """Make the renames so far durable; some file systems cannot sync a folder, and then order is theirs."""
+        """Makes the renames so far durable. Some file systems can't sync a folder: the order is then theirs."""
         try:
             handle = os.open(os.path.dirname(self.prefix) or ".", os.O_RDONLY)
         except OSError:

@@ -30,7 +30,7 @@ Ids = NDArray[np.integer[Any]]
 
 
 def _canonical(text: str) -> str:
-    """A tokenizer.json without what its writing or loading changes: blanks, the order of keys, and how it pads."""
+    """Returns a tokenizer.json without what writing or loading it changes: blanks, the order of keys, and padding."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -42,7 +42,7 @@ def _canonical(text: str) -> str:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make a tokenizer: `kind` is bytes, json (`content` is the file's text) or model (its bytes)."""
+    """What it takes to make a tokenizer: `kind` is bytes, json (`content` is the file's text) or model (its bytes)."""
 
     kind: str
     content: str | bytes = ""
@@ -51,7 +51,7 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """Of what turns text into ids, so that two token files can be told to speak the same language."""
+        """A hash of what turns text into ids: files with the same digest have the same ids for the same text."""
         content = self.content if isinstance(self.content, bytes) else _canonical(self.content).encode()
         return f"{self.kind}:{hashlib.sha256(content).hexdigest()}"
 
@@ -66,7 +66,8 @@ class Recipe:
 
 
 class Tokenizer(Protocol):
-    """`cut` matches up to where a document's bytes may be parted without changing its ids; None: nowhere."""
+    """What `prepare` and `generate` need of a tokenizer. A document's bytes may be split where a match of `cut` ends
+    without changing its ids; with None they may not be split."""
 
     recipe: Recipe
     vocab_size: int
@@ -75,19 +76,20 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_marked(self, text: str) -> list[int]:
-        """With the tokens that the tokenizer's own files put around a text, as models trained elsewhere expect."""
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        """Encodes with the special tokens that the tokenizer's own files put around a text, as models trained elsewhere
+        expect."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """The ids of each text, in the token file's dtype."""
+        """Returns the ids of each text, in the token file's dtype."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class ByteTokenizer:
-    """The 256 byte values of UTF-8 text, and 256 to end a document."""
+    """Its ids are the 256 byte values of UTF-8 text, and 256 ends a document."""
 
     vocab_size = 257
     eod = 256
@@ -101,7 +103,7 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_marked(self, text: str) -> list[int]:
+    def encode_with_special_tokens(self, text: str) -> list[int]:
         return self.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -109,12 +111,12 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(dtype) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; ends of documents, and ids a padded vocabulary adds, leave no trace."""
+        """Returns the text; ends of documents, and ids that only a padded vocabulary has, are left out."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
 class JsonTokenizer:
-    """A Hugging Face tokenizer.json, with the word cache where that is exact."""
+    """A Hugging Face tokenizer.json. It encodes through the word cache where that is exact."""
 
     def __init__(self, content: str, eod: str | None, spec: str) -> None:
         from tokenizers import Tokenizer as Library
@@ -142,7 +144,7 @@ class JsonTokenizer:
         ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
         return ids
 
-    def encode_marked(self, text: str) -> list[int]:
+    def encode_with_special_tokens(self, text: str) -> list[int]:
         ids: list[int] = self._library.encode(text).ids
         return ids
 
@@ -182,7 +184,7 @@ class SentencePieceTokenizer:
         ids: list[int] = self._library.encode(text, out_type=int)
         return ids
 
-    def encode_marked(self, text: str) -> list[int]:
+    def encode_with_special_tokens(self, text: str) -> list[int]:
         begin = int(self._library.bos_id())
         return ([begin] if begin >= 0 else []) + self.encode(text)
 
@@ -196,7 +198,7 @@ class SentencePieceTokenizer:
 
 
 def load_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
-    """The tokenizer a spec names: `bytes`, a tokenizer.json (or its folder), or a SentencePiece .model."""
+    """Returns the tokenizer that a spec names: `bytes`, a tokenizer.json (or its folder), or a SentencePiece .model."""
     if spec == "bytes":
         return ByteTokenizer(eod)
     path = os.path.join(spec, "tokenizer.json") if os.path.isdir(spec) else spec
@@ -208,7 +210,7 @@ def load_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
 
 
 def trained_size(spec: str) -> int | None:
-    """SIZE of `train:SIZE`; None for any other spec."""
+    """Returns SIZE of `train:SIZE`, and None for any other spec."""
     if not spec.startswith("train:"):
         return None
     try:
@@ -225,7 +227,7 @@ def trained_size(spec: str) -> int | None:
 
 
 def train_tokenizer(texts: Iterable[str], size: int, spec: str, eod: str | None = None) -> JsonTokenizer:
-    """A byte-level BPE of at most `size` entries, the end token included; the same texts give the same one."""
+    """Trains a byte-level BPE of at most `size` entries, the end token included; the same texts give the same one."""
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 

@@ -4,7 +4,11 @@ A byte-level tokenizer first cuts text into words with a regular expression, the
 a word's ids depend on the word alone. On ASCII text Python's `re` finds the same words as the library's engine, and
 most words have been seen before, so a dictionary from a word to its ids (already as the bytes of the token file)
 does the rest. The library is asked for every new word, and for all text that is not ASCII, so the ids are the
-library's own; text that this cannot do exactly is left to the library.
+library's own; text that this can't do exactly is left to the library.
+
+It is here for its speed. On a machine with two cores one process of `data prepare` encodes 8.5 to 10.6 MB/s of Python
+source and 5.5 MB/s of prose through the cache, where the library's own `encode_batch_fast` does 1.7 to 2.5 and 2.8; two
+processes do 10.3 and 4.2 MB/s of 8 MB of source, start included.
 """
 
 from __future__ import annotations
@@ -43,11 +47,11 @@ CUT_BYTES = re.compile(rb"[!-~](?= )")
 
 MAX_WORDS = 300_000
 MAX_CACHED = 64  # characters; longer words are rarely seen twice
-MOST_EXTRA_BYTES = 0.1  # of UTF-8 per character, for text that counts as ASCII with exceptions
+MAX_EXTRA_BYTES = 0.1  # of UTF-8 per character, for text that counts as ASCII with exceptions
 
 
 def ascii_words(tokenizer: Tokenizer) -> str | None:
-    """The pattern of a tokenizer's words in ASCII text; None where the cache would not be exact."""
+    """Returns the pattern of a tokenizer's words in ASCII text, or None where the cache would not be exact."""
     config = json.loads(tokenizer.to_str())
     if config.get("normalizer") not in (None, {"type": "NFC"}):
         return None
@@ -76,7 +80,7 @@ def _pattern(config: dict[str, Any]) -> str | None:
 
 
 class WordCache(dict[str, bytes]):
-    """Encodes text to the bytes of a token file; a word or chunk -> its ids' bytes."""
+    """Encodes text to the bytes of a token file; as a dictionary it maps a word or chunk to its ids' bytes."""
 
     def __init__(self, tokenizer: Tokenizer, pattern: str, dtype: np.dtype[Any]) -> None:
         super().__init__()
@@ -95,14 +99,14 @@ class WordCache(dict[str, bytes]):
         return ids
 
     def encode(self, text: str) -> NDArray[Any]:
-        """The library's ids of a text, without special tokens added: [tokens] of the cache's dtype."""
+        """Returns the library's ids of a text, without special tokens: [tokens] of the cache's dtype."""
         if len(self) > MAX_WORDS:
             self.clear()
         if self._added is not None and self._added.search(text):
             ids = self._library(text)
         elif text.isascii():
             ids = self._ascii(text)
-        elif len(text.encode()) - len(text) > MOST_EXTRA_BYTES * len(text):
+        elif len(text.encode()) - len(text) > MAX_EXTRA_BYTES * len(text):
             ids = self._library(text)
         else:
             ids = self._mixed(text)
@@ -112,7 +116,7 @@ class WordCache(dict[str, bytes]):
         return b"".join(map(self.__getitem__, self._words(text)))
 
     def _mixed(self, text: str) -> bytes:
-        """ASCII text with words between that are not, which go to the library one by one."""
+        """Encodes ASCII text that has other words in it; those go to the library one by one."""
         parts = []
         for plain, chunks in groupby(CUT.split(text), str.isascii):
             if plain:

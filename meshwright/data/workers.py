@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from meshwright.errors import UserError
 
-AHEAD = 4  # results per worker that may wait for an earlier one
+RESULTS_AHEAD = 4  # results per worker that may wait for an earlier one
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -34,8 +34,9 @@ class Worker:
     task: int | None = None  # the number of the task it has in hand
 
 
-def in_order(make: Make[T, R], args: tuple[Any, ...], tasks: Iterator[T], count: int) -> Generator[R, None, None]:
-    """`make(*args)` runs once in each of `count` processes and gives the function that is called with the tasks.
+def map_in_order(make: Make[T, R], args: tuple[Any, ...], tasks: Iterator[T], count: int) -> Generator[R, None, None]:
+    """Yields the tasks' results, in order. `make(*args)` runs once in each of `count` processes and returns the
+    function that is called with the tasks.
 
     `make`, `args`, tasks and results are sent by pickle. A UserError in a worker is raised here; closing the generator
     ends the workers at once.
@@ -45,7 +46,7 @@ def in_order(make: Make[T, R], args: tuple[Any, ...], tasks: Iterator[T], count:
     try:
         for _ in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, make, args), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, make, args), daemon=True)
             process.start()
             theirs.close()
             workers.append(Worker(process, ours))
@@ -64,7 +65,7 @@ def _results(workers: list[Worker], tasks: Iterator[Any]) -> Iterator[Any]:
     sent = given = 0
     while True:
         for worker in workers:
-            if worker.task is None and sent - given < AHEAD * len(workers):
+            if worker.task is None and sent - given < RESULTS_AHEAD * len(workers):
                 task = next(tasks, None)
                 if task is None:
                     break
@@ -86,14 +87,14 @@ def _send(worker: Worker, task: Any) -> None:
     try:
         worker.pipe.send(task)
     except OSError:
-        raise _died() from None
+        raise _worker_died() from None
 
 
 def _receive(worker: Worker) -> Any:
     try:
         kind, value = worker.pipe.recv()
     except (EOFError, OSError):
-        raise _died() from None
+        raise _worker_died() from None
     if kind == "mistake":
         raise UserError(value)
     if kind == "failure":
@@ -101,12 +102,13 @@ def _receive(worker: Worker) -> Any:
     return value
 
 
-def _died() -> UserError:
+def _worker_died() -> UserError:
     return UserError("a worker process ended early (the machine may be out of memory): try fewer with --workers")
 
 
-def _work(pipe: Connection[Any, Any], make: Make[Any, Any], args: tuple[Any, ...]) -> None:
-    """A worker's life: interrupts are the main process's affair, and when that is gone, however it went, so is this."""
+def _serve(pipe: Connection[Any, Any], make: Make[Any, Any], args: tuple[Any, ...]) -> None:
+    """Runs in a worker until its pipe closes. It ignores interrupts, which the main process handles, and ends as soon
+    as that process is gone, however it ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator
 import torch
 from torch import Tensor
 
-from meshwright.comm.ops import gather_from
+from meshwright.comm.ops import all_gather
 from meshwright.errors import UserError
 from meshwright.models.gpt import GPTStage
 from meshwright.nn.attention import Past
@@ -33,8 +33,8 @@ class Generator:
         hidden = module.trunk({"tokens": tokens, "positions": positions}, past=self.past)
         self.length = end
         assert module.head is not None
-        logits = gather_from(module.head.logits(hidden[-1:]), module.parallel.tp, dim=1)
-        return logits[0, : self.vocab].double()
+        part, tp = module.head.logits(hidden[-1:])[0], module.parallel.tp
+        return all_gather(part, tp.name, tp.size)[: self.vocab].double()
 
 
 def choose(logits: Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:

@@ -17,7 +17,7 @@ from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.save import Saver
 from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
 from meshwright.config.load import load_config
-from meshwright.config.rules import check
+from meshwright.config.rules import TRAINED, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout.params import key
@@ -83,7 +83,7 @@ def pretrain(
     if not isinstance(config, Config):
         config = load_config(config, sections=sections)
     place = joined_place() or find_place()
-    check(config, place.world)
+    check(config, place.world, TRAINED)
     device, own_world = enter(
         place, config.run.device, config.comm.backend, config.comm.timeout, config.train.precision
     )

@@ -67,10 +67,23 @@ def test_both_classes_of_links() -> None:
             assert seen == pytest.approx(p.seconds, rel=0.12), p
 
 
-def test_a_rate_that_cannot_be_told_is_not_below_zero() -> None:
-    points = [Point("dp", "all_reduce", 2, 2, size, 1e-3 - 1e-9 * size) for size in (1024, 2048, 4096)]
+@pytest.mark.parametrize("fall", [1e-9, 0.0, -1e-12])
+def test_no_rate_is_above_what_was_measured(fall: float) -> None:
+    """Times that fall with the size, stay the same, or grow by less than the noise tell nothing of the link's rate."""
+    points = [Point("dp", "all_reduce", 2, 2, size, 1e-3 - fall * size) for size in (1024, 2048, 4096)]
     inside, _ = fit_links(points)
-    assert inside is not None and inside.rate > 0 and inside.latency == pytest.approx(0.5e-3, rel=0.05)
+    assert inside is not None and inside.latency == pytest.approx(0.5e-3, rel=0.05)
+    best = max(p.bus_gb_s for p in points)
+    assert 0.9 * best < inside.rate / 1e9 <= 1.1 * best * (1 + 1e-9)
+
+
+def test_one_flat_op_keeps_to_its_own_measurements() -> None:
+    """The others' latency explains all of a broadcast's times: its rate is still its own best, not theirs or none."""
+    steady = times(200e-6, 1.5e9, 2, 2)
+    flat = [replace(p, seconds=250e-6) for p in steady if p.op == "broadcast" and p.payload <= 2**16]
+    inside, _ = fit_links([p for p in steady if p.op != "broadcast"] + flat)
+    assert inside is not None and inside.rate == pytest.approx(1.5e9, rel=0.01)
+    assert inside.rates["broadcast"] <= 1.1 * 2**16 / 250e-6
 
 
 def test_bus_factors() -> None:

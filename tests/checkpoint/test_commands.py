@@ -20,9 +20,9 @@ import pytest
 from meshwright.checkpoint import format as fmt
 from meshwright.cli.main import main
 from meshwright.config.load import to_yaml
-from meshwright.data.token_writer import TokenFileWriter
 from tests.checkpoint.runs import Sections, assert_same, complete, saved, steps, tiny
 from tests.support.oracle import small_config
+from tests.support.token_files import write_documents
 
 WAIT = 180.0
 LONG = 100000  # steps of a run that ends only when it is asked to
@@ -35,11 +35,7 @@ def sections(folder: Path, run: str, steps: int = LONG, **more: dict[str, Any]) 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    with TokenFileWriter(tmp_path / "tokens", np.dtype("uint16")) as writer:
-        random = np.random.default_rng(0)
-        for _ in range(50):
-            writer.add_document(random.integers(0, 31, 100).astype(np.uint16))
-        writer.finish()
+    write_documents(tmp_path / "tokens", list(np.random.default_rng(0).integers(0, 31, (50, 100))))
     (tmp_path / "config.yaml").write_text(to_yaml(small_config(**sections(tmp_path, "run"))))
     return tmp_path
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import meshwright.checkpoint.hf as hf
 from meshwright.checkpoint.hf import ORIGIN, export_folder, import_folder
-from meshwright.checkpoint.load import Reader, load_into
+from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
 from meshwright.cli.main import main
 from meshwright.config.sections import ModelConfig
@@ -23,7 +23,7 @@ from meshwright.errors import UserError
 from meshwright.models.hf import FAMILIES
 from tests.checkpoint.hf_models import MODELS, logits, make, run_models, save
 from tests.models.test_hf_families import SECTIONS
-from tests.support.oracle import make_trainer, small_config
+from tests.support.oracle import load_into, make_trainer, small_config
 from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")

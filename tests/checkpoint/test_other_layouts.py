@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.checkpoint.load import Reader, load_into
+from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import Config
 from meshwright.layout import Layout
 from meshwright.models.description import layout_of
 from tests.checkpoint.runs import tensors
-from tests.support.oracle import EXACT, Made, make_trainer, small_config
+from tests.support.oracle import EXACT, Made, load_into, make_trainer, small_config
 from tests.support.ranks import run_ranks
 
 BEFORE, BATCH = 2, 8

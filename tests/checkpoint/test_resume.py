@@ -293,8 +293,8 @@ def test_a_job_that_goes_back_does_so_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_another_optimizer_s_moments_begin_anew(tmp_path: Path) -> None:
-    from meshwright.checkpoint.load import Reader, load_into
-    from tests.support.oracle import make_trainer, small_config
+    from meshwright.checkpoint.load import Reader
+    from tests.support.oracle import load_into, make_trainer, small_config
 
     run = tmp_path / "run"
     train(0, 1, tiny(run, train={"steps": 3}, optimizer={"name": "sgd"}), None, None)

@@ -16,13 +16,13 @@ import torch
 
 import meshwright.checkpoint.save as save
 from meshwright.checkpoint import format as fmt
-from meshwright.checkpoint.load import Reader, load_into
+from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.save import Saver
 from meshwright.errors import UserError
 from meshwright.train.step import Trainer
 from tests.checkpoint.runs import tensors
-from tests.support.oracle import make_trainer, small_config
+from tests.support.oracle import load_into, make_trainer, small_config
 
 TINY = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 31, "seq": 8}
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.data.token_writer import TokenFileWriter
+from tests.support.token_files import write_documents
 
 GOOD = """
 model: {layers: 4, hidden: 32, heads: 4, vocab: 300, seq: 16}
@@ -25,6 +25,8 @@ run: {device: cpu, tensorboard: false}
 # (words after `meshwright train config.yaml`, what the sentence must contain)
 TRAIN = {
     "unknown section": (["optimiser.lr=1"], "did you mean 'optimizer'"),
+    "another model": (["model.preset=codegeex-13b"], "model.preset=codegeex-13b can't be trained yet (CodeGeeX has 39"),
+    "another MLP": (["model.preset=glm-130b"], "GLM-130B has GeGLU, DeepNorm and blanks to fill in"),
     "unknown key": (["model.hiden=64"], "did you mean 'hidden'"),
     "negative size": (["model.layers=-1"], "model.layers=-1 must be greater than zero"),
     "zero size": (["train.micro_batch=0"], "must be greater than zero"),
@@ -138,10 +140,7 @@ def command(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def test_token_beyond_the_vocabulary_stops_every_rank(here: Path) -> None:
     """A file without metadata says nothing of its vocabulary: found when read, told once, by the rank that read it."""
-    with TokenFileWriter("foreign", np.uint16) as writer:
-        for _ in range(20):
-            writer.add_document(np.full(50, 999))
-        writer.finish()
+    write_documents("foreign", [np.full(50, 999)] * 20)
     done = command("train", "config.yaml", "--nproc", "2", "layout.tp=2", "data.prefixes=[foreign]")
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("begin a run with model.vocab=1000 or more") == 1 and "Traceback" not in done.stderr

@@ -19,11 +19,11 @@ from meshwright.cli.main import main
 from meshwright.config.load import to_mapping
 from meshwright.config.rules import READ, check
 from meshwright.config.sections import Config
-from meshwright.data.token_writer import TokenFileWriter
 from meshwright.errors import UserError
 from meshwright.train.evaluate import config_with
 from tests.checkpoint.hf_models import save
 from tests.support.oracle import make_trainer, small_config
+from tests.support.token_files import write_documents
 
 transformers = pytest.importorskip("transformers")
 
@@ -57,9 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_tokens(prefix: Path, count: int, vocab: int) -> None:
-    with TokenFileWriter(prefix, np.dtype("uint16")) as writer:
-        writer.add_document(np.random.default_rng(0).integers(0, vocab, count).astype(np.uint16))
-        writer.finish()
+    write_documents(prefix, [np.random.default_rng(0).integers(0, vocab, count)])
 
 
 def theirs(folder: Path, ids: list[int], count: int) -> list[int]:
@@ -286,6 +284,34 @@ def test_eval_looks_at_each_sample_once(
     assert {(each["samples"], each["tokens"]) for each in found} == {(found[0]["samples"], found[0]["tokens"])}
     assert found[0]["samples"] == (5 if tokens is None else 6) and tokens in (None, found[0]["tokens"])
     assert max(abs(each["loss"] - found[0]["loss"]) for each in found) < 1e-6
+
+
+def test_eval_of_each_part_of_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of three documents, one for each part: each part's loss is that of its document alone."""
+    documents = list(np.random.default_rng(0).integers(0, 53, (3, 8 * 12 + 1)))
+    write_documents(tmp_path / "all", documents)
+    for part, document in zip(("train", "valid", "test"), documents, strict=True):
+        write_documents(tmp_path / part, [document])
+    data = {"prefixes": [str(tmp_path / "all")], "split": [1.0, 1.0, 1.0]}
+    save_run(tmp_path / "run", small_config(model={"seq": 12, "vocab": 53}, data=data))
+
+    def loss(*words: str) -> float:
+        assert main(["eval", str(tmp_path / "run"), *words, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["tokens"] == 8 * 12
+        return float(found["loss"])
+
+    losses = {part: loss("--split", part) for part in ("train", "valid", "test")}
+    assert len({round(value, 6) for value in losses.values()}) == 3 and loss() == losses["valid"]
+    for part, value in losses.items():
+        assert loss("--data", str(tmp_path / part)) == pytest.approx(value, rel=1e-12)
+    for words, sentence in (
+        (["--split", "test", "data.split=[0.9,0.1,0.0]"], "the run has no test data (data.split=[0.9, 0.1, 0.0])"),
+        (["--split", "test", "--data", str(tmp_path / "all")], "leave one of them out"),
+        (["--split", "tset"], "choose from"),
+    ):
+        assert main(["eval", str(tmp_path / "run"), *words]) == 2
+        assert sentence in capsys.readouterr().err
 
 
 def test_eval_of_a_file_that_is_too_short(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

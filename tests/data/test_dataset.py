@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -13,21 +14,19 @@ from meshwright.data import dataset as module
 from meshwright.data.dataset import GPTDataset
 from meshwright.data.shuffle import keyed_permutation
 from meshwright.data.token_file import TokenFile
-from meshwright.data.token_writer import TokenFileWriter
 from meshwright.errors import UserError
+from tests.support.token_files import write_sequences
 
 
 def token_file(prefix: Path, documents: list[list[int]]) -> TokenFile:
     """Documents of sequences of the given lengths; token ids count up through the whole file."""
     at = 0
-    with TokenFileWriter(prefix, np.int32) as writer:
-        for sequences in documents:
-            for length in sequences:
-                writer.add_sequence(np.arange(at, at + length, dtype=np.int32))
-                at += length
-            writer.end_document()
-        writer.finish()
-    return TokenFile(prefix)
+    filled = []
+    for sequences in documents:
+        ends = np.cumsum([at, *sequences])
+        filled.append([np.arange(a, b) for a, b in itertools.pairwise(ends)])
+        at = int(ends[-1])
+    return write_sequences(prefix, filled, np.int32)
 
 
 def stream(dataset: GPTDataset, file: TokenFile, epochs: int) -> list[int]:

@@ -18,6 +18,7 @@ from meshwright.data.stream import OneEpoch, SampleOptions, SampleStream, build_
 from meshwright.data.token_file import METADATA_FORMAT
 from meshwright.data.token_writer import TokenFileWriter
 from meshwright.errors import UserError
+from tests.support.token_files import write_documents
 
 
 class Fixed:
@@ -75,10 +76,6 @@ def test_a_sample_may_be_changed_by_who_asked_for_it() -> None:
     assert stream.sample(0)["labels"].tolist() == [2, 3] and stream.sample(0)["tokens"].tolist() == [1, 2]
 
 
-def test_batches_are_consecutive() -> None:
-    assert list(SampleStream.batch(6, 3)) == [6, 7, 8]
-
-
 def test_parse_split() -> None:
     assert parse_split("969,30,1") == (0.969, 0.03, 0.001)
     assert parse_split([9, 1]) == (0.9, 0.1, 0) and parse_split("1") == (1, 0, 0)
@@ -113,7 +110,7 @@ def test_split_as_megatron_rounds() -> None:
 def write(prefix: Path, documents: int, length: int = 10, **metadata: int) -> str:
     with TokenFileWriter(prefix, np.uint16) as writer:
         for number in range(documents):
-            writer.add_document([number] * (length - 1) + [999])
+            writer.add_documents([number] * (length - 1) + [999], [length])
         content = json.dumps({"format": METADATA_FORMAT, **metadata}).encode()
         writer.finish({".json": content} if metadata else None)
     return str(prefix)
@@ -138,9 +135,7 @@ def test_one_epoch(files: int, length: int, tmp_path: Path) -> None:
     """No label comes twice, and in a single file none is left out; no sample is without one."""
     prefixes = [str(tmp_path / str(number)) for number in range(files)]
     for number, prefix in enumerate(prefixes):
-        with TokenFileWriter(prefix, np.uint16) as writer:
-            writer.add_document(range(100 * number, 100 * number + length + 24 * number))
-            writer.finish()
+        write_documents(prefix, [range(100 * number, 100 * number + length + 24 * number)])
     stream = build_datasets(prefixes, None, "1", 8, 5, SampleOptions(eod=30, mask_eod=True))[0]
     assert stream is not None
     epoch = OneEpoch(stream, 1000)

@@ -260,10 +260,12 @@ def test_known_runs_fit_and_are_close(name: str, capsys: pytest.CaptureFixture[s
     assert main(["cost", name, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["memory"]["needed_gib"] <= found["memory"]["device_gib"]
-    published = RUNS[name]["tflops"]
-    if published:
-        peak = load_cluster(RUNS[name]["cluster"]).device.rate("bf16") / 1e12
-        assert found["hfu"] * peak == pytest.approx(published, rel=0.25)
+    run = RUNS[name]
+    reached = found["hfu"] * load_cluster(run["cluster"]).device.rate(run["train"]["precision"]) / 1e12
+    if run["counts"] == "whole run":
+        assert run["tflops"] < reached, "no run is faster than its steps"
+    else:
+        assert reached == pytest.approx(run["tflops"], rel=0.25)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from meshwright.checkpoint.load import Reader, read_into, take_over
 from meshwright.config.load import config_from
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
@@ -69,6 +70,12 @@ def small_config(**sections: dict[str, Any]) -> Config:
     for name, keys in sections.items():
         base[name] = base.get(name, {}) | keys
     return config_from(base)
+
+
+def load_into(trainer: Trainer, reader: Reader, model_only: bool = False) -> None:
+    """What a run does when it resumes, on ranks that can't fail alone."""
+    read_into(trainer, reader, model_only)
+    take_over(trainer, reader, model_only)
 
 
 def make_trainer(

@@ -1,0 +1,165 @@
+"""Redistributions and row moves on real ranks: values, gradients and bytes as planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.comm.group import Group
+from meshwright.comm.mesh import Mesh
+from meshwright.comm.ops import all_to_all
+from meshwright.comm.redistribute import RowExchange, redistribute
+from meshwright.layout import Layout
+from meshwright.layout.params import Box
+from meshwright.layout.redistribute import redistribution
+from meshwright.layout.rows import RowMoves, by_key, contiguous, zigzag
+from tests.support.ranks import run_ranks
+
+SHAPE = (8, 6)
+# Columns over ranks 0 to 2, the first of them on rank 1 too; rank 3 holds nothing.
+COLUMNS = [
+    (Box((0, 0), (8, 2), (0, 0)),),
+    (Box((0, 2), (8, 2), (0, 2)), Box((0, 0), (8, 2), (0, 0))),
+    (Box((0, 4), (8, 2), (0, 0)),),
+    (),
+]
+# Rows, of which rank 0 wants none and rank 3 those of rank 2 too; rank 1's begin in the second row of its tensor.
+ROWS = [(), (Box((0, 0), (3, 6), (1, 0)),), (Box((3, 0), (5, 6), (0, 0)),), (Box((2, 0), (6, 6), (0, 0)),)]
+VECTOR = [[(Box((0,), (5,), (0,)),)], [()]]  # on rank 0, wanted nowhere
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.arange(1.0, 1.0 + int(np.prod(shape)), dtype=torch.float64).sin().reshape(shape)
+
+
+def pieces(boxes: tuple[Box, ...], whole: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    found = whole.new_zeros(shape)
+    for box in boxes:
+        found[at(box.local_start, box)] = whole[at(box.start, box)]
+    return found
+
+
+def at(start: tuple[int, ...], box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(start, box.shape, strict=True))
+
+
+def counted(group: Group, phase: str) -> tuple[int, int, int]:
+    tallies = [t for entry, t in group.ledger.entries.items() if entry.phase == phase and entry.op == "all_to_all"]
+    return tuple(sum(getattr(t, key) for t in tallies) for key in ("calls", "payload_bytes", "wire_bytes"))
+
+
+def boxes_moved(rank: int, world: int) -> dict[str, Any]:
+    group = Mesh(Layout(world), rank).world
+    whole, weight = numbers(*SHAPE), numbers(7, 6).cos()
+    plan = redistribution([COLUMNS], [ROWS])
+    x = pieces(COLUMNS[rank], whole, (8, 4)).requires_grad_()
+    out = x.new_zeros(7, 6)
+    with group.ledger.phase("forward"):
+        redistribute([x], plan, group, [out])
+    with group.ledger.phase("backward"):
+        (out * out * weight).sum().backward()
+    return {
+        "wrong": float((out - pieces(ROWS[rank], whole, (7, 6))).abs().max()), "gradient": x.grad.numpy(),
+        "forward": counted(group, "forward"), "backward": counted(group, "backward"),
+    }  # fmt: skip
+
+
+def test_boxes_move_and_their_gradients_return() -> None:
+    plan = redistribution([COLUMNS], [ROWS])
+    expected = numbers(*SHAPE).requires_grad_()
+    weight = numbers(7, 6).cos()
+    sum((pieces(boxes, expected, (7, 6)) ** 2 * weight).sum() for boxes in ROWS).backward()
+    total = torch.zeros(SHAPE, dtype=torch.float64)
+    for rank, found in enumerate(run_ranks(4, boxes_moved)):
+        assert found["wrong"] == 0.0
+        sent, received = (8 * sum(counts(rank)) for counts in (plan.sent_counts, plan.received_counts))
+        assert found["forward"] == (1, sent, sent) and found["backward"] == (1, received, received)
+        for box in COLUMNS[rank]:
+            total[at(box.start, box)] += torch.from_numpy(found["gradient"])[at(box.local_start, box)]
+    assert (total - expected.grad).abs().max() < 1e-14, "summed over the holders of a box, the whole gradient"
+
+
+EXPERTS = [3, 0, 3, 3, 0, 1, 3, 0, 0, 3, 1, 0]  # rank 2 gets no row
+TABLES = {"zigzag": zigzag(12, 4), "experts": by_key(EXPERTS, 4)}
+
+
+def rows_moved(rank: int, world: int, name: str, compiled: bool) -> dict[str, Any]:
+    """Rows go to another table, are worked on there with weights by global row, and return."""
+    group = Mesh(Layout(world), rank).world
+    before, after = contiguous(12, world), TABLES[name]
+    exchange = RowExchange(RowMoves(before, after), group, torch.device("cpu"))
+
+    def layer(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = exchange(x)
+        return y, exchange.back(y * y * weight)
+
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    x = numbers(12, 3)[before.held(rank)].requires_grad_()
+    with group.ledger.phase("forward"):
+        y, z = call(x, numbers(12, 3).cos()[after.held(rank)])
+    with group.ledger.phase("backward"):
+        (z * numbers(12, 3).exp()[before.held(rank)]).sum().backward()
+    return {
+        "right": torch.equal(y, numbers(12, 3)[after.held(rank)]), "z": z.detach().numpy(), "gradient": x.grad.numpy(),
+        "forward": counted(group, "forward"), "backward": counted(group, "backward"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "compiled"), [("zigzag", False), ("experts", False), ("experts", True)])
+def test_rows_move_and_return(name: str, compiled: bool) -> None:
+    x = numbers(12, 3).requires_grad_()
+    z = x * x * numbers(12, 3).cos()
+    (z * numbers(12, 3).exp()).sum().backward()
+    before, after = contiguous(12, 4), TABLES[name]
+    there, back = RowMoves(before, after).sent_bytes(3 * 8), RowMoves(after, before).sent_bytes(3 * 8)
+    for rank, found in enumerate(run_ranks(4, rows_moved, name, compiled)):
+        assert found["right"]
+        np.testing.assert_allclose(found["z"], z.detach()[before.held(rank)], rtol=1e-15)
+        np.testing.assert_allclose(found["gradient"], x.grad[before.held(rank)], rtol=1e-14)
+        payload = 3 * 8 * (3 + int(after.counts[rank]))
+        assert found["forward"] == found["backward"] == (2, payload, there[rank] + back[rank])
+
+
+# The expert of each row, by rank; two experts per rank, and nobody wants 4 to 6.
+ROUTED = [[3, 0, 3], [7, 3, 0, 1], [], [2, 2, 7, 0, 3]]
+
+
+def dispatched(rank: int, world: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to their experts and back where each rank knows its own rows alone: only counts are exchanged beforehand."""
+    group = Mesh(Layout(world), rank).world
+    x, weight = numbers(12, 3)[rows_of(rank)].requires_grad_(), numbers(8, 3)[2 * rank : 2 * rank + 2].requires_grad_()
+    mine = by_key(ROUTED[rank], world, keys_per_rank=2)
+    counts = torch.tensor(np.bincount(ROUTED[rank], minlength=8)).reshape(world, 2)
+    group.all_to_all(arriving := torch.empty_like(counts), counts)
+    sends, receives = mine.counts.tolist(), arriving.sum(1).tolist()
+    came = by_key(np.repeat([0, 1] * world, arriving.flatten()), 2)  # they lie by sender, and shall lie by expert
+    y = all_to_all(x[mine.order], group.name, sends, receives)[came.order]
+    y = torch.cat([rows * own.cos() for rows, own in zip(y.split(came.counts.tolist()), weight, strict=True)])
+    z = all_to_all(y[came.inverse], group.name, receives, sends)[mine.inverse]
+    (z * numbers(12, 3).exp()[rows_of(rank)]).sum().backward()
+    return x.grad.numpy(), weight.grad.numpy()
+
+
+def rows_of(rank: int) -> slice:
+    before = sum(map(len, ROUTED[:rank]))
+    return slice(before, before + len(ROUTED[rank]))
+
+
+def test_rows_find_their_experts() -> None:
+    x, weight = numbers(12, 3).requires_grad_(), numbers(8, 3).requires_grad_()
+    (x * weight.cos()[[expert for row in ROUTED for expert in row]] * numbers(12, 3).exp()).sum().backward()
+    found = run_ranks(4, dispatched)
+    np.testing.assert_allclose(np.concatenate([rows for rows, _ in found]), x.grad, rtol=1e-14)
+    np.testing.assert_allclose(np.concatenate([own for _, own in found]), weight.grad, rtol=1e-13)
+
+
+def test_without_others_nothing_is_called() -> None:
+    group = Mesh(Layout(1), 0).world
+    plan = redistribution([[COLUMNS[1]], [VECTOR[0][0]]], [[(Box((1, 0), (2, 4), (0, 0)),)], [VECTOR[1][0]]])
+    out = [torch.zeros(2, 4), torch.zeros(1)]
+    x = pieces(COLUMNS[1], numbers(*SHAPE), (8, 4)).float()
+    redistribute([x, torch.ones(5)], plan, group, out)
+    assert torch.equal(out[0], x[1:3]) and not group.ledger.entries and not plan.communicates
