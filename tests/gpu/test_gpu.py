@@ -11,6 +11,7 @@ from meshwright.bench.rank import run_rank
 from meshwright.cli.dryrun import compare
 from meshwright.config.rules import check
 from meshwright.device import Device
+from meshwright.plan.job import job_of
 from meshwright.plan.rank import expected
 from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
@@ -88,6 +89,6 @@ def test_a_rank_of_a_world_that_is_not_there(stage: int) -> None:
         model=model, train=train, layout={"tp": 2, "pp": 2}, zero={"stage": stage}, comm={"bucket_mib": 4}
     )
     for rank in (0, 7):
-        one = compare(rank, run_rank(config, 8, rank, Device.choose("cuda")), expected(config, 8, rank))
+        one = compare(rank, run_rank(config, 8, rank, Device.choose("cuda")), expected(job_of(config, 8), rank))
         assert one["equal"] and one["step_s"] > 0, one
         assert one["most"]["peak"]["ran"] > sum(pair["ran"] for pair in one["bytes"].values())

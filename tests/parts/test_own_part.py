@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.bench.rank import run_rank
-from meshwright.checkpoint.load import Reader, load_into
+from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
 from meshwright.cli.dryrun import compare
 from meshwright.comm.ops import all_reduce_
@@ -48,6 +48,7 @@ from tests.support.oracle import (
     EXACT,
     Whole,
     gather_global,
+    load_into,
     make_trainer,
     parameters,
     small_config,
