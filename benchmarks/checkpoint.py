@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from meshwright.bench.step import RandomTokens
 from meshwright.checkpoint.format import folder_name
 from meshwright.checkpoint.load import Reader, read_into, take_over
 from meshwright.checkpoint.save import Saver
 from meshwright.config.load import config_from
 from meshwright.device import Device
+from meshwright.dryrun.stand_ins import RandomTokens
 from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules

@@ -17,9 +17,9 @@ import statistics
 import torch
 
 from meshwright.bench.models import LLAMA
-from meshwright.bench.step import draw_on_device
 from meshwright.config.load import config_from
 from meshwright.device import Device
+from meshwright.dryrun.stand_ins import draw_on_device
 from meshwright.train.ahead import Ahead
 from meshwright.train.context import build_context
 from meshwright.train.datasets import datasets_of

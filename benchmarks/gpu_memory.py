@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from meshwright.bench.rank import run_rank
 from meshwright.config.load import config_from
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device
+from meshwright.dryrun.run_rank import run_rank
 from meshwright.plan.job import job_of
 from meshwright.plan.memory import rank_memory
 

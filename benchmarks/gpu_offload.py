@@ -11,9 +11,9 @@ import time
 
 import torch
 
-from meshwright.bench.step import RandomTokens, draw_on_device
 from meshwright.config.load import config_from
 from meshwright.device import Device
+from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device
 from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules

@@ -74,9 +74,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     """In the limited process, or in the one beside it."""
     import torch
 
-    from meshwright.bench.step import RandomTokens
     from meshwright.config.load import config_from
     from meshwright.device import Device
+    from meshwright.dryrun.stand_ins import RandomTokens
     from meshwright.train.context import build_context
     from meshwright.train.gpt import forward_step, model_provider
     from meshwright.train.pretrain import build_modules

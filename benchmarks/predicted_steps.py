@@ -28,11 +28,11 @@ import torch.multiprocessing as mp
 
 from meshwright.bench.comm import joined, measure
 from meshwright.bench.request import OPS, Request, parse_sizes
-from meshwright.bench.step import RandomTokens, draw_on_device
 from meshwright.comm.mesh import Mesh
 from meshwright.config.load import config_from
 from meshwright.config.sections import Config
 from meshwright.device import Device
+from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device
 from meshwright.layout import Layout
 from meshwright.plan.account import as_json
 from meshwright.plan.cluster import cluster_from

@@ -29,10 +29,10 @@ import torch.multiprocessing as mp
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from plain_gpt import DeepSpeedLoop, PlainLoop  # noqa: E402
 
-from meshwright.bench.step import RandomTokens  # noqa: E402
 from meshwright.config.load import config_from  # noqa: E402
 from meshwright.config.sections import Config  # noqa: E402
 from meshwright.device import Device  # noqa: E402
+from meshwright.dryrun.stand_ins import RandomTokens  # noqa: E402
 from meshwright.train.batches import sample_ids  # noqa: E402
 from meshwright.train.context import build_context  # noqa: E402
 from meshwright.train.gpt import forward_step, model_provider  # noqa: E402

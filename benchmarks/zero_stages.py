@@ -22,10 +22,10 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from train_step import with_ranks  # noqa: E402
 
-from meshwright.bench.rank import state_bytes  # noqa: E402
-from meshwright.bench.step import RandomTokens  # noqa: E402
 from meshwright.config.load import config_from  # noqa: E402
 from meshwright.device import Device  # noqa: E402
+from meshwright.dryrun.run_rank import state_bytes  # noqa: E402
+from meshwright.dryrun.stand_ins import RandomTokens  # noqa: E402
 from meshwright.train.context import build_context  # noqa: E402
 from meshwright.train.gpt import forward_step, model_provider  # noqa: E402
 from meshwright.train.pretrain import build_modules  # noqa: E402

@@ -1,1 +1,1 @@
-"""Measurements of one device's share of a training job, beside what that device could do at best."""
+"""Measurements: the links and ranks of a machine, and one device's training step beside its least time."""

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from meshwright.bench.fit import Link, Point, bus_factor, fit_links
+from meshwright.bench.fit import Link, Point, fit_links
 from meshwright.bench.links import measure_links
 from meshwright.bench.profile import cluster_fields
 from meshwright.bench.rates import measure_rates
 from meshwright.bench.request import Request
+from meshwright.comm.ledger import bus_factor
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
 from meshwright.device import Device

@@ -48,7 +48,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Link:
-    """A class of links. `rates`: bytes a second that one rank sends, by op; across nodes, with its own share of the
+    """A class of links. `rates`: bytes per second that one rank sends, by op; across nodes, with its own share of the
     node's adapters alone. Errors are relative to what was measured."""
 
     latency: float

@@ -32,7 +32,7 @@ Calls = list[tuple[int, Callable[[], Any]]]  # how often in a micro-batch, and w
 
 @dataclass(frozen=True)
 class Floor:
-    """Milliseconds of one micro-batch, but `optimizer_ms`, which is once a step. `loaded_ms` is all products and
+    """Milliseconds of one micro-batch, except `optimizer_ms`, which is per step. `loaded_ms` is all products and
     attention back to back, `products_loaded_ms` the products alone so. `rested_ms` is all of them, ten times each after
     a rest: its first milliseconds, in which a card keeps a clock that no longer work has."""
 

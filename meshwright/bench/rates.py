@@ -20,11 +20,11 @@ from meshwright.bench.links import timed
 from meshwright.bench.models import LLAMA
 from meshwright.bench.profile import lone_cluster
 from meshwright.bench.request import host_bytes
-from meshwright.bench.step import RandomTokens, draw_on_device, release
 from meshwright.comm.mesh import Mesh
 from meshwright.config.load import config_from
 from meshwright.config.sections import CommConfig, Config
 from meshwright.device import DTYPES, Device
+from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device, release
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import ATTENTION_BACKWARD
 from meshwright.plan.cost import optimizer_bytes, predict_cost
@@ -134,8 +134,9 @@ def attention_tflops(device: Device, precision: str, time: Callable[..., float])
     grad = torch.randn_like(q).transpose(1, 2)
 
     def both() -> None:
-        parts = (x.transpose(1, 2) for x in (q, k, v))
-        torch.autograd.grad(F.scaled_dot_product_attention(*parts, is_causal=True), (q, k, v), grad)
+        parts = [x.transpose(1, 2) for x in (q, k, v)]
+        out = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
+        torch.autograd.grad(out, (q, k, v), grad)
 
     return 2.0 * batch * heads * width * seq * seq * (1 + ATTENTION_BACKWARD) / time(both) / 1e12
 

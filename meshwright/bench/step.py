@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 
-from meshwright.bench.fake import stand_in
 from meshwright.bench.floor import Floor
 from meshwright.bench.models import DATASHEET, flops
 from meshwright.bench.timing import by_kind
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device
-from meshwright.nn.parallel import record_of
+from meshwright.dryrun.absent_ranks import stand_in
+from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device, release
 from meshwright.train.ahead import Ahead
 from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
 from meshwright.train.step import Trainer
-
-
-class RandomTokens:
-    """Of the ids from `first` on. `fields` are further ones that a sample has, each counting up from 0."""
-
-    def __init__(self, vocab: int, seq: int, first: int = 0, fields: Sequence[str] = ()) -> None:
-        self.vocab, self.seq, self.first, self.fields = vocab, seq, first, fields
-
-    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
-        ids = np.random.default_rng(n).integers(self.first, self.first + self.vocab, self.seq + 1)
-        found = {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": np.ones(self.seq, dtype=np.int64)}
-        return found | {name: np.arange(self.seq, dtype=np.int64) for name in self.fields}
 
 
 @dataclass
@@ -45,18 +30,6 @@ class Measured:
     losses: list[float]
     kinds: dict[str, float]
     kernels: list[tuple[str, float, float]]
-
-
-@torch.no_grad()
-def draw_on_device(module: nn.Module, seed: int) -> None:
-    """Weights like a real start's, drawn by the device: a bench need not be the same on every layout."""
-    torch.manual_seed(seed)
-    for parameter in module.parameters():
-        record = record_of(parameter)
-        if record is not None and record.init.kind == "normal":
-            parameter.normal_(0.0, record.init.std)
-        else:
-            parameter.fill_(1.0 if record is not None and record.init.kind == "ones" else 0.0)
 
 
 def make_trainer(config: Config, device: Device) -> Trainer:
@@ -82,17 +55,6 @@ def measure(trainer: Trainer, steps: int, warm: int = 3) -> Measured:
         1e3 * statistics.median(r.step_time_s for r in results), None if peak is None else peak / 2**30,
         losses + [r.loss for r in results], kinds, kernels,
     )  # fmt: skip
-
-
-def release(trainer: Trainer) -> None:
-    """Gives a measured trainer's memory back: autograd's hooks keep its buffers, and they each other, alive."""
-    tensors = [share for _, _, shares in trainer.states() for share in shares]
-    for buffer in trainer.data_parallel.buffers:
-        tensors += [buffer.params, buffer.grads]
-        tensors += [memory.tensor for bucket in buffer.buckets for memory in (bucket.params, bucket.grads)]
-    for storage in (tensor.untyped_storage() for tensor in tensors):
-        if storage.resizable():  # host memory of states that live there is the system's own
-            storage.resize_(0)
 
 
 def two_steps(trainer: Trainer) -> None:

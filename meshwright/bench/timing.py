@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -65,9 +65,11 @@ def by_kind(
     with torch.profiler.profile(activities=[activity.CUDA]) as profile:
         work()
         device.synchronize()
-    spans, kinds, calls, times = [], Counter[str](), Counter[str](), Counter[str]()
+    spans: list[tuple[float, float]] = []
+    kinds, times = defaultdict[str, float](float), defaultdict[str, float](float)
+    calls = Counter[str]()
     for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CPU:
+        if event.device_type.name == "CPU":
             continue
         ms = (event.time_range.end - event.time_range.start) / 1e3
         spans.append((event.time_range.start, event.time_range.end))
@@ -80,5 +82,5 @@ def by_kind(
         idle += max(0.0, begin - reached) / 1e3
         reached = max(reached, end)
     kinds["idle"] = idle
-    kernels = [(name, calls[name] / parts, ms / parts) for name, ms in times.most_common()]
+    kernels = [(name, calls[name] / parts, ms / parts) for name, ms in sorted(times.items(), key=lambda item: -item[1])]
     return {kind: ms / parts for kind, ms in kinds.items()}, kernels

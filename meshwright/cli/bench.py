@@ -16,7 +16,7 @@ EXAMPLES = """example:
   meshwright bench step --model 3b --precision fp8
   meshwright bench step --model 3b --tp 2                (one rank's share, sequence parallel; the others are not there)
 
-tflops counts 6 operations for each weight of a product and token, and 6 x layers x hidden x seq a token for causal
+tflops counts 6 operations for each weight of a product and token, and 6 x layers x hidden x seq per token for causal
 attention; mfu divides by the maker's dense bf16 rate, mfu_measured by that of a large product measured here."""
 
 
@@ -47,13 +47,14 @@ def run(args: argparse.Namespace) -> int:
         train={"compile": args.compile}, run={"device": args.device},
         layout={"tp": args.tp, "pp": args.pp, "sequence_parallel": args.tp > 1},
     )  # fmt: skip
-    from meshwright.bench import fake, floor, step
+    from meshwright.bench import floor, step
     from meshwright.device import DTYPES, Device
+    from meshwright.dryrun.absent_ranks import fake_world
 
     device = Device.choose(args.device)
     device.check_precision(args.precision)
     print(f"measuring {args.model} on {device.name}", file=sys.stderr, flush=True)
-    with fake.fake_world(0, args.tp * args.pp):
+    with fake_world(0, args.tp * args.pp):
         measured = step.measure(step.make_trainer(config, device), args.steps)
     device.empty_cache()
     least = floor.measure(config, device, DTYPES[args.precision])
@@ -75,9 +76,9 @@ def report(f: dict[str, Any]) -> str:
         ("memory", "-" if f["peak_gib"] is None else f"{f['peak_gib']:.1f} GiB at most"),
         ("floor", f"{f['floor_ms']:.1f} ms: the step reaches {f['of_floor']:.3f} of it"),
         ("", f"products {low['products_ms']:.1f} (back to back {low['products_loaded_ms']:.1f}), attention "
-         f"{low['attention_ms']:.1f} a micro-batch (both back to back {low['loaded_ms']:.1f}, "
+         f"{low['attention_ms']:.1f} per micro-batch (both back to back {low['loaded_ms']:.1f}, "
          f"each after a rest {low['rested_ms']:.1f}), "
-         f"optimizer {low['optimizer_ms']:.1f} a step"),
+         f"optimizer {low['optimizer_ms']:.1f} per step"),
         ("by kind", ", ".join(f"{kind} {ms:.1f}" for kind, ms in f["kinds_ms"].items()) or "-"),
     ]  # fmt: skip
     share = f"tp={f['tp']} pp={f['pp']}, " if f["tp"] * f["pp"] > 1 else ""

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.bench.fake import fake_world, stand_in
 from meshwright.config.sections import Config, OptimizerConfig
 from meshwright.device import Device
+from meshwright.dryrun.absent_ranks import fake_world, stand_in
 from meshwright.kernels import fits
 from meshwright.nn import fused
 from meshwright.plan.communication import Line, Traffic, predict_rank

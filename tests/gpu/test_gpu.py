@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.bench.rank import run_rank
 from meshwright.cli.dryrun import compare
 from meshwright.config.rules import check
 from meshwright.device import Device
+from meshwright.dryrun.run_rank import run_rank
 from meshwright.plan.job import job_of
 from meshwright.plan.rank import expected
 from meshwright.train.context import build_context

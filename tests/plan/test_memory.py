@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from meshwright.bench.dry import SavedBytes
-from meshwright.bench.rank import lasting, state_bytes
 from meshwright.cli.main import main
 from meshwright.config.load import config_from, to_yaml
 from meshwright.config.sections import Config
+from meshwright.dryrun.meta_mode import SavedBytes
+from meshwright.dryrun.run_rank import lasting, state_bytes
 from meshwright.parts.gpt import MLP
 from meshwright.parts.part import Kept
 from meshwright.plan import activations, memory
@@ -82,7 +82,8 @@ def count(rank: int, world: int, names: list[str]) -> list[dict[str, int]]:
         c = config_of(name)
         trainer = make_trainer(c, rank, world, Made(c.model.vocab, c.model.seq, segments=c.data.reset_attention))
         trainer.step()
-        with SavedBytes(lasting(trainer)) as saved:
+        saved = SavedBytes(lasting(trainer))
+        with saved:
             trainer.gradients()
         states = trainer.optimizer.states
         rings = [pair for state in states if not state.at_hand for ring in state._pieces._rings for pair in ring]

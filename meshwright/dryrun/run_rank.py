@@ -1,5 +1,5 @@
-"""One rank of a cluster that is not there, executed: its real model, buffers, optimizer and schedule run a step, with
-torch's fake process group for the other ranks; on `meta`, where nothing is computed, or on a device."""
+"""Executes one rank of a cluster that is not there: its real model, buffers, optimizer and schedule run a step, with
+torch's fake process group in place of the other ranks, on `meta`, where nothing is computed, or on a device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.bench.dry import Dry, SavedBytes
-from meshwright.bench.fake import fake_world, stand_in
-from meshwright.bench.step import RandomTokens, draw_on_device, release
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device
+from meshwright.dryrun.absent_ranks import fake_world, stand_in
+from meshwright.dryrun.meta_mode import MetaMode, SavedBytes
+from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device, release
 from meshwright.parts.gpt import vocabulary_rows
 from meshwright.pipeline.table import action_counts
 from meshwright.sharding.homes import Kept
@@ -34,8 +34,9 @@ Counts = dict[str, int]
 
 @dataclass(frozen=True)
 class Ran:
-    """What a rank held and did in one step. `states` are bytes on the device by kind; `calls` is the ledger, by phase,
-    axis and op; `most` what was held at once for a while, as far as it was measured; `step_s` the compute's time."""
+    """What a rank held and did in one step. `states` has the bytes on the device by kind, `calls` the ledger by phase,
+    axis and op, `most` the peaks of what was held for a while, as far as they were measured, and `step_s` the time of
+    the compute."""
 
     parameters: int
     states: Counts
@@ -49,12 +50,12 @@ class Ran:
 
 
 def run_rank(config: Config, world: int, rank: int, device: Device) -> Ran:
-    """Builds the rank and runs one step; on a device that has a clock, one to warm up and two that count."""
+    """Builds the rank and runs one step. On a real device one step warms up and two more are timed."""
     check(config, world)
     begin = time.perf_counter()
     with ExitStack() as inside:
         inside.enter_context(fake_world(rank, world))
-        dry = inside.enter_context(Dry()) if device.kind == "meta" else None
+        dry = inside.enter_context(MetaMode()) if device.kind == "meta" else None
         trainer = make_rank(config, world, rank, device)
         built = time.perf_counter()
         if dry is not None:
@@ -84,7 +85,7 @@ def make_rank(config: Config, world: int, rank: int, device: Device) -> Trainer:
 
 
 def samples_of(ctx: Context) -> RandomTokens:
-    """Tokens whose embeddings this rank holds alone: those of absent ranks would be rows of zeros, which norms blow
+    """Random tokens whose embeddings this rank holds: those of absent ranks would be rows of zeros, which norms blow
     up."""
     c, tp_rank = ctx.config, max(0, ctx.mesh.tp.index)
     rows = vocabulary_rows(c.model.vocab, ctx.at)
@@ -95,7 +96,7 @@ def samples_of(ctx: Context) -> RandomTokens:
 
 
 def _read_here(trainer: Trainer, data: RandomTokens) -> None:
-    """The tensor-parallel rank that reads for the others is not there, so what it would broadcast is read here."""
+    """Lets this rank read its own samples: the tensor-parallel rank that would broadcast them may not be there."""
     batches: Any = trainer.train_batches
     load, size = batches.load, batches.size
 
@@ -111,7 +112,7 @@ def _read_here(trainer: Trainer, data: RandomTokens) -> None:
     batches.load = filled
 
 
-def _dry_steps(trainer: Trainer, dry: Dry) -> tuple[list[StepResult], Counts]:
+def _dry_steps(trainer: Trainer, dry: MetaMode) -> tuple[list[StepResult], Counts]:
     storages, parallel = dry.storages, trainer.data_parallel
     storages.leave_out(x for kept in lasting_kinds(trainer) if not kept.here for x in kept.shares)
     if parallel.stage >= 2:
@@ -129,7 +130,7 @@ def _dry_steps(trainer: Trainer, dry: Dry) -> tuple[list[StepResult], Counts]:
 
 
 def lasting(trainer: Trainer) -> Iterable[Tensor]:
-    """What autograd may keep without taking memory for it: parameters and tables."""
+    """The tensors that autograd may keep for backward without allocating memory: parameters and tables."""
     for module in trainer.modules:
         yield from module.buffers()
     for buffer in trainer.data_parallel.buffers:
@@ -150,7 +151,7 @@ def _timed_steps(trainer: Trainer) -> tuple[list[StepResult], Counts]:
 
 
 def state_bytes(trainer: Trainer) -> Counts:
-    """Of the tensors that last from step to step, as far as they are on the device."""
+    """The bytes by kind of the tensors that last from step to step, without those that are offloaded."""
     buffers, states = trainer.data_parallel.buffers, trainer.optimizer.states
     weights = [buffer.kept for buffer in buffers if buffer.kept is not None]
     return {
@@ -166,13 +167,13 @@ def _here(kinds: Iterable[Kept]) -> int:
 
 
 def lasting_kinds(trainer: Trainer) -> list[Kept]:
-    """What a rank owns share by share, wherever it lives."""
+    """What a rank owns share by share, wherever it is stored."""
     found = [kind for state in trainer.optimizer.states for kind in state.kinds]
     return found + [buffer.kept for buffer in trainer.data_parallel.buffers if buffer.kept is not None]
 
 
 def calls_of(trainer: Trainer) -> dict[tuple[str, str, str], Counts]:
-    """The ledger of the last step."""
+    """The ledger of the last step, by phase, axis and op."""
     found: dict[tuple[str, str, str], Counts] = {}
     for entry, tally in trainer.ctx.ledger.entries.items():
         counts = found.setdefault((entry.phase, entry.axis, entry.op), {})

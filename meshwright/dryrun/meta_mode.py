@@ -1,10 +1,11 @@
-"""Running without computing: tensors on the `meta` device have shapes but no memory; the bytes they would take.
+"""Running without computing: tensors on the `meta` device have shapes but no memory, and we count the bytes that they
+would take.
 
-Inside of `with Dry() as dry:` everything happens but the arithmetic. Our own registered operators run their Python, so
-that collectives are counted and weight gradients arrive. torch's operators are asked once for the shapes that come of
-the shapes that go in, and answered from memory after that: torch needs up to milliseconds to work them out. Attention
-and RMS norm are an accelerator's, one kernel each, so that what is kept for backward is what is kept there. Storages
-are counted while they live, which gives the peak that an allocator would report.
+Inside of `with MetaMode() as mode:` everything happens but the arithmetic. Our own registered operators run their
+Python, so that collectives are counted and weight gradients arrive. torch's operators are asked once for the output
+shapes of given input shapes, and their answer is remembered: torch needs up to milliseconds to work it out. Attention
+and RMS norm take the path of an accelerator, one kernel each, so that what is kept for backward is what is kept there.
+Storages are counted while they are alive, which gives the peak that an allocator would report.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.comm.ops import BODIES
 
 META = torch.device("meta")
-# What an operator's result may depend on beside tensors' shapes.
+# The types of an operator's arguments, besides tensors, that its output shapes may depend on.
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _RESIZE, _SDPA = torch.UntypedStorage.resize_, F.scaled_dot_product_attention
 
 
 class Made(NamedTuple):
-    """A result that can be made again."""
+    """The shape of a result, from which an equal one can be made."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -41,7 +42,7 @@ class Made(NamedTuple):
 
 
 class Tally:
-    """Bytes that are held now, and the most that were at once."""
+    """Bytes that are held now, and the most that were held at once."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
@@ -52,7 +53,7 @@ class Tally:
 
 
 class Storages:
-    """Every storage that is alive, with its size. `named` counts chosen ones alone."""
+    """Every storage that is alive, with its size. `all` counts every one, `named` only the chosen ones."""
 
     def __init__(self) -> None:
         self.all, self.named = Tally(), Tally()
@@ -80,13 +81,13 @@ class Storages:
             self.named.add(self._sizes.get(key, 0))
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """What would live elsewhere."""
+        """Stops counting what would be offloaded in a real run."""
         for key in {x.untyped_storage()._cdata for x in tensors}:
             self._change(key, -self._sizes[key])
             self._sizes[key] = 0
 
     def forget(self) -> None:
-        """From now on the most is counted anew."""
+        """Starts the peaks again from what is held now."""
         for tally in (self.all, self.named):
             tally.most = tally.now
 
@@ -101,27 +102,27 @@ class Storages:
             self.named.add(count)
 
 
-class Dry(TorchDispatchMode):
+class MetaMode(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.storages = Storages()
         self._bodies: dict[Any, Callable[..., Any] | None] = {}
         self._fresh: dict[Any, bool] = {}
         self._known: dict[Any, Made | tuple[Made | None, ...]] = {}
         self._replaced = ExitStack()
 
-    def __enter__(self) -> Dry:
+    def __enter__(self) -> MetaMode:
         for owner, name, new in (
             (F, "scaled_dot_product_attention", _attention),
             (F, "rms_norm", _rms_norm),
             (torch.UntypedStorage, "resize_", _resize(self.storages)),
         ):
             self._replaced.enter_context(_replace(owner, name, new))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._replaced.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,12 +149,13 @@ class Dry(TorchDispatchMode):
 
     @contextmanager
     def _still_here(self) -> Iterator[None]:
-        """torch sets a mode aside while it handles a call; what our operators call is to be seen too."""
-        super().__enter__()
+        """torch sets a mode aside while it handles a call; this brings it back, so that it also sees what our operators
+        call."""
+        super().__enter__()  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
-            super().__exit__(None, None, None)
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _learn(self, key: Any, args: Any, out: Any) -> None:
         several = isinstance(out, (tuple, list))
@@ -171,14 +173,14 @@ class Dry(TorchDispatchMode):
 
 
 def _makes_new(func: Any) -> bool:
-    """Whether an operator of torch's returns new tensors and changes none."""
+    """Whether this is an operator of torch that returns new tensors and changes none."""
     schema = func._schema
     parts = (*schema.arguments, *schema.returns)
     return func.namespace == "aten" and bool(schema.returns) and all(part.alias_info is None for part in parts)
 
 
 def _key(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What the result's shapes follow from; None where that can't be told."""
+    """All that the result's shapes depend on; None where we can't tell."""
     parts: list[Any] = [func]
     return tuple(parts) if _describe(parts, args) and _describe(parts, kwargs.items()) else None
 
@@ -201,7 +203,7 @@ def _describe(parts: list[Any], values: Iterable[Any]) -> bool:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """What CUDA's kernel takes, gives and keeps."""
+    """RMS norm with the inputs, outputs and saved tensors of CUDA's kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -216,30 +218,34 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
-    return _RmsNorm.apply(x, weight)
+    out: Tensor = _RmsNorm.apply(x, weight)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The kernel that CUDA chooses: in half precision and without a mask the one that knows none, else the one that
-    knows masks; in float64 there is none."""
-    aten = torch.ops.aten
+    """Calls the kernel that CUDA would choose: flash attention in half precision without a mask, memory-efficient
+    attention otherwise, and none in float64."""
+    aten: Any = torch.ops.aten
+    out: Tensor
     if q.dtype == torch.float64:
         return _SDPA(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
     if attn_mask is None and q.element_size() == 2:
-        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+        out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+        return out
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     if attn_mask is not None:
         added = attn_mask if attn_mask.dtype == q.dtype else attn_mask.new_empty(attn_mask.shape, dtype=q.dtype)
         attn_mask = added.expand(*q.shape[:3], k.shape[2])
-    return aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, dropout_p, is_causal)[0]
+    out = aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, dropout_p, is_causal)[0]
+    return out
 
 
 def _resize(storages: Storages) -> Callable[..., Any]:
-    """Memory that is given back under a tensor that stays is no operator of torch's."""
+    """A `resize_` that is counted: releasing a storage under a tensor that stays is no operator, so no mode sees it."""
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         done = _RESIZE(storage, size)
@@ -260,17 +266,13 @@ def _replace(owner: Any, name: str, new: Any) -> Iterator[None]:
 
 
 class SavedBytes(saved_tensors_hooks):
-    """Counts the storages that autograd keeps for backward, but for those of `lasting` tensors."""
+    """Counts the storages that autograd keeps for backward, except those of `lasting` tensors."""
 
     def __init__(self, lasting: Iterable[Tensor]) -> None:
         self.bytes = Tally()
         self._lasting = {x.untyped_storage()._cdata for x in lasting}
         self._uses: dict[int, int] = {}
         super().__init__(self._pack, _unpack)
-
-    def __enter__(self) -> SavedBytes:
-        super().__enter__()
-        return self
 
     def _pack(self, x: Tensor) -> Any:
         storage = x.untyped_storage()

@@ -1,5 +1,5 @@
-"""One rank of a world whose other ranks are not there: its share of the work, with communication that costs nothing but
-the memory it fills. For running a layout's rank on one device, or on none (`dry`)."""
+"""A world in which only one rank exists: torch's fake process group makes its collectives free, apart from the memory
+that they fill."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from meshwright.comm.mesh import Mesh
 
 @contextmanager
 def fake_world(rank: int, world: int) -> Iterator[None]:
+    """Initialises torch.distributed as rank `rank` of `world`, without the others."""
     if world == 1:
         yield
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    hook = sys.excepthook  # which torch makes name the rank, for good
+    hook = sys.excepthook  # torch replaces it for good, by one that names the rank
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         yield
@@ -32,16 +33,16 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
 
 
 def stand_in(mesh: Mesh) -> None:
-    """Gives what would come from others plausible numbers, since memory as it is may hold anything: small noise from a
-    neighbouring stage, this rank's own part of a sum. (Of gathered pieces torch's fake group makes copies of our own;
-    a sum in place is then this rank's own term.)"""
+    """Fills what would come from other ranks with plausible numbers, since uninitialised memory may hold anything:
+    small noise from a neighbouring stage, this rank's own term of a sum. (torch's fake group already fills gathered
+    pieces with copies of this rank's own, and leaves a sum in place at this rank's own term.)"""
     for group in mesh.groups.values():
         if not group.alone:
             _fill(group)
 
 
 def _fill(group: Any) -> None:
-    """The calls are made and counted as ever; what they leave open is filled."""
+    """Wraps the calls that leave their output unwritten: it is filled after they were made and counted as usual."""
     take, scatter = group.receive, group.reduce_scatter
 
     def receive(x: Tensor, source: int, tag: int = 0) -> Pending:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.bench.dry import Dry, SavedBytes
-from meshwright.bench.fake import fake_world
-from meshwright.bench.rank import Ran, make_rank, run_rank, state_bytes
 from meshwright.cli.dryrun import compare
 from meshwright.cli.main import main
 from meshwright.config.sections import Config
 from meshwright.device import Device
+from meshwright.dryrun.absent_ranks import fake_world
+from meshwright.dryrun.meta_mode import MetaMode, SavedBytes
+from meshwright.dryrun.run_rank import Ran, make_rank, run_rank, state_bytes
 from meshwright.parts.gpt import OutputLayer
 from meshwright.pipeline.table import action_counts
 from meshwright.plan import communication
@@ -94,7 +94,7 @@ def of_real_ranks() -> dict[str, list[dict[str, Any]]]:
 def test_a_dry_rank_is_the_real_one(name: str, of_real_ranks: dict[str, list[dict[str, Any]]]) -> None:
     world, config = CASES[name][0], config_of(name)
     for rank in range(world):
-        with fake_world(rank, world), Dry():
+        with fake_world(rank, world), MetaMode():
             trainer = make_rank(config, world, rank, Device("meta"))
             trainer.step()
             assert all(slot.parameter.is_meta for buffer in trainer.data_parallel.buffers for slot in buffer.slots)
@@ -133,7 +133,7 @@ def test_a_device_is_timed_and_counts_the_same() -> None:
 
 def test_storages_are_counted_while_they_live() -> None:
     meta = {"device": "meta", "dtype": torch.float32}
-    with Dry() as dry:
+    with MetaMode() as dry:
         tally, named = dry.storages.all, dry.storages.named
         a = torch.empty(100, **meta)
         b = a * 2.0
@@ -153,7 +153,7 @@ def test_storages_are_counted_while_they_live() -> None:
 
 def test_results_are_remembered_by_all_that_they_depend_on() -> None:
     meta = {"device": "meta"}
-    with Dry():
+    with MetaMode():
         for _ in range(2):  # made, then remembered
             a, b = torch.empty(4, 6, dtype=torch.bfloat16, **meta), torch.empty(6, 5, dtype=torch.bfloat16, **meta)
             assert (a @ b).shape == (4, 5) and (a.t() @ a).shape == (6, 6)
