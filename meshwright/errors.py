@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -12,5 +13,18 @@ class UserError(ValueError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`" (did you mean 'x'?)"` for the closest known name, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    names = list(known)
+    # Short names are alike by chance less often than one wrong letter makes them look.
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5 if len(name) <= 3 else 0.65)
+    close += [full for full in names if name and full.startswith(name)]
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def either(values: Iterable[Any]) -> str:
+    """`1, 2 or 4`."""
+    words = [str(value) for value in values]
+    return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

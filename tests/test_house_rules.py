@@ -21,27 +21,33 @@ DISTRIBUTED = {
         "DistError",
     },
     "train/pretrain.py": {"is_initialized"},
-    "bench/fake.py": {"init_process_group", "destroy_process_group"},
+    "dryrun/absent_ranks.py": {"init_process_group", "destroy_process_group"},
     "train/launch.py": {"elastic", "launcher", "TCPStore"},
 }  # fmt: skip
 
-# A room imports only from rooms below it. `data` needs only the errors; `plan` reads the plain parts of all others.
+# A room imports only from rooms below it. `data` needs only the errors; `show` is given what it draws; `plan` reads the
+# plain parts of all below it.
 LEVELS = {
     "errors": 0, "device": 1, "layout": 1, "data": 1, "kernels": 1, "parts": 2, "config": 2, "comm": 3, "nn": 4,
-    "models": 5, "pipeline": 6, "sharding": 6, "optim": 7, "checkpoint": 8, "train": 9, "plan": 10, "bench": 11,
-    "cli": 12, "__main__": 13,
+    "models": 5, "pipeline": 6, "sharding": 6, "optim": 7, "checkpoint": 8, "train": 9, "show": 10, "plan": 11,
+    "dryrun": 12, "bench": 13, "cli": 14, "__main__": 15,
 }  # fmt: skip
 
 WITHOUT_TORCH = [
-    *(f"plan.{path.stem}" for path in sorted((PACKAGE / "plan").glob("*.py")) if path.stem != "__init__"),
-    "layout", "layout.draw", "layout.params", "layout.shards", "layout.rows", "layout.redistribute", "config.load",
+    *(
+        f"{room}.{path.stem}"
+        for room in ("plan", "show")
+        for path in sorted((PACKAGE / room).glob("*.py"))
+        if path.stem != "__init__"
+    ),
+    "layout", "layout.params", "layout.shards", "layout.rows", "layout.redistribute", "config.load",
     "config.rules", "models.description", "parts.part", "parts.gpt", "parts.loss_pieces",
     "optim.schedules", "comm.ledger", "pipeline.table", "pipeline.schedules", "pipeline.verify",
-    "pipeline.simulate", "pipeline.draw", "bench.models", "bench.fit", "bench.profile", "bench.request",
+    "pipeline.simulate", "train.read_run", "bench.models", "bench.fit", "bench.profile", "bench.request",
     "cli.bench", "cli.comm", "models.hf", "checkpoint.format",
     "checkpoint.verify", "cli.main", "cli.layout", "cli.schedule", "cli.config", "cli.data", "cli.eval",
     "cli.export", "cli.generate", "cli.import_", "cli.inspect", "cli.train", "pipeline.trace", "cli.cost", "cli.plan",
-    "cli.predict", "cli.memory", "cli.simulate", "cli.scaling", "cli.asked", "cli.files", "cli.dryrun",
+    "cli.predict", "cli.memory", "cli.simulate", "cli.scaling", "cli.common_args", "cli.files", "cli.dryrun",
 ]  # fmt: skip
 
 
@@ -146,6 +152,15 @@ def test_imports_go_one_way(path: Path) -> None:
         parts = full.split(".")
         if parts[0] == "meshwright" and len(parts) > 1 and parts[1] in LEVELS and parts[1] != room:
             assert LEVELS[parts[1]] < LEVELS[room], f"{name_of(path)} imports {full}, which stands above it"
+
+
+def test_the_architecture_page_states_the_same_order() -> None:
+    rooms: dict[int, list[str]] = {}
+    for room, level in LEVELS.items():
+        rooms.setdefault(level, []).append(room)
+    order = " ← ".join(", ".join(rooms[level]) for level in sorted(rooms) if rooms[level] != ["__main__"])
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert f"`{order}`" in " ".join(page.split()), f"docs/architecture.md must say `{order}`"
 
 
 def test_what_must_start_fast_does_not_import_torch() -> None:

@@ -14,8 +14,9 @@ from meshwright.cli.files import write
 from meshwright.cli.layout import add_axes
 from meshwright.errors import UserError
 from meshwright.layout.layout import Layout
-from meshwright.plan.chart import Chart, png, svg
-from meshwright.plan.show import seconds, size, table
+from meshwright.show.chart import Chart, check_svg, svg
+from meshwright.show.terminal import table
+from meshwright.show.units import percent, plural, seconds, size
 
 EXAMPLES = """example:
   meshwright comm bench --nproc 2 --out here.yaml --svg curves.svg
@@ -40,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="auto", choices=["auto", "gloo", "nccl", "hccl"], help="default: auto")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the profile, a cluster for the planner")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw bus bandwidth over size")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="the same drawing as PNG")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
@@ -63,11 +63,11 @@ def run(args: argparse.Namespace) -> int:
     from meshwright.device import check_machine
 
     check_machine(args.device, args.backend, "fp32", ranks)
-    return launch(ranks, 0, bench, request, args.json, args.out, args.svg, args.png)
+    return launch(ranks, 0, bench, request, args.json, args.out, args.svg)
 
 
 def as_rank(args: argparse.Namespace, local_rank: int, world: int, local_world: int) -> int:
-    """Started by torchrun or srun. A mistake is the same on every rank, so one a machine says it."""
+    """This process was started by torchrun or srun. A mistake is the same on every rank: one per machine reports it."""
     from meshwright.train.launch import guarded
 
     try:
@@ -77,7 +77,7 @@ def as_rank(args: argparse.Namespace, local_rank: int, world: int, local_world: 
         if local_rank == 0:
             raise
         return 2
-    guarded(None, False, bench, request, args.json, args.out, args.svg, args.png)
+    guarded(None, False, bench, request, args.json, args.out, args.svg)
     return 0
 
 
@@ -90,7 +90,8 @@ def devices(kind: str) -> int:
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    for name in ("out", "svg", "png"):
+    check_svg("--svg", args.svg)
+    for name in ("out", "svg"):
         path = getattr(args, name)
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise UserError(f"--{name} {path} can't be written: name a file in a folder that exists")
@@ -110,12 +111,12 @@ def requested(args: argparse.Namespace, world: int, local_world: int) -> Request
     memory = host_bytes() // local_world
     if sizes[-1] > memory // 8:
         fix = "lower the upper end"
-        raise UserError(f"--sizes goes up to {size(sizes[-1])}, too much for {size(memory)} a rank: {fix}")
+        raise UserError(f"--sizes goes up to {size(sizes[-1])}, too much for {size(memory)} per rank: {fix}")
     name = args.out.stem if args.out else "measured"
     return Request(layout, parse_axes(layout, args.axis), ops, sizes, args.seconds, name, args.device, args.backend)
 
 
-def bench(request: Request, as_json: bool, out: Path | None, drawn: Path | None, painted: Path | None) -> None:
+def bench(request: Request, as_json: bool, out: Path | None, drawn: Path | None) -> None:
     """One rank's whole bench; the first rank writes and prints."""
     from meshwright.bench.comm import joined, measure
 
@@ -126,7 +127,6 @@ def bench(request: Request, as_json: bool, out: Path | None, drawn: Path | None,
     curves = chart(found)
     write(out, lambda: as_yaml(found["cluster"]))
     write(drawn, lambda: svg(curves))
-    write(painted, lambda: png(curves))
     print(json.dumps(found | {"profile": out and str(out)}) if as_json else report(found), flush=True)
 
 
@@ -135,30 +135,23 @@ def chart(found: dict[str, Any]) -> Chart:
     for p in found["points"]:
         name = f"{p['axis']} {p['op']}".replace("_", "-")
         lines.setdefault(name, []).append((float(p["payload"]), p["bus_gb_s"]))
-    title = f"{found['world']} ranks, {found['backend']}, {found['device']}"
-    return Chart(title, "payload", "bus GB/s", lines, tick=bytes_short)
-
-
-def bytes_short(value: float) -> str:
-    for letter, factor in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
-        if value >= factor:
-            return f"{value / factor:.3g}{letter}"
-    return f"{value:g}"
+    title = f"{plural(found['world'], 'rank')}, {found['backend']}, {found['device']}"
+    return Chart(title, "payload", "bus GB/s", lines, label=size)
 
 
 def report(found: dict[str, Any]) -> str:
     rates, cluster = found["rates"], found["cluster"]
-    blocks = [f"{found['world']} ranks, {found['node_size']} a node, {found['backend']}, {found['device']}"]
-    rows = [("axis", "op", "ranks", "payload", "time", "algorithm GB/s", "bus GB/s", "factor")]
+    blocks = [f"{plural(found['world'], 'rank')}, {found['node_size']} per node, {found['backend']}, {found['device']}"]
+    points = [("axis", "op", "ranks", "payload", "time", "algorithm GB/s", "bus GB/s", "factor")]
     for p in found["points"]:
         gb_s = (f"{p[key]:.3g}" for key in ("algorithm_gb_s", "bus_gb_s"))
         took = (size(p["payload"]), seconds(p["seconds"]))
-        rows.append((p["axis"], p["op"], str(p["ranks"]), *took, *gb_s, f"{p['bus_factor']:g}"))
-    blocks.append(table(rows, left=(0, 1)))
+        points.append((p["axis"], p["op"], str(p["ranks"]), *took, *gb_s, f"{p['bus_factor']:g}"))
+    blocks.append(table(points, left=(0, 1)))
     rows = [("links", "latency", "GB/s", "median error", "worst", "points")]
     for name, link in found["links"].items():
         if link:
-            errors = (f"{100 * link[key]:.1f} %" for key in ("error", "worst_error"))
+            errors = (percent(link[key]) for key in ("error", "worst_error"))
             latency = seconds(link["latency_us"] * 1e-6)
             rows.append((name.replace("_", " "), latency, f"{link['gb_s']:.3g}", *errors, str(link["points"])))
             for op, rate in link["gb_s_by_op"].items():
@@ -166,15 +159,15 @@ def report(found: dict[str, Any]) -> str:
     blocks.append(table(rows))
     peaks = ", ".join(f"{name} {1e3 * rate:.3g}" for name, rate in rates["peak"].items())
     blocks.append(table([
-        ("a rank, while all work", ""), ("products, GFLOP/s", peaks),
+        ("one rank, while all work", ""), ("products, GFLOP/s", peaks),
         ("products' matrices pass at, GB/s", f"{rates['product_gb_s']:.3g}"),
         ("attention, GFLOP/s", f"{1e3 * rates['attention_tflops']:.3g}"), ("copy, GB/s", f"{rates['copy_gb_s']:.3g}"),
         ("elementwise work of a step, GB/s", f"{rates['step_gb_s']:.3g}"),
         ("optimizer, GB/s", f"{rates['optimizer_gb_s']:.3g}"),
         ("beside its work a kernel takes", f"{rates['kernel_us']:.3g} us"),
         ("a collective between computations takes longer by", f"{rates['wait_us']:.3g} us"),
-        ("of a hidden reduction, compute loses", f"{100 * rates['contention']:.0f} %"),
-        ("reference steps, median error", f"{100 * rates['step_error']:.1f} %"),
+        ("of a hidden reduction, compute loses", percent(rates["contention"], 0)),
+        ("reference steps, median error", percent(rates["step_error"])),
     ]))  # fmt: skip
     blocks.append(f"cluster '{cluster['name']}': --out FILE saves it for meshwright cost, plan and simulate")
     return "\n\n".join(blocks)

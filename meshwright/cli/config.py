@@ -7,6 +7,7 @@ import json
 
 from meshwright.config.load import load_config, to_mapping, to_yaml
 from meshwright.config.rules import RULES, TRAINED, check
+from meshwright.show.units import plural
 
 EXAMPLES = """example:
   meshwright config show examples/demo.yaml train.steps=10
@@ -30,9 +31,10 @@ def run(args: argparse.Namespace) -> None:
     world = args.world if args.world is not None else config.layout.tp * config.layout.pp * config.layout.cp
     check(config, world, TRAINED if args.action == "check" else RULES)
     if args.action == "check":
-        dp = world // (config.layout.tp * config.layout.pp * config.layout.cp)
-        facts = {"ok": True, "world": world, "dp": dp, "tp": config.layout.tp, "pp": config.layout.pp}
-        words = f"{args.config} is right for {world} ranks: dp={dp} tp={config.layout.tp} pp={config.layout.pp}"
+        tp, pp = config.layout.tp, config.layout.pp
+        dp = world // (tp * pp * config.layout.cp)
+        facts = {"ok": True, "world": world, "dp": dp, "tp": tp, "pp": pp}
+        words = f"{args.config} is right for {plural(world, 'rank')}: dp={dp} tp={tp} pp={pp}"
         print(json.dumps(facts) if args.json else words)
         return
     print(json.dumps(to_mapping(config)) if args.json else to_yaml(config).rstrip())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from meshwright.cli.asked import step_arguments, step_asked
+from meshwright.cli.common_args import step_arguments, step_asked
 from meshwright.errors import UserError
 from meshwright.plan.account import as_json, report
 from meshwright.plan.cost import predict_cost

@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from meshwright.data.prepare import Summary, prepare
+    from meshwright.show.progress import progress
 
     summary: Summary = prepare(
         args.inputs,
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         eod=args.eod,
         field=args.field,
         force=args.force,
+        progress=progress,
     )
     if summary.replaced:
         what = "document holds" if summary.replaced == 1 else "documents hold"

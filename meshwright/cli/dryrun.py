@@ -9,17 +9,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli.asked import job_arguments, target_asked, world_argument, world_asked
+from meshwright.cli.common_args import job_arguments, target_asked, world_argument, world_asked
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import Expected, expected
-from meshwright.plan.show import seconds, size, table
+from meshwright.show.terminal import table
+from meshwright.show.units import seconds, size
 
 if TYPE_CHECKING:
-    from meshwright.bench.rank import Ran
     from meshwright.device import Device
+    from meshwright.dryrun.run_rank import Ran
 
 MIXED = True
 COUNTS = ("calls", "payload_bytes", "wire_bytes")
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_one(config: Config, world: int, rank: int, device: Device) -> dict[str, Any]:
     import torch
 
-    from meshwright.bench.rank import run_rank
+    from meshwright.dryrun.run_rank import run_rank
 
     said = expected(checked_job(config, world), rank)
     what = f"{said.parameters:,} parameters, {said.micro_batches} micro-batches"
@@ -163,7 +164,7 @@ def report(one: Mapping[str, Any], world: int) -> str:
     head = f"rank {one['rank']} of {world} ({_place(one['coordinate'])}): {_layers(one['layers'])}"
     head += f", {one['micro_batches']} micro-batches"
     if one["step_s"] is not None:
-        head += f", {seconds(one['step_s'])} a step"
+        head += f", {seconds(one['step_s'])} per step"
     rows = [("", "run", "planned", ""), _row("parameters", one["parameters"])]
     rows += [_row(f"bytes of {kind}", pair) for kind, pair in one["bytes"].items()]
     for axis, pair in one["comm"].items():

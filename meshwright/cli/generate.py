@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import UserError
+from meshwright.errors import UserError, either
 
 if TYPE_CHECKING:
     from meshwright.config.rules import Rule
@@ -91,7 +91,7 @@ def check_cut(config: Config, nproc: int) -> None:
 
     rule = broken(nproc)
     if rule is not None:
-        fitting = ", ".join(str(n) for n in range(1, model.heads + 1) if broken(n) is None)
+        fitting = either(n for n in range(1, model.heads + 1) if broken(n) is None)
         raise UserError(f"--nproc {nproc} {reasons[rule]}: try --nproc {fitting}")
 
 

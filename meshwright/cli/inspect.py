@@ -11,7 +11,9 @@ from typing import Any
 
 from meshwright.checkpoint.format import Index, find, read_index
 from meshwright.checkpoint.verify import element_bytes, verify
-from meshwright.data.progress import Progress
+from meshwright.show.progress import progress
+from meshwright.show.terminal import table
+from meshwright.show.units import plural, size
 
 EXAMPLES = """example:
   meshwright inspect runs/demo
@@ -30,11 +32,9 @@ def run(args: argparse.Namespace) -> int:
     index = read_index(path)
     found = describe(path, index)
     if not args.no_verify:
-        progress, begin = Progress(f"checking {path.name}", found["tensor_bytes"]), time.perf_counter()
-        try:
-            found["verified_bytes"] = verify(path, index, progress.advance)
-        finally:
-            progress.close()
+        begin = time.perf_counter()
+        with progress(f"checking {path.name}", found["tensor_bytes"]) as advance:
+            found["verified_bytes"] = verify(path, index, advance)
         found["verify_seconds"] = time.perf_counter() - begin
     print(json.dumps(found) if args.json else "\n".join(page(found)))
     return 0
@@ -67,36 +67,26 @@ def page(found: dict[str, Any]) -> list[str]:
     layout, model, world = found["layout"], found["model"], found["world"]
     cut = int(layout.get("tp", 1)) * int(layout.get("pp", 1)) * int(layout.get("cp", 1))
     sizes = {"dp": world // cut} | {axis: layout[axis] for axis in ("tp", "pp", "cp", "chunks") if axis in layout}
-    axes = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "none"
+    axes = " ".join(f"{axis}={ranks}" for axis, ranks in sizes.items() if ranks != 1) or "none"
     shape = [f"{key}={model[key]}" for key in ("layers", "hidden", "heads", "vocab", "seq") if key in model]
     counters = ", ".join(f"{key} {value:g}" for key, value in found["counters"].items() if value is not None)
     lines = [
         found["path"],
         f"  step        {found['step']:,}, after {found['consumed']:,} samples",
         f"  model       {' '.join(shape) or 'unknown'}",
-        f"  written by  {world} rank{'s' * (world != 1)}, layout {axes}, precision {found['precision'] or 'unknown'}",
+        f"  written by  {plural(world, 'rank')}, layout {axes}, precision {found['precision'] or 'unknown'}",
         f"  counters    {counters or 'none'}",
-        f"  {'state':<12}{'tensors':>9}{'elements':>16}{'size':>12}  dtype",
     ]
+    rows = [("state", "tensors", "elements", "size", "dtype")]
     for name, state in found["states"].items():
-        numbers = f"{state['tensors']:>9,}{state['elements']:>16,}{_size(state['bytes']):>12}"
-        lines.append(f"  {name:<12}{numbers}  {', '.join(state['dtypes'])}")
-    many = len(found["files"])
-    lines.append(
-        f"  {found['tensors']:,} tensors in {found['blocks']:,} blocks in {many:,} file{'s' * (many != 1)}, "
-        f"{_size(found['file_bytes'])}"
-    )
+        numbers = (f"{state['tensors']:,}", f"{state['elements']:,}", size(state["bytes"]))
+        rows.append((name, *numbers, ", ".join(state["dtypes"])))
+    lines.append(table(rows, left=(0, 4)))
+    held = f"{plural(found['tensors'], 'tensor')} in {plural(found['blocks'], 'block')}"
+    lines.append(f"  {held} in {plural(len(found['files']), 'file')}, {size(found['file_bytes'])}")
     if found["verified_bytes"] is None:
         lines.append("  not verified")
     else:
-        speed = _size(found["verified_bytes"] / max(found["verify_seconds"], 1e-9))
-        lines.append(f"  every checksum is right ({_size(found['verified_bytes'])} at {speed}/s)")
+        speed = size(found["verified_bytes"] / max(found["verify_seconds"], 1e-9))
+        lines.append(f"  every checksum is right ({size(found['verified_bytes'])} at {speed}/s)")
     return lines
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

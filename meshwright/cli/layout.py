@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 
-from meshwright.layout.draw import draw
 from meshwright.layout.layout import GROUP_KINDS, Layout
+from meshwright.show.layout_drawing import draw
+from meshwright.show.terminal import encodable, terminal_width
 
 EXAMPLES = """example:
   meshwright layout --world 16 --tp 4 --pp 2 --node-size 8
   meshwright layout --world 64 --tp 4 --pp 2 --cp 2 --ep 8 --json"""
-
-PLAIN = str.maketrans("╵╷│╴┘┐┤╶└┌├─┴┬┼…⋮", "'.|-'.|-'.|-+++~:")
-"""For a terminal that can't show the drawing's characters."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,10 +52,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({name: layout.groups(name) for name in GROUP_KINDS}))
         return 0
-    text = draw(layout, width=max(60, min(shutil.get_terminal_size((100, 24)).columns, 160)))
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        text = text.translate(PLAIN)
-    print(text)
+    text = draw(layout, width=max(60, min(terminal_width(100), 160)))
+    print(encodable(text, sys.stdout))
     return 0

@@ -41,6 +41,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, with one sentence instead of the usage block on a mistake."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
+        message = message.replace(", key=value", "")  # argparse calls it required where it stands beside options
         raise UserError(f"{message} (see `{self.prog} --help`)")
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 
-from meshwright.cli.asked import job_arguments, target_asked, world_argument, world_asked
+from meshwright.cli.common_args import job_arguments, target_asked, world_argument, world_asked
 from meshwright.errors import UserError
 from meshwright.plan.job import checked_job
 from meshwright.plan.memory import largest
 from meshwright.plan.rank import KINDS, rank_json
-from meshwright.plan.show import size, table
+from meshwright.show.terminal import table
+from meshwright.show.units import size
 
 MIXED = True
 EXAMPLES = """example:

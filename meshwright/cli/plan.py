@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.asked import cluster_arguments, job_arguments, target_asked
+from meshwright.cli.common_args import cluster_arguments, job_arguments, target_asked
 from meshwright.cli.files import write
+from meshwright.cli.plan_page import page
 from meshwright.config.rules import context_is_trained
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
@@ -20,14 +21,14 @@ from meshwright.plan.account import layout_of_cost, layout_words
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.explain import against, why_best, yaml_of
-from meshwright.plan.html import page
 from meshwright.plan.job import Job
 from meshwright.plan.memory import needed_gib
 from meshwright.plan.rank import rank_json
 from meshwright.plan.search import FIXES, Candidate, Space, fixed_keys, search, space_of, why_nothing
-from meshwright.plan.show import percent, seconds, table
 from meshwright.plan.stack import Stack
 from meshwright.plan.target import Target, cluster_for, devices_for, stack_for, target_of, with_supported_precision
+from meshwright.show.terminal import table
+from meshwright.show.units import percent, seconds
 
 MIXED = True
 # Keys that leave fewer layouts, so that a search that finds none names them.

@@ -10,7 +10,8 @@ from typing import Any
 
 from meshwright.cli.files import write
 from meshwright.plan.published import NEEDED, Prediction, predict_file, predictions_csv
-from meshwright.plan.show import percent, table
+from meshwright.show.terminal import table
+from meshwright.show.units import percent
 
 EXAMPLES = """example:
   meshwright predict --csv published_runs.csv --out predictions.csv

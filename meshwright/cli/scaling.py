@@ -7,15 +7,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.asked import cluster_arguments, job_arguments, target_asked
+from meshwright.cli.common_args import cluster_arguments, job_arguments, target_asked
 from meshwright.cli.files import write
 from meshwright.errors import UserError
 from meshwright.plan.account import layout_of_cost, layout_words
-from meshwright.plan.chart import Chart, png, svg
 from meshwright.plan.job import Job
 from meshwright.plan.scaling import WAYS, Point, device_counts, sweep
-from meshwright.plan.show import percent, table
 from meshwright.plan.target import cluster_for, stack_for, with_supported_precision
+from meshwright.show.chart import Chart, check_svg, svg
+from meshwright.show.terminal import table
+from meshwright.show.units import percent
 
 MIXED = True
 SEARCHED = (
@@ -23,7 +24,7 @@ SEARCHED = (
 )  # fmt: skip
 EXAMPLES = """example:
   meshwright scaling llama3-8b --cluster h100-80g-dgx --devices 8:1024
-  meshwright scaling gpt3-175b --cluster a100-80g-dgx --devices 64:4096 --mode strong --png curve.png
+  meshwright scaling gpt3-175b --cluster a100-80g-dgx --devices 64:4096 --mode strong --svg curve.svg
 
 Weak: the batch grows with the devices, from --global-batch (default one sequence for each) on the smallest number.
 Strong: it stays --global-batch (default 2048). The layouts of each point are searched, as `meshwright plan` does."""
@@ -35,12 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", default="8:1024", metavar="A:B", help="from A to B, doubling, or a list a,b,c")
     parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step")
     parser.add_argument("--mode", choices=("weak", "strong", "both"), default="both", help="default: both")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw tokens/s over devices")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="the same drawing as SVG")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw tokens/s over devices")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(args: argparse.Namespace) -> int:
+    check_svg("--svg", args.svg)
     target = target_asked(args.target, args.words, as_run=False)
     cluster = cluster_for(target, args.cluster)
     target = with_supported_precision(target, cluster)
@@ -58,8 +59,7 @@ def run(args: argparse.Namespace) -> int:
         host, node = cluster.device.units == 1, cluster.node.devices
         base = Job(target.config, counts[0], stack, node, samples=batch, host=host)
         found[mode] = sweep(base, cluster, counts, mode == "weak")
-    chart = Chart(f"{target.name} on {cluster.name}", "devices", "tokens/s", _lines(found))
-    write(args.png, lambda: png(chart))
+    chart = Chart(f"{target.name} on {cluster.name}", "devices", "tokens/s", _lines(found), label="{:,.0f}".format)
     write(args.svg, lambda: svg(chart))
     if args.json:
         print(json.dumps({mode: [_json(p) for p in points] for mode, points in found.items()}))

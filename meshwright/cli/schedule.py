@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli.files import write
-from meshwright.pipeline.draw import timeline_svg, timeline_text, title
 from meshwright.pipeline.schedules import KINDS, build
 from meshwright.pipeline.simulate import Simulation, Timed, simulate
 from meshwright.pipeline.verify import verify
+from meshwright.show.chart import check_svg
+from meshwright.show.schedule_drawing import timeline_svg, timeline_text, title
+from meshwright.show.terminal import has_colour, table, terminal_width
+from meshwright.show.units import percent
 
 EXAMPLES = """example:
   meshwright schedule --kind 1f1b --pp 4 --micro-batches 8
@@ -39,9 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int | None:
-    table = build(args.kind, args.pp, args.micro_batches, args.chunks)
-    verify(table)
-    simulation = simulate(table, args.forward, args.backward, args.send)
+    check_svg("--svg", args.svg)
+    built = build(args.kind, args.pp, args.micro_batches, args.chunks)
+    verify(built)
+    simulation = simulate(built, args.forward, args.backward, args.send)
     write(args.svg, lambda: timeline_svg(simulation))
     if args.json:
         print(json.dumps(as_json(simulation)))
@@ -70,28 +72,25 @@ def _action(timed: Timed) -> dict[str, Any]:
 
 def report(simulation: Simulation, args: argparse.Namespace) -> str:
     """The drawing and the figures, for people."""
-    table = simulation.table
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    drawn = simulation.table
     rows = [("rank", "stages", "busy", "idle", "bubble", "peak activations")]
-    for rank in range(table.pp):
+    for rank in range(drawn.pp):
         busy = simulation.busy[rank]
         idle = max(0.0, simulation.makespan - busy)
         share = idle / simulation.makespan if simulation.makespan else 0.0
-        stages = " ".join(str(table.stage(rank, chunk)) for chunk in range(table.chunks))
+        stages = " ".join(str(drawn.stage(rank, chunk)) for chunk in range(drawn.chunks))
         peak = f"{simulation.peak_activations[rank]:.4g}"
-        rows.append((str(rank), stages, f"{busy:.6g}", _small(idle, busy), f"{100 * share:.2f} %", peak))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+        rows.append((str(rank), stages, f"{busy:.6g}", _small(idle, busy), percent(share, 2), peak))
     return "\n".join(
         [
-            f"{title(table)}   (forward {args.forward:g}, backward {args.backward:g}, send {args.send:g})",
+            f"{title(drawn)}   (forward {args.forward:g}, backward {args.backward:g}, send {args.send:g})",
             "",
-            timeline_text(simulation, shutil.get_terminal_size((140, 24)).columns, colour),
+            timeline_text(simulation, terminal_width(140), has_colour(sys.stdout)),
             "",
-            *lines,
+            table(rows, left=(), indent=""),
             "",
             f"makespan          {simulation.makespan:.6g}",
-            f"bubble            {simulation.bubble:.6f} ({100 * simulation.bubble:.2f} %)",
+            f"bubble            {simulation.bubble:.6f} ({percent(simulation.bubble, 2)})",
             f"peak activations  {max(simulation.peak_activations):.4g} (micro-batches of a rank's whole share)",
             "verified          complete, every transfer matched, free of deadlock",
         ]

@@ -7,12 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.asked import step_arguments, step_asked
+from meshwright.cli.common_args import step_arguments, step_asked
 from meshwright.cli.files import write
-from meshwright.pipeline.draw import timeline_svg
 from meshwright.pipeline.trace import trace_json
-from meshwright.plan.show import percent, seconds, table
 from meshwright.plan.whatif import Step, parse_change, step_of, step_spans
+from meshwright.show.chart import check_svg
+from meshwright.show.schedule_drawing import timeline_svg
+from meshwright.show.terminal import table
+from meshwright.show.units import percent, seconds
 
 MIXED = True
 EXAMPLES = """example:
@@ -34,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_svg("--svg", args.svg)
     target, job, cluster = step_asked(args)
     changes = [parse_change(text) for text in args.what_if]
     plain = step_of(job, cluster)

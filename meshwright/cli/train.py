@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_rank(args: argparse.Namespace, local_rank: int, world: int) -> int:
-    """Started by torchrun or srun. A mistake in the config is the same on every rank, so one a machine says it."""
+    """This process was started by torchrun or srun. A mistake is the same on every rank: one per machine reports it."""
     from meshwright.train.launch import guarded
 
     try:
@@ -100,11 +100,11 @@ def preflight(config: Config, world: int, source: str | None) -> None:
 
 def train(path: str, overrides: Sequence[str], source: str | None, as_json: bool) -> None:
     """One rank's whole run."""
-    from meshwright.train.display import Display
+    from meshwright.show.live import Display
+    from meshwright.show.run_page import summary
     from meshwright.train.gpt import datasets_provider, forward_step, model_provider
     from meshwright.train.pretrain import pretrain
     from meshwright.train.processes import find_place
-    from meshwright.train.summary import summary
 
     config = load_config(path, overrides)
     with Display(config, find_place().world) as display:

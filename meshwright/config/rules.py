@@ -6,18 +6,11 @@ from collections.abc import Callable, Sequence
 
 from meshwright.config.presets import APPROXIMATE
 from meshwright.config.sections import FP8_UNIT, LARGEST_TABLE, Config
-from meshwright.errors import UserError
+from meshwright.errors import UserError, divisors, either
 from meshwright.layout import Layout
 from meshwright.layout.shards import node_parts
 
 Rule = Callable[[Config, int], str | None]
-
-
-def _divisors(number: int) -> str:
-    found = [str(n) for n in range(1, number + 1) if number % n == 0]
-    if len(found) > 8:
-        found = found[:8] + ["..."]
-    return ", ".join(found)
 
 
 def preset_is_its_model(c: Config, world: int) -> str | None:
@@ -65,15 +58,16 @@ def order_names_axes(c: Config, world: int) -> str | None:
 
 
 def tp_divides_heads(c: Config, world: int) -> str | None:
-    if c.model.heads % c.layout.tp:
-        return f"tp={c.layout.tp} does not divide heads={c.model.heads}: try layout.tp={_divisors(c.model.heads)}"
+    heads = c.model.heads
+    if heads % c.layout.tp:
+        return f"tp={c.layout.tp} does not divide heads={heads}: try layout.tp={either(divisors(heads))}"
     return None
 
 
 def tp_fits_kv_heads(c: Config, world: int) -> str | None:
     tp, kv = c.layout.tp, c.model.kv_heads
     if kv % tp and tp % kv:
-        return f"tp={tp} neither divides kv_heads={kv} nor is a multiple of it: try layout.tp={_divisors(kv)}"
+        return f"tp={tp} neither divides kv_heads={kv} nor is a multiple of it: try layout.tp={either(divisors(kv))}"
     return None
 
 

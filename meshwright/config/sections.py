@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from meshwright.errors import UserError
+from meshwright.errors import UserError, divisors, either
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved"]
@@ -90,7 +90,7 @@ class ModelConfig:
         if self.heads % self.kv_heads:
             raise UserError(
                 f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}: "
-                f"try {_divisors(self.heads)}"
+                f"try {either(divisors(self.heads))}"
             )
         self._check_positions()
 
@@ -367,8 +367,3 @@ class Config:
         """Whether an accelerator's blocks are compiled. Dropout draws from random streams of its own, which
         torch.compile can't take, so `auto` leaves it out there."""
         return self.train.compile == "true" or (self.train.compile == "auto" and not self.model.dropout)
-
-
-def _divisors(number: int) -> str:
-    found = [str(n) for n in range(1, number + 1) if number % n == 0]
-    return " or ".join([", ".join(found[:-1]), found[-1]]) if len(found) > 1 else found[0]

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.data.documents import Source, Task, find_sources, plan_tasks, read_pieces
-from meshwright.data.progress import Progress
 from meshwright.data.token_file import METADATA_FORMAT, token_dtype
 from meshwright.data.token_writer import SIDE_FILES, TokenFileWriter
 from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer, train_tokenizer, trained_size
@@ -25,6 +24,16 @@ from meshwright.errors import UserError
 
 QUICK_BYTES, SLOW_BYTES = 16 << 20, 2 << 20  # less input than this is not worth another process
 TRAINING_BYTES = 512 << 20
+
+
+# Of a label and a total: a context that gives the function to call with what is newly done.
+Progress = Callable[[str, int], contextlib.AbstractContextManager[Callable[[int], None]]]
+
+
+@contextlib.contextmanager
+def no_progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows nothing."""
+    yield lambda count: None
 
 
 @dataclass(frozen=True)
@@ -110,9 +119,11 @@ def prepare(
     eod: str | None = None,
     field: str = "text",
     force: bool = False,
+    progress: Progress = no_progress,
 ) -> Summary:
     """Writes OUT.bin, OUT.idx and OUT.json (and OUT.tokenizer.json with `train:SIZE`) from the inputs.
 
+    `progress(label, total)` is a context that gives the function to call with each further number of bytes done.
     With more than one worker a script must guard its entry with `if __name__ == "__main__"`, as for any module that
     starts processes.
     """
@@ -126,14 +137,14 @@ def prepare(
     side_files: dict[str, bytes] = {}
     if made is None:
         assert size is not None
-        made = _train(sources, size, field, f"{os.path.basename(out)}.tokenizer.json", eod)
+        made = _train(sources, size, field, f"{os.path.basename(out)}.tokenizer.json", eod, progress)
         assert isinstance(made.recipe.content, str)
         side_files[".tokenizer.json"] = made.recipe.content.encode()
     total = sum(source.size for source in sources)
     workers = workers or _default_workers(total, made)
     dtype = token_dtype(made.vocab_size)
     with _sequential_library(), TokenFileWriter(out, dtype) as writer:
-        empty, replaced = _encode(writer, sources, made, field, workers)
+        empty, replaced = _encode(writer, sources, made, field, workers, progress)
         side_files[".json"] = _metadata(made, writer, trained=".tokenizer.json" in side_files)
         writer.finish(side_files)
     seconds = time.perf_counter() - begin
@@ -157,22 +168,19 @@ def prepare(
 
 
 def _encode(
-    writer: TokenFileWriter, sources: list[Source], tokenizer: Tokenizer, field: str, workers: int
+    writer: TokenFileWriter, sources: list[Source], tokenizer: Tokenizer, field: str, workers: int, progress: Progress
 ) -> tuple[int, int]:
     """Encodes everything into the writer; returns the numbers of empty documents and of those with bad bytes."""
-    progress = Progress("encoding", sum(source.size for source in sources))
     tasks = plan_tasks(sources, tokenizer.cut)
     empty = replaced = 0
-    try:
-        with contextlib.closing(encode_tasks(tokenizer, tasks, field, workers)) as results:
-            for result in results:
-                tokens = np.frombuffer(result.tokens, dtype=writer.dtype)
-                writer.add_documents(tokens, result.lengths, result.last_open)
-                empty += result.empty
-                replaced += result.replaced
-                progress.advance(result.size)
-    finally:
-        progress.close()
+    results = contextlib.closing(encode_tasks(tokenizer, tasks, field, workers))
+    with progress("encoding", sum(source.size for source in sources)) as advance, results as found:
+        for result in found:
+            tokens = np.frombuffer(result.tokens, dtype=writer.dtype)
+            writer.add_documents(tokens, result.lengths, result.last_open)
+            empty += result.empty
+            replaced += result.replaced
+            advance(result.size)
     if not writer.document_count:
         raise UserError("the input holds no text, every document is empty: check the files and --field")
     return empty, replaced
@@ -196,26 +204,25 @@ def _metadata(tokenizer: Tokenizer, writer: TokenFileWriter, trained: bool) -> b
     return json.dumps(found, indent=1).encode() + b"\n"
 
 
-def _train(sources: list[Source], size: int, field: str, spec: str, eod: str | None) -> Tokenizer:
+def _train(
+    sources: list[Source], size: int, field: str, spec: str, eod: str | None, progress: Progress
+) -> Tokenizer:
     """Trains a tokenizer on the input; of more than TRAINING_BYTES it reads tasks that are spread evenly over it."""
     from meshwright.data.words import CUT_BYTES
 
     total = sum(source.size for source in sources)
     step = -(-total // TRAINING_BYTES) or 1
-    progress = Progress("training the tokenizer", total)
 
-    def texts() -> Iterator[str]:
+    def texts(advance: Callable[[int], None]) -> Iterator[str]:
         for number, task in enumerate(plan_tasks(sources, CUT_BYTES)):
             if number % step == 0:
                 for span in task:
                     for piece in read_pieces(span, field):
                         yield piece.text
-            progress.advance(sum(span.end - span.start for span in task))
+            advance(sum(span.end - span.start for span in task))
 
-    try:
-        return train_tokenizer(texts(), size, spec, eod)
-    finally:
-        progress.close()
+    with progress("training the tokenizer", total) as advance:
+        return train_tokenizer(texts(advance), size, spec, eod)
 
 
 def _check_out(out: str, force: bool) -> None:

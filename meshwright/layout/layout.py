@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from meshwright.errors import UserError, nearest
+from meshwright.errors import UserError, either, nearest
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DENSE_AXES = ("tp", "cp", "dp", "pp")
@@ -209,12 +209,6 @@ class Layout:
             raise UserError(f"rank {rank} is not in a world of {self.world}: choose 0 to {self.world - 1}")
 
 
-def _listed(values: Iterable[int]) -> str:
-    """`1, 2 or 4`."""
-    words = [str(value) for value in values]
-    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
-
-
 def _check_sizes(layout: Layout) -> None:
     for name in ("world", "tp", "cp", "pp", "ep"):
         if layout.axis_size(name) < 1:
@@ -225,14 +219,14 @@ def _check_sizes(layout: Layout) -> None:
     model = tp * cp * pp
     if world % model:
         below = world // model * model
-        worlds = _listed([below, below + model] if below else [model])
+        worlds = either([below, below + model] if below else [model])
         raise UserError(
             f"world={world} is not divisible by tp*cp*pp={tp}*{cp}*{pp}={model}: "
             f"choose world={worlds}, or tp, cp and pp whose product divides {world}"
         )
     shared = layout.dp * cp
     if shared % layout.ep:
-        divisors = _listed(d for d in range(1, shared + 1) if shared % d == 0)
+        divisors = either(d for d in range(1, shared + 1) if shared % d == 0)
         product = f"dp*cp={layout.dp}*{cp}={shared}"
         raise UserError(f"ep={layout.ep} does not divide {product}: choose ep={divisors}")
 

@@ -11,7 +11,8 @@ from meshwright.plan.flops import model_flops
 from meshwright.plan.memory import GIB, context_gib, needed_gib
 from meshwright.plan.rank import rank_json
 from meshwright.plan.reduction import AxisTime
-from meshwright.plan.show import count, percent, seconds, size, table
+from meshwright.show.terminal import table
+from meshwright.show.units import count, percent, seconds, size
 
 DAY = 86400.0
 

@@ -9,7 +9,7 @@ from meshwright.plan.account import layout_of_cost, layout_words
 from meshwright.plan.cost import Cost
 from meshwright.plan.job import ranks_per_node
 from meshwright.plan.search import Candidate
-from meshwright.plan.show import percent, seconds
+from meshwright.show.units import percent, seconds
 
 SHOWN = {
     "layout": ("tp", "pp", "chunks", "order", "sequence_parallel", "node_size"), "pipeline": ("schedule",),

@@ -12,6 +12,7 @@ from meshwright.pipeline.trace import REDUCED, UPDATED, Span, spans_of
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.cost import Cost, blocked_times, predict_cost, timeline_of
 from meshwright.plan.job import Job
+from meshwright.show.units import plural
 
 WHOLE_TABLE = 10**9  # a table of any size is simulated, since it is drawn
 KINDS = ("slow-link", "slow-network", "slow-rank", "fewer-nodes")
@@ -27,7 +28,7 @@ class Change:
 
     def __str__(self) -> str:
         if self.kind == "fewer-nodes":
-            return f"{self.factor:.0f} nodes fewer"
+            return f"{plural(round(self.factor), 'node')} fewer"
         what = {"slow-link": "the links inside nodes", "slow-network": "the network between nodes"}
         return f"{what.get(self.kind, f'pipeline rank {self.rank}')} at {100 * self.factor:.0f} % speed"
 

@@ -26,7 +26,7 @@ from meshwright.errors import UserError
 from meshwright.train.processes import OWN_RUN
 from meshwright.train.signals import STOP_SIGNALS, StopRequests
 
-PRELOAD = ["torch._dynamo", "meshwright.train.pretrain", "meshwright.train.gpt", "meshwright.train.display"]
+PRELOAD = ["torch._dynamo", "meshwright.train.pretrain", "meshwright.train.gpt", "meshwright.show.live"]
 
 SHUTDOWN_S = 5  # from SIGTERM to SIGKILL, for ranks that are stopped because another one failed
 GRACE = 2.0  # a rank that lost its peers waits so long before it ends, so that the launcher sees first who was lost
@@ -118,8 +118,6 @@ def launch(ranks: int, restarts: int, main: Callable[..., None], *args: object, 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from meshwright.train.display import show_cursor
-
     warm_up()
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # we say ourselves who failed, and why
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -138,13 +136,19 @@ def launch(ranks: int, restarts: int, main: Callable[..., None], *args: object, 
         try:
             elastic_launch(config, guarded)(folder, stops, main, *args)
         except ChildFailedError as error:
-            show_cursor(sys.stderr)
+            _show_cursor()
             return _failed(Path(folder), error)
         except SignalException as error:
-            show_cursor(sys.stderr)
+            _show_cursor()
             print(f"meshwright: stopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
             return 128 + int(error.sigval)
     return 0
+
+
+def _show_cursor() -> None:
+    """A rank that was killed could not give the terminal its cursor back, which the live display hides."""
+    if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        print("\x1b[?25h", end="", file=sys.stderr, flush=True)
 
 
 def _meet_on_loopback() -> None:

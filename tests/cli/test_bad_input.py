@@ -37,7 +37,7 @@ TRAIN = {
     "not key=value": (["train.steps"], "section.key=value"),
     "heads do not divide hidden": (["model.heads=5"], "give model.head_dim"),
     "kv heads do not divide heads": (["model.kv_heads=3"], "try 1, 2 or 4"),
-    "tp does not divide heads": (["layout.tp=3", "--nproc", "3"], "try layout.tp=1, 2, 4"),
+    "tp does not divide heads": (["layout.tp=3", "--nproc", "3"], "try layout.tp=1, 2 or 4"),
     "tp does not divide ffn": (["layout.tp=4", "model.ffn=126", "--nproc", "4"], "try model.ffn=128"),
     "world not divisible": (["layout.tp=2", "layout.pp=2", "--nproc", "6"], "start 4 or 8 ranks"),
     "more stages than layers": (["layout.pp=8", "--nproc", "8"], "lower layout.pp"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.data.progress import Progress
 from meshwright.data.token_file import TokenFile
+from meshwright.show.progress import progress
 
 
 def data(*options: str | Path) -> int:
@@ -109,18 +110,25 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("meshwright.data.progress.time.monotonic", lambda: now[0])
-    for stream, step, drawn in ((Terminal(), 1.0, 3), (io.StringIO(), 1.0, 0), (io.StringIO(), 15.0, 3)):
-        progress = Progress("encoding", 4_000_000, stream)
-        for _ in range(3):
-            now[0] += step
-            progress.advance(1_000_000)
-        progress.close()
-        text = stream.getvalue()
-        assert text.count("encoding [") == drawn
-        if drawn:
-            assert "75% 3.0 of 4.0 MB" in text and f"{1 / step:.1f} MB/s" in text
-            assert f"0:{round(step):02d} left" in text
-        assert text.endswith("\r\x1b[K") == isinstance(stream, Terminal)
+    monkeypatch.setattr("meshwright.show.progress.time.monotonic", lambda: now[0])
+    for step, lines in ((1.0, 0), (15.0, 3)):
+        stream = io.StringIO()
+        with progress("encoding", 4_000_000, stream) as advance:
+            for _ in range(3):
+                now[0] += step
+                advance(1_000_000)
+        assert stream.getvalue().count("\n") == stream.getvalue().count("encoding") == lines
+    assert "encoding 75 %, 3.0 of 4.0 MB, 0.1 MB/s, 0:15 left" in stream.getvalue()
+
+
+def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    stream = Terminal()
+    with progress("encoding", 4_000_000, stream) as advance:
+        advance(3_000_000)
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert "encoding" in drawn and "75%" in drawn and "3.0/4.0 MB" in drawn
+    assert stream.getvalue().endswith("\x1b[2K"), "the bar is erased"

@@ -137,16 +137,16 @@ HEADS = {"hidden": 48, "heads": 12, "seq": 24}
 @pytest.mark.parametrize(
     ("model", "words", "sentence"),
     [
-        ({}, ["generate", "3"], "--nproc 3 does not divide the model's 4 heads: try --nproc 1, 2, 4"),
+        ({}, ["generate", "3"], "--nproc 3 does not divide the model's 4 heads: try --nproc 1, 2 or 4"),
         (
             HEADS | {"kv_heads": 4, "ffn": 96},
             ["generate", "6"],
-            "--nproc 6 neither divides the model's 4 key-value heads nor is a multiple: try --nproc 1, 2, 4, 12",
+            "--nproc 6 neither divides the model's 4 key-value heads nor is a multiple: try --nproc 1, 2, 4 or 12",
         ),
-        (HEADS | {"ffn": 63}, ["generate", "4"], "--nproc 4 does not divide the model's ffn of 63: try --nproc 1, 3"),
+        (HEADS | {"ffn": 63}, ["generate", "4"], "--nproc 4 does not divide the model's ffn of 63: try --nproc 1 or 3"),
         ({}, ["generate", "2", "--prompt-tokens", "53"], "--prompt-tokens must lie between 0 and 52"),
         ({}, ["eval", "3", "layout.tp=2"], "a world of 3 ranks is not divisible"),
-        ({}, ["eval", "3", "layout.tp=3"], "tp=3 does not divide heads=4: try layout.tp=1, 2, 4"),
+        ({}, ["eval", "3", "layout.tp=3"], "tp=3 does not divide heads=4: try layout.tp=1, 2 or 4"),
         ({}, ["eval", "2", "--data", "nowhere"], "nowhere"),
     ],
 )

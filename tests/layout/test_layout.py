@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.layout.draw import draw
 from meshwright.layout.layout import AXES, GROUP_KINDS
+from meshwright.show.layout_drawing import draw
 
 DENSE = ("tp", "cp", "dp", "pp")
 EXPERT = ("tp", "ep", "edp", "pp")

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.bench.rank import run_rank
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
 from meshwright.cli.dryrun import compare
 from meshwright.comm.ops import all_reduce_
 from meshwright.config.sections import Config, ModelConfig
 from meshwright.device import Device
+from meshwright.dryrun.run_rank import run_rank
 from meshwright.layout.params import Init, rows_of
 from meshwright.models.description import MODELS, gpt
 from meshwright.nn.build import MODULES

@@ -14,7 +14,6 @@ import yaml
 from meshwright.cli.main import main
 from meshwright.config.load import load_config
 from meshwright.pipeline.trace import trace
-from meshwright.plan.chart import Chart, png, svg
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import Job, job_of
@@ -24,6 +23,7 @@ from meshwright.plan.search import RECOMPUTE, Space, search, shapes
 from meshwright.plan.stack import STACKS
 from meshwright.plan.target import target_of
 from meshwright.plan.whatif import parse_change, step_of, step_spans
+from meshwright.show.chart import Chart, svg
 
 H100, OWN = load_cluster("h100-80g-dgx"), STACKS["compiled"]
 
@@ -188,9 +188,9 @@ def test_bad_changes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture, drawing = tmp_path / "curve.png", tmp_path / "curve.svg"
+    drawing = tmp_path / "curve.svg"
     words = ["scaling", "llama2-7b", "--cluster", "h100-80g-dgx", "--devices", "8:16", "--json"]
-    assert main([*words, "--png", str(picture), "--svg", str(drawing)]) == 0
+    assert main([*words, "--svg", str(drawing)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"weak", "strong"}
     for points in found.values():
@@ -199,7 +199,9 @@ def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for p in points:
             if p["tokens_per_s"] is not None:
                 assert p["tokens_per_s"] <= best[p["devices"]] * 1.0001 and 0 <= p["comm_share"] < 1
-    assert picture.read_bytes().startswith(b"\x89PNG") and drawing.read_text(encoding="utf-8").startswith("<svg")
+    assert drawing.read_text(encoding="utf-8").startswith("<svg")
+    assert main([*words, "--svg", str(tmp_path / "curve.png")]) == 2
+    assert "charts are written as SVG, so name it" in capsys.readouterr().err
     assert main(["scaling", "llama2-7b", "--cluster", "h100-80g-dgx", "--devices", "64:8"]) == 2
     assert main(["scaling", "llama2-7b", "--cluster", "h100-80g-dgx", "layout.tp=8"]) == 2
     assert "is no range" in capsys.readouterr().err
@@ -207,7 +209,9 @@ def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_charts_of_little() -> None:
     chart = Chart("one point", "x", "y", {"a": [(8.0, 3.0)]})
-    assert png(chart).startswith(b"\x89PNG") and "<circle" in svg(chart)
+    assert "<circle" in svg(chart)
+    words = re.findall(r">([^<>]+)</text>", svg(Chart("t", "x", "y", {"a": [(1024.0, 900.0), (16384.0, 4e6)]})))
+    assert words == ["t", "x", "y", "1.02k", "16.4k", "1k", "3k", "10k", "30k", "100k", "300k", "1M", "3M", "a"]
 
 
 @pytest.mark.parametrize("words", [[], ["zero.offload.optimizer=cpu", "optimizer.state_dtype=bf16"]])

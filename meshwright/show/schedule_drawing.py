@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from statistics import median_low
 from xml.sax.saxutils import escape
 
 from meshwright.pipeline.simulate import Simulation, Timed
 from meshwright.pipeline.table import Op, Table
+from meshwright.show.units import plural, round_step
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 RESET = "\x1b[0m"
@@ -111,7 +111,7 @@ def _text_axis(simulation: Simulation, scale: float, window: Window, windows: in
     width = stop - start + (stop == round(simulation.makespan * scale))
     rule, labels = "-" * width, ""
     shown = simulation.makespan * min(1.0, windows * width / max(1.0, simulation.makespan * scale))
-    for tick in _ticks(simulation.makespan, step_for=(shown, max(2, windows * width // 10))):
+    for tick in _times(simulation.makespan, shown, max(2, windows * width // 10)):
         column, text = round(tick * scale) - start, f"{tick:g}"
         if 0 <= column < width:
             rule = rule[:column] + "+" + rule[column + 1 :]
@@ -133,14 +133,11 @@ def _legend(table: Table, colour: bool) -> str:
     return "   ".join(parts)
 
 
-def _ticks(makespan: float, step_for: tuple[float, int]) -> list[float]:
-    """Round times from 0 to the makespan, so far apart that `step_for` = (span, most) gets at most so many."""
-    span, most = step_for
+def _times(makespan: float, span: float, most: int) -> list[float]:
+    """Round times from 0 to the makespan, at most `most` of them in each `span`."""
     if not span:
         return [0.0]
-    rough = span / most
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    step = round_step(span, most)
     return [step * i for i in range(int(makespan / step + 1e-9) + 1)]
 
 
@@ -179,12 +176,7 @@ def timeline_svg(simulation: Simulation) -> str:
 def title(table: Table) -> str:
     """What a table is, in a few words."""
     chunks = f" x {table.chunks} chunks" if table.chunks > 1 else ""
-    return f"{table.kind}, {_many(table.pp, 'rank')}{chunks}, {_many(table.micro_batches, 'micro-batch')}"
-
-
-def _many(count: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{count} {noun}{'' if count == 1 else plural}"
+    return f"{table.kind}, {plural(table.pp, 'rank')}{chunks}, {plural(table.micro_batches, 'micro-batch')}"
 
 
 def _svg_heading(simulation: Simulation) -> Iterator[str]:
@@ -216,7 +208,7 @@ def _svg_heading(simulation: Simulation) -> Iterator[str]:
 
 def _svg_axis(simulation: Simulation, chart: float) -> Iterator[str]:
     bottom = TOP + simulation.table.pp * (ROW + GAP)
-    for tick in _ticks(simulation.makespan, (simulation.makespan, max(2, int(chart // 70)))):
+    for tick in _times(simulation.makespan, simulation.makespan, max(2, int(chart // 70))):
         x = LEFT + (tick / simulation.makespan * chart if simulation.makespan else 0.0)
         yield f'<line class="grid" x1="{x:.2f}" y1="{TOP - 4}" x2="{x:.2f}" y2="{bottom + 4}"/>'
         yield f'<text class="tick" x="{x:.2f}" y="{bottom + 19}">{tick:g}</text>'

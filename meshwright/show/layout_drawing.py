@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from meshwright.layout.layout import GROUP_KINDS, Layout
+from meshwright.show.units import plural
 
 CORNERS = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"
 """The box character of a vertex, by the walls that meet there: up 1, down 2, left 4, right 8."""
@@ -60,7 +61,7 @@ def _heading(layout: Layout) -> str:
     if layout.node_size is None:
         return text
     nodes = -(-layout.world // layout.node_size)
-    return f"{text}\n{nodes} node{'s' * (nodes > 1)} of {layout.node_size}, walls between nodes, n0 is node 0"
+    return f"{text}\n{plural(nodes, 'node')} of {layout.node_size}, walls between nodes, n0 is node 0"
 
 
 def _view(layout: Layout, rows: tuple[str, str], width: int) -> list[str]:
@@ -210,7 +211,7 @@ def describe_groups(layout: Layout, width: int = 100) -> list[str]:
     for name in GROUP_KINDS:
         groups = layout.groups(name)
         count, size = len(groups), len(groups[0])
-        text = f"{name:<{indent}}{count} group{'s' * (count > 1)} of {size}"
+        text = f"{name:<{indent}}{plural(count, 'group')} of {size}"
         if size > 1 and layout.node_size is not None:
             text += f", {_crossing(layout, groups)}"
         same = seen.setdefault(groups, name)
@@ -219,7 +220,8 @@ def describe_groups(layout: Layout, width: int = 100) -> list[str]:
         elif same != name:
             lines.append(f"{text}, the same as {same}")
         else:
-            lines += [text, *_wrap(_written(layout, groups), width, " " * indent)]
+            limits = (count, size) if layout.world <= SMALL_WORLD else (4, 8)
+            lines += [text, *_wrap(written(groups, *limits), width, " " * indent)]
     if layout.world > SMALL_WORLD:
         lines += ["", "… stands for what is left out: --json lists every group"]
     return lines
@@ -235,15 +237,14 @@ def _crossing(layout: Layout, groups: Sequence[tuple[int, ...]]) -> str:
     return f"{crossing} cross{'es' * (crossing == 1)} a node"
 
 
-def _written(layout: Layout, groups: Sequence[tuple[int, ...]]) -> list[str]:
-    """`[0 4]`, `[1 5]`, ...: all groups and ranks in a small world, otherwise the first and the last."""
-    small = layout.world <= SMALL_WORLD
+def written(groups: Sequence[Sequence[int]], most: int, longest: int, between: str = " ") -> list[str]:
+    """`[0 4]`, `[1 5]`, ...: at most `most` groups of at most `longest` ranks, `…` for what is left out. There are
+    brackets only where a space stands `between` ranks."""
     pieces = []
-    for index in elide(len(groups), len(groups) if small else 4):
+    for index in elide(len(groups), most):
         group = () if index is None else groups[index]
-        kept = elide(len(group), len(group) if small else 8)
-        ranks = " ".join("…" if at is None else str(group[at]) for at in kept)
-        pieces.append(f"[{ranks}]" if group else "…")
+        ranks = between.join("…" if at is None else str(group[at]) for at in elide(len(group), longest))
+        pieces.append("…" if index is None else f"[{ranks}]" if between == " " else ranks)
     return pieces
 
 

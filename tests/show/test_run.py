@@ -8,6 +8,8 @@ import math
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,19 @@ from meshwright.config.load import config_from, to_mapping
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.models.description import GPTDescription, stages
+from meshwright.models.description import describe, stages
 from meshwright.optim.schedules import consumed_after
-from meshwright.train import display as module
-from meshwright.train.display import HIDE, SHOW, Display, Line, clock, parameters, quantity, size, sparkline
+from meshwright.parts.part import ALONE, parameter_count
+from meshwright.show import live as module
+from meshwright.show.live import Display
+from meshwright.show.run_page import links, summary
+from meshwright.show.run_parts import sparkline
+from meshwright.show.units import clock, count, plural, seconds, size, ticks
+from meshwright.train.read_run import read_run, traffic_per_step
 from meshwright.train.step import StepResult
-from meshwright.train.summary import links, per_step, read_run, summary
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+HIDE, SHOW, UP, ERASE = "\x1b[?25l", "\x1b[?25h", "\x1b[1A", "\x1b[2K"
 COMM = {
     "tp": {"calls": 64, "payload_bytes": 6400, "wire_bytes": 6400},
     "dp": {"calls": 8, "payload_bytes": 80000, "wire_bytes": 80000},
@@ -54,14 +61,14 @@ class Screen:
             self.row += 1
             if self.row == len(self.lines):
                 self.lines.append("")
-        elif part.endswith("F") and part.startswith("\x1b"):
-            self.row -= int(part[2:-1])
+        elif part == UP:
+            self.row -= 1
             assert self.row >= 0
-        elif part == module.CLEAR_BELOW:
-            self.lines = [*self.lines[: self.row], ""]
+        elif part == ERASE:
+            self.lines[self.row] = ""
         elif part and not part.startswith(("\x1b", "\r")):
             self.lines[self.row] += part
-            assert len(self.lines[self.row]) < self.columns, self.lines[self.row]
+            assert len(self.lines[self.row]) <= self.columns, self.lines[self.row]
 
 
 @pytest.fixture(autouse=True)
@@ -119,9 +126,9 @@ def test_plain_lines_come_every_few_steps_and_last() -> None:
 
 def test_head_says_what_runs_where_and_how() -> None:
     text = play(io.StringIO(), config(), [result(1)])
-    count = quantity(parameters(config()))
-    for words in (f"{count} parameters", "8 ranks = dp 2 × tp 2 × pp 2", "[0 1] [2 3] → [4 5] [6 7]", "1f1b", "fp32",
-                  "256 tokens a step", "runs/test"):  # fmt: skip
+    number = count(parameter_count(describe(config().model)))
+    for words in (f"{number} parameters", "8 ranks = dp 2 × tp 2 × pp 2", "[0 1] [2 3] → [4 5] [6 7]", "1f1b", "fp32",
+                  "256 tokens per step", "runs/test"):  # fmt: skip
         assert words in text
     assert "parameters" not in play(io.StringIO(), config(), [result(1)], own_model=True)
 
@@ -129,9 +136,9 @@ def test_head_says_what_runs_where_and_how() -> None:
 def test_parameters_equal_the_sum_over_stages() -> None:
     for tied in (True, False):
         c = config(model={"tied_embeddings": tied})
-        records = [r for s in stages(4, 2) for r in GPTDescription(c.model).stage(s).values()]
+        records = [r for s in stages(4, 2) for r in describe(c.model).records(ALONE, s).values()]
         twice = 100 * 64 if tied else 0
-        assert parameters(c) == sum(r.numel for r in records) - twice
+        assert parameter_count(describe(c.model)) == sum(r.numel for r in records) - twice
 
 
 def test_skipped_and_infinite_steps_are_told_off_the_rhythm() -> None:
@@ -139,47 +146,65 @@ def test_skipped_and_infinite_steps_are_told_off_the_rhythm() -> None:
     assert re.search(r"step  2/20  loss nan  norm inf .* scale 65.5k  SKIPPED", text)
     assert re.search(r"step  3/20  loss inf .* LOSS NOT FINITE", text)
     assert "finished 3 steps, 1 skipped" in text
-    live = ANSI.sub("", play(Terminal(), config(), [result(1), bad(2)]))
-    assert "× step 2  loss nan  the gradient was not finite, the update was skipped (loss scale 65.5k)" in live
-    assert "× 1 skipped" in live
 
 
 @pytest.mark.parametrize("columns", [12, 30, 50, 80, 100, 200])
 def test_the_live_block_is_redrawn_in_place_at_any_width(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr(module, "REDRAW_SECONDS", 0.0)
     stream = Terminal()
     with Display(config(), 8, stream) as display:
         display.started(None)
+        assert display.live is not None
         for n in range(1, 21):
-            display.stepped(bad(n) if n == 7 else result(n, monitored={"accuracy": 0.5, "bad\x1b[2Jname": 1.0}))
-        display.validated({"step": 20, "loss": 5.4321})
+            display.stepped(result(n, monitored={"accuracy": 0.5, "bad\x1b[2Jname": 1.0}))
+            display.live.refresh()
     screen = Screen(stream.getvalue().split(HIDE)[1], columns)
-    block = screen.lines[-7:-1]
+    assert len(screen.lines) == 6 + 1  # the block, however often it was drawn, and a line to go on from
+    block = screen.lines[:-1]
     assert [line[:8].strip() for line in block] == ["step", "loss", "speed", "update", "time", ""]
-    assert len(screen.lines) == 1 + 2 + 6  # the skipped step, the validation and the block; a last line to go on from
     if columns >= 80:
-        assert "20/20" in block[0] and "100%" in block[0] and "left" in block[0]
-        assert "validation 5.4321 at step 20" in block[1] and "×" in block[1]
+        assert "20/20" in block[0] and "100 %" in block[0] and "left" in block[0]
         assert "256 tok/s" in block[2] and "160 of 160 samples" in block[2] and "batch 8" in block[2]
-        assert "norm 1.02" in block[3] and "accuracy 0.5" in block[3]
-        assert "forward 30%" in block[5] and "backward 50%" in block[5]
+        assert "norm 1.02" in block[3] and "accuracy 0.5" in block[3] and "bad?[2Jname" in block[3]
+        assert "forward 30 %" in block[5] and "backward 50 %" in block[5]
+
+
+def test_what_happens_scrolls_away_above_the_block() -> None:
+    screen = Screen(play(Terminal(), config(), [result(1), bad(2)]).split(HIDE)[1], 100)
+    complaint = "the gradient was not finite, the update was skipped (loss scale 65.5k)"
+    assert screen.lines[0] == f"× step 2  loss nan  {complaint}"
+    assert screen.lines[1] == "validation at step 2  loss 5.4321"
+    assert screen.lines[2].startswith("step") and "validation 5.4321 at step 2" in screen.lines[3]
+    assert "×" in screen.lines[3] and "× 1 skipped" in screen.lines[5]
+    assert screen.lines[8].startswith("finished 2 steps, 1 skipped in 0:00: runs/test")
 
 
 def test_redraws_are_few_and_the_last_state_is_shown() -> None:
-    stream = Terminal()
-    text = play(stream, config(train={"steps": 500}), [result(n) for n in range(1, 501)])
-    assert text.count(module.CLEAR_BELOW) < 20
-    assert "500/500" in text.split(module.CLEAR_BELOW)[-1]
+    text = play(Terminal(), config(train={"steps": 500}), [result(n) for n in range(1, 501)])
+    assert text.count("tok/s") < 20
+    assert "500/500" in text.split(UP)[-1]
 
 
 def test_the_clock_goes_on_during_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(module, "REDRAWS_PER_SECOND", 100)
     stream = Terminal()
     with Display(config(), 8, stream) as display:
         display.started(None)
-        display._stop.wait(0.3)
+        time.sleep(0.3)
     assert stream.getvalue().count("waiting for the first step") > 3
+
+
+def test_the_block_is_redrawn_while_steps_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that redraws reads what steps write, and steps print above what it draws: neither waits for ever."""
+    monkeypatch.setattr(module, "REDRAWS_PER_SECOND", 10000)
+    display = Display(config(train={"steps": 400}), 8, Terminal())
+    display.started(None)
+    steps = threading.Thread(target=lambda: [display.stepped(bad(n)) for n in range(1, 401)], daemon=True)
+    steps.start()
+    steps.join(30)
+    assert not steps.is_alive(), "the run waits for its display"
+    display.close()
+    assert display.skipped == 400
 
 
 def test_the_cursor_comes_back_whatever_happens() -> None:
@@ -210,7 +235,7 @@ def test_streams_without_unicode_and_dumb_terminals(monkeypatch: pytest.MonkeyPa
     with Display(config(), 8, stream) as display:
         display.started(None)
         display.stepped(result(1))
-    assert " 1/20  ##" in ANSI.sub("", raw.getvalue().decode("ascii"))
+    assert " 1/20  -" in ANSI.sub("", raw.getvalue().decode("ascii"))
     monkeypatch.setenv("TERM", "dumb")
     assert "\x1b" not in play(Terminal(), config(), [result(5)])
     monkeypatch.setenv("TERM", "xterm")
@@ -226,14 +251,20 @@ def test_a_resumed_run_counts_the_samples_before() -> None:
 
 
 def test_units() -> None:
-    assert [quantity(n) for n in (0, 7.25, 950, 999.9, 12300, 5.29e6, 1e12)] == [
+    assert [count(n) for n in (0, 7.25, 950, 999.9, 12300, 5.29e6, 1e12)] == [
         "0", "7.2", "950", "1.00k", "12.3k", "5.29M", "1.00T",
     ]  # fmt: skip
     assert [size(n) for n in (0, 512, 1536, 2**20, 3.5 * 2**30)] == ["0 B", "512 B", "1.50 KiB", "1.00 MiB", "3.50 GiB"]
     assert [clock(n) for n in (0, 42.4, 3723, 180000, math.nan)] == ["0:00", "0:42", "1:02:03", "2d 02:00:00", "?"]
-    assert sparkline([1.0, 2.0, math.nan, 3.0]).render(False) == "▁▅×█"
-    assert sparkline([]).render(False) == "" and sparkline([2.0]).render(False) == "▅"
-    assert Line("a\x1b[2J\nb").render(False) == "a?[2J?b"
+    assert [seconds(n) for n in (123.4, 18.071, 1.0, 0.3333, 3.21e-3, 1.23e-5)] == [
+        "123 s", "18.07 s", "1.00 s", "333 ms", "3.21 ms", "12.30 us",
+    ]  # fmt: skip
+    assert [plural(1, "rank"), plural(1024, "rank"), plural(2, "micro-batch")] == [
+        "1 rank", "1,024 ranks", "2 micro-batches",
+    ]  # fmt: skip
+    assert ticks(0.3, 9.7, 5) == [2, 4, 6, 8] and ticks(1, 40, 8) == [5, 10, 15, 20, 25, 30, 35, 40]
+    assert sparkline([1.0, 2.0, math.nan, 3.0]).plain == "▁▅×█"
+    assert sparkline([]).plain == "" and sparkline([2.0]).plain == "▅"
 
 
 def write_run(folder: Path, c: Config, results: list[StepResult], valid: list[float] = (), **notes: Any) -> Path:  # type: ignore[assignment]
@@ -259,13 +290,13 @@ def test_summary_of_a_run(tmp_path: Path) -> None:
     assert "\x1b" not in text and max(map(len, text.splitlines()[3:])) <= 100
     assert re.search(r"training +9\.9000 +8\.0000 +8\.0000  at step 20", text)
     assert re.search(r"validation +9\.1000 +8\.2000 +8\.2000  at step 20", text)
-    assert "256 tokens/s (median)   32 a rank   1.00 s a step" in text
+    assert "256 tokens/s (median)   32 per rank   1.00 s per step" in text
     assert "5.12k tokens" in text and "160 samples   20 steps in 0:20" in text
     assert "1 step of 20: 4" in text and text.count("◆") == 3
     for words in ("[0 1] [2 3] [4 5] [6 7]", "[0 2] [1 3] [4 6] [5 7]", "4 pipelines of 2: 0⇄4 1⇄5 2⇄6 3⇄7",
                   "1 group of 8: [0 1 2 3 4 5 6 7]", "gradients of the tied embedding"):  # fmt: skip
         assert words in text
-    assert re.search(r"dp +8 +78\.1 KiB +78\.1 KiB +9\.77 KiB +65\.6%", text)
+    assert re.search(r"dp +8 +78\.1 KiB +78\.1 KiB +9\.77 KiB +65\.6 %", text)
     coloured = summarised(tmp_path / "run", Terminal())
     assert "\x1b[" in coloured and "78.1 KiB" in coloured
 
@@ -284,7 +315,7 @@ def test_links_carry_what_the_axes_sum_to(tmp_path: Path) -> None:
 
 def test_means_are_of_all_steps() -> None:
     lines = [{"comm": {"dp": {"calls": n, "payload_bytes": 2 * n, "wire_bytes": 3 * n}}} for n in (1, 3)]
-    assert per_step([*lines, {}, {}]) == {"dp": {"calls": 1.0, "payload_bytes": 2.0, "wire_bytes": 3.0}}
+    assert traffic_per_step([*lines, {}, {}]) == {"dp": {"calls": 1.0, "payload_bytes": 2.0, "wire_bytes": 3.0}}
 
 
 def test_summaries_of_odd_runs(tmp_path: Path) -> None:
@@ -337,5 +368,5 @@ def test_no_run_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_neither_imports_torch() -> None:
-    code = "import sys, meshwright.train.display, meshwright.train.summary; sys.exit('torch' in sys.modules)"
+    code = "import sys, meshwright.show.live, meshwright.show.run_page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,96 @@
+"""The report of a plan as one HTML page: ranking, memory, traffic, timeline. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.plan.account import axes_of, layout_of_cost, layout_words, memory_json
+from meshwright.plan.cost import Cost, blocked_times, timeline_of
+from meshwright.plan.explain import against, parts_of
+from meshwright.plan.job import Job
+from meshwright.plan.memory import GIB
+from meshwright.plan.search import Candidate
+from meshwright.show import html
+from meshwright.show.schedule_drawing import timeline_svg
+from meshwright.show.units import percent, seconds, size
+
+COLOURS = {
+    "parameters": "#3b6fb6", "gradients": "#5aa9a3", "master": "#8c6bb1", "optimizer": "#c2618d",
+    "activations": "#e08e3c", "buffers": "#c9b13c", "context": "#9a9a9a",
+}  # fmt: skip
+PARTS = {
+    "compute": "#3b6fb6", "optimizer": "#8c6bb1", "idle": "#d8d8d8", "tp": "#e08e3c", "cp": "#c9b13c",
+    "dp": "#c2618d", "pp": "#5aa9a3", "embedding": "#7a4fa3", "waiting and the rest": "#9a9a9a",
+}  # fmt: skip
+SHOWN_MICRO_BATCHES = 24
+
+
+def page(title: str, reasons: list[str], candidates: list[Candidate], limit_gib: float) -> str:
+    best = candidates[0].cost
+    sections = {
+        "Ranking": _ranking(candidates),
+        "Where a step's time goes": _times(candidates),
+        f"Memory of the fullest rank (the device has {limit_gib:.1f} GiB)": _memory(candidates, limit_gib),
+        "Communication of the best layout, per rank and step": _communication(best),
+        "Pipeline of the best layout": _timeline(best),
+    }
+    return html.page(title, reasons, sections)
+
+
+def _ranking(candidates: list[Candidate]) -> str:
+    rows = [["#", "layout", "step", "tokens/s/device", "MFU", "bubble", "memory GiB", "loses against the best"]]
+    for number, candidate in enumerate(candidates, 1):
+        cost = candidate.cost
+        rows.append([
+            str(number), layout_words(layout_of_cost(cost)), seconds(cost.step_s),
+            f"{cost.tokens_per_s_device:,.0f}", percent(cost.mfu), percent(cost.bubble),
+            f"{candidate.memory_gib:.1f}", "" if number == 1 else against(candidates[0].cost, cost),
+        ])  # fmt: skip
+    return html.table(rows, words=(1, 7), marked=1)
+
+
+def _times(candidates: list[Candidate]) -> str:
+    longest = max(candidate.cost.step_s for candidate in candidates)
+    costs = [candidate.cost for candidate in candidates]
+    return html.bars([(parts_of(cost), longest, seconds(cost.step_s)) for cost in costs], PARTS, "s")
+
+
+def _memory(candidates: list[Candidate], limit: float) -> str:
+    rows = []
+    for candidate in candidates:
+        cost = candidate.cost
+        found = memory_json(cost)
+        parts = {name: found[name] / GIB for name in COLOURS}
+        rows.append((parts, max(limit, sum(parts.values())), f"{candidate.memory_gib:.1f} GiB"))
+    return html.bars(rows, COLOURS, "GiB")
+
+
+def _communication(cost: Cost) -> str:
+    if not cost.traffic:
+        return html.note("One rank sends nothing.")
+    rows = [["axis", "on the wire", "time", "hidden"]]
+    for name, traffic, axis in axes_of(cost):
+        hidden = percent(axis.hidden / axis.seconds) if axis.seconds else "-"
+        rows.append([name, size(traffic.wire_bytes), seconds(axis.seconds) if axis.seconds else "-", hidden])
+    return html.table(rows)
+
+
+def shortened(job: Job) -> Job:
+    """The same pipeline with few enough micro-batches to draw; a multiple of pp stays one."""
+    pp = job.layout.pp
+    shown = max(2 * pp, SHOWN_MICRO_BATCHES // pp * pp)
+    if job.micro_batches <= shown:
+        return job
+    return replace(job, samples=shown * job.dp * job.config.train.micro_batch)
+
+
+def _timeline(cost: Cost) -> str:
+    if cost.job.layout.pp == 1:
+        return html.note("There is one stage: micro-batches follow each other without a bubble.")
+    job, total = shortened(cost.job), cost.job.micro_batches
+    timeline = timeline_of(job, blocked_times(job, cost.chunk_times, cost.send_s), cost.send_s)
+    drawn = html.drawing(timeline_svg(timeline))
+    if job.micro_batches == total:
+        return drawn
+    left_out = f"The first {job.micro_batches} of {total} micro-batches, as if there were no more; the middle repeats."
+    return html.note(left_out) + drawn

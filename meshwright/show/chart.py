@@ -1,0 +1,92 @@
+"""Line charts on logarithmic axes, as SVG. No torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from meshwright.errors import UserError
+from meshwright.show.units import count
+
+COLOURS = ("#3b6fb6", "#e08e3c", "#5aa9a3", "#c2618d", "#8c6bb1", "#7a7a7a")
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 440, 80, 150, 44, 52
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines by name, each a list of (x, y), both above zero. `label` writes a value of x."""
+
+    title: str
+    x: str
+    y: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    label: Callable[[float], str] = count
+
+    @property
+    def box(self) -> tuple[float, float, float, float]:
+        points = [point for line in self.lines.values() for point in line]
+        xs, ys = [p[0] for p in points] or [1.0], [p[1] for p in points] or [1.0]
+        return min(xs), max(max(xs), min(xs) * 1.01), min(ys) / 1.2, max(ys) * 1.2
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        x0, x1, y0, y1 = self.box
+        across = math.log(x / x0) / math.log(x1 / x0)
+        up = math.log(y / y0) / math.log(y1 / y0)
+        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
+
+    def ticks(self) -> tuple[list[float], list[float]]:
+        x0, x1, y0, y1 = self.box
+        xs = sorted({x for line in self.lines.values() for x, _ in line})
+        step = max(1, -(-len(xs) // 8))
+        ys = [10.0**n * f for n in range(-12, 15) for f in (1, 3) if y0 <= 10.0**n * f <= y1]
+        return [x for x in xs[::step] if x0 <= x <= x1], ys
+
+
+def check_svg(option: str, path: Path | None) -> None:
+    """Raises unless a chart can be written to `path`: every picture is an SVG, which a browser shows and prints."""
+    if path is not None and path.suffix.lower() in (".png", ".jpg", ".jpeg", ".pdf", ".gif", ".webp"):
+        raise UserError(f"{option} {path}: charts are written as SVG, so name it {path.with_suffix('.svg')}")
+
+
+def _short(label: str) -> str:
+    """Without zeros after the point: `1.00k` is `1k`."""
+    return re.sub(r"(\.\d*?)0+(?=\D*$)", lambda found: found[1].rstrip("."), label)
+
+
+def svg(chart: Chart) -> str:
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="{LEFT}" y="24" font-size="15">{escape(chart.title)}</text>',
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 10}" text-anchor="middle">{escape(chart.x)}</text>',
+        f'<text x="14" y="{TOP - 6}">{escape(chart.y)}</text>',
+    ]  # fmt: skip
+    x0, _, y0, _ = chart.box
+    xs, ys = chart.ticks()
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    for x in xs:
+        px, _ = chart.at(x, y0)
+        label = escape(_short(chart.label(x)))
+        out.append(f'<path d="M{px:.1f} {TOP}V{bottom}" stroke="#e6eaee"/>')
+        out.append(f'<text x="{px:.1f}" y="{bottom + 18}" text-anchor="middle">{label}</text>')
+    for y in ys:
+        _, py = chart.at(x0, y)
+        label = _short(count(y)) if y >= 1 else f"{y:g}"
+        out.append(f'<path d="M{LEFT} {py:.1f}H{right}" stroke="#e6eaee"/>')
+        out.append(f'<text x="{LEFT - 8}" y="{py + 4:.1f}" text-anchor="end">{label}</text>')
+    for number, (name, line) in enumerate(chart.lines.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        # Earlier lines are wider, so that lines which lie on each other are all seen.
+        width = 1.6 + 0.9 * max(0, min(len(chart.lines), len(COLOURS)) - 1 - number)
+        path = "L".join(f"{px:.1f} {py:.1f}" for px, py in (chart.at(*point) for point in line))
+        if path:
+            out.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="{width:g}"/>')
+        for px, py in (chart.at(*point) for point in line):
+            out.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="{1 + width / 2:g}" fill="{colour}"/>')
+        out.append(f'<text x="{right + 12}" y="{TOP + 16 + 20 * number}" fill="{colour}">{escape(name)}</text>')
+    return "".join([*out, "</svg>\n"])

@@ -1,0 +1,218 @@
+"""A run in the terminal: a live block redrawn in place, or one plain line every few steps where there is no terminal.
+
+Nothing here imports torch, and nothing here may stop a run: a terminal that goes away only ends the display.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.config.sections import Config
+from meshwright.optim.schedules import consumed_after
+from meshwright.show.run_parts import BAD, head, phase_bar, phase_legend, sparkline
+from meshwright.show.terminal import console_for, has_colour, is_terminal, printable, show
+from meshwright.show.units import clock, count, decimals, percent, plural, seconds
+
+if TYPE_CHECKING:
+    from meshwright.train.context import Context
+    from meshwright.train.step import StepResult
+
+REDRAWS_PER_SECOND = 4
+SPARKS = 40
+WINDOW = 20  # steps over which speed is smoothed
+LABEL = 9  # columns before the values of the block
+HEAD_WIDTH = 200  # columns of a run's head in a file
+
+
+class Display:
+    """A `Watcher` that shows a run on `stream`. Use it as a context manager, so that an exception leaves the terminal
+    as it was; without, the terminal is restored when the process ends."""
+
+    def __init__(self, config: Config, world: int, stream: TextIO | None = None, *, own_model: bool = False) -> None:
+        self.config, self.world, self.own_model = config, world, own_model
+        self.stream = sys.stderr if stream is None else stream
+        self.terminal, self.colour = is_terminal(self.stream), has_colour(self.stream)
+        self.console = console_for(self.stream, None if self.terminal else HEAD_WIDTH)
+        self.steps = config.train.steps
+        self.samples = consumed_after(config, self.steps)
+        self.last: StepResult | None = None
+        self.losses: deque[float] = deque(maxlen=SPARKS)
+        self.speeds: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # tokens, seconds
+        self.ends: deque[float] = deque(maxlen=2 * WINDOW)  # when steps ended
+        self.consumed = self.skipped = 0
+        self.valid: Mapping[str, Any] | None = None
+        self.validating = False
+        self.begin = time.monotonic()
+        self.live: Live | None = None
+        # Guards the figures, which the redrawing thread reads. It is never held while something is printed: rich has a
+        # lock of its own, under which that thread waits for this one.
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def started(self, ctx: Context | None = None) -> None:
+        self.begin = time.monotonic()
+        device = getattr(getattr(ctx, "device", None), "kind", "")
+        show(self.console, head(self.config, self.world, own_model=self.own_model, device=device))
+        if self.terminal:
+            ours = self.stream is sys.stderr  # then other output to the terminal goes above the block
+            self.live = Live(
+                console=self.console, get_renderable=self.block, refresh_per_second=REDRAWS_PER_SECOND,
+                vertical_overflow="crop", redirect_stderr=ours, redirect_stdout=ours and is_terminal(sys.stdout),
+            )  # fmt: skip
+            atexit.register(self.close)
+            self.live.start(refresh=True)
+
+    def stepped(self, result: StepResult) -> None:
+        with self._lock:
+            if self.last is None and result.step > 1:
+                self.consumed = consumed_after(self.config, result.step - 1)
+            elif len(self.speeds) == 1 and len(self.ends) == 1:
+                self.speeds.clear()  # the first step also warms up, which says nothing about the next ones
+            self.last = result
+            self.losses.append(math.nan if result.skipped else result.loss)
+            self.speeds.append((result.tokens, result.step_time_s))
+            self.ends.append(time.monotonic())
+            self.consumed += result.global_batch
+            self.skipped += result.skipped
+            every = self.config.run.eval_every
+            self.validating = result.step == self.steps or bool(every and result.step % every == 0)
+        bad = result.skipped or not math.isfinite(result.loss)
+        if self.terminal:
+            if bad:
+                self._print((f"{BAD} step {result.step}  ", "bad"), self._complaint(result))
+        elif bad or result.step % self.config.run.log_every == 0 or result.step == self.steps:
+            self._print(self._plain_line(result))
+
+    def validated(self, line: Mapping[str, Any]) -> None:
+        with self._lock:
+            self.valid, self.validating = line, False
+        self._print((f"validation at step {line['step']}  ", "dim"), (f"loss {decimals(line['loss'], 4)}", "valid"))
+
+    def finished(self) -> None:
+        with self._lock:
+            self.validating = False
+        self.close()
+        done = self.last.step if self.last else 0
+        skipped = f", {self.skipped} skipped" if self.skipped else ""
+        took = clock(time.monotonic() - self.begin)
+        where = printable(self.config.run.dir)
+        self._print(("finished ", "good"), f"{plural(done, 'step')}{skipped} in {took}: {where}")
+
+    def close(self) -> None:
+        """Stops redrawing and gives the cursor back; does nothing the second time."""
+        live, self.live = self.live, None
+        if live is not None:
+            with self._lock:
+                self.validating = False
+            live.stop()
+            atexit.unregister(self.close)
+
+    @property
+    def tokens_per_s(self) -> float:
+        tokens, took = (sum(column) for column in zip(*self.speeds, strict=True)) if self.speeds else (0, 0.0)
+        return tokens / took if took > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        """By the time between the ends of the latest steps, so that validation counts too."""
+        if self.last is None:
+            return math.nan
+        each = self.last.step_time_s
+        if len(self.ends) > 1:
+            each = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+        return max(0.0, each * (self.steps - self.last.step) - (time.monotonic() - self.ends[-1]))
+
+    def _print(self, *pieces: str | tuple[str, str]) -> None:
+        """Prints one line, above the block where there is one."""
+        show(self.console, Text.assemble(*pieces))
+
+    def _complaint(self, result: StepResult) -> str:
+        why = f"{result.why_skipped}, the update was skipped" if result.skipped else "the loss is not finite"
+        scale = f" (loss scale {count(result.loss_scale)})" if result.loss_scale is not None else ""
+        return f"loss {decimals(result.loss, 4)}  {why}{scale}"
+
+    def _plain_line(self, r: StepResult) -> str:
+        parts = [
+            f"step {r.step:>{len(str(self.steps))}}/{self.steps}", f"loss {decimals(r.loss, 4)}",
+            f"norm {decimals(r.grad_norm, 2)}", f"lr {r.lr:.1e}", f"{count(self.tokens_per_s)} tok/s",
+            f"eta {clock(self.seconds_left)}",
+        ]  # fmt: skip
+        if r.loss_scale is not None:
+            parts.append(f"scale {count(r.loss_scale)}")
+        parts += [f"{printable(name)} {value:.4g}" for name, value in r.monitored.items()]
+        if r.skipped:
+            parts.append(f"SKIPPED: {r.why_skipped}")
+        elif not math.isfinite(r.loss):
+            parts.append("LOSS NOT FINITE")
+        return "  ".join(parts)
+
+    def block(self) -> Table:
+        """The live block, no line of it wider than the terminal."""
+        grid = Table.grid(expand=True)
+        grid.add_column(style="dim", width=LABEL, no_wrap=True)
+        grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        with self._lock:
+            r, elapsed = self.last, time.monotonic() - self.begin
+            if r is None:
+                grid.add_row("step", f"0/{self.steps}  waiting for the first step  {clock(elapsed)}")
+                return grid
+            room = max(1, self.console.width - LABEL)
+            speed = (
+                f"{count(self.tokens_per_s)} tok/s", f"{seconds(r.step_time_s)} per step",
+                f"{self.consumed:,} of {self.samples:,} samples", f"batch {r.global_batch}",
+            )  # fmt: skip
+            grid.add_row("step", self._step_bar(r, elapsed))
+            grid.add_row("loss", self._loss_line(r, room))
+            grid.add_row("speed", "   ".join(speed))
+            grid.add_row("update", self._update(r))
+            grid.add_row("time", phase_bar(r.phases, r.step_time_s, room, self.colour))
+            grid.add_row("", phase_legend(r.phases, r.step_time_s))
+        return grid
+
+    def _step_bar(self, r: StepResult, elapsed: float) -> Table:
+        bar = Table.grid(padding=(0, 2, 0, 0), pad_edge=False, expand=True)
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True, overflow="ellipsis")
+        times = f"{percent(r.step / self.steps, 0)}  {clock(elapsed)} gone, {clock(self.seconds_left)} left"
+        number = Text(f"{r.step:>{len(str(self.steps))}}/{self.steps}", "bold")
+        bar.add_row(number, ProgressBar(self.steps, r.step, complete_style="bar", finished_style="bar"), times)
+        return bar
+
+    def _loss_line(self, r: StepResult, room: int) -> Text:
+        line = Text().append(f"{decimals(r.loss, 4)}  ", "loss" if math.isfinite(r.loss) else "bad")
+        if self.validating and self.live:
+            line.append("validating …  ", "valid")
+        elif self.valid is not None:
+            line.append("validation ").append(decimals(self.valid["loss"], 4), "valid")
+            line.append(f" at step {self.valid['step']}  ", "dim")
+        return line.append_text(sparkline(list(self.losses)[-max(1, room - len(line)) :]))
+
+    def _update(self, r: StepResult) -> Text:
+        parts = [
+            Text(f"norm {decimals(r.grad_norm, 2)}", "" if math.isfinite(r.grad_norm) else "bad"),
+            Text(f"lr {r.lr:.1e}"),
+        ]
+        if r.loss_scale is not None:
+            parts.append(Text(f"scale {count(r.loss_scale)}"))
+        if self.skipped:
+            parts.append(Text(f"{BAD} {self.skipped} skipped", "bad"))
+        parts += [Text(f"{printable(name)} {value:.4g}") for name, value in r.monitored.items()]
+        return Text("   ").join(parts)

@@ -1,0 +1,238 @@
+"""What a person wants to look at after a run, from the files of its folder alone: the loss curve, the speed, where the
+time went, and how many bytes went over which axis. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.config.sections import Config
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.models.description import describe
+from meshwright.parts.part import parameter_count
+from meshwright.pipeline.table import looped
+from meshwright.show.layout_drawing import written
+from meshwright.show.loss_curve import Point, curve, finite
+from meshwright.show.run_parts import PHASES, head, phase_bar, phase_legend
+from meshwright.show.terminal import PLAIN_WIDTH, console_for, has_colour, is_terminal, show
+from meshwright.show.units import clock, count, decimals, percent, plural, seconds, size
+from meshwright.train.read_run import RunRecord, read_run, traffic_per_step
+
+LABEL = 12  # columns of the labels
+LEAST_WIDTH, MOST_WIDTH = 40, 120
+
+# What goes over an axis.
+CARGO = {
+    "tp": "activations and their gradients, in every layer",
+    "tp.kv": "gradients of the key-value heads that several ranks hold",
+    "cp": "keys and values, in every layer",
+    "dp": "gradients",
+    "dp-cp": "gradients",
+    "pp": "activations to the next stage, their gradients back",
+    "ep": "tokens to their experts and back",
+    "embedding": "gradients of the tied embedding, between first and last stage",
+    "position_embedding": "gradients of the position embedding",
+    "world": "loss, gradient norm and the counts of this table",
+}
+
+
+def summary(
+    run_dir: str | Path, stream: TextIO | None = None, *, world: int | None = None, width: int | None = None
+) -> None:
+    """Writes the page. `world` is needed only for folders without a run.json."""
+    stream = sys.stdout if stream is None else stream
+    run = read_run(run_dir, world)
+    if width is None:
+        width = min(console_for(stream).width, MOST_WIDTH) if is_terminal(stream) else PLAIN_WIDTH
+    width = max(LEAST_WIDTH, width)
+    show(console_for(stream, width), *page(run, width, has_colour(stream)))
+
+
+def page(run: RunRecord, width: int, colour: bool) -> Iterator[RenderableType]:
+    config = dataclasses.replace(run.config, run=dataclasses.replace(run.config.run, dir=str(run.path)))
+    yield head(config, run.world)
+    yield ""
+    if not run.steps:
+        yield Text("no step was finished", "bad")
+        return
+    train = [(float(s["step"]), float(s["loss"])) for s in run.steps]
+    valid = [(float(v["step"]), float(v["loss"])) for v in run.validations]
+    yield from curve(train, valid, width, colour)
+    yield ""
+    yield _losses(train, valid)
+    yield ""
+    facts = _grid()
+    for label, text in (*_speed(run), *_phases(run, width, colour), *_skipped(run)):
+        facts.add_row(Text(label, "dim"), text)
+    yield facts
+    yield ""
+    yield from _traffic(run, width)
+
+
+def _grid(*right: str) -> Table:
+    """A table without lines: a column of labels, then columns that are aligned right, headed by their names."""
+    grid = Table(box=None, show_header=bool(right), header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+    grid.add_column(right[0] if right else "", min_width=LABEL - 2, no_wrap=True)
+    for name in right[1:]:
+        grid.add_column(name, justify="right", no_wrap=True)
+    return grid
+
+
+def _losses(train: Sequence[Point], valid: Sequence[Point]) -> Table:
+    grid = _grid("loss", "first", "last", "lowest")
+    grid.add_column("")
+    for name, points, style in (("training", train, "loss"), ("validation", valid, "valid")):
+        if not points:
+            grid.add_row(name, Text("none", "dim"))
+            continue
+        step, low = min(finite(points), key=lambda p: p[1], default=(math.nan, math.nan))
+        first, last, lowest = (decimals(loss, 4) for loss in (points[0][1], points[-1][1], low))
+        when = Text(f"at step {int(step):,}" if math.isfinite(step) else "", "dim")
+        grid.add_row(name, first, Text(last, style), lowest, when)
+    return grid
+
+
+def _speed(run: RunRecord) -> Iterator[tuple[str, Text]]:
+    times = [float(s.get("step_time_s") or 0.0) for s in run.steps]
+    speeds = [float(s["tokens_per_s"]) for s in run.steps if s.get("tokens_per_s")]
+    tokens, samples = (sum(int(s.get(key) or 0) for s in run.steps) for key in ("tokens", "global_batch"))
+    middle = statistics.median(speeds) if speeds else math.nan
+    per_rank = f"   {count(middle / run.world)} per rank" if run.world and run.world > 1 else ""
+    step = f"   {seconds(statistics.median(times))} per step"
+    yield "speed", Text.assemble((f"{count(middle)} tokens/s", "bold"), f" (median){per_rank}{step}")
+    seen = f"{count(tokens)} tokens ({tokens / parameter_count(describe(run.config.model)):.3g} per parameter)"
+    took = f"{plural(len(run.steps), 'step')} in {clock(sum(times))} without validation"
+    yield "seen", Text.assemble((seen, "bold"), f"   {samples:,} samples   {took}")
+
+
+def _phases(run: RunRecord, width: int, colour: bool) -> Iterator[tuple[str, Text]]:
+    names = [p for p in PHASES if any(p in s.get("phases", {}) for s in run.steps)]
+    spent = {p: sum(float(s.get("phases", {}).get(p, 0.0)) for s in run.steps) for p in names}
+    if spent:
+        total = sum(float(s.get("step_time_s") or 0.0) for s in run.steps)
+        yield "time", phase_bar(spent, total, min(width, PLAIN_WIDTH) - LABEL, colour)
+        yield "", phase_legend(spent, total)
+
+
+def _skipped(run: RunRecord) -> Iterator[tuple[str, Text]]:
+    skipped = [str(s["step"]) for s in run.steps if s.get("skipped")]
+    wrong = [str(s["step"]) for s in run.steps if not s.get("skipped") and not math.isfinite(s["loss"])]
+    for name, steps in (("skipped", skipped), ("not finite", wrong)):
+        if steps:
+            numbers = ", ".join(steps[:12]) + (", …" if len(steps) > 12 else "")
+            share = f" of {len(run.steps):,}" if len(run.steps) > 1 else ""
+            yield name, Text.assemble((f"{plural(len(steps), 'step')}{share}", "bad"), f": {numbers}")
+    if not skipped and not wrong:
+        yield "skipped", Text("none")
+
+
+def _traffic(run: RunRecord, width: int) -> Iterator[RenderableType]:
+    """The bytes of a mean step by axis of the layout, and in a small world by link."""
+    axes = traffic_per_step(run.steps)
+    if not axes:
+        yield Text.assemble(("nothing was sent: ", "bold"), "a single rank communicates with nobody")
+        return
+    ranks = f" of {plural(run.world, 'rank')} together" if run.world else ""
+    yield Text.assemble(("communication ", "bold"), (f"(a mean step{ranks})", "dim"))
+    order = sorted(axes, key=lambda axis: -axes[axis]["wire_bytes"])
+    yield _axis_table(run, {axis: axes[axis] for axis in order})
+    yield Text("payload: the whole tensor, on every rank that takes part; wire: what they send, by rings", "dim")
+    yield ""
+    notes = _grid()
+    for axis in order:
+        for number, note in enumerate(_axis_notes(run, axis, width - LABEL)):
+            notes.add_row("" if number else axis, Text(note, "dim"))
+    yield notes
+    if run.layout and 5 + 10 * run.layout.world <= width:
+        yield from _matrix(links(run.config, run.layout, axes), run.layout.world)
+
+
+def _axis_table(run: RunRecord, axes: Mapping[str, Mapping[str, float]]) -> Table:
+    total, payload, calls = (sum(c[key] for c in axes.values()) for key in ("wire_bytes", "payload_bytes", "calls"))
+    grid = _grid("axis", "calls", "payload", "on the wire", "per rank", "share")
+    for axis, counts in axes.items():
+        takers = sum(map(len, _groups(run.layout, axis)))
+        share = counts["wire_bytes"] / total if total else 0.0
+        grid.add_row(
+            Text(axis, "title"), count(counts["calls"]), size(counts["payload_bytes"]),
+            Text(size(counts["wire_bytes"]), "bold"), size(counts["wire_bytes"] / takers) if takers else "",
+            "<0.1 %" if 0 < share < 0.0005 else percent(share),
+        )  # fmt: skip
+    grid.add_row("all", count(calls), size(payload), size(total), style="bold")
+    return grid
+
+
+def _groups(layout: Layout | None, axis: str) -> tuple[tuple[int, ...], ...]:
+    """The groups of several ranks; none for an axis that the layout does not know."""
+    try:
+        return tuple(group for group in layout.groups(axis) if len(group) > 1) if layout else ()
+    except UserError:
+        return ()
+
+
+def _axis_notes(run: RunRecord, axis: str, width: int) -> Iterator[str]:
+    """What goes over an axis, and between which ranks."""
+    if axis in CARGO:
+        yield CARGO[axis]
+    groups = _groups(run.layout, axis)
+    if groups:
+        chain = axis == "pp"
+        words = f"{plural(len(groups), 'pipeline' if chain else 'group')} of {len(groups[0])}:"
+        yield _written(words, groups, "⇄" if chain else " ", width)
+        if chain and run.config.layout.chunks > 1:
+            yield f"{run.config.layout.chunks} chunks per rank: the last stage also sends to the first, and back"
+
+
+def _written(words: str, groups: Sequence[Sequence[int]], between: str, width: int) -> str:
+    """The groups with their ranks, as many as fit; the last one is always shown."""
+    limits = [(len(groups), max(3, *map(len, groups))), *((most, 8) for most in (12, 8, 6, 4, 3)), (3, 4)]
+    texts = [" ".join([words, *written(groups, *limit, between)]) for limit in limits]
+    return next((text for text in texts if len(text) <= width), texts[-1])
+
+
+def links(config: Config, layout: Layout, axes: Mapping[str, Mapping[str, float]]) -> dict[tuple[int, int], float]:
+    """The wire bytes per step from rank to rank: a collective goes round its group as a ring, a pipeline from stage to
+    stage and back. The run's folder knows the sum of an axis, so its bytes are spread evenly over its links."""
+    sent: dict[tuple[int, int], float] = defaultdict(float)
+    for axis, counts in axes.items():
+        ways: list[tuple[int, int]] = []
+        for group in _groups(layout, axis):
+            if axis == "pp":
+                places = [group[rank] for rank, _ in looped(layout.pp, config.layout.chunks)]
+                pairs = list(zip(places, places[1:], strict=False))
+                ways += [*pairs, *((b, a) for a, b in pairs)]
+            else:
+                ways += zip(group, (*group[1:], group[0]), strict=True)
+        for way in ways:
+            sent[way] += counts["wire_bytes"] / len(ways)
+    return dict(sent)
+
+
+def _matrix(sent: Mapping[tuple[int, int], float], world: int) -> Iterator[RenderableType]:
+    """The links as a table."""
+    if not sent:
+        return
+    yield ""
+    note = "(rings; the bytes of an axis are spread evenly over its links)"
+    yield Text.assemble(("from rank (row) to rank (column) ", "bold"), (note, "dim"))
+    grid = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("", *map(str, range(world))):
+        grid.add_column(name, justify="right", no_wrap=True)
+    most = max(sent.values())
+    for rank in range(world):
+        cells = [sent.get((rank, to), 0.0) for to in range(world)]
+        styles = ("most" if cell > 0.5 * most else "forward" if cell > 0.01 * most else "dim" for cell in cells)
+        texts = (Text(size(cell) if cell else "·", style) for cell, style in zip(cells, styles, strict=True))
+        grid.add_row(Text(str(rank), "dim"), *texts)
+    yield grid

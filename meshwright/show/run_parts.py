@@ -1,0 +1,108 @@
+"""What a run's live display and its summary share: the head, the sparkline and the bar of phases. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.config.sections import Config
+from meshwright.layout import Layout
+from meshwright.models.description import describe, layout_of
+from meshwright.parts.part import parameter_count
+from meshwright.show.terminal import printable
+from meshwright.show.units import count, percent, plural
+
+DRAWN_RANKS = 16  # up to this many ranks the head draws the layout
+BARS = "▁▂▃▄▅▆▇█"
+BAD = "×"
+PHASES = ("data", "forward", "backward", "reduce", "optimizer")  # each is the name of its style too
+
+
+def head(config: Config, world: int | None, *, own_model: bool = False, device: str = "") -> Table:
+    """What runs, where and how. Of an `own_model` only the config's sizes are known."""
+    m, t = config.model, config.train
+    grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    number = "" if own_model else f"{count(parameter_count(describe(m)))} parameters  "
+    sizes = [plural(m.layers, "layer"), f"hidden {m.hidden}", plural(m.heads, "head")]
+    shape = " · ".join([*sizes, f"vocab {m.vocab}", f"seq {m.seq}"])
+    grid.add_row(Text("meshwright", "title"), Text.assemble((number, "bold"), (shape, "dim")))
+    precision = t.precision + (f" on {device}" if device else "")
+    how = [precision, f"{t.global_batch * m.seq:,} tokens per step", plural(t.steps, "step"), printable(config.run.dir)]
+    if world is not None:
+        layout = layout_of(config, world)
+        drawing = f"   {small_drawing(layout)}" if 1 < world <= DRAWN_RANKS else ""
+        grid.add_row("", Text.assemble((layout_line(config, layout), "bold"), (drawing, "dim")))
+        how.insert(0, schedule_line(config, layout))
+    grid.add_row("", Text(" · ".join(how), "dim"))
+    return grid
+
+
+def layout_line(config: Config, layout: Layout) -> str:
+    """`8 ranks = dp 2 × tp 2 × pp 2`."""
+    axes = [a for a in ("dp", "cp", "tp", "pp") if a != "cp" or layout.cp > 1]
+    sizes = " × ".join(f"{axis} {layout.axis_size(axis)}" for axis in axes)
+    sequence = " + sequence parallel" if config.layout.sequence_parallel and layout.tp > 1 else ""
+    return f"{plural(layout.world, 'rank')} = {sizes}{sequence}"
+
+
+def small_drawing(layout: Layout) -> str:
+    """`[0 1] [2 3] → [4 5] [6 7]`: each replica is a box of tensor-parallel ranks, arrows go from stage to stage."""
+    stages: list[list[str]] = [[] for _ in range(layout.pp)]
+    for group in layout.groups("tp-cp"):
+        stages[layout.coordinate(group[0])["pp"]].append(f"[{' '.join(map(str, group))}]")
+    return " → ".join(" ".join(stage) for stage in stages)
+
+
+def schedule_line(config: Config, layout: Layout) -> str:
+    t, chunks = config.train, config.layout.chunks
+    micro_batches = max(1, t.global_batch // (layout.dp * layout.cp * t.micro_batch))
+    batches = f"{plural(micro_batches, 'micro-batch')} of {t.micro_batch}"
+    if layout.pp == 1:
+        return batches
+    return f"{config.pipeline.schedule}{f' x {chunks} chunks' if chunks > 1 else ''}, {batches}"
+
+
+def sparkline(values: Sequence[float]) -> Text:
+    """Bars from the lowest to the highest value; a value that is not finite is crossed out."""
+    finite = [v for v in values if math.isfinite(v)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    line = Text()
+    for value in values:
+        if math.isfinite(value):
+            share = (value - low) / (high - low) if high > low else 0.5
+            line.append(BARS[min(7, int(8 * share))], "curve")
+        else:
+            line.append(BAD, "bad")
+    return line
+
+
+def phase_bar(phases: Mapping[str, float], total: float, width: int, colour: bool) -> Text:
+    """The seconds of a step as one bar, a thin line for what belongs to no phase. Without colour each phase is drawn by
+    its initial."""
+    whole = max(total, sum(phases.values()))
+    line, reached = Text(), 0.0
+    for name in _in_order(phases):
+        reached += phases[name] / whole if whole > 0 else 0.0
+        line.append(("━" if colour else name[:1]) * (round(reached * width) - len(line)), _style(name))
+    return line.append("─" * (width - len(line)), "dim")
+
+
+def phase_legend(phases: Mapping[str, float], total: float) -> Text:
+    whole = max(total, sum(phases.values())) or 1.0
+    parts = [
+        Text.assemble((name, _style(name)), (f" {percent(phases[name] / whole, 0)}", "dim"))
+        for name in _in_order(phases)
+    ]
+    return Text("  ").join(parts)
+
+
+def _style(phase: str) -> str:
+    return phase if phase in PHASES else ""
+
+
+def _in_order(phases: Iterable[str]) -> list[str]:
+    known = list(phases)
+    return [*(p for p in PHASES if p in known), *(p for p in known if p not in PHASES)]

@@ -1,0 +1,117 @@
+"""What a stream can show, consoles of `rich` that keep to it, and tables as text. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import IO, TYPE_CHECKING, TextIO, cast
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+PLAIN_WIDTH = 100  # columns of a page that goes to a file
+STYLES = {
+    "title": "bold color(75)", "bar": "color(75)", "curve": "color(80)", "loss": "bold color(80)",
+    "valid": "bold color(220)", "bad": "bold color(203)", "good": "color(114)", "most": "color(214)",
+    "data": "color(246)", "forward": "color(75)", "backward": "color(214)", "reduce": "color(141)",
+    "optimizer": "color(114)",
+}  # fmt: skip
+UNLIMITED = 100_000
+
+# For streams that can't encode the rest, one character each; a braille cell with any dot becomes a star.
+ASCII: dict[int, int] = {0x2800: ord(" ")} | {0x2800 + dots: ord("*") for dots in range(1, 256)}
+ASCII |= str.maketrans("▁▂▃▄▅▆▇█━╸╺·×→⇄…⋮◆•", "_.-~=+*###.-x>=~:o.")
+ASCII |= str.maketrans("╵╷│╴┘┐┤╶└┌├─┴┬┼", "'.|-'.|-'.|-+++")
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal that can redraw."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def has_colour(stream: TextIO) -> bool:
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
+
+
+def terminal_width(otherwise: int) -> int:
+    """The columns of the terminal (or of $COLUMNS), or `otherwise` where there is none."""
+    return shutil.get_terminal_size((otherwise, 24)).columns
+
+
+def encodable(text: str, stream: TextIO) -> str:
+    """`text` in characters that `stream` can encode."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+        return text
+    except UnicodeEncodeError:
+        return text.translate(ASCII).encode(encoding, "replace").decode(encoding)
+
+
+def printable(text: str) -> str:
+    """`text` from outside, in which whatever would move the cursor or change the terminal is a question mark."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+class _Stream:
+    """A stream that nothing written to it can break: a run must not end because its terminal went away."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(encodable(text, self._stream))
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+
+def console_for(stream: TextIO, width: int | None = None) -> Console:
+    """A console on `stream`: styled and redrawn on a terminal, plain text anywhere else."""
+    from rich.console import Console
+    from rich.theme import Theme
+
+    live = is_terminal(stream)
+    return Console(
+        file=cast(IO[str], _Stream(stream)), force_terminal=live, force_jupyter=False, legacy_windows=False,
+        color_system="auto" if has_colour(stream) else None, width=width or (None if live else PLAIN_WIDTH),
+        highlight=False, markup=False, emoji=False, theme=Theme(STYLES),
+    )  # fmt: skip
+
+
+def show(console: Console, *parts: RenderableType) -> None:
+    """Prints `parts` below each other. Lines of text are never wrapped; plain text has no spaces at its lines' ends."""
+    from rich.text import Text
+
+    with contextlib.nullcontext() if console.is_terminal else console.capture() as captured:
+        for part in parts:
+            console.print(part, soft_wrap=isinstance(part, Text))
+    if captured is not None:
+        console.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+        console.file.flush()
+
+
+def table(rows: Sequence[Sequence[str]], left: tuple[int, ...] = (0,), indent: str = "  ") -> str:
+    """Rows of cells, the first row a head; the columns `left` are aligned left, all others right. On a terminal that
+    is too narrow the words of the left columns are wrapped."""
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    for column in range(len(rows[0])):
+        justify = "left" if column in left else "right"
+        grid.add_column(justify=justify, no_wrap=column not in left)  # type: ignore[arg-type]
+    for row in rows:
+        grid.add_row(*row)
+    width = terminal_width(80) - len(indent) if is_terminal(sys.stdout) else UNLIMITED
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None, markup=False, highlight=False, emoji=False).print(grid)
+    return "\n".join((indent + line).rstrip() for line in out.getvalue().splitlines())
