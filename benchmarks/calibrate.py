@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
+import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshwright.plan import published
 from meshwright.plan.cluster import FOLDER, Cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import Job
 from meshwright.plan.stack import STACKS
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import published  # noqa: E402
 
 STACK_FILE = FOLDER.parent / "stacks.yaml"
 

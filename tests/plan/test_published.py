@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.main import main
-from meshwright.cli.predict import summary
-from meshwright.plan.cluster import load_cluster
-from meshwright.plan.published import (
+from benchmarks.predict import summary
+from benchmarks.published import (
     CannotTake,
     Prediction,
     case_of,
@@ -25,6 +23,8 @@ from meshwright.plan.published import (
     read_rows,
     stack_of_row,
 )
+from meshwright.cli.main import main
+from meshwright.plan.cluster import load_cluster
 from meshwright.plan.stack import STACKS, Stack
 
 TABLE = Path(__file__).parent / "published.csv"
