@@ -149,7 +149,7 @@ def copy_gb_s(device: Device, time: Callable[..., float]) -> float:
 
 def contention(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
     """The share of a gradient bucket's all_reduce that products beside it lose: 0 where links work by themselves."""
-    group = mesh.data if not mesh.data.alone else mesh.world
+    group = mesh.samples if not mesh.samples.alone else mesh.world
     bucket = torch.empty(BUCKET // 4, device=device.torch).zero_()
     alone = timed(mesh.world, device, lambda: group.all_reduce(bucket), LONGER * seconds)
     products = many_products(mesh, device, precision, 2 * alone)

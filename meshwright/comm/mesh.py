@@ -67,6 +67,11 @@ class Mesh:
         crosses = self.layout.crosses_node(ranks) if ranks else False
         return Group(name, ranks, self.rank, process_group, self.ledger, self.flight, crosses)
 
+    def is_first(self, *axes: str) -> bool:
+        """Whether this rank is the first of its group over each of these axes (or in none). Makes no process group."""
+        groups = (self.layout.group(axis, self.rank) for axis in axes)
+        return all(not ranks or ranks[0] == self.rank for ranks in groups)
+
     @cached_property
     def alone(self) -> Group:
         """This rank by itself, for what is divided among nobody."""
@@ -85,8 +90,14 @@ class Mesh:
         return self.group("pp")
 
     @property
-    def data(self) -> Group:
-        return self.group("dp-cp")
+    def samples(self) -> Group:
+        """The ranks that read different samples."""
+        return self.group("dp")
+
+    @property
+    def tokens(self) -> Group:
+        """The ranks that hold different tokens of the same sequences."""
+        return self.group("cp")
 
     @property
     def world(self) -> Group:

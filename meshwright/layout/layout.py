@@ -15,6 +15,7 @@ from math import prod
 from typing import NamedTuple
 
 from meshwright.errors import UserError, either, nearest
+from meshwright.layout.params import REPLICA
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DENSE_AXES = ("tp", "cp", "dp", "pp")
@@ -28,7 +29,7 @@ GROUP_KINDS = (
 """The kinds of groups a training job makes, in the order `meshwright layout` prints them."""
 
 STEP_GROUPS = ("tp", "dp", "dp-cp", "pp", "embedding", "world")
-"""What a dense training step communicates over, beside the parts of an axis."""
+"""What every training step communicates over, beside cp, ep and edp where they are used and the parts of an axis."""
 
 Parts = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
 
@@ -149,16 +150,23 @@ class Layout:
         return "-".join(words)
 
     def without_ones(self, name: str) -> str:
-        """The name of the same groups without axes of one rank, so that dp-cp is dp where cp is 1."""
+        """The name of the same groups without axes of one rank, so that dp-cp is dp where cp is 1, and so is edp where
+        ep is 1 too."""
         if name in SPECIAL_GROUPS:
             return name
+        if "edp" in name.split("-") and self.ep == 1 and self.views_agree:  # then experts are copied as all else is
+            name = "-".join("dp-cp" if word == "edp" else word for word in name.split("-"))
         words = [word for word in name.split("-") if self.size(word) > 1]
         return self.canonical("-".join(words)) if words else name.split("-")[0]
 
     def step_groups(self) -> list[str]:
-        """The names of all groups that a dense training step communicates over."""
-        parts = [name for _, pieces in self.parts for name, _ in pieces]
-        return sorted({self.without_ones(name) for name in (*STEP_GROUPS, *parts)})
+        """The names of all groups that a training step may communicate over. The mesh makes exactly these, and the
+        metrics of a step count the traffic of each."""
+        names = [*STEP_GROUPS, *(name for _, pieces in self.parts for name, _ in pieces)]
+        names += ["cp"] if self.cp > 1 else []
+        names += ["ep", "edp"] if self.ep > 1 else []
+        names += [f"{REPLICA}-cp"] if self.cp > 1 and REPLICA in names else []
+        return sorted({self.without_ones(name) for name in names})
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where `rank` stands in the dense view: tp, cp, dp, pp, and every part of these."""

@@ -25,7 +25,7 @@ from meshwright.models.description import fields_read
 from meshwright.parts.part import Block, Collective, Coordinate, MicroBatch, Stage, Unit
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job
 from meshwright.plan.stack import BYTES
-from meshwright.sharding.placement import backward_order, bucket_elements, divided, grad_bytes, place
+from meshwright.sharding.placement import backward_order, bucket_elements, grad_bytes, place, shard_axes
 from meshwright.train.counts import WIDE, counts_bytes, sums_bytes
 
 
@@ -184,11 +184,11 @@ def packed(
     params: Iterable[tuple[Held, str]], layout: Layout, bucket_mib: float, zero: ZeroConfig, grad_dtype: str
 ) -> Iterator[Packed]:
     """The buffers of parameters (held, dtype), given in the order of forward, as `sharding` builds them."""
-    by_unit = divided(layout, zero)[0] == 3
     keyed = backward_order(params, lambda item: (item[1], item[0].record.data_axes, item[0].record.partial))
     for shared, items in keyed.items():
         sizes, units = [held.record.numel for held, _ in items], [held.unit for held, _ in items]
         elements = bucket_elements(bucket_mib * 2**20, grad_bytes(BYTES[shared[0]], BYTES[grad_dtype]))
+        by_unit = shard_axes(layout, zero, shared[1]).stage == 3
         placed = place(sizes, layout.size(shared[1]), elements, units if by_unit else None)
         yield Packed(shared, items, *placed)
 
@@ -217,9 +217,9 @@ def gradients(
     along which the gradients are partial sums.
     """
     zero = zero or ZeroConfig()
-    stage, shards, replicas = divided(layout, zero)
     for buffer in packed(params, layout, bucket_mib, zero, grad_dtype):
         (dtype, data_axes, partial), items, places, buckets = buffer
+        stage, shards, replicas = shard_axes(layout, zero, data_axes)
         grad, weight = grad_bytes(BYTES[dtype], BYTES[grad_dtype]), BYTES[dtype]
         for number, (start, stop) in enumerate(buckets):
             size = stop - start

@@ -20,7 +20,7 @@ from meshwright.models.description import describe, layout_of, stages_of
 from meshwright.parts.part import Coordinate, Kernels, MicroBatch, Model, Stage, Unit, coordinate_of
 from meshwright.pipeline.table import looped
 from meshwright.plan.stack import BYTES, Stack, States, own_stack, states_of
-from meshwright.sharding.placement import divided
+from meshwright.sharding.placement import shard_axes
 
 FIELD_BYTES = {
     "int64": 8, "float64": 8, "int32": 4, "float32": 4, "int16": 2, "float16": 2, "int8": 1, "uint8": 1, "bool": 1,
@@ -135,7 +135,7 @@ class Job:
     @cached_property
     def sharding(self) -> tuple[int, int, int]:
         """The ZeRO stage as it runs, the ranks that divide the states, and the copies of these."""
-        stage, shards, replicas = divided(self.layout, self.config.zero)
+        stage, shards, replicas = shard_axes(self.layout, self.config.zero)
         return (
             stage, self.layout.size(shards) if shards else 1, self.layout.size(replicas) if replicas else 1
         )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from meshwright.config.sections import ZeroConfig
 from meshwright.layout import Layout
@@ -18,7 +19,7 @@ from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import Held, packed, unit_records
 from meshwright.plan.job import Job
 from meshwright.plan.stack import Stack
-from meshwright.sharding.placement import RING, piece_size
+from meshwright.sharding.placement import RING, piece_size, shard_axes
 
 GIB = 2**30
 LIVE, BUCKET = 1e9, 5e8  # DeepSpeed's stage3_max_live_parameters and reduce_bucket_size
@@ -45,18 +46,27 @@ class Memory:
         return self.parameters + self.gradients + self.master + self.optimizer
 
 
-def bucket_sizes(job: Job, pp_rank: int) -> list[list[int]]:
-    """Elements of every bucket, padding included, in the order of backward, by buffer."""
+class Sizes(NamedTuple):
+    """The elements of each bucket of a buffer, padding included, in the order of backward; the buffer's ZeRO stage, and
+    the ranks that share it."""
+
+    buckets: list[int]
+    stage: int
+    shards: int
+
+
+def buffer_sizes(job: Job, pp_rank: int) -> list[Sizes]:
+    """The flat buffers of a rank."""
     c = job.config
     units = tuple(unit for stage in job.chunks[pp_rank] for _, _, unit in job.model.units(stage))
-    return _bucket_sizes(units, job.at, job.layout, c.comm.bucket_mib, c.zero, (c.train.precision, c.train.grad_dtype))
+    return _buffer_sizes(units, job.at, job.layout, c.comm.bucket_mib, c.zero, (c.train.precision, c.train.grad_dtype))
 
 
 @lru_cache(maxsize=20_000)
-def _bucket_sizes(
+def _buffer_sizes(
     units: tuple[Unit, ...], at: Coordinate, layout: Layout, bucket_mib: float, zero: ZeroConfig,
     dtypes: tuple[str, str],
-) -> list[list[int]]:  # fmt: skip
+) -> list[Sizes]:  # fmt: skip
     params: list[tuple[Held, str]] = []
     ties: set[str] = set()
     for number, unit in enumerate(units):
@@ -64,8 +74,12 @@ def _bucket_sizes(
             if record.tied not in ties:
                 params.append((Held(record, number, 0), dtypes[0]))
             ties |= {record.tied} if record.tied else set()
-    buffers = packed(params, layout, bucket_mib, zero, dtypes[1])
-    return [[stop - start for start, stop in buffer.buckets] for buffer in buffers]
+    found = []
+    for buffer in packed(params, layout, bucket_mib, zero, dtypes[1]):
+        stage, axes, _ = shard_axes(layout, zero, buffer.shared[1])
+        sizes = [stop - start for start, stop in buffer.buckets]
+        found.append(Sizes(sizes, stage, layout.size(axes) if axes else 1))
+    return found
 
 
 def rank_parameters(job: Job, pp_rank: int) -> int:
@@ -98,10 +112,10 @@ def ring_bytes(job: Job, shares: list[int]) -> int:
     return brought * RING * piece_size(int(job.config.zero.offload.buffer_mib * 2**20 // wide), shares) * wide
 
 
-def _states(job: Job, whole: float) -> tuple[float, float, float, float]:
-    """Bytes of parameters, gradients, masters and moments that last, of `whole` elements."""
-    s, (zero, shards, _) = job.states, job.sharding
-    own = whole / shards if job.stack.states else whole // shards
+def _states(job: Job, sizes: Sizes) -> tuple[float, float, float, float]:
+    """Bytes of a buffer's parameters, gradients, masters and moments that last."""
+    s, zero, whole = job.states, sizes.stage, sum(sizes.buckets)
+    own = whole / sizes.shards if job.stack.states else whole // sizes.shards
     parameters = (own if zero == 3 else whole) * s.param if s.keeps_param or zero <= 2 else 0.0
     gradients = (own if zero >= 2 else whole) * (s.grad + s.grad_copy)
     gradients += (own if zero >= 1 else whole) * s.step_copy
@@ -118,8 +132,9 @@ def _states(job: Job, whole: float) -> tuple[float, float, float, float]:
 
 def rank_memory(job: Job, pp_rank: int) -> Memory:
     """One rank of a pipeline stage."""
-    sizes = bucket_sizes(job, pp_rank)
-    states = _states(job, sum(map(sum, sizes)))
+    sizes = buffer_sizes(job, pp_rank)
+    parameters, gradients, master, optimizer = map(sum, zip(*(_states(job, one) for one in sizes), strict=True))
+    states = (parameters, gradients, master, optimizer)
     chunks = chunks_of(job, pp_rank)
     forwards, backwards = alive(job, pp_rank, chunks)
     kept = max(forwards)
@@ -137,7 +152,7 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
     if not job.stack.own:
         gathered = gathered_bytes(job, pp_rank)
         return Memory(pp_rank, *states, kept, gathered + most - kept, sum(states) + most + gathered)
-    rings = sum(ring_bytes(job, [n // job.sharding[1] for n in counts]) for counts in sizes)
+    rings = sum(ring_bytes(job, [n // one.shards for n in one.buckets]) for one in sizes)
     return Memory(pp_rank, *states, kept, buffers + rings, sum(states) + most + rings)
 
 
@@ -148,7 +163,7 @@ def _rows_gradient(job: Job) -> float:
     return float(max(record.numel for record in unit_records(job.model.embedding, job.at)) * job.states.param)
 
 
-def _gathered(job: Job, pp_rank: int, chunk: int, sizes: list[list[int]]) -> list[float]:
+def _gathered(job: Job, pp_rank: int, chunk: int, sizes: list[Sizes]) -> list[float]:
     """Whole gradients and gathered weights that are there at once while backward works on each unit of a chunk, in the
     order of forward: the unit's own gradients, the last buckets that are on their way, and, in ZeRO stage 3, the
     weights of the unit and of the next one."""
@@ -158,7 +173,7 @@ def _gathered(job: Job, pp_rank: int, chunk: int, sizes: list[list[int]]) -> lis
         return [0.0] * len(units)
     added = 1.0 + (1.0 / shards if job.micro_batches > 1 else 0.0)  # a share that waits to be added to the sum
     if zero == 2:  # buckets of one size, whichever units they belong to
-        most = max(sum(counts[:IN_FLIGHT_BUCKETS]) for counts in sizes)
+        most = max(sum(one.buckets[:IN_FLIGHT_BUCKETS]) for one in sizes if one.stage == 2)
         return [most * added * s.grad] * len(units)
     buckets = [_unit_buckets(unit, job.at, job.layout) for unit in units]
     found: list[float] = []

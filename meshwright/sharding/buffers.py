@@ -11,7 +11,7 @@ What a rank owns of a bucket is its *share*: all of it without ZeRO. Whole gradi
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,10 +98,11 @@ class Memory:
         self.held = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Bucket:
     """`share` is the range of the buffer that this rank owns, `own_*` the tensors of that range, which last."""
 
+    buffer: FlatBuffer
     index: int
     start: int
     stop: int
@@ -111,6 +112,10 @@ class Bucket:
     own_params: Tensor
     own_grads: Tensor
     slots: list[Slot] = field(default_factory=list)
+
+    @property
+    def stage(self) -> int:
+        return self.buffer.split.stage
 
     def show_params(self) -> None:
         """The model's parameters become views of the bucket's."""
@@ -181,7 +186,7 @@ class FlatBuffer:
             own_params = self.kept.shares[index]
         if self.split.stage >= 2:
             grads, own_grads = Memory.of(stop - start, self.grads.dtype, self.device), self.grads[own]
-        return Bucket(index, start, stop, share, params, grads, own_params, own_grads)
+        return Bucket(self, index, start, stop, share, params, grads, own_params, own_grads)
 
     def _move_in(self, bucket: Bucket, named: list[tuple[Named, int]], seed: int) -> None:
         """Parameters get their slots, and their present values, or their first ones, become the bucket's; then its
@@ -237,7 +242,7 @@ class FlatBuffer:
 
 def build_buffers(
     modules: Iterable[nn.Module],
-    split_of: dict[str, Split] | None,
+    split_of: Callable[[str], Split],
     bucket_mib: float,
     units: dict[int, int] | None = None,
     grad_dtype: torch.dtype = torch.float32,
@@ -265,8 +270,7 @@ def build_buffers(
     )
     buffers = []
     for key, items in keyed.items():
-        split = (split_of or {}).get(key.data_axes, Split())
-        buffers.append(FlatBuffer(key, items, split, bucket_mib * 2**20, grad_dtype, params_at, seed))
+        buffers.append(FlatBuffer(key, items, split_of(key.data_axes), bucket_mib * 2**20, grad_dtype, params_at, seed))
     return buffers, {id(slot.parameter): slot for buffer in buffers for slot in buffer.slots}
 
 

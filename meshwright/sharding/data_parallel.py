@@ -1,20 +1,20 @@
-"""Data parallelism on contiguous buffers, for every ZeRO stage: gradients reduced bucket by bucket while backward is
-still running, weights gathered before they are needed.
+"""Data parallelism on contiguous buffers, for every ZeRO stage: gradients are reduced bucket by bucket while backward
+still runs, and weights are gathered before they are needed.
 
-Without ZeRO every rank owns whole buckets, and a bucket is summed once a step, as soon as its last contribution has
-come. How many contributions a parameter gets from one micro-batch is learned in the first step (a shared weight gets
-several). Buckets are launched in one fixed order on every rank.
+Stage 0: every rank owns whole buckets, and a bucket is summed once per step, over the axes that its records name.
 Stage 1: a rank owns its share of each bucket, so the sum is scattered, and after the update the weights are gathered.
-Stage 2: whole gradients exist for one micro-batch only: a bucket is scattered once a micro-batch and added up there.
+Stage 2: whole gradients exist for one micro-batch only: a bucket is scattered once per micro-batch and added up there.
 Stage 3: whole weights exist while a unit uses them: see `weights`.
+
+Each buffer has a stage and groups of its own, since its records say over which ranks their gradients are summed.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +24,25 @@ from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import ZeroConfig
 from meshwright.errors import UserError
 from meshwright.nn.weight_grad import Sink
-from meshwright.sharding.buffers import Bucket, Slot, build_buffers
-from meshwright.sharding.placement import Split, divided
-from meshwright.sharding.weights import Weights, find_units, number_units
+from meshwright.sharding.buffers import Bucket, FlatBuffer, Slot, build_buffers
+from meshwright.sharding.placement import Split, shard_axes
+from meshwright.sharding.reduction import EveryMicroBatch, OncePerStep
+from meshwright.sharding.weights import Unit, Weights, find_units, number_units
 
 NORM_PIECE = 1 << 15
-IN_FLIGHT = 1  # reductions under way beside the one that was just launched, where gradients are scattered each time
 
 Reduce = Callable[[Tensor, Group], Pending]
 
 
 def all_reduce_bucket(grads: Tensor, group: Group) -> Pending:
     return group.all_reduce(grads, wait=False)
+
+
+class DataGroups(NamedTuple):
+    """The ranks that divide a buffer among them, and those that hold the same share of it."""
+
+    shards: Group
+    replicas: Group
 
 
 class DataParallel:
@@ -53,149 +60,57 @@ class DataParallel:
     ) -> None:
         """`seed` draws the parameters that have no memory yet."""
         self.mesh, self.reduce = mesh, reduce
-        modules, zero = list(modules), zero or ZeroConfig()
-        self.stage, shard_axes, replica_axes = divided(mesh.layout, zero)
+        modules, self._zero = list(modules), zero or ZeroConfig()
+        self.stage = shard_axes(mesh.layout, self._zero).stage  # of dense parameters; no buffer has a higher one
         if self.stage and reduce is not all_reduce_bucket:
             raise UserError(f"a reduction of one's own needs zero.stage=0, not {self.stage}: change one of them")
-        self.shards = mesh.group(shard_axes) if shard_axes else mesh.alone
-        self.replicas = mesh.group(replica_axes) if replica_axes else mesh.alone
-        stage = self.stage
-        places = ((group.size, max(0, group.index)) for group in (self.shards, self.replicas))
-        split = Split(stage, *(number for place in places for number in place))
-        units = find_units(modules)
-        numbers, at = number_units(units), (zero.offload.params, Path(zero.offload.path))
-        self.buffers, slots = build_buffers(modules, {"dp-cp": split}, bucket_mib, numbers, grad_dtype, at, seed)
-        self.buckets = [bucket for buffer in self.buffers for bucket in buffer.buckets]
+        self._groups: dict[str, DataGroups] = {}
+        self._counted: list[Tensor] | None = None
         self._device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
-        self.weights = Weights(units, slots, self.buffers, self.shards, mesh.ledger, stage)
-        self._expected: dict[int, int] = {}
-        self._learned = False
-        self._micro_batches = 0
-        self._pending: list[Pending] = []
-        self._launched = 0
-        self._waiting: list[int] = []
-        self._index = {id(bucket): i for i, bucket in enumerate(self.buckets)}
-        for buffer in self.buffers:
-            for slot in buffer.slots:
-                bucket = buffer.buckets[slot.bucket]
-                if stage >= 2:
-                    slot.sink = Sink(slot.grad, partial(self._came_in, bucket), partial(self._prepare, bucket))
-                else:
-                    slot.sink = Sink(slot.grad, partial(self._arrived, bucket, slot))
+        units = find_units(modules)
+        offload = self._zero.offload
+        self.buffers, slots = build_buffers(
+            modules, self._split, bucket_mib, number_units(units), grad_dtype, (offload.params, Path(offload.path)),
+            seed,
+        )  # fmt: skip
+        self.weights = Weights(units, slots, self.buffers, lambda buffer: self.groups(buffer).shards, mesh.ledger)
+        self.buckets = [bucket for buffer in self.buffers for bucket in buffer.buckets]
+        whole = [bucket for bucket in self.buckets if bucket.stage < 2]
+        scattered = [bucket for bucket in self.buckets if bucket.stage >= 2]
+        uses = _contributions(modules, slots)
+        self._once = OncePerStep(whole, self._launch)
+        self._each = EveryMicroBatch(scattered, self._launch, uses, _late(units))
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                slot.sink = (self._once if bucket.stage < 2 else self._each).sink(bucket, slot)
                 slot.parameter.register_post_accumulate_grad_hook(partial(_take_gradient, slot.sink))
-        layers = [_attach_sinks(module, slots) for module in modules]
-        # Stage 2 and 3. A bucket is complete when all of a micro-batch's contributions have come: one from each layer
-        # that adds its own, else one from autograd.
-        uses: dict[int, int] = {}
-        for parameter in (id(p) for found in layers for p in found):
-            uses[parameter] = uses.get(parameter, 0) + 1
-        self._whole = [sum(uses.get(id(slot.parameter), 1) for slot in bucket.slots) for bucket in self.buckets]
-        self._came = [0] * len(self.buckets)
-        self._added = [False] * len(self.buckets)
-        self._flying: deque[tuple[Bucket, Pending, Tensor | None]] = deque()
-        # What a module that is not ours uses may depend on the data, and ranks must launch alike: its buckets go after
-        # a micro-batch's last backward that can fill them.
-        self._late: dict[int, int] = {}
-        for unit in (unit for unit in units if unit.whole_chunk):
-            for bucket in unit.buckets:
-                at = self._index[id(bucket)]
-                self._late[at] = min(unit.chunk, self._late.get(at, unit.chunk))
+        _attach_sinks(modules, slots)
+
+    def groups(self, buffer: FlatBuffer) -> DataGroups:
+        """The groups over which a buffer's gradients are summed."""
+        return self._groups[buffer.key.data_axes]
+
+    def _split(self, data_axes: str) -> Split:
+        stage, *axes = shard_axes(self.mesh.layout, self._zero, data_axes)
+        shards, replicas = (self.mesh.group(name) if name else self.mesh.alone for name in axes)
+        self._groups[data_axes] = DataGroups(shards, replicas)
+        return Split(stage, shards.size, shards.index, replicas.size, replicas.index)
 
     def begin(self, micro_batches: int) -> None:
         """Before the first micro-batch of a step."""
-        self._micro_batches = micro_batches
-        self._pending, self._launched = [], 0
-        self._waiting = [len(bucket.slots) for bucket in self.buckets]
-        self._came = [0] * len(self.buckets)
-        self._added = [False] * len(self.buckets)
-        for buffer in self.buffers:
-            for slot in buffer.slots:
-                slot.sink.reset()
+        self._once.begin(micro_batches)
+        self._each.begin(micro_batches)
+        for slot in (slot for bucket in self.buckets for slot in bucket.slots):
+            slot.sink.reset()
 
-    # Stages 0 and 1: once a step.
-
-    def _arrived(self, bucket: Bucket, slot: Slot, sink: Sink) -> None:
-        if not self._learned:
-            return
-        index = self._index[id(bucket)]
-        expected = self._expected.get(id(slot), 0) * self._micro_batches
-        if sink.contributions == expected:
-            self._waiting[index] -= 1
-            while self._launched < len(self.buckets) and self._waiting[self._launched] <= 0:
-                self._launch()
-        assert sink.contributions <= expected or index >= self._launched, (
-            f"a gradient of {slot.name} came after its bucket was reduced"
-        )
-
-    def _launch(self) -> None:
-        """Begins the reduction of the next bucket: over the ranks that share it, or, where each holds it whole, over
-        all of them."""
-        bucket = self.buckets[self._launched]
+    def _launch(self, bucket: Bucket, out: Tensor) -> Pending:
+        """Begins the reduction of a bucket: over the ranks that share it, or, where each holds it whole, over all of
+        them."""
+        shards, replicas = self.groups(bucket.buffer)
         with self.mesh.ledger.phase("reduce"), self.mesh.ledger.layer(None):
-            if self.stage:
-                self._pending.append(self.shards.reduce_scatter(bucket.own_grads, bucket.grads.tensor, wait=False))
-            else:
-                self._pending.append(self.reduce(bucket.grads.tensor, self.replicas))
-        self._launched += 1
-
-    def _finish_whole(self) -> None:
-        for buffer in self.buffers:
-            for slot in buffer.slots:
-                if slot.sink.fresh:
-                    slot.sink.view.zero_()
-        while self._launched < len(self.buckets):
-            self._launch()
-        for pending in self._pending:
-            pending.wait()
-        self._pending = []
-        if not self._learned:
-            self._learn()
-
-    def _learn(self) -> None:
-        for buffer in self.buffers:
-            for slot in buffer.slots:
-                each, rest = divmod(slot.sink.contributions, self._micro_batches)
-                self._expected[id(slot)] = each if not rest else -1
-        self._learned = True
-
-    # Stages 2 and 3: once a micro-batch.
-
-    def _prepare(self, bucket: Bucket) -> None:
-        """Before a contribution: there is memory for the whole gradient, and it is not being reduced."""
-        while any(other is bucket for other, _, _ in self._flying):
-            self._land()
-        if not bucket.grads.held:
-            bucket.grads.take()
-            bucket.zero_gaps()
-
-    def _came_in(self, bucket: Bucket, sink: Sink) -> None:
-        index = self._index[id(bucket)]
-        assert bucket.grads.held, "a gradient was written where there is no memory"
-        self._came[index] += 1
-        if self._came[index] == self._whole[index] and index not in self._late:
-            self._scatter(bucket)
-
-    def _scatter(self, bucket: Bucket) -> None:
-        """Begins the reduction of what has come to a bucket. The first of a step goes where the sum is kept."""
-        index = self._index[id(bucket)]
-        for slot in bucket.slots:
-            if slot.sink.fresh:
-                slot.sink.view.zero_()
-            slot.sink.fresh = True
-        part = torch.empty_like(bucket.own_grads) if self._added[index] else None
-        with self.mesh.ledger.phase("reduce"), self.mesh.ledger.layer(None):
-            out = bucket.own_grads if part is None else part
-            self._flying.append((bucket, self.shards.reduce_scatter(out, bucket.grads.tensor, wait=False), part))
-        self._came[index], self._added[index] = 0, True
-        while len(self._flying) > 1 + IN_FLIGHT:
-            self._land()
-
-    def _land(self) -> None:
-        bucket, pending, part = self._flying.popleft()
-        pending.wait()
-        bucket.grads.give()
-        if part is not None:
-            bucket.own_grads.add_(part)
+            if bucket.stage:
+                return shards.reduce_scatter(out, bucket.grads.tensor, wait=False)
+            return self.reduce(bucket.grads.tensor, replicas)
 
     def gather(self, chunk: int, work: str) -> None:
         self.weights.begin(chunk, work)
@@ -205,64 +120,48 @@ class DataParallel:
 
     def add_up(self, chunk: int) -> None:
         """After a backward: all that was launched has been added up and its memory given back."""
-        for index, last in self._late.items():
-            if last == chunk:
-                self._prepare(self.buckets[index])
-                self._scatter(self.buckets[index])
-        self._land_all()
-
-    def _land_all(self) -> None:
-        while self._flying:
-            self._land()
-
-    def _finish_scattered(self) -> None:
-        for index, bucket in enumerate(self.buckets):
-            if self._came[index]:
-                self._scatter(bucket)
-        self._land_all()
-        for index, bucket in enumerate(self.buckets):
-            if not self._added[index]:
-                bucket.own_grads.zero_()
-
-    # All stages.
+        self._each.end_backward(chunk)
 
     def finish(self) -> None:
         """After the last backward: reduces what is left, and the owned shares over the further axes."""
-        self._finish_scattered() if self.stage >= 2 else self._finish_whole()
+        self._once.finish()
+        self._each.finish()
         with self.mesh.ledger.phase("reduce"):
-            if self.stage:
-                self._sum_over([self.replicas], self.buckets)
             for buffer in self.buffers:
-                self._sum_over([self.mesh.group(axis) for axis in buffer.key.partial], buffer.buckets)
-
-    def _sum_over(self, groups: list[Group], buckets: list[Bucket]) -> None:
-        for group in groups:
-            pending = [group.all_reduce(bucket.own_grads, wait=False) for bucket in buckets]
-            for one in pending:
-                one.wait()
+                further = [self.groups(buffer).replicas] if buffer.split.stage else []
+                _sum_over([*further, *(self.mesh.group(axis) for axis in buffer.key.partial)], buffer.buckets)
 
     def holds_first(self, slot: Slot) -> bool:
         """Whether this rank, or a data-parallel copy of it, is the first that holds this content."""
-        return all(self.mesh.group(axis).index <= 0 for axis in slot.record.copies)
+        return self.mesh.is_first(*slot.record.copies)
 
-    def counts(self, slot: Slot) -> bool:
+    def counts(self, buffer: FlatBuffer, slot: Slot) -> bool:
         """Whether this rank counts what it owns of `slot` in sums over all parameters (each element exactly once)."""
-        return self.replicas.index <= 0 and self.holds_first(slot)
+        return self.groups(buffer).replicas.index <= 0 and self.holds_first(slot)
 
     @torch.no_grad()
     def square_sum(self) -> Tensor:
         """Sum of squares of the reduced gradients that this rank counts, float64 for fp64 and else float32."""
-        pieces = [
-            bucket.own_grads[start:stop]
-            for buffer in self.buffers
-            for bucket, start, stop in buffer.runs(s for s in buffer.slots if self.counts(s))
-        ]
+        if self._counted is None:  # found once: which ranges a rank counts never changes
+            self._counted = [
+                bucket.own_grads[start:stop]
+                for buffer in self.buffers
+                for bucket, start, stop in buffer.runs(s for s in buffer.slots if self.counts(buffer, s))
+            ]
+        pieces = self._counted
         if not pieces:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         narrow = [piece for piece in pieces if piece.element_size() == 2]
         others = [piece for piece in pieces if piece.element_size() > 2]
         sums = [_square_sum(part, wide) for part, wide in ((narrow, torch.float32), (others, None)) if part]
         return sums[0] if len(sums) == 1 else sums[0] + sums[1]
+
+
+def _sum_over(groups: list[Group], buckets: list[Bucket]) -> None:
+    for group in groups:
+        pending = [group.all_reduce(bucket.own_grads, wait=False) for bucket in buckets]
+        for one in pending:
+            one.wait()
 
 
 def _square_sum(pieces: list[Tensor], wide: torch.dtype | None) -> Tensor:
@@ -282,14 +181,32 @@ def _take_gradient(sink: Sink, parameter: Tensor) -> None:
         sink.add(grad)
 
 
-def _attach_sinks(module: nn.Module, slots: dict[int, Slot]) -> list[nn.Parameter]:
-    """Layers that add their own weight gradients (they have `sinks`) get the views to add to; their weights."""
-    found = []
-    for layer in module.modules():
-        sinks = getattr(layer, "sinks", None)
-        if isinstance(sinks, dict):
-            for name, parameter in layer.named_parameters(recurse=False):
-                if id(parameter) in slots and name == "weight":
-                    sinks[name] = slots[id(parameter)].sink.view
-                    found.append(parameter)
-    return found
+def _own_weights(modules: Sequence[nn.Module], slots: dict[int, Slot]) -> Iterable[tuple[dict[str, Tensor], Slot]]:
+    """The weights of layers that add their own weight gradients (they have `sinks`), each with its layer's table."""
+    for layer in (layer for module in modules for layer in module.modules()):
+        sinks, weight = getattr(layer, "sinks", None), getattr(layer, "weight", None)
+        if isinstance(sinks, dict) and id(weight) in slots:
+            yield sinks, slots[id(weight)]
+
+
+def _contributions(modules: Sequence[nn.Module], slots: dict[int, Slot]) -> dict[int, int]:
+    """Contributions per micro-batch of each weight, by its id: one from each layer that adds its own. What is not named
+    gets one from autograd."""
+    uses: dict[int, int] = {}
+    for _, slot in _own_weights(modules, slots):
+        uses[id(slot.parameter)] = uses.get(id(slot.parameter), 0) + 1
+    return uses
+
+
+def _attach_sinks(modules: Sequence[nn.Module], slots: dict[int, Slot]) -> None:
+    for sinks, slot in _own_weights(modules, slots):
+        sinks["weight"] = slot.sink.view
+
+
+def _late(units: Sequence[Unit]) -> dict[int, int]:
+    """For each bucket of a foreign module, by its id, the chunk whose backward is the last that can fill it."""
+    late: dict[int, int] = {}
+    for unit in (unit for unit in units if unit.whole_chunk):
+        for bucket in unit.buckets:
+            late[id(bucket)] = min(unit.chunk, late.get(id(bucket), unit.chunk))
+    return late

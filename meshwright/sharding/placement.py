@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from meshwright.config.sections import ZeroConfig
 from meshwright.layout import Layout
@@ -73,15 +73,29 @@ class Split:
         return low + self.replica * width, low + (self.replica + 1) * width
 
 
-def divided(layout: Layout, zero: ZeroConfig) -> tuple[int, str | None, str | None]:
-    """The stage, the axes over whose ranks a bucket is divided and those over which the shares are copied. Among one
-    rank nothing is divided: then the stage is 0, unless weights are to live elsewhere."""
-    if any(axis == "dp" for axis, _ in layout.parts):
-        shards, replicas = SHARD, REPLICA
-    else:
-        shards, replicas = DATA_AXES, None
+class Division(NamedTuple):
+    """The ZeRO stage of a buffer, the axes over which its buckets are sharded, and those over which the shards are
+    replicated."""
+
+    stage: int
+    shards: str | None
+    replicas: str | None
+
+
+def shard_axes(layout: Layout, zero: ZeroConfig, data_axes: str = DATA_AXES) -> Division:
+    """How the gradients that are summed over `data_axes`, with their weights and states, are divided among those ranks.
+
+    One rank alone divides nothing: its stage is 0, unless weights are offloaded. Where dp is cut into parts, shards
+    stay inside a node; expert data parallelism (edp) has no such parts and is divided over all of its ranks.
+    """
+    words = data_axes.split("-")
+    shards, replicas = data_axes, ""
+    if "dp" in words and any(axis == "dp" for axis, _ in layout.parts):
+        shards, replicas = SHARD, "-".join(REPLICA if word == "dp" else word for word in words)
     alone = layout.size(shards) == 1 and zero.offload.params == "none"
-    return (0, None, DATA_AXES) if zero.stage == 0 or alone else (zero.stage, shards, replicas)
+    if zero.stage == 0 or alone:
+        return Division(0, None, data_axes)
+    return Division(zero.stage, shards, replicas or None)
 
 
 def place(

@@ -7,7 +7,7 @@ forward, or backward, opens its units is noted the first time; from then on the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -56,11 +56,10 @@ class Weights:
         units: list[Unit],
         slots: dict[int, Slot],
         buffers: list[FlatBuffer],
-        shards: Group,
+        shards_of: Callable[[FlatBuffer], Group],
         ledger: Ledger,
-        stage: int,
     ) -> None:
-        self.units, self.shards, self.ledger, self.stage = units, shards, ledger, stage
+        self.units, self.ledger, self._shards_of = units, ledger, shards_of
         self._coming: dict[int, Pending] = {}
         self._orders: dict[tuple[int, str], list[Unit]] = {}
         self._action: tuple[int, str] | None = None
@@ -69,15 +68,15 @@ class Weights:
         for unit in units:
             used = [bucket_of[id(slots[id(p)])] for p in unit.module.parameters() if id(p) in slots]
             unit.buckets = list(dict.fromkeys(used))
-            unit.weights, unit.closes = self, stage == 3
-            if stage and not unit.whole_chunk:
+            unit.weights, unit.closes = self, any(bucket.stage == 3 for bucket in unit.buckets)
+            if any(bucket.stage for bucket in unit.buckets) and not unit.whole_chunk:
                 unit.module.gate = unit  # type: ignore[assignment]
 
     # Stages 1 and 2.
 
     def updated(self, bucket: Bucket) -> None:
         """This rank's share has new weights: gathers the others' while other work goes on."""
-        if self.stage in (1, 2):
+        if bucket.stage in (1, 2):
             self._fetch(bucket)
             if any(unit.whole_chunk for unit in self.units):
                 self.settle()
@@ -123,18 +122,15 @@ class Weights:
             self._fetch_unit(order[at])
 
     def close(self, unit: Unit) -> None:
-        if self.stage != 3:
-            return
         for bucket in unit.buckets:
-            if bucket.params.held and id(bucket) not in self._coming:
+            if bucket.stage == 3 and bucket.params.held and id(bucket) not in self._coming:
                 bucket.hide_params()
 
     def _fetch_unit(self, unit: Unit) -> None:
-        if self.stage == 3:
-            for bucket in unit.buckets:
-                if not bucket.params.held:
-                    bucket.show_params()
-                    self._fetch(bucket)
+        for bucket in unit.buckets:
+            if bucket.stage == 3 and not bucket.params.held:
+                bucket.show_params()
+                self._fetch(bucket)
 
     def _fetch(self, bucket: Bucket) -> None:
         phase = "validation" if self.ledger.current_phase == "validation" else "gather"
@@ -143,4 +139,4 @@ class Weights:
             low, high = bucket.share
             share = whole[low - bucket.start : high - bucket.start].copy_(share, non_blocking=True)
         with self.ledger.phase(phase), self.ledger.layer(None):
-            self._coming[id(bucket)] = self.shards.all_gather(whole, share, wait=False)
+            self._coming[id(bucket)] = self._shards_of(bucket.buffer).all_gather(whole, share, wait=False)

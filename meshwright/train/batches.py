@@ -17,9 +17,9 @@ class Dataset(Protocol):
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]: ...
 
 
-def sample_ids(consumed: int, micro_batch: int, size: int, data_rank: int, data_ranks: int) -> range:
+def sample_ids(consumed: int, micro_batch: int, size: int, dp_rank: int, dp: int) -> range:
     """The samples of one micro-batch of one data-parallel rank, in the step that begins at `consumed`."""
-    first = consumed + (micro_batch * data_ranks + data_rank) * size
+    first = consumed + (micro_batch * dp + dp_rank) * size
     return range(first, first + size)
 
 
@@ -41,8 +41,8 @@ class MicroBatches:
         if not self.packs:
             return {}
         ctx, tp = self.ctx, self.ctx.mesh.tp
-        data = ctx.mesh.data
-        ids = sample_ids(consumed, micro_batch, self.size, max(0, data.index), data.size)
+        readers = ctx.mesh.samples
+        ids = sample_ids(consumed, micro_batch, self.size, readers.index, readers.size)
         reads = tp.alone or tp.index == 0
         samples = [self.dataset.sample(n) for n in ids] if reads else []
         batch: dict[str, Tensor] = {}

@@ -17,7 +17,7 @@ from meshwright.models.description import layout_of, stages_of
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import Streams
 from meshwright.parts.part import Coordinate, Stage, coordinate_of
-from meshwright.sharding.placement import divided
+from meshwright.sharding.placement import shard_axes
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,14 @@ def build_context(
         give_back_freed_memory()
     layout = layout_of(config, world, node_size)
     mesh = Mesh(layout, rank, made_elsewhere=process_groups, timeout=config.comm.timeout)
-    data_rank, tp_rank, pp_rank = (max(0, group.index) for group in (mesh.data, mesh.tp, mesh.pp))
-    streams = Streams(config.train.seed, data_rank, tp_rank, device.torch, pp_rank)
+    at = mesh.coordinate
+    data_rank = at["dp"] * layout.cp + at["cp"]  # ranks with other samples or other tokens draw other numbers
+    streams = Streams(config.train.seed, data_rank, at["tp"], device.torch, at["pp"])
     streams.active = config.model.dropout > 0
     parallel = Parallel(
         mesh.tp, config.layout.sequence_parallel, DTYPES[config.train.precision], device.torch, streams,
         config.recompute, fused=fuses(config, device), products=products_of(config),
-        hollow=trains and divided(layout, config.zero)[0] == 3, host=is_host(config, device),
+        hollow=trains and shard_axes(layout, config.zero).stage == 3, host=is_host(config, device),
     )  # fmt: skip
     return Context(config, layout, mesh, device, parallel)
 

@@ -84,7 +84,7 @@ def evaluate(ctx: Context, modules: list[nn.Module], dataset: Dataset, samples: 
     """Mean loss and perplexity over the first `samples` samples, on however many data-parallel ranks."""
     step = lambda module, batch, received: forward_step(ctx, module, batch, received)  # noqa: E731
     executor = Executor(modules, ctx.mesh.pp, step, ctx.ledger, ctx.parallel.streams)
-    unit = ctx.mesh.data.size * ctx.config.train.micro_batch
+    unit = ctx.mesh.samples.size * ctx.config.train.micro_batch
     batches = MicroBatches(ctx, First(dataset, samples), fields_of(modules))
     loss, tokens = mean_loss(ctx, executor, batches, -(-samples // unit) * unit)
     if not tokens:

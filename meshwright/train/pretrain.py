@@ -115,10 +115,10 @@ def build_modules(
                     # Two stages of a foreign module may use one name for different parameters.
                     parameter.record = foreign_record(f"stage{index}.{name}", parameter)  # type: ignore[attr-defined]
             modules.append(module)
-            if max(ctx.mesh.data.index, ctx.mesh.tp.index) <= 0:
+            if ctx.mesh.is_first("dp", "cp", "tp"):
                 _warn_of_buffers(module, index)
     share_tied(modules)
-    if max(ctx.mesh.data.index, ctx.mesh.tp.index) <= 0:
+    if ctx.mesh.is_first("dp", "cp", "tp"):
         _warn_of_frozen(modules)
     for module in modules:
         draw(module, config.train.seed)

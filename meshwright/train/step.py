@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.comm.ledger import wire_bytes
 from meshwright.device import DTYPES, Device, Download
+from meshwright.layout.params import DATA_AXES
 from meshwright.optim.adam import FlatOptimizer
 from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.schedules import global_batch, learning_rate
@@ -109,7 +110,7 @@ class Trainer:
     @property
     def writes(self) -> bool:
         """Whether this is the one rank that writes the run's folder and drives its display."""
-        return speaks(self.ctx) and self.ctx.mesh.data.index <= 0
+        return speaks(self.ctx) and self.ctx.mesh.is_first("dp", "cp")
 
     @property
     def micro_batches(self) -> int:
@@ -206,7 +207,7 @@ class Trainer:
         names = sorted(totals.monitored)
         values = [float(totals.monitored[name]) for name in names] + [float(totals.times[name]) for name in names]
         vector = torch.tensor(values, dtype=torch.float64, device=self.ctx.device.torch)
-        self.ctx.mesh.data.all_reduce(vector)
+        self.ctx.mesh.group(DATA_AXES).all_reduce(vector)
         sums, times = vector.view(2, -1)
         return dict(zip(names, (sums / times).tolist(), strict=True))
 
@@ -214,8 +215,9 @@ class Trainer:
         """Sum over all ranks of seconds by phase, the ledger of this step, this very call included, and the ranks that
         were asked to stop."""
         mesh = self.ctx.mesh
-        axes = sorted(mesh.groups)
+        axes = mesh.layout.step_groups()
         totals = self.ctx.ledger.totals("axis")
+        assert set(totals) <= set(axes), f"a step used the groups {set(totals) - set(axes)}, which no step has"
         rows = [[t.calls, t.payload_bytes, t.wire_bytes] if (t := totals.get(a)) else [0, 0, 0] for a in axes]
         micros = [int(seconds.get(name, 0.0) * 1e6) for name in PHASES]
         payload = counts_bytes(len(axes))
@@ -232,7 +234,7 @@ class Trainer:
         return self.ctx.device.download(vector)
 
     def _read_counts(self, result: StepResult, numbers: list[int]) -> None:
-        mesh, axes, width = self.ctx.mesh, sorted(self.ctx.mesh.groups), len(COUNTS)
+        mesh, axes, width = self.ctx.mesh, self.ctx.layout.step_groups(), len(COUNTS)
         for i, axis in enumerate(axes):
             counts = dict(zip(COUNTS, numbers[width * i : width * (i + 1)], strict=True))
             if counts["calls"]:
@@ -283,7 +285,7 @@ def speaks(ctx: Context) -> bool:
 
 
 def micro_batches(ctx: Context, samples: int) -> int:
-    return samples // (ctx.mesh.data.size * ctx.config.train.micro_batch)
+    return samples // (ctx.mesh.samples.size * ctx.config.train.micro_batch)
 
 
 def sums_over_world(ctx: Context, totals: Totals, squares: Tensor | float = 0.0) -> Tensor:

@@ -29,7 +29,7 @@ class TracedStep:
         self.trainer, self.path = trainer, Path(ctx.config.run.dir) / "trace.json"
         on, steps = ctx.config.run.trace, ctx.config.train.steps
         self.number = min(trainer.step_number + TRACED, steps) if on else 0
-        self.records = on and ctx.mesh.tp.index <= 0 and ctx.mesh.data.index <= 0
+        self.records = on and ctx.mesh.is_first("dp", "cp", "tp")
 
     def begin(self) -> None:
         if self.records:

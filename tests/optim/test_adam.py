@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshwright.config.sections import OptimizerConfig
 from meshwright.optim.adam import FlatOptimizer
 from meshwright.sharding.buffers import FlatBuffer, build_buffers
+from meshwright.sharding.placement import Split
 
 RATES = (1e-2, 3e-2, 2e-2, 5e-3)
 
@@ -33,7 +34,7 @@ def drawn_gradients(module: nn.Module, step: int) -> list[Tensor]:
 
 
 def flat(module: nn.Module, config: OptimizerConfig) -> tuple[list[FlatBuffer], FlatOptimizer]:
-    buffers, _ = build_buffers([module], None, bucket_mib=2e-4)
+    buffers, _ = build_buffers([module], lambda axes: Split(), bucket_mib=2e-4)
     assert any(len(buffer.buckets) > 1 for buffer in buffers)
     return buffers, FlatOptimizer(buffers, config)
 

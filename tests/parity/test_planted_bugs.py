@@ -124,7 +124,7 @@ def _reduction_missing(axis: str) -> Plant:
 @contextmanager
 def _copies_counted(trainer: Trainer) -> Iterator[None]:
     """Every rank counts what it holds in the gradient norm, copies too."""
-    with mock.patch.object(DataParallel, "counts", lambda self, slot: self.mesh.data.index <= 0):
+    with mock.patch.object(DataParallel, "counts", lambda self, buffer, slot: self.mesh.samples.index <= 0):
         yield
 
 
@@ -169,7 +169,7 @@ def _gather_missing(number: int) -> Plant:
 
     @contextmanager
     def plant(trainer: Trainer) -> Iterator[None]:
-        shards, seen = trainer.data_parallel.shards, 0
+        shards, seen = trainer.ctx.mesh.samples, 0
         real = shards.all_gather
 
         def fake(out: torch.Tensor, x: torch.Tensor, wait: bool = True) -> Any:
@@ -189,7 +189,7 @@ def _gather_missing(number: int) -> Plant:
 @contextmanager
 def _scattered_twice(trainer: Trainer) -> Iterator[None]:
     """The second scattered bucket is summed into its share twice."""
-    shards, seen = trainer.data_parallel.shards, 0
+    shards, seen = trainer.ctx.mesh.samples, 0
     real = shards.reduce_scatter
 
     def fake(out: torch.Tensor, x: torch.Tensor, wait: bool = True) -> Any:

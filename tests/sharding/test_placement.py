@@ -51,7 +51,7 @@ def test_six_parameters_of_two_dtypes_make_two_buffers() -> None:
     dtypes = [torch.float32, torch.bfloat16] * 3
     for i, dtype in enumerate(dtypes):
         module.register_parameter(f"p{i}", nn.Parameter(torch.full((i + 1, 3), float(i + 1), dtype=dtype)))
-    buffers, slots = build_buffers([module], {"dp-cp": Split(replicas=4)}, bucket_mib=25.0)
+    buffers, slots = build_buffers([module], lambda axes: Split(replicas=4), bucket_mib=25.0)
     assert sorted(str(b.key.dtype) for b in buffers) == ["torch.bfloat16", "torch.float32"]
     assert len(slots) == 6 and all(len(b.slots) == 3 and b.size % (4 * ALIGN) == 0 for b in buffers)
     assert all(b.grads.dtype == torch.float32 for b in buffers)
@@ -68,7 +68,7 @@ def test_runs_join_neighbours_and_keep_others_apart() -> None:
     module = nn.Module()
     for i, shape in enumerate([(4, 4), (5,), (5, 5), (7, 3), (2,)]):
         module.register_parameter(f"p{i}", nn.Parameter(torch.ones(shape)))
-    (buffer,), _ = build_buffers([module], None, bucket_mib=25.0)
+    (buffer,), _ = build_buffers([module], lambda axes: Split(), bucket_mib=25.0)
     matrices = buffer.runs(slot for slot in buffer.slots if slot.record.decay)
     vectors = buffer.runs(slot for slot in buffer.slots if not slot.record.decay)
     assert len(matrices) == 2 and len(vectors) == 2

@@ -103,7 +103,7 @@ def data_dependent(rank: int, world: int, stage: int) -> list[list[float]]:
     for buffer in parallel.buffers:
         for bucket in buffer.buckets:
             whole = bucket.own_grads.new_empty(bucket.stop - bucket.start)
-            parallel.shards.all_gather(whole, bucket.own_grads.contiguous())
+            parallel.groups(buffer).shards.all_gather(whole, bucket.own_grads.contiguous())
             found += [whole[s.start - bucket.start : s.stop - bucket.start].tolist() for s in bucket.slots]
     return found
 

@@ -102,7 +102,7 @@ def _whole(trainer: Trainer, buffer: FlatBuffer, shares: list[torch.Tensor]) -> 
     """The local tensors of all parameters from the shares of the ranks that divide them."""
     for bucket, share in zip(buffer.buckets, shares, strict=True):
         flat = share.new_empty(bucket.stop - bucket.start)
-        trainer.data_parallel.shards.all_gather(flat, share.contiguous())
+        trainer.data_parallel.groups(buffer).shards.all_gather(flat, share.contiguous())
         for slot in bucket.slots:
             at = slot.start - bucket.start
             yield slot, flat[at : at + slot.record.numel].view(slot.record.local_shape).double()
@@ -113,7 +113,7 @@ def parameters(trainer: Trainer) -> Pairs:
     pairs = []
     trainer.data_parallel.weights.settle()
     for buffer in trainer.data_parallel.buffers:
-        if trainer.data_parallel.stage < 3:
+        if buffer.split.stage < 3:
             pairs += [(slot.record, slot.parameter.detach().double()) for slot in buffer.slots]
         else:
             own = [bucket.own_params for bucket in buffer.buckets]

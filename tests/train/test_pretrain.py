@@ -73,7 +73,7 @@ def body(rank: int, world: int, folder: str) -> Any:
     asked: list[Any] = []
     trainer = train(folder, world, asked, process_groups={"dp": own})
     assert dist.is_initialized(), "a world made elsewhere is left as it was"
-    assert trainer.ctx.mesh.data.process_group is own
+    assert trainer.ctx.mesh.samples.process_group is own
     return asked, trainer.consumed, [p.detach().clone() for p in trainer.modules[0].parameters()]
 
 

@@ -1,0 +1,167 @@
+"""When a bucket's gradients are reduced: once per step (ZeRO stages 0 and 1) or once per micro-batch (2 and 3).
+
+Both count the contributions to a bucket and launch its reduction when the last one has come, while backward goes on.
+Ranks must launch alike, so the order depends on nothing that could differ between them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.group import Pending
+from meshwright.nn.weight_grad import Sink
+from meshwright.sharding.buffers import Bucket, Slot
+
+# Reductions under way beside the one that was just launched, where gradients are scattered with every micro-batch.
+IN_FLIGHT = 1
+
+# Begins to reduce a bucket's gradients; this rank's part of the sum goes to the given tensor.
+Launch = Callable[[Bucket, Tensor], Pending]
+
+
+class OncePerStep:
+    """Stages 0 and 1. How many contributions a parameter gets from one micro-batch is learned in the first step (a
+    shared weight gets several). Buckets are launched in one fixed order."""
+
+    def __init__(self, buckets: Sequence[Bucket], launch: Launch) -> None:
+        self.buckets, self._launch = list(buckets), launch
+        self._index = {id(bucket): i for i, bucket in enumerate(self.buckets)}
+        self._expected: dict[int, int] = {}
+        self._learned = False
+        self._micro_batches = 0
+        self._pending: list[Pending] = []
+        self._launched = 0
+        self._waiting: list[int] = []
+
+    def sink(self, bucket: Bucket, slot: Slot) -> Sink:
+        return Sink(slot.grad, partial(self._arrived, bucket, slot))
+
+    def begin(self, micro_batches: int) -> None:
+        self._micro_batches = micro_batches
+        self._pending, self._launched = [], 0
+        self._waiting = [len(bucket.slots) for bucket in self.buckets]
+
+    def _arrived(self, bucket: Bucket, slot: Slot, sink: Sink) -> None:
+        if not self._learned:
+            return
+        index = self._index[id(bucket)]
+        expected = self._expected.get(id(slot), 0) * self._micro_batches
+        if sink.contributions == expected:
+            self._waiting[index] -= 1
+            while self._launched < len(self.buckets) and self._waiting[self._launched] <= 0:
+                self._launch_next()
+        assert sink.contributions <= expected or index >= self._launched, (
+            f"a gradient of {slot.name} came after its bucket was reduced"
+        )
+
+    def _launch_next(self) -> None:
+        bucket = self.buckets[self._launched]
+        self._pending.append(self._launch(bucket, bucket.own_grads))
+        self._launched += 1
+
+    def finish(self) -> None:
+        for slot in (slot for bucket in self.buckets for slot in bucket.slots):
+            if slot.sink.fresh:  # no contribution came, and what lies there is the step's before
+                slot.sink.view.zero_()
+        while self._launched < len(self.buckets):
+            self._launch_next()
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+        if not self._learned:
+            self._learn()
+
+    def _learn(self) -> None:
+        for slot in (slot for bucket in self.buckets for slot in bucket.slots):
+            each, rest = divmod(slot.sink.contributions, self._micro_batches)
+            self._expected[id(slot)] = each if not rest else -1
+        self._learned = True
+
+
+class EveryMicroBatch:
+    """Stages 2 and 3: whole gradients exist for one micro-batch only. A bucket is complete when all contributions of a
+    micro-batch have come, `uses` of each parameter (by its id; one if it is not named).
+
+    What a module that is not ours uses may depend on the data, so its buckets wait for the end of a backward: `late`
+    gives, by the bucket's id, the chunk whose backward is the last that can fill it.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], launch: Launch, uses: Mapping[int, int], late: Mapping[int, int]
+    ) -> None:
+        self.buckets, self._launch = list(buckets), launch
+        self._index = {id(bucket): i for i, bucket in enumerate(self.buckets)}
+        self._late = {index: late[at] for at, index in self._index.items() if at in late}
+        self._whole = [sum(uses.get(id(slot.parameter), 1) for slot in bucket.slots) for bucket in self.buckets]
+        self._came = [0] * len(self.buckets)
+        self._added = [False] * len(self.buckets)
+        self._flying: deque[tuple[Bucket, Pending, Tensor | None]] = deque()
+
+    def sink(self, bucket: Bucket, slot: Slot) -> Sink:
+        return Sink(slot.grad, partial(self._arrived, bucket), partial(self._prepare, bucket))
+
+    def begin(self, micro_batches: int) -> None:
+        self._came = [0] * len(self.buckets)
+        self._added = [False] * len(self.buckets)
+
+    def _prepare(self, bucket: Bucket) -> None:
+        """Before a contribution: there is memory for the whole gradient, and it is not being reduced."""
+        while any(other is bucket for other, _, _ in self._flying):
+            self._land()
+        if not bucket.grads.held:
+            bucket.grads.take()
+            bucket.zero_gaps()
+
+    def _arrived(self, bucket: Bucket, sink: Sink) -> None:
+        index = self._index[id(bucket)]
+        assert bucket.grads.held, "a gradient was written where there is no memory"
+        self._came[index] += 1
+        if self._came[index] == self._whole[index] and index not in self._late:
+            self._scatter(bucket)
+
+    def _scatter(self, bucket: Bucket) -> None:
+        """Begins the reduction of what has come to a bucket. The first of a step goes where the sum is kept."""
+        index = self._index[id(bucket)]
+        for slot in bucket.slots:
+            if slot.sink.fresh:
+                slot.sink.view.zero_()
+            slot.sink.fresh = True
+        part = torch.empty_like(bucket.own_grads) if self._added[index] else None
+        pending = self._launch(bucket, bucket.own_grads if part is None else part)
+        self._flying.append((bucket, pending, part))
+        self._came[index], self._added[index] = 0, True
+        while len(self._flying) > 1 + IN_FLIGHT:
+            self._land()
+
+    def _land(self) -> None:
+        bucket, pending, part = self._flying.popleft()
+        pending.wait()
+        bucket.grads.give()
+        if part is not None:
+            bucket.own_grads.add_(part)
+
+    def end_backward(self, chunk: int) -> None:
+        """After a chunk's backward: everything launched has been added up and its memory released."""
+        for index, last in self._late.items():
+            if last == chunk:
+                self._prepare(self.buckets[index])
+                self._scatter(self.buckets[index])
+        self._land_all()
+
+    def _land_all(self) -> None:
+        while self._flying:
+            self._land()
+
+    def finish(self) -> None:
+        for index, bucket in enumerate(self.buckets):
+            if self._came[index]:
+                self._scatter(bucket)
+        self._land_all()
+        for index, bucket in enumerate(self.buckets):
+            if not self._added[index]:
+                bucket.own_grads.zero_()
