@@ -79,8 +79,8 @@ def main() -> None:
     torch.set_num_threads(1)
     trainer = make_trainer(args.hidden)
     trainer.step()
-    shares = [(f"{name}/{i}/{j}", share) for i, (name, _, found) in enumerate(trainer.states())
-              for j, share in enumerate(found)]  # fmt: skip
+    shares = [(f"{state.name}/{i}/{j}", share) for i, state in enumerate(trainer.states())
+              for j, share in enumerate(state.tensors)]  # fmt: skip
     tensors = dict(shares)
     size = sum(share.nbytes for share in tensors.values())
     rows: dict[str, list[float]] = {k: [] for k in ("sync", "stall", "beside", "alone", "dcp", "load", "dcp_load")}

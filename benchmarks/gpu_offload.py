@@ -59,7 +59,7 @@ def main() -> None:
     modules = build_modules(ctx, model_provider, draw_on_device)
     trainer = Trainer(ctx, modules, forward_step, RandomTokens(config.model.vocab, config.model.seq))
     weights = sum(b.size for b in trainer.data_parallel.buffers)
-    moved = sum(share.nbytes for _, _, shares in trainer.states() for share in shares)
+    moved = sum(share.nbytes for state in trainer.states() for share in state.tensors)
     print(
         f"{weights / 1e9:.2f}B parameters: {weights * 18 / 2**30:.0f} GiB of weights, gradients and states, "
         f"{moved / 2**30:.0f} of them in host memory; set up in {time.perf_counter() - begin:.0f} s", flush=True,

@@ -18,8 +18,8 @@ from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.format import Block, DamagedCheckpoint, Index
 from meshwright.checkpoint.tensor_file import TensorFile, checksum
 from meshwright.errors import UserError
-from meshwright.layout.params import ParamRecord, overlap
-from meshwright.sharding.buffers import regions
+from meshwright.layout.params import ParamRecord, overlap, row_of
+from meshwright.sharding.buffers import Rows, regions
 
 OPEN_FILES = 16
 
@@ -89,16 +89,33 @@ class Reader:
 def read_into(trainer: Any, reader: Reader, model_only: bool) -> None:
     """Reads what this rank owns: the whole state of a run, or only its weights (a new run from them has a fresh
     optimizer and begins at step 0). No rank waits for another, so one may fail alone."""
-    for state_name, buffer, shares in trainer.states():
-        if state_name != "param" and (model_only or state_name not in reader.states):
-            for share in shares:
-                share.zero_()  # also what a damaged checkpoint, tried before this one, may have left
+    for state in trainer.states():
+        if state.name != "param" and (model_only or state.name not in reader.states):
+            for tensor in state.tensors:
+                tensor.zero_()  # also what a damaged checkpoint, tried before this one, may have left
             continue
-        for slot in buffer.slots:
-            low, high = buffer.owned(slot)
+        for slot in state.buffer.slots:
+            low, high = state.holds(slot)
             if low < high:
-                values = buffer.of_share(shares, slot, low, high)
-                reader.fill_range(f"{state_name}/{slot.record.name}", slot.record, low, high, values)
+                name, values = f"{state.name}/{slot.record.name}", state.values(slot, low, high)
+                if state.additive:
+                    add_rows(reader, name, slot.record, state.additive, low, high, values)
+                else:
+                    reader.fill_range(name, slot.record, low, high, values)
+
+
+def add_rows(
+    reader: Reader, name: str, record: ParamRecord, at: Rows, low: int, high: int, values: Tensor
+) -> None:
+    """Sets a part of an additive state. Those who hold it now add up the rows of those who held it then, each row once;
+    on the same layout each rank finds its own."""
+    values.zero_()
+    found = reader.index.tensors.get(name)
+    rows = found["shape"][0] if found else 0
+    for row in range(at.row, rows, at.rows):
+        part = torch.zeros_like(values)
+        reader.fill_range(name, row_of(record, row, rows), low, high, part)
+        values.add_(part)
 
 
 def take_over(trainer: Any, reader: Reader, model_only: bool) -> None:
@@ -106,7 +123,7 @@ def take_over(trainer: Any, reader: Reader, model_only: bool) -> None:
     trainer.publish()
     if not model_only:
         trainer.restore(reader.index.step, reader.index.consumed, reader.index.state)
-        if any(name not in reader.states for name, _, _ in trainer.states()):
+        if any(state.name not in reader.states for state in trainer.states() if not state.additive):
             trainer.optimizer.updates = 0  # of another optimizer: the moments begin anew, and so does their correction
 
 

@@ -30,8 +30,8 @@ from meshwright.comm.group import CommError
 from meshwright.config.load import to_mapping
 from meshwright.device import SideStream
 from meshwright.errors import UserError
-from meshwright.layout.params import Box
-from meshwright.sharding.buffers import FlatBuffer, Slot, regions
+from meshwright.layout.params import Box, row_of
+from meshwright.sharding.buffers import Slot, State, regions
 from meshwright.sharding.data_parallel import DataParallel
 
 POLL_S = 0.02
@@ -66,16 +66,20 @@ def drop_given_up(folder: Path, rank: int) -> None:
             part_file(folder, rank).unlink(missing_ok=True)
 
 
-def written(data_parallel: DataParallel, buffer: FlatBuffer) -> Iterator[tuple[Slot, int, int]]:
-    """(slot, start, stop) of the elements of each parameter that this rank writes."""
+def written(data_parallel: DataParallel, state: State) -> Iterator[tuple[Slot, int, int]]:
+    """(slot, start, stop) of the elements of each parameter that this rank writes: replicas divide what they hold
+    alike, and of an additive state each rank has a row of its own."""
+    buffer = state.buffer
     for slot in buffer.slots:
-        if not data_parallel.holds_first(slot):
-            continue
         bucket = buffer.buckets[slot.bucket]
         low, high = buffer.split.written(bucket.start, bucket.stop)
-        low, high = max(slot.start, low), min(slot.stop, high)
-        if low < high:
-            yield slot, low - slot.start, high - slot.start
+        low, high = max(slot.start, low) - slot.start, min(slot.stop, high) - slot.start
+        apart: tuple[str, ...] = ()
+        if state.additive:
+            low, high = state.holds(slot)
+            apart = slot.record.partial
+        if low < high and data_parallel.holds_first(slot, apart):
+            yield slot, low, high
 
 
 class Snapshot:
@@ -84,10 +88,12 @@ class Snapshot:
     def __init__(self, trainer: Any) -> None:
         self.blocks: list[tuple[str, tuple[int, ...], Tensor]] = []
         self.tensors: dict[str, dict[str, Any]] = {}
-        for state_name, buffer, shares in trainer.states():
-            for slot, low, high in written(trainer.data_parallel, buffer):
-                record, values = slot.record, buffer.of_share(shares, slot, low, high)
-                name = f"{state_name}/{record.name}"
+        for state in trainer.states():
+            for slot, low, high in written(trainer.data_parallel, state):
+                record, values = slot.record, state.values(slot, low, high)
+                if state.additive:  # copied at once: the next backward, which saving does not wait for, changes it
+                    record, values = row_of(record, *state.additive), values.clone()
+                name = f"{state.name}/{record.name}"
                 dtype = str(values.dtype).removeprefix("torch.")
                 self.tensors[name] = {"shape": list(record.shape), "dtype": dtype}
                 for box, region in regions(record, low, high, values.detach()):

@@ -41,7 +41,7 @@ def draw_on_device(module: nn.Module, seed: int) -> None:
 def release(trainer: Trainer) -> None:
     """Releases a trainer's memory. Autograd's hooks keep its buffers alive, and those keep each other alive, so
     dropping the trainer would not."""
-    tensors = [share for _, _, shares in trainer.states() for share in shares]
+    tensors = [share for state in trainer.states() for share in state.tensors]
     for buffer in trainer.data_parallel.buffers:
         tensors += [buffer.params, buffer.grads]
         tensors += [memory.tensor for bucket in buffer.buckets for memory in (bucket.params, bucket.grads)]

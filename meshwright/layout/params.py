@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 DATA_AXES = "dp-cp"  # every dense gradient is a partial sum over these
@@ -55,6 +55,13 @@ class ParamRecord:
     @property
     def numel(self) -> int:
         return math.prod(self.local_shape)
+
+
+def row_of(record: ParamRecord, row: int, rows: int) -> ParamRecord:
+    """One of several rows, each a tensor of the record's shape, as a record of its own: for a state that is not the
+    same on every rank that holds the parameter."""
+    boxes = tuple(Box((row, *b.start), (1, *b.shape), (0, *b.local_start)) for b in record.boxes)
+    return replace(record, shape=(rows, *record.shape), local_shape=(1, *record.local_shape), boxes=boxes)
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

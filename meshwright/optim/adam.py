@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.config.sections import OffloadConfig, OptimizerConfig
 from meshwright.device import DTYPES
 from meshwright.kernels import fits
-from meshwright.sharding.buffers import Bucket, FlatBuffer
+from meshwright.sharding.buffers import Bucket, FlatBuffer, State
 from meshwright.sharding.homes import Kept, Pieces, pieces
 from meshwright.sharding.placement import piece_size
 
@@ -169,11 +169,11 @@ class FlatOptimizer:
     def updates(self, value: int) -> None:
         self._updates = value
 
-    def tensors(self) -> Iterator[tuple[str, FlatBuffer, list[Tensor]]]:
-        """Everything that a run must keep: (what it is, its buffer, this rank's share of each bucket)."""
+    def tensors(self) -> Iterator[State]:
+        """Everything that a run must keep."""
         for state in self.states:
             for name, kind in zip(("param", *MOMENTS), state.kinds, strict=False):
-                yield name, state.buffer, kind.shares
+                yield State(name, state.buffer, kind.shares)
 
     def publish(self) -> None:
         """After masters were set from outside: the model's weights follow."""

@@ -26,6 +26,7 @@ from meshwright.parts.part import Block, Collective, Coordinate, MicroBatch, Sta
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job
 from meshwright.plan.stack import BYTES
 from meshwright.sharding.placement import backward_order, bucket_elements, grad_bytes, place, shard_axes
+from meshwright.sharding.reducers import PLAIN, ReducerPlan
 from meshwright.train.counts import WIDE, counts_bytes, sums_bytes
 
 
@@ -200,6 +201,7 @@ def gradients(
     zero: ZeroConfig | None = None,
     micro_batches: int = 1,
     grad_dtype: str = "fp32",
+    reducer: ReducerPlan = PLAIN,
 ) -> Iterator[Call]:
     """Gradients and weights of parameters (held, dtype), given in the order of forward.
 
@@ -214,7 +216,7 @@ def gradients(
     stage 3   M reduce_scatter of B g and M f all_gather of B w, where f is how often a micro-batch fetches it: 2
 
     and 1 all_reduce of a share, B g / S, over the copies of the S ranks, if there are any, and over each further axis
-    along which the gradients are partial sums.
+    along which the gradients are partial sums. A `reducer` may make other calls for the sums over the data axes.
     """
     zero = zero or ZeroConfig()
     for buffer in packed(params, layout, bucket_mib, zero, grad_dtype):
@@ -223,19 +225,20 @@ def gradients(
         grad, weight = grad_bytes(BYTES[dtype], BYTES[grad_dtype]), BYTES[dtype]
         for number, (start, stop) in enumerate(buckets):
             size = stop - start
+            share = size // (layout.size(shards) if shards else 1)
             if shards is None:
-                yield _over(layout, "gradients", "reduce", data_axes, "all_reduce", size * grad)
+                sums = [("gradients", data_axes, "all_reduce", size, 1)]
             else:
-                times = micro_batches if stage >= 2 else 1
-                yield _over(layout, "gradients", "reduce", shards, "reduce_scatter", size * grad, times)
+                sums = [("gradients", shards, "reduce_scatter", size, micro_batches if stage >= 2 else 1)]
+                sums += [("copies", replicas, "all_reduce", share, 1)] if replicas is not None else []
                 inside = (held for (held, _), (_, where) in zip(items, places, strict=True) if where == number)
                 times = micro_batches * max(held.fetches for held in inside) if stage == 3 else 1
                 yield _over(layout, "weights", "gather", shards, "all_gather", size * weight, times)
-                if replicas is not None:
-                    yield _over(layout, "copies", "reduce", replicas, "all_reduce", size * grad // layout.size(shards))
-            share = size * grad // (layout.size(shards) if shards else 1)
+            for source, axes, asked, elements, times in sums:
+                for op, payload in reducer.calls(asked, elements, grad, layout.size(axes)):
+                    yield _over(layout, source, "reduce", axes, op, payload, times)
             for axis in partial:
-                yield _over(layout, "shared gradients", "reduce", axis, "all_reduce", share)
+                yield _over(layout, "shared gradients", "reduce", axis, "all_reduce", share * grad)
 
 
 def _over(layout: Layout, source: str, phase: str, axes: str, op: str, payload: int, times: int = 1) -> Call:
@@ -263,7 +266,9 @@ def stage_calls(job: Job, pp_rank: int) -> list[Call]:
         calls += units(job, stage)
     calls += pipeline(job, pp_rank, held)
     params = [(param, c.train.precision) for param in parameters(job, held)]
-    calls += gradients(params, job.layout, c.comm.bucket_mib, c.zero, job.micro_batches, c.train.grad_dtype)
+    calls += gradients(
+        params, job.layout, c.comm.bucket_mib, c.zero, job.micro_batches, c.train.grad_dtype, job.reducer
+    )
     calls += sums(job, held)
     return [call for call in calls if call.size > 1 and call.times]
 

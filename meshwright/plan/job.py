@@ -21,6 +21,7 @@ from meshwright.parts.part import Coordinate, Kernels, MicroBatch, Model, Stage,
 from meshwright.pipeline.table import looped
 from meshwright.plan.stack import BYTES, Stack, States, own_stack, states_of
 from meshwright.sharding.placement import shard_axes
+from meshwright.sharding.reducers import PLAIN, ReducerPlan
 
 FIELD_BYTES = {
     "int64": 8, "float64": 8, "int32": 4, "float32": 4, "int16": 2, "float16": 2, "int8": 1, "uint8": 1, "bool": 1,
@@ -33,7 +34,7 @@ class Job:
 
     `samples` is the step's global batch (None: the config's, at the end of a ramp). `fields` are those of a dataset
     that is not a token file, name -> dtype, with one element per token. `monitored` is how many values `forward_step`
-    returns beside the loss. `host`: the devices are a machine's processors.
+    returns beside the loss. `host`: the devices are a machine's processors. `reducer` sums the gradients.
     """
 
     config: Config
@@ -44,6 +45,7 @@ class Job:
     fields: Mapping[str, str] | None = None
     monitored: int = 0
     host: bool = False
+    reducer: ReducerPlan = PLAIN
 
     def replaced(self, **sections: Mapping[str, Any]) -> Job:
         """The same job with keys of its config changed, section by section."""

@@ -214,11 +214,6 @@ class FlatBuffer:
         low, high = self.buckets[slot.bucket].share
         return max(low, slot.start) - slot.start, min(high, slot.stop) - slot.start
 
-    def of_share(self, shares: list[Tensor], slot: Slot, low: int, high: int) -> Tensor:
-        """Elements low to high of a parameter, which this rank must own, of a tensor kept share by share."""
-        first = slot.start - self.buckets[slot.bucket].share[0]
-        return shares[slot.bucket][first + low : first + high]
-
     def runs(self, wanted: Iterable[Slot]) -> list[tuple[Bucket, int, int]]:
         """Ranges of this rank's shares that cover the wanted slots: (bucket, start, stop), counted from the share's
         begin. Neighbours are joined across the padding between them, which is zero."""
@@ -238,6 +233,35 @@ class FlatBuffer:
                     ranges.append((bucket, start, stop))
                     joined = True
         return ranges
+
+
+class Rows(NamedTuple):
+    """This rank's row, and the number of rows, of a state whose value is the sum of what several ranks hold."""
+
+    row: int
+    rows: int
+
+
+class State(NamedTuple):
+    """One kind of state of a buffer, as a checkpoint holds it: for each bucket one number per element of this rank's
+    share. With `additive` each rank has a row of its own, which may be of the whole bucket."""
+
+    name: str
+    buffer: FlatBuffer
+    tensors: list[Tensor]
+    additive: Rows | None = None
+
+    def holds(self, slot: Slot) -> tuple[int, int]:
+        """The range of a parameter's elements that this rank holds; empty if the second is not above the first."""
+        bucket = self.buffer.buckets[slot.bucket]
+        whole = self.tensors[slot.bucket].numel() == bucket.stop - bucket.start
+        return (0, slot.record.numel) if whole else self.buffer.owned(slot)
+
+    def values(self, slot: Slot, low: int, high: int) -> Tensor:
+        """Elements low to high of a parameter, which this rank must hold."""
+        bucket, tensor = self.buffer.buckets[slot.bucket], self.tensors[slot.bucket]
+        begin = bucket.start if tensor.numel() == bucket.stop - bucket.start else bucket.share[0]
+        return tensor[slot.start - begin + low : slot.start - begin + high]
 
 
 def build_buffers(

@@ -11,7 +11,7 @@ Each buffer has a stage and groups of its own, since its records say over which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,23 +19,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm.group import Group, Pending
+from meshwright.comm.group import Group
+from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import ZeroConfig
-from meshwright.errors import UserError
 from meshwright.nn.weight_grad import Sink
-from meshwright.sharding.buffers import Bucket, FlatBuffer, Slot, build_buffers
+from meshwright.sharding.buffers import Bucket, FlatBuffer, Rows, Slot, State, build_buffers
 from meshwright.sharding.placement import Split, shard_axes
+from meshwright.sharding.reducers import PLAIN, Reducer, Work
 from meshwright.sharding.reduction import EveryMicroBatch, OncePerStep
 from meshwright.sharding.weights import Unit, Weights, find_units, number_units
 
 NORM_PIECE = 1 << 15
-
-Reduce = Callable[[Tensor, Group], Pending]
-
-
-def all_reduce_bucket(grads: Tensor, group: Group) -> Pending:
-    return group.all_reduce(grads, wait=False)
 
 
 class DataGroups(NamedTuple):
@@ -53,17 +48,15 @@ class DataParallel:
         modules: Iterable[nn.Module],
         mesh: Mesh,
         bucket_mib: float = 25.0,
-        reduce: Reduce = all_reduce_bucket,
+        reducer: Reducer = PLAIN,
         zero: ZeroConfig | None = None,
         grad_dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
         """`seed` draws the parameters that have no memory yet."""
-        self.mesh, self.reduce = mesh, reduce
+        self.mesh, self.reducer = mesh, reducer
         modules, self._zero = list(modules), zero or ZeroConfig()
         self.stage = shard_axes(mesh.layout, self._zero).stage  # of dense parameters; no buffer has a higher one
-        if self.stage and reduce is not all_reduce_bucket:
-            raise UserError(f"a reduction of one's own needs zero.stage=0, not {self.stage}: change one of them")
         self._groups: dict[str, DataGroups] = {}
         self._counted: list[Tensor] | None = None
         self._device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
@@ -85,6 +78,7 @@ class DataParallel:
                 slot.sink = (self._once if bucket.stage < 2 else self._each).sink(bucket, slot)
                 slot.parameter.register_post_accumulate_grad_hook(partial(_take_gradient, slot.sink))
         _attach_sinks(modules, slots)
+        reducer.prepare(self.buffers)
 
     def groups(self, buffer: FlatBuffer) -> DataGroups:
         """The groups over which a buffer's gradients are summed."""
@@ -103,14 +97,15 @@ class DataParallel:
         for slot in (slot for bucket in self.buckets for slot in bucket.slots):
             slot.sink.reset()
 
-    def _launch(self, bucket: Bucket, out: Tensor) -> Pending:
+    def _launch(self, bucket: Bucket, out: Tensor) -> Work:
         """Begins the reduction of a bucket: over the ranks that share it, or, where each holds it whole, over all of
         them."""
         shards, replicas = self.groups(bucket.buffer)
-        with self.mesh.ledger.phase("reduce"), self.mesh.ledger.layer(None):
+        grads, ledger = bucket.grads.tensor, self.mesh.ledger
+        with ledger.phase("reduce"), ledger.layer(None):
             if bucket.stage:
-                return shards.reduce_scatter(out, bucket.grads.tensor, wait=False)
-            return self.reduce(bucket.grads.tensor, replicas)
+                return _Counted(self.reducer.reduce_scatter(bucket, out, grads, shards), ledger)
+            return _Counted(self.reducer.all_reduce(bucket, grads, replicas), ledger)
 
     def gather(self, chunk: int, work: str) -> None:
         self.weights.begin(chunk, work)
@@ -128,12 +123,28 @@ class DataParallel:
         self._each.finish()
         with self.mesh.ledger.phase("reduce"):
             for buffer in self.buffers:
-                further = [self.groups(buffer).replicas] if buffer.split.stage else []
-                _sum_over([*further, *(self.mesh.group(axis) for axis in buffer.key.partial)], buffer.buckets)
+                replicas = self.groups(buffer).replicas
+                if buffer.split.stage and not replicas.alone:
+                    _wait([self.reducer.all_reduce(bucket, bucket.own_grads, replicas) for bucket in buffer.buckets])
+                for group in (self.mesh.group(axis) for axis in buffer.key.partial):
+                    _wait([group.all_reduce(bucket.own_grads, wait=False) for bucket in buffer.buckets])
 
-    def holds_first(self, slot: Slot) -> bool:
-        """Whether this rank, or a data-parallel copy of it, is the first that holds this content."""
-        return self.mesh.is_first(*slot.record.copies)
+    def reducer_states(self) -> Iterator[State]:
+        """The reducer's states, as a checkpoint holds them."""
+        for name, buffer, tensors in self.reducer.states():
+            groups = [self.mesh.group(axis) for axis in buffer.key.partial]
+            groups += [group for group in self.groups(buffer) if not group.alone]
+            if tensors[0].numel() < buffer.buckets[0].stop - buffer.buckets[0].start:
+                groups.remove(self.groups(buffer).shards)  # each of these ranks has a share of its own
+            row, rows = 0, 1
+            for group in groups:
+                row, rows = row * group.size + group.index, rows * group.size
+            yield State(f"reducer.{name}", buffer, tensors, Rows(row, rows))
+
+    def holds_first(self, slot: Slot, apart: Sequence[str] = ()) -> bool:
+        """Whether this rank, or a data-parallel copy of it, is the first that holds this content; ranks along the axes
+        `apart` hold contents of their own."""
+        return self.mesh.is_first(*(axis for axis in slot.record.copies if axis not in apart))
 
     def counts(self, buffer: FlatBuffer, slot: Slot) -> bool:
         """Whether this rank counts what it owns of `slot` in sums over all parameters (each element exactly once)."""
@@ -157,11 +168,20 @@ class DataParallel:
         return sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
 
-def _sum_over(groups: list[Group], buckets: list[Bucket]) -> None:
-    for group in groups:
-        pending = [group.all_reduce(bucket.own_grads, wait=False) for bucket in buckets]
-        for one in pending:
-            one.wait()
+class _Counted:
+    """A reduction under way whose later calls count as such, whatever is being computed when it is waited for."""
+
+    def __init__(self, work: Work, ledger: Ledger) -> None:
+        self._work, self._ledger = work, ledger
+
+    def wait(self) -> None:
+        with self._ledger.phase("reduce"), self._ledger.layer(None):
+            self._work.wait()
+
+
+def _wait(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _square_sum(pieces: list[Tensor], wide: torch.dtype | None) -> Tensor:

@@ -13,15 +13,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshwright.comm.group import Pending
 from meshwright.nn.weight_grad import Sink
 from meshwright.sharding.buffers import Bucket, Slot
+from meshwright.sharding.reducers import Work
 
 # Reductions under way beside the one that was just launched, where gradients are scattered with every micro-batch.
 IN_FLIGHT = 1
 
 # Begins to reduce a bucket's gradients; this rank's part of the sum goes to the given tensor.
-Launch = Callable[[Bucket, Tensor], Pending]
+Launch = Callable[[Bucket, Tensor], Work]
 
 
 class OncePerStep:
@@ -34,7 +34,7 @@ class OncePerStep:
         self._expected: dict[int, int] = {}
         self._learned = False
         self._micro_batches = 0
-        self._pending: list[Pending] = []
+        self._pending: list[Work] = []
         self._launched = 0
         self._waiting: list[int] = []
 
@@ -100,7 +100,7 @@ class EveryMicroBatch:
         self._whole = [sum(uses.get(id(slot.parameter), 1) for slot in bucket.slots) for bucket in self.buckets]
         self._came = [0] * len(self.buckets)
         self._added = [False] * len(self.buckets)
-        self._flying: deque[tuple[Bucket, Pending, Tensor | None]] = deque()
+        self._flying: deque[tuple[Bucket, Work, Tensor | None]] = deque()
 
     def sink(self, bucket: Bucket, slot: Slot) -> Sink:
         return Sink(slot.grad, partial(self._arrived, bucket), partial(self._prepare, bucket))

@@ -26,7 +26,7 @@ from meshwright.optim.schedules import consumed_after
 from meshwright.parts.part import Stage
 from meshwright.pipeline.table import looped
 from meshwright.sharding.buffers import foreign_record
-from meshwright.sharding.data_parallel import Reduce, all_reduce_bucket
+from meshwright.sharding.reducers import PLAIN, Reducer
 from meshwright.train.ahead import Ahead
 from meshwright.train.context import Context, build_context, compiles
 from meshwright.train.processes import enter, find_place, joined_place, leave
@@ -60,7 +60,7 @@ def pretrain(
     *,
     sections: Mapping[str, type] | None = None,
     process_groups: dict[str, Any] | None = None,
-    reduce: Reduce = all_reduce_bucket,
+    reducer: Reducer = PLAIN,
     source: str | None = None,
     watcher: Watcher | None = None,
 ) -> Trainer:
@@ -76,7 +76,7 @@ def pretrain(
       loss's sum, its token count and a dict of values to monitor, in one step of the same names on every rank.
     - `config` may be the path of a YAML file; `sections` adds dataclasses of your own to it (`config.extra`).
     - `process_groups`: torch process groups made elsewhere, by the layout's name of the axis.
-    - `reduce(gradients, group)` begins the reduction of one bucket over the data-parallel ranks.
+    - `reducer` sums the gradients of each bucket over the data-parallel ranks (`sharding/reducers.py`).
     - A run whose folder holds checkpoints goes on from the newest; `source` (PATH[@STEP]) names another one, which in a
       new run gives the weights alone.
     """
@@ -93,7 +93,7 @@ def pretrain(
     with Watchdog(ctx.mesh, config.comm.timeout, store, folder=Path(config.run.dir) / "flight", keeper=keeper):
         modules = build_modules(ctx, model_provider)
         train_data, valid_data, _ = datasets_provider(ctx, sample_counts(config))
-        trainer = Trainer(ctx, modules, forward_step, train_data, valid_data, reduce)
+        trainer = Trainer(ctx, modules, forward_step, train_data, valid_data, reducer)
         run(trainer, source, watcher)
     if own_world:  # after an error the process ends, and leaving could wait for peers that are gone
         leave()

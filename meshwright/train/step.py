@@ -21,8 +21,9 @@ from meshwright.optim.schedules import global_batch, learning_rate
 from meshwright.pipeline.executor import Executor, Totals
 from meshwright.pipeline.schedules import build
 from meshwright.pipeline.trace import REDUCED, UPDATED
-from meshwright.sharding.buffers import FlatBuffer
-from meshwright.sharding.data_parallel import DataParallel, Reduce, all_reduce_bucket
+from meshwright.sharding.buffers import State
+from meshwright.sharding.data_parallel import DataParallel
+from meshwright.sharding.reducers import PLAIN, Reducer
 from meshwright.train.batches import Dataset, MicroBatches
 from meshwright.train.context import Context
 from meshwright.train.counts import COUNTS, PHASES, SUMS, counts_bytes
@@ -84,13 +85,13 @@ class Trainer:
         forward_step: ForwardStep,
         train_data: Dataset,
         valid_data: Dataset | None = None,
-        reduce: Reduce = all_reduce_bucket,
+        reducer: Reducer = PLAIN,
     ) -> None:
         config = ctx.config
         self.ctx, self.modules = ctx, list(modules)
         grad_dtype, offload = DTYPES[config.train.grad_dtype], config.zero.offload
         parallel = DataParallel(
-            self.modules, ctx.mesh, config.comm.bucket_mib, reduce, config.zero, grad_dtype, config.train.seed
+            self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed
         )
         self.data_parallel = parallel
         self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, parallel.weights.updated, offload)
@@ -243,9 +244,10 @@ class Trainer:
         result.phases = dict(zip(PHASES, means, strict=True))
         result.stop = numbers[-1] > 0
 
-    def states(self) -> Iterator[tuple[str, FlatBuffer, list[Tensor]]]:
-        """What a checkpoint holds of this rank, beside `counters`: name, buffer, this rank's share of each bucket."""
-        return self.optimizer.tensors()
+    def states(self) -> Iterator[State]:
+        """What a checkpoint holds of this rank, beside `counters`."""
+        yield from self.optimizer.tensors()
+        yield from self.data_parallel.reducer_states()
 
     def counters(self) -> dict[str, float | None]:
         scale = self.loss_scale

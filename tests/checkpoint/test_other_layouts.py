@@ -175,10 +175,10 @@ def undisturbed(tied: bool, steps: int) -> tuple[dict[str, np.ndarray], list[lis
         trainer.step()
         read.append(list(data.asked))
     whole = {}
-    for state, buffer, shares in trainer.states():
-        for slot in buffer.slots:
-            local = buffer.of_share(shares, slot, 0, slot.record.numel).view(slot.record.local_shape)
-            whole[f"{state}/{slot.record.name}"] = local.numpy()
+    for state in trainer.states():
+        for slot in state.buffer.slots:
+            local = state.values(slot, 0, slot.record.numel).view(slot.record.local_shape)
+            whole[f"{state.name}/{slot.record.name}"] = local.numpy()
     return whole, read
 
 

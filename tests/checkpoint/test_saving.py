@@ -39,10 +39,10 @@ def saver_of(trainer: Trainer, folder: Path, asynchronous: bool = True, busy: st
 def state_of(trainer: Trainer) -> dict[str, np.ndarray]:
     """A copy of all that a checkpoint must hold."""
     out = {}
-    for state, buffer, shares in trainer.states():
-        for slot in buffer.slots:
-            local = buffer.of_share(shares, slot, 0, slot.record.numel).view(slot.record.local_shape)
-            out[f"{state}/{slot.record.name}"] = local.detach().clone().numpy()
+    for state in trainer.states():
+        for slot in state.buffer.slots:
+            local = state.values(slot, 0, slot.record.numel).view(slot.record.local_shape)
+            out[f"{state.name}/{slot.record.name}"] = local.detach().clone().numpy()
     return out
 
 
@@ -137,7 +137,7 @@ def test_loading_needs_no_more_than_a_few_blocks_beside_the_state(
     saver.save()
     saver.committed()
     ((_, path),) = fmt.checkpoints(tmp_path)
-    for share in (share for _, _, shares in trainer.states() for share in shares):
+    for share in (share for state in trainer.states() for share in state.tensors):
         share.fill_(0.5)  # all of its memory is there before the load
     seen, real = [], Reader.block
 

@@ -9,6 +9,8 @@ import torch
 
 from meshwright.config.sections import LossScaleConfig
 from meshwright.optim.loss_scale import LossScale
+from meshwright.sharding.buffers import Bucket
+from meshwright.sharding.reducers import PlainReducer
 from meshwright.train.step import Trainer
 from tests.support.oracle import make_trainer, small_config
 from tests.support.ranks import run_ranks
@@ -64,19 +66,17 @@ def overflow_once(trainer: Trainer) -> None:
     """The next backward gives an infinite gradient in a parameter that no other tp or pp rank holds: it is there when
     its bucket is reduced, be that while backward runs."""
     parallel = trainer.data_parallel
-    real = parallel.reduce
     places = ((buffer, slot) for buffer in parallel.buffers for slot in buffer.slots if not slot.record.copies)
     buffer, slot = next(places)
 
-    place = slot.grad
+    class Overflowing(PlainReducer):
+        def all_reduce(self, bucket: Bucket, grads: torch.Tensor, group: Any) -> Any:
+            if any(slot is one for one in bucket.slots):
+                slot.grad.view(-1)[0] = torch.inf
+                parallel.reducer = PlainReducer()
+            return super().all_reduce(bucket, grads, group)
 
-    def reduce(grads: torch.Tensor, group: Any) -> Any:
-        if grads.data_ptr() <= place.data_ptr() < grads.data_ptr() + grads.nbytes:
-            place.view(-1)[0] = torch.inf
-            parallel.reduce = real
-        return real(grads, group)
-
-    parallel.reduce = reduce
+    parallel.reducer = Overflowing()
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:

@@ -22,6 +22,7 @@ from meshwright.comm.group import DONE, group_named
 from meshwright.nn.weight_grad import Sink
 from meshwright.pipeline.table import Op, Table
 from meshwright.sharding.data_parallel import DataParallel
+from meshwright.sharding.reducers import PlainReducer
 from meshwright.train.step import Trainer
 from tests.parity.cases import Case
 from tests.parity.launches import data_of, reference_of
@@ -68,16 +69,17 @@ def _second_bucket(times: int) -> Plant:
 
     @contextmanager
     def plant(trainer: Trainer) -> Iterator[None]:
-        real, seen = trainer.data_parallel.reduce, 0
+        seen = 0
 
-        def fake(grads: torch.Tensor, group: Any) -> Any:
-            nonlocal seen
-            seen += 1
-            for _ in range(times if seen == 2 else 1):
-                real(grads, group).wait()
-            return DONE
+        class Faulty(PlainReducer):
+            def all_reduce(self, bucket: Any, grads: torch.Tensor, group: Any) -> Any:
+                nonlocal seen
+                seen += 1
+                for _ in range(times if seen == 2 else 1):
+                    super().all_reduce(bucket, grads, group).wait()
+                return DONE
 
-        trainer.data_parallel.reduce = fake
+        trainer.data_parallel.reducer = Faulty()
         yield
 
     return plant

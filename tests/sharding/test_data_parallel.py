@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from meshwright.comm.group import DONE
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
+from meshwright.sharding.buffers import Bucket
 from meshwright.sharding.data_parallel import DataParallel
+from meshwright.sharding.reducers import PlainReducer
 
 
 class Net(nn.Module):
@@ -29,17 +31,16 @@ class Net(nn.Module):
         return (self.last(x) if twice else x).square().sum()
 
 
-class Run:
+class Run(PlainReducer):
     """A net whose every parameter is a bucket, with the launches and contributions noted in order."""
 
     def __init__(self) -> None:
         self.net, self.events = Net(), list[str]()
-        self.parallel = DataParallel([self.net], Mesh(Layout(world=1), 0), 1e-5, self._reduce)
+        self.parallel = DataParallel([self.net], Mesh(Layout(world=1), 0), 1e-5, self)
         (self.buffer,) = self.parallel.buffers
 
-    def _reduce(self, grads: Tensor, group: Any) -> Any:
-        offset = grads.storage_offset()
-        self.events.append(next(slot.name for slot in self.buffer.slots if slot.start == offset))
+    def all_reduce(self, bucket: Bucket, grads: Tensor, group: Any) -> Any:
+        self.events += [slot.name for slot in bucket.slots]
         return DONE
 
     def step(self, inputs: list[Tensor], **how: bool) -> None:

@@ -124,8 +124,8 @@ def parameters(trainer: Trainer) -> Pairs:
 def moments(trainer: Trainer) -> Pairs:
     """(record, value) of both moments of every local parameter, the second ones under a name of their own."""
     pairs = []
-    for name, buffer, shares in trainer.states():
-        if name != "param":
+    for name, buffer, shares, additive in trainer.states():
+        if name != "param" and not additive:
             found = _whole(trainer, buffer, shares)
             pairs += [(replace(slot.record, name=f"{name}/{slot.record.name}"), value) for slot, value in found]
     return pairs

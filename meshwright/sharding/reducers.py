@@ -1,0 +1,78 @@
+"""How a bucket's gradients are summed over data-parallel ranks, as an object that may be replaced.
+
+A reducer is told which bucket it reduces, may keep state of its own between steps (what a lossy reduction left out,
+say), and declares its calls to the planner. This file imports no torch, so that the planner can ask it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from meshwright.comm.group import Group
+    from meshwright.sharding.buffers import Bucket, FlatBuffer
+
+
+class Work(Protocol):
+    """A reduction under way. After `wait` the result is there (on an accelerator: for what is launched after it)."""
+
+    def wait(self) -> None: ...
+
+
+class ReducerPlan(Protocol):
+    """What the planner needs to know of a reducer."""
+
+    def calls(self, op: str, elements: int, element_bytes: int, ranks: int) -> Iterable[tuple[str, int]]:
+        """The (op, payload bytes) that one rank's ledger counts when `op`, all_reduce or reduce_scatter, is asked of
+        this reducer for so many gradients over a group of so many ranks."""
+        ...
+
+
+class Reducer(ReducerPlan, Protocol):
+    """Sums gradients over a group. Its collectives are methods of the group that it is given, called in the same order
+    on every rank, when it is asked or in `wait`. It is asked for groups of one rank too, where these do nothing."""
+
+    def prepare(self, buffers: Sequence[FlatBuffer]) -> None:
+        """Called once, before any gradient exists: the place to allocate states."""
+        ...
+
+    def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> Work:
+        """Begins to replace `grads` by their sum over `group`. In ZeRO stage 0 these are the whole bucket's; where
+        shards are replicated (`zero.shard_group=node`) they are this rank's share, already summed inside the node."""
+        ...
+
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> Work:
+        """Begins to set `out` to this rank's share of the sum over `group` of `grads`, the whole bucket's: once per
+        step in ZeRO stage 1, once per micro-batch in stages 2 and 3. Nobody else uses `grads` before `wait` returns."""
+        ...
+
+    def states(self) -> Iterator[tuple[str, FlatBuffer, list[Tensor]]]:
+        """What must outlive the run: (name, buffer, for each bucket one number per element of the bucket, or of this
+        rank's share of it). Such a state is *additive*: what counts is its sum over the ranks that hold the element. A
+        checkpoint stores one row for each of them, and another layout's ranks add up the rows that come to them."""
+        ...
+
+
+class PlainReducer:
+    """The collective that is asked for, and nothing else."""
+
+    def calls(self, op: str, elements: int, element_bytes: int, ranks: int) -> Iterable[tuple[str, int]]:
+        return [(op, elements * element_bytes)]
+
+    def prepare(self, buffers: Sequence[FlatBuffer]) -> None:
+        pass
+
+    def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> Work:
+        return group.all_reduce(grads, wait=False)
+
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> Work:
+        return group.reduce_scatter(out, grads, wait=False)
+
+    def states(self) -> Iterator[tuple[str, FlatBuffer, list[Tensor]]]:
+        return iter(())
+
+
+PLAIN = PlainReducer()
