@@ -98,7 +98,9 @@ def read_into(trainer: Any, reader: Reader, model_only: bool) -> None:
             low, high = state.holds(slot)
             if low < high:
                 name, values = f"{state.name}/{slot.record.name}", state.values(slot, low, high)
-                if state.additive:
+                if name not in reader.index.tensors and state.name != "param":  # frozen when that was saved
+                    values.zero_()
+                elif state.additive:
                     add_rows(reader, name, slot.record, state.additive, low, high, values)
                 else:
                     reader.fill_range(name, slot.record, low, high, values)
@@ -110,8 +112,7 @@ def add_rows(
     """Sets a part of an additive state. Those who hold it now add up the rows of those who held it then, each row once;
     on the same layout each rank finds its own."""
     values.zero_()
-    found = reader.index.tensors.get(name)
-    rows = found["shape"][0] if found else 0
+    rows = reader.index.tensors[name]["shape"][0]
     for row in range(at.row, rows, at.rows):
         part = torch.zeros_like(values)
         reader.fill_range(name, row_of(record, row, rows), low, high, part)

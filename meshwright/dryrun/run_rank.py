@@ -118,7 +118,7 @@ def _dry_steps(trainer: Trainer, dry: MetaMode) -> tuple[list[StepResult], Count
     if parallel.stage >= 2:
         storages.name(bucket.grads.tensor for bucket in parallel.buckets)
     if parallel.stage == 3:
-        storages.name(bucket.params.tensor for bucket in parallel.buckets)
+        storages.name(bucket.params.tensor for buffer in parallel.buffers for bucket in buffer.buckets)
         if trainer.micro_batches == 1:
             trainer.step()  # the first micro-batch notes the order in which weights are fetched ahead
     storages.forget()

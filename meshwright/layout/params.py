@@ -51,6 +51,7 @@ class ParamRecord:
     partial: tuple[str, ...] = ()  # further axes over which this gradient is a partial sum
     copies: tuple[str, ...] = ()  # axes (beside the data axes) along which the same content is held
     tied: str = ""  # the tie this parameter belongs to, across stages
+    trained: bool = True  # a frozen one has no gradient, master or moments (at run time `requires_grad` decides)
 
     @property
     def numel(self) -> int:

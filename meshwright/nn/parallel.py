@@ -41,7 +41,8 @@ class Parallel:
 
     def parameter(self, record: ParamRecord) -> nn.Parameter:
         """An empty parameter that carries its record."""
-        parameter = nn.Parameter(torch.empty(record.local_shape, dtype=self.dtype, device=self.device))
+        values = torch.empty(record.local_shape, dtype=self.dtype, device=self.device)
+        parameter = nn.Parameter(values, requires_grad=record.trained)
         if self.hollow:
             parameter.untyped_storage().resize_(0)
         parameter.record = record  # type: ignore[attr-defined]

@@ -157,7 +157,9 @@ class FlatOptimizer:
         offload: OffloadConfig | None = None,
     ) -> None:
         self.config, self.updated = config, updated
-        self.states = [FlatState(buffer, config, offload or OffloadConfig()) for buffer in buffers]
+        trained = [buffer for buffer in buffers if buffer.key.trained]
+        self.frozen = [buffer for buffer in buffers if not buffer.key.trained]
+        self.states = [FlatState(buffer, config, offload or OffloadConfig()) for buffer in trained]
         self._updates: int | Tensor = 0
 
     @property
@@ -174,6 +176,8 @@ class FlatOptimizer:
         for state in self.states:
             for name, kind in zip(("param", *MOMENTS), state.kinds, strict=False):
                 yield State(name, state.buffer, kind.shares)
+        for buffer in self.frozen:
+            yield State("param", buffer, [bucket.own_params for bucket in buffer.buckets])
 
     def publish(self) -> None:
         """After masters were set from outside: the model's weights follow."""

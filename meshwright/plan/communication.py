@@ -25,7 +25,7 @@ from meshwright.models.description import fields_read
 from meshwright.parts.part import Block, Collective, Coordinate, MicroBatch, Stage, Unit
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job
 from meshwright.plan.stack import BYTES
-from meshwright.sharding.placement import backward_order, bucket_elements, grad_bytes, place, shard_axes
+from meshwright.sharding.placement import backward_order, bucket_elements, buffer_key, grad_bytes, place, shard_axes
 from meshwright.sharding.reducers import PLAIN, ReducerPlan
 from meshwright.train.counts import WIDE, counts_bytes, sums_bytes
 
@@ -141,19 +141,22 @@ def parameters(job: Job, held: Sequence[Stage]) -> list[Held]:
     """The parameters of a rank's chunks in the order of forward, both ends of a tie on one rank counted once, with the
     fetches of both. Of all tp ranks alike: their pieces have one size.
 
-    A unit (embedding, block, head) is fetched for forward and for backward. Of N blocks that are recomputed together,
-    all but the last are fetched once more for that.
+    A unit (embedding, block, head) is fetched for forward and, unless it and everything before it is frozen, for
+    backward. Of N blocks that are recomputed together, all but the last are fetched once more for that.
     """
     together = job.config.recompute.blocks
     found: list[Held] = []
     ties: dict[str, int] = {}
     number = 0
     for stage in held:
+        graded = not stage.first  # whether a gradient comes by: what a stage receives has one
         for key, _, unit in job.model.units(stage):
             at = int(key.removeprefix("blocks.")) - stage.layers.start if key.startswith("blocks.") else -1
             again = together > 1 and at >= 0 and (at + 1) % together and at + 1 < len(stage.layers)
-            fetches = 3 if again else 2
-            for record in unit_records(unit, job.at):
+            records = unit_records(unit, job.at)
+            graded |= (together > 0 and at >= 0) or any(record.trained for record in records)
+            fetches = 1 + graded + bool(again)
+            for record in records:
                 if record.tied in ties:
                     first = ties[record.tied]
                     found[first] = found[first]._replace(fetches=found[first].fetches + fetches)
@@ -172,10 +175,10 @@ def unit_records(unit: Unit, at: Coordinate) -> tuple[ParamRecord, ...]:
 
 
 class Packed(NamedTuple):
-    """A flat buffer: what its parameters share (dtype, data axes, further partial axes), they in the order of backward,
-    (start, bucket) of each and (start, stop) of each bucket."""
+    """A flat buffer: what its parameters share (dtype, data axes, further partial axes, whether they are trained), they
+    in the order of backward, (start, bucket) of each and (start, stop) of each bucket."""
 
-    shared: tuple[str, str, tuple[str, ...]]
+    shared: tuple[str, str, tuple[str, ...], bool]
     items: list[tuple[Held, str]]
     places: list[tuple[int, int]]
     buckets: list[tuple[int, int]]
@@ -185,11 +188,11 @@ def packed(
     params: Iterable[tuple[Held, str]], layout: Layout, bucket_mib: float, zero: ZeroConfig, grad_dtype: str
 ) -> Iterator[Packed]:
     """The buffers of parameters (held, dtype), given in the order of forward, as `sharding` builds them."""
-    keyed = backward_order(params, lambda item: (item[1], item[0].record.data_axes, item[0].record.partial))
+    keyed = backward_order(params, lambda item: (item[1], *buffer_key(item[0].record)))
     for shared, items in keyed.items():
         sizes, units = [held.record.numel for held, _ in items], [held.unit for held, _ in items]
         elements = bucket_elements(bucket_mib * 2**20, grad_bytes(BYTES[shared[0]], BYTES[grad_dtype]))
-        by_unit = shard_axes(layout, zero, shared[1]).stage == 3
+        by_unit = shard_axes(layout, zero, shared[1], shared[3]).stage == 3
         placed = place(sizes, layout.size(shared[1]), elements, units if by_unit else None)
         yield Packed(shared, items, *placed)
 
@@ -220,8 +223,8 @@ def gradients(
     """
     zero = zero or ZeroConfig()
     for buffer in packed(params, layout, bucket_mib, zero, grad_dtype):
-        (dtype, data_axes, partial), items, places, buckets = buffer
-        stage, shards, replicas = shard_axes(layout, zero, data_axes)
+        (dtype, data_axes, partial, trained), items, places, buckets = buffer
+        stage, shards, replicas = shard_axes(layout, zero, data_axes, trained)
         grad, weight = grad_bytes(BYTES[dtype], BYTES[grad_dtype]), BYTES[dtype]
         for number, (start, stop) in enumerate(buckets):
             size = stop - start
@@ -234,7 +237,7 @@ def gradients(
                 inside = (held for (held, _), (_, where) in zip(items, places, strict=True) if where == number)
                 times = micro_batches * max(held.fetches for held in inside) if stage == 3 else 1
                 yield _over(layout, "weights", "gather", shards, "all_gather", size * weight, times)
-            for source, axes, asked, elements, times in sums:
+            for source, axes, asked, elements, times in sums if trained else []:
                 for op, payload in reducer.calls(asked, elements, grad, layout.size(axes)):
                     yield _over(layout, source, "reduce", axes, op, payload, times)
             for axis in partial:

@@ -47,12 +47,13 @@ class Memory:
 
 
 class Sizes(NamedTuple):
-    """The elements of each bucket of a buffer, padding included, in the order of backward; the buffer's ZeRO stage, and
-    the ranks that share it."""
+    """The elements of each bucket of a buffer, padding included, in the order of backward; the buffer's ZeRO stage, the
+    ranks that share it, and whether it is trained."""
 
     buckets: list[int]
     stage: int
     shards: int
+    trained: bool
 
 
 def buffer_sizes(job: Job, pp_rank: int) -> list[Sizes]:
@@ -76,9 +77,10 @@ def _buffer_sizes(
             ties |= {record.tied} if record.tied else set()
     found = []
     for buffer in packed(params, layout, bucket_mib, zero, dtypes[1]):
-        stage, axes, _ = shard_axes(layout, zero, buffer.shared[1])
+        _, data_axes, _, trained = buffer.shared
+        stage, axes, _ = shard_axes(layout, zero, data_axes, trained)
         sizes = [stop - start for start, stop in buffer.buckets]
-        found.append(Sizes(sizes, stage, layout.size(axes) if axes else 1))
+        found.append(Sizes(sizes, stage, layout.size(axes) if axes else 1, trained))
     return found
 
 
@@ -127,7 +129,7 @@ def _states(job: Job, sizes: Sizes) -> tuple[float, float, float, float]:
             gradients = own * s.param  # DeepSpeed's go to the host as they are
     if is_offloaded(job, s.params_on) and zero == 3:
         parameters = 0.0
-    return parameters, gradients, master, optimizer
+    return (parameters, gradients, master, optimizer) if sizes.trained else (parameters, 0.0, 0.0, 0.0)
 
 
 def rank_memory(job: Job, pp_rank: int) -> Memory:
@@ -152,7 +154,7 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
     if not job.stack.own:
         gathered = gathered_bytes(job, pp_rank)
         return Memory(pp_rank, *states, kept, gathered + most - kept, sum(states) + most + gathered)
-    rings = sum(ring_bytes(job, [n // one.shards for n in one.buckets]) for one in sizes)
+    rings = sum(ring_bytes(job, [n // one.shards for n in one.buckets]) for one in sizes if one.trained)
     return Memory(pp_rank, *states, kept, buffers + rings, sum(states) + most + rings)
 
 
@@ -173,18 +175,19 @@ def _gathered(job: Job, pp_rank: int, chunk: int, sizes: list[Sizes]) -> list[fl
         return [0.0] * len(units)
     added = 1.0 + (1.0 / shards if job.micro_batches > 1 else 0.0)  # a share that waits to be added to the sum
     if zero == 2:  # buckets of one size, whichever units they belong to
-        most = max(sum(one.buckets[:IN_FLIGHT_BUCKETS]) for one in sizes if one.stage == 2)
+        most = max((sum(one.buckets[:IN_FLIGHT_BUCKETS]) for one in sizes if one.stage == 2), default=0)
         return [most * added * s.grad] * len(units)
     buckets = [_unit_buckets(unit, job.at, job.layout) for unit in units]
+    graded = [_unit_buckets(unit, job.at, job.layout, frozen=False) for unit in units]
     found: list[float] = []
     flying: list[int] = []
     # A table that is both ends' gets the head's gradient first, and waits for the embedding's.
     waiting = max(buckets[0]) if job.model.tied and units[0] is job.model.embedding is not units[-1] else 0
     for at in reversed(range(len(units))):
         weights = sum(buckets[at]) + (sum(buckets[at - 1]) if at else 0)
-        grads = sum(buckets[at]) + added * sum(flying[-IN_FLIGHT_BUCKETS + 1 :]) + (waiting if at else 0)
+        grads = sum(graded[at]) + added * sum(flying[-IN_FLIGHT_BUCKETS + 1 :]) + (waiting if at else 0)
         found.append(weights * s.param + grads * s.grad)
-        flying += buckets[at]
+        flying += graded[at]
     return found[::-1]
 
 
@@ -197,10 +200,11 @@ def _next_weights(job: Job, stage: Stage) -> float:
 
 
 @lru_cache(maxsize=20_000)
-def _unit_buckets(unit: Unit, at: Coordinate, layout: Layout) -> list[int]:
+def _unit_buckets(unit: Unit, at: Coordinate, layout: Layout, frozen: bool = True) -> list[int]:
     """Elements of the buckets that a unit's parameters make where weights are gathered by unit, in the order in which
-    their gradients are complete: those of norms come last."""
-    params = [(Held(record, 0, 0), "bf16") for record in unit_records(unit, at)]
+    their gradients are complete: those of norms come last. `frozen`: with those that have no gradients."""
+    records = (record for record in unit_records(unit, at) if record.trained or frozen)
+    params = [(Held(record, 0, 0), "bf16") for record in records]
     buffers = packed(params, layout, 0.0, ZeroConfig(3), "fp32")
     return sorted((stop - start for buffer in buffers for start, stop in buffer.buckets), reverse=True)
 

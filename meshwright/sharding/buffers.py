@@ -13,7 +13,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from meshwright.layout.params import Box, Init, ParamRecord, global_boxes, whole
 from meshwright.nn.parallel import draw, is_hollow, record_of
 from meshwright.nn.weight_grad import Sink
 from meshwright.sharding.homes import Kept
-from meshwright.sharding.placement import Split, backward_order, bucket_elements, grad_bytes, place
+from meshwright.sharding.placement import Split, backward_order, bucket_elements, buffer_key, grad_bytes, place
 
 
 class Key(NamedTuple):
@@ -33,6 +33,7 @@ class Key(NamedTuple):
     dtype: torch.dtype
     data_axes: str
     partial: tuple[str, ...]
+    trained: bool = True
 
 
 class Named(NamedTuple):
@@ -47,7 +48,7 @@ class Named(NamedTuple):
 @dataclass
 class Slot:
     """One parameter's place in its buffer. `view` and `grad` are its whole value and gradient: from stage 3, and from
-    stage 2 on, they have memory only while they are used."""
+    stage 2 on, they have memory only while they are used. A frozen parameter has an empty gradient and no sink."""
 
     name: str
     parameter: nn.Parameter
@@ -164,7 +165,8 @@ class FlatBuffer:
         sizes = [(stop - start) // split.shards for start, stop in bounds]
         self.kept = Kept(sizes, key.dtype, self.device, *params_at) if split.stage == 3 else None
         self.params = self._flat(key.dtype, 0 if split.stage == 3 else self.size)
-        self.grads = self._flat(dtype, self.size // split.shards if split.stage >= 2 else self.size)
+        graded = self.size if key.trained else 0
+        self.grads = self._flat(dtype, graded // split.shards if split.stage >= 2 else graded)
         self.buckets: list[Bucket] = []
         placed = list(zip(named, places, strict=True))
         for number, (start, stop) in enumerate(bounds):
@@ -184,7 +186,7 @@ class FlatBuffer:
             assert self.kept is not None
             params = Memory.of(stop - start, self.params.dtype, self.device)
             own_params = self.kept.shares[index]
-        if self.split.stage >= 2:
+        if self.split.stage >= 2 and self.key.trained:
             grads, own_grads = Memory.of(stop - start, self.grads.dtype, self.device), self.grads[own]
         return Bucket(self, index, start, stop, share, params, grads, own_params, own_grads)
 
@@ -193,7 +195,9 @@ class FlatBuffer:
         memory, if it does not last, is given back, so that no more than one bucket is there whole."""
         for item, start in named:
             at = slice(start - bucket.start, start - bucket.start + item.record.numel)
-            view, grad = (memory.tensor[at].view(item.record.local_shape) for memory in (bucket.params, bucket.grads))
+            view, grad = bucket.params.tensor[at].view(item.record.local_shape), bucket.grads.tensor[:0]
+            if self.key.trained:
+                grad = bucket.grads.tensor[at].view(item.record.local_shape)
             if is_hollow(item.parameter):
                 draw(item.record, view, seed)
             else:
@@ -202,7 +206,7 @@ class FlatBuffer:
             slot = Slot(item.name, item.parameter, item.record, start, bucket.index, view, grad)
             self.slots.append(slot)
             bucket.slots.append(slot)
-        if self.split.stage >= 2:
+        if self.split.stage >= 2 and self.key.trained:
             bucket.grads.give()
         if self.split.stage == 3:
             low, high = bucket.share
@@ -266,35 +270,31 @@ class State(NamedTuple):
 
 def build_buffers(
     modules: Iterable[nn.Module],
-    split_of: Callable[[str], Split],
+    split_of: Callable[[Key], Split],
     bucket_mib: float,
     units: dict[int, int] | None = None,
     grad_dtype: torch.dtype = torch.float32,
     params_at: tuple[str, Path] = ("none", Path()),
     seed: int = 0,
 ) -> tuple[list[FlatBuffer], dict[int, Slot]]:
-    """Buffers for every trainable parameter of the chunks, in the order of backward; and the slot of each parameter.
+    """Buffers for every parameter of the chunks, in the order of backward; and the slot of each parameter.
 
-    `split_of` says how the ranks divide a buffer, by data axes; `units` gives the number of a parameter's unit, by its
-    id. A parameter without a record (of a module that is not ours) is taken to be whole and the same on every rank but
-    for the data.
+    `split_of` says how the ranks divide a buffer; `units` gives the number of a parameter's unit, by its id. A
+    parameter without a record (of a module that is not ours) is taken to be whole, and the same on every rank.
+    `requires_grad` decides whether a parameter is trained, and the record of its slot says the same.
     """
     named: dict[int, Named] = {}
     for chunk, module in enumerate(modules):
         for name, parameter in module.named_parameters():
-            if not parameter.requires_grad and is_hollow(parameter):
-                parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
-                draw(parameter.record, parameter, seed)  # type: ignore[attr-defined]
-            if parameter.requires_grad and id(parameter) not in named:
+            if id(parameter) not in named:
                 record = record_of(parameter) or foreign_record(name, parameter)
+                record = replace(record, trained=parameter.requires_grad)
                 unit = (units or {}).get(id(parameter), chunk)
                 named[id(parameter)] = Named(f"{chunk}.{name}", parameter, record, unit)
-    keyed = backward_order(
-        named.values(), lambda item: Key(item.parameter.dtype, item.record.data_axes, item.record.partial)
-    )
+    keyed = backward_order(named.values(), lambda item: Key(item.parameter.dtype, *buffer_key(item.record)))
     buffers = []
     for key, items in keyed.items():
-        buffers.append(FlatBuffer(key, items, split_of(key.data_axes), bucket_mib * 2**20, grad_dtype, params_at, seed))
+        buffers.append(FlatBuffer(key, items, split_of(key), bucket_mib * 2**20, grad_dtype, params_at, seed))
     return buffers, {id(slot.parameter): slot for buffer in buffers for slot in buffer.slots}
 
 

@@ -24,7 +24,7 @@ from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import ZeroConfig
 from meshwright.nn.weight_grad import Sink
-from meshwright.sharding.buffers import Bucket, FlatBuffer, Rows, Slot, State, build_buffers
+from meshwright.sharding.buffers import Bucket, FlatBuffer, Key, Rows, Slot, State, build_buffers
 from meshwright.sharding.placement import Split, shard_axes
 from meshwright.sharding.reducers import PLAIN, Reducer, Work
 from meshwright.sharding.reduction import EveryMicroBatch, OncePerStep
@@ -57,7 +57,7 @@ class DataParallel:
         self.mesh, self.reducer = mesh, reducer
         modules, self._zero = list(modules), zero or ZeroConfig()
         self.stage = shard_axes(mesh.layout, self._zero).stage  # of dense parameters; no buffer has a higher one
-        self._groups: dict[str, DataGroups] = {}
+        self._groups: dict[Key, DataGroups] = {}
         self._counted: list[Tensor] | None = None
         self._device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
         units = find_units(modules)
@@ -67,7 +67,9 @@ class DataParallel:
             seed,
         )  # fmt: skip
         self.weights = Weights(units, slots, self.buffers, lambda buffer: self.groups(buffer).shards, mesh.ledger)
-        self.buckets = [bucket for buffer in self.buffers for bucket in buffer.buckets]
+        self.trained = [buffer for buffer in self.buffers if buffer.key.trained]
+        self.buckets = [bucket for buffer in self.trained for bucket in buffer.buckets]
+        slots = {at: slot for at, slot in slots.items() if slot.record.trained}
         whole = [bucket for bucket in self.buckets if bucket.stage < 2]
         scattered = [bucket for bucket in self.buckets if bucket.stage >= 2]
         uses = _contributions(modules, slots)
@@ -78,16 +80,16 @@ class DataParallel:
                 slot.sink = (self._once if bucket.stage < 2 else self._each).sink(bucket, slot)
                 slot.parameter.register_post_accumulate_grad_hook(partial(_take_gradient, slot.sink))
         _attach_sinks(modules, slots)
-        reducer.prepare(self.buffers)
+        reducer.prepare(self.trained)
 
     def groups(self, buffer: FlatBuffer) -> DataGroups:
         """The groups over which a buffer's gradients are summed."""
-        return self._groups[buffer.key.data_axes]
+        return self._groups[buffer.key]
 
-    def _split(self, data_axes: str) -> Split:
-        stage, *axes = shard_axes(self.mesh.layout, self._zero, data_axes)
+    def _split(self, key: Key) -> Split:
+        stage, *axes = shard_axes(self.mesh.layout, self._zero, key.data_axes, key.trained)
         shards, replicas = (self.mesh.group(name) if name else self.mesh.alone for name in axes)
-        self._groups[data_axes] = DataGroups(shards, replicas)
+        self._groups[key] = DataGroups(shards, replicas)
         return Split(stage, shards.size, shards.index, replicas.size, replicas.index)
 
     def begin(self, micro_batches: int) -> None:
@@ -122,7 +124,7 @@ class DataParallel:
         self._once.finish()
         self._each.finish()
         with self.mesh.ledger.phase("reduce"):
-            for buffer in self.buffers:
+            for buffer in self.trained:
                 replicas = self.groups(buffer).replicas
                 if buffer.split.stage and not replicas.alone:
                     _wait([self.reducer.all_reduce(bucket, bucket.own_grads, replicas) for bucket in buffer.buckets])
@@ -156,7 +158,7 @@ class DataParallel:
         if self._counted is None:  # found once: which ranges a rank counts never changes
             self._counted = [
                 bucket.own_grads[start:stop]
-                for buffer in self.buffers
+                for buffer in self.trained
                 for bucket, start, stop in buffer.runs(s for s in buffer.slots if self.counts(buffer, s))
             ]
         pieces = self._counted

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from meshwright.config.sections import ZeroConfig
 from meshwright.layout import Layout
-from meshwright.layout.params import DATA_AXES, REPLICA, SHARD
+from meshwright.layout.params import DATA_AXES, REPLICA, SHARD, ParamRecord
 
 # Each rank's share of a bucket is a multiple of this many elements, and each parameter starts at one.
 ALIGN = 16
@@ -31,6 +31,12 @@ def grad_bytes(param_bytes: int, wanted: int = 4) -> int:
 def bucket_elements(bucket_bytes: float, element_bytes: int) -> int:
     """Elements that fill a bucket."""
     return max(1, int(bucket_bytes // element_bytes))
+
+
+def buffer_key(record: ParamRecord) -> tuple[str, tuple[str, ...], bool]:
+    """What parameters of one flat buffer share beside their dtype: data axes, further partial axes, and whether they
+    are trained. (Of what is frozen, nothing is summed over further axes.)"""
+    return record.data_axes, record.partial if record.trained else (), record.trained
 
 
 def backward_order(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
@@ -82,8 +88,9 @@ class Division(NamedTuple):
     replicas: str | None
 
 
-def shard_axes(layout: Layout, zero: ZeroConfig, data_axes: str = DATA_AXES) -> Division:
+def shard_axes(layout: Layout, zero: ZeroConfig, data_axes: str = DATA_AXES, trained: bool = True) -> Division:
     """How the gradients that are summed over `data_axes`, with their weights and states, are divided among those ranks.
+    Frozen parameters have nothing but weights, which only stage 3 divides.
 
     One rank alone divides nothing: its stage is 0, unless weights are offloaded. Where dp is cut into parts, shards
     stay inside a node; expert data parallelism (edp) has no such parts and is divided over all of its ranks.
@@ -93,7 +100,7 @@ def shard_axes(layout: Layout, zero: ZeroConfig, data_axes: str = DATA_AXES) -> 
     if "dp" in words and any(axis == "dp" for axis, _ in layout.parts):
         shards, replicas = SHARD, "-".join(REPLICA if word == "dp" else word for word in words)
     alone = layout.size(shards) == 1 and zero.offload.params == "none"
-    if zero.stage == 0 or alone:
+    if zero.stage == 0 or alone or (zero.stage < 3 and not trained):
         return Division(0, None, data_axes)
     return Division(zero.stage, shards, replicas or None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -118,20 +118,11 @@ def build_modules(
             if ctx.mesh.is_first("dp", "cp", "tp"):
                 _warn_of_buffers(module, index)
     share_tied(modules)
-    if ctx.mesh.is_first("dp", "cp", "tp"):
-        _warn_of_frozen(modules)
     for module in modules:
         draw(module, config.train.seed)
         if compiles(config, ctx.device):
             compile_blocks(module)
     return modules
-
-
-def _warn_of_frozen(modules: Sequence[nn.Module]) -> None:
-    frozen = [name for module in modules for name, p in module.named_parameters() if not p.requires_grad]
-    if frozen:
-        text = f"frozen parameters are not saved in checkpoints: {', '.join(frozen[:5])}"
-        print(f"meshwright: warning: {text}; a run that goes on must make them the same again", file=sys.stderr)
 
 
 def _warn_of_buffers(module: nn.Module, stage: int) -> None:

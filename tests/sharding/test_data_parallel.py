@@ -127,11 +127,13 @@ def test_square_sum_is_that_of_all_gradients() -> None:
     assert float(run.parallel.square_sum()) == pytest.approx(total, rel=1e-12)
 
 
-def test_frozen_parameters_stay_out() -> None:
+def test_frozen_parameters_have_a_place_but_no_gradient() -> None:
     net = Net()
     net.middle.weight.requires_grad_(False)
     parallel = DataParallel([net], Mesh(Layout(world=1), 0))
-    assert sorted(slot.name for slot in parallel.buffers[0].slots) == ["0.first.weight", "0.last.weight"]
+    trained, frozen = parallel.buffers
+    assert sorted(slot.name for slot in trained.slots) == ["0.first.weight", "0.last.weight"]
+    assert [slot.name for slot in frozen.slots] == ["0.middle.weight"] and frozen.grads.numel() == 0
     parallel.begin(1)
     net(inputs(1)[0]).backward()
     parallel.finish()

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from meshwright.bench.rank import state_bytes
+from meshwright.checkpoint import format as fmt
+from meshwright.checkpoint.load import Reader, read_into, take_over
+from meshwright.checkpoint.save import Saver
 from meshwright.comm.mesh import Mesh
 from meshwright.config.rules import check
 from meshwright.config.sections import OptimizerConfig
 from meshwright.device import Device
 from meshwright.layout import Layout
 from meshwright.optim.adam import FlatOptimizer
+from meshwright.parts.part import Block, Model, Unit
+from meshwright.plan.communication import Line, Traffic, by_line, stage_calls
+from meshwright.plan.job import job_of
+from meshwright.plan.memory import rank_memory
 from meshwright.sharding.data_parallel import DataParallel
 from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
 from meshwright.train.step import Trainer
-from tests.support.oracle import Made, small_config
+from tests.support.oracle import EXACT, Made, gather_global, make_trainer, parameters, small_config, worst
 from tests.support.ranks import run_ranks
 
 INTERLEAVED = {"layout": {"pp": 2, "chunks": 2}, "pipeline": {"schedule": "interleaved"}}
@@ -59,9 +69,119 @@ def test_frozen_layers_train_alike_everywhere(name: str) -> None:
         assert found == [pytest.approx(pair, rel=1e-9) for pair in plain]
 
 
-def test_frozen_parameters_are_told(capfd: pytest.CaptureFixture[str]) -> None:
-    steps(0, 1, {})
-    assert "frozen parameters are not saved in checkpoints" in capfd.readouterr().err
+MODEL = {"tied_embeddings": False, "layers": 4}
+KINDS = ("parameters", "gradients", "master", "optimizer")
+LAYOUTS: list[dict[str, Any]] = [
+    {}, {"zero": {"stage": 1}}, {"zero": {"stage": 3}}, {"zero": {"stage": 2}}, {"layout": {"pp": 2}},
+    {"layout": {"tp": 2, "sequence_parallel": True}}, {"zero": {"stage": 3}, "recompute": {"mode": "every:2"}},
+]  # fmt: skip
+
+
+def frozen(name: str) -> bool:
+    return name.startswith(("embedding", "position", "layers.0", "layers.1"))
+
+
+def frozen_trainer(rank: int, world: int, sections: dict[str, Any], seed: int = 1, precision: str = "fp64") -> Trainer:
+    train = {"seed": seed, "precision": precision, "global_batch": 8}
+    config = small_config(**({"model": MODEL, "train": train} | sections))
+    ctx = build_context(config, rank, world, Device("cpu"), trains=True)
+    data = Made(config.model.vocab, config.model.seq)
+    return Trainer(ctx, build_modules(ctx, provider), forward_step, data)
+
+
+def save(trainer: Trainer, folder: Path) -> None:
+    saver = Saver(trainer, folder, asynchronous=True, busy="wait", keep=0)
+    saver.save()
+    saver.committed()
+
+
+def load(trainer: Trainer, folder: Path) -> None:
+    reader = Reader(fmt.find(str(folder)))
+    read_into(trainer, reader, model_only=False)
+    take_over(trainer, reader, model_only=False)
+
+
+def from_layout_to_layout(rank: int, world: int, folder: str) -> list[Any]:
+    """With each layout two steps and a checkpoint, from which the next layout, with other random weights, goes on: its
+    loss and norm, all parameters, the ledger of its step and the bytes of its states."""
+    found: list[Any] = []
+    for number, sections in enumerate(LAYOUTS):
+        trainer = frozen_trainer(rank, world, sections)
+        trainer.step(), trainer.step()
+        save(trainer, Path(folder, str(number)))
+    for number, sections in enumerate(LAYOUTS):
+        trainer = frozen_trainer(rank, world, sections, seed=2)
+        load(trainer, Path(folder, str(number - 1 if number else len(LAYOUTS) - 1)))
+        result = trainer.step()
+        lines: dict[Line, Traffic] = {}
+        for entry, t in trainer.ctx.ledger.entries.items():
+            line = Line(entry.phase, entry.axis, entry.op)
+            lines[line] = lines.get(line, Traffic()).plus(Traffic(t.calls, t.payload_bytes, t.wire_bytes))
+        found.append(((result.loss, result.grad_norm), parameters(trainer), lines, state_bytes(trainer)))
+    return found
+
+
+class FrozenUnit(Unit):
+    def records(self, *where: Any) -> Any:
+        return {key: replace(record, trained=False) for key, record in super().records(*where).items()}
+
+
+class FrozenBlock(FrozenUnit, Block):
+    pass
+
+
+def with_frozen_units(model: Model) -> Model:
+    """The model as the planner must see it: the same parts are frozen that `provider` freezes."""
+    copy = lambda kind, unit: kind(*(getattr(unit, field.name) for field in fields(unit)))  # noqa: E731
+    blocks = [copy(FrozenBlock, block) if n < 2 else block for n, block in enumerate(model.blocks)]
+    return replace(model, embedding=copy(FrozenUnit, model.embedding), blocks=tuple(blocks))
+
+
+def test_frozen_parameters_are_loaded_saved_sharded_and_planned(tmp_path: Path) -> None:
+    plain = frozen_trainer(0, 1, {})
+    plain.step(), plain.step()
+    result, values = plain.step(), gather_global(parameters(plain))
+    ranks = run_ranks(2, from_layout_to_layout, str(tmp_path))
+    for number in range(len(LAYOUTS)):
+        index = fmt.read_index(fmt.find(str(tmp_path / str(number))))
+        names = [name.split("/", 1) for name in index.tensors]
+        assert {name for state, name in names if state == "param"} == set(values)
+        assert {name for state, name in names if state != "param"} == {n for n in values if not frozen(n)}
+    for rank, cases in enumerate(ranks):
+        for sections, (found, own, lines, sizes) in zip(LAYOUTS, cases, strict=True):
+            assert found == pytest.approx((result.loss, result.grad_norm), rel=EXACT), sections
+            assert worst(own, values)[0] <= EXACT, sections
+            train = {"precision": "fp64", "global_batch": 8}
+            job = job_of(small_config(**({"model": MODEL, "train": train, "run": {"device": "cpu"}} | sections)), 2)
+            vars(job)["model"] = with_frozen_units(job.model)
+            pp_rank = job.layout.coordinate(rank)["pp"]
+            planned = by_line(stage_calls(job, pp_rank))
+            sharding = ("reduce", "gather")
+            assert {k: v for k, v in lines.items() if k.phase in sharding} == {
+                k: v for k, v in planned.items() if k.phase in sharding
+            }, sections
+            said = rank_memory(job, pp_rank)
+            assert {kind: getattr(said, kind) for kind in KINDS} == {kind: sizes[kind] for kind in KINDS}, sections
+
+
+def test_a_frozen_weight_has_no_master(tmp_path: Path) -> None:
+    """It is kept as it is, in bf16; a run that trains it from there on begins with its moments at zero."""
+    trainer = frozen_trainer(0, 1, {}, precision="bf16")
+    trainer.step()
+    save(trainer, tmp_path)
+    index = fmt.read_index(fmt.find(str(tmp_path)))
+    dtypes = {frozen(name[6:]): tensor["dtype"] for name, tensor in index.tensors.items() if name.startswith("param/")}
+    assert dtypes == {True: "bfloat16", False: "float32"}
+    again = frozen_trainer(0, 1, {}, seed=2, precision="bf16")
+    load(again, tmp_path)
+    for (record, value), (_, other) in zip(parameters(trainer), parameters(again), strict=True):
+        assert torch.equal(value, other), record.name
+    config = small_config(model=MODEL, train={"precision": "bf16", "global_batch": 8})
+    thawed = make_trainer(config)
+    load(thawed, tmp_path)
+    zero = {state.name for state in thawed.states() if state.name != "param" for slot in state.buffer.slots
+            if frozen(slot.record.name) and not state.values(slot, *state.holds(slot)).any()}  # fmt: skip
+    assert zero == {"exp_avg", "exp_avg_sq"} and thawed.step().loss == again.step().loss
 
 
 class Mixed(nn.Module):

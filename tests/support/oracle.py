@@ -92,7 +92,7 @@ def true_gradients(trainer: Trainer) -> Pairs:
     totals, weight = trainer.gradients()
     tokens = max(sums_over_world(trainer.ctx, totals).tolist()[1], 1.0)
     pairs = []
-    for buffer in trainer.data_parallel.buffers:
+    for buffer in trainer.data_parallel.trained:
         for slot, grad in _whole(trainer, buffer, [bucket.own_grads for bucket in buffer.buckets]):
             pairs.append((slot.record, grad / (weight * tokens)))
     return pairs
