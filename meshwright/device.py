@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.errors import UserError
 
@@ -136,13 +137,13 @@ class Device:
         if self.module is not None:
             self.module.synchronize()
 
-    def upload(self, x: torch.Tensor) -> torch.Tensor:
+    def upload(self, x: Tensor) -> Tensor:
         """A copy on this device. The host does not wait for it."""
         if self.module is None:
             return x.to(self.torch)
         return x.pin_memory().to(self.torch, non_blocking=True)
 
-    def download(self, x: torch.Tensor) -> Download:
+    def download(self, x: Tensor) -> Download:
         return Download(self, x)
 
     def side_stream(self) -> SideStream:

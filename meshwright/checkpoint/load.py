@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint import format as fmt
+from meshwright.checkpoint.contract import Checkpointed
 from meshwright.checkpoint.format import Block, DamagedCheckpoint, Index
 from meshwright.checkpoint.tensor_file import TensorFile, checksum
 from meshwright.errors import UserError
@@ -86,7 +87,7 @@ class Reader:
 
 
 @torch.no_grad()
-def read_into(trainer: Any, reader: Reader, model_only: bool) -> None:
+def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
     """Reads what this rank owns: the whole state of a run, or only its weights (a new run from them has a fresh
     optimizer and begins at step 0). No rank waits for another, so one may fail alone."""
     for state in trainer.states():
@@ -119,13 +120,15 @@ def add_rows(
         values.add_(part)
 
 
-def take_over(trainer: Any, reader: Reader, model_only: bool) -> None:
+def take_over(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
     """After every rank has read: weights go to those who share them, and counters are set."""
     trainer.publish()
     if not model_only:
-        trainer.restore(reader.index.step, reader.index.consumed, reader.index.state)
+        counters = reader.index.state
         if any(state.name not in reader.states for state in trainer.states() if not state.additive):
-            trainer.optimizer.updates = 0  # of another optimizer: the moments begin anew, and so does their correction
+            # It is of another optimizer: the moments begin anew, and so does their correction.
+            counters = counters | {"updates": 0}
+        trainer.restore(reader.index.step, reader.index.consumed, counters)
 
 
 class Weights(Protocol):

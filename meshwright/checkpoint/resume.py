@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint import format as fmt
+from meshwright.checkpoint.contract import Checkpointed
 from meshwright.checkpoint.format import find
 from meshwright.checkpoint.load import Reader, read_into, take_over
 from meshwright.config.load import to_mapping
@@ -26,7 +27,7 @@ WENT_BACK = "went-back.json"  # beside the checkpoints, where a job was told to 
 SAMPLES = ("data.prefixes", "data.weights", "data.split", "model.seq", "train.seed")
 
 
-def resume(trainer: Any, source: str | None) -> None:
+def resume(trainer: Checkpointed, source: str | None) -> None:
     """Loads what this run goes on from. Every rank calls it; all load the same checkpoint or none.
 
     A damaged checkpoint is passed over, with a warning, for the one before it. A run that was begun from another
@@ -54,7 +55,7 @@ def resume(trainer: Any, source: str | None) -> None:
             raise UserError(f"{folder} can't be written: {error.strerror}") from None
 
 
-def _chosen(trainer: Any, folder: Path, source: str | None) -> tuple[bool, bool, list[int]]:
+def _chosen(trainer: Checkpointed, folder: Path, source: str | None) -> tuple[bool, bool, list[int]]:
     """Whether the run goes on from its own newest checkpoint, whether `source` is its own, and the steps to try. The
     rank that writes looks and tells the others: a run that is being written, or a network disk, may look different
     to each."""
@@ -120,7 +121,7 @@ def _named(source: str, steps: list[int]) -> Path:
     return path.parent / fmt.folder_name(steps[0]) if steps else path
 
 
-def _newest(trainer: Any, folder: Path, steps: list[int]) -> None:
+def _newest(trainer: Checkpointed, folder: Path, steps: list[int]) -> None:
     for number, step in enumerate(steps):
         damage = _attempt(trainer, partial(Path, folder, fmt.folder_name(step)), model_only=False)
         if damage is None:
@@ -135,7 +136,7 @@ def _newest(trainer: Any, folder: Path, steps: list[int]) -> None:
 
 
 def _attempt(
-    trainer: Any, locate: Callable[[], Path], model_only: bool
+    trainer: Checkpointed, locate: Callable[[], Path], model_only: bool
 ) -> fmt.DamagedCheckpoint | SystemExit | None:
     """Loads on all ranks, or fails on all: a file that one rank finds damaged is damaged for all. Returns the damage,
     on the first rank that found some; on the others, who have nothing to add, a way to end."""
@@ -162,7 +163,7 @@ def _attempt(
     return error if isinstance(error, fmt.DamagedCheckpoint) and found == place else SystemExit(2)
 
 
-def _compare(trainer: Any, reader: Reader, model_only: bool) -> None:
+def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
     """What no shape tells: a model that computes something else with the same weights, and samples that are others
     under the same numbers. A run that goes on must keep the first; one from another's weights may mean the change."""
     ours, theirs = (_flat(config) for config in (to_mapping(trainer.ctx.config), reader.index.config))
@@ -196,7 +197,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
 
 
-def _all_taken(trainer: Any, reader: Reader) -> None:
+def _all_taken(trainer: Checkpointed, reader: Reader) -> None:
     """A weight that no rank has a place for belongs to another model, and the next checkpoint would lose it."""
     names = sorted(name for name in reader.index.tensors if name.startswith("param/"))
     ours = {f"param/{slot.record.name}" for buffer in trainer.data_parallel.buffers for slot in buffer.slots}

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint import tensor_file
+from meshwright.checkpoint.contract import Checkpointed
 from meshwright.checkpoint.format import Block, Index
 from meshwright.comm.group import CommError
 from meshwright.config.load import to_mapping
@@ -85,7 +86,7 @@ def written(data_parallel: DataParallel, state: State) -> Iterator[tuple[Slot, i
 class Snapshot:
     """One rank's part of a checkpoint: views of the training state until `stage` copies them out of it."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Checkpointed) -> None:
         self.blocks: list[tuple[str, tuple[int, ...], Tensor]] = []
         self.tensors: dict[str, dict[str, Any]] = {}
         for state in trainer.states():
@@ -203,7 +204,7 @@ class Saver:
     with the next; two in a row end the run, and the last of a run is made again.
     """
 
-    def __init__(self, trainer: Any, folder: Path, asynchronous: bool, busy: str, keep: int) -> None:
+    def __init__(self, trainer: Checkpointed, folder: Path, asynchronous: bool, busy: str, keep: int) -> None:
         self.trainer, self.folder = trainer, folder
         self.asynchronous, self.busy, self.keep = asynchronous, busy, keep
         self._thread: threading.Thread | None = None
@@ -249,7 +250,7 @@ class Saver:
         snapshot = Snapshot(trainer)
         index = Index(
             trainer.step_number, trainer.consumed, trainer.ctx.layout.world, to_mapping(trainer.ctx.config),
-            trainer.counters(),
+            dict(trainer.counters()),
         )  # fmt: skip
         self.saved_step, self._error = trainer.step_number, None
         self._staged.clear()

@@ -32,7 +32,7 @@ PIECES_AHEAD = 4  # that may be written before their checksums are there
 
 def raw(values: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the host, not copied."""
-    return memoryview(values.reshape(-1).view(torch.uint8).numpy())
+    return memoryview(values.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
 
 
 def checksum(values: Tensor) -> int:

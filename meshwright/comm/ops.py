@@ -92,6 +92,11 @@ def _send_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
 all_to_all.register_autograd(_send_back, setup_context=_keep_counts)
 
 
+def _apply(function: type[torch.autograd.Function], x: Tensor, *args: Any) -> Tensor:
+    result: Tensor = function.apply(x, *args)  # which torch does not annotate
+    return result
+
+
 class _ReduceFrom(torch.autograd.Function):
     """The sum of all ranks' tensors, which every rank then uses alike."""
 
@@ -112,7 +117,8 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int) -> Tensor:
         ctx.group, ctx.size = group, size
-        return reduce_scatter(x, group, size)
+        out: Tensor = reduce_scatter(x, group, size)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -121,9 +127,9 @@ class _ReduceScatter(torch.autograd.Function):
 
 def reduce_from(x: Tensor, group: Group) -> Tensor:
     """The sum of all ranks' tensors, whose gradient every rank has alike."""
-    return x if group.alone else _ReduceFrom.apply(x, group.name)
+    return x if group.alone else _apply(_ReduceFrom, x, group.name)
 
 
 def reduce_scatter_from(x: Tensor, group: Group) -> Tensor:
     """This rank's rows of the sum of all ranks' tensors; the gradient is gathered."""
-    return x if group.alone else _ReduceScatter.apply(x, group.name, group.size)
+    return x if group.alone else _apply(_ReduceScatter, x, group.name, group.size)

@@ -48,12 +48,14 @@ class Sink:
         self.done()
 
 
+# Operators may only take tensors, so a layer passes the view of its gradient and the operator finds the sink here. The
+# table is process-wide, but its keys are addresses: two trainers in one process can't meet in it.
 _SINKS: WeakValueDictionary[tuple[int, int], Sink] = WeakValueDictionary()
 
 
 def _address(view: Tensor) -> tuple[int, int]:
-    """Of the storage itself, not of its memory, which may be given back and taken again."""
-    return view.untyped_storage()._cdata, view.storage_offset()
+    """The storage's own address, not that of its memory, which may be released and allocated again."""
+    return int(view.untyped_storage()._cdata), int(view.storage_offset())
 
 
 def sink_of(view: Tensor) -> Sink:
@@ -103,7 +105,8 @@ def _(sink: Tensor, grad: Tensor, x: Tensor) -> None:
 def dense_rows_grad(grad: Tensor, rows: Tensor, size: int) -> Tensor:
     """The gradient of an embedding of `size` rows, as one whole tensor."""
     grad = grad.masked_fill((rows < 0)[:, None], 0.0)
-    return torch.ops.aten.embedding_dense_backward(grad, rows.clamp(min=0), size, -1, False)
+    found: Tensor = torch.ops.aten.embedding_dense_backward(grad, rows.clamp(min=0), size, -1, False)
+    return found
 
 
 @operator("meshwright::add_rows_grad", mutates={"sink"})

@@ -214,8 +214,9 @@ class FlatOptimizer:
         numbers = torch.stack([finite.double(), 1.0 / divisor, *corrections]).float()
         for spans, done in self._portions():
             for span in spans:
+                first, second = span.moments
                 adamw(
-                    span.master, span.grad, *span.moments, span.weights, numbers, lr=lr,
+                    span.master, span.grad, first, second, span.weights, numbers, lr=lr,
                     betas=(c.betas[0], c.betas[1]), eps=c.eps, decay=c.weight_decay if span.decay else 0.0,
                 )  # fmt: skip
             for bucket in done:

@@ -189,10 +189,10 @@ def _wait(works: Sequence[Work]) -> None:
 def _square_sum(pieces: list[Tensor], wide: torch.dtype | None) -> Tensor:
     if pieces[0].device.type == "cpu":  # whose kernel adds up one by one in float32: short pieces keep it exact
         pieces = [part for piece in pieces for part in piece.split(NORM_PIECE)]
-        norms = torch._foreach_norm(pieces, dtype=wide)
+        norms = list(torch._foreach_norm(pieces, dtype=wide))
     else:
         norms = [torch.linalg.vector_norm(piece, dtype=wide) for piece in pieces]
-    return torch.stack(list(norms)).double().square().sum()
+    return torch.stack(norms).double().square().sum()
 
 
 def _take_gradient(sink: Sink, parameter: Tensor) -> None:

@@ -85,14 +85,14 @@ class StateFile:
 
     def read(self, share: int, low: int, into: Tensor) -> None:
         """Elements from `low` of a share; `low` is at a page."""
-        data = memoryview(into.view(torch.uint8).numpy())
+        data = memoryview(into.view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
         at = (self.starts[share] + low) * self.dtype.itemsize
         got = self._whole(os.preadv, data, at)
         if got < len(data):
             raise UserError(f"a file in {self.folder} was cut off while training: start again from the last checkpoint")
 
     def write(self, share: int, low: int, values: Tensor) -> None:
-        data = memoryview(values.view(torch.uint8).numpy())
+        data = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
         self._whole(os.pwritev, data, (self.starts[share] + low) * self.dtype.itemsize)
 
     def _whole(self, call: object, data: memoryview, at: int) -> int:

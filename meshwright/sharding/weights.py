@@ -36,7 +36,8 @@ def find_units(modules: Sequence[nn.Module]) -> list[Unit]:
     """The units of all chunks, in the order of forward."""
     found: list[Unit] = []
     for chunk, module in enumerate(modules):
-        named = module.units() if hasattr(module, "units") else None
+        units: Callable[[], Sequence[nn.Module]] | None = getattr(module, "units", None)
+        named = None if units is None else units()
         found += [Unit(module, chunk, True)] if named is None else [Unit(part, chunk, False) for part in named]
     return found
 
