@@ -46,7 +46,7 @@ def disk_rate(folder: Path, piece: int, total: int) -> float:
     """Bytes a second, read and written together, of pieces that are read by one thread and written by another."""
     import torch
 
-    from meshwright.sharding.homes import StateFile, page_tensor
+    from meshwright.sharding.offload import StateFile, page_tensor
     from meshwright.sharding.placement import PAGE
 
     elements = piece // 4 // PAGE * PAGE

@@ -36,7 +36,7 @@ class Reader:
         self._last: tuple[Block, Tensor] | None = None
 
     def block(self, block: Block) -> Tensor:
-        """A block's values, checked."""
+        """The values of a block, whose checksum has been compared."""
         if self._last is not None and self._last[0] == block:
             return self._last[1]
         path = self.folder / block.file
@@ -93,7 +93,7 @@ def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
     for state in trainer.states():
         if state.name != "param" and (model_only or state.name not in reader.states):
             for tensor in state.tensors:
-                tensor.zero_()  # also what a damaged checkpoint, tried before this one, may have left
+                tensor.zero_()  # a damaged checkpoint that was tried before this one may have left something
             continue
         for slot in state.buffer.slots:
             low, high = state.holds(slot)
@@ -120,8 +120,8 @@ def add_rows(
         values.add_(part)
 
 
-def take_over(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
-    """After every rank has read: weights go to those who share them, and counters are set."""
+def complete_load(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
+    """After every rank has read: gathers weights for the ranks that share them, and sets the counters."""
     trainer.publish()
     if not model_only:
         counters = reader.index.state
@@ -139,7 +139,7 @@ class Weights(Protocol):
 
 @torch.no_grad()
 def load_weights(modules: Iterable[nn.Module], reader: Weights) -> None:
-    """Only the weights, into modules without an optimizer."""
+    """Loads only the weights, into modules without an optimizer."""
     for module in modules:
         for parameter in module.parameters():
             record = parameter.record  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ import torch
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.contract import Checkpointed
 from meshwright.checkpoint.format import find
-from meshwright.checkpoint.load import Reader, read_into, take_over
+from meshwright.checkpoint.load import Reader, complete_load, read_into
 from meshwright.config.load import to_mapping
 from meshwright.config.sections import TRAINING_KEYS, ModelConfig
 from meshwright.errors import UserError
@@ -63,7 +63,7 @@ def _chosen(trainer: Checkpointed, folder: Path, source: str | None) -> tuple[bo
     found: list[int] = []
     if trainer.writes:
         try:
-            found = _look(folder, source)
+            found = _candidates(folder, source)
         except UserError as caught:
             error, found = caught, [-1, 0]
         except OSError as caught:
@@ -79,7 +79,7 @@ def _chosen(trainer: Checkpointed, folder: Path, source: str | None) -> tuple[bo
     return bool(begun), bool(own), steps
 
 
-def _look(folder: Path, source: str | None) -> list[int]:
+def _candidates(folder: Path, source: str | None) -> list[int]:
     """[goes on, source is its own, steps, the first to be tried first]. A source that is another run's only begins
     this one, so it may be gone once there are checkpoints."""
     there = [step for step, _ in reversed(fmt.checkpoints(folder))]
@@ -157,8 +157,8 @@ def _attempt(
     if mistaken:
         raise error if error is not None and mistaken == place else SystemExit(2)
     if not found:
-        _all_taken(trainer, reader)
-        take_over(trainer, reader, model_only)
+        _check_all_used(trainer, reader)
+        complete_load(trainer, reader, model_only)
         return None
     return error if isinstance(error, fmt.DamagedCheckpoint) and found == place else SystemExit(2)
 
@@ -197,7 +197,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
 
 
-def _all_taken(trainer: Checkpointed, reader: Reader) -> None:
+def _check_all_used(trainer: Checkpointed, reader: Reader) -> None:
     """A weight that no rank has a place for belongs to another model, and the next checkpoint would lose it."""
     names = sorted(name for name in reader.index.tensors if name.startswith("param/"))
     ours = {f"param/{slot.record.name}" for buffer in trainer.data_parallel.buffers for slot in buffer.slots}

@@ -1,8 +1,8 @@
 """Saving: each rank writes the part of every buffer that a sharded optimizer would own, so replicas are written once.
 
-A thread copies that part to host memory, while the next step computes its gradients, and then writes it; only the next
-update has to wait for the copy. The rank that commits waits for the others' parts to appear beside its own, checks
-them, writes the index and renames the folder. No collective is used for that: who writes what follows from the records.
+A thread copies that part to host memory while the next step computes its gradients, and then writes it; only the next
+update has to wait for the copy. One rank commits: it waits until the others' parts have appeared beside its own, checks
+them, writes the index and renames the folder. That needs no collective: who writes what follows from the records.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ def part_file(folder: Path, rank: int) -> Path:
 
 
 def part_list(folder: Path, rank: int) -> Path:
-    """What is in a rank's file; there as soon as all of it is."""
+    """The list of what is in a rank's file. It appears when all of the file is written."""
     return part_file(folder, rank).with_suffix(".json")
 
 
 def failed_mark(folder: Path, rank: int) -> Path:
-    """Stands where a rank could not write its part; then the save never counts, and nobody waits for it."""
+    """A mark that a rank could not write its part. The save then never counts, and nobody waits for it."""
     return part_file(folder, rank).with_suffix(FAILED)
 
 
-def give_up(folder: Path, rank: int) -> None:
-    """A save that failed on this rank: says so, and frees the disk."""
+def mark_failed(folder: Path, rank: int) -> None:
+    """Tells the other ranks that the save failed on this one, and removes its part."""
     with contextlib.suppress(OSError):
         part_file(folder, rank).unlink(missing_ok=True)
         failed_mark(folder, rank).touch()
 
 
-def drop_given_up(folder: Path, rank: int) -> None:
-    """This rank's part of a save that failed on another."""
+def remove_failed(folder: Path, rank: int) -> None:
+    """Removes this rank's part of a save that failed on another."""
     with contextlib.suppress(OSError):
         if any(folder.glob(f"*{FAILED}")):
             part_file(folder, rank).unlink(missing_ok=True)
@@ -84,7 +84,7 @@ def written(data_parallel: DataParallel, state: State) -> Iterator[tuple[Slot, i
 
 
 class Snapshot:
-    """One rank's part of a checkpoint: views of the training state until `stage` copies them out of it."""
+    """One rank's part of a checkpoint: views of the training state until `copy_to_host` copies them out of it."""
 
     def __init__(self, trainer: Checkpointed) -> None:
         self.blocks: list[tuple[str, tuple[int, ...], Tensor]] = []
@@ -108,9 +108,9 @@ class Snapshot:
             start = (box.start[0] + low, *box.start[1:])
             self.blocks.append((name, start, values[low:high]))
 
-    def stage(self, staging: dict[int, Tensor], everything: bool) -> None:
-        """Copies every block, or those that can't be written from where they are, into `staging`. That is kept from one
-        save to the next: copying into memory that was never touched takes many times as long as the copy."""
+    def copy_to_host(self, staging: dict[int, Tensor], everything: bool) -> None:
+        """Copies every block, or only those that can't be written from where they are, into `staging`. Its buffers are
+        kept from one save to the next: a copy into memory that was never touched takes many times as long."""
         for number, (name, start, values) in enumerate(self.blocks):
             if not everything and values.device.type == "cpu" and values.is_contiguous():
                 continue
@@ -121,7 +121,7 @@ class Snapshot:
 
 
 def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
-    """This rank's blocks, then the list of them, which says that they are all there."""
+    """Writes this rank's blocks, and then the list of them, which says that they are complete."""
     folder.mkdir(parents=True, exist_ok=True)
     file = part_file(folder, rank)
     held = [values for _, _, values in snapshot.blocks]
@@ -162,7 +162,7 @@ def commit(folder: Path, step: int, index: Index, keep: int, patience: float) ->
 
 
 def wait_for(paths: list[Path], patience: float) -> None:
-    """Until all are there; a rank that died or whose disk is full would keep everybody waiting for ever."""
+    """Waits until all exist, within limits: a rank that died would otherwise keep everybody waiting for ever."""
     end = time.monotonic() + patience
     for path in paths:
         while not path.exists():
@@ -178,7 +178,7 @@ def wait_for(paths: list[Path], patience: float) -> None:
 
 
 def check_cover(index: Index) -> None:
-    """Blocks don't overlap (each element is written once), so counting elements shows that none is missing."""
+    """Checks that the blocks hold every element of every tensor: they don't overlap, so counting is enough."""
     held: dict[str, int] = {}
     for block in index.blocks:
         held[block.tensor] = held.get(block.tensor, 0) + _numel(block.shape)
@@ -194,14 +194,14 @@ def _numel(shape: tuple[int, ...]) -> int:
     return count
 
 
-LAST_S = 60.0  # seconds that a run which ends with an error waits for its save under way
+FINAL_WAIT_S = 60.0  # how long a run that ends with an error waits for its save under way
 
 
 class Saver:
-    """Saves of one rank, at most one under way.
+    """The saves of one rank, of which at most one is under way.
 
-    A save that fails on any rank, as on a network disk for a moment, never counts. It is told at once and tried again
-    with the next; two in a row end the run, and the last of a run is made again.
+    A save that fails on any rank, as when a network disk is away for a moment, never counts. It is reported at once and
+    the next save tries again; two failures in a row end the run, and the last save of a run is repeated.
     """
 
     def __init__(self, trainer: Checkpointed, folder: Path, asynchronous: bool, busy: str, keep: int) -> None:
@@ -223,11 +223,11 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """After an error of this rank's own, a save under way may still become complete: all ranks' writers live, until
-        this one ends."""
+        """After an error of this rank's own, waits for a save under way: it can still become complete, since all ranks'
+        writers live until this one ends."""
         if self._thread is not None and isinstance(error, Exception) and not isinstance(error, CommError):
-            end = time.monotonic() + LAST_S
-            self._thread.join(LAST_S)
+            end = time.monotonic() + FINAL_WAIT_S
+            self._thread.join(FINAL_WAIT_S)
             if self._error is None and self.saved_step is not None:
                 with contextlib.suppress(UserError):
                     wait_for([self.folder / fmt.folder_name(self.saved_step)], end - time.monotonic())
@@ -245,7 +245,7 @@ class Saver:
 
     def _begin(self) -> None:
         if self.saved_step is not None:
-            drop_given_up(self.folder / fmt.saving_name(self.saved_step), self.trainer.ctx.rank)
+            remove_failed(self.folder / fmt.saving_name(self.saved_step), self.trainer.ctx.rank)
         trainer = self.trainer
         snapshot = Snapshot(trainer)
         index = Index(
@@ -261,7 +261,7 @@ class Saver:
         self._thread.start()
 
     def _any(self, here: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Whether `here` is true on any rank."""
         ctx = self.trainer.ctx
         with ctx.ledger.phase("checkpoint"):
             return bool(ctx.mesh.world.agreed(float(here), ctx.device.torch))
@@ -277,7 +277,7 @@ class Saver:
             if self.trainer.writes:
                 commit(self.folder, index.step, index, self.keep, self._patience)
         except BaseException as error:
-            give_up(aside, rank)
+            mark_failed(aside, rank)
             self._failures += 1
             self._error = error
             if isinstance(error, OSError):
@@ -294,7 +294,7 @@ class Saver:
 
     def _stage(self, snapshot: Snapshot) -> None:
         try:
-            snapshot.stage(self._staging, everything=self.asynchronous)
+            snapshot.copy_to_host(self._staging, everything=self.asynchronous)
         except (RuntimeError, MemoryError) as error:
             if not isinstance(error, MemoryError) and not re.search("out of memory|allocate memory", str(error)):
                 raise
@@ -310,13 +310,13 @@ class Saver:
             self._thread = None
 
     def wait(self) -> None:
-        """Until the save under way is written (by this rank; on the rank that commits: by all)."""
+        """Waits until the save under way is written: by this rank or, on the rank that commits, by all."""
         self._join()
         if self._error is not None and (self._failures > 1 or not isinstance(self._error, UserError)):
             raise self._error
 
     def committed(self) -> None:
-        """Every rank, at the end of the run: until its last save counts. All ask each other before one of them ends."""
+        """Waits until the run's last save counts. Every rank calls this at the end, and none ends before all agree."""
         self._join()
         if self._any(self._error is not None):
             if self.trainer.writes:

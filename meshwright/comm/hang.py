@@ -18,7 +18,7 @@ Ask = Callable[[int], State | None]
 Key = tuple[str, int]
 
 # Calls that are looked at, the first one included.
-MOST_FOLLOWED = 8
+MAX_FOLLOWED = 8
 # The other end of a transfer, by this end's op.
 OTHER_END = {"send": "receive", "receive": "send"}
 
@@ -38,7 +38,7 @@ def explain(call: dict[str, Any], rank: int, timeout: float, ask: Ask) -> str:
         parts += [prefix + clause for clause in _clauses(here, missing)]
         for held in (state["holding"] for state in missing.values() if state and state.get("holding")):
             waits_for[_key(here)].add(_key(held))
-            if _key(held) not in waits_for and len(waits_for) < MOST_FOLLOWED:
+            if _key(held) not in waits_for and len(waits_for) < MAX_FOLLOWED:
                 waits_for[_key(held)] = set()
                 queue.append(held)
     if _has_circle(waits_for, _key(call), ()):

@@ -21,7 +21,7 @@ from meshwright.dryrun.meta_mode import MetaMode, SavedBytes
 from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device, release
 from meshwright.parts.gpt import vocabulary_rows
 from meshwright.pipeline.table import action_counts
-from meshwright.sharding.homes import Kept
+from meshwright.sharding.offload import StateStore
 from meshwright.train.context import Context, build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
@@ -114,7 +114,7 @@ def _read_here(trainer: Trainer, data: RandomTokens) -> None:
 
 def _dry_steps(trainer: Trainer, dry: MetaMode) -> tuple[list[StepResult], Counts]:
     storages, parallel = dry.storages, trainer.data_parallel
-    storages.leave_out(x for kept in lasting_kinds(trainer) if not kept.here for x in kept.shares)
+    storages.leave_out(x for store in stores_of(trainer) if not store.on_device for x in store.shares)
     if parallel.stage >= 2:
         storages.name(bucket.grads.tensor for bucket in parallel.buckets)
     if parallel.stage == 3:
@@ -153,23 +153,23 @@ def _timed_steps(trainer: Trainer) -> tuple[list[StepResult], Counts]:
 def state_bytes(trainer: Trainer) -> Counts:
     """The bytes by kind of the tensors that last from step to step, without those that are offloaded."""
     buffers, states = trainer.data_parallel.buffers, trainer.optimizer.states
-    weights = [buffer.kept for buffer in buffers if buffer.kept is not None]
+    weights = [buffer.store for buffer in buffers if buffer.store is not None]
     return {
-        "parameters": sum(buffer.params.nbytes for buffer in buffers) + _here(weights),
+        "parameters": sum(buffer.params.nbytes for buffer in buffers) + _on_device(weights),
         "gradients": sum(buffer.grads.nbytes for buffer in buffers),
-        "master": _here(state.kinds[0] for state in states if not state.in_place),
-        "optimizer": _here(kind for state in states for kind in state.kinds[1:]),
+        "master": _on_device(state.stores[0] for state in states if not state.in_place),
+        "optimizer": _on_device(store for state in states for store in state.stores[1:]),
     }
 
 
-def _here(kinds: Iterable[Kept]) -> int:
-    return sum(x.nbytes for kept in kinds if kept.here for x in kept.shares)
+def _on_device(stores: Iterable[StateStore]) -> int:
+    return sum(x.nbytes for store in stores if store.on_device for x in store.shares)
 
 
-def lasting_kinds(trainer: Trainer) -> list[Kept]:
+def stores_of(trainer: Trainer) -> list[StateStore]:
     """What a rank owns share by share, wherever it is stored."""
-    found = [kind for state in trainer.optimizer.states for kind in state.kinds]
-    return found + [buffer.kept for buffer in trainer.data_parallel.buffers if buffer.kept is not None]
+    found = [store for state in trainer.optimizer.states for store in state.stores]
+    return found + [buffer.store for buffer in trainer.data_parallel.buffers if buffer.store is not None]
 
 
 def calls_of(trainer: Trainer) -> dict[tuple[str, str, str], Counts]:

@@ -24,7 +24,7 @@ class Parallel:
     fused: bool = False  # whether norms and activations are taken into the products behind them
     products: str = ""  # in which precision linear layers multiply, if not in `dtype` (see nn/products.py)
 
-    hollow: bool = False  # parameters get their memory and values later, from whoever shards them
+    unallocated: bool = False  # parameters get their memory and values later, from whoever shards them
     host: bool = False  # this is a CPU, or a dry run of one
 
     @property
@@ -43,7 +43,7 @@ class Parallel:
         """An empty parameter that carries its record."""
         values = torch.empty(record.local_shape, dtype=self.dtype, device=self.device)
         parameter = nn.Parameter(values, requires_grad=record.trained)
-        if self.hollow:
+        if self.unallocated:
             parameter.untyped_storage().resize_(0)
         parameter.record = record  # type: ignore[attr-defined]
         return parameter
@@ -53,7 +53,7 @@ def record_of(parameter: nn.Parameter) -> ParamRecord | None:
     return getattr(parameter, "record", None)
 
 
-def is_hollow(parameter: nn.Parameter) -> bool:
+def is_unallocated(parameter: nn.Parameter) -> bool:
     """Whether a parameter has no memory yet."""
     return parameter.numel() > 0 and parameter.untyped_storage().nbytes() == 0 and not parameter.is_meta
 
@@ -63,7 +63,7 @@ def initialise(module: nn.Module, seed: int) -> None:
     """Draws every parameter that carries a record and has memory, the same numbers in every layout and precision."""
     for parameter in module.parameters():
         record = record_of(parameter)
-        if record is not None and not is_hollow(parameter):
+        if record is not None and not is_unallocated(parameter):
             draw(record, parameter, seed)
 
 

@@ -1,7 +1,7 @@
 """Optimizers on flat buffers: a few fused calls for the whole model, each rank on the shares that it owns.
 
 fp64 and fp32 weights are updated in place; bf16 and fp16 weights have fp32 masters, which are copied over after the
-update. Updates are computed in fp32 (fp64 for fp64), whatever the states are kept in and wherever they live. The
+update. Updates are computed in fp32 (fp64 for fp64), whatever precision the states are stored in, and wherever. The
 gradient's scale (loss scale, token count, clipping) is one number that the update divides by.
 """
 
@@ -18,15 +18,15 @@ from meshwright.config.sections import OffloadConfig, OptimizerConfig
 from meshwright.device import DTYPES
 from meshwright.kernels import fits
 from meshwright.sharding.buffers import Bucket, FlatBuffer, State
-from meshwright.sharding.homes import Kept, Pieces, pieces
+from meshwright.sharding.offload import Prefetcher, StateStore, cut_pieces
 from meshwright.sharding.placement import piece_size
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Span(NamedTuple):
-    """A range of what this rank owns whose weights all decay or all don't. `weights` are the model's, where they are
-    narrower than the masters."""
+class UpdatePart(NamedTuple):
+    """The tensors of a range of what this rank owns whose weights all decay or all don't. `weights` are the model's
+    own, where they are narrower than the masters."""
 
     decay: bool
     master: Tensor
@@ -35,8 +35,8 @@ class Span(NamedTuple):
     weights: Tensor | None
 
 
-class Run(NamedTuple):
-    """Elements low to high, from the begin of a bucket's share, that all decay or all don't."""
+class DecayRange(NamedTuple):
+    """Elements low to high of this rank's share of a bucket, whose weights all decay or all don't."""
 
     bucket: Bucket
     low: int
@@ -45,7 +45,11 @@ class Run(NamedTuple):
 
 
 class FlatState:
-    """Masters and moments of one buffer: for each a tensor of this rank's share of each bucket."""
+    """The masters and moments of one buffer. Each is a store with one tensor per bucket, of this rank's share of it.
+
+    `in_place` says that the model's own weights are the masters, `ready` that updates use all stores as they are; else
+    a prefetcher copies them in pieces.
+    """
 
     def __init__(self, buffer: FlatBuffer, config: OptimizerConfig, offload: OffloadConfig) -> None:
         self.buffer = buffer
@@ -55,99 +59,99 @@ class FlatState:
         master_dtype, state_dtype = (self.dtype if double else DTYPES[name] for name in names)
         own = [bucket.own_params for bucket in buffer.buckets]
         sizes = [share.numel() for share in own]
-        # The masters are the model's own weights where these are as wide.
         self.in_place = buffer.key.dtype == master_dtype or buffer.key.dtype.itemsize > master_dtype.itemsize
 
-        def new(dtype: torch.dtype) -> Kept:
-            return Kept(sizes, dtype, buffer.device, offload.optimizer, Path(offload.path))
+        def new(dtype: torch.dtype) -> StateStore:
+            return StateStore(sizes, dtype, buffer.device, offload.optimizer, Path(offload.path))
 
-        self.kinds = [Kept.of(own) if self.in_place else new(master_dtype)]
+        self.stores = [StateStore.existing(own) if self.in_place else new(master_dtype)]
         if not self.in_place:
             for master, params in zip(self.master, own, strict=True):
                 master.copy_(params)
-        self.kinds += [new(state_dtype) for _ in MOMENTS if config.name == "adamw"]
-        here = (kind.is_at_hand(buffer.device, self.dtype) for kind in self.kinds)
-        self.at_hand = buffer.grads.dtype == self.dtype and all(here)
-        self._runs = list(self._find_runs())
-        if self.at_hand:
-            self._spans = [(run.bucket, self._span(run)) for run in self._runs]
+        self.stores += [new(state_dtype) for _ in MOMENTS if config.name == "adamw"]
+        ready = all(store.ready_in_place(buffer.device, self.dtype) for store in self.stores)
+        self.ready = ready and buffer.grads.dtype == self.dtype
+        self._ranges = list(self._find_ranges())
+        if self.ready:
+            self._parts = [(found.bucket, self._part(found)) for found in self._ranges]
         else:
-            most = piece_size(int(offload.buffer_mib * 2**20 // self.dtype.itemsize), sizes)
-            self._order = pieces(sizes, list(reversed(range(len(sizes)))), most)
-            self._pieces = Pieces(self.kinds, buffer.device, self.dtype, most)
+            limit = piece_size(int(offload.buffer_mib * 2**20 // self.dtype.itemsize), sizes)
+            self._order = cut_pieces(sizes, list(reversed(range(len(sizes)))), limit)
+            self._prefetcher = Prefetcher(self.stores, buffer.device, self.dtype, limit)
 
     @property
     def master(self) -> list[Tensor]:
-        return self.kinds[0].shares
+        return self.stores[0].shares
 
     @property
     def moments(self) -> list[list[Tensor]]:
-        return [kind.shares for kind in self.kinds[1:]]
+        return [store.shares for store in self.stores[1:]]
 
-    def _find_runs(self) -> Iterator[Run]:
-        """Where this rank owns whole buckets and all is at hand, they lie one behind the other (but in stage 3, where a
-        file has gaps): a run goes on from one into the next, and there are few of them."""
+    def _find_ranges(self) -> Iterator[DecayRange]:
+        """Where this rank owns whole buckets and states are ready in place, the buckets are adjacent in memory (except
+        in stage 3, whose store may be a file with gaps): a range then goes on from one bucket into the next, so that
+        few fused calls update everything."""
         split = self.buffer.split
         for decay in (True, False):
             runs = self.buffer.runs(slot for slot in self.buffer.slots if slot.record.decay == decay)
-            joined: list[Run] = []
+            joined: list[DecayRange] = []
             end = -1  # of the last one, in the buffer
             for bucket, low, high in runs:
-                if self.at_hand and split.shards == 1 and split.stage < 3 and bucket.start + low == end:
+                if self.ready and split.shards == 1 and split.stage < 3 and bucket.start + low == end:
                     first = joined[-1].bucket
                     joined[-1] = joined[-1]._replace(high=bucket.start + high - first.start)
                 else:
-                    joined.append(Run(bucket, low, high, decay))
+                    joined.append(DecayRange(bucket, low, high, decay))
                 end = bucket.start + high
             yield from joined
 
-    def _span(self, run: Run) -> Span:
-        bucket, low, high, decay = run
-        master, *moments = (_from(kind.shares[bucket.index], low, high) for kind in self.kinds)
+    def _part(self, found: DecayRange) -> UpdatePart:
+        bucket, low, high, decay = found
+        master, *moments = (_from(store.shares[bucket.index], low, high) for store in self.stores)
         weights = None if self.in_place else _from(bucket.own_params, low, high)
-        return Span(decay, master, _from(bucket.own_grads, low, high), tuple(moments), weights)
+        return UpdatePart(decay, master, _from(bucket.own_grads, low, high), tuple(moments), weights)
 
-    def portions(self) -> Iterator[tuple[list[Span], list[Bucket]]]:
-        """What is updated at once, and the buckets that are done with it: the whole buffer, or, where other ranks wait
-        for the result, a bucket, those first that forward needs first; or what fits into the room for pieces."""
-        if not self.at_hand:
-            yield from self._brought()
+    def portions(self) -> Iterator[tuple[list[UpdatePart], list[Bucket]]]:
+        """Yields what is updated at once, and the buckets that are complete after it: the whole buffer; or, where other
+        ranks wait for the weights, one bucket, beginning with those that forward needs first; or one piece."""
+        if not self.ready:
+            yield from self._prefetched()
         elif self.buffer.split.shards == 1:
-            yield [span for _, span in self._spans], self.buffer.buckets
+            yield [part for _, part in self._parts], self.buffer.buckets
         else:
             for bucket in reversed(self.buffer.buckets):
-                yield [span for owner, span in self._spans if owner is bucket], [bucket]
+                yield [part for owner, part in self._parts if owner is bucket], [bucket]
 
-    def _brought(self) -> Iterator[tuple[list[Span], list[Bucket]]]:
-        # Weights that are updated in pieces of their own are where they belong only when the last has been taken back.
-        late = self.in_place and not self.kinds[0].is_at_hand(self.buffer.device, self.dtype)
-        for piece, (master, *moments) in self._pieces.run(self._order):
-            bucket, spans = self.buffer.buckets[piece.share], []
+    def _prefetched(self) -> Iterator[tuple[list[UpdatePart], list[Bucket]]]:
+        # Weights that are themselves updated in copied pieces are complete only when the last has been copied back.
+        late = self.in_place and not self.stores[0].ready_in_place(self.buffer.device, self.dtype)
+        for piece, (master, *moments) in self._prefetcher.run(self._order):
+            bucket, parts = self.buffer.buckets[piece.share], []
             grad = bucket.own_grads[piece.low : piece.high].to(self.dtype)
-            for _, low, high, decay in (run for run in self._runs if run.bucket is bucket):
+            for _, low, high, decay in (found for found in self._ranges if found.bucket is bucket):
                 low, high = max(low, piece.low), min(high, piece.high)
                 if low < high:
                     at = slice(low - piece.low, high - piece.low)
                     weights = None if self.in_place else bucket.own_params[low:high]
-                    spans.append(Span(decay, master[at], grad[at], tuple(m[at] for m in moments), weights))
-            yield spans, [bucket] if piece.last and not late else []
+                    parts.append(UpdatePart(decay, master[at], grad[at], tuple(m[at] for m in moments), weights))
+            yield parts, [bucket] if piece.last and not late else []
         if late:
             yield [], list(reversed(self.buffer.buckets))
 
     def publish(self) -> None:
-        """After masters were set from outside: the model's weights follow, as far as this rank owns them."""
+        """Copies the masters, which a load has set, to the model's weights that this rank owns."""
         if not self.in_place:
             for bucket, master in zip(self.buffer.buckets, self.master, strict=True):
                 bucket.own_params.copy_(master)
 
 
 def _from(share: Tensor, low: int, high: int) -> Tensor:
-    """Elements from a share's begin, which may go on into the shares behind it."""
+    """Elements low to high, counted from the share's first; they may go on into the shares behind it in memory."""
     return share.as_strided((high - low,), (1,), share.storage_offset() + low)
 
 
 class FlatOptimizer:
-    """AdamW (or plain SGD, to debug with) over all buffers. `updated` is told of each bucket with new weights."""
+    """AdamW (or plain SGD, to debug with) over all buffers. `updated` is called for each bucket with new weights."""
 
     def __init__(
         self,
@@ -174,13 +178,13 @@ class FlatOptimizer:
     def tensors(self) -> Iterator[State]:
         """Everything that a run must keep."""
         for state in self.states:
-            for name, kind in zip(("param", *MOMENTS), state.kinds, strict=False):
-                yield State(name, state.buffer, kind.shares)
+            for name, store in zip(("param", *MOMENTS), state.stores, strict=False):
+                yield State(name, state.buffer, store.shares)
         for buffer in self.frozen:
             yield State("param", buffer, [bucket.own_params for bucket in buffer.buckets])
 
     def publish(self) -> None:
-        """After masters were set from outside: the model's weights follow."""
+        """Brings the model's weights up to date after a load has set the masters."""
         for state in self.states:
             state.publish()
             for bucket in reversed(state.buffer.buckets):
@@ -190,14 +194,14 @@ class FlatOptimizer:
     def on_device(self) -> bool:
         """Whether `step_on_device` can run: a fused pass over float32 masters, with numbers from the device."""
         return self.config.name == "adamw" and bool(self.states) and all(
-            state.at_hand and fits(*state.master, state.buffer.buckets[0].own_params, state.buffer.grads)
+            state.ready and fits(*state.master, state.buffer.buckets[0].own_params, state.buffer.grads)
             for state in self.states
         )  # fmt: skip
 
     @torch.no_grad()
     def step_on_device(self, lr: float, sums: Tensor, weight: float, clip: float) -> None:
         """One update from the summed (loss, tokens, squared norm) of this step, or none if the norm is not finite or no
-        token counted. The host never learns which, and never waits."""
+        token counted. The host is not told which, and never waits."""
         from meshwright.kernels.adamw import adamw
 
         c = self.config
@@ -212,17 +216,17 @@ class FlatOptimizer:
         self._updates = self._updates + finite
         corrections = [1.0 - beta**self._updates for beta in c.betas]
         numbers = torch.stack([finite.double(), 1.0 / divisor, *corrections]).float()
-        for spans, done in self._portions():
-            for span in spans:
-                first, second = span.moments
+        for parts, done in self._portions():
+            for part in parts:
+                first, second = part.moments
                 adamw(
-                    span.master, span.grad, first, second, span.weights, numbers, lr=lr,
-                    betas=(c.betas[0], c.betas[1]), eps=c.eps, decay=c.weight_decay if span.decay else 0.0,
+                    part.master, part.grad, first, second, part.weights, numbers, lr=lr,
+                    betas=(c.betas[0], c.betas[1]), eps=c.eps, decay=c.weight_decay if part.decay else 0.0,
                 )  # fmt: skip
             for bucket in done:
                 self.updated(bucket)
 
-    def _portions(self) -> Iterator[tuple[list[Span], list[Bucket]]]:
+    def _portions(self) -> Iterator[tuple[list[UpdatePart], list[Bucket]]]:
         for state in reversed(self.states):
             yield from state.portions()
 
@@ -230,21 +234,21 @@ class FlatOptimizer:
     def step(self, lr: float, divisor: float) -> None:
         """One update with gradients / divisor."""
         self.updates += 1
-        for spans, done in self._portions():
+        for parts, done in self._portions():
             for decay in (True, False):
-                self._update([span for span in spans if span.decay == decay], decay, lr, divisor)
-            for span in spans:
-                if span.weights is not None:
-                    span.weights.copy_(span.master)
+                self._update([part for part in parts if part.decay == decay], decay, lr, divisor)
+            for part in parts:
+                if part.weights is not None:
+                    part.weights.copy_(part.master)
             for bucket in done:
                 self.updated(bucket)
 
-    def _update(self, spans: Sequence[Span], decay: bool, lr: float, divisor: float) -> None:
-        if not spans:
+    def _update(self, parts: Sequence[UpdatePart], decay: bool, lr: float, divisor: float) -> None:
+        if not parts:
             return
         c = self.config
         weight_decay = c.weight_decay if decay else 0.0
-        params, grads = [span.master for span in spans], [span.grad for span in spans]
+        params, grads = [part.master for part in parts], [part.grad for part in parts]
         extra = {}
         if c.name == "sgd" or grads[0].dtype == torch.float64:  # the fused kernel takes its scale in float32 only
             torch._foreach_div_(grads, divisor)
@@ -255,7 +259,7 @@ class FlatOptimizer:
             torch._foreach_mul_(params, 1.0 - lr * weight_decay)
             torch._foreach_sub_(params, grads, alpha=lr)
             return
-        first, second = ([span.moments[i] for span in spans] for i in range(2))
+        first, second = ([part.moments[i] for part in parts] for i in range(2))
         steps = [torch.tensor(float(self.updates), device=params[0].device) for _ in params]
         torch._fused_adamw_(
             params, grads, first, second, [], steps, lr=lr, beta1=c.betas[0], beta2=c.betas[1],

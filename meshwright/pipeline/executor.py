@@ -40,7 +40,7 @@ class Shares(Protocol):
 
     def gather(self, chunk: int, work: str) -> None: ...
     def free(self, chunk: int) -> None: ...
-    def add_up(self, chunk: int) -> None: ...
+    def finish_reductions(self, chunk: int) -> None: ...
 
 
 @dataclass
@@ -165,7 +165,7 @@ class _Run:
             elif action.op is Op.FREE:
                 shares.free(action.chunk)
             else:
-                shares.add_up(action.chunk)
+                shares.finish_reductions(action.chunk)
         self.totals.seconds["reduce"] += time.perf_counter() - begin
 
     def drain(self) -> None:

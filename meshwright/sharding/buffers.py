@@ -5,7 +5,7 @@ bucket is what is reduced or gathered at once. Parameters lie in the order in wh
 padded so that the data-parallel ranks can split it evenly, whatever the ZeRO stage.
 
 What a rank owns of a bucket is its *share*: all of it without ZeRO. Whole gradients (stage 2) or whole parameters too
-(stage 3) then exist only while they are used: their memory is given back, but the tensors and all views of them stay.
+(stage 3) then exist only while they are used: their memory is released, but the tensors and all views of them stay.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout.params import Box, Init, ParamRecord, global_boxes, whole
-from meshwright.nn.parallel import draw, is_hollow, record_of
+from meshwright.nn.parallel import draw, is_unallocated, record_of
 from meshwright.nn.weight_grad import Sink
-from meshwright.sharding.homes import Kept
+from meshwright.sharding.offload import StateStore
 from meshwright.sharding.placement import Split, backward_order, bucket_elements, buffer_key, grad_bytes, place
 
 
@@ -64,20 +64,21 @@ class Slot:
         return self.start + self.record.numel
 
 
-class Memory:
-    """A flat tensor whose memory can be given back and taken again: the tensor and its views stay what they are.
+class ReleasableTensor:
+    """A flat tensor whose memory can be released and allocated again, under the same tensor and its views.
 
-    On a CPU the pages are given back to the system. (Aligned blocks that the C library frees and hands out again and
-    again leave gaps that add up.)
+    On an accelerator the storage is resized, so that its memory goes back to torch's allocator while views keep
+    pointing at the storage. On a CPU the tensor lies in pages of its own, which go back to the system: blocks that the
+    C library frees and hands out again and again would leave gaps that add up.
     """
 
     def __init__(self, tensor: Tensor, pages: mmap.mmap | None = None) -> None:
-        self.tensor, self.held = tensor, True
+        self.tensor, self.allocated = tensor, True
         self._pages, self._bytes = pages, tensor.untyped_storage().nbytes()
 
     @classmethod
-    def of(cls, size: int, dtype: torch.dtype, device: torch.device) -> Memory:
-        """All zero."""
+    def of(cls, size: int, dtype: torch.dtype, device: torch.device) -> ReleasableTensor:
+        """A new one, filled with zeros."""
         if device.type != "cpu":
             return cls(torch.zeros(size, dtype=dtype, device=device))
         pages = mmap.mmap(-1, max(1, size * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -85,31 +86,32 @@ class Memory:
             pages.madvise(mmap.MADV_HUGEPAGE)
         return cls(torch.frombuffer(pages, dtype=dtype, count=size), pages)
 
-    def take(self) -> None:
-        """What lies there then is anything."""
-        if not self.held and self._pages is None:
+    def allocate(self) -> None:
+        """The contents are undefined until they are written."""
+        if not self.allocated and self._pages is None:
             self.tensor.untyped_storage().resize_(self._bytes)
-        self.held = True
+        self.allocated = True
 
-    def give(self) -> None:
+    def release(self) -> None:
         if self._pages is None:
             self.tensor.untyped_storage().resize_(0)
         else:
             self._pages.madvise(mmap.MADV_DONTNEED)
-        self.held = False
+        self.allocated = False
 
 
 @dataclass(eq=False, repr=False)
 class Bucket:
-    """`share` is the range of the buffer that this rank owns, `own_*` the tensors of that range, which last."""
+    """What is reduced or gathered at once. `share` is the range of the buffer that this rank owns, and `own_*` are the
+    tensors of that range, whose memory is never released."""
 
     buffer: FlatBuffer
     index: int
     start: int
     stop: int
     share: tuple[int, int]
-    params: Memory
-    grads: Memory
+    params: ReleasableTensor
+    grads: ReleasableTensor
     own_params: Tensor
     own_grads: Tensor
     slots: list[Slot] = field(default_factory=list)
@@ -118,20 +120,20 @@ class Bucket:
     def stage(self) -> int:
         return self.buffer.split.stage
 
-    def show_params(self) -> None:
-        """The model's parameters become views of the bucket's."""
-        self.params.take()
+    def allocate_params(self) -> None:
+        """Allocates the whole weights, of which the model's parameters become views again."""
+        self.params.allocate()
         for slot in self.slots:
             slot.parameter.data = slot.view
 
-    def hide_params(self) -> None:
-        """Gives the memory back. Whoever reads a parameter then finds it empty, not freed memory."""
+    def release_params(self) -> None:
+        """Releases the whole weights. A parameter that is read then is empty: nobody reads memory that is gone."""
         for slot in self.slots:
             slot.parameter.data = slot.view.new_empty(0)
-        self.params.give()
+        self.params.release()
 
     def zero_gaps(self) -> None:
-        """What lies between parameters is summed with them, so it must be zero."""
+        """Zeroes what lies between the parameters' gradients, since it is summed with them."""
         at = self.start
         for start, stop in [*((s.start, s.stop) for s in self.slots), (self.stop, self.stop)]:
             if start > at:
@@ -152,7 +154,7 @@ class FlatBuffer:
         params_at: tuple[str, Path] = ("none", Path()),
         seed: int = 0,
     ) -> None:
-        """`params_at`: where owned weights live in stage 3, on the device, in host memory or in a file."""
+        """`params_at` says where owned weights are stored in stage 3: on the device, in host memory or in a file."""
         self.key, self.split = key, split
         dtype = key.dtype if grad_bytes(key.dtype.itemsize, grad_dtype.itemsize) == key.dtype.itemsize else grad_dtype
         elements = bucket_elements(bucket_bytes, dtype.itemsize)
@@ -161,9 +163,9 @@ class FlatBuffer:
         self.device = named[0].parameter.device
         self.size = bounds[-1][1]
         self.slots: list[Slot] = []
-        # The lasting memory: of everything, or of this rank's shares, one after the other.
+        # Memory that is never released: of everything, or of this rank's shares, one after the other.
         sizes = [(stop - start) // split.shards for start, stop in bounds]
-        self.kept = Kept(sizes, key.dtype, self.device, *params_at) if split.stage == 3 else None
+        self.store = StateStore(sizes, key.dtype, self.device, *params_at) if split.stage == 3 else None
         self.params = self._flat(key.dtype, 0 if split.stage == 3 else self.size)
         graded = self.size if key.trained else 0
         self.grads = self._flat(dtype, graded // split.shards if split.stage >= 2 else graded)
@@ -172,7 +174,7 @@ class FlatBuffer:
         for number, (start, stop) in enumerate(bounds):
             bucket = self._bucket(number, start, stop)
             self.buckets.append(bucket)
-            self._move_in(bucket, [(item, at) for item, (at, where) in placed if where == number], seed)
+            self._add_parameters(bucket, [(item, at) for item, (at, where) in placed if where == number], seed)
 
     def _flat(self, dtype: torch.dtype, size: int) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self.device)
@@ -180,25 +182,25 @@ class FlatBuffer:
     def _bucket(self, index: int, start: int, stop: int) -> Bucket:
         low, high = share = self.split.share(start, stop)
         own = slice(start // self.split.shards, stop // self.split.shards)
-        params, own_params = Memory(self.params[start:stop]), self.params[low:high]
-        grads, own_grads = Memory(self.grads[start:stop]), self.grads[low:high]
+        params, own_params = ReleasableTensor(self.params[start:stop]), self.params[low:high]
+        grads, own_grads = ReleasableTensor(self.grads[start:stop]), self.grads[low:high]
         if self.split.stage == 3:
-            assert self.kept is not None
-            params = Memory.of(stop - start, self.params.dtype, self.device)
-            own_params = self.kept.shares[index]
+            assert self.store is not None
+            params = ReleasableTensor.of(stop - start, self.params.dtype, self.device)
+            own_params = self.store.shares[index]
         if self.split.stage >= 2 and self.key.trained:
-            grads, own_grads = Memory.of(stop - start, self.grads.dtype, self.device), self.grads[own]
+            grads, own_grads = ReleasableTensor.of(stop - start, self.grads.dtype, self.device), self.grads[own]
         return Bucket(self, index, start, stop, share, params, grads, own_params, own_grads)
 
-    def _move_in(self, bucket: Bucket, named: list[tuple[Named, int]], seed: int) -> None:
-        """Parameters get their slots, and their present values, or their first ones, become the bucket's; then its
-        memory, if it does not last, is given back, so that no more than one bucket is there whole."""
+    def _add_parameters(self, bucket: Bucket, named: list[tuple[Named, int]], seed: int) -> None:
+        """Gives parameters their slots and copies (or draws) their values into the bucket. Memory that the stage does
+        not keep is then released, so that no more than one bucket is whole at any time."""
         for item, start in named:
             at = slice(start - bucket.start, start - bucket.start + item.record.numel)
             view, grad = bucket.params.tensor[at].view(item.record.local_shape), bucket.grads.tensor[:0]
             if self.key.trained:
                 grad = bucket.grads.tensor[at].view(item.record.local_shape)
-            if is_hollow(item.parameter):
+            if is_unallocated(item.parameter):
                 draw(item.record, view, seed)
             else:
                 view.copy_(item.parameter.data)
@@ -207,11 +209,11 @@ class FlatBuffer:
             self.slots.append(slot)
             bucket.slots.append(slot)
         if self.split.stage >= 2 and self.key.trained:
-            bucket.grads.give()
+            bucket.grads.release()
         if self.split.stage == 3:
             low, high = bucket.share
             bucket.own_params.copy_(bucket.params.tensor[low - bucket.start : high - bucket.start])
-            bucket.hide_params()
+            bucket.release_params()
 
     def owned(self, slot: Slot) -> tuple[int, int]:
         """The range of the parameter's elements that this rank owns; empty if the second is not above the first."""
@@ -220,7 +222,7 @@ class FlatBuffer:
 
     def runs(self, wanted: Iterable[Slot]) -> list[tuple[Bucket, int, int]]:
         """Ranges of this rank's shares that cover the wanted slots: (bucket, start, stop), counted from the share's
-        begin. Neighbours are joined across the padding between them, which is zero."""
+        first element. Neighbours are joined across the padding between them, which is zero."""
         chosen = {id(slot) for slot in wanted}
         ranges: list[tuple[Bucket, int, int]] = []
         for bucket in self.buckets:

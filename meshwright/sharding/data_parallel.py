@@ -41,7 +41,10 @@ class DataGroups(NamedTuple):
 
 
 class DataParallel:
-    """The gradients of one rank's chunks, from the first contribution of a step to the reduced sum."""
+    """The gradients of one rank's chunks, from the first contribution of a step to the reduced sum.
+
+    `buffers` are all of them, `trained` those with gradients, `buckets` the latter's buckets.
+    """
 
     def __init__(
         self,
@@ -115,8 +118,8 @@ class DataParallel:
     def free(self, chunk: int) -> None:
         self.weights.end(chunk)
 
-    def add_up(self, chunk: int) -> None:
-        """After a backward: all that was launched has been added up and its memory given back."""
+    def finish_reductions(self, chunk: int) -> None:
+        """After a chunk's backward: adds up all that was launched, and releases whole gradients."""
         self._each.end_backward(chunk)
 
     def finish(self) -> None:
@@ -196,7 +199,7 @@ def _square_sum(pieces: list[Tensor], wide: torch.dtype | None) -> Tensor:
 
 
 def _take_gradient(sink: Sink, parameter: Tensor) -> None:
-    """For gradients that come through autograd: into the flat buffer, and away with the temporary."""
+    """Moves a gradient that came through autograd into the flat buffer, and drops the temporary."""
     grad = parameter.grad
     parameter.grad = None
     if grad is not None:

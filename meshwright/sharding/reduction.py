@@ -98,30 +98,30 @@ class EveryMicroBatch:
         self._index = {id(bucket): i for i, bucket in enumerate(self.buckets)}
         self._late = {index: late[at] for at, index in self._index.items() if at in late}
         self._whole = [sum(uses.get(id(slot.parameter), 1) for slot in bucket.slots) for bucket in self.buckets]
-        self._came = [0] * len(self.buckets)
-        self._added = [False] * len(self.buckets)
-        self._flying: deque[tuple[Bucket, Work, Tensor | None]] = deque()
+        self._arrivals = [0] * len(self.buckets)
+        self._has_sum = [False] * len(self.buckets)
+        self._in_flight: deque[tuple[Bucket, Work, Tensor | None]] = deque()
 
     def sink(self, bucket: Bucket, slot: Slot) -> Sink:
         return Sink(slot.grad, partial(self._arrived, bucket), partial(self._prepare, bucket))
 
     def begin(self, micro_batches: int) -> None:
-        self._came = [0] * len(self.buckets)
-        self._added = [False] * len(self.buckets)
+        self._arrivals = [0] * len(self.buckets)
+        self._has_sum = [False] * len(self.buckets)
 
     def _prepare(self, bucket: Bucket) -> None:
         """Before a contribution: there is memory for the whole gradient, and it is not being reduced."""
-        while any(other is bucket for other, _, _ in self._flying):
-            self._land()
-        if not bucket.grads.held:
-            bucket.grads.take()
+        while any(other is bucket for other, _, _ in self._in_flight):
+            self._finish_oldest()
+        if not bucket.grads.allocated:
+            bucket.grads.allocate()
             bucket.zero_gaps()
 
     def _arrived(self, bucket: Bucket, sink: Sink) -> None:
         index = self._index[id(bucket)]
-        assert bucket.grads.held, "a gradient was written where there is no memory"
-        self._came[index] += 1
-        if self._came[index] == self._whole[index] and index not in self._late:
+        assert bucket.grads.allocated, "a gradient was written where there is no memory"
+        self._arrivals[index] += 1
+        if self._arrivals[index] == self._whole[index] and index not in self._late:
             self._scatter(bucket)
 
     def _scatter(self, bucket: Bucket) -> None:
@@ -131,17 +131,17 @@ class EveryMicroBatch:
             if slot.sink.fresh:
                 slot.sink.view.zero_()
             slot.sink.fresh = True
-        part = torch.empty_like(bucket.own_grads) if self._added[index] else None
+        part = torch.empty_like(bucket.own_grads) if self._has_sum[index] else None
         pending = self._launch(bucket, bucket.own_grads if part is None else part)
-        self._flying.append((bucket, pending, part))
-        self._came[index], self._added[index] = 0, True
-        while len(self._flying) > 1 + IN_FLIGHT:
-            self._land()
+        self._in_flight.append((bucket, pending, part))
+        self._arrivals[index], self._has_sum[index] = 0, True
+        while len(self._in_flight) > 1 + IN_FLIGHT:
+            self._finish_oldest()
 
-    def _land(self) -> None:
-        bucket, pending, part = self._flying.popleft()
+    def _finish_oldest(self) -> None:
+        bucket, pending, part = self._in_flight.popleft()
         pending.wait()
-        bucket.grads.give()
+        bucket.grads.release()
         if part is not None:
             bucket.own_grads.add_(part)
 
@@ -151,17 +151,17 @@ class EveryMicroBatch:
             if last == chunk:
                 self._prepare(self.buckets[index])
                 self._scatter(self.buckets[index])
-        self._land_all()
+        self._finish_all()
 
-    def _land_all(self) -> None:
-        while self._flying:
-            self._land()
+    def _finish_all(self) -> None:
+        while self._in_flight:
+            self._finish_oldest()
 
     def finish(self) -> None:
         for index, bucket in enumerate(self.buckets):
-            if self._came[index]:
+            if self._arrivals[index]:
                 self._scatter(bucket)
-        self._land_all()
+        self._finish_all()
         for index, bucket in enumerate(self.buckets):
-            if not self._added[index]:
+            if not self._has_sum[index]:
                 bucket.own_grads.zero_()

@@ -1,8 +1,8 @@
-"""Weights that other ranks own a part of: gathered after the update (stages 1 and 2) or for each use (stage 3).
+"""Gathering weights of which other ranks own a part: after the update (stages 1 and 2) or for each use (stage 3).
 
-What is gathered and freed together is a unit: what a chunk of ours names in `units`, or a whole chunk. In stage 3 a
-unit's gate fetches its buckets before forward and before backward and frees them after. The order in which a chunk's
-forward, or backward, opens its units is noted the first time; from then on the next unit is fetched one ahead.
+What is gathered and released together is a unit: one that a chunk names in `units`, or a whole foreign chunk. In stage
+3 a unit's gate gathers its buckets before forward and before backward and releases them after. The order in which a
+chunk's forward, or backward, opens its units is noted the first time; from then on the next unit is gathered ahead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.sharding.buffers import Bucket, FlatBuffer, Slot
 
 
 class Unit:
-    """One gate. `chunk` is the local chunk whose work it belongs to."""
+    """The gate of one unit. `chunk` is the local chunk that it belongs to."""
 
     def __init__(self, module: nn.Module, chunk: int, whole_chunk: bool) -> None:
         self.module, self.chunk, self.whole_chunk = module, chunk, whole_chunk
@@ -52,6 +52,8 @@ def number_units(units: Sequence[Unit]) -> dict[int, int]:
 
 
 class Weights:
+    """Gathers and releases the weights of this rank's units. `shards_of` gives the ranks that divide a buffer."""
+
     def __init__(
         self,
         units: list[Unit],
@@ -61,7 +63,7 @@ class Weights:
         ledger: Ledger,
     ) -> None:
         self.units, self.ledger, self._shards_of = units, ledger, shards_of
-        self._coming: dict[int, Pending] = {}
+        self._gathering: dict[int, Pending] = {}
         self._orders: dict[tuple[int, str], list[Unit]] = {}
         self._action: tuple[int, str] | None = None
         self._opened: list[Unit] = []
@@ -76,32 +78,32 @@ class Weights:
     # Stages 1 and 2.
 
     def updated(self, bucket: Bucket) -> None:
-        """This rank's share has new weights: gathers the others' while other work goes on."""
+        """This rank's share has new weights: begins to gather the others', which goes on beside other work."""
         if bucket.stage in (1, 2):
-            self._fetch(bucket)
+            self._gather(bucket)
             if any(unit.whole_chunk for unit in self.units):
                 self.settle()
 
     def settle(self) -> None:
-        """Until everything that is on its way has come."""
-        for pending in self._coming.values():
+        """Waits for all gathers that are under way."""
+        for pending in self._gathering.values():
             pending.wait()
-        self._coming = {}
+        self._gathering = {}
 
     # Stage 3.
 
     def begin(self, chunk: int, work: str) -> None:
-        """Before a chunk's forward or backward: begins to fetch what it will open first."""
+        """Before a chunk's forward or backward: begins to gather the unit that it will open first."""
         self._action, self._opened = (chunk, work), []
         order = self._orders.get(self._action)
         if order:  # a chunk that is frozen opens nothing in backward
-            self._fetch_unit(order[0])
+            self._gather_unit(order[0])
         for unit in self.units:
             if unit.chunk == chunk and unit.whole_chunk:
                 self.open(unit)
 
     def end(self, chunk: int) -> None:
-        """After it: what is still there, since nothing told that it is done with, goes."""
+        """After it: releases every unit that nothing has closed."""
         for unit in self.units:
             if unit.chunk == chunk:
                 self.close(unit)
@@ -110,9 +112,9 @@ class Weights:
         self._action = None
 
     def open(self, unit: Unit) -> None:
-        self._fetch_unit(unit)
+        self._gather_unit(unit)
         for bucket in unit.buckets:
-            pending = self._coming.pop(id(bucket), None)
+            pending = self._gathering.pop(id(bucket), None)
             if pending is not None:
                 pending.wait()
         if self._action is None:
@@ -120,24 +122,24 @@ class Weights:
         self._opened.append(unit)
         order, at = self._orders.get(self._action, []), len(self._opened)
         if at < len(order) and order[at - 1] is unit:
-            self._fetch_unit(order[at])
+            self._gather_unit(order[at])
 
     def close(self, unit: Unit) -> None:
         for bucket in unit.buckets:
-            if bucket.stage == 3 and bucket.params.held and id(bucket) not in self._coming:
-                bucket.hide_params()
+            if bucket.stage == 3 and bucket.params.allocated and id(bucket) not in self._gathering:
+                bucket.release_params()
 
-    def _fetch_unit(self, unit: Unit) -> None:
+    def _gather_unit(self, unit: Unit) -> None:
         for bucket in unit.buckets:
-            if bucket.stage == 3 and not bucket.params.held:
-                bucket.show_params()
-                self._fetch(bucket)
+            if bucket.stage == 3 and not bucket.params.allocated:
+                bucket.allocate_params()
+                self._gather(bucket)
 
-    def _fetch(self, bucket: Bucket) -> None:
+    def _gather(self, bucket: Bucket) -> None:
         phase = "validation" if self.ledger.current_phase == "validation" else "gather"
         whole, share = bucket.params.tensor, bucket.own_params
         if share.device.type != whole.device.type:
-            low, high = bucket.share
+            low, high = bucket.share  # offloaded weights are first copied to their place on the device
             share = whole[low - bucket.start : high - bucket.start].copy_(share, non_blocking=True)
         with self.ledger.phase(phase), self.ledger.layer(None):
-            self._coming[id(bucket)] = self._shards_of(bucket.buffer).all_gather(whole, share, wait=False)
+            self._gathering[id(bucket)] = self._shards_of(bucket.buffer).all_gather(whole, share, wait=False)

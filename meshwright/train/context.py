@@ -77,7 +77,7 @@ def build_context(
     parallel = Parallel(
         mesh.tp, config.layout.sequence_parallel, DTYPES[config.train.precision], device.torch, streams,
         config.recompute, fused=fuses(config, device), products=products_of(config),
-        hollow=trains and shard_axes(layout, config.zero).stage == 3, host=is_host(config, device),
+        unallocated=trains and shard_axes(layout, config.zero).stage == 3, host=is_host(config, device),
     )  # fmt: skip
     return Context(config, layout, mesh, device, parallel)
 

@@ -39,7 +39,7 @@ ModelProvider = Callable[[Context, Stage], nn.Module]
 DatasetsProvider = Callable[[Context, tuple[int, int, int]], tuple[Any, Any, Any]]
 
 # Steps without a finite gradient, one after the other, after which a run gives up.
-MOST_SKIPPED = 25
+MAX_SKIPPED_STEPS = 25
 SHARED_S = 10.0  # a network disk may take a while to show a new file
 
 
@@ -194,7 +194,7 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
             if watcher:
                 watcher.stepped(result)
             skipped = skipped + 1 if result.skipped else 0
-            if skipped == MOST_SKIPPED:
+            if skipped == MAX_SKIPPED_STEPS:
                 raise UserError(_why_skipped(skipped, result))
             last = step == steps or result.stop
             if last or saves(step):

@@ -149,19 +149,19 @@ def test_what_a_start_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     base.mkdir()
     (base / fmt.INDEX).write_text("{}")
     ours, fresh = run / "checkpoints", tmp_path / "new" / "checkpoints"
-    assert resume._look(ours, None) == [1, 0, 40, 20] and resume._look(fresh, None) == [1, 0]
-    assert resume._look(ours, f"{run}@20") == [0, 1] and resume._look(ours, str(run)) == [0, 1, 40]
-    assert resume._look(ours, str(twin)) == [1, 0, 40, 20], "begun from others' weights: goes on"
-    assert resume._look(ours, str(base)) == [1, 0, 40, 20] and resume._look(fresh, str(base)) == [0, 0]
-    assert resume._look(fresh, str(run)) == [0, 0, 40] and resume._look(fresh, str(twin)) == [0, 0, 7]
+    assert resume._candidates(ours, None) == [1, 0, 40, 20] and resume._candidates(fresh, None) == [1, 0]
+    assert resume._candidates(ours, f"{run}@20") == [0, 1] and resume._candidates(ours, str(run)) == [0, 1, 40]
+    assert resume._candidates(ours, str(twin)) == [1, 0, 40, 20], "begun from others' weights: goes on"
+    assert resume._candidates(ours, str(base)) == [1, 0, 40, 20] and resume._candidates(fresh, str(base)) == [0, 0]
+    assert resume._candidates(fresh, str(run)) == [0, 0, 40] and resume._candidates(fresh, str(twin)) == [0, 0, 7]
     assert resume._named(str(run), [40]) == ours / fmt.folder_name(40), "and not of the folder run@40"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
-    assert resume._look(ours, f"{run}@20") == [0, 1], "the first ranks died before they could go back"
+    assert resume._candidates(ours, f"{run}@20") == [0, 1], "the first ranks died before they could go back"
     for job, expected in (("b", False), ("a", True)):
         fmt.write_json(ours / resume.WENT_BACK, {"job": job, "source": f"{run}@10"})
         assert resume._went_back(ours, f"{run}@10") == expected and not resume._went_back(ours, f"{run}@20")
-    assert resume._look(ours, f"{run}@10") == [1, 0, 40, 20], "@10 was there when the job began"
+    assert resume._candidates(ours, f"{run}@10") == [1, 0, 40, 20], "@10 was there when the job began"
 
 
 def test_a_resumed_run_may_be_made_longer_and_go_on_from_an_older_step(tmp_path: Path) -> None:

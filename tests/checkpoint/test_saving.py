@@ -91,14 +91,14 @@ def test_the_contents_are_those_of_the_call_while_training_goes_on(
 def test_only_the_next_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the copy is held up, a save returns and the next step computes its gradients, but changes nothing."""
     copying, computed, go = threading.Event(), threading.Event(), threading.Event()
-    real_stage = save.Snapshot.stage
+    real_copy = save.Snapshot.copy_to_host
 
     def held(snapshot: Any, staging: dict[int, torch.Tensor], everything: bool) -> None:
         copying.set()
         assert go.wait(60)
-        real_stage(snapshot, staging, everything)
+        real_copy(snapshot, staging, everything)
 
-    monkeypatch.setattr(save.Snapshot, "stage", held)
+    monkeypatch.setattr(save.Snapshot, "copy_to_host", held)
     trainer = trainer_of()
     trainer.step()
     expected, real_gradients = state_of(trainer), trainer.gradients

@@ -211,7 +211,7 @@ def _scattered_twice(trainer: Trainer) -> Iterator[None]:
 def _stale_prefetch(trainer: Trainer) -> Iterator[None]:
     """A unit's weights, once fetched, are used for ever."""
     bucket = trainer.data_parallel.weights.units[1].buckets[0]
-    with mock.patch.object(bucket, "hide_params", lambda: None):
+    with mock.patch.object(bucket, "release_params", lambda: None):
         yield
 
 

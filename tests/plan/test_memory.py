@@ -86,7 +86,7 @@ def count(rank: int, world: int, names: list[str]) -> list[dict[str, int]]:
         with saved:
             trainer.gradients()
         states = trainer.optimizer.states
-        rings = [pair for state in states if not state.at_hand for ring in state._pieces._rings for pair in ring]
+        rings = [pair for state in states if not state.ready for ring in state._prefetcher._rings for pair in ring]
         brought = sum(working.nbytes for _, working in rings)
         found.append(state_bytes(trainer) | {"activations": saved.bytes.most, "rings": brought})
     return found

@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.bench.rank import state_bytes
 from meshwright.checkpoint import format as fmt
-from meshwright.checkpoint.load import Reader, read_into, take_over
+from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
 from meshwright.comm.mesh import Mesh
 from meshwright.config.rules import check
@@ -29,7 +29,16 @@ from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
 from meshwright.train.step import Trainer
-from tests.support.oracle import EXACT, Made, gather_global, make_trainer, parameters, small_config, worst
+from tests.support.oracle import (
+    EXACT,
+    Made,
+    gather_global,
+    load_into,
+    make_trainer,
+    parameters,
+    small_config,
+    worst,
+)
 from tests.support.ranks import run_ranks
 
 INTERLEAVED = {"layout": {"pp": 2, "chunks": 2}, "pipeline": {"schedule": "interleaved"}}
@@ -96,9 +105,7 @@ def save(trainer: Trainer, folder: Path) -> None:
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    reader = Reader(fmt.find(str(folder)))
-    read_into(trainer, reader, model_only=False)
-    take_over(trainer, reader, model_only=False)
+    load_into(trainer, Reader(fmt.find(str(folder))))
 
 
 def from_layout_to_layout(rank: int, world: int, folder: str) -> list[Any]:

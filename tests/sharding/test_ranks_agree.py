@@ -97,7 +97,7 @@ def data_dependent(rank: int, world: int, stage: int) -> list[list[float]]:
         if stage == 3:
             parallel.free(0)
         if stage >= 2:
-            parallel.add_up(0)
+            parallel.finish_reductions(0)
     parallel.finish()
     found = []
     for buffer in parallel.buffers:

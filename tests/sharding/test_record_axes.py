@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.load import Reader, read_into, take_over
+from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
 from meshwright.comm.group import Group
 from meshwright.device import Device
@@ -33,6 +33,7 @@ from meshwright.train.step import Trainer
 from tests.support.oracle import (
     EXACT,
     gather_global,
+    load_into,
     moments,
     parameters,
     relative,
@@ -194,9 +195,7 @@ def train(rank: int, world: int, cases: list[tuple[int, int]], folder: str) -> l
             saver.committed()
         after, states = copied(parameters(trainer)), copied(moments(trainer))
         loaded = trainer_of(rank, world, ep, stage)
-        reader = Reader(Path(folder) / f"step-{STEPS:08d}")
-        read_into(loaded, reader, model_only=False)
-        take_over(loaded, reader, model_only=False)
+        load_into(loaded, Reader(Path(folder) / f"step-{STEPS:08d}"))
         went_on = [loaded.step().grad_norm, trainer.step().grad_norm]
         found.append((gradients, norms, after, states, lines, planned(trainer), went_on))
     return found

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.load import Reader, read_into, take_over
+from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver, Snapshot
 from meshwright.comm.group import DONE, Group
 from meshwright.layout.params import ParamRecord
@@ -29,7 +29,7 @@ from meshwright.sharding.reducers import PLAIN, Work
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
 from meshwright.train.step import Trainer
-from tests.support.oracle import EXACT, Made, Pairs, _at, _whole, make_trainer, small_config
+from tests.support.oracle import EXACT, Made, Pairs, _at, _whole, load_into, make_trainer, small_config
 from tests.support.ranks import run_ranks
 
 SENT = torch.bfloat16
@@ -138,9 +138,7 @@ def go_on(rank: int, world: int, cases: list[dict[str, Any]], folder: str) -> li
     found: list[Found] = [(gradients, kept_of(first), {})]
     for sections in cases:
         trainer = trainer_of(rank, world, sections, ErrorFeedback())
-        reader = Reader(Path(folder) / "step-00000002")
-        read_into(trainer, reader, model_only=False)
-        take_over(trainer, reader, model_only=False)
+        load_into(trainer, Reader(Path(folder) / "step-00000002"))
         gradients = reduced(trainer, 1)
         kept = kept_of(trainer)
         trainer.step()
@@ -219,12 +217,10 @@ def twice(rank: int, world: int, stage: int, folder: str) -> tuple[list[float], 
     first, again = (trainer_of(rank, world, sections, ErrorFeedback()) for _ in range(2))
     first.step()
     saver = Saver(first, Path(folder), asynchronous=True, busy="wait", keep=0)
-    stage = Snapshot.stage
-    with mock.patch.object(Snapshot, "stage", lambda *args, **named: (time.sleep(0.5), stage(*args, **named))):
+    copy = Snapshot.copy_to_host
+    with mock.patch.object(Snapshot, "copy_to_host", lambda *args, **named: (time.sleep(0.5), copy(*args, **named))):
         saver.save()
         norms = [first.step().grad_norm for _ in range(2)]
     saver.committed()
-    reader = Reader(Path(folder) / "step-00000001")
-    read_into(again, reader, model_only=False)
-    take_over(again, reader, model_only=False)
+    load_into(again, Reader(Path(folder) / "step-00000001"))
     return norms, [again.step().grad_norm for _ in range(2)]

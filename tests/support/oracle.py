@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshwright.checkpoint.load import Reader, read_into, take_over
+from meshwright.checkpoint.load import Reader, complete_load, read_into
 from meshwright.config.load import config_from
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
@@ -75,7 +75,7 @@ def small_config(**sections: dict[str, Any]) -> Config:
 def load_into(trainer: Trainer, reader: Reader, model_only: bool = False) -> None:
     """What a run does when it resumes, on ranks that can't fail alone."""
     read_into(trainer, reader, model_only)
-    take_over(trainer, reader, model_only)
+    complete_load(trainer, reader, model_only)
 
 
 def make_trainer(

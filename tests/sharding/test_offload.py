@@ -11,7 +11,7 @@ import torch
 
 from meshwright.config.rules import check
 from meshwright.errors import UserError
-from meshwright.sharding.homes import Kept, Pieces, StateFile, pieces
+from meshwright.sharding.offload import Prefetcher, StateFile, StateStore, cut_pieces
 from meshwright.sharding.placement import PAGE, piece_size
 from tests.support.oracle import make_trainer, small_config
 
@@ -24,11 +24,11 @@ def test_every_element_is_brought_once_and_taken_back(dtype: torch.dtype, most: 
     """Over three passes, of states in a file, in memory of another precision, and at hand."""
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     cpu = torch.device("cpu")
-    kinds = [Kept(SIZES, dtype, cpu, "disk", tmp_path), Kept(SIZES, torch.bfloat16, cpu, "none"),
-             Kept(SIZES, compute, cpu, "none")]  # fmt: skip
+    kinds = [StateStore(SIZES, dtype, cpu, "disk", tmp_path), StateStore(SIZES, torch.bfloat16, cpu, "none"),
+             StateStore(SIZES, compute, cpu, "none")]  # fmt: skip
     size = piece_size(most, SIZES)
-    order = pieces(SIZES, [2, 1, 0], size)
-    brought = Pieces(kinds, cpu, compute, size)
+    order = cut_pieces(SIZES, [2, 1, 0], size)
+    brought = Prefetcher(kinds, cpu, compute, size)
     for number in range(3):
         seen = 0
         for piece, tensors in brought.run(order):
@@ -64,7 +64,7 @@ def test_a_file_that_is_cut_off_stops_the_run(tmp_path: Path) -> None:
     offload = {"optimizer": "disk", "path": str(tmp_path)}
     trainer = make_trainer(small_config(zero={"offload": offload}))
     trainer.step()
-    file = trainer.optimizer.states[0].kinds[1].file
+    file = trainer.optimizer.states[0].stores[1].file
     assert file is not None
     os.ftruncate(file._handle, PAGE)
     with pytest.raises(UserError, match="cut off while training: start again from the last checkpoint"):
