@@ -182,7 +182,7 @@ def _gathered(job: Job, pp_rank: int, chunk: int, sizes: list[Sizes]) -> list[fl
     found: list[float] = []
     flying: list[int] = []
     # A table that is both ends' gets the head's gradient first, and waits for the embedding's.
-    waiting = max(buckets[0]) if job.model.tied and units[0] is job.model.embedding is not units[-1] else 0
+    waiting = max(graded[0], default=0) if job.model.tied and units[0] is job.model.embedding is not units[-1] else 0
     for at in reversed(range(len(units))):
         weights = sum(buckets[at]) + (sum(buckets[at - 1]) if at else 0)
         grads = sum(graded[at]) + added * sum(flying[-IN_FLIGHT_BUCKETS + 1 :]) + (waiting if at else 0)
