@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.bench.rank import state_bytes
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
@@ -18,6 +17,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.config.rules import check
 from meshwright.config.sections import OptimizerConfig
 from meshwright.device import Device
+from meshwright.dryrun.run_rank import state_bytes
 from meshwright.layout import Layout
 from meshwright.optim.adam import FlatOptimizer
 from meshwright.parts.part import Block, Model, Unit
