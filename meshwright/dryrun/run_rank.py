@@ -81,6 +81,9 @@ def make_rank(config: Config, world: int, rank: int, device: Device) -> Trainer:
     data = samples_of(ctx)
     trainer = Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
     _read_here(trainer, data)
+    # Of ranks that hold the same gradients only the first counts them in the norm, and it may not be there: without a
+    # norm a step has nothing to learn from and would be skipped.
+    trainer.data_parallel.counts = lambda buffer, slot: True  # type: ignore[method-assign]
     return trainer
 
 

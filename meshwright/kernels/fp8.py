@@ -88,8 +88,8 @@ def largest(x: Tensor, lines: bool, rows_wanted: bool, columns_wanted: bool) -> 
     rows, columns = x.shape
     if not lines:
         out = torch.zeros((), dtype=torch.float32, device=x.device)
-        grid = (triton.cdiv(x.numel(), LARGEST_BLOCK * LARGEST_LOOP),)
-        _largest[grid](x, out, x.numel(), BLOCK=LARGEST_BLOCK, LOOP=LARGEST_LOOP, num_warps=8)
+        blocks = triton.cdiv(x.numel(), LARGEST_BLOCK * LARGEST_LOOP)
+        _largest[(blocks,)](x, out, x.numel(), BLOCK=LARGEST_BLOCK, LOOP=LARGEST_LOOP, num_warps=8)
         return out, out
     of_rows, of_columns = (torch.zeros(n, dtype=torch.float32, device=x.device) for n in (rows, columns))
     grid = (triton.cdiv(rows, 64), triton.cdiv(columns, 256))

@@ -15,7 +15,9 @@ from meshwright.models.description import describe, fields_read
 from meshwright.nn.attention import Alibi, Past, causal_mask
 from meshwright.nn.block import Block
 from meshwright.nn.build import build
+from meshwright.nn.linear import Linear
 from meshwright.nn.loss import output_loss
+from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
 from meshwright.nn.recompute import recompute
@@ -33,7 +35,7 @@ class Embedding(nn.Module):
     def __init__(self, parallel: Parallel, unit: Unit, records: Records, p: float) -> None:
         super().__init__()
         built = {key: build(part, parallel, under(records, key)) for key, _, part in unit.parts}
-        self.tokens, self.positions, self.norm = (built.get(key) for key in ("tokens", "positions", "norm"))
+        self.tokens, self.positions, self.norm = built["tokens"], built.get("positions"), built.get("norm")
         self.p, self.parallel = p, parallel
 
     def forward(self, ids: Tensor, positions: Tensor | None) -> Tensor:
@@ -52,6 +54,9 @@ class Embedding(nn.Module):
 
 class Head(nn.Module):
     """The last norm, the output layer (a column-cut product whose weight may be the embedding's) and the loss."""
+
+    norm: Norm
+    output: Linear
 
     def __init__(self, parallel: Parallel, unit: Unit, records: Records, vocab: int) -> None:
         super().__init__()
@@ -184,7 +189,7 @@ def _enter(ledger: Ledger, layer: int | None, grad: Tensor) -> None:
 
 def tie(head: Head, embedding: Embedding) -> None:
     """Both use one parameter. (Across stages, each end holds a copy and the gradients are summed.)"""
-    head.output.weight = embedding.tokens.weight
+    head.output.weight = embedding.tokens.get_parameter("weight")
 
 
 def segment_mask(segments: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ from meshwright.parts import gpt
 class Alibi(nn.Module):
     """Scores fall with the distance to the key, for each head by its own slope. A rank takes its heads' slopes."""
 
+    slopes: Tensor
+
     def __init__(self, model: ModelConfig, parallel: Parallel) -> None:
         super().__init__()
         heads = model.heads // parallel.tp.size
@@ -69,13 +71,19 @@ class QKV(nn.Module):
         for part in self.parts:
             self.add_module(part, Linear(parallel, records[f"{part}.weight"], records.get(f"{part}.bias"), "column"))
 
+    def linear(self, part: str) -> Linear:
+        found = self._modules[part]
+        assert isinstance(found, Linear)
+        return found
+
     def forward(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """x, for what else needs it, and the projection of its norm."""
-        linears = [self.get_submodule(part) for part in self.parts]
+        linears = [self.linear(part) for part in self.parts]
         if len(linears) == 1:
             return linears[0].after_norm(x, norm)
-        weight = torch.cat([linear.weight for linear in linears])
-        bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+        weight = torch.cat(tuple(linear.weight for linear in linears))
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        bias = torch.cat(biases) if biases else None
         return norm_product(x, norm, weight, bias, (None, *linears[0].how[1:]))
 
 

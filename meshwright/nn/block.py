@@ -38,7 +38,7 @@ class Block(nn.Module):
         total: Tensor | None = None
         for norm, body in self.branches:
             given = x if total is None or self.parallel_residual else total
-            given, change = self._modules[body](given, self._modules[norm], batch, rotary, mask, past)
+            given, change = getattr(self, body)(given, getattr(self, norm), batch, rotary, mask, past)
             change = self._drop(change)
             if total is None:
                 x, total = given, given + change

@@ -133,11 +133,11 @@ class _OutputLoss(torch.autograd.Function):
             total = total + loss_and_grad_(logits, labels[part], mask[part], factor, v).sum()
             if grad_x is not None:
                 torch.mm(logits, weight, out=grad_x[part])
-            if needs_weight and direct:
+            if needs_weight and direct and sink is not None:
                 add_product(sink_of(sink), logits, full[part], last=begin + rows >= len(full))
             elif kept is not None:
                 write_product(kept, logits, full[part], add=begin > 0)
-            del logits  # or the next chunk's would be made beside them
+            del logits  # or the next piece's would be made beside them
         ctx.save_for_backward(grad_x, kept)
         ctx.sink, ctx.mode, ctx.group, ctx.size, ctx.scale, ctx.direct = sink, mode, v.group, v.size, factor, direct
         ctx.dtype = weight.dtype

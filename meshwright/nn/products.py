@@ -18,8 +18,8 @@ Prepared = tuple[Tensor, fp8.Pair | None]
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     if not _in_fp8(kind, x, weight):
         return F.linear(x, weight, bias)
-    factors = (fp8.quantise(part, kind, fp8.VALUES).straight for part in (x, weight))
-    y = fp8.product(*factors, dtype=x.dtype, fast=True)
+    a, b = (fp8.quantise(part, kind, fp8.VALUES).straight for part in (x, weight))
+    y = fp8.product(a, b, dtype=x.dtype, fast=True)
     return y if bias is None else y + bias
 
 

@@ -20,6 +20,9 @@ class Rotary(nn.Module):
     """Cosines and sines of rotary positions; each pair is an element of the first half of a head's turning part and its
     partner in the second."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, model: ModelConfig, parallel: Parallel) -> None:
         super().__init__()
         exact = torch.float64
@@ -68,7 +71,8 @@ def _turn(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bo
     if fits(q, k, v):
         from meshwright.kernels.rotary import turn
 
-        return turn(*(x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v)), cos, sin, inverse)
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+        return turn(q, k, v, cos, sin, inverse)
     tables = (cos, -sin) if inverse else (cos, sin)
     return torch.cat((rotate(q, tables), rotate(k, tables), v), dim=2)
 

@@ -131,6 +131,13 @@ def test_a_device_is_timed_and_counts_the_same() -> None:
     assert dry.most["peak"] > sum(dry.states.values())
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_updates_though_the_one_that_counts_its_norm_is_absent(stage: int) -> None:
+    """The second replica of the second tensor-parallel rank of the last stage: neither its loss nor its norm counts."""
+    config = small_config(layout={"tp": 2, "pp": 2}, zero={"stage": stage}, train={"precision": "bf16"})
+    assert run_rank(config, 8, 7, Device("cpu")).updated
+
+
 def test_storages_are_counted_while_they_live() -> None:
     meta = {"device": "meta", "dtype": torch.float32}
     with MetaMode() as dry:
