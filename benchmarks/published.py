@@ -30,6 +30,7 @@ from meshwright.plan.flops import balanced_split, model_flops, recomputed_flops
 from meshwright.plan.job import Job
 from meshwright.plan.memory import needed_gib
 from meshwright.plan.stack import STACKS, Stack, States
+from meshwright.schedule.kinds import default_kind
 
 Row = Mapping[str, str]
 
@@ -260,7 +261,7 @@ def job_of_row(row: Row, cluster: Cluster) -> Job:
         LayoutConfig(
             tp=tp, pp=pp, cp=cp, sequence_parallel=sequence_parallel, chunks=chunks, node_size=cluster.node.devices
         ),
-        PipelineConfig(cast(Any, schedule), _split(model, pp, chunks, text)),
+        PipelineConfig(schedule, _split(model, pp, chunks, text)),
         TrainConfig(
             global_batch=batch, micro_batch=micro, precision=cast(Any, precision),
             grad_dtype=cast(Any, "fp32" if states.grad == 4 or precision == "fp8" else precision),
@@ -291,7 +292,7 @@ def _schedule(row: Row, layers: int, pp: int) -> tuple[int, str]:
         return 1, name
     if pp * chunks > layers:
         chunks = max(1, layers // pp)
-    return chunks, "interleaved" if chunks > 1 else "1f1b"
+    return chunks, default_kind(chunks)
 
 
 def _check_batch(devices: tuple[int, int], dp: int, micro: int, batch: int) -> None:

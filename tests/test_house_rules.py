@@ -28,8 +28,8 @@ DISTRIBUTED = {
 # A room imports only from rooms below it. `data` needs only the errors; `show` is given what it draws; `plan` reads the
 # plain parts of all below it.
 LEVELS = {
-    "errors": 0, "device": 1, "layout": 1, "data": 1, "kernels": 1, "parts": 2, "config": 2, "comm": 3, "nn": 4,
-    "models": 5, "pipeline": 6, "sharding": 6, "optim": 7, "checkpoint": 8, "train": 9, "show": 10, "plan": 11,
+    "errors": 0, "device": 1, "layout": 1, "schedule": 1, "data": 1, "kernels": 1, "parts": 2, "config": 2, "comm": 3,
+    "nn": 4, "models": 5, "pipeline": 6, "sharding": 6, "optim": 7, "checkpoint": 8, "train": 9, "show": 10, "plan": 11,
     "dryrun": 12, "bench": 13, "cli": 14, "__main__": 15,
 }  # fmt: skip
 
@@ -42,8 +42,8 @@ WITHOUT_TORCH = [
     ),
     "layout", "layout.params", "layout.shards", "layout.rows", "layout.redistribute", "config.load",
     "config.rules", "models.description", "parts.part", "parts.gpt", "parts.loss_pieces",
-    "optim.schedules", "comm.ledger", "pipeline.table", "pipeline.schedules", "pipeline.verify",
-    "pipeline.simulate", "train.read_run", "bench.models", "bench.fit", "bench.profile", "bench.request",
+    "optim.schedules", "comm.ledger", "schedule.table", "schedule.kinds", "schedule.verify",
+    "schedule.simulate", "train.read_run", "bench.models", "bench.fit", "bench.profile", "bench.request",
     "cli.bench", "cli.comm", "models.hf", "checkpoint.format",
     "checkpoint.verify", "cli.main", "cli.layout", "cli.schedule", "cli.config", "cli.data", "cli.eval",
     "cli.export", "cli.generate", "cli.import_", "cli.inspect", "cli.train", "pipeline.trace", "cli.cost", "cli.plan",

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.files import write
-from meshwright.pipeline.schedules import KINDS, build
-from meshwright.pipeline.simulate import Simulation, Timed, simulate
-from meshwright.pipeline.verify import verify
+from meshwright.schedule.kinds import KINDS, build
+from meshwright.schedule.simulate import Simulation, Timed, simulate
+from meshwright.schedule.verify import verify
 from meshwright.show.chart import check_svg
 from meshwright.show.schedule_drawing import timeline_svg, timeline_text, title
 from meshwright.show.terminal import has_colour, table, terminal_width

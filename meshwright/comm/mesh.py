@@ -58,7 +58,7 @@ class Mesh:
 
     def _make(self, name: str) -> Group:
         ranks = self.layout.group(name, self.rank)
-        if not ranks and name not in self._given:
+        if not ranks and self.layout.size(name) > 1 and name not in self._given:
             # torch names a group after the number of groups its maker has made before, so every rank makes as many.
             dist.new_group([self.rank], timeout=self._limit, use_local_synchronization=True)
         process_group = self._given.get(name)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from meshwright.config.presets import APPROXIMATE
-from meshwright.config.sections import FP8_UNIT, LARGEST_TABLE, Config
+from meshwright.config.sections import FP8_UNIT, Config
 from meshwright.errors import UserError, divisors, either
 from meshwright.layout import Layout
 from meshwright.layout.shards import node_parts
+from meshwright.schedule.kinds import KINDS, LARGEST_TABLE, training_kinds
 
 Rule = Callable[[Config, int], str | None]
 
@@ -115,10 +116,10 @@ def layers_fill_stages(c: Config, world: int) -> str | None:
     return None
 
 
-def chunks_need_interleaving(c: Config, world: int) -> str | None:
-    if c.layout.chunks > 1 and c.pipeline.schedule != "interleaved":
+def schedule_takes_chunks(c: Config, world: int) -> str | None:
+    if not KINDS[c.pipeline.schedule].takes(c.layout.chunks):
         return (
-            f"layout.chunks={c.layout.chunks} needs pipeline.schedule=interleaved, "
+            f"layout.chunks={c.layout.chunks} needs pipeline.schedule={either(training_kinds(c.layout.chunks))}, "
             f"not {c.pipeline.schedule}: change one of them"
         )
     return None
@@ -240,7 +241,7 @@ RULES: list[Rule] = [
     sequence_parallel_splits,
     cp_cuts_sequences,
     layers_fill_stages,
-    chunks_need_interleaving,
+    schedule_takes_chunks,
     batch_divides,
     eval_divides,
     shards_fit_nodes,

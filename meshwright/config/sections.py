@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from meshwright.errors import UserError, divisors, either
+from meshwright.errors import UserError, divisors, either, nearest
+from meshwright.schedule.kinds import training_kinds
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
-ScheduleKind = Literal["gpipe", "1f1b", "interleaved"]
 LONGEST_S = 365 * 24 * 3600.0
-LARGEST_TABLE = 2**21  # stages x micro-batches of a pipeline's table; beyond it one would fill gigabytes
 FP8_UNIT = 16  # products in fp8 take multiples of this
 TRAINING_KEYS = {"preset", "dropout", "init_std"}  # of a model: how it is trained, not what it computes
 
@@ -146,12 +145,16 @@ class LayoutConfig:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    schedule: ScheduleKind = "1f1b"
+    schedule: str = "1f1b"  # of the kinds that schedule/kinds.py lists
     split: tuple[int, ...] = ()  # layers of each virtual stage, in the order of the layers; empty: evenly
 
     def __post_init__(self) -> None:
         if any(count < 0 for count in self.split):
             raise UserError(f"pipeline.split={list(self.split)} must not hold a negative number of layers")
+        kinds = training_kinds()
+        if self.schedule not in kinds:
+            close = nearest(self.schedule, kinds)
+            raise UserError(f"pipeline.schedule={self.schedule} is not one of {', '.join(kinds)}{close}")
 
 
 @dataclass(frozen=True)

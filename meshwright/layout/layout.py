@@ -60,7 +60,8 @@ class Layout:
 
     `order` names the axes, fastest-varying first. `parts` makes an axis a product of named parts, fastest
     first: `(("tp", (("tp.kv", 2), ("tp.q", 2))),)` is tp=4 as a 2 x 2 grid, and a part's name is usable
-    wherever an axis's is. `node_size` is the number of neighbouring ranks that share a machine.
+    wherever an axis's is. `node_size` is the number of neighbouring ranks that share a machine. `ends` are the pipeline
+    ranks that hold the model's first and its last stage; where it is None, the first and the last rank do.
     """
 
     world: int
@@ -71,6 +72,7 @@ class Layout:
     order: str = "tp-cp-ep-dp-pp"
     node_size: int | None = None
     parts: Parts = ()
+    ends: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(self)
@@ -86,6 +88,11 @@ class Layout:
     def edp(self) -> int:
         """Data-parallel replicas of an expert: dp x cp / ep."""
         return self.dp * self.cp // self.ep
+
+    @property
+    def first_and_last(self) -> tuple[int, int]:
+        """The pipeline ranks that hold the model's first and its last stage."""
+        return (0, self.pp - 1) if self.ends is None else self.ends
 
     @property
     def views_agree(self) -> bool:
@@ -112,7 +119,7 @@ class Layout:
         if name == "world":
             return (tuple(range(self.world)),)
         if name in SPECIAL_GROUPS:
-            return tuple(_ends(name, stages) for stages in self.groups("pp"))
+            return tuple(_ends(self, name, stages) for stages in self.groups("pp"))
         product = _product(self, name)
         offsets = product.offsets
         if len(offsets) == 1:
@@ -125,7 +132,7 @@ class Layout:
         if name == "world":
             return tuple(range(self.world))
         if name in SPECIAL_GROUPS:
-            ends = _ends(name, self.group("pp", rank))
+            ends = _ends(self, name, self.group("pp", rank))
             return ends if rank in ends else ()
         product = _product(self, name)
         first = rank - sum(atom.at(rank) * atom.stride for atom in product.inside)
@@ -134,7 +141,7 @@ class Layout:
     def size(self, name: str) -> int:
         """How many ranks a group of `name` has."""
         if name in SPECIAL_GROUPS:
-            return {"world": self.world, "embedding": min(self.pp, 2), "position_embedding": 1}[name]
+            return {"world": self.world, "embedding": len(set(self.first_and_last)), "position_embedding": 1}[name]
         return len(_product(self, name).offsets)
 
     def canonical(self, name: str) -> str:
@@ -367,8 +374,7 @@ def _coordinate(layout: Layout, axes: tuple[str, ...], rank: int) -> dict[str, i
     return found
 
 
-def _ends(name: str, stages: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks of one pipeline that hold an embedding: word embeddings stand on the first and last stage."""
-    if name == "embedding" and len(stages) > 1:
-        return (stages[0], stages[-1])
-    return stages[:1]
+def _ends(layout: Layout, name: str, stages: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks of one pipeline that hold an embedding: word embeddings stand on the first and on the last stage."""
+    first, last = layout.first_and_last
+    return tuple(sorted({stages[first], stages[last]})) if name == "embedding" else (stages[first],)

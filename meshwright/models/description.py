@@ -24,6 +24,7 @@ from meshwright.parts.gpt import (
     TokenEmbedding,
 )
 from meshwright.parts.part import Block, Model, Named, Part, Stage, Unit
+from meshwright.schedule.kinds import ends_of
 
 
 def gpt(model: ModelConfig) -> Model:
@@ -100,7 +101,7 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
     c = config.layout
     layout = Layout(
         world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, node_size=c.node_size or node_size or None,
-        parts=kv_parts(config.model, c.tp),
+        parts=kv_parts(config.model, c.tp), ends=ends_of(config.pipeline.schedule, c.pp, c.chunks),
     )  # fmt: skip
     if config.zero.stage == 0 or config.zero.shard_group == "dp":
         return layout

@@ -18,7 +18,7 @@ from meshwright.comm.ops import operator
 from meshwright.config.sections import FP8_UNIT
 from meshwright.device import scaled_rows_are_wide
 from meshwright.kernels import fits
-from meshwright.nn.weight_grad import sink_of
+from meshwright.nn.weight_grad import Sink, now_or_later, sink_of
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = ("fp8", "fp8-row")
@@ -118,12 +118,16 @@ def _multiply(
 def add_product_grad(sink: Tensor, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor) -> None:
     """sink += grad x^T, given as [out, tokens] and [in, tokens]."""
     slot = sink_of(sink)
+    now_or_later(lambda *factors: _add_product(slot, *factors), grad, grad_scale, x, x_scale)
+
+
+def _add_product(slot: Sink, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor) -> None:
     slot.prepare()
     if slot.fresh:
-        _multiply(grad, grad_scale, x, x_scale, sink.dtype, False, slot.view)
+        _multiply(grad, grad_scale, x, x_scale, slot.view.dtype, False, slot.view)
         slot.done()
     else:
-        slot.add(_multiply(grad, grad_scale, x, x_scale, sink.dtype, False, None))
+        slot.add(_multiply(grad, grad_scale, x, x_scale, slot.view.dtype, False, None))
 
 
 @add_product_grad.register_fake

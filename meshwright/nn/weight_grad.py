@@ -1,4 +1,5 @@
-"""The one function through which weight gradients pass: it adds to the flat buffer and tells the bucket.
+"""The one place through which weight gradients pass: it adds to the flat buffer and tells the bucket, at once or, where
+a schedule computes weight gradients apart from input gradients, when the schedule says.
 
 A `Sink` is a parameter's place in a flat gradient buffer. The first contribution of a step overwrites it, so the
 buffer is never zeroed; each contribution is reported, so that a full bucket can be reduced while backward goes on.
@@ -7,7 +8,8 @@ Registered operators, since both run inside compiled backwards; they find the si
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
 import torch
@@ -62,6 +64,54 @@ def sink_of(view: Tensor) -> Sink:
     return _SINKS[_address(view)]
 
 
+class Deferred:
+    """Weight gradients that are still to be computed, each a call with the tensors that it needs.
+
+    `copies`: those tensors are copied first. Compiled backwards need that, since they write other results over a
+    tensor's memory once the operator that read it has returned.
+    """
+
+    def __init__(self, copies: bool = False) -> None:
+        self.copies = copies
+        self._calls: list[Callable[[], None]] = []
+
+    def add(self, call: Callable[..., None], *tensors: Tensor) -> None:
+        # Detached, or a saved activation would hold the whole graph behind it.
+        held = [x.detach().clone() if self.copies else x.detach() for x in tensors]
+        self._calls.append(lambda: call(*held))
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Computes them in the order in which they came, which is that of a backward in one piece."""
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+
+# Where weight gradients go while a backward defers them. Process-wide, since the operators that look here take tensors
+# only, and autograd may call them on a thread of its own.
+_DEFERRED: list[Deferred] = []
+
+
+@contextmanager
+def deferring(deferred: Deferred) -> Iterator[None]:
+    """What comes to a sink as factors (the products of linear layers, the rows of embeddings) is kept for later. What
+    comes as a finished gradient, as norms' and biases' do, is small and is added at once."""
+    _DEFERRED.append(deferred)
+    try:
+        yield
+    finally:
+        _DEFERRED.pop()
+
+
+def now_or_later(call: Callable[..., None], *tensors: Tensor) -> None:
+    """call(*tensors), at once unless this backward defers its weight gradients."""
+    if _DEFERRED:
+        _DEFERRED[-1].add(call, *tensors)
+    else:
+        call(*tensors)
+
+
 def add_product(slot: Sink, grad: Tensor, x: Tensor, last: bool = True) -> None:
     """grad^T x: one contribution, or a part of one that comes in several, of which one is the last."""
     slot.prepare()
@@ -94,7 +144,8 @@ def write_product(out: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
 @operator("meshwright::add_product_grad", mutates={"sink"})
 def add_product_grad(sink: Tensor, grad: Tensor, x: Tensor) -> None:
     """sink += grad^T x, for a linear layer's weight [out, in], grad [tokens, out], x [tokens, in]."""
-    add_product(sink_of(sink), grad, x)
+    slot = sink_of(sink)
+    now_or_later(lambda grad, x: add_product(slot, grad, x), grad, x)
 
 
 @add_product_grad.register_fake
@@ -114,6 +165,11 @@ def add_rows_grad(sink: Tensor, grad: Tensor, rows: Tensor) -> None:
     """sink[rows] += grad, for an embedding [vocabulary, hidden]; `rows` [tokens] may repeat, and negative ones are left
     out. The same sum has the same bits every time."""
     slot = sink_of(sink)
+    now_or_later(lambda grad, rows: _add_rows(slot, grad, rows), grad, rows)
+
+
+def _add_rows(slot: Sink, grad: Tensor, rows: Tensor) -> None:
+    sink = slot.view
     kernel = sink.dtype == torch.float32 and (fits(sink, grad) or sink.is_meta)
     if not kernel and sink.device.type != "cpu":  # index_add_ is not deterministic there
         slot.add(dense_rows_grad(grad, rows, sink.shape[0]))

@@ -20,9 +20,10 @@ from torch.autograd.graph import get_gradient_edge
 from meshwright.comm.group import Group, Pending
 from meshwright.comm.ledger import Ledger
 from meshwright.nn.random import Streams
+from meshwright.nn.weight_grad import Deferred, deferring
 from meshwright.pipeline.record import Recorder
-from meshwright.pipeline.table import RECV_OF, SENT, SHARDING, Action, Op, Table
 from meshwright.pipeline.trace import span_name
+from meshwright.schedule.table import MEANING, RECEIVES, SENDS, SHARDING, Action, Op, Table
 
 Named = dict[str, Tensor]
 Loss = tuple[Tensor, Tensor | int | float, Mapping[str, Any]]
@@ -77,7 +78,8 @@ class Output:
 
 
 class Executor:
-    """Runs tables on this rank's chunks. `modules` are in the order of the local chunk number."""
+    """Runs tables on this rank's chunks. `modules` are in the order of the local chunk number; `compiled` says that
+    their blocks are, which matters where weight gradients are computed apart (see `nn.weight_grad.Deferred`)."""
 
     def __init__(
         self,
@@ -87,9 +89,10 @@ class Executor:
         ledger: Ledger,
         streams: Streams,
         shares: Shares | None = None,
+        compiled: bool = False,
     ) -> None:
         self.modules, self.pp, self.forward_step = list(modules), pp, forward_step
-        self.ledger, self.streams, self.shares = ledger, streams, shares
+        self.ledger, self.streams, self.shares, self.compiled = ledger, streams, shares, compiled
         self.rank = max(0, pp.index)
         self.done: list[Action] = []  # of the last run, in the order they ended
         self.recorder: Recorder | None = None  # while a step is traced
@@ -116,22 +119,26 @@ class _Run:
     ) -> None:
         self.executor, self.table, self.batches = executor, table, batches
         self.step, self.loss_weight = step, loss_weight
-        self.training = table.has_backward
+        self.training = table.trains
         self.totals = Totals()
         self.loaded: dict[int, tuple[Named, int]] = {}
-        self.arriving: dict[tuple[Op, int, int], tuple[Named, list[Pending]]] = {}
+        self.arriving: dict[tuple[int, int, int], tuple[Named, list[Pending]]] = {}  # by direction, micro-batch, chunk
         self.inputs: dict[tuple[int, int], Named] = {}
         self.outputs: dict[tuple[int, int], dict[str, Output] | Tensor] = {}
         self.grads: dict[tuple[int, int], Named] = {}
+        self.deferred: dict[tuple[int, int], Deferred] = {}
         self.sends: deque[tuple[Pending, Tensor]] = deque()
-        self.compute = {Op.FORWARD: self.forward, Op.BACKWARD: self.backward}
+        self.compute = {
+            Op.FORWARD: self.forward, Op.BACKWARD: self.backward,
+            Op.INPUT_GRAD: self.input_grad, Op.WEIGHT_GRAD: self.weight_grad,
+        }  # fmt: skip
 
     def act(self, action: Action, following: Action | None) -> None:
         if action.op in SHARDING:
             self.share(action, following)
             return
-        backward = action.op in (Op.BACKWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD)
-        name = "backward" if backward else "forward"
+        direction = SENDS.get(action.op) or RECEIVES.get(action.op)
+        name = MEANING[action.op].phase if direction is None else "forward" if direction > 0 else "backward"
         data_before, begin = self.totals.seconds["data"], time.perf_counter()
         ledger = self.executor.ledger
         phase = ledger.current_phase if ledger.current_phase == "validation" else name
@@ -147,13 +154,11 @@ class _Run:
             received = self._received(action)
             with span("compute", name, **args):
                 self.compute[action.op](action, received)
-        elif action.op in SENT:
+        elif action.op in SENDS:
             with span("send", name, **args, to=action.peer):
                 self.send(action)
-        elif action.op is Op.RECV_FORWARD:
-            self.receive_forward(action)
         else:
-            self.receive_backward(action)
+            self.receive(action)
 
     def share(self, action: Action, following: Action | None) -> None:
         shares, begin = self.executor.shares, time.perf_counter()
@@ -172,7 +177,8 @@ class _Run:
         with self.executor.span("wait", "for sends"):
             while self.sends:
                 self.sends.popleft()[0].wait()
-        assert not (self.arriving or self.inputs or self.outputs or self.grads), "a table left work undone"
+        left = (self.arriving, self.inputs, self.outputs, self.grads, self.deferred)
+        assert not any(left), "a table left work undone"
 
     def load(self, micro_batch: int) -> Named:
         """The micro-batch, loaded once for all of this rank's chunks."""
@@ -209,7 +215,7 @@ class _Run:
                 self.outputs[key] = result[0]
             return
         outputs = self.outputs[key] = {name: Output(x) for name, x in result.items()}
-        self._hand_over(Op.FORWARD, action, {name: output.tensor for name, output in outputs.items()})
+        self._hand_over(action, {name: output.tensor for name, output in outputs.items()})
 
     def backward(self, action: Action, received: Named) -> None:
         key = (action.micro_batch, action.chunk)
@@ -223,20 +229,29 @@ class _Run:
         if inputs:
             grads = {name: _gradient(x) for name, x in inputs.items() if x.is_floating_point()}
             self.grads[key] = grads
-            self._hand_over(Op.BACKWARD, action, grads)
+            self._hand_over(action, grads)
 
-    def _hand_over(self, op: Op, action: Action, tensors: Named) -> None:
+    def input_grad(self, action: Action, received: Named) -> None:
+        """A backward whose weight gradients wait. What they need is kept, the rest of the activations is not."""
+        deferred = self.deferred[action.micro_batch, action.chunk] = Deferred(self.executor.compiled)
+        with deferring(deferred):
+            self.backward(action, received)
+
+    def weight_grad(self, action: Action, received: Named) -> None:
+        self.deferred.pop((action.micro_batch, action.chunk)).run()
+
+    def _hand_over(self, action: Action, tensors: Named) -> None:
         """To a neighbouring stage on this same rank, if it is one."""
-        to = self.table.consumer(op, self.executor.rank, action.chunk)
+        direction = MEANING[action.op].direction
+        to = self.table.beside(direction, self.executor.rank, action.chunk)
         if to is None or to[0] != self.executor.rank:
             return
-        arrival = Op.RECV_FORWARD if op is Op.FORWARD else Op.RECV_BACKWARD
-        self.arriving[arrival, action.micro_batch, to[1]] = (tensors, [])
-        self._forget(op, (action.micro_batch, action.chunk))
+        self.arriving[direction, action.micro_batch, to[1]] = (tensors, [])
+        self._forget(direction, (action.micro_batch, action.chunk))
 
-    def _forget(self, op: Op, key: tuple[int, int]) -> None:
+    def _forget(self, direction: int, key: tuple[int, int]) -> None:
         """What was handed on is no longer held: gradients at all, outputs but for what their backward needs."""
-        if op is Op.BACKWARD:
+        if direction < 0:
             del self.grads[key]
         elif not self.training:
             del self.outputs[key]
@@ -246,7 +261,7 @@ class _Run:
 
     def _received(self, action: Action) -> Named:
         """What a compute takes from its neighbour, once it is there."""
-        key = (RECV_OF[action.op], action.micro_batch, action.chunk)
+        key = (MEANING[action.op].direction, action.micro_batch, action.chunk)
         tensors, pendings = self.arriving.pop(key, ({}, []))
         if pendings:
             with self.executor.span("wait", f"for {span_name(action)}"):
@@ -256,29 +271,32 @@ class _Run:
 
     def send(self, action: Action) -> None:
         key = (action.micro_batch, action.chunk)
-        forward = action.op is Op.SEND_FORWARD
-        tensors = {n: o.tensor for n, o in self.outputs[key].items()} if forward else self.grads[key]
+        direction = SENDS[action.op]
+        tensors = {n: o.tensor for n, o in self.outputs[key].items()} if direction > 0 else self.grads[key]
         assert action.peer is not None
         for _, x in sorted(tensors.items()):
             x = x.detach().contiguous()
             self.sends.append((self.executor.pp.send(x, action.peer), x))
-        self._forget(Op.FORWARD if forward else Op.BACKWARD, key)
+        self._forget(direction, key)
         while len(self.sends) > SENDS_IN_FLIGHT:
             self.sends.popleft()[0].wait()
 
-    def receive_forward(self, action: Action) -> None:
-        receives = self.executor.modules[action.chunk].receives
-        device = next(self.executor.modules[action.chunk].parameters()).device
-        self._receive(action, {name: torch.empty(s, dtype=d, device=device) for name, (s, d) in receives.items()})
-
-    def receive_backward(self, action: Action) -> None:
-        outputs = self.outputs[action.micro_batch, action.chunk]
-        self._receive(action, {n: o.empty_gradient() for n, o in outputs.items() if o.dtype.is_floating_point})
-
-    def _receive(self, action: Action, buffers: Named) -> None:
+    def receive(self, action: Action) -> None:
+        """Posts the receive; the compute that needs the tensors waits for them."""
         assert action.peer is not None
+        direction = RECEIVES[action.op]
+        buffers = self._inputs_to_come(action) if direction > 0 else self._gradients_to_come(action)
         pendings = [self.executor.pp.receive(x, action.peer) for _, x in sorted(buffers.items())]
-        self.arriving[action.op, action.micro_batch, action.chunk] = (buffers, pendings)
+        self.arriving[direction, action.micro_batch, action.chunk] = (buffers, pendings)
+
+    def _inputs_to_come(self, action: Action) -> Named:
+        module = self.executor.modules[action.chunk]
+        device = next(module.parameters()).device
+        return {name: torch.empty(s, dtype=d, device=device) for name, (s, d) in module.receives.items()}
+
+    def _gradients_to_come(self, action: Action) -> Named:
+        outputs = self.outputs[action.micro_batch, action.chunk]
+        return {n: o.empty_gradient() for n, o in outputs.items() if o.dtype.is_floating_point}
 
 
 def _gradient(x: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.pipeline.simulate import Simulation
-from meshwright.pipeline.table import RECEIVED, SENT, Action, Op
+from meshwright.schedule.simulate import Simulation
+from meshwright.schedule.table import MEANING, RECEIVES, SENDS, Action
 
 TRACKS = {"compute": 0, "send": 1, "step": 2, "wait": 3}
 MICROSECONDS = 1e6
@@ -34,7 +34,7 @@ class Span:
 
 
 def span_name(action: Action) -> str:
-    letter = {Op.FORWARD: "F", Op.BACKWARD: "B"}.get(action.op, f"{action.op.value} ")
+    letter = MEANING[action.op].letter if action.op in MEANING else f"{action.op.value} "
     return f"{letter}{action.micro_batch}"
 
 
@@ -43,10 +43,10 @@ def spans_of(simulation: Simulation) -> Iterator[Span]:
     for rank, row in enumerate(simulation.ranks):
         for timed in row:
             action = timed.action
-            if action.op in RECEIVED:
+            if action.op in RECEIVES:
                 continue
             args = {"micro_batch": action.micro_batch, "chunk": action.chunk}
-            if action.op in SENT:
+            if action.op in SENDS:
                 args["to"] = action.peer if action.peer is not None else -1
                 yield Span(rank, "send", span_name(action), timed.start, timed.end, args)
             else:

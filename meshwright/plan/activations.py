@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from meshwright.models.description import fields_read
 from meshwright.parts.part import Block, Coordinate, Kernels, MicroBatch, Stage, Unit
-from meshwright.pipeline.schedules import computes
-from meshwright.pipeline.table import Op
 from meshwright.plan.job import Job
+from meshwright.schedule.kinds import KINDS, computes
+from meshwright.schedule.table import MEANING, held
 
 
 @dataclass(frozen=True)
@@ -130,21 +130,22 @@ def in_flight(
     forwards: set[tuple[tuple[int, ...], int]] = set()
     backwards: set[tuple[tuple[int, ...], int]] = set()
     for action in computes(kind, pp, micro_batches, chunks, rank):
-        if action.op is Op.FORWARD:
-            flying[action.chunk] += 1
-            forwards.add((tuple(flying), action.chunk))
-        else:
+        direction = MEANING[action.op].direction
+        if direction < 0:
             backwards.add((tuple(flying), action.chunk))
-            flying[action.chunk] -= 1
+        flying[action.chunk] += held(action.op)
+        if direction > 0:
+            forwards.add((tuple(flying), action.chunk))
     return frozenset(forwards), frozenset(backwards)
 
 
 def steady(job: Job) -> int:
-    """Micro-batches after which a schedule that drains as it fills has no more in flight: the rest repeats."""
-    pp, m = job.layout.pp, job.micro_batches
-    if job.config.pipeline.schedule == "gpipe":
-        return m
-    return min(m, 3 * pp + m % pp)
+    """Micro-batches after which a schedule that drains as it fills has no more in flight: the rest repeats. (All of
+    them where the schedule does not drain, or does not say.)"""
+    pp, m, chunks = job.layout.pp, job.micro_batches, job.config.layout.chunks
+    few, formula = min(m, 3 * pp + m % pp), KINDS[job.config.pipeline.schedule].in_flight
+    drains = formula is not None and formula(pp, m, chunks, 0) == formula(pp, few, chunks, 0)
+    return few if drains else m
 
 
 def alive(job: Job, pp_rank: int, chunks: list[ChunkBytes]) -> tuple[list[float], list[float]]:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from meshwright.parts.part import Block
-from meshwright.pipeline.schedules import build
-from meshwright.pipeline.simulate import Simulation, simulate
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import Traffic, by_axis, by_line, passed_bytes, stage_calls, unit_records
 from meshwright.plan.compute import Setting, setting_of, unit_time
@@ -22,6 +20,8 @@ from meshwright.plan.job import Job, ranks_per_node, senders_across
 from meshwright.plan.memory import Memory, largest, rank_parameters
 from meshwright.plan.reduction import AxisTime, StageCost, reduce_seconds, sharded_block
 from meshwright.plan.stack import States
+from meshwright.schedule.kinds import build
+from meshwright.schedule.simulate import Simulation, simulate
 
 LARGEST_SIMULATED = 12_000  # computes of a table that is simulated; beyond it the closed formula is used
 NORM_BYTES = 4  # besides what the update reads and writes of the states: the gradient's norm is a pass of its own

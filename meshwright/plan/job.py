@@ -18,8 +18,8 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.models.description import describe, layout_of, stages_of
 from meshwright.parts.part import Coordinate, Kernels, MicroBatch, Model, Stage, Unit, coordinate_of
-from meshwright.pipeline.table import looped
 from meshwright.plan.stack import BYTES, Stack, States, own_stack, states_of
+from meshwright.schedule.kinds import placement_of
 from meshwright.sharding.placement import shard_axes
 from meshwright.sharding.reducers import PLAIN, ReducerPlan
 
@@ -113,7 +113,7 @@ class Job:
     @cached_property
     def placement(self) -> tuple[tuple[int, int], ...]:
         """The (pipeline rank, chunk) of every virtual stage."""
-        return looped(self.layout.pp, self.config.layout.chunks)
+        return placement_of(self.config.pipeline.schedule, self.layout.pp, self.config.layout.chunks)
 
     @cached_property
     def chunks(self) -> tuple[tuple[Stage, ...], ...]:

@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.pipeline.schedules import build
-from meshwright.pipeline.table import action_counts
 from meshwright.plan.communication import by_axis, by_line, stage_calls
 from meshwright.plan.job import Job
 from meshwright.plan.memory import Memory, rank_memory, rank_parameters
+from meshwright.schedule.kinds import build
+from meshwright.schedule.table import action_counts
 
 STATES = ("parameters", "gradients", "master", "optimizer")
 KINDS = (*STATES, "activations", "buffers", "peak")

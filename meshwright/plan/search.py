@@ -21,6 +21,7 @@ from meshwright.plan.cost import Cost, predict_cost
 from meshwright.plan.flops import best_split
 from meshwright.plan.job import Job
 from meshwright.plan.memory import needed_gib
+from meshwright.schedule.kinds import KINDS, default_kind
 
 RECOMPUTE = ("none", "selective", "full")
 ORDERS = ("tp-cp-ep-dp-pp", "tp-pp-cp-ep-dp")
@@ -72,7 +73,7 @@ class Space:
     chunks: tuple[int, ...] = _key("layout.chunks", CHUNKS)
     micro_batch: tuple[int, ...] = _key("train.micro_batch", MICRO_BATCHES)
     sequence_parallel: tuple[bool, ...] = _key("layout.sequence_parallel", (False, True))
-    schedule: tuple[str, ...] = _key("pipeline.schedule")  # empty: interleaved with chunks, else 1f1b
+    schedule: tuple[str, ...] = _key("pipeline.schedule")  # empty: the default for so many chunks
 
 
 # Config keys that hold a choice fixed, with the field of `Space` they set.
@@ -129,8 +130,8 @@ def _variants(plain: Job, space: Space) -> Iterator[Job]:
     for chunks in space.chunks:
         if chunks > 1 and (pp == 1 or model.layers % (pp * chunks) or plain.micro_batches < pp):
             continue
-        schedule = space.schedule[0] if space.schedule else "interleaved" if chunks > 1 else "1f1b"
-        if chunks > 1 and schedule != "interleaved":
+        schedule = space.schedule[0] if space.schedule else default_kind(chunks)
+        if not KINDS[schedule].takes(chunks):
             continue
         pipeline = {"schedule": schedule, "split": split if chunks == 1 else ()}
         for parts in space.sequence_parallel if tp > 1 else (False,):

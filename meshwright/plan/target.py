@@ -15,6 +15,7 @@ from meshwright.errors import UserError, nearest
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.stack import STACKS, Stack, own_stack
+from meshwright.schedule.kinds import default_kind
 
 # The short words of --layout, and the keys they stand for.
 SHORT = {
@@ -56,12 +57,12 @@ def _moved_stages(raw: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
 
 
 def _interleave(raw: dict[str, Any]) -> None:
-    """Chunks without a word on the schedule mean the interleaved one; what is no section is left to be refused."""
+    """Chunks without a word on the schedule mean the default for several; what is no section is left to be refused."""
     layout, pipeline = ({} if raw.get(name) is None else raw[name] for name in ("layout", "pipeline"))
     if not isinstance(layout, dict) or not isinstance(pipeline, dict):
         return
     if layout.get("chunks", 1) not in (1, "1") and "schedule" not in pipeline:
-        raw["pipeline"] = {**pipeline, "schedule": "interleaved"}
+        raw["pipeline"] = {**pipeline, "schedule": default_kind(2)}
 
 
 def _raw(target: str, as_run: bool) -> tuple[dict[str, Any], Mapping[str, Any], str]:

@@ -21,7 +21,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.models.description import describe
 from meshwright.parts.part import parameter_count
-from meshwright.pipeline.table import looped
+from meshwright.schedule.kinds import placement_of
 from meshwright.show.layout_drawing import written
 from meshwright.show.loss_curve import Point, curve, finite
 from meshwright.show.run_parts import PHASES, head, phase_bar, phase_legend
@@ -209,8 +209,9 @@ def links(config: Config, layout: Layout, axes: Mapping[str, Mapping[str, float]
         ways: list[tuple[int, int]] = []
         for group in _groups(layout, axis):
             if axis == "pp":
-                places = [group[rank] for rank, _ in looped(layout.pp, config.layout.chunks)]
-                pairs = list(zip(places, places[1:], strict=False))
+                placement = placement_of(config.pipeline.schedule, layout.pp, config.layout.chunks)
+                places = [group[rank] for rank, _ in placement]
+                pairs = [(a, b) for a, b in zip(places, places[1:], strict=False) if a != b]
                 ways += [*pairs, *((b, a) for a, b in pairs)]
             else:
                 ways += zip(group, (*group[1:], group[0]), strict=True)

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from statistics import median_low
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from meshwright.pipeline.simulate import Simulation, Timed
-from meshwright.pipeline.table import Op, Table
+from meshwright.schedule.simulate import Simulation, Timed
+from meshwright.schedule.table import MEANING, Op, Table
 from meshwright.show.units import plural, round_step
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 RESET = "\x1b[0m"
-# Terminal backgrounds (of the 256) by op, one per chunk, in turn.
-BACKGROUNDS = {Op.FORWARD: (117, 75, 69, 111), Op.BACKWARD: (222, 214, 208, 179)}
-# SVG fills by op, from the first chunk to the last, and for a single chunk.
-FILLS = {Op.FORWARD: ((169, 208, 247), (38, 98, 173)), Op.BACKWARD: ((255, 212, 158), (196, 92, 22))}
-SINGLE = 0.3
+SINGLE = 0.3  # of the way between two shades, for a single chunk
+
+Colour = tuple[int, int, int]
+
+
+class Look(NamedTuple):
+    """How a compute is drawn: its fill without colour, terminal backgrounds (of the 256) that the chunks take in turn,
+    and SVG fills of the first chunk and of the last."""
+
+    fill: str
+    backgrounds: tuple[int, ...]
+    fills: tuple[Colour, Colour]
+
+
+LOOKS = {
+    Op.FORWARD: Look("-", (117, 75, 69, 111), ((169, 208, 247), (38, 98, 173))),
+    Op.BACKWARD: Look("=", (222, 214, 208, 179), ((255, 212, 158), (196, 92, 22))),
+    Op.INPUT_GRAD: Look("=", (222, 214, 208, 179), ((255, 212, 158), (196, 92, 22))),
+    Op.WEIGHT_GRAD: Look("%", (157, 114, 71, 108), ((190, 230, 180), (46, 125, 50))),
+}
 SEAM = " ~ "
 
 Window = tuple[int, int]  # columns from, up to
@@ -80,14 +96,16 @@ def _row(simulation: Simulation, rank: int, scale: float, window: Window, colour
 
 
 def _glyph(op: Op, chunk: int, chunks: int) -> str:
-    if chunks == 1:
-        return "-" if op is Op.FORWARD else "="
+    """Computes that pass nothing on have one fill for all chunks; a forward and a backward differ in case."""
+    direction = MEANING[op].direction
+    if chunks == 1 or not direction:
+        return LOOKS[op].fill
     letter = LETTERS[chunk % len(LETTERS)]
-    return letter if op is Op.FORWARD else letter.upper()
+    return letter if direction > 0 else letter.upper()
 
 
 def _paint(op: Op, chunk: int, text: str) -> str:
-    shades = BACKGROUNDS[op]
+    shades = LOOKS[op].backgrounds
     return f"\x1b[38;5;16;48;5;{shades[chunk % len(shades)]}m{text}{RESET}"
 
 
@@ -122,7 +140,7 @@ def _text_axis(simulation: Simulation, scale: float, window: Window, windows: in
 
 def _legend(table: Table, colour: bool) -> str:
     parts = []
-    for op in (Op.FORWARD, Op.BACKWARD) if table.has_backward else (Op.FORWARD,):
+    for op in table.computes:
         samples = (
             _paint(op, chunk, " 3 ") if colour else "3" + 2 * _glyph(op, chunk, table.chunks)
             for chunk in range(table.chunks)
@@ -163,7 +181,7 @@ def timeline_svg(simulation: Simulation) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
         f'viewBox="0 0 {width:g} {height:g}" role="img">',
         f"<title>{escape(title(table))}</title>",
-        f"<style>{STYLE}{_svg_shades(table.chunks)}</style>",
+        f"<style>{STYLE}{_svg_shades(table)}</style>",
         f'<rect width="{width:g}" height="{height:g}" rx="10" fill="#fff"/>',
         *_svg_heading(simulation),
         *_svg_axis(simulation, chart),
@@ -189,7 +207,7 @@ def _svg_heading(simulation: Simulation) -> Iterator[str]:
         f"{max(simulation.peak_activations):g} micro-batches</text>"
     )
     x = 20.0
-    for op in (Op.FORWARD, Op.BACKWARD) if table.has_backward else (Op.FORWARD,):
+    for op in table.computes:
         yield f'<text x="{x:g}" y="84">{op.value}</text>'
         x += 10 + DIGIT * len(op.value)
         for chunk in range(table.chunks):
@@ -241,12 +259,13 @@ def _svg_rank(simulation: Simulation, rank: int, chart: float) -> Iterator[str]:
 
 def _shade(op: Op, chunk: int) -> str:
     """The CSS class of a block; with a `t` after it, of the text on it."""
-    return f"{op.value[0]}{chunk}"
+    return f"{MEANING[op].letter.lower()}{chunk}"
 
 
-def _svg_shades(chunks: int) -> str:
-    rules = []
-    for op, (light, dark) in FILLS.items():
+def _svg_shades(table: Table) -> str:
+    rules, chunks = [], table.chunks
+    for op in table.computes:
+        light, dark = LOOKS[op].fills
         for chunk in range(chunks):
             part = chunk / (chunks - 1) if chunks > 1 else SINGLE
             red, green, blue = (round(a + (b - a) * part) for a, b in zip(light, dark, strict=True))

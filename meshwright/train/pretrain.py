@@ -24,7 +24,7 @@ from meshwright.layout.params import key
 from meshwright.nn.parallel import initialise, record_of, share_tied
 from meshwright.optim.schedules import consumed_after
 from meshwright.parts.part import Stage
-from meshwright.pipeline.table import looped
+from meshwright.schedule.kinds import placement_of
 from meshwright.sharding.buffers import foreign_record
 from meshwright.sharding.reducers import PLAIN, Reducer
 from meshwright.train.ahead import Ahead
@@ -106,7 +106,8 @@ def build_modules(
     """This rank's chunks, drawn from the seed and the global names alone."""
     config, modules = ctx.config, []
     stages = ctx.stages()
-    for index, (rank, _) in enumerate(looped(config.layout.pp, config.layout.chunks)):
+    placement = placement_of(config.pipeline.schedule, config.layout.pp, config.layout.chunks)
+    for index, (rank, _) in enumerate(placement):
         if rank == ctx.pp_rank:
             torch.manual_seed(key(config.train.seed, "stage", index))  # stages must not begin alike
             module = model_provider(ctx, stages[index]).to(ctx.device.torch)

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,13 +18,14 @@ from meshwright.optim.adam import FlatOptimizer
 from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.schedules import global_batch, learning_rate
 from meshwright.pipeline.executor import Executor, Totals
-from meshwright.pipeline.schedules import build
 from meshwright.pipeline.trace import REDUCED, UPDATED
+from meshwright.schedule.table import Table
+from meshwright.schedule.verify import verified
 from meshwright.sharding.buffers import State
 from meshwright.sharding.data_parallel import DataParallel
 from meshwright.sharding.reducers import PLAIN, Reducer
 from meshwright.train.batches import Dataset, MicroBatches
-from meshwright.train.context import Context
+from meshwright.train.context import Context, compiles
 from meshwright.train.counts import COUNTS, PHASES, SUMS, counts_bytes
 
 ForwardStep = Callable[[Context, nn.Module, dict[str, Tensor], dict[str, Tensor]], Any]
@@ -97,12 +97,12 @@ class Trainer:
         self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, parallel.weights.updated, offload)
         self.loss_scale = LossScale(config.loss_scale, config.train.precision == "fp16")
         step = lambda module, batch, received: forward_step(ctx, module, batch, received)  # noqa: E731
-        self.executor = Executor(self.modules, ctx.mesh.pp, step, ctx.ledger, ctx.parallel.streams, self.data_parallel)
+        self.executor = Executor(
+            self.modules, ctx.mesh.pp, step, ctx.ledger, ctx.parallel.streams, parallel, compiles(config, ctx.device)
+        )
         fields = fields_of(self.modules)
         self.train_batches = MicroBatches(ctx, train_data, fields)
         self.valid_batches = MicroBatches(ctx, valid_data, fields) if valid_data is not None else None
-        layout, stage = config.layout, self.data_parallel.stage
-        self.table = cache(lambda m: build(config.pipeline.schedule, layout.pp, m, layout.chunks, stage))
         self.step_number = 0
         self.consumed = 0
         self._read_at = 0.0
@@ -111,12 +111,17 @@ class Trainer:
     @property
     def writes(self) -> bool:
         """Whether this is the one rank that writes the run's folder and drives its display."""
-        return speaks(self.ctx) and self.ctx.mesh.is_first("dp", "cp")
+        return reports_loss(self.ctx) and self.ctx.mesh.is_first("dp", "cp")
 
     @property
     def micro_batches(self) -> int:
         """Of this rank in the next step."""
         return micro_batches(self.ctx, global_batch(self.ctx.config, self.consumed))
+
+    def table(self, micro_batches: int) -> Table:
+        """What the pipeline's ranks do in a step of so many micro-batches each."""
+        c = self.ctx.config
+        return verified(c.pipeline.schedule, c.layout.pp, micro_batches, c.layout.chunks, self.data_parallel.stage)
 
     def gradients(self) -> tuple[Totals, float]:
         """Forward and backward of the next global batch and the reduced gradients, which come out as sums weighted by
@@ -281,9 +286,10 @@ def fields_of(modules: Sequence[nn.Module]) -> set[str] | None:
     return None if any(n is None for n in needs) else set().union(*needs)  # type: ignore[arg-type]
 
 
-def speaks(ctx: Context) -> bool:
-    """Of each pipeline, one rank speaks for the loss that all tensor-parallel ranks of the last stage know."""
-    return ctx.pp_rank == ctx.config.layout.pp - 1 and ctx.mesh.tp.index <= 0
+def reports_loss(ctx: Context) -> bool:
+    """Whether this is the one rank of its pipeline that reports the loss, which all tensor-parallel ranks of the last
+    stage know."""
+    return ctx.pp_rank == ctx.layout.first_and_last[1] and ctx.mesh.tp.index <= 0
 
 
 def micro_batches(ctx: Context, samples: int) -> int:
@@ -293,7 +299,7 @@ def micro_batches(ctx: Context, samples: int) -> int:
 def sums_over_world(ctx: Context, totals: Totals, squares: Tensor | float = 0.0) -> Tensor:
     """Loss sum, token count and squared gradient norm of the whole job, in one small all-reduce."""
     vector = torch.zeros(len(SUMS), dtype=torch.float64, device=ctx.device.torch)
-    if speaks(ctx):
+    if reports_loss(ctx):
         vector[0], vector[1] = totals.loss_sum, totals.tokens
     vector[2] = squares
     ctx.mesh.world.all_reduce(vector)
@@ -320,8 +326,9 @@ def mean_loss(
     ctx: Context, executor: Executor, batches: MicroBatches, samples: int, zero_stage: int = 0
 ) -> tuple[float, int]:
     """Loss by token and number of tokens of the first `samples` samples, without a backward."""
-    layout = ctx.config.layout
-    table = build("forward_only", layout.pp, micro_batches(ctx, samples), layout.chunks, zero_stage)
+    c = ctx.config
+    count = micro_batches(ctx, samples)
+    table = verified(c.pipeline.schedule, c.layout.pp, count, c.layout.chunks, zero_stage, validation=True)
     for module in executor.modules:
         module.eval()
     with ctx.ledger.phase("validation"):

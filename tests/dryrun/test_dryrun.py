@@ -19,10 +19,10 @@ from meshwright.dryrun.absent_ranks import fake_world
 from meshwright.dryrun.meta_mode import MetaMode, SavedBytes
 from meshwright.dryrun.run_rank import Ran, make_rank, run_rank, state_bytes
 from meshwright.parts.gpt import OutputLayer
-from meshwright.pipeline.table import action_counts
 from meshwright.plan import communication
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import expected
+from meshwright.schedule.table import action_counts
 from tests.parity.cases import OFFLOAD
 from tests.support.oracle import make_trainer, small_config
 from tests.support.ranks import run_ranks

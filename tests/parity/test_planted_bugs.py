@@ -20,7 +20,7 @@ import meshwright.nn.linear as linear
 import meshwright.train.batches as batches
 from meshwright.comm.group import DONE, group_named
 from meshwright.nn.weight_grad import Sink
-from meshwright.pipeline.table import Op, Table
+from meshwright.schedule.table import Op, Table
 from meshwright.sharding.data_parallel import DataParallel
 from meshwright.sharding.reducers import PlainReducer
 from meshwright.train.step import Trainer

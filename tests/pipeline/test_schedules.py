@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import UserError
-from meshwright.pipeline.schedules import KINDS, ONE_CHUNK, build
-from meshwright.pipeline.table import RECEIVED, SENT, Action, Op, Table
-from meshwright.pipeline.verify import verify
+from meshwright.schedule.kinds import KINDS, build
+from meshwright.schedule.table import MEANING, RECEIVES, SENDS, Action, Op, Table
+from meshwright.schedule.verify import verify
 
 SHORT = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.SEND_FORWARD: "sF", Op.RECV_FORWARD: "rF"}
 SHORT |= {Op.SEND_BACKWARD: "sB", Op.RECV_BACKWARD: "rB"}
@@ -24,7 +24,7 @@ def words(actions: tuple[Action, ...], transfers: bool = True) -> str:
     for action in actions:
         word = f"{SHORT[action.op]}{action.micro_batch}.{action.chunk}"
         if action.peer is not None:
-            word += (">" if action.op in SENT else "<") + str(action.peer)
+            word += (">" if action.op in SENDS else "<") + str(action.peer)
         if transfers or action.peer is None:
             out.append(word)
     return " ".join(out)
@@ -82,8 +82,8 @@ def test_stage_and_place_are_inverse_and_loop() -> None:
         for chunk in range(3):
             assert table.stage(rank, chunk) == chunk * 4 + rank
             assert table.place(table.stage(rank, chunk)) == (rank, chunk)
-    assert table.consumer(Op.FORWARD, 3, 0) == (0, 1) == table.producer(Op.BACKWARD, 3, 0)
-    assert table.producer(Op.FORWARD, 0, 0) is None is table.consumer(Op.FORWARD, 3, 2)
+    assert table.beside(1, 3, 0) == (0, 1) and table.beside(-1, 0, 1) == (3, 0)
+    assert table.beside(-1, 0, 0) is None is table.beside(1, 3, 2) and table.beside(0, 1, 1) is None
 
 
 def test_one_rank_moves_nothing() -> None:
@@ -96,7 +96,7 @@ def test_one_rank_moves_nothing() -> None:
 @st.composite
 def sizes(draw: st.DrawFn) -> tuple[str, int, int, int]:
     kind = draw(st.sampled_from(list(KINDS)))
-    chunks = 1 if kind in ONE_CHUNK else draw(st.integers(1, 4))
+    chunks = draw(st.sampled_from(KINDS[kind].chunks or (1, 2, 3, 4)))
     return kind, draw(st.integers(1, 16)), draw(st.integers(1, 64)), chunks
 
 
@@ -107,15 +107,16 @@ def test_every_table_is_complete_and_safe(size: tuple[str, int, int, int]) -> No
     verify(table)
     for actions in table.ranks:
         for before, action in zip(actions, actions[1:], strict=False):
-            if action.op in SENT:  # a send directly follows the compute that feeds it
-                assert before == Action(SENT[action.op], action.micro_batch, action.chunk)
+            if action.op in SENDS:  # a send directly follows the compute that feeds it
+                assert MEANING[before.op].direction == SENDS[action.op]
+                assert (before.micro_batch, before.chunk) == (action.micro_batch, action.chunk)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_every_small_table(kind: str) -> None:
     for pp in range(1, 6):
         for micro_batches in range(1, 8):
-            for chunks in (1,) if kind in ONE_CHUNK else (1, 2, 3):
+            for chunks in KINDS[kind].chunks or (1, 2, 3):
                 verify(build(kind, pp, micro_batches, chunks))
 
 
@@ -162,7 +163,7 @@ FAULTS: list[tuple[int, Callable[[list[Action]], object], str]] = [
     (1, lambda a: a.remove(RECV), "rank 1: forward of micro-batch 2 chunk 0 comes without recv_forward"),
     (1, lambda a: a.remove(Action(Op.SEND_BACKWARD, 3, 0, 0)), "rank 1: send_backward of .* 3 .* is missing"),
     (2, lambda a: a.remove(Action(Op.BACKWARD, 3, 0)), "rank 2: send_backward of micro-batch 3 .* without"),
-    (0, lambda a: a.remove(Action(Op.BACKWARD, 3, 0)), "rank 0: backward of micro-batch 3 .* is missing"),
+    (0, lambda a: a.remove(Action(Op.BACKWARD, 3, 0)), "rank 0: the input gradient of micro-batch 3 .* is missing"),
     (0, lambda a: a.append(Action(Op.BACKWARD, 1, 0)), "rank 0: backward of micro-batch 1 .* comes twice"),
     (1, lambda a: a.append(RECV), "rank 1: recv_forward of micro-batch 2 .* comes twice"),
     (0, lambda a: a.append(Action(Op.FORWARD, 4, 0)), "rank 0: forward of micro-batch 4 .* no place"),
@@ -208,9 +209,9 @@ def test_verify_finds_a_deadlock_that_buffers_would_hide() -> None:
     table = build("forward_only", 3, 3, 2)
     ranks = []
     for actions in table.ranks:
-        late = [action for action in actions if action.op not in RECEIVED]
+        late = [action for action in actions if action.op not in RECEIVES]
         for receive in actions:
-            if receive.op in RECEIVED:
+            if receive.op in RECEIVES:
                 late.insert(late.index(Action(Op.FORWARD, receive.micro_batch, receive.chunk)), receive)
         ranks.append(tuple(late))
     with pytest.raises(AssertionError, match="deadlock when sends block .*: rank 0 at send_forward"):

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import UserError
-from meshwright.pipeline.schedules import build
-from meshwright.pipeline.simulate import simulate
-from meshwright.pipeline.table import Op
+from meshwright.schedule.kinds import build
+from meshwright.schedule.simulate import simulate
+from meshwright.schedule.table import Op
 from meshwright.show.schedule_drawing import timeline_svg, timeline_text
 
 TIMES = st.floats(1e-3, 1e3, allow_nan=False)

@@ -19,8 +19,6 @@ from meshwright.config.presets import PRESETS, RUNS
 from meshwright.errors import UserError
 from meshwright.models.description import describe
 from meshwright.parts.part import parameter_count
-from meshwright.pipeline.schedules import build
-from meshwright.pipeline.simulate import simulate
 from meshwright.plan.activations import in_flight, steady
 from meshwright.plan.cluster import FOLDER, cluster_from, known_clusters, load_cluster
 from meshwright.plan.communication import Traffic, by_axis, predict_rank, predict_step
@@ -31,6 +29,8 @@ from meshwright.plan.job import Job, job_of
 from meshwright.plan.memory import largest, rank_memory
 from meshwright.plan.stack import CPU, EAGER, STACKS
 from meshwright.plan.target import stack_for, target_of
+from meshwright.schedule.kinds import build
+from meshwright.schedule.simulate import simulate
 
 A100, H100 = load_cluster("a100-80g-dgx"), load_cluster("h100-80g-dgx")
 OWN = STACKS["compiled"]

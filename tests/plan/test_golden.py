@@ -7,10 +7,10 @@ import pytest
 from meshwright.comm.ledger import wire_bytes
 from meshwright.config.load import config_from
 from meshwright.config.sections import Config
-from meshwright.pipeline.schedules import build
-from meshwright.pipeline.simulate import simulate
 from meshwright.plan.communication import stage_calls, unit_collectives
 from meshwright.plan.job import job_of
+from meshwright.schedule.kinds import build
+from meshwright.schedule.simulate import simulate
 
 GIB = 2**30
 

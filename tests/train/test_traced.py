@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import meshwright
-from meshwright.pipeline.schedules import build
-from meshwright.pipeline.simulate import simulate
 from meshwright.pipeline.trace import REDUCED, UPDATED, spans_of, trace
+from meshwright.schedule.kinds import build
+from meshwright.schedule.simulate import simulate
 from meshwright.train.gpt import forward_step, model_provider
 from tests.support.oracle import Made, small_config
 from tests.support.ranks import run_ranks

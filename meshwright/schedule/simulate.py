@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.errors import UserError
-from meshwright.pipeline.table import RECEIVED, SENT, SHARDING, Action, Op, Table
+from meshwright.schedule.table import MEANING, RECEIVES, SENDS, SHARDING, Action, Op, Table, most_held
 
 Duration = float | Callable[[int, int], float]
-Compute = tuple[Op, int, int, int]  # what is done: compute op, micro-batch, rank, chunk
+Work = tuple[Op, int, int, int]  # a compute: op, micro-batch, rank, chunk
+Result = tuple[int, int, int, int]  # what a compute waits for or passes on: direction, micro-batch, rank, chunk
 
 
 class Timed(NamedTuple):
@@ -44,13 +45,15 @@ def simulate(
     table: Table, forward: Duration = 1.0, backward: Duration = 2.0, send: float = 0.0
 ) -> Simulation:
     """Time a table. A number for `forward` or `backward` is the time of a rank's whole share of one
-    micro-batch, so that a chunk takes 1/chunks of it; a function gives the time of one (rank, chunk)."""
+    micro-batch, so that a chunk takes 1/chunks of it; a function gives the time of one (rank, chunk). A compute that
+    is a part of its phase takes its share of that."""
     _check_time("send", send)
+    phases = {name: _durations(table, name, given) for name, given in (("forward", forward), ("backward", backward))}
     durations = {
-        Op.FORWARD: _durations(table, "forward", forward),
-        Op.BACKWARD: _durations(table, "backward", backward),
+        op: [[MEANING[op].share * value for value in row] for row in phases[MEANING[op].phase]]
+        for op in table.computes
     }
-    times, journeys = _run(table, durations, send)
+    times, arrived = _run(table, durations, send)
     makespan = max(end for _, end in times.values())
     if not math.isfinite(makespan):
         raise UserError("the times are too large to add up: give them in a larger unit")
@@ -63,9 +66,9 @@ def simulate(
         makespan=makespan,
         bubble=max(0.0, 1.0 - math.fsum(busy) / (table.pp * makespan)) if makespan else 0.0,
         busy=busy,
-        peak_activations=tuple(_peak(table, actions) / table.chunks for actions in table.ranks),
+        peak_activations=tuple((most_held(actions) if table.trains else 1) / table.chunks for actions in table.ranks),
         ranks=tuple(
-            tuple(_timed(rank, action, times, journeys, send) for action in actions if action.op not in SHARDING)
+            tuple(_timed(table, rank, action, times, arrived, send) for action in actions if action.op not in SHARDING)
             for rank, actions in enumerate(table.ranks)
         ),
     )
@@ -90,67 +93,55 @@ def _durations(table: Table, name: str, given: Duration) -> list[list[float]]:
 
 def _run(
     table: Table, durations: dict[Op, list[list[float]]], send: float
-) -> tuple[dict[Compute, tuple[float, float]], dict[Compute, float]]:
-    """Start and end of every compute, and when each compute's input arrived, by compute.
+) -> tuple[dict[Work, tuple[float, float]], dict[Result, float]]:
+    """Start and end of every compute, and when each result that goes on arrived where it is needed.
 
     Every rank runs until it lacks an input and is taken up again when that arrives: one visit per action.
     """
     computes = [[action for action in actions if action.op in durations] for actions in table.ranks]
-    times: dict[Compute, tuple[float, float]] = {}
-    arrived: dict[Compute, float] = {}
-    waiting: dict[Compute, int] = {}
+    times: dict[Work, tuple[float, float]] = {}
+    arrived: dict[Result, float] = {}
+    waiting: dict[Result, int] = {}
     position, clock = [0] * table.pp, [0.0] * table.pp
     runnable = list(range(table.pp))
     while runnable:
         rank = runnable.pop()
         while position[rank] < len(computes[rank]):
             action = computes[rank][position[rank]]
-            key = (action.op, action.micro_batch, rank, action.chunk)
+            direction = MEANING[action.op].direction
+            key = (direction, action.micro_batch, rank, action.chunk)
             start = clock[rank]
-            if table.producer(action.op, rank, action.chunk) is not None:
+            if table.beside(-direction, rank, action.chunk) is not None:
                 if key not in arrived:
                     waiting[key] = rank
                     break
                 start = max(start, arrived[key])
             clock[rank] = end = start + durations[action.op][rank][action.chunk]
-            times[key] = (start, end)
+            times[action.op, action.micro_batch, rank, action.chunk] = (start, end)
             position[rank] += 1
-            consumer = table.consumer(action.op, rank, action.chunk)
-            if consumer is not None:
-                taker = (action.op, action.micro_batch, *consumer)
-                arrived[taker] = end + (send if consumer[0] != rank else 0.0)
-                if taker in waiting:
-                    runnable.append(waiting.pop(taker))
-    for (op, micro_batch, rank, chunk), _ in waiting.items():
-        raise AssertionError(f"rank {rank} never gets the input of {Action(op, micro_batch, chunk)}")
+            taker = table.beside(direction, rank, action.chunk)
+            if taker is not None:
+                taken = (direction, action.micro_batch, *taker)
+                arrived[taken] = end + (send if taker[0] != rank else 0.0)
+                if taken in waiting:
+                    runnable.append(waiting.pop(taken))
+    for rank in waiting.values():
+        raise AssertionError(f"rank {rank} never gets the input of {computes[rank][position[rank]]}")
     return times, arrived
 
 
 def _timed(
+    table: Table,
     rank: int,
     action: Action,
-    times: dict[Compute, tuple[float, float]],
-    arrived: dict[Compute, float],
+    times: dict[Work, tuple[float, float]],
+    arrived: dict[Result, float],
     send: float,
 ) -> Timed:
-    if action.op in SENT:
-        left = times[SENT[action.op], action.micro_batch, rank, action.chunk][1]
-        return Timed(action, left, left + send)
-    if action.op in RECEIVED:
-        there = arrived[RECEIVED[action.op], action.micro_batch, rank, action.chunk]
-        return Timed(action, there - send, there)
-    return Timed(action, *times[action.op, action.micro_batch, rank, action.chunk])
-
-
-def _peak(table: Table, actions: tuple[Action, ...]) -> int:
-    """The most chunk activations alive at once: each from its forward's start to its backward's end."""
-    if not table.has_backward:
-        return 1
-    alive = peak = 0
-    for action in actions:
-        if action.op is Op.FORWARD:
-            alive += 1
-            peak = max(peak, alive)
-        elif action.op is Op.BACKWARD:
-            alive -= 1
-    return peak
+    direction = SENDS.get(action.op) or RECEIVES.get(action.op)
+    if direction is None:
+        return Timed(action, *times[action.op, action.micro_batch, rank, action.chunk])
+    taker = table.beside(direction, rank, action.chunk) if action.op in SENDS else (rank, action.chunk)
+    assert taker is not None, f"rank {rank}: {action} leaves the pipeline"
+    there = arrived[direction, action.micro_batch, taker[0], taker[1]]
+    return Timed(action, there - send, there)

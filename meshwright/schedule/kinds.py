@@ -1,15 +1,54 @@
-"""The schedules: per kind one pure function from sizes to the order of computes on a rank, and one shared
-function that adds the transfers. `build` is the way in."""
+"""The schedules: per kind one pure function from sizes to the order of computes on a rank, where its stages live, and
+one shared function that adds the transfers. `build` is the way in; `register` adds a kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from meshwright.config.sections import LARGEST_TABLE
-from meshwright.errors import UserError, nearest
-from meshwright.pipeline.simulate import simulate
-from meshwright.pipeline.table import RECV_OF, SEND_OF, STEP, Action, Op, Table, looped
+from meshwright.errors import UserError, either, nearest
+from meshwright.schedule.simulate import simulate
+from meshwright.schedule.table import (
+    MEANING,
+    RECEIVE_IN,
+    SEND_IN,
+    SENDS,
+    WEIGHT,
+    Action,
+    Op,
+    Placement,
+    Table,
+)
+
+LARGEST_TABLE = 2**21  # stages x micro-batches of a table; a larger one would fill gigabytes
+
+
+def looped(pp: int, chunks: int) -> Placement:
+    """The placement that goes round the ranks once per chunk: stage = chunk * pp + rank."""
+    return tuple((rank, chunk) for chunk in range(chunks) for rank in range(pp))
+
+
+Order = Callable[[int, int, int, int], list[Action]]  # of one rank's computes: (pp, micro-batches, chunks, rank)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of schedule, and all that anybody has to know of it.
+
+    `order(pp, micro_batches, chunks, rank)` lists what a rank computes; `placement(pp, chunks)` gives the (rank, chunk)
+    of each stage, a rank's chunks numbered in the order of their stages; `chunks` are the numbers of chunks per rank
+    that it can run (empty: any). `in_flight(pp, micro_batches, chunks, rank)` is, where there is a closed formula, the
+    number of chunk activations that a rank holds at most; without one they are counted in the table.
+    """
+
+    order: Order
+    placement: Callable[[int, int], Placement] = looped
+    chunks: tuple[int, ...] = ()
+    trains: bool = True
+    in_flight: Callable[[int, int, int, int], int] | None = None
+
+    def takes(self, chunks: int) -> bool:
+        return not self.chunks or chunks in self.chunks
 
 
 def gpipe(pp: int, micro_batches: int, chunks: int, rank: int) -> list[Action]:
@@ -51,16 +90,6 @@ def forward_only(pp: int, micro_batches: int, chunks: int, rank: int) -> list[Ac
     return [Action(Op.FORWARD, i, chunk) for i, chunk in order if i >= 0]
 
 
-Generator = Callable[[int, int, int, int], list[Action]]
-KINDS: dict[str, Generator] = {
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-    "interleaved": interleaved,
-    "forward_only": forward_only,
-}
-ONE_CHUNK = ("gpipe", "1f1b")
-
-
 def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
     """`warm_up` forwards, then forward and backward in turn, then the backwards that are left."""
     warm_up = min(warm_up, len(forwards))
@@ -83,10 +112,52 @@ def _rounds(pp: int, micro_batches: int, chunks: int) -> list[tuple[int, int]]:
     ]
 
 
+def _few_in_flight(pp: int, micro_batches: int, chunks: int, rank: int) -> int:
+    """1F1B, interleaved or not: the warm-up and the forward after it."""
+    warm_up = pp - rank - 1 if chunks == 1 else 2 * (pp - rank - 1) + (chunks - 1) * pp
+    return min(micro_batches * chunks, warm_up + 1)
+
+
+KINDS: dict[str, Kind] = {
+    "gpipe": Kind(gpipe, chunks=(1,), in_flight=lambda pp, micro_batches, chunks, rank: micro_batches),
+    "1f1b": Kind(one_forward_one_backward, chunks=(1,), in_flight=_few_in_flight),
+    "interleaved": Kind(interleaved, in_flight=_few_in_flight),
+    "forward_only": Kind(forward_only, trains=False),
+}
+
+
+def register(name: str, kind: Kind) -> None:
+    """Adds a schedule that configs can name. Every process of a run must do so before it reads its config."""
+    if name in KINDS:
+        raise UserError(f"there is a schedule '{name}' already: choose another name")
+    KINDS[name] = kind
+
+
+def training_kinds(chunks: int | None = None) -> list[str]:
+    """The names of the schedules that train, those with so many chunks per rank if the number is given."""
+    return [name for name, kind in KINDS.items() if kind.trains and (chunks is None or kind.takes(chunks))]
+
+
+def default_kind(chunks: int) -> str:
+    """The schedule for so many chunks per rank where nobody names one."""
+    return "1f1b" if chunks == 1 else "interleaved"
+
+
+def placement_of(kind: str, pp: int, chunks: int) -> Placement:
+    """Where each stage lives under a kind of schedule: its (pipeline rank, chunk)."""
+    return KINDS[kind].placement(pp, chunks)
+
+
+def ends_of(kind: str, pp: int, chunks: int) -> tuple[int, int]:
+    """The pipeline ranks of the first stage and of the last."""
+    placement = placement_of(kind, pp, chunks)
+    return placement[0][0], placement[-1][0]
+
+
 def computes(kind: str, pp: int, micro_batches: int, chunks: int, rank: int) -> list[Action]:
     """What one rank computes, in order: its list without all that moves data."""
     _check(kind, pp, micro_batches, chunks)
-    return KINDS[kind](pp, micro_batches, chunks, rank)
+    return KINDS[kind].order(pp, micro_batches, chunks, rank)
 
 
 def _check(kind: str, pp: int, micro_batches: int, chunks: int) -> None:
@@ -95,9 +166,12 @@ def _check(kind: str, pp: int, micro_batches: int, chunks: int) -> None:
     for name, value in (("pp", pp), ("micro_batches", micro_batches), ("chunks", chunks)):
         if value < 1:
             raise UserError(f"{name}={value} leaves nothing to schedule: give at least 1")
-    if chunks > 1 and kind in ONE_CHUNK:
+    if not KINDS[kind].takes(chunks):
+        known = KINDS[kind].chunks
+        holds = "one chunk" if known == (1,) else f"{either(known)} chunks"
         raise UserError(
-            f"schedule '{kind}' holds one chunk per rank, not {chunks}: use interleaved, or chunks=1"
+            f"schedule '{kind}' holds {holds} per rank, not {chunks}: "
+            f"use {either(training_kinds(chunks))}, or chunks={either(known)}"
         )
     if pp * micro_batches * chunks > LARGEST_TABLE:
         raise UserError(
@@ -106,28 +180,23 @@ def _check(kind: str, pp: int, micro_batches: int, chunks: int) -> None:
         )
 
 
-def build(kind: str, pp: int, micro_batches: int, chunks: int = 1, zero_stage: int = 0) -> Table:
+def build(
+    kind: str, pp: int, micro_batches: int, chunks: int = 1, zero_stage: int = 0, validation: bool = False
+) -> Table:
     """The table of a schedule for `pp` pipeline ranks, each with `chunks` stages, and `micro_batches`; from ZeRO stage
-    2 on with what is done about the data-parallel ranks' shares."""
+    2 on with what is done about the data-parallel ranks' shares. The table of its `validation` has the stages where
+    training has them, and forwards alone."""
     _check(kind, pp, micro_batches, chunks)
-    orders = (KINDS[kind](pp, micro_batches, chunks, rank) for rank in range(pp))
-    return with_shares(with_transfers(_table(kind, pp, micro_batches, chunks, orders)), zero_stage)
-
-
-def _table(kind: str, pp: int, micro_batches: int, chunks: int, orders: Iterable[list[Action]]) -> Table:
-    return Table(
-        kind=kind,
-        pp=pp,
-        micro_batches=micro_batches,
-        chunks=chunks,
-        ranks=tuple(tuple(order) for order in orders),
-        placement=looped(pp, chunks),
-    )
+    name = "forward_only" if validation else kind
+    orders = (KINDS[name].order(pp, micro_batches, chunks, rank) for rank in range(pp))
+    ranks = tuple(tuple(order) for order in orders)
+    table = Table(name, pp, micro_batches, chunks, ranks, placement_of(kind, pp, chunks))
+    return with_shares(with_transfers(table), zero_stage)
 
 
 def with_shares(table: Table, zero_stage: int) -> Table:
-    """Stage 2: after each backward (and its send), its gradients' shares are added up. Stage 3 also: around each
-    compute, its chunk's weights are fetched and freed."""
+    """Stage 2: after each compute that completes weight gradients (and its send), their shares are added up. Stage 3
+    also: around each compute that uses weights, its chunk's are fetched and freed."""
     if zero_stage < 2:
         return table
     ranks = []
@@ -135,13 +204,14 @@ def with_shares(table: Table, zero_stage: int) -> Table:
         out: list[Action] = []
         due: list[Action] = []
         for action in actions:
-            compute = action.op in STEP
-            if compute or action.op is not Op.SEND_BACKWARD:
+            meaning = MEANING.get(action.op)
+            if action.op not in SENDS:
                 out += due
                 due = []
             around = [Action(op, action.micro_batch, action.chunk) for op in (Op.GATHER, Op.FREE)]
-            out += [around[0], action, around[1]] if compute and zero_stage == 3 else [action]
-            if action.op is Op.BACKWARD:
+            fetches = zero_stage == 3 and meaning is not None and meaning.uses_weights
+            out += [around[0], action, around[1]] if fetches else [action]
+            if meaning is not None and WEIGHT in meaning.produces:
                 due = [Action(Op.REDUCE, action.micro_batch, action.chunk)]
         ranks.append(tuple(out + due))
     return replace(table, ranks=tuple(ranks))
@@ -165,9 +235,10 @@ def with_transfers(table: Table) -> Table:
     ranks: list[list[Action]] = [[] for _ in range(table.pp)]
     for _, rank, action in ended:
         ranks[rank].append(action)
-        consumer = table.consumer(action.op, rank, action.chunk)
-        if consumer is not None and consumer[0] != rank:
-            peer, chunk = consumer
-            ranks[rank].append(Action(SEND_OF[action.op], action.micro_batch, action.chunk, peer))
-            ranks[peer].append(Action(RECV_OF[action.op], action.micro_batch, chunk, rank))
+        direction = MEANING[action.op].direction
+        taker = table.beside(direction, rank, action.chunk)
+        if taker is not None and taker[0] != rank:
+            peer, chunk = taker
+            ranks[rank].append(Action(SEND_IN[direction], action.micro_batch, action.chunk, peer))
+            ranks[peer].append(Action(RECEIVE_IN[direction], action.micro_batch, chunk, rank))
     return replace(table, ranks=tuple(tuple(actions) for actions in ranks))

@@ -1,0 +1,179 @@
+"""A pipeline schedule as plain data: for every pipeline rank, the list of actions it takes, in order.
+
+Generators write these tables, and the executor, the verifier, the simulator and the drawing all read the
+same one; none of them knows a schedule by its name, and what an operation means stands in `MEANING`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+
+class Op(StrEnum):
+    """What a rank does in one action: compute on one chunk of its layers, move one tensor, or, where the
+    data-parallel ranks own shares, fetch a chunk's weights, free them, or add up its gradients' shares."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INPUT_GRAD = "input_grad"
+    WEIGHT_GRAD = "weight_grad"
+    SEND_FORWARD = "send_forward"
+    RECV_FORWARD = "recv_forward"
+    SEND_BACKWARD = "send_backward"
+    RECV_BACKWARD = "recv_backward"
+    GATHER = "gather"
+    FREE = "free"
+    REDUCE = "reduce"
+
+    __hash__ = str.__hash__  # Enum's own is written in Python, and tables are looked up by op all the time
+
+
+class Compute(NamedTuple):
+    """What a compute means for one micro-batch and chunk.
+
+    `needs`, `produces` and `releases` name what the chunk holds: its activations and the two halves of its gradient.
+    `direction` says where the result goes: 1 to the next stage (which needs it for its own compute of that direction),
+    -1 to the stage before, 0 nowhere. `phase` is the part of a step that it counts as, `share` its part of that
+    phase's time, and `uses_weights` says whether the chunk's weights must be there.
+    """
+
+    letter: str
+    phase: Literal["forward", "backward"]
+    direction: int
+    needs: tuple[str, ...]
+    produces: tuple[str, ...]
+    releases: tuple[str, ...]
+    share: float = 1.0
+    uses_weights: bool = True
+
+
+ACTIVATIONS, INPUT, WEIGHT = "activations", "input gradient", "weight gradient"
+
+# A new compute is a line here and a method of the executor.
+MEANING: dict[Op, Compute] = {
+    Op.FORWARD: Compute("F", "forward", 1, (), (ACTIVATIONS,), ()),
+    Op.BACKWARD: Compute("B", "backward", -1, (ACTIVATIONS,), (INPUT, WEIGHT), (ACTIVATIONS,)),
+    Op.INPUT_GRAD: Compute("I", "backward", -1, (ACTIVATIONS,), (INPUT,), (), 0.5),
+    Op.WEIGHT_GRAD: Compute(
+        "W", "backward", 0, (ACTIVATIONS, INPUT), (WEIGHT,), (ACTIVATIONS,), 0.5, uses_weights=False
+    ),
+}
+
+# The transfers of what a compute produces, and the direction in which they go.
+SENDS = {Op.SEND_FORWARD: 1, Op.SEND_BACKWARD: -1}
+RECEIVES = {Op.RECV_FORWARD: 1, Op.RECV_BACKWARD: -1}
+SEND_IN = {direction: op for op, direction in SENDS.items()}
+RECEIVE_IN = {direction: op for op, direction in RECEIVES.items()}
+
+# What concerns the shares of the data-parallel ranks alone: it takes part in no dependency between stages.
+SHARDING = (Op.GATHER, Op.FREE, Op.REDUCE)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One line of a rank's list.
+
+    `chunk` is always this rank's own: on a send the chunk that produced the tensor, on a receive the chunk
+    that will consume it. `peer` is the pipeline rank of the other end of a transfer, None for a compute.
+    """
+
+    op: Op
+    micro_batch: int
+    chunk: int
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.op.value} of micro-batch {self.micro_batch} chunk {self.chunk}"
+        if self.peer is None:
+            return text
+        return f"{text} {'to' if self.op in SENDS else 'from'} rank {self.peer}"
+
+
+Place = tuple[int, int]
+Placement = tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A whole schedule: `ranks[r]` is the ordered list of pipeline rank r.
+
+    The model is cut into `pp * chunks` consecutive stages; `placement[stage]` is the (rank, chunk) that holds
+    it, and a rank numbers its chunks in the order of their stages. Neighbouring stages on one rank hand over locally:
+    there are no transfers between them.
+    """
+
+    kind: str
+    pp: int
+    micro_batches: int
+    chunks: int
+    ranks: tuple[tuple[Action, ...], ...]
+    placement: Placement
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.chunks
+
+    @cached_property
+    def computes(self) -> tuple[Op, ...]:
+        """The computes that occur in this table, in the order of `MEANING`."""
+        found = {action.op for actions in self.ranks for action in actions}
+        return tuple(op for op in MEANING if op in found)
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients are computed, so that activations are held until they are released."""
+        return any(WEIGHT in MEANING[op].produces for op in self.computes)
+
+    @cached_property
+    def _stage_of(self) -> dict[Place, int]:
+        return {place: stage for stage, place in enumerate(self.placement)}
+
+    def stage(self, rank: int, chunk: int) -> int:
+        """The position in the pipeline of a rank's chunk, 0 at the embedding."""
+        return self._stage_of[rank, chunk]
+
+    def place(self, stage: int) -> Place:
+        """The (rank, chunk) that holds a stage."""
+        return self.placement[stage]
+
+    def beside(self, step: int, rank: int, chunk: int) -> Place | None:
+        """The (rank, chunk) `step` stages further on (1) or back (-1); None beyond the ends, and where a result goes
+        nowhere (0)."""
+        return self._beside[step, rank, chunk]
+
+    @cached_property
+    def _beside(self) -> dict[tuple[int, int, int], Place | None]:
+        padded = (None, *self.placement, None)
+        found: dict[tuple[int, int, int], Place | None] = {}
+        for stage, (rank, chunk) in enumerate(self.placement):
+            found |= {(step, rank, chunk): padded[1 + stage + step] for step in (1, -1)}
+            found[0, rank, chunk] = None
+        return found
+
+
+def held(op: Op) -> int:
+    """How many chunks' activations are held more (1) or fewer (-1) after this operation."""
+    meaning = MEANING.get(op)
+    return 0 if meaning is None else (ACTIVATIONS in meaning.produces) - (ACTIVATIONS in meaning.releases)
+
+
+def most_held(actions: Iterable[Action]) -> int:
+    """The most activations, of one chunk and micro-batch each, that a rank holds at once in a training step."""
+    alive = most = 0
+    for action in actions:
+        alive += held(action.op)
+        most = max(most, alive)
+    return most
+
+
+def action_counts(actions: Iterable[Action]) -> dict[str, int]:
+    """How many actions of each kind, and `in_flight`: the most activations that were held at once."""
+    actions = tuple(actions)
+    counts: dict[str, int] = {}
+    for action in actions:
+        counts[action.op.value] = counts.get(action.op.value, 0) + 1
+    return dict(sorted(counts.items())) | {"in_flight": most_held(actions)}
