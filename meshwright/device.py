@@ -137,11 +137,18 @@ class Device:
         if self.module is not None:
             self.module.synchronize()
 
+    def pin(self, x: Tensor) -> Tensor:
+        """A copy in host memory from which `upload` need not copy again first; any thread may ask for it."""
+        if self.module is None:
+            return x
+        with self.module.device(self.index):
+            return x.pin_memory()
+
     def upload(self, x: Tensor) -> Tensor:
         """A copy on this device. The host does not wait for it."""
         if self.module is None:
             return x.to(self.torch)
-        return x.pin_memory().to(self.torch, non_blocking=True)
+        return (x if x.is_pinned() else x.pin_memory()).to(self.torch, non_blocking=True)
 
     def download(self, x: Tensor) -> Download:
         return Download(self, x)

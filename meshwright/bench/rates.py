@@ -25,6 +25,7 @@ from meshwright.config.load import config_from
 from meshwright.config.sections import CommConfig, Config
 from meshwright.device import DTYPES, Device
 from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device, release
+from meshwright.optim.scaling import gradient_scaling
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import ATTENTION_BACKWARD
 from meshwright.plan.cost import optimizer_bytes, predict_cost
@@ -209,12 +210,12 @@ def reference_step(config: Config, device: Device, time: Callable[..., float]) -
     trainer = Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
     both = time(trainer.gradients)
 
-    sums = torch.ones(3, dtype=torch.float64, device=device.torch)
+    one = torch.ones((), dtype=torch.float64, device=device.torch)
 
     def update() -> None:
         trainer.data_parallel.square_sum()
         if trainer.runs_ahead:
-            trainer.optimizer.step_on_device(1e-9, sums, 1.0, 0.0)
+            trainer.optimizer.step_on_device(1e-9, gradient_scaling(one, one, 1.0, 0.0))
         else:
             trainer.optimizer.step(1e-9, 1.0)
 

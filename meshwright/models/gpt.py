@@ -12,6 +12,7 @@ from meshwright.comm.ledger import Ledger
 from meshwright.config.sections import Config
 from meshwright.layout.params import under
 from meshwright.models.description import describe, fields_read
+from meshwright.models.stage import Receives
 from meshwright.nn.attention import Alibi, Past, causal_mask
 from meshwright.nn.block import Block
 from meshwright.nn.build import build
@@ -99,23 +100,31 @@ class GPTStage(nn.Module):
         if model.tied and self.embedding is not None and self.head is not None:
             tie(self.head, self.embedding)
         self.micro_batch = config.train.micro_batch
-        self.loss_weight: float | None = None  # what backward will multiply the loss's sum by, where that is known
-        self.needs = fields_read(stage)
-        # What this chunk takes from the one before it.
+        self._loss_weight: float | None = None
+        # What `models.stage.StageModule` asks for.
         shapes = {} if stage.first else model.passes(at, MicroBatch(self.micro_batch, c.seq))
-        self.receives = {name: (shape, parallel.dtype) for name, shape in shapes.items()}
+        self.receives: Receives = {name: (shape, parallel.dtype) for name, shape in shapes.items()}
+        self.needs: set[str] | None = fields_read(stage)
+        self.draws_by_key = True
 
     def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """`hidden` for the next chunk or, from the last, the loss's sum over the unmasked tokens."""
         hidden = self.trunk(batch, hidden)
         if self.head is None:
             return hidden
-        return through(self.head, hidden, batch["labels"], batch["loss_mask"], self.loss_weight)
+        return through(self.head, hidden, batch["labels"], batch["loss_mask"], self._loss_weight)
+
+    def announce(self, loss_weight: float | None) -> None:
+        """What backward will multiply the loss's sum by, where that is known."""
+        self._loss_weight = loss_weight
 
     def units(self) -> list[nn.Module]:
         """The parts whose weights are needed together, in the order of forward."""
         parts = [self.embedding, *self.blocks.values(), self.head]
         return [part for part in parts if part is not None]
+
+    def compiled_blocks(self) -> list[nn.Module]:
+        return list(self.blocks.values())
 
     def trunk(self, batch: Batch, hidden: Tensor | None = None, past: dict[str, Past] | None = None) -> Tensor:
         """`hidden` after this chunk's blocks. With `past`, the keys and values of each block's earlier tokens, the

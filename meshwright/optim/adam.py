@@ -17,6 +17,7 @@ from torch import Tensor
 from meshwright.config.sections import OffloadConfig, OptimizerConfig
 from meshwright.device import DTYPES
 from meshwright.kernels import fits
+from meshwright.optim.scaling import Scaling
 from meshwright.sharding.buffers import Bucket, FlatBuffer, State
 from meshwright.sharding.offload import Prefetcher, StateStore, cut_pieces
 from meshwright.sharding.placement import piece_size
@@ -199,23 +200,16 @@ class FlatOptimizer:
         )  # fmt: skip
 
     @torch.no_grad()
-    def step_on_device(self, lr: float, sums: Tensor, weight: float, clip: float) -> None:
-        """One update from the summed (loss, tokens, squared norm) of this step, or none if the norm is not finite or no
-        token counted. The host is not told which, and never waits."""
+    def step_on_device(self, lr: float, scaling: Scaling[Tensor]) -> None:
+        """One update, or none if `scaling` says so. The host never learns which, and never waits."""
         from meshwright.kernels.adamw import adamw
 
         c = self.config
         if not isinstance(self._updates, Tensor):
-            self._updates = torch.full((), float(self._updates), dtype=torch.float64, device=sums.device)
-        tokens, squares = sums[1], sums[2]
-        divisor = weight * (tokens + (tokens == 0))
-        norm = squares.sqrt() / divisor
-        finite = torch.isfinite(norm) & ((tokens > 0) | (squares != 0))
-        if clip:
-            divisor = divisor * (norm / clip).clamp(min=1.0)
-        self._updates = self._updates + finite
+            self._updates = torch.full((), float(self._updates), dtype=torch.float64, device=scaling.norm.device)
+        self._updates = self._updates + scaling.updates
         corrections = [1.0 - beta**self._updates for beta in c.betas]
-        numbers = torch.stack([finite.double(), 1.0 / divisor, *corrections]).float()
+        numbers = torch.stack([scaling.updates.double(), 1.0 / scaling.divisor, *corrections]).float()
         for parts, done in self._portions():
             for part in parts:
                 first, second = part.moments

@@ -7,10 +7,10 @@ receives are posted when the table says and waited for by the compute that needs
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,15 +19,17 @@ from torch.autograd.graph import get_gradient_edge
 
 from meshwright.comm.group import Group, Pending
 from meshwright.comm.ledger import Ledger
+from meshwright.errors import UserError
+from meshwright.models.stage import stage_of
 from meshwright.nn.random import Streams
 from meshwright.nn.weight_grad import Deferred, deferring
+from meshwright.pipeline.output import Totals, as_output
 from meshwright.pipeline.record import Recorder
 from meshwright.pipeline.trace import span_name
 from meshwright.schedule.table import MEANING, RECEIVES, SENDS, SHARDING, Action, Op, Table
 
 Named = dict[str, Tensor]
-Loss = tuple[Tensor, Tensor | int | float, Mapping[str, Any]]
-ForwardStep = Callable[[nn.Module, Named, Named], "Named | Loss"]
+ForwardStep = Callable[[nn.Module, Named, Named], Any]  # returns what `as_output` takes
 
 PARTS = ("data", "forward", "backward", "reduce")
 
@@ -44,24 +46,13 @@ class Shares(Protocol):
     def finish_reductions(self, chunk: int) -> None: ...
 
 
-@dataclass
-class Totals:
-    """What the last stage found, summed over this rank's micro-batches; zero on the other stages."""
+@dataclass(frozen=True)
+class Seeds:
+    """What backward multiplies each term's sum by, before the term's own weight. `of` is given a term's name, and
+    refuses one that nobody announced; `announced` is that of the loss itself, where one is known."""
 
-    loss_sum: float | Tensor = 0.0
-    tokens: float | Tensor = 0.0
-    monitored: dict[str, float | Tensor] = field(default_factory=dict)
-    times: Counter[str] = field(default_factory=Counter)  # that each of them was given
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-
-    def add(self, loss: Loss) -> None:
-        loss_sum, tokens, monitored = loss
-        self.loss_sum = self.loss_sum + loss_sum.detach().double()
-        self.tokens = self.tokens + (tokens.double() if isinstance(tokens, Tensor) else float(tokens))
-        self.times.update(monitored.keys())
-        for name, value in monitored.items():
-            value = value.detach().double() if isinstance(value, Tensor) else float(value)
-            self.monitored[name] = self.monitored.get(name, 0.0) + value
+    of: Callable[[str], float]
+    announced: float | None = None
 
 
 class Output:
@@ -92,6 +83,7 @@ class Executor:
         compiled: bool = False,
     ) -> None:
         self.modules, self.pp, self.forward_step = list(modules), pp, forward_step
+        self.stages = [stage_of(module) for module in modules]
         self.ledger, self.streams, self.shares, self.compiled = ledger, streams, shares, compiled
         self.rank = max(0, pp.index)
         self.done: list[Action] = []  # of the last run, in the order they ended
@@ -100,9 +92,9 @@ class Executor:
     def span(self, track: str, name: str, **args: Any) -> AbstractContextManager[None]:
         return self.recorder.span(track, name, **args) if self.recorder else nullcontext()
 
-    def run(self, table: Table, batches: Callable[[int], Named], step: int, loss_weight: float = 1.0) -> Totals:
-        """One global batch. `batches(m)` loads micro-batch m; each loss sum is weighted before backward."""
-        run = _Run(self, table, batches, step, loss_weight)
+    def run(self, table: Table, batches: Callable[[int], Named], step: int, seeds: Seeds) -> Totals:
+        """One global batch. `batches(m)` loads micro-batch m."""
+        run = _Run(self, table, batches, step, seeds)
         actions, self.done = table.ranks[self.rank], []
         for action, following in zip(actions, (*actions[1:], None), strict=True):
             run.act(action, following)
@@ -115,16 +107,17 @@ class _Run:
     """The state of one pass through a table. Keys are (micro-batch, local chunk)."""
 
     def __init__(
-        self, executor: Executor, table: Table, batches: Callable[[int], Named], step: int, loss_weight: float
+        self, executor: Executor, table: Table, batches: Callable[[int], Named], step: int, seeds: Seeds
     ) -> None:
         self.executor, self.table, self.batches = executor, table, batches
-        self.step, self.loss_weight = step, loss_weight
+        self.step, self.seeds = step, seeds
         self.training = table.trains
-        self.totals = Totals()
+        self.totals = Totals(dict.fromkeys(PARTS, 0.0))
         self.loaded: dict[int, tuple[Named, int]] = {}
         self.arriving: dict[tuple[int, int, int], tuple[Named, list[Pending]]] = {}  # by direction, micro-batch, chunk
         self.inputs: dict[tuple[int, int], Named] = {}
-        self.outputs: dict[tuple[int, int], dict[str, Output] | Tensor] = {}
+        self.outputs: dict[tuple[int, int], dict[str, Output]] = {}
+        self.roots: dict[tuple[int, int], list[tuple[Tensor, float]]] = {}  # terms of the loss, with their seeds
         self.grads: dict[tuple[int, int], Named] = {}
         self.deferred: dict[tuple[int, int], Deferred] = {}
         self.sends: deque[tuple[Pending, Tensor]] = deque()
@@ -177,7 +170,7 @@ class _Run:
         with self.executor.span("wait", "for sends"):
             while self.sends:
                 self.sends.popleft()[0].wait()
-        left = (self.arriving, self.inputs, self.outputs, self.grads, self.deferred)
+        left = (self.arriving, self.inputs, self.outputs, self.roots, self.grads, self.deferred)
         assert not any(left), "a table left work undone"
 
     def load(self, micro_batch: int) -> Named:
@@ -201,35 +194,39 @@ class _Run:
                 x.requires_grad_(x.is_floating_point())
             self.inputs[key] = received
         batch = self.load(action.micro_batch)
-        module = e.modules[action.chunk]
+        module, stage = e.modules[action.chunk], e.stages[action.chunk]
         e.streams.begin(self.step, action.micro_batch, action.chunk)
-        if self.training and not hasattr(module, "parallel"):
+        if self.training and not stage.draws_by_key:
             e.streams.seed_default()
-        if hasattr(module, "loss_weight"):
-            module.loss_weight = self.loss_weight if self.training else None
+        stage.announce(self.seeds.announced if self.training else None)
         with torch.set_grad_enabled(self.training):
-            result = e.forward_step(module, batch, received)
-        if isinstance(result, tuple):
-            self.totals.add(result)
-            if self.training:
-                self.outputs[key] = result[0]
-            return
-        outputs = self.outputs[key] = {name: Output(x) for name, x in result.items()}
-        self._hand_over(action, {name: output.tensor for name, output in outputs.items()})
+            result = as_output(e.forward_step(module, batch, received))
+        self.totals.add(result)
+        roots = [(term.sum, term.weight * self.seeds.of(term.name)) for term in result.terms]
+        if self.training:
+            self.roots[key] = [(x, seed) for x, seed in roots if x.requires_grad]
+        goes_on = self.table.beside(1, e.rank, action.chunk) is not None
+        if goes_on and not result.tensors:
+            raise UserError("forward_step passed nothing on from a stage that is not the last: return its tensors too")
+        if goes_on or self.training:
+            self.outputs[key] = {name: Output(x) for name, x in result.tensors.items()}
+        if goes_on:
+            self._hand_over(action, {name: x.detach() for name, x in result.tensors.items()})
 
     def backward(self, action: Action, received: Named) -> None:
         key = (action.micro_batch, action.chunk)
-        output = self.outputs.pop(key)
-        if isinstance(output, Tensor):
-            torch.autograd.backward(output, torch.full_like(output, self.loss_weight))
-        else:
-            begin = [(edge, received[name]) for name in received if (edge := output[name].edge) is not None]
-            torch.autograd.backward([edge for edge, _ in begin], [grad for _, grad in begin])
+        outputs = self.outputs.pop(key)
+        begin: list[Any] = [x for x, _ in self.roots[key]]
+        grads = [torch.full_like(x, seed) for x, seed in self.roots.pop(key)]
+        passed_on = [(edge, received[name]) for name in received if (edge := outputs[name].edge) is not None]
+        begin += [edge for edge, _ in passed_on]
+        grads += [grad for _, grad in passed_on]
+        if begin:
+            torch.autograd.backward(begin, grads)
         inputs = self.inputs.pop(key)
         if inputs:
-            grads = {name: _gradient(x) for name, x in inputs.items() if x.is_floating_point()}
-            self.grads[key] = grads
-            self._hand_over(action, grads)
+            self.grads[key] = {name: _gradient(x) for name, x in inputs.items() if x.is_floating_point()}
+            self._hand_over(action, self.grads[key])
 
     def input_grad(self, action: Action, received: Named) -> None:
         """A backward whose weight gradients wait. What they need is kept, the rest of the activations is not."""
@@ -272,9 +269,9 @@ class _Run:
     def send(self, action: Action) -> None:
         key = (action.micro_batch, action.chunk)
         direction = SENDS[action.op]
-        tensors = {n: o.tensor for n, o in self.outputs[key].items()} if direction > 0 else self.grads[key]
+        outputs = {n: o.tensor for n, o in self.outputs[key].items() if o.tensor is not None} if direction > 0 else {}
         assert action.peer is not None
-        for _, x in sorted(tensors.items()):
+        for _, x in sorted((outputs or self.grads[key]).items()):
             x = x.detach().contiguous()
             self.sends.append((self.executor.pp.send(x, action.peer), x))
         self._forget(direction, key)
@@ -290,9 +287,9 @@ class _Run:
         self.arriving[direction, action.micro_batch, action.chunk] = (buffers, pendings)
 
     def _inputs_to_come(self, action: Action) -> Named:
-        module = self.executor.modules[action.chunk]
-        device = next(module.parameters()).device
-        return {name: torch.empty(s, dtype=d, device=device) for name, (s, d) in module.receives.items()}
+        device = next(self.executor.modules[action.chunk].parameters()).device
+        receives = self.executor.stages[action.chunk].receives
+        return {name: torch.empty(s, dtype=d, device=device) for name, (s, d) in receives.items()}
 
     def _gradients_to_come(self, action: Action) -> Named:
         outputs = self.outputs[action.micro_batch, action.chunk]

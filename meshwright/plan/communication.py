@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from meshwright.comm.ledger import wire_bytes
 from meshwright.config.sections import Config, ZeroConfig
 from meshwright.layout import Layout
-from meshwright.layout.params import DATA_AXES, ParamRecord
+from meshwright.layout.params import ParamRecord
 from meshwright.models.description import fields_read
 from meshwright.parts.part import Block, Collective, Coordinate, MicroBatch, Stage, Unit
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job
@@ -252,12 +252,13 @@ def sums(job: Job, held: Sequence[Stage]) -> Iterator[Call]:
     """The small vectors, once per step.
 
     Loss, tokens and squared gradient norm: 1 all_reduce of 3 x 8 over the world. Values to monitor, if there are
-    any, and how often each was given: 1 all_reduce of 2 x values x 8 over the data axes, by the last stage's ranks. The
-    metrics, which count themselves: 1 all_reduce of (3 x axes of the mesh + 5 phases) x 8 over the world.
+    any, and how often each was given: 1 all_reduce of 2 x values x 8 over the world, from the second step on, when all
+    ranks know their names. The metrics, which count themselves: 1 all_reduce of (3 x axes of the mesh + 5 phases + 2)
+    x 8 over the world.
     """
     yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", sums_bytes())
-    if job.monitored and any(stage.last for stage in held):
-        yield _over(job.layout, "sums", "optimizer", DATA_AXES, "all_reduce", WIDE * 2 * job.monitored)
+    if job.monitored:
+        yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * 2 * job.monitored)
     yield _over(job.layout, "metrics", "metrics", "world", "all_reduce", counts_bytes(len(job.layout.step_groups())))
 
 

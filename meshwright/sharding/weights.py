@@ -1,8 +1,9 @@
 """Gathering weights of which other ranks own a part: after the update (stages 1 and 2) or for each use (stage 3).
 
-What is gathered and released together is a unit: one that a chunk names in `units`, or a whole foreign chunk. In stage
-3 a unit's gate gathers its buckets before forward and before backward and releases them after. The order in which a
-chunk's forward, or backward, opens its units is noted the first time; from then on the next unit is gathered ahead.
+What is gathered and released together is a unit: one that a chunk names (`StageModule.units`), or a whole foreign
+chunk. In stage 3 a unit's gate gathers its buckets before forward and before backward and releases them after. The
+order in which a chunk's forward, or backward, opens its units is noted the first time; from then on the next unit is
+gathered ahead.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import nn
 
 from meshwright.comm.group import Group, Pending
 from meshwright.comm.ledger import Ledger
+from meshwright.models.stage import stage_of
 from meshwright.sharding.buffers import Bucket, FlatBuffer, Slot
 
 
@@ -36,8 +38,7 @@ def find_units(modules: Sequence[nn.Module]) -> list[Unit]:
     """The units of all chunks, in the order of forward."""
     found: list[Unit] = []
     for chunk, module in enumerate(modules):
-        units: Callable[[], Sequence[nn.Module]] | None = getattr(module, "units", None)
-        named = None if units is None else units()
+        named = stage_of(module).units()
         found += [Unit(module, chunk, True)] if named is None else [Unit(part, chunk, False) for part in named]
     return found
 

@@ -1,14 +1,18 @@
-"""Micro-batches for a rank: which samples, read by one rank of each tensor-parallel group and broadcast to it."""
+"""Micro-batches for a rank: which samples, read ahead by one rank of each tensor-parallel group and broadcast to it."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from meshwright.train.context import Context
+from meshwright.train.losses import LossCounts
 
 
 class Dataset(Protocol):
@@ -23,37 +27,96 @@ def sample_ids(consumed: int, micro_batch: int, size: int, dp_rank: int, dp: int
     return range(first, first + size)
 
 
-class MicroBatches:
-    """Loads what this rank's chunks need; `fields` are the names of the batch's tensors that they read."""
+class Read(NamedTuple):
+    """One micro-batch in host memory: the fields of each dtype as one tensor, and what the loss's terms count in it."""
 
-    def __init__(self, ctx: Context, dataset: Dataset, fields: set[str] | None) -> None:
-        self.ctx, self.dataset = ctx, dataset
+    packed: dict[torch.dtype, Tensor]
+    counts: Mapping[str, float]
+
+
+class MicroBatches:
+    """Loads what this rank's chunks need; `fields` are the names of the batch's tensors that they read.
+
+    Samples are read, packed and pinned by the `reader`'s one thread, a micro-batch ahead if `prefetch` was called; the
+    copy to the device and the broadcast happen in `load`, on the caller's thread, in the order in which all ranks call
+    it. An error in reading is raised by the `load` that asks for what could not be read.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        dataset: Dataset,
+        fields: set[str] | None,
+        reader: ThreadPoolExecutor,
+        loss_counts: LossCounts | None = None,
+    ) -> None:
+        self.ctx, self.dataset, self.reader, self.loss_counts = ctx, dataset, reader, loss_counts
         self.size = ctx.config.train.micro_batch
+        self.reads = ctx.mesh.tp.index <= 0
+        self._coming: dict[tuple[int, int], Future[Read]] = {}
         probe = dataset.sample(0)
         names = [name for name in sorted(probe) if fields is None or name in fields]
-        # One broadcast a dtype: fields of one dtype travel packed.
+        # One broadcast per dtype: fields of one dtype travel packed.
         self.packs: dict[torch.dtype, list[tuple[str, tuple[int, ...]]]] = {}
         for name in names:
             value = torch.as_tensor(probe[name])
             self.packs.setdefault(value.dtype, []).append((name, tuple(value.shape)))
 
     def load(self, consumed: int, micro_batch: int) -> dict[str, Tensor]:
+        """A micro-batch of the step that begins at sample `consumed`, on the device."""
         if not self.packs:
             return {}
         ctx, tp = self.ctx, self.ctx.mesh.tp
-        readers = ctx.mesh.samples
-        ids = sample_ids(consumed, micro_batch, self.size, readers.index, readers.size)
-        reads = tp.alone or tp.index == 0
-        samples = [self.dataset.sample(n) for n in ids] if reads else []
+        if self.reads:
+            # What was read for another step was read in vain: the run went on from elsewhere.
+            self._coming = {key: read for key, read in self._coming.items() if key[0] == consumed}
+            packs = self._ask(consumed, micro_batch).result().packed
+            del self._coming[consumed, micro_batch]
         batch: dict[str, Tensor] = {}
         for dtype, fields in self.packs.items():
             sizes = [self.size * int(np.prod(shape)) for _, shape in fields]
-            if reads:
-                parts = [np.stack([s[name] for s in samples]).reshape(-1) for name, _ in fields]
-                packed = ctx.device.upload(torch.from_numpy(np.concatenate(parts)))
+            if self.reads:
+                packed = ctx.device.upload(packs[dtype])
             else:
                 packed = torch.empty(sum(sizes), dtype=dtype, device=ctx.device.torch)
             tp.broadcast(packed)
             for (name, shape), part in zip(fields, packed.split(sizes), strict=True):
                 batch[name] = part.view(self.size, *shape)
         return batch
+
+    def prefetch(self, consumed: int, micro_batch: int) -> None:
+        """Begins to read what `load` will be asked for."""
+        if self.reads and self.packs:
+            self._ask(consumed, micro_batch)
+
+    def counts(self, consumed: int, micro_batches: int) -> Mapping[str, float]:
+        """What the loss's terms count in this data-parallel rank's samples of a step; nothing on ranks that leave that
+        to another one. What is read for it is kept for `load`."""
+        found: Counter[str] = Counter()
+        first, _ = self.ctx.layout.first_and_last
+        if self.ctx.mesh.is_first("tp", "cp") and self.ctx.pp_rank == first:
+            for read in [self._ask(consumed, i) for i in range(micro_batches)]:
+                found.update(read.result().counts)
+            if not self.packs:
+                self._coming = {}
+        return found
+
+    def _ask(self, consumed: int, micro_batch: int) -> Future[Read]:
+        key = (consumed, micro_batch)
+        if key not in self._coming:
+            self._coming[key] = self.reader.submit(self._read, consumed, micro_batch)
+        return self._coming[key]
+
+    def _read(self, consumed: int, micro_batch: int) -> Read:
+        readers = self.ctx.mesh.samples
+        ids = sample_ids(consumed, micro_batch, self.size, readers.index, readers.size)
+        samples = [self.dataset.sample(n) for n in ids]
+        packed: dict[torch.dtype, Tensor] = {}
+        for dtype, fields in self.packs.items():
+            parts = [np.stack([s[name] for s in samples]).reshape(-1) for name, _ in fields]
+            packed[dtype] = self.ctx.device.pin(torch.from_numpy(np.concatenate(parts)))
+        counts: Counter[str] = Counter()
+        if self.loss_counts is not None:
+            for sample in samples:
+                counts.update(self.loss_counts(sample))
+        return Read(packed, counts)

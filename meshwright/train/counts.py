@@ -5,19 +5,22 @@ from __future__ import annotations
 # Where a step's time goes, and the phases that its ledger knows.
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 
-# Summed over the world in float64 before the update.
-SUMS = ("loss", "tokens", "gradient squares")
-
-# Summed over the world in int64 after it: for each axis of the mesh these, then the microseconds of each phase, then
-# the ranks that were asked to stop.
+# Summed over the world in int64 after the update: for each axis of the mesh these, then the microseconds of each phase,
+# the ranks that were asked to stop, and the ranks that monitor a value under a new name.
 COUNTS = ("calls", "payload_bytes", "wire_bytes")
 
 WIDE = 8  # bytes of a float64 or an int64
 
 
-def sums_bytes() -> int:
-    return WIDE * len(SUMS)
+def sums_length(terms: int) -> int:
+    """Numbers that are summed over the world in float64 before the update: each term's weighted sum and its count, the
+    squared gradient norm and, where there are several terms, their plain sums."""
+    return 2 * terms + 1 + (terms if terms > 1 else 0)
+
+
+def sums_bytes(terms: int = 1) -> int:
+    return WIDE * sums_length(terms)
 
 
 def counts_bytes(axes: int) -> int:
-    return WIDE * (len(COUNTS) * axes + len(PHASES) + 1)
+    return WIDE * (len(COUNTS) * axes + len(PHASES) + 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,9 @@ def evaluate(ctx: Context, modules: list[nn.Module], dataset: Dataset, samples: 
     step = lambda module, batch, received: forward_step(ctx, module, batch, received)  # noqa: E731
     executor = Executor(modules, ctx.mesh.pp, step, ctx.ledger, ctx.parallel.streams)
     unit = ctx.mesh.samples.size * ctx.config.train.micro_batch
-    batches = MicroBatches(ctx, First(dataset, samples), fields_of(modules))
-    loss, tokens = mean_loss(ctx, executor, batches, -(-samples // unit) * unit)
-    if not tokens:
+    batches = MicroBatches(ctx, First(dataset, samples), fields_of(modules), ThreadPoolExecutor(1))
+    found = mean_loss(ctx, executor, batches, -(-samples // unit) * unit)
+    if not found.tokens:
         raise UserError("no token of the data counts in the loss: check data.mask_eod and data.eod")
-    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens, "samples": samples}
+    perplexity, tokens = math.exp(min(found.loss, 700.0)), math.ceil(found.tokens)
+    return {"loss": found.loss, "perplexity": perplexity, "tokens": tokens, "samples": samples}

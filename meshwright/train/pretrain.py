@@ -21,6 +21,7 @@ from meshwright.config.rules import TRAINED, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout.params import key
+from meshwright.models.stage import stage_of
 from meshwright.nn.parallel import initialise, record_of, share_tied
 from meshwright.optim.schedules import consumed_after
 from meshwright.parts.part import Stage
@@ -135,9 +136,8 @@ def _warn_of_buffers(module: nn.Module, stage: int) -> None:
 
 
 def compile_blocks(module: nn.Module) -> None:
-    """Each block as one compiled graph; all blocks of a chunk share it."""
-    blocks = getattr(module, "blocks", None)
-    for block in blocks.values() if isinstance(blocks, nn.ModuleDict) else []:
+    """Compiles each block as one graph; all blocks of a chunk share it."""
+    for block in stage_of(module).compiled_blocks():
         block.compile(fullgraph=True)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 
 from meshwright.comm.ledger import wire_bytes
 from meshwright.device import DTYPES, Device, Download
-from meshwright.layout.params import DATA_AXES
+from meshwright.models.stage import stage_of
 from meshwright.optim.adam import FlatOptimizer
 from meshwright.optim.loss_scale import LossScale
+from meshwright.optim.scaling import gradient_scaling
 from meshwright.optim.schedules import global_batch, learning_rate
-from meshwright.pipeline.executor import Executor, Totals
+from meshwright.pipeline.executor import Executor
+from meshwright.pipeline.output import LOSS, Totals
 from meshwright.pipeline.trace import REDUCED, UPDATED
 from meshwright.schedule.table import Table
 from meshwright.schedule.verify import verified
@@ -26,14 +29,16 @@ from meshwright.sharding.data_parallel import DataParallel
 from meshwright.sharding.reducers import PLAIN, Reducer
 from meshwright.train.batches import Dataset, MicroBatches
 from meshwright.train.context import Context, compiles
-from meshwright.train.counts import COUNTS, PHASES, SUMS, counts_bytes
+from meshwright.train.counts import COUNTS, PHASES, counts_bytes
+from meshwright.train.losses import LossCounts, Normalisation, Sums, counts_over_world, names_of, sums_over_world
+from meshwright.train.monitor import Monitored, means
 
 ForwardStep = Callable[[Context, nn.Module, dict[str, Tensor], dict[str, Tensor]], Any]
 
 
 @dataclass
 class StepResult:
-    """What one step did, the same on every rank but for `monitored`, which the last stage's ranks know."""
+    """What one step did, the same on every rank. `losses` are the terms' own means, where the loss has several."""
 
     step: int
     loss: float
@@ -43,6 +48,7 @@ class StepResult:
     skipped: bool
     tokens: int
     global_batch: int
+    losses: dict[str, float] = field(default_factory=dict)
     monitored: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     comm: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -61,7 +67,8 @@ class StepResult:
             "global_batch": self.global_batch, "step_time_s": self.step_time_s,
             "tokens_per_s": self.tokens / self.step_time_s, "phases": self.phases, "comm": self.comm,
         }  # fmt: skip
-        return out | ({"monitored": self.monitored} if self.monitored else {})
+        found = {"losses": self.losses, "monitored": self.monitored}
+        return out | {name: values for name, values in found.items() if values}
 
 
 @dataclass(frozen=True)
@@ -70,9 +77,11 @@ class Launched:
 
     result: StepResult
     begin: float
-    weight: float
+    totals: Totals
+    normalisation: Normalisation
     sums: Download
     counts: Download
+    monitored: tuple[tuple[str, ...], Download] | None
 
 
 class Trainer:
@@ -86,6 +95,7 @@ class Trainer:
         train_data: Dataset,
         valid_data: Dataset | None = None,
         reducer: Reducer = PLAIN,
+        loss_counts: LossCounts | None = None,
     ) -> None:
         config = ctx.config
         self.ctx, self.modules = ctx, list(modules)
@@ -100,9 +110,12 @@ class Trainer:
         self.executor = Executor(
             self.modules, ctx.mesh.pp, step, ctx.ledger, ctx.parallel.streams, parallel, compiles(config, ctx.device)
         )
-        fields = fields_of(self.modules)
-        self.train_batches = MicroBatches(ctx, train_data, fields)
-        self.valid_batches = MicroBatches(ctx, valid_data, fields) if valid_data is not None else None
+        # One thread reads for both: they may be one dataset, which need not be made for two.
+        fields, reader = fields_of(self.modules), ThreadPoolExecutor(1, "meshwright-reader")
+        self.train_batches = MicroBatches(ctx, train_data, fields, reader, loss_counts)
+        self.valid_batches = MicroBatches(ctx, valid_data, fields, reader) if valid_data is not None else None
+        self.terms = names_of(loss_counts, train_data.sample)
+        self.monitored = Monitored(ctx)
         self.step_number = 0
         self.consumed = 0
         self._read_at = 0.0
@@ -110,12 +123,13 @@ class Trainer:
 
     @property
     def writes(self) -> bool:
-        """Whether this is the one rank that writes the run's folder and drives its display."""
-        return reports_loss(self.ctx) and self.ctx.mesh.is_first("dp", "cp")
+        """Whether this is the one rank that writes the run's folder and drives its display: the first of those that
+        hold the last stage."""
+        return self.ctx.pp_rank == self.ctx.layout.first_and_last[1] and self.ctx.mesh.is_first("tp", "dp", "cp")
 
     @property
     def micro_batches(self) -> int:
-        """Of this rank in the next step."""
+        """The micro-batches that this rank runs in the next step."""
         return micro_batches(self.ctx, global_batch(self.ctx.config, self.consumed))
 
     def table(self, micro_batches: int) -> Table:
@@ -123,23 +137,38 @@ class Trainer:
         c = self.ctx.config
         return verified(c.pipeline.schedule, c.layout.pp, micro_batches, c.layout.chunks, self.data_parallel.stage)
 
-    def gradients(self) -> tuple[Totals, float]:
-        """Forward and backward of the next global batch and the reduced gradients, which come out as sums weighted by
-        loss scale / nominal tokens; that weight is returned."""
-        samples = global_batch(self.ctx.config, self.consumed)
-        count, weight = self.micro_batches, self.loss_scale.value / (samples * self.ctx.config.model.seq)
+    def gradients(self) -> tuple[Totals, Normalisation]:
+        """Forward and backward of the next global batch and the reduced gradients; and how these become the true
+        ones."""
+        samples, count, consumed = global_batch(self.ctx.config, self.consumed), self.micro_batches, self.consumed
+        normalisation = self._normalisation(samples, count)
         for module in self.modules:
             module.train()
         self.data_parallel.begin(count)
-        consumed = self.consumed
-        totals = self.executor.run(
-            self.table(count), lambda i: self.train_batches.load(consumed, i), self.step_number + 1, weight
-        )
+        last = self.step_number + 1 == self.ctx.config.train.steps
+
+        def batch(micro_batch: int) -> dict[str, Tensor]:
+            found = self.train_batches.load(consumed, micro_batch)
+            if micro_batch + 1 < count:
+                self.train_batches.prefetch(consumed, micro_batch + 1)
+            elif not last:
+                self.train_batches.prefetch(consumed + samples, 0)
+            return found
+
+        totals = self.executor.run(self.table(count), batch, self.step_number + 1, normalisation.seeds())
         begin = time.perf_counter()
         with self.executor.span("step", REDUCED):
             self.data_parallel.finish()
         totals.seconds["reduce"] += time.perf_counter() - begin
-        return totals, weight
+        return totals, normalisation
+
+    def _normalisation(self, samples: int, micro_batches: int) -> Normalisation:
+        """One undeclared term is stored with loss scale / nominal tokens, so that gradients have about their true size
+        in any precision."""
+        if self.train_batches.loss_counts is None:
+            return Normalisation(self.loss_scale.value / (samples * self.ctx.config.model.seq))
+        own = self.train_batches.counts(self.consumed, micro_batches)
+        return Normalisation(self.loss_scale.value, counts_over_world(self.ctx, self.terms, own))
 
     def step(self, stop_requested: bool = False) -> StepResult:
         """One update (or a skipped one): consumes its batch either way. `stop` of the result says whether any rank was
@@ -152,38 +181,43 @@ class Trainer:
         config, ledger = self.ctx.config, self.ctx.ledger
         ledger.clear()
         samples = global_batch(config, self.consumed)
-        totals, weight = self.gradients()
+        totals, normalisation = self.gradients()
         update = time.perf_counter()
         with ledger.phase("optimizer"), self.executor.span("step", "norm and loss"):
-            sums = sums_over_world(self.ctx, totals, self.data_parallel.square_sum())
-            monitored = self._monitored(totals)
+            sums = sums_over_world(self.ctx, totals, self.terms, self.data_parallel.square_sum())
+            monitored = self.monitored.begin(totals)
         lr, scale = learning_rate(config, self.step_number + 1), self.loss_scale.value
         self.before_update()
-        clip, waited = config.train.clip, 0.0
         with self.executor.span("step", UPDATED):
-            if self.runs_ahead:
-                self.optimizer.step_on_device(lr, sums, weight, clip)
-            else:
-                arrived = self.ctx.device.download(sums)
-                begun = time.perf_counter()
-                _, tokens, squares = arrived.read()
-                waited = time.perf_counter() - begun  # for what a device still computed
-                norm = gradient_norm(tokens, squares, weight)
-                if learns(tokens, squares):
-                    if math.isfinite(norm):
-                        divisor = weight * divisor_of(tokens)
-                        self.optimizer.step(lr, divisor * norm / clip if clip and norm > clip else divisor)
-                    self.loss_scale.update(math.isfinite(norm))
+            waited = self._update(lr, sums, normalisation)
         read = self.ctx.device.download(sums)
         totals.seconds["backward"] += waited
         totals.seconds["optimizer"] = time.perf_counter() - update - waited
         self.step_number += 1
         self.consumed += samples
         result = StepResult(
-            self.step_number, 0.0, 0.0, lr, scale if self.loss_scale.active else None, False, 0, samples, monitored
+            self.step_number, 0.0, 0.0, lr, scale if self.loss_scale.active else None, False, 0, samples
         )
-        counts = self._count(totals.seconds, stop_requested)
-        return Launched(result, begin, weight, read, counts)
+        counts = self._count(totals.seconds, stop_requested, self.monitored.is_new(totals))
+        return Launched(result, begin, totals, normalisation, read, counts, monitored)
+
+    def _update(self, lr: float, sums: Tensor, normalisation: Normalisation) -> float:
+        """One update, or none if the gradient is not finite or nothing was counted. Returns the seconds that were
+        waited for what a device still computed."""
+        weight, clip, terms = normalisation.weight, self.ctx.config.train.clip, len(self.terms)
+        if self.runs_ahead:
+            count = torch.as_tensor(normalisation.count(sums[terms]), dtype=sums.dtype, device=sums.device)
+            self.optimizer.step_on_device(lr, gradient_scaling(count, sums[2 * terms], weight, clip))
+            return 0.0
+        arrived, begun = self.ctx.device.download(sums), time.perf_counter()
+        found = Sums.read(arrived.read(), self.terms)
+        waited = time.perf_counter() - begun
+        scaling = gradient_scaling(float(normalisation.count(found.tokens)), found.squares, weight, clip)
+        if scaling.updates:
+            self.optimizer.step(lr, scaling.divisor)
+        if scaling.counts:
+            self.loss_scale.update(bool(scaling.updates))
+        return waited
 
     @property
     def runs_ahead(self) -> bool:
@@ -193,33 +227,30 @@ class Trainer:
 
     def read(self, launched: Launched) -> StepResult:
         """The finished result of a launched step, once the device has come that far."""
-        result = launched.result
-        loss, tokens, squares = launched.sums.read()
-        counted = learns(tokens, squares)
-        result.loss, result.tokens = loss / divisor_of(tokens) if counted else math.nan, math.ceil(tokens)
-        result.grad_norm = gradient_norm(tokens, squares, launched.weight)
-        result.skipped = not math.isfinite(result.grad_norm) or not counted
-        self._read_counts(result, launched.counts.read())
+        result, normalisation = launched.result, launched.normalisation
+        found = Sums.read(launched.sums.read(), self.terms)
+        if normalisation.counts is not None:
+            found.check_counts(normalisation.counts)
+        scaling = gradient_scaling(
+            float(normalisation.count(found.tokens)), found.squares, normalisation.weight, clip=0.0
+        )
+        result.loss, result.tokens = found.loss if scaling.counts else math.nan, math.ceil(found.tokens)
+        result.losses = found.losses
+        result.grad_norm = scaling.norm if math.isfinite(scaling.norm) else math.inf
+        result.skipped = not scaling.updates
+        new_names = self._read_counts(result, launched.counts.read())
+        if launched.monitored is not None:
+            result.monitored = means(*launched.monitored)
+        if new_names:
+            result.monitored |= means(*self.monitored.learn(launched.totals))
         end = time.perf_counter()
         result.step_time_s = end - max(launched.begin, self._read_at)
         self._read_at = end
         return result
 
-    def _monitored(self, totals: Totals) -> dict[str, float]:
-        """Averages, over the micro-batches that had it, of each value that `forward_step` returned beside the loss. In
-        a step, all data-parallel ranks have the same names."""
-        if not totals.monitored:
-            return {}
-        names = sorted(totals.monitored)
-        values = [float(totals.monitored[name]) for name in names] + [float(totals.times[name]) for name in names]
-        vector = torch.tensor(values, dtype=torch.float64, device=self.ctx.device.torch)
-        self.ctx.mesh.group(DATA_AXES).all_reduce(vector)
-        sums, times = vector.view(2, -1)
-        return dict(zip(names, (sums / times).tolist(), strict=True))
-
-    def _count(self, seconds: Mapping[str, float], stop_requested: bool) -> Download:
-        """Sum over all ranks of seconds by phase, the ledger of this step, this very call included, and the ranks that
-        were asked to stop."""
+    def _count(self, seconds: Mapping[str, float], stop_requested: bool, new_names: bool) -> Download:
+        """Sum over all ranks of the ledger of this step, this very call included, the seconds by phase, the ranks that
+        were asked to stop, and those that monitor a value whose name the others don't know."""
         mesh = self.ctx.mesh
         axes = mesh.layout.step_groups()
         totals = self.ctx.ledger.totals("axis")
@@ -231,7 +262,8 @@ class Trainer:
             own = rows[axes.index("world")]
             own[0], own[1] = own[0] + 1, own[1] + payload
             own[2] += wire_bytes("all_reduce", payload, mesh.world.size)
-        vector = torch.tensor([*(n for row in rows for n in row), *micros, int(stop_requested)], dtype=torch.int64)
+        numbers = [*(n for row in rows for n in row), *micros, int(stop_requested), int(new_names)]
+        vector = torch.tensor(numbers, dtype=torch.int64)
         if mesh.world.alone:
             return Device("cpu").download(vector)
         vector = self.ctx.device.upload(vector)
@@ -239,15 +271,17 @@ class Trainer:
             mesh.world.all_reduce(vector)
         return self.ctx.device.download(vector)
 
-    def _read_counts(self, result: StepResult, numbers: list[int]) -> None:
+    def _read_counts(self, result: StepResult, numbers: list[int]) -> bool:
+        """Fills in the result; returns whether some rank has a new name."""
         mesh, axes, width = self.ctx.mesh, self.ctx.layout.step_groups(), len(COUNTS)
         for i, axis in enumerate(axes):
             counts = dict(zip(COUNTS, numbers[width * i : width * (i + 1)], strict=True))
             if counts["calls"]:
                 result.comm[axis] = counts
-        means = [n / 1e6 / mesh.world.size for n in numbers[width * len(axes) : -1]]
+        means = [n / 1e6 / mesh.world.size for n in numbers[width * len(axes) : -2]]
         result.phases = dict(zip(PHASES, means, strict=True))
-        result.stop = numbers[-1] > 0
+        result.stop = numbers[-2] > 0
+        return numbers[-1] > 0
 
     def states(self) -> Iterator[State]:
         """What a checkpoint holds of this rank, beside `counters`."""
@@ -276,62 +310,50 @@ class Trainer:
         if self.valid_batches is None:
             return None
         samples = self.ctx.config.run.eval_samples or 4 * self.ctx.config.train.global_batch
-        loss, tokens = mean_loss(self.ctx, self.executor, self.valid_batches, samples, self.data_parallel.stage)
-        return {"step": self.step_number, "loss": loss, "tokens": tokens, "samples": samples}
+        stage = self.data_parallel.stage
+        found = mean_loss(self.ctx, self.executor, self.valid_batches, samples, stage, self.terms)
+        line = {"step": self.step_number, "loss": found.loss, "tokens": math.ceil(found.tokens), "samples": samples}
+        return line | ({"losses": found.losses} if found.losses else {})
 
 
 def fields_of(modules: Sequence[nn.Module]) -> set[str] | None:
     """The batch's fields that a rank's chunks read; None (all of them) if one doesn't say."""
-    needs = [getattr(module, "needs", None) for module in modules]
-    return None if any(n is None for n in needs) else set().union(*needs)  # type: ignore[arg-type]
-
-
-def reports_loss(ctx: Context) -> bool:
-    """Whether this is the one rank of its pipeline that reports the loss, which all tensor-parallel ranks of the last
-    stage know."""
-    return ctx.pp_rank == ctx.layout.first_and_last[1] and ctx.mesh.tp.index <= 0
+    found: set[str] = set()
+    for module in modules:
+        needs = stage_of(module).needs
+        if needs is None:
+            return None
+        found |= needs
+    return found
 
 
 def micro_batches(ctx: Context, samples: int) -> int:
     return samples // (ctx.mesh.samples.size * ctx.config.train.micro_batch)
 
 
-def sums_over_world(ctx: Context, totals: Totals, squares: Tensor | float = 0.0) -> Tensor:
-    """Loss sum, token count and squared gradient norm of the whole job, in one small all-reduce."""
-    vector = torch.zeros(len(SUMS), dtype=torch.float64, device=ctx.device.torch)
-    if reports_loss(ctx):
-        vector[0], vector[1] = totals.loss_sum, totals.tokens
-    vector[2] = squares
-    ctx.mesh.world.all_reduce(vector)
-    return vector
-
-
-def gradient_norm(tokens: float, squares: float, weight: float) -> float:
-    """Of the true gradient: what is stored is weight x its sum over tokens, and the true one is the sum / tokens."""
-    return math.sqrt(squares) / (weight * divisor_of(tokens)) if math.isfinite(squares) else math.inf
-
-
-def learns(tokens: float, squares: float) -> bool:
-    """Whether a step has anything to learn from. (One rank of a pipeline that is run alone has a gradient, and no token
-    of the last stage.)"""
-    return tokens > 0 or squares != 0
-
-
-def divisor_of(tokens: float) -> float:
-    return tokens if tokens > 0 else 1.0
-
-
 @torch.no_grad()
 def mean_loss(
-    ctx: Context, executor: Executor, batches: MicroBatches, samples: int, zero_stage: int = 0
-) -> tuple[float, int]:
-    """Loss by token and number of tokens of the first `samples` samples, without a backward."""
+    ctx: Context,
+    executor: Executor,
+    batches: MicroBatches,
+    samples: int,
+    zero_stage: int = 0,
+    terms: Sequence[str] = (LOSS,),
+) -> Sums:
+    """The loss and the number of tokens of the first `samples` samples, without a backward."""
     c = ctx.config
     count = micro_batches(ctx, samples)
     table = verified(c.pipeline.schedule, c.layout.pp, count, c.layout.chunks, zero_stage, validation=True)
     for module in executor.modules:
         module.eval()
+
+    def batch(micro_batch: int) -> dict[str, Tensor]:
+        found = batches.load(0, micro_batch)
+        if micro_batch + 1 < count:
+            batches.prefetch(0, micro_batch + 1)
+        return found
+
     with ctx.ledger.phase("validation"):
-        totals = executor.run(table, lambda i: batches.load(0, i), 0)
-        loss_sum, tokens, _ = sums_over_world(ctx, totals).tolist()
-    return loss_sum / tokens if tokens else math.nan, math.ceil(tokens)
+        totals = executor.run(table, batch, 0, Normalisation(1.0, dict.fromkeys(terms, 1.0)).seeds())
+        sums = Sums.read(sums_over_world(ctx, totals, terms).tolist(), terms)
+    return sums if sums.tokens else replace(sums, loss=math.nan)

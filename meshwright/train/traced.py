@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
-
 from meshwright.pipeline.record import Recorder
 from meshwright.pipeline.trace import Span, trace_json
+from meshwright.train.monitor import gather_bytes
 from meshwright.train.step import Trainer
 
 TRACED = 3  # the third step of a process: the first ones make what later ones reuse
@@ -53,15 +52,8 @@ class TracedStep:
     def _gather(self, spans: list[Span]) -> Iterator[Span]:
         """All pipeline ranks' spans."""
         ctx, pp = self.trainer.ctx, self.trainer.ctx.mesh.pp
-        own = torch.frombuffer(bytearray(json.dumps([asdict(span) for span in spans]).encode()), dtype=torch.uint8)
+        own = json.dumps([asdict(span) for span in spans]).encode()
         with ctx.ledger.phase("metrics"):
-            length = torch.tensor([len(own)], device=ctx.device.torch)
-            lengths = length.new_empty(pp.size)
-            pp.all_gather(lengths, length)
-            longest = int(lengths.max())
-            padded = torch.zeros(longest, dtype=torch.uint8, device=ctx.device.torch)
-            padded[: len(own)] = own
-            everyone = padded.new_empty(pp.size * longest)
-            pp.all_gather(everyone, padded)
-        for part, size in zip(everyone.cpu().split(longest), lengths.tolist(), strict=True):
-            yield from (Span(**fields) for fields in json.loads(bytes(part[:size].numpy())))
+            everyone = gather_bytes(pp, own, ctx)
+        for text in everyone:
+            yield from (Span(**fields) for fields in json.loads(text))

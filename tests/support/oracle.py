@@ -17,8 +17,9 @@ from meshwright.device import Device
 from meshwright.sharding.buffers import FlatBuffer, Slot
 from meshwright.train.context import Context, build_context
 from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.losses import Sums, sums_over_world
 from meshwright.train.pretrain import build_modules
-from meshwright.train.step import Trainer, sums_over_world
+from meshwright.train.step import Trainer
 
 Pairs = list[tuple[Any, torch.Tensor]]
 Whole = dict[str, np.ndarray]
@@ -89,12 +90,13 @@ def make_trainer(
 
 def true_gradients(trainer: Trainer) -> Pairs:
     """(record, gradient) of every local parameter after one forward and backward, as the true mean over tokens."""
-    totals, weight = trainer.gradients()
-    tokens = max(sums_over_world(trainer.ctx, totals).tolist()[1], 1.0)
+    totals, normalisation = trainer.gradients()
+    sums = Sums.read(sums_over_world(trainer.ctx, totals, trainer.terms).tolist(), trainer.terms)
+    divisor = normalisation.weight * max(normalisation.count(sums.tokens), 1.0)
     pairs = []
     for buffer in trainer.data_parallel.trained:
         for slot, grad in _whole(trainer, buffer, [bucket.own_grads for bucket in buffer.buckets]):
-            pairs.append((slot.record, grad / (weight * tokens)))
+            pairs.append((slot.record, grad / divisor))
     return pairs
 
 

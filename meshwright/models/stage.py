@@ -1,0 +1,79 @@
+"""What a pipeline's chunk offers to those who run it: the executor, the batches, the sharding and the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from meshwright.errors import UserError
+
+Receives = Mapping[str, tuple[Sequence[int], torch.dtype]]
+
+
+@runtime_checkable
+class StageModule(Protocol):
+    """A module that says all of this is taken as it is; any other goes through `stage_of`."""
+
+    @property
+    def receives(self) -> Receives:
+        """The named tensors that the chunk takes from the chunk before it, with shapes and dtypes."""
+
+    @property
+    def needs(self) -> set[str] | None:
+        """The fields of a batch that the chunk reads; None stands for all of them."""
+
+    @property
+    def draws_by_key(self) -> bool:
+        """Whether all random numbers of its forward are keyed (`nn.random.Streams`). For a module that draws from
+        torch's default generator, that is seeded before each forward."""
+
+    def announce(self, loss_weight: float | None) -> None:
+        """Called before each forward with what backward will multiply the sum of the term "loss" by, or with None
+        where that is not known, so that a loss may compute its gradient in forward."""
+
+    def units(self) -> list[nn.Module] | None:
+        """The parts whose weights are needed together, in the order of forward; None: the chunk is one."""
+
+    def compiled_blocks(self) -> list[nn.Module]:
+        """The parts that are compiled, each as one graph, where the config asks for that."""
+
+
+class _Adapted:
+    """Somebody else's module: what it says of itself, and the defaults for the rest."""
+
+    draws_by_key = False
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    @property
+    def receives(self) -> Receives:
+        found: Receives | None = getattr(self.module, "receives", None)
+        if found is None:
+            name = type(self.module).__name__
+            raise UserError(
+                f"{name} takes tensors from the stage before it and has no `receives`: give it a dict of each tensor's "
+                "name to its (shape, dtype)"
+            )
+        return found
+
+    @property
+    def needs(self) -> set[str] | None:
+        return getattr(self.module, "needs", None)
+
+    def announce(self, loss_weight: float | None) -> None:
+        pass
+
+    def units(self) -> list[nn.Module] | None:
+        return None
+
+    def compiled_blocks(self) -> list[nn.Module]:
+        return []
+
+
+def stage_of(module: nn.Module) -> StageModule:
+    """The module itself if it offers all of `StageModule`, and else an adapter around it."""
+    return module if isinstance(module, StageModule) else _Adapted(module)

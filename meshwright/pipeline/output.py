@@ -1,0 +1,86 @@
+"""What a stage's forward gives: tensors for the next stage, terms of the loss, values to monitor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.errors import UserError
+
+LOSS = "loss"  # the name of the one term that needs no declaration
+
+Number = float | Tensor
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of the loss, of one micro-batch: the loss is the sum over terms of weight x sum / count, where sum and
+    count are those of the whole global batch. Every tensor-parallel rank returns the whole sum."""
+
+    name: str
+    sum: Tensor
+    count: Tensor | int | float
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class StageOutput:
+    """What `forward_step` may return from any stage."""
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # to pass on to the next stage
+    terms: Sequence[Term] = ()
+    monitored: Mapping[str, Any] = field(default_factory=dict)
+
+
+def as_output(result: Any) -> StageOutput:
+    """`forward_step`'s short forms: a dict is the tensors to pass on, a tuple the loss's sum, its count and a dict of
+    values to monitor."""
+    if isinstance(result, StageOutput):
+        return result
+    if isinstance(result, tuple) and len(result) == 3:
+        loss_sum, count, monitored = result
+        return StageOutput({}, [Term(LOSS, loss_sum, count)], monitored)
+    if isinstance(result, Mapping):
+        return StageOutput(result)
+    raise UserError(
+        f"forward_step returned a {type(result).__name__}: return a dict of the tensors to pass on, the tuple "
+        "(loss sum, count, monitored) or a StageOutput"
+    )
+
+
+@dataclass
+class TermTotal:
+    """A term summed over micro-batches. `weighted` is the sum times the term's weight."""
+
+    sum: Number = 0.0
+    count: Number = 0.0
+    weighted: Number = 0.0
+
+    def add(self, term: Term) -> None:
+        value = term.sum.detach().double()
+        self.sum, self.weighted = self.sum + value, self.weighted + (value if term.weight == 1 else term.weight * value)
+        self.count = self.count + _wide(term.count)
+
+
+@dataclass
+class Totals:
+    """What this rank's stages found, summed over its micro-batches."""
+
+    seconds: dict[str, float]
+    terms: dict[str, TermTotal] = field(default_factory=dict)
+    monitored: dict[str, Number] = field(default_factory=dict)
+    times: dict[str, int] = field(default_factory=dict)  # that each of them was given
+
+    def add(self, output: StageOutput) -> None:
+        for term in output.terms:
+            self.terms.setdefault(term.name, TermTotal()).add(term)
+        for name, value in output.monitored.items():
+            self.monitored[name] = self.monitored.get(name, 0.0) + _wide(value)
+            self.times[name] = self.times.get(name, 0) + 1
+
+
+def _wide(value: Any) -> Number:
+    return value.detach().double() if isinstance(value, Tensor) else float(value)

@@ -1,0 +1,120 @@
+"""The loss as a list of terms, each divided by its own count over the whole global batch.
+
+loss = sum over terms of weight x (sum of the term) / (count of the term), with sums and counts over all micro-batches
+and ranks. A count is known for certain only when the last micro-batch has been through. So there are two ways:
+
+- One term, named "loss", needs no declaration. Its gradient is stored as a sum with a nominal weight, its count is
+  summed together with the loss after backward, and the update divides by it. Nothing is communicated beforehand.
+- Any other list is declared by `loss_counts(sample) -> {name: count}`, a pure function of a sample. At the begin of a
+  step the counts of all its samples are summed over the world, and each term's gradient is divided by its count before
+  it is added to the others'. That costs one small all-reduce, which the host waits for. What forward counts is checked
+  against it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import UserError
+from meshwright.pipeline.executor import Seeds
+from meshwright.pipeline.output import LOSS, TermTotal, Totals
+from meshwright.train.context import Context
+from meshwright.train.counts import sums_length
+
+LossCounts = Callable[[Mapping[str, Any]], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """How the stored gradient becomes the true one: divided by weight x count. `counts` are the declared terms' counts
+    in this step, which then stand in the stored gradient already; without them the count comes from the sums."""
+
+    weight: float
+    counts: Mapping[str, float] | None = None
+
+    def seed(self, name: str) -> float:
+        """What a term's sum is multiplied by. A term that nobody counted contributes nothing."""
+        if self.counts is None:
+            if name != LOSS:
+                raise UserError(f"the loss's term '{name}' is not declared: {_DECLARE}")
+            return self.weight
+        if name not in self.counts:
+            raise UserError(f"the loss's term '{name}' is not among {', '.join(self.counts)}: {_DECLARE}")
+        return self.weight / self.counts[name] if self.counts[name] else 0.0
+
+    def seeds(self) -> Seeds:
+        known = self.counts is None or LOSS in self.counts
+        return Seeds(self.seed, self.seed(LOSS) if known else None)
+
+    def count(self, tokens: float | Tensor) -> float | Tensor:
+        """What the stored gradient is still to be divided by, beside the weight; 0 where nothing was counted."""
+        return tokens if self.counts is None else float(any(self.counts.values()))
+
+
+_DECLARE = "pass loss_counts to pretrain, which says from a sample what each term counts"
+
+
+def names_of(loss_counts: LossCounts | None, sample: Callable[[int], Mapping[str, Any]]) -> tuple[str, ...]:
+    """The terms of the loss, in one order on every rank. The first one's count is what a run reports as its tokens."""
+    return (LOSS,) if loss_counts is None else tuple(loss_counts(sample(0)))
+
+
+def counts_over_world(ctx: Context, names: Sequence[str], own: Mapping[str, float]) -> dict[str, float]:
+    """The declared counts of a step. Of each pipeline one rank counts; the others give nothing."""
+    vector = torch.tensor([own.get(name, 0.0) for name in names], dtype=torch.float64)
+    with ctx.ledger.phase("data"):
+        vector = ctx.device.upload(vector)
+        ctx.mesh.world.all_reduce(vector)
+    return dict(zip(names, vector.tolist(), strict=True))
+
+
+def sums_over_world(
+    ctx: Context, totals: Totals, names: Sequence[str] = (LOSS,), squares: Tensor | float = 0.0
+) -> Tensor:
+    """One small all-reduce of the terms' weighted sums, their counts, the squared gradient norm and, where there are
+    several terms, their plain sums. All tensor-parallel ranks of a stage know its terms, and one of them gives them."""
+    vector = torch.zeros(sums_length(len(names)), dtype=torch.float64, device=ctx.device.torch)
+    if ctx.mesh.tp.index <= 0:
+        for i, name in enumerate(names):
+            term = totals.terms.get(name, TermTotal())
+            vector[i], vector[len(names) + i] = term.weighted, term.count
+            if len(names) > 1:
+                vector[2 * len(names) + 1 + i] = term.sum
+    vector[2 * len(names)] = squares
+    ctx.mesh.world.all_reduce(vector)
+    return vector
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What `sums_over_world` summed, on the host. `losses` are the terms' own means, where there are several."""
+
+    loss: float
+    tokens: float
+    squares: float
+    counts: dict[str, float]
+    losses: dict[str, float]
+
+    @staticmethod
+    def read(numbers: Sequence[float], names: Sequence[str]) -> Sums:
+        n = len(names)
+        counts = list(numbers[n : 2 * n])
+        divisors = [count if count > 0 else 1.0 for count in counts]
+        loss = sum(weighted / divisor for weighted, divisor in zip(numbers[:n], divisors, strict=True))
+        means = [x / count if count else math.nan for x, count in zip(numbers[2 * n + 1 :], counts, strict=False)]
+        by_name = dict(zip(names, counts, strict=True))
+        return Sums(loss, counts[0], numbers[2 * n], by_name, dict(zip(names, means, strict=False)))
+
+    def check_counts(self, declared: Mapping[str, float]) -> None:
+        for name, count in declared.items():
+            if not math.isclose(count, self.counts[name], rel_tol=1e-9):
+                raise UserError(
+                    f"loss_counts said {count:g} for the term '{name}' and forward_step counted {self.counts[name]:g}: "
+                    "both must count the same"
+                )

@@ -1,0 +1,74 @@
+"""Values that `forward_step` returns beside the loss, averaged over the ranks and micro-batches that have them.
+
+Any stage may return any of them in any step, so a rank can't know beforehand which names the others bring. The ranks
+agree on a list of names; a rank that brings a new one says so in the metrics that all sum in every step, and all then
+exchange their names. From then on the value takes part in one small sum over the world, which nobody waits for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.group import Group
+from meshwright.device import Download
+from meshwright.pipeline.output import Totals
+from meshwright.train.context import Context
+
+
+class Monitored:
+    """The names that all ranks know, and the sums of their values."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.names: tuple[str, ...] = ()
+
+    def is_new(self, totals: Totals) -> bool:
+        """Whether this rank has a value whose name the others don't know."""
+        return not set(totals.monitored) <= set(self.names)
+
+    def begin(self, totals: Totals) -> tuple[tuple[str, ...], Download] | None:
+        """The sums of the known names, under way; None without any."""
+        return (self.names, self._sum(totals, self.names)) if self.names else None
+
+    def learn(self, totals: Totals) -> tuple[tuple[str, ...], Download]:
+        """Exchanges the names, which all ranks must do together, and sums what the new ones have in this step."""
+        with self.ctx.ledger.phase("metrics"):
+            told = gather_bytes(self.ctx.mesh.world, json.dumps(sorted(totals.monitored)).encode(), self.ctx)
+            everyone = {name for text in told for name in json.loads(text)}
+            new = tuple(sorted(everyone - set(self.names)))
+            self.names = tuple(sorted(everyone | set(self.names)))
+            return new, self._sum(totals, new)
+
+    def _sum(self, totals: Totals, names: Sequence[str]) -> Download:
+        """All tensor-parallel ranks of a stage have the same values, and one of them gives them."""
+        vector = torch.zeros(2, len(names), dtype=torch.float64, device=self.ctx.device.torch)
+        if self.ctx.mesh.tp.index <= 0:
+            for i, name in enumerate(names):
+                vector[0, i], vector[1, i] = totals.monitored.get(name, 0.0), float(totals.times.get(name, 0))
+        self.ctx.mesh.world.all_reduce(vector)
+        return self.ctx.device.download(vector)
+
+
+def means(names: Sequence[str], sums: Download) -> dict[str, float]:
+    """By name, of those that any rank had."""
+    found = zip(names, *sums.read(), strict=True)
+    return {name: total / times for name, total, times in found if times}
+
+
+def gather_bytes(group: Group, own: bytes, ctx: Context) -> list[bytes]:
+    """Everybody's bytes, in the order of the group's ranks."""
+    data = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    length = torch.tensor([len(own)], device=ctx.device.torch)
+    lengths: Tensor = length.new_empty(group.size)
+    group.all_gather(lengths, length)
+    longest = int(lengths.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=ctx.device.torch)
+    padded[: len(own)] = data
+    everyone = padded.new_empty(group.size * longest)
+    group.all_gather(everyone, padded)
+    parts = zip(everyone.cpu().view(group.size, longest), lengths.tolist(), strict=True)
+    return [bytes(part[:size].numpy()) for part, size in parts]
