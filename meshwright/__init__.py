@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Layout", "UserError", "load_config", "pretrain"]
+__all__ = ["Config", "Layout", "StageOutput", "Term", "UserError", "load_config", "pretrain"]
 
 # Imported on first use: layout, config and the schedule tables must not pay for torch.
 _HOMES = {
     "Config": "meshwright.config.sections",
     "Layout": "meshwright.layout",
+    "StageOutput": "meshwright.pipeline.output",
+    "Term": "meshwright.pipeline.output",
     "UserError": "meshwright.errors",
     "load_config": "meshwright.config.load",
     "pretrain": "meshwright.train.pretrain",

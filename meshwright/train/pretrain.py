@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,29 +28,19 @@ from meshwright.parts.part import Stage
 from meshwright.schedule.kinds import placement_of
 from meshwright.sharding.buffers import foreign_record
 from meshwright.sharding.reducers import PLAIN, Reducer
-from meshwright.train.ahead import Ahead
 from meshwright.train.context import Context, build_context, compiles
+from meshwright.train.loop import GivingUp, Hook, Recording, Saving, Validating, Watcher, train
+from meshwright.train.losses import LossCounts
 from meshwright.train.processes import enter, find_place, joined_place, leave
 from meshwright.train.run_folder import RunFolder, refuse_finished
 from meshwright.train.signals import StopRequests
-from meshwright.train.step import ForwardStep, StepResult, Trainer
+from meshwright.train.step import ForwardStep, Trainer
 from meshwright.train.traced import TracedStep
 
 ModelProvider = Callable[[Context, Stage], nn.Module]
 DatasetsProvider = Callable[[Context, tuple[int, int, int]], tuple[Any, Any, Any]]
 
-# Steps without a finite gradient, one after the other, after which a run gives up.
-MAX_SKIPPED_STEPS = 25
 SHARED_S = 10.0  # a network disk may take a while to show a new file
-
-
-class Watcher(Protocol):
-    """Somebody who looks at a run on the rank that writes it: a progress display, a test."""
-
-    def started(self, ctx: Context) -> None: ...
-    def stepped(self, result: StepResult) -> None: ...
-    def validated(self, line: Mapping[str, Any]) -> None: ...
-    def finished(self) -> None: ...
 
 
 def pretrain(
@@ -64,20 +54,28 @@ def pretrain(
     reducer: Reducer = PLAIN,
     source: str | None = None,
     watcher: Watcher | None = None,
+    hooks: Sequence[Hook] = (),
+    loss_counts: LossCounts | None = None,
 ) -> Trainer:
     """Trains as one rank of a job and returns the trainer, whose `modules` are this rank's chunks.
 
     - `model_provider(ctx, stage)` returns the module of one chunk. It needs `receives`, the named tensors it takes from
-      the chunk before (name -> (shape, dtype)); `needs`, the batch's fields it reads, is optional. Its parameters are
+      the chunk before (name -> (shape, dtype)); `needs`, the batch's fields it reads, is optional, as is the rest of
+      `models.stage.StageModule`. Its parameters are
       taken to be whole on every rank and are named by their stage in a checkpoint, which then loads into the same
       pp x chunks only; one that has a `record` (`layout.params`) is drawn, reduced and saved by that instead.
     - `datasets_provider(ctx, (train, valid, test))` gets the samples that the run will ask for and returns three
       objects with `sample(n) -> dict of arrays` (or None for valid and test).
     - `forward_step(ctx, module, batch, received)` returns the named tensors to send on or, on the last stage, the
-      loss's sum, its token count and a dict of values to monitor, in one step of the same names on every rank.
+      loss's sum, its token count and a dict of values to monitor. A `StageOutput` says all of that, from any stage:
+      tensors, terms of the loss, values to monitor.
+    - `loss_counts(sample)` says what each term of the loss counts in a sample, name -> count. A loss of one term needs
+      none. Several terms are each divided by their own count over the global batch, which must be known before the
+      first backward.
     - `config` may be the path of a YAML file; `sections` adds dataclasses of your own to it (`config.extra`).
     - `process_groups`: torch process groups made elsewhere, by the layout's name of the axis.
     - `reducer` sums the gradients of each bucket over the data-parallel ranks (`sharding/reducers.py`).
+    - `hooks` are called around every step (`train.loop.Hook`); `watcher` on the rank that writes the run alone.
     - A run whose folder holds checkpoints goes on from the newest; `source` (PATH[@STEP]) names another one, which in a
       new run gives the weights alone.
     """
@@ -94,8 +92,8 @@ def pretrain(
     with Watchdog(ctx.mesh, config.comm.timeout, store, folder=Path(config.run.dir) / "flight", keeper=keeper):
         modules = build_modules(ctx, model_provider)
         train_data, valid_data, _ = datasets_provider(ctx, sample_counts(config))
-        trainer = Trainer(ctx, modules, forward_step, train_data, valid_data, reducer)
-        run(trainer, source, watcher)
+        trainer = Trainer(ctx, modules, forward_step, train_data, valid_data, reducer, loss_counts)
+        run(trainer, source, watcher, hooks)
     if own_world:  # after an error the process ends, and leaving could wait for peers that are gone
         leave()
     return trainer
@@ -147,8 +145,11 @@ def sample_counts(config: Config) -> tuple[int, int, int]:
     return consumed_after(config, config.train.steps), each, each
 
 
-def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
-    """The loop. One rank, the first of the last stage, writes the run's folder and drives the display."""
+def run(
+    trainer: Trainer, source: str | None = None, watcher: Watcher | None = None, hooks: Sequence[Hook] = ()
+) -> None:
+    """Resumes, trains and closes the run. One rank, the first of the last stage, writes the run's folder and drives the
+    display."""
     ctx, config = trainer.ctx, trainer.ctx.config
     agree(ctx, (lambda: refuse_finished(config, source)) if trainer.writes else None)
     check_shared(trainer, checkpoint_folder(config))
@@ -157,55 +158,15 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
     make = partial(RunFolder, config, ctx.layout.world, trainer.step_number, validating)
     folder: RunFolder | None = agree(ctx, make if trainer.writes else None)
     watcher = watcher if folder else None
-    c = config.checkpoint
-    offload = config.zero.offload
-    in_memory = "disk" not in (offload.optimizer, offload.params)  # or a copy would need the memory that is not there
-    saver = Saver(trainer, checkpoint_folder(config), c.asynchronous and in_memory, c.busy, c.keep)
     if watcher:
         watcher.started(ctx)
-    skipped = 0
-    steps, every = config.train.steps, config.run.eval_every
-    validates = lambda n: n == steps or (every and n % every == 0)  # noqa: E731
-    saves = lambda n: c.every and n % c.every == 0  # noqa: E731
-
-    def validate() -> None:
-        line = trainer.validate()
-        if line and folder:
-            folder.validation(line)
-        if line and watcher:
-            watcher.validated(line)
-
-    traced = TracedStep(trainer)
-    ahead = Ahead(trainer, lambda n: bool(validates(n) or saves(n) or traced.number in (n, n + 1)))
+    saver, validation = _saver(trainer), Validating(trainer, folder, watcher)
+    # In this order after each step: a step is recorded before it is saved, and saved before anything else can fail.
+    saving = Saving(saver, config.checkpoint.every)
+    all_hooks = [TracedStep(trainer), Recording(folder, watcher), GivingUp(), saving, validation, *hooks]
     with StopRequests() as requests, saver:
-        step = trainer.step_number
-        if step and validates(step):
-            missing = folder is not None and not folder.validated(step)
-            if ctx.mesh.world.agreed(float(missing), ctx.device.torch):
-                validate()  # the run was ended between saving and validating
-        while step < steps:
-            if step + 1 == traced.number:
-                traced.begin()
-            result = ahead.next(requests.seen)
-            step = result.step
-            if step == traced.number:
-                traced.end()
-            if folder:
-                folder.step(result.line())
-            if watcher:
-                watcher.stepped(result)
-            skipped = skipped + 1 if result.skipped else 0
-            if skipped == MAX_SKIPPED_STEPS:
-                raise UserError(_why_skipped(skipped, result))
-            last = step == steps or result.stop
-            if last or saves(step):
-                saver.save(last)
-            if last:
-                saver.committed()  # before anything else can fail
-            if validates(step):
-                validate()
-            if result.stop:
-                break
+        validation.catch_up()
+        train(trainer, all_hooks, requests)
     trainer.data_parallel.weights.settle()
     if folder:
         folder.close()
@@ -213,11 +174,12 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None) -> None:
         watcher.finished()
 
 
-def _why_skipped(steps: int, last: StepResult) -> str:
-    fix = "lower optimizer.lr, lengthen lr.warmup or use another train.precision"
-    if not last.tokens:
-        fix = "check data.mask_eod, data.eod and the data's loss masks"
-    return f"{last.why_skipped} in {steps} steps in a row, up to step {last.step}: {fix}"
+def _saver(trainer: Trainer) -> Saver:
+    config = trainer.ctx.config
+    c, offload = config.checkpoint, config.zero.offload
+    # A copy of states that live on disk would need the memory that is not there.
+    in_memory = "disk" not in (offload.optimizer, offload.params)
+    return Saver(trainer, checkpoint_folder(config), c.asynchronous and in_memory, c.busy, c.keep)
 
 
 def check_shared(trainer: Trainer, folder: Path) -> None:

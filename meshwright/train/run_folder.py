@@ -136,7 +136,8 @@ def _set_lost_aside(path: Path, step: int) -> None:
     kill between the two repeats lines there and loses none."""
     if not path.exists():
         return
-    kept, lost = [], []
+    kept: list[str] = []
+    lost: list[str] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             (kept if json.loads(line)["step"] <= step else lost).append(line)

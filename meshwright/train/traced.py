@@ -14,13 +14,14 @@ from pathlib import Path
 
 from meshwright.pipeline.record import Recorder
 from meshwright.pipeline.trace import Span, trace_json
+from meshwright.train.loop import Hook
 from meshwright.train.monitor import gather_bytes
-from meshwright.train.step import Trainer
+from meshwright.train.step import StepResult, Trainer
 
 TRACED = 3  # the third step of a process: the first ones make what later ones reuse
 
 
-class TracedStep:
+class TracedStep(Hook):
     """Which step is traced (0: none), and its spans. The ranks of one pipeline record."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -30,15 +31,20 @@ class TracedStep:
         self.number = min(trainer.step_number + TRACED, steps) if on else 0
         self.records = on and ctx.mesh.is_first("dp", "cp", "tp")
 
-    def begin(self) -> None:
-        if self.records:
+    def pauses(self, step: int) -> bool:
+        """Nothing else may run while the step is traced."""
+        return self.number in (step, step + 1)
+
+    def before(self, step: int) -> None:
+        if step == self.number and self.records:
             self.trainer.executor.recorder = Recorder(self.trainer.ctx.pp_rank, self.trainer.ctx.device)
 
-    def end(self) -> None:
+    def after(self, result: StepResult, last: bool) -> None:
         """Writes the file. One that can't be written is no reason to stop a run."""
-        recorder, self.trainer.executor.recorder = self.trainer.executor.recorder, None
-        if recorder is None:
+        recorder = self.trainer.executor.recorder
+        if result.step != self.number or recorder is None:
             return
+        self.trainer.executor.recorder = None
         spans = list(self._gather(recorder.spans()))
         if not self.trainer.writes:
             return
