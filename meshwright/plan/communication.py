@@ -253,7 +253,7 @@ def sums(job: Job, held: Sequence[Stage]) -> Iterator[Call]:
 
     Loss, tokens and squared gradient norm: 1 all_reduce of 3 x 8 over the world. Values to monitor, if there are
     any, and how often each was given: 1 all_reduce of 2 x values x 8 over the world, from the second step on, when all
-    ranks know their names. The metrics, which count themselves: 1 all_reduce of (3 x axes of the mesh + 5 phases + 2)
+    ranks know their names. The metrics, which count themselves: 1 all_reduce of (3 x axes of the mesh + 5 phases + 1)
     x 8 over the world.
     """
     yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", sums_bytes())

@@ -6,8 +6,10 @@ from __future__ import annotations
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 
 # Summed over the world in int64 after the update: for each axis of the mesh these, then the microseconds of each phase,
-# the ranks that were asked to stop, and the ranks that monitor a value under a new name.
+# and one number for what ranks ask for: 1 for each that was asked to stop, NEW_NAME for each that monitors a value under
+# a name that the others don't know.
 COUNTS = ("calls", "payload_bytes", "wire_bytes")
+NEW_NAME = 1 << 32
 
 WIDE = 8  # bytes of a float64 or an int64
 
@@ -23,4 +25,4 @@ def sums_bytes(terms: int = 1) -> int:
 
 
 def counts_bytes(axes: int) -> int:
-    return WIDE * (len(COUNTS) * axes + len(PHASES) + 2)
+    return WIDE * (len(COUNTS) * axes + len(PHASES) + 1)

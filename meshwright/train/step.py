@@ -29,7 +29,7 @@ from meshwright.sharding.data_parallel import DataParallel
 from meshwright.sharding.reducers import PLAIN, Reducer
 from meshwright.train.batches import Dataset, MicroBatches
 from meshwright.train.context import Context, compiles
-from meshwright.train.counts import COUNTS, PHASES, counts_bytes
+from meshwright.train.counts import COUNTS, NEW_NAME, PHASES, counts_bytes
 from meshwright.train.losses import LossCounts, Normalisation, Sums, counts_over_world, names_of, sums_over_world
 from meshwright.train.monitor import Monitored, means
 
@@ -262,8 +262,8 @@ class Trainer:
             own = rows[axes.index("world")]
             own[0], own[1] = own[0] + 1, own[1] + payload
             own[2] += wire_bytes("all_reduce", payload, mesh.world.size)
-        numbers = [*(n for row in rows for n in row), *micros, int(stop_requested), int(new_names)]
-        vector = torch.tensor(numbers, dtype=torch.int64)
+        asks = int(stop_requested) + NEW_NAME * int(new_names)
+        vector = torch.tensor([*(n for row in rows for n in row), *micros, asks], dtype=torch.int64)
         if mesh.world.alone:
             return Device("cpu").download(vector)
         vector = self.ctx.device.upload(vector)
@@ -278,10 +278,11 @@ class Trainer:
             counts = dict(zip(COUNTS, numbers[width * i : width * (i + 1)], strict=True))
             if counts["calls"]:
                 result.comm[axis] = counts
-        means = [n / 1e6 / mesh.world.size for n in numbers[width * len(axes) : -2]]
+        means = [n / 1e6 / mesh.world.size for n in numbers[width * len(axes) : -1]]
         result.phases = dict(zip(PHASES, means, strict=True))
-        result.stop = numbers[-2] > 0
-        return numbers[-1] > 0
+        new_names, stops = divmod(numbers[-1], NEW_NAME)
+        result.stop = stops > 0
+        return new_names > 0
 
     def states(self) -> Iterator[State]:
         """What a checkpoint holds of this rank, beside `counters`."""

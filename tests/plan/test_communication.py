@@ -142,6 +142,7 @@ def record(rank: int, world: int, cases: list[Case]) -> list[list[dict[str, Any]
                 return (*out[:2], values) if isinstance(out, tuple) else out
 
             trainer.executor.forward_step = with_values
+            trainer.step()  # in which the ranks learn the names of what they monitor; from then on it is summed
         steps = []
         for _ in range(STEPS):
             result = trainer.step()
