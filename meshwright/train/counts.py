@@ -6,8 +6,8 @@ from __future__ import annotations
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 
 # Summed over the world in int64 after the update: for each axis of the mesh these, then the microseconds of each phase,
-# and one number for what ranks ask for: 1 for each that was asked to stop, NEW_NAME for each that monitors a value under
-# a name that the others don't know.
+# and one number for what ranks ask for: 1 for each that was asked to stop, NEW_NAME for each that monitors a value
+# under a name that the others don't know.
 COUNTS = ("calls", "payload_bytes", "wire_bytes")
 NEW_NAME = 1 << 32
 
