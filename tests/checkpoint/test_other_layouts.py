@@ -113,6 +113,13 @@ class Noted(Made):
         self.asked.append(n)
         return super().sample(n)
 
+    def taken(self, consumed: int) -> list[int]:
+        """What was asked for up to sample `consumed`; what is read ahead for the next step stays for that."""
+        found = [n for n in self.asked if n < consumed]
+        for n in found:
+            self.asked.remove(n)
+        return found
+
 
 @dataclass(frozen=True)
 class Job:
@@ -139,10 +146,10 @@ def work(rank: int, world: int, jobs: list[Job]) -> list[list[list[int]]]:
         if job.source:
             load_into(trainer, Reader(Path(job.source)))
         by_step = []
+        data.asked.clear()
         for _ in range(job.steps):
-            data.asked.clear()
             trainer.step()
-            by_step.append(list(data.asked))
+            by_step.append(data.taken(trainer.consumed))
         read.append(by_step)
         saver = Saver(trainer, Path(job.target), asynchronous=False, busy="wait", keep=0)
         saver.save()
@@ -170,10 +177,10 @@ def undisturbed(tied: bool, steps: int) -> tuple[dict[str, np.ndarray], list[lis
     data = Noted()
     trainer = make_trainer(ONE.config(tied), data=data)
     read = []
+    data.asked.clear()
     for _ in range(steps):
-        data.asked.clear()
         trainer.step()
-        read.append(list(data.asked))
+        read.append(data.taken(trainer.consumed))
     whole = {}
     for state in trainer.states():
         for slot in state.buffer.slots:
