@@ -12,12 +12,26 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.models.description import layout_of
 from meshwright.pipeline.trace import spans_of
+from meshwright.plan.communication import predict_step
 from meshwright.schedule.kinds import KINDS, Kind, Order, build, register
 from meshwright.schedule.simulate import simulate
 from meshwright.schedule.table import Action, Op, Placement, action_counts, most_held
 from meshwright.schedule.verify import verified, verify
 from meshwright.show.schedule_drawing import timeline_svg, timeline_text
-from tests.support.oracle import Made, Outcome, Reference, compare_steps, complaints, make_trainer, small_config, solo
+from tests.support.oracle import (
+    EXACT,
+    Made,
+    Outcome,
+    Reference,
+    compare_steps,
+    complaints,
+    gather_global,
+    make_trainer,
+    small_config,
+    solo,
+    true_gradients,
+    worst,
+)
 from tests.support.ranks import run_ranks
 
 MODEL = {"layers": 4, "hidden": 32, "heads": 4, "vocab": 53, "seq": 16}
@@ -151,6 +165,8 @@ def measure(rank: int, world: int, runs: list[Run], one: Reference) -> list[tupl
         line = trainer.validate()
         assert line is not None
         found.append((outcome, abs(float(line["loss"]) - one.validation) / one.validation))
+        predicted = {axis: traffic._asdict() for axis, traffic in predict_step(trainer.ctx.config, world).items()}
+        assert trainer.step().comm == predicted, "the planner asks the same placement"
     return found
 
 
@@ -159,12 +175,37 @@ def check_runs(world: int, runs: list[Run]) -> None:
     for number, run in enumerate(runs):
         outcomes = [rank[number] for rank in by_rank]
         assert complaints([outcome for outcome, _ in outcomes]) == [], run
-        assert max(error for _, error in outcomes) < 1e-10, run
+        assert max(error for _, error in outcomes) < EXACT, run
 
 
 def test_v_shaped_trains_as_one_process_does() -> None:
     """With a tied embedding, whose two ends are one parameter on the first rank."""
     check_runs(2, [sections("v"), sections("v-split")])
+
+
+def late_weights(pp: int, micro_batches: int, chunks: int, rank: int) -> list[Action]:
+    """On one rank: the weight gradients of all micro-batches after everything else."""
+    steps = (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
+    return [Action(op, m, 0) for op in steps for m in range(micro_batches)]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_late_weight_gradients_of_compiled_blocks(norm: str) -> None:
+    """A compiled backward writes over what it has read: what is needed later must be a copy of it."""
+    model = {"norm": norm, "mlp": "swiglu", "position": "rope", "bias": False, "layers": 2}
+    with mock.patch.dict(KINDS, {"late": Kind(late_weights, chunks=(1,))}):
+        eager = make_trainer(small_config(model=model, run={"device": "cpu"}))
+        late = small_config(
+            model=model, run={"device": "cpu"}, pipeline={"schedule": "late"},
+            train={"precision": "fp64", "global_batch": 8, "compile": True},
+        )  # fmt: skip
+        compiled = make_trainer(late)
+        assert compiled.executor.compiled
+        for trainer in (eager, compiled):
+            trainer.step()
+        error, name = worst(true_gradients(compiled), gather_global(true_gradients(eager)))
+    assert error <= EXACT, name
 
 
 @pytest.mark.wide
