@@ -42,7 +42,7 @@ def verified(
     table = build(kind, pp, micro_batches, chunks, zero_stage, validation)
     stages = pp * chunks
     # A whole number of rounds of pp fewer, so that the last round is as full as in the table itself.
-    surplus = max(0, micro_batches - max(LARGEST_PROVEN // stages, 4 * stages)) // pp * pp
+    surplus = max(0, micro_batches - max(LARGEST_PROVEN // stages, 4 * pp)) // pp * pp
     verify(build(kind, pp, micro_batches - surplus, chunks, zero_stage, validation) if surplus else table)
     return table
 

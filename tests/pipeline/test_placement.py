@@ -120,9 +120,9 @@ def test_a_table_too_large_to_prove_is_proven_by_a_smaller_one() -> None:
         with mock.patch("meshwright.schedule.verify.verify", lambda table: proven.append(table.micro_batches)):
             verified.cache_clear()
             assert verified("interleaved", 4, 131, 2).micro_batches == 131
-            assert verified("interleaved", 4, 30, 2).micro_batches == 30
+            assert verified("interleaved", 4, 15, 2).micro_batches == 15
         verified.cache_clear()
-    assert proven == [35, 30] and proven[0] % 4 == 131 % 4
+    assert proven == [19, 15] and proven[0] % 4 == 131 % 4
 
 
 def test_a_name_is_taken_once_and_chunks_are_checked() -> None:
