@@ -145,6 +145,8 @@ class _Run:
         args = {"micro_batch": action.micro_batch, "chunk": action.chunk}
         if action.op in self.compute:
             received = self._received(action)
+            if MEANING[action.op].direction > 0:
+                self.load(action.micro_batch)
             with span("compute", name, **args):
                 self.compute[action.op](action, received)
         elif action.op in SENDS:
@@ -173,15 +175,18 @@ class _Run:
         left = (self.arriving, self.inputs, self.outputs, self.roots, self.grads, self.deferred)
         assert not any(left), "a table left work undone"
 
-    def load(self, micro_batch: int) -> Named:
-        """The micro-batch, loaded once for all of this rank's chunks."""
-        if micro_batch not in self.loaded:
-            begin = time.perf_counter()
-            ledger = self.executor.ledger
-            phase = ledger.current_phase if ledger.current_phase == "validation" else "data"
-            with ledger.phase(phase), ledger.layer(None), self.executor.span("wait", f"for batch {micro_batch}"):
-                self.loaded[micro_batch] = (self.batches(micro_batch), len(self.executor.modules))
-            self.totals.seconds["data"] += time.perf_counter() - begin
+    def load(self, micro_batch: int) -> None:
+        """Loads a micro-batch, once for all of this rank's chunks."""
+        if micro_batch in self.loaded:
+            return
+        begin, ledger = time.perf_counter(), self.executor.ledger
+        phase = ledger.current_phase if ledger.current_phase == "validation" else "data"
+        with ledger.phase(phase), ledger.layer(None), self.executor.span("wait", f"for batch {micro_batch}"):
+            self.loaded[micro_batch] = (self.batches(micro_batch), len(self.executor.modules))
+        self.totals.seconds["data"] += time.perf_counter() - begin
+
+    def use(self, micro_batch: int) -> Named:
+        """A loaded micro-batch, which the last of this rank's chunks to use it releases."""
         batch, uses = self.loaded.pop(micro_batch)
         if uses > 1:
             self.loaded[micro_batch] = (batch, uses - 1)
@@ -193,7 +198,7 @@ class _Run:
             for x in received.values():
                 x.requires_grad_(x.is_floating_point())
             self.inputs[key] = received
-        batch = self.load(action.micro_batch)
+        batch = self.use(action.micro_batch)
         module, stage = e.modules[action.chunk], e.stages[action.chunk]
         e.streams.begin(self.step, action.micro_batch, action.chunk)
         if self.training and not stage.draws_by_key:
