@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.data.stream import PARTS
 from meshwright.errors import UserError
+from meshwright.schedule.kinds import default_kind
 
 if TYPE_CHECKING:
     from meshwright.config.sections import Config
@@ -79,7 +80,7 @@ def sections_of(
         set_key(raw, word)
     plain = {"tp": 1, "pp": 1, "chunks": 1, "sequence_parallel": False}
     raw["layout"] = plain | raw.get("layout", {})
-    raw["pipeline"] = {"schedule": "1f1b", "split": []} | raw.get("pipeline", {})
+    raw["pipeline"] = {"schedule": default_kind(1), "split": []} | raw.get("pipeline", {})
     raw["train"] = {"micro_batch": 1, "ramp": [], "compile": "false"} | raw.get("train", {})
     sizes = [raw["train"]["micro_batch"], *(raw["layout"].get(axis, 1) for axis in ("tp", "pp", "cp"))]
     if all(isinstance(size, int) and size > 0 for size in sizes):  # or it is told when the config is made

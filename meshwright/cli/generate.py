@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError, either
+from meshwright.schedule.kinds import default_kind
 
 if TYPE_CHECKING:
     from meshwright.config.rules import Rule
@@ -158,7 +159,7 @@ def sections_of(nproc: int) -> dict[str, dict[str, Any]]:
     """The keys that differ from the run's: one pipeline stage, cut over all ranks, and one sequence."""
     return {
         "layout": {"tp": nproc, "pp": 1, "chunks": 1, "sequence_parallel": False},
-        "pipeline": {"schedule": "1f1b", "split": []},
+        "pipeline": {"schedule": default_kind(1), "split": []},
         "train": {"micro_batch": 1, "global_batch": 1, "ramp": [], "compile": "false"},
         "run": {"eval_samples": 0, "device": "auto"},
         "comm": {"backend": "auto"},

@@ -56,8 +56,8 @@ class Seeds:
 
 
 class Output:
-    """A tensor that a stage passes on. Once it is on its way its memory is not needed here: of the tensor there stay
-    what it was like and its place in the graph, from which backward begins."""
+    """A tensor that a stage passes on. Once it has been sent, this rank releases its memory and keeps its shape, its
+    dtype and its place in the graph, from which backward begins."""
 
     def __init__(self, x: Tensor) -> None:
         self.tensor: Tensor | None = x.detach()
@@ -93,7 +93,7 @@ class Executor:
         return self.recorder.span(track, name, **args) if self.recorder else nullcontext()
 
     def run(self, table: Table, batches: Callable[[int], Named], step: int, seeds: Seeds) -> Totals:
-        """One global batch. `batches(m)` loads micro-batch m."""
+        """Runs this rank's list for one global batch. `batches(m)` loads micro-batch m."""
         run = _Run(self, table, batches, step, seeds)
         actions, self.done = table.ranks[self.rank], []
         for action, following in zip(actions, (*actions[1:], None), strict=True):
@@ -243,7 +243,7 @@ class _Run:
         self.deferred.pop((action.micro_batch, action.chunk)).run()
 
     def _hand_over(self, action: Action, tensors: Named) -> None:
-        """To a neighbouring stage on this same rank, if it is one."""
+        """Passes tensors to the neighbouring stage if that is on this same rank."""
         direction = MEANING[action.op].direction
         to = self.table.beside(direction, self.executor.rank, action.chunk)
         if to is None or to[0] != self.executor.rank:
@@ -252,7 +252,7 @@ class _Run:
         self._forget(direction, (action.micro_batch, action.chunk))
 
     def _forget(self, direction: int, key: tuple[int, int]) -> None:
-        """What was handed on is no longer held: gradients at all, outputs but for what their backward needs."""
+        """Releases what was handed on: gradients altogether, outputs except for what their backward needs."""
         if direction < 0:
             del self.grads[key]
         elif not self.training:
@@ -262,7 +262,7 @@ class _Run:
                 output.tensor = None
 
     def _received(self, action: Action) -> Named:
-        """What a compute takes from its neighbour, once it is there."""
+        """Waits for what a compute takes from its neighbour."""
         key = (MEANING[action.op].direction, action.micro_batch, action.chunk)
         tensors, pendings = self.arriving.pop(key, ({}, []))
         if pendings:

@@ -1,6 +1,6 @@
 """Timelines as a trace that Perfetto and Chrome's tracing page open: the trace event format, as JSON. No torch.
 
-One process a pipeline rank, with a track for computes, one for sends and one for what is done beside and after the
+One process per pipeline rank, with a track for computes, one for sends and one for what is done beside and after the
 pipeline. A step that was measured has one more, for what a rank waited for, and its sends are as long as it takes to
 post them; else the simulated and the measured trace can be laid over each other.
 """

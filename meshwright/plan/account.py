@@ -11,6 +11,7 @@ from meshwright.plan.flops import model_flops
 from meshwright.plan.memory import GIB, context_gib, needed_gib
 from meshwright.plan.rank import rank_json
 from meshwright.plan.reduction import AxisTime
+from meshwright.schedule.kinds import default_kind
 from meshwright.show.terminal import table
 from meshwright.show.units import count, percent, seconds, size
 
@@ -30,7 +31,7 @@ def layout_of_cost(cost: Cost) -> dict[str, Any]:
 
 def layout_words(layout: dict[str, Any]) -> str:
     """A layout in a few words; what is left at its plainest goes unsaid."""
-    plain = {"split": [], "cp": 1, "chunks": 1, "order": "tp-cp-ep-dp-pp", "schedule": "1f1b"}
+    plain = {"split": [], "cp": 1, "chunks": 1, "order": "tp-cp-ep-dp-pp", "schedule": default_kind(1)}
     names = {"sequence_parallel": "sp", "micro_batch": "micro-batch"}
     return ", ".join(
         f"{names.get(key, key)} {_value(value)}" for key, value in layout.items() if plain.get(key) != value

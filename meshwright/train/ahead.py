@@ -1,4 +1,4 @@
-"""Results of step after step, read one step late: the device has the next step's work before the host waits."""
+"""The loop runs one step ahead: step N + 1 is launched before the host waits for step N's numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of a run: the resolved config, one line a step, validation losses, TensorBoard events.
+"""The folder of a run: the resolved config, one line per step, validation losses, TensorBoard events.
 
 Torch is imported only for the events.
 """

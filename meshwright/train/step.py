@@ -176,7 +176,7 @@ class Trainer:
         return self.read(self.launch(stop_requested))
 
     def launch(self, stop_requested: bool = False) -> Launched:
-        """All of a step but reading its numbers. Where `runs_ahead`, the host waits for nothing in here."""
+        """Runs all of a step except reading its numbers. If `runs_ahead`, the host never waits for the device here."""
         begin = time.perf_counter()
         config, ledger = self.ctx.config, self.ctx.ledger
         ledger.clear()
@@ -226,7 +226,7 @@ class Trainer:
         return self.optimizer.on_device and not self.loss_scale.active
 
     def read(self, launched: Launched) -> StepResult:
-        """The finished result of a launched step, once the device has come that far."""
+        """Waits until the device has finished a launched step and returns its result."""
         result, normalisation = launched.result, launched.normalisation
         found = Sums.read(launched.sums.read(), self.terms)
         if normalisation.counts is not None:
@@ -295,7 +295,7 @@ class Trainer:
         return {"updates": self.optimizer.updates, "loss_scale": value, "good_steps": scale.good_steps}
 
     def restore(self, step: int, consumed: int, counters: Mapping[str, Any]) -> None:
-        """Where a loaded checkpoint left off. The loss scale of another precision starts anew."""
+        """Continues where a loaded checkpoint left off. The loss scale of another precision starts anew."""
         self.step_number, self.consumed = step, consumed
         self.optimizer.updates = int(counters["updates"])
         if self.loss_scale.active and counters["loss_scale"] is not None:
@@ -303,7 +303,7 @@ class Trainer:
             self.loss_scale.good_steps = int(counters["good_steps"])
 
     def publish(self) -> None:
-        """After masters were set from outside: the model's weights follow."""
+        """Copies the master weights, after they were set from outside, to the model's weights."""
         self.optimizer.publish()
 
     def validate(self) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ TRACED = 3  # the third step of a process: the first ones make what later ones r
 
 
 class TracedStep(Hook):
-    """Which step is traced (0: none), and its spans. The ranks of one pipeline record."""
+    """Traces one step, whose number is `number` (0: none). The ranks of one pipeline record their spans."""
 
     def __init__(self, trainer: Trainer) -> None:
         ctx = trainer.ctx
@@ -56,7 +56,7 @@ class TracedStep(Hook):
             warnings.warn(f"the step's trace can't be written to {self.path}: {error.strerror}", stacklevel=2)
 
     def _gather(self, spans: list[Span]) -> Iterator[Span]:
-        """All pipeline ranks' spans."""
+        """Collects all pipeline ranks' spans."""
         ctx, pp = self.trainer.ctx, self.trainer.ctx.mesh.pp
         own = json.dumps([asdict(span) for span in spans]).encode()
         with ctx.ledger.phase("metrics"):
