@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,18 @@ from meshwright.comm.group import Group
 from meshwright.device import Download
 from meshwright.pipeline.output import Totals
 from meshwright.train.context import Context
+
+
+class Summing(NamedTuple):
+    """Sums under way: of the values, and of how often each was given."""
+
+    names: tuple[str, ...]
+    sums: Download
+
+    def means(self) -> dict[str, float]:
+        """The mean of each value that any rank had."""
+        found = zip(self.names, *self.sums.read(), strict=True)
+        return {name: total / times for name, total, times in found if times}
 
 
 class Monitored:
@@ -30,18 +43,18 @@ class Monitored:
         """Whether this rank has a value whose name the others don't know."""
         return not set(totals.monitored) <= set(self.names)
 
-    def begin(self, totals: Totals) -> tuple[tuple[str, ...], Download] | None:
-        """The sums of the known names, under way; None without any."""
-        return (self.names, self._sum(totals, self.names)) if self.names else None
+    def begin(self, totals: Totals) -> Summing | None:
+        """Begins to sum the values of the known names; returns None without any."""
+        return Summing(self.names, self._sum(totals, self.names)) if self.names else None
 
-    def learn(self, totals: Totals) -> tuple[tuple[str, ...], Download]:
-        """Exchanges the names, which all ranks must do together, and sums what the new ones have in this step."""
+    def learn(self, totals: Totals, begun: Summing | None) -> Summing:
+        """Exchanges the names, which all ranks must do together, and sums what `begun` left out of this step. (The step
+        after one with a new name may have been launched before the names were exchanged.)"""
         with self.ctx.ledger.phase("metrics"):
             told = gather_bytes(self.ctx.mesh.world, json.dumps(sorted(totals.monitored)).encode(), self.ctx)
-            everyone = {name for text in told for name in json.loads(text)}
-            new = tuple(sorted(everyone - set(self.names)))
-            self.names = tuple(sorted(everyone | set(self.names)))
-            return new, self._sum(totals, new)
+            self.names = tuple(sorted({name for text in told for name in json.loads(text)}.union(self.names)))
+            rest = tuple(name for name in self.names if begun is None or name not in begun.names)
+            return Summing(rest, self._sum(totals, rest))
 
     def _sum(self, totals: Totals, names: Sequence[str]) -> Download:
         """All tensor-parallel ranks of a stage have the same values, and one of them gives them."""
@@ -51,12 +64,6 @@ class Monitored:
                 vector[0, i], vector[1, i] = totals.monitored.get(name, 0.0), float(totals.times.get(name, 0))
         self.ctx.mesh.world.all_reduce(vector)
         return self.ctx.device.download(vector)
-
-
-def means(names: Sequence[str], sums: Download) -> dict[str, float]:
-    """By name, of those that any rank had."""
-    found = zip(names, *sums.read(), strict=True)
-    return {name: total / times for name, total, times in found if times}
 
 
 def gather_bytes(group: Group, own: bytes, ctx: Context) -> list[bytes]:

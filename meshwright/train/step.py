@@ -31,7 +31,7 @@ from meshwright.train.batches import Dataset, MicroBatches
 from meshwright.train.context import Context, compiles
 from meshwright.train.counts import COUNTS, NEW_NAME, PHASES, counts_bytes
 from meshwright.train.losses import LossCounts, Normalisation, Sums, counts_over_world, names_of, sums_over_world
-from meshwright.train.monitor import Monitored, means
+from meshwright.train.monitor import Monitored, Summing
 
 ForwardStep = Callable[[Context, nn.Module, dict[str, Tensor], dict[str, Tensor]], Any]
 
@@ -81,7 +81,7 @@ class Launched:
     normalisation: Normalisation
     sums: Download
     counts: Download
-    monitored: tuple[tuple[str, ...], Download] | None
+    monitored: Summing | None
 
 
 class Trainer:
@@ -240,9 +240,9 @@ class Trainer:
         result.skipped = not scaling.updates
         new_names = self._read_counts(result, launched.counts.read())
         if launched.monitored is not None:
-            result.monitored = means(*launched.monitored)
+            result.monitored = launched.monitored.means()
         if new_names:
-            result.monitored |= means(*self.monitored.learn(launched.totals))
+            result.monitored |= self.monitored.learn(launched.totals, launched.monitored).means()
         end = time.perf_counter()
         result.step_time_s = end - max(launched.begin, self._read_at)
         self._read_at = end

@@ -147,6 +147,18 @@ def test_a_term_must_be_declared_and_counted_alike() -> None:
         trainer_of(config_of(), lambda ctx, module, batch, received: module(batch), None).step()
 
 
+def test_a_new_name_while_the_next_step_is_under_way() -> None:
+    """Where the loop runs ahead, a step is launched before the one before it is read."""
+
+    def step(ctx: Any, module: Any, batch: Any, received: Any) -> Any:
+        return *forward_step(ctx, module, batch, received)[:2], {"x": 2.0}
+
+    trainer = trainer_of(config_of(), step, None)
+    launched = [trainer.launch() for _ in range(2)]
+    assert [trainer.read(each).monitored for each in launched] == 2 * [{"x": 2.0}]
+    assert trainer.step().monitored == {"x": 2.0} and trainer.monitored.names == ("x",)
+
+
 def some_ranks_monitor(rank: int, world: int) -> list[dict[str, float]]:
     """The first data-parallel rank has a value of its own from the second step on, the first stage another one."""
     calls = 0
