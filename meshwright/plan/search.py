@@ -102,8 +102,8 @@ def divisors(number: int) -> tuple[int, ...]:
 def shapes(base: Job, space: Space) -> Iterator[Job]:
     """Every valid tp, cp, pp, chunks, micro-batch, sequence parallelism and order, states not sharded."""
     model, batch, devices = base.config.model, base.global_batch, base.world
-    plain = {"split": (), "schedule": default_kind(1)}
-    base = base.replaced(zero={"stage": 0}, recompute={"mode": "none"}, pipeline=plain)
+    pipeline = {"split": (), "schedule": default_kind(1)}
+    base = base.replaced(zero={"stage": 0}, recompute={"mode": "none"}, pipeline=pipeline)
     for tp in divisors(devices):
         cut = base.replaced(layout={"tp": tp, "pp": 1, "cp": 1, "chunks": 1, "sequence_parallel": False})
         allowed = tp in space.tp if space.tp else tp <= base.node_size
