@@ -154,7 +154,7 @@ def _show_cursor() -> None:
 def _meet_on_loopback() -> None:
     """The ranks' store listens on this machine alone. (torch's own would listen on every interface, and its dynamic
     rendezvous unpickles what it finds there.)"""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous import (
         RendezvousHandler,
         RendezvousParameters,
