@@ -169,7 +169,7 @@ def some_ranks_monitor(rank: int, world: int) -> list[dict[str, float]]:
         out = forward_step(ctx, module, batch, received)
         output = StageOutput({}, [Term("loss", out[0], out[1])]) if isinstance(out, tuple) else StageOutput(out)
         values = {"stage": float(ctx.pp_rank)}
-        if ctx.mesh.data.index == 0 and calls > 4:
+        if ctx.mesh.samples.index == 0 and calls > 4:
             values["late"] = 7.0
         return replace(output, monitored=values)
 
