@@ -17,8 +17,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 lint: setup
 	$(BIN)/ruff check .
-	$(BIN)/mypy meshwright/errors.py meshwright/layout meshwright/config meshwright/comm meshwright/sharding meshwright/optim meshwright/checkpoint meshwright/show meshwright/plan meshwright/models/description.py meshwright/data meshwright/train/read_run.py meshwright/schedule meshwright/pipeline/trace.py
-	$(BIN)/mypy --follow-imports=silent meshwright/dryrun meshwright/bench meshwright/cli meshwright/train meshwright/pipeline meshwright/models/stage.py
+	$(BIN)/mypy meshwright
 
 test: setup
 	$(BIN)/python -m pytest -m 'not wide'

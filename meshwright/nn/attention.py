@@ -82,7 +82,7 @@ class QKV(nn.Module):
         if len(linears) == 1:
             return linears[0].after_norm(x, norm)
         weight = torch.cat(tuple(linear.weight for linear in linears))
-        biases = [linear.bias for linear in linears if linear.bias is not None]
+        biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         bias = torch.cat(biases) if biases else None
         return norm_product(x, norm, weight, bias, (None, *linears[0].how[1:]))
 
