@@ -120,10 +120,10 @@ def test_attention_draws_anew_for_every_rank_layer_and_micro_batch(kind: str) ->
 
 def test_a_repeated_step_draws_the_same_and_the_next_step_others() -> None:
     trainer = _trainer(0, 1)
-    once = float(trainer.gradients()[0].loss_sum)
-    assert float(trainer.gradients()[0].loss_sum) == once
+    once = float(trainer.gradients()[0].terms["loss"].sum)
+    assert float(trainer.gradients()[0].terms["loss"].sum) == once
     trainer.step_number += 1
-    assert float(trainer.gradients()[0].loss_sum) != once
+    assert float(trainer.gradients()[0].terms["loss"].sum) != once
 
 
 def test_validation_drops_nothing() -> None:
