@@ -56,7 +56,7 @@ def ours(config: Config, device: Device, steps: int, floors: dict[Any, floor.Flo
     key = (config.model, config.layout)
     if key not in floors:
         floors[key] = floor.measure(config, device, torch.bfloat16)
-    return step.facts(config, device, measured, floors[key])
+    return step.as_json(config, device, measured, floors[key])
 
 
 def case_config(case: str) -> Config:

@@ -1,4 +1,5 @@
-"""`meshwright comm bench` on one rank: joins the world, measures with the others, and makes of it one document."""
+"""One rank of `meshwright comm bench`: it joins the world, measures together with the others, and returns one
+document."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from meshwright.bench.fit import Link, Point, fit_links
+from meshwright.bench.fit import Link, Measurement, fit_links
 from meshwright.bench.links import measure_links
 from meshwright.bench.profile import cluster_fields
 from meshwright.bench.rates import measure_rates
@@ -22,13 +23,13 @@ from meshwright.device import Device
 from meshwright.errors import UserError
 from meshwright.train.processes import Place, enter, find_place, leave
 
-TIMEOUT = 600.0  # seconds until a call that does not end is reported
-SHARE = 8  # of a device's memory, the largest payload may take one part in so many
+TIMEOUT = 600.0  # seconds until a hanging call is reported
+PAYLOAD_SHARE = 8  # the largest payload may take 1/8 of a device's memory
 
 
 @contextlib.contextmanager
 def joined(request: Request) -> Iterator[tuple[Mesh, Device, Place]]:
-    """This rank's mesh, in a world that ends with the context."""
+    """Yields this rank's mesh, in a world that is left when the context ends."""
     place = find_place()
     device, own = enter(place, request.device, request.backend, TIMEOUT)
     mesh = Mesh(request.layout, place.rank, timeout=TIMEOUT)
@@ -39,11 +40,11 @@ def joined(request: Request) -> Iterator[tuple[Mesh, Device, Place]]:
 
 
 def measure(request: Request, mesh: Mesh, device: Device, local_world: int, quiet: bool = False) -> dict[str, Any]:
-    """All that the command prints, the same on every rank; the planner's cluster is under `cluster`."""
-    speaks = mesh.rank == 0 and not quiet
-    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True) if speaks else None  # noqa: E731
+    """Returns all that the command prints, the same on every rank; the planner's cluster is under `cluster`."""
+    reports = mesh.rank == 0 and not quiet
+    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True) if reports else None  # noqa: E731
     largest = request.sizes[-1]
-    if device.kind != "cpu" and largest > device.memory_bytes() // SHARE:
+    if device.kind != "cpu" and largest > device.memory_bytes() // PAYLOAD_SHARE:
         raise UserError(f"--sizes goes up to {largest} bytes, too much for {device.name}: lower the upper end")
     points = measure_links(mesh, device, request.axes, request.ops, request.sizes, request.seconds, say)
     ledger = counted(mesh, request.axes)
@@ -53,15 +54,15 @@ def measure(request: Request, mesh: Mesh, device: Device, local_world: int, quie
     return {
         "device": device.name, "backend": device.backend(request.backend), "torch": torch.__version__,
         "world": request.layout.world, "node_size": request.node_size, "layout": axes | {"order": request.layout.order},
-        "points": [point_facts(point) for point in points],
-        "links": {name: link_facts(link) for name, link in (("in_node", inside), ("across_nodes", across))},
-        "rates": rates.facts(), "ledger": ledger,
+        "points": [measurement_json(point) for point in points],
+        "links": {name: link_json(link) for name, link in (("in_node", inside), ("across_nodes", across))},
+        "rates": rates.as_json(), "ledger": ledger,
         "cluster": cluster_fields(request.name, rates, request.node_size, inside, across),
     }  # fmt: skip
 
 
 def counted(mesh: Mesh, axes: tuple[str, ...]) -> dict[str, dict[str, dict[str, int]]]:
-    """What this rank's ledger counted of the measured axes, by op."""
+    """Returns what this rank's ledger counted on the measured axes, by op."""
     names = {mesh.group(axis).axis: axis for axis in axes}
     found: dict[str, dict[str, dict[str, int]]] = {}
     for entry, tally in mesh.ledger.entries.items():
@@ -71,7 +72,7 @@ def counted(mesh: Mesh, axes: tuple[str, ...]) -> dict[str, dict[str, dict[str, 
     return found
 
 
-def point_facts(point: Point) -> dict[str, Any]:
+def measurement_json(point: Measurement) -> dict[str, Any]:
     factor = bus_factor(point.op, point.ranks)
     more = {
         "link": "across_nodes" if point.across else "in_node", "bus_factor": factor,
@@ -80,7 +81,7 @@ def point_facts(point: Point) -> dict[str, Any]:
     return asdict(point) | more
 
 
-def link_facts(link: Link | None) -> dict[str, Any] | None:
+def link_json(link: Link | None) -> dict[str, Any] | None:
     if link is None:
         return None
     rates = {op: rate / 1e9 for op, rate in link.rates.items()}

@@ -18,13 +18,15 @@ from numpy.typing import NDArray
 from meshwright.comm.ledger import bus_factor
 from meshwright.plan.efficiency import START
 
-SMALLEST = 1e-15  # seconds a byte, or a hop: what a fit may not go below
-BEYOND = 1.1  # times the fastest measured call, at most, is a fitted rate: its latency may have taken so much of it
+MIN_COEFFICIENT = 1e-15  # seconds per byte or per hop: the smallest coefficient that a fit may return
+# A fitted rate is at most this many times that of the fastest measured call, whose latency may account for the gap.
+MAX_RATE_RATIO = 1.1
 
 
 @dataclass(frozen=True)
-class Point:
-    """One op of one size over all groups of an axis at once; `seconds` is the slowest rank's median call."""
+class Measurement:
+    """One op with one payload, measured over all groups of an axis at once; `seconds` is the median call of the slowest
+    rank."""
 
     axis: str
     op: str
@@ -48,8 +50,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Link:
-    """A class of links. `rates`: bytes per second that one rank sends, by op; across nodes, with its own share of the
-    node's adapters alone. Errors are relative to what was measured."""
+    """A class of links. `rates` are the bytes per second that one rank sends, by op; across nodes, when it uses its own
+    share of the node's adapters alone. Errors are relative to the measured times."""
 
     latency: float
     rates: dict[str, float]
@@ -59,13 +61,13 @@ class Link:
 
     @property
     def rate(self) -> float:
-        """All_reduce's, the op that training needs most, or else the middle of the others."""
+        """The rate of all_reduce, the op that training needs most, or else the median of the others."""
         return self.rates.get("all_reduce") or float(np.median(list(self.rates.values())))
 
 
 def hops(op: str, ranks: int, per_node: int) -> tuple[float, float]:
-    """Latencies inside a node and across nodes that one call takes: once round the ring, twice for an all_reduce unless
-    there are several nodes, where it is a tree's."""
+    """Returns the latencies inside a node and across nodes that one call takes: once round the ring, twice for an
+    all_reduce, unless there are several nodes, where an all_reduce has the latency of a tree."""
     nodes = -(-ranks // per_node)
     if op == "send":
         return (0.0, 1.0) if nodes > 1 else (1.0, 0.0)
@@ -75,9 +77,9 @@ def hops(op: str, ranks: int, per_node: int) -> tuple[float, float]:
     return times * (ranks - nodes), times * (nodes if nodes > 1 else 0)
 
 
-def fit_link(points: Sequence[Point], inside_latency: float | None = None) -> Link:
-    """One class of links. Across nodes, `inside_latency` is that of the hops which stay in a node; without it, all
-    hops count alike."""
+def fit_link(points: Sequence[Measurement], inside_latency: float | None = None) -> Link:
+    """Fits one class of links. Across nodes, `inside_latency` is the latency of the hops that stay in a node; without
+    it, all hops count the same."""
     ops = sorted({p.op for p in points})
     rows, times = np.zeros((len(points), 1 + len(ops))), np.zeros(len(points))
     for i, p in enumerate(points):
@@ -92,19 +94,19 @@ def fit_link(points: Sequence[Point], inside_latency: float | None = None) -> Li
         times[i] = max(p.seconds - START - known, 1e-9)
     measured = np.array([p.seconds for p in points])
     found = robust(rows, times, measured)
-    # Where times hardly grow with the size, or even fall, least squares finds a rate that no call came near to.
+    # Where times hardly grow with the size, or even fall, least squares finds a rate that no call came close to.
     fastest = (rows[:, 1:] / measured[:, None]).max(axis=0)
-    found[1:] = np.maximum(found[1:], 1.0 / (BEYOND * fastest))
+    found[1:] = np.maximum(found[1:], 1.0 / (MAX_RATE_RATIO * fastest))
     errors = np.abs(rows @ found - times) / measured
     rates = {op: 1.0 / float(found[1 + i]) for i, op in enumerate(ops)}
     return Link(float(found[0]), rates, float(np.median(errors)), float(errors.max()), len(points))
 
 
 def robust(rows: NDArray[np.float64], values: NDArray[np.float64], scale: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Coefficients above zero that give `values` from `rows`, by least squares on errors relative to `scale`; points
-    far off the others count less (Huber's weights), since a busy machine makes single times long."""
+    """Returns positive coefficients that give `values` from `rows`, by least squares on errors relative to `scale`.
+    Outliers count less (Huber's weights), since a busy machine makes single times long."""
     weights = np.ones(len(values))
-    found = np.full(rows.shape[1], SMALLEST)
+    found = np.full(rows.shape[1], MIN_COEFFICIENT)
     for _ in range(30):
         found = _above_zero(rows * (weights / scale)[:, None], values * weights / scale)
         errors = np.abs(rows @ found - values) / scale
@@ -114,22 +116,23 @@ def robust(rows: NDArray[np.float64], values: NDArray[np.float64], scale: NDArra
 
 
 def _above_zero(rows: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares; whatever comes out below zero is held at nearly nothing, and the others are fitted again."""
+    """Solves least squares; coefficients that come out below zero are held at nearly nothing, and the others are fitted
+    again."""
     free = np.ones(rows.shape[1], dtype=bool)
-    found = np.full(rows.shape[1], SMALLEST)
+    found = np.full(rows.shape[1], MIN_COEFFICIENT)
     while free.any():
         size = np.maximum(np.abs(rows[:, free]).max(axis=0), 1e-300)
         part = np.linalg.lstsq(rows[:, free] / size, values, rcond=None)[0] / size
-        if (part > SMALLEST).all():
+        if (part > MIN_COEFFICIENT).all():
             found[free] = part
             break
         places = np.flatnonzero(free)
-        free[places[part <= SMALLEST]] = False
+        free[places[part <= MIN_COEFFICIENT]] = False
     return found
 
 
-def fit_links(points: Sequence[Point]) -> tuple[Link | None, Link | None]:
-    """The links inside a node and across nodes; None where no group used them."""
+def fit_links(points: Sequence[Measurement]) -> tuple[Link | None, Link | None]:
+    """Fits the links inside a node and across nodes; None where no group used them."""
     near, far = [p for p in points if not p.across], [p for p in points if p.across]
     inside = fit_link(near) if near else None
     return inside, fit_link(far, inside.latency if inside else None) if far else None

@@ -1,7 +1,6 @@
 """The least time that a step could take on this device, measured in this process: every matrix product alone, attention
-alone, and the optimizer's bytes at the speed of a copy. Beside it, the same back to back, as a step runs them: a card
-at its power limit lowers its clock under such a load.
-"""
+alone, and the optimizer's bytes at the speed of a copy. The same work is also timed back to back, as a step runs it:
+under such a load a card at its power limit lowers its clock."""
 
 from __future__ import annotations
 
@@ -23,18 +22,19 @@ from meshwright.parts.part import Product
 
 OPTIMIZER_BYTES = 28  # fp32 master, gradient and two moments read; master and moments written
 BIG = 8192
-LOAD_S = 0.5  # seconds of work before and while it is timed under load
-REST_S = 0.5  # seconds in which a card that has worked gets its clock back
-LEAST_MS = 25.0  # for which each is repeated: ten of a small model's products would be over before the clock settles
+LOAD_S = 0.5  # seconds of work before timing under load, and while timing
+REST_S = 0.5  # seconds of rest after which a card's clock has recovered
+# Each call is repeated for at least this long: ten of a small model's products end before the clock settles.
+MIN_TIMED_MS = 25.0
 
-Calls = list[tuple[int, Callable[[], Any]]]  # how often in a micro-batch, and what
+Calls = list[tuple[int, Callable[[], Any]]]  # (times per micro-batch, call)
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Milliseconds of one micro-batch, except `optimizer_ms`, which is per step. `loaded_ms` is all products and
-    attention back to back, `products_loaded_ms` the products alone so. `rested_ms` is all of them, ten times each after
-    a rest: its first milliseconds, in which a card keeps a clock that no longer work has."""
+    """Milliseconds per micro-batch, except `optimizer_ms`, which is per step. `loaded_ms` times all products and
+    attention back to back, `products_loaded_ms` the products alone back to back. `rested_ms` times each of them ten
+    times after a rest: the first milliseconds, at a clock that the card can't hold for longer."""
 
     rested_ms: float
     products_ms: float
@@ -49,7 +49,7 @@ class Floor:
         each = (self.products_loaded_ms if loaded else self.products_ms) + self.attention_ms
         return micro_batches * each + self.optimizer_ms
 
-    def facts(self) -> dict[str, float]:
+    def as_json(self) -> dict[str, float]:
         return asdict(self)
 
 
@@ -70,7 +70,7 @@ def measure(config: Config, device: Device, dtype: torch.dtype, pp_rank: int = 0
 
 
 def draw(device: Device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Random, since products of zeros run faster."""
+    """Returns a random tensor, since products of zeros run faster."""
     return torch.randn(*shape, device=device.torch).to(dtype)
 
 
@@ -81,14 +81,14 @@ def product_rate(device: Device, dtype: torch.dtype) -> float:
 
 
 def copy_speed(device: Device) -> float:
-    """GB/s, read and written."""
+    """Returns the GB/s of a copy, counting bytes read and written."""
     x = torch.empty(1 << (30 if device.kind != "cpu" else 22), dtype=torch.float32, device=device.torch)
     y = torch.empty_like(x)
     return 2 * x.numel() * x.element_size() / median_ms(device, lambda: y.copy_(x)) / 1e6
 
 
 def product_calls(wanted: list[Product], tokens: int, device: Device, dtype: torch.dtype) -> Calls:
-    """All products of a micro-batch with both gradients."""
+    """Returns all products of a micro-batch, each with both gradients."""
     calls: Calls = []
     for p in wanted:
         x, y, w = (draw(device, dtype, *shape) for shape in ((tokens, p.k), (tokens, p.n), (p.n, p.k)))
@@ -98,7 +98,7 @@ def product_calls(wanted: list[Product], tokens: int, device: Device, dtype: tor
 
 
 def attention_call(config: Config, device: Device, dtype: torch.dtype) -> Callable[[], Any]:
-    """Forward and backward of one layer, by the fastest of the device's ways."""
+    """Returns the forward and backward of one layer's attention, by the fastest back end of the device."""
     m, tp, batch = config.model, config.layout.tp, config.train.micro_batch
     heads, kv = m.heads // tp, max(1, m.kv_heads // tp)
     q, k, v = (draw(device, dtype, batch, n, m.seq, m.head_dim).requires_grad_() for n in (heads, kv, kv))
@@ -122,13 +122,13 @@ def attention_call(config: Config, device: Device, dtype: torch.dtype) -> Callab
     for way in ways:
         try:
             times.append(median_ms(device, way))
-        except RuntimeError:  # this device or torch lacks it
+        except RuntimeError:  # this device or this torch has no such back end
             times.append(float("inf"))
     return ways[times.index(min(times))]
 
 
-def alone(device: Device, calls: Calls, least_ms: float = LEAST_MS) -> float:
-    """Each timed by itself, one after the other, on a device that has rested before the first."""
+def alone(device: Device, calls: Calls, least_ms: float = MIN_TIMED_MS) -> float:
+    """Times each call by itself, one after the other, on a device that has rested before the first."""
     if device.kind != "cpu":
         device.synchronize()
         time.sleep(REST_S)
@@ -141,7 +141,7 @@ def alone(device: Device, calls: Calls, least_ms: float = LEAST_MS) -> float:
 
 
 def under_load(device: Device, calls: Calls) -> float:
-    """All of them back to back, once the device has done so for a while."""
+    """Times all calls back to back, once the device has been busy with them for a while."""
 
     def back_to_back() -> None:
         for count, call in calls:

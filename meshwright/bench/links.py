@@ -1,4 +1,4 @@
-"""Times of every collective and of sends on the real groups of a layout, over a range of sizes."""
+"""The times of every collective and of sends on the real groups of a layout, over a range of sizes."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.bench.fit import Point
+from meshwright.bench.fit import Measurement
 from meshwright.comm.group import Group
 from meshwright.comm.mesh import Mesh
 from meshwright.device import Device
 
-ROUNDS, FEWER = 5, 3  # fewer of what takes longer than it may
+ROUNDS, SLOW_ROUNDS = 5, 3  # rounds of each measurement; fewer for calls that exceed their time budget
 ELEMENT = 4  # bytes: float32
-MOST_CALLS = 2000  # of one round
+MAX_CALLS = 2000  # per round
 
 
 def timed(world: Group, device: Device, work: Callable[[], Any], seconds: float) -> float:
-    """Seconds of one call of `work` on the slowest rank, the median of a few rounds that all ranks begin together;
-    `seconds` is about how long that may take in all."""
+    """Returns the seconds per call of `work` on the slowest rank: the median of a few rounds that all ranks begin
+    together. `seconds` is the approximate time budget for all rounds."""
     work()
     once = world.agreed(_round(world, device, work, 1), device.torch)
-    calls = min(MOST_CALLS, max(1, int(seconds / ROUNDS / once)))
-    rounds = ROUNDS if once < seconds else FEWER
+    calls = min(MAX_CALLS, max(1, int(seconds / ROUNDS / once)))
+    rounds = ROUNDS if once < seconds else SLOW_ROUNDS
     middle = statistics.median(_round(world, device, work, calls) for _ in range(rounds))
     return world.agreed(middle, device.torch)
 
 
 def _round(world: Group, device: Device, work: Callable[[], Any], calls: int) -> float:
     device.synchronize()
-    world.agreed(0.0, device.torch)  # all begin at once
+    world.agreed(0.0, device.torch)  # a barrier: all ranks begin at once
     begin = time.perf_counter()
     for _ in range(calls):
         work()
@@ -42,7 +42,7 @@ def _round(world: Group, device: Device, work: Callable[[], Any], calls: int) ->
 
 
 def call_of(op: str, group: Group, payload: int, device: Device) -> Callable[[], Any]:
-    """One call of `op` with this payload, which is a multiple of the group's size in elements."""
+    """Returns one call of `op` with this payload, whose number of elements is a multiple of the group's size."""
     whole, piece = (_filled(payload // ELEMENT // parts, device) for parts in (1, group.size))
     if op == "all_reduce":
         return lambda: group.all_reduce(whole)
@@ -59,7 +59,8 @@ def call_of(op: str, group: Group, payload: int, device: Device) -> Callable[[],
 
 
 def there_and_back(group: Group, x: Tensor) -> None:
-    """Neighbours in pairs: the first sends and then receives. The last of an odd number has nobody."""
+    """Exchanges between neighbours in pairs: the first sends and then receives. The last rank of an odd number has no
+    partner."""
     other = group.index ^ 1
     if other >= group.size:
         return
@@ -72,12 +73,13 @@ def there_and_back(group: Group, x: Tensor) -> None:
 
 
 def _filled(elements: int, device: Device) -> Tensor:
-    """Zeros that were written: memory that never was is one page of zeros, which nobody has to fetch."""
+    """Returns zeros that were really written: untouched memory maps to a single page of zeros, which is never
+    fetched."""
     return torch.empty(elements, dtype=torch.float32, device=device.torch).zero_()
 
 
 def payload_of(size: int, ranks: int) -> int:
-    """The next size of which each rank has an equal part."""
+    """Rounds a size up to the next one that divides evenly among the ranks."""
     unit = ELEMENT * ranks
     return -(-size // unit) * unit
 
@@ -90,13 +92,13 @@ def measure_links(
     sizes: Sequence[int],
     seconds: float,
     say: Callable[[str], None],
-) -> list[Point]:
-    """Every op of every size, on all groups of an axis at the same time, as a training step uses them."""
+) -> list[Measurement]:
+    """Times every op with every size, on all groups of an axis at the same time, as a training step uses them."""
     layout, points = mesh.layout, []
     for axis in axes:
         group = mesh.group(axis)
         node = layout.node_size or layout.world
-        # The group that is spread most decides which links its axis uses.
+        # The group that spans the most nodes decides which links its axis uses.
         per_node = min(max(sum(r // node == n for r in ranks) for n in {r // node for r in ranks})
                        for ranks in layout.groups(axis))  # fmt: skip
         for op in ops:
@@ -104,7 +106,7 @@ def measure_links(
             for size in sizes:
                 payload = payload_of(size, group.size)
                 took = timed(mesh.world, device, call_of(op, group, payload, device), seconds)
-                # A send is timed there and back.
+                # A send is timed as a round trip.
                 each = took / 2 if op == "send" else took
-                points.append(Point(axis, op, group.size, per_node, payload, each))
+                points.append(Measurement(axis, op, group.size, per_node, payload, each))
     return points

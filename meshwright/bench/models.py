@@ -13,8 +13,8 @@ from meshwright.plan.job import Job, job_of
 from meshwright.plan.memory import rank_parameters
 from meshwright.plan.stack import COMPILED
 
-LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tied_embeddings": False}
-MODELS: dict[str, dict[str, Any]] = {
+LLAMA_ARCHITECTURE = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tied_embeddings": False}
+BENCH_MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 384, "vocab": 1024, "seq": 128},
     "1b": {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "ffn": 8192, "vocab": 128256, "seq": 4096},
     "3b": {"layers": 28, "hidden": 3072, "heads": 24, "kv_heads": 8, "ffn": 8192, "vocab": 128256, "seq": 4096},
@@ -22,36 +22,37 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 MICRO_BATCH = 4
 
-# Dense bf16 TFLOP/s by the makers' datasheets, by a part of the device's name.
+# Dense bf16 TFLOP/s from the vendors' datasheets, by a substring of the device's name.
 DATASHEET = {"H200": 989.0, "H100": 989.0, "A100": 312.0}
 
 
 def bench_config(
     model: str, precision: str = "bf16", micro_batches: int = 1, micro_batch: int = MICRO_BATCH, **sections: Any
 ) -> Config:
-    """The config of a run that a bench measures; `sections` change it."""
+    """Returns the config of the run that a bench measures; `sections` override it."""
     train = {
         "precision": precision, "micro_batch": micro_batch, "global_batch": micro_batch * micro_batches,
         "steps": 10**6,
     } | sections.pop("train", {})  # fmt: skip
-    base = {"model": LLAMA | MODELS[model], "data": {"prefixes": ["made"]}, "lr": {"schedule": "constant"}}
+    shape = LLAMA_ARCHITECTURE | BENCH_MODELS[model]
+    base = {"model": shape, "data": {"prefixes": ["made"]}, "lr": {"schedule": "constant"}}
     return config_from(base | {"train": train} | sections)
 
 
 def job_of_bench(config: Config) -> Job:
-    """The bench's job on as few ranks as its layout has."""
+    """Returns the bench's job on as few ranks as its layout needs."""
     return job_of(config, config.layout.tp * config.layout.pp, COMPILED)
 
 
 def work_of(config: Config, pp_rank: int = 0) -> list[tuple[Work, int]]:
-    """The work of one rank's units for one micro-batch, with how many there are of each."""
+    """Returns the work of one rank's units for one micro-batch, with the number of units of each kind."""
     job = job_of_bench(config)
     units = [pair for stage in job.chunks[pp_rank] for pair in job.units(stage)]
     return [(unit_work(unit, job.at, job.batch, job.kernels), count) for unit, count in units]
 
 
 def products(config: Config, pp_rank: int = 0) -> list[Product]:
-    """The products with weights of one rank and one micro-batch."""
+    """Returns the products with weights of one rank and one micro-batch."""
     return [replace(p, count=count * p.count) for work, count in work_of(config, pp_rank) for p in work.products]
 
 
@@ -60,7 +61,7 @@ def parameters(config: Config, pp_rank: int = 0) -> int:
 
 
 def flops(config: Config, tokens: int, pp_rank: int = 0) -> float:
-    """FLOPs of one rank: three times the products of forward, and of attention's scores only those that the causal
-    mask leaves. An embedding is looked up, not multiplied."""
+    """Returns the FLOPs of one rank: three times the products of forward, and only those attention scores that the
+    causal mask leaves. An embedding is looked up, not multiplied."""
     forward = sum(count * work.flops for work, count in work_of(config, pp_rank))
     return 3.0 * forward * tokens / (config.train.micro_batch * config.model.seq)

@@ -1,4 +1,5 @@
-"""A measured machine as the planner's cluster: the file's numbers are what `meshwright comm bench` saw. No torch."""
+"""A measured machine as the planner's cluster: the numbers in the file are what `meshwright comm bench` measured. No
+torch."""
 
 from __future__ import annotations
 
@@ -14,17 +15,15 @@ from meshwright.plan.stack import COMPILED
 if TYPE_CHECKING:
     from meshwright.bench.rates import Rates
 
-POWER_W, PRICE_HOUR = 10.0, 0.01  # not measured: for energy and money put in your own
-MADE_UP = Link(1e-6, {"all_reduce": 1e12}, 0.0, 0.0, 0)  # for a rank that has nobody to talk to
+POWER_W, PRICE_HOUR = 10.0, 0.01  # not measured: replace them to get energy and cost
+PLACEHOLDER_LINK = Link(1e-6, {"all_reduce": 1e12}, 0.0, 0.0, 0)  # for a rank without peers
 
 
 def cluster_fields(name: str, rates: Rates, node_size: int, inside: Link | None, across: Link | None) -> dict[str, Any]:
-    """The cluster file's contents. A class of links that no group used is taken to be like the other one.
-
-    Rates are those that were reached, so the shares of them are 1. Attention and memory are told relative to our own
-    stack, whose factors the planner multiplies them with.
-    """
-    near, far = inside or across or MADE_UP, across or inside or MADE_UP
+    """Returns the contents of the cluster file. A class of links that no group used is assumed to be like the other
+    one. Rates are those that were reached, so the efficiencies relative to them are 1. Attention and memory are given
+    relative to our own stack, whose factors the planner multiplies them with."""
+    near, far = inside or across or PLACEHOLDER_LINK, across or inside or PLACEHOLDER_LINK
     stack, peak = COMPILED, rates.peak[rates.precision]
     device: dict[str, Any] = {
         "name": rates.device, "peak": rates.peak, "memory_gib": rates.memory_gib, "memory_gb_s": rates.copy_gb_s,
@@ -35,7 +34,7 @@ def cluster_fields(name: str, rates: Rates, node_size: int, inside: Link | None,
         "memory": rates.step_gb_s / rates.copy_gb_s, "link": 1.0, "network": 1.0,
         "optimizer": rates.optimizer_gb_s / rates.copy_gb_s,
     }  # fmt: skip
-    # What was found to cost nothing is left out, which means the same.
+    # A cost measured as zero is left out, which means the same.
     device |= {key: getattr(rates, key) for key in ("product_gb_s", "kernel_us") if getattr(rates, key) > 0}
     efficiency |= {"contention": rates.contention} if rates.contention > 0 else {}
     waits = {"wait_us": rates.wait_us} if rates.wait_us > 0 else {}
@@ -45,7 +44,7 @@ def cluster_fields(name: str, rates: Rates, node_size: int, inside: Link | None,
             "devices": node_size, "link_gb_s": near.rate / 1e9, "link_latency_us": near.latency * 1e6,
             "host_gib": rates.host_gib, "host_params_s": node_size * rates.optimizer_gb_s * 1e9 / 36,
         } | waits,
-        # Of a node's adapters a rank has its share: together they carry what all ranks sent at once.
+        # Each rank has its share of the node's adapters, which together carry what all ranks sent at once.
         "network": {"node_gb_s": far.rate * node_size / 1e9, "latency_us": far.latency * 1e6},
         "efficiency": efficiency, "ops": shares(near, far),
         "sources": sources(rates, inside, across),
@@ -53,7 +52,7 @@ def cluster_fields(name: str, rates: Rates, node_size: int, inside: Link | None,
 
 
 def shares(near: Link, far: Link) -> dict[str, float]:
-    """Each op's rate over the links' own; where both classes were measured, between the two."""
+    """Returns each op's rate relative to the link's own; where both classes were measured, a value between the two."""
     found = {}
     for op in {**near.rates, **far.rates}:
         known = [link.rates[op] / link.rate for link in (near, far) if op in link.rates]
@@ -81,7 +80,7 @@ def sources(rates: Rates, inside: Link | None, across: Link | None) -> dict[str,
 
 
 def lone_cluster(rates: Rates) -> Cluster:
-    """A cluster of one rank."""
+    """Returns a cluster of one rank."""
     return cluster_from(cluster_fields("one rank", rates, 1, None, None), "the profile")
 
 

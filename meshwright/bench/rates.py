@@ -1,9 +1,7 @@
-"""What one rank computes and moves, measured on all ranks at once, since ranks of one machine share it.
-
-Products, a copy, attention and the optimizer are timed alone. What is left of a training step (norms, activations, the
-loss, the cost of each call) is what small reference models take beyond these: the planner's own count of their bytes
-and kernels turns that into a memory rate and, on a processor, into microseconds a kernel.
-"""
+"""What one rank computes and moves, measured on all ranks at once, since the ranks of one machine share it. Products, a
+copy, attention and the optimizer are timed alone. The remainder of a training step (norms, activations, the loss, the
+cost of each call) is what small reference models take beyond these: the planner's own count of their bytes and kernels
+turns that into a memory rate and, on a CPU, into microseconds per kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import torch.nn.functional as F
 
 from meshwright.bench.fit import robust
 from meshwright.bench.links import timed
-from meshwright.bench.models import LLAMA
+from meshwright.bench.models import LLAMA_ARCHITECTURE
 from meshwright.bench.profile import lone_cluster
 from meshwright.bench.request import host_bytes
 from meshwright.comm.mesh import Mesh
@@ -37,45 +35,45 @@ from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
 from meshwright.train.step import Trainer
 
-BUCKET = int(CommConfig().bucket_mib * 2**20)  # bytes of gradients that are reduced at once
-SMALL = 64 * 2**10  # bytes of a collective between computations
-APART = 8e-3  # seconds from one such to the next
-LONGER = 10  # times as long are those timed where a thread may get no core at once, which happens only now and then
-# (tokens, n, k) of a processor's products.
+BUCKET_BYTES = int(CommConfig().bucket_mib * 2**20)  # bytes of gradients that are reduced at once
+SMALL_BYTES = 64 * 2**10  # bytes of a collective between computations
+SECONDS_BETWEEN = 8e-3  # seconds of compute between two such collectives
+WAIT_TIME_FACTOR = 10  # waits are timed this much longer: a thread fails to get a core at once only now and then
+# (tokens, n, k) of the products that are timed on a CPU.
 PRODUCTS = ((96, 320, 320), (96, 2560, 640), (160, 640, 2560), (192, 1280, 320), (320, 320, 1280), (384, 4096, 384))
-# (layers, hidden, seq, sequences, vocabulary) of the reference models.
+# (layers, hidden, seq, sequences, vocabulary) of the reference models on a CPU, and on an accelerator.
 REFERENCE = (
     (2, 64, 32, 1, 256), (2, 128, 256, 4, 512), (2, 192, 160, 2, 3072), (3, 320, 192, 2, 2048), (2, 448, 320, 1, 6144)
 )  # fmt: skip
-LARGE = ((4, 2048, 2048, 4, 32768),)  # on an accelerator
+REFERENCE_ACCELERATOR = ((4, 2048, 2048, 4, 32768),)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one rank while all work. TFLOP/s by precision, GB/s, microseconds, GiB."""
+    """The rates of one rank while all ranks work: TFLOP/s by precision, GB/s, microseconds, GiB."""
 
     device: str
     precision: str
     units: int
     peak: dict[str, float]
-    product_gb_s: float  # on a processor, at which a product's matrices pass besides being multiplied; else 0
-    attention_tflops: float  # causal operations, forward and backward
-    copy_gb_s: float  # read and written
-    step_gb_s: float  # of a step's elementwise work, as the planner counts its bytes
+    product_gb_s: float  # on a CPU, the rate at which a product's matrices are read in addition to its FLOPs; else 0
+    attention_tflops: float  # causal FLOPs, forward and backward
+    copy_gb_s: float  # bytes read and written
+    step_gb_s: float  # elementwise work of a step, as the planner counts its bytes
     kernel_us: float
     optimizer_gb_s: float
     contention: float
-    wait_us: float  # a collective between computations takes so much longer than one after another
-    step_error: float  # of the reference steps by the planner with these numbers, the median
+    wait_us: float  # how much longer a collective takes between computations than back to back
+    step_error: float  # median relative error of the planner on the reference steps with these rates
     memory_gib: float
     host_gib: float
 
-    def facts(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def measure_rates(mesh: Mesh, device: Device, local_world: int, seconds: float, say: Callable[[str], None]) -> Rates:
-    """Every rank calls this together."""
+    """Measures the rates; every rank calls this together."""
     say(f"measuring products, attention, memory and steps of {device.name}")
 
     def time(work: Callable[[], Any]) -> float:
@@ -89,7 +87,8 @@ def measure_rates(mesh: Mesh, device: Device, local_world: int, seconds: float, 
         peak[precision], passing = processor_products(precision, time)
     attention = attention_tflops(device, precision, time)
     copy = copy_gb_s(device, time)
-    configs = [reference_config(device, precision, shape) for shape in (REFERENCE if units == 1 else LARGE)]
+    references = REFERENCE if units == 1 else REFERENCE_ACCELERATOR
+    configs = [reference_config(device, precision, shape) for shape in references]
     steps, optimizer = [], 0.0
     for config in configs:
         took, optimizer = reference_step(config, device, time)
@@ -105,15 +104,16 @@ def measure_rates(mesh: Mesh, device: Device, local_world: int, seconds: float, 
 
 
 def product_tflops(device: Device, precision: str, units: int, time: Callable[..., float]) -> float:
-    """The rate of a product over what the planner takes its shape's share to be."""
-    # Many processors multiply short floats very slowly.
+    """Returns the rate of a large product, corrected by the share of it that the planner expects for its shape."""
+    # Many CPUs multiply 16-bit floats very slowly.
     side = 8192 if device.kind != "cpu" else 512 if precision in ("fp32", "fp64") else 128
     a, b = (torch.randn(side, side, device=device.torch).to(DTYPES[precision]) for _ in range(2))
     return 2 * side**3 / time(lambda: a @ b.t()) / tile_share(side, side, side, 1, units) / 1e12
 
 
 def processor_products(precision: str, time: Callable[..., float]) -> tuple[float, float]:
-    """TFLOP/s of products, and GB/s at which their matrices pass besides: of several shapes with both gradients."""
+    """Returns the TFLOP/s of products on a CPU and the GB/s at which their matrices are read in addition, fitted over
+    several shapes with both gradients."""
     rows, times, dtype = [], [], DTYPES[precision]
     for tokens, n, k in PRODUCTS:
         x, y, w = (torch.randn(*shape).to(dtype) for shape in ((tokens, k), (tokens, n), (n, k)))
@@ -149,10 +149,11 @@ def copy_gb_s(device: Device, time: Callable[..., float]) -> float:
 
 
 def contention(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
-    """The share of a gradient bucket's all_reduce that products beside it lose: 0 where links work by themselves."""
+    """Returns the share of a gradient bucket's all_reduce that concurrent products lose: 0 where the links work by
+    themselves."""
     group = mesh.samples if not mesh.samples.alone else mesh.world
-    bucket = torch.empty(BUCKET // 4, device=device.torch).zero_()
-    alone = timed(mesh.world, device, lambda: group.all_reduce(bucket), LONGER * seconds)
+    bucket = torch.empty(BUCKET_BYTES // 4, device=device.torch).zero_()
+    alone = timed(mesh.world, device, lambda: group.all_reduce(bucket), WAIT_TIME_FACTOR * seconds)
     products = many_products(mesh, device, precision, 2 * alone)
 
     def beside() -> None:
@@ -160,14 +161,14 @@ def contention(mesh: Mesh, device: Device, precision: str, seconds: float) -> fl
         products()
         pending.wait()
 
-    both, apart = (timed(mesh.world, device, work, LONGER * seconds) for work in (beside, products))
+    both, apart = (timed(mesh.world, device, work, WAIT_TIME_FACTOR * seconds) for work in (beside, products))
     return min(1.0, max(0.0, (both - apart) / alone))
 
 
 def wait(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
-    """How much longer an all_reduce takes between computations than after another one."""
-    small = torch.empty(SMALL // 4, device=device.torch).zero_()
-    products = many_products(mesh, device, precision, APART)
+    """Returns how much longer an all_reduce takes between computations than right after another one."""
+    small = torch.empty(SMALL_BYTES // 4, device=device.torch).zero_()
+    products = many_products(mesh, device, precision, SECONDS_BETWEEN)
 
     def meet() -> None:
         mesh.world.all_reduce(small)
@@ -176,12 +177,13 @@ def wait(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
         products()
         meet()
 
-    apart, both, meeting = (timed(mesh.world, device, work, LONGER * seconds) for work in (products, between, meet))
+    budget = WAIT_TIME_FACTOR * seconds
+    apart, both, meeting = (timed(mesh.world, device, work, budget) for work in (products, between, meet))
     return max(0.0, both - apart - meeting)
 
 
 def many_products(mesh: Mesh, device: Device, precision: str, seconds: float) -> Callable[[], None]:
-    """Products that take about so long, as many on every rank."""
+    """Returns a call that computes products for about `seconds`, the same number on every rank."""
     side = 384 if device.kind == "cpu" else 4096
     a, b = (torch.randn(side, side, device=device.torch).to(DTYPES[precision]) for _ in range(2))
     count = max(1, round(seconds / timed(mesh.world, device, lambda: a @ b, 0.05)))
@@ -197,14 +199,14 @@ def reference_config(device: Device, precision: str, shape: tuple[int, ...]) -> 
     layers, hidden, seq, batch, vocab = shape
     model = {"layers": layers, "hidden": hidden, "heads": hidden // 64, "seq": seq, "vocab": vocab}
     return config_from({
-        "model": (LLAMA if device.kind != "cpu" else {"tied_embeddings": False}) | model,
+        "model": (LLAMA_ARCHITECTURE if device.kind != "cpu" else {"tied_embeddings": False}) | model,
         "train": {"precision": precision, "micro_batch": batch, "global_batch": batch, "steps": 10**6},
         "data": {"prefixes": ["made"]}, "run": {"device": device.kind}, "lr": {"schedule": "constant"},
     })  # fmt: skip
 
 
 def reference_step(config: Config, device: Device, time: Callable[..., float]) -> tuple[float, float]:
-    """Seconds of a lone rank's forward and backward, and GB/s of the update with the gradient's norm before it."""
+    """Returns the seconds of a lone rank's forward and backward, and the GB/s of the update including the grad norm."""
     ctx = build_context(config, 0, 1, device, trains=True)
     data = RandomTokens(config.model.vocab, config.model.seq)
     trainer = Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
@@ -227,8 +229,8 @@ def reference_step(config: Config, device: Device, time: Callable[..., float]) -
 
 
 def fit_steps(rates: Rates, configs: list[Config], steps: list[float]) -> Rates:
-    """The memory rate and, on a processor, the microseconds a kernel that give the reference steps' times, where
-    products and attention take what they take alone."""
+    """Fits the memory rate and, on a CPU, the microseconds per kernel that explain the times of the reference steps
+    when products and attention take what they take alone."""
     free = replace(rates, step_gb_s=1e12, kernel_us=0.0)
     nothing = replace(free, peak=dict.fromkeys(rates.peak, 1e12), product_gb_s=1e12, attention_tflops=1e12)
     known = np.array([planned_seconds(c, lone_cluster(free)) for c in configs])
@@ -243,6 +245,6 @@ def fit_steps(rates: Rates, configs: list[Config], steps: list[float]) -> Rates:
 
 
 def planned_seconds(config: Config, cluster: Cluster) -> float:
-    """Forward and backward of a step on one rank, by the planner."""
+    """Returns the planner's forward and backward seconds of a step on one rank."""
     cost = predict_cost(job_of(config, 1, COMPILED), cluster)
     return sum(stage.forward + stage.backward for stage in cost.stages) * cost.job.micro_batches

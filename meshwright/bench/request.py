@@ -1,4 +1,4 @@
-"""What `meshwright comm bench` is asked to measure, every part of it checked before ranks start. No torch."""
+"""What `meshwright comm bench` measures, checked in full before any rank starts. No torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Request:
     axes: tuple[str, ...]
     ops: tuple[str, ...]
     sizes: tuple[int, ...]  # payloads in bytes, ascending
-    seconds: float  # about, for each point
-    name: str = "measured"  # of the cluster
+    seconds: float  # approximate time budget per measurement
+    name: str = "measured"  # name of the cluster
     device: str = "auto"
     backend: str = "auto"
 
@@ -30,7 +30,7 @@ class Request:
 
 
 def host_bytes() -> int:
-    """This machine's memory."""
+    """Returns the memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -45,7 +45,8 @@ def parse_ops(text: str) -> tuple[str, ...]:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """`1K:64M` is 1 KiB, 2 KiB, ... 64 MiB; `1K,3M` is just these. Two at least, or nothing could be fitted."""
+    """Parses sizes: `1K:64M` means 1 KiB, 2 KiB, ... 64 MiB; `1K,3M` means just these. At least two are needed for a
+    fit."""
     try:
         if ":" in text:
             first, last = (_bytes(part) for part in text.split(":"))
@@ -69,7 +70,7 @@ def _bytes(text: str) -> int:
 
 
 def parse_axes(layout: Layout, text: str | None) -> tuple[str, ...]:
-    """The named axes, or all of more than one rank."""
+    """Returns the named axes, or all axes of more than one rank."""
     if text is None:
         axes = tuple(axis for axis in ("tp", "cp", "dp", "pp") if layout.size(axis) > 1)
         if not axes:

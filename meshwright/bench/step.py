@@ -24,7 +24,7 @@ from meshwright.train.step import Trainer
 
 
 @dataclass
-class Measured:
+class StepTimes:
     step_ms: float
     peak_gib: float | None
     losses: list[float]
@@ -33,38 +33,39 @@ class Measured:
 
 
 def make_trainer(config: Config, device: Device) -> Trainer:
-    """Of the first rank of a job without data parallelism (`fake_world` stands for the others)."""
+    """Builds the trainer of the first rank of a job without data parallelism (`fake_world` stands in for the other
+    ranks)."""
     world = config.layout.tp * config.layout.pp
     check(config, world)
     ctx = build_context(config, 0, world, device)
     stand_in(ctx.mesh)
-    # Only tokens whose embeddings this rank holds: those of absent ranks would be rows of zeros, which norms blow up.
+    # Only tokens whose embeddings this rank holds: for the others it sees rows of zeros, which norms blow up.
     data = RandomTokens(config.model.vocab // config.layout.tp, config.model.seq)
     return Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
 
 
-def measure(trainer: Trainer, steps: int, warm: int = 3) -> Measured:
-    """Times `steps` steps after the warm-up and profiles two more; the trainer can't be used after."""
+def measure(trainer: Trainer, steps: int, warm: int = 3) -> StepTimes:
+    """Times `steps` steps after the warm-up and profiles two more; the trainer can't be used afterwards."""
     ahead = Ahead(trainer, lambda step: step in (warm, warm + steps))
     losses = [ahead.next(False).loss for _ in range(warm)]
     results = [ahead.next(False) for _ in range(steps)]
     kinds, kernels = by_kind(trainer.ctx.device, lambda: two_steps(trainer), 2)
     peak = trainer.ctx.device.peak_bytes()
     release(trainer)
-    return Measured(
+    return StepTimes(
         1e3 * statistics.median(r.step_time_s for r in results), None if peak is None else peak / 2**30,
         losses + [r.loss for r in results], kinds, kernels,
     )  # fmt: skip
 
 
 def two_steps(trainer: Trainer) -> None:
-    """The second is launched before the first is read, as in a run."""
+    """Runs two steps; the second is launched before the first one's results are read, as in a run."""
     for launched in [trainer.launch() for _ in range(2)]:
         trainer.read(launched)
 
 
-def facts(config: Config, device: Device, measured: Measured, floor: Floor) -> dict[str, Any]:
-    """What the command prints as JSON."""
+def as_json(config: Config, device: Device, measured: StepTimes, floor: Floor) -> dict[str, Any]:
+    """Returns what the command prints as JSON."""
     tokens = config.train.global_batch * config.model.seq
     seconds = measured.step_ms / 1e3
     tflops = flops(config, tokens) / seconds / 1e12
@@ -78,7 +79,7 @@ def facts(config: Config, device: Device, measured: Measured, floor: Floor) -> d
         "mfu": tflops / sheet if sheet else None, "mfu_measured": tflops / floor.product_tflops,
         "peak_gib": measured.peak_gib, "floor_ms": floor.step_ms(count),
         "floor_loaded_ms": floor.step_ms(count, loaded=True), "of_floor": floor.step_ms(count) / measured.step_ms,
-        "floor": floor.facts(), "kinds_ms": measured.kinds,
+        "floor": floor.as_json(), "kinds_ms": measured.kinds,
         "kernels": [{"name": n, "calls": c, "ms": ms} for n, c, ms in measured.kernels[:40]],
         "losses": measured.losses,
     }  # fmt: skip

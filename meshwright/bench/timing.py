@@ -1,4 +1,4 @@
-"""Times on a device, and where a step's time goes by kind of kernel."""
+"""Timers for work on a device, and a breakdown of a step's time by kind of kernel."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 
 from meshwright.device import Device
 
-# A kernel belongs to the first kind whose pattern is in its name.
-KINDS = {
+# A kernel belongs to the first kind whose pattern matches its name.
+KERNEL_KINDS = {
     "attention": r"flash|fmha|sdpa|cudnn|mha|efficient_attention",
     "products": r"gemm|nvjet|cutlass|xmma|cublas|splitK",
     "optimizer": r"_adamw|FusedOptimizer|multi_tensor|LpNorm|NormTwoOps",
@@ -33,7 +33,8 @@ def once_ms(device: Device, work: Callable[[], Any]) -> float:
 
 
 def times_ms(device: Device, work: Callable[[], Any], repeats: int) -> list[float]:
-    """Of one call after another. The host doesn't wait for a device in between, so only the first launch is timed."""
+    """Times `repeats` calls, one after another. The host doesn't wait for the device in between, so launch time counts
+    only for the first call."""
     if device.kind == "cpu":
         marks = [time.perf_counter()]
         for _ in range(repeats):
@@ -50,14 +51,14 @@ def times_ms(device: Device, work: Callable[[], Any], repeats: int) -> list[floa
 
 
 def kind_of(kernel: str) -> str:
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.I)), "memory-bound")
+    return next((kind for kind, pattern in KERNEL_KINDS.items() if re.search(pattern, kernel, re.I)), "memory-bound")
 
 
 def by_kind(
     device: Device, work: Callable[[], Any], parts: int
 ) -> tuple[dict[str, float], list[tuple[str, float, float]]]:
-    """Milliseconds of one of `parts` equal parts of `work` by kind, with `idle` for the time in which no kernel ran;
-    and every kernel's name, calls and milliseconds, the longest first. Empty on a CPU."""
+    """Returns the milliseconds by kind of one of `parts` equal parts of `work`, with `idle` for the time in which no
+    kernel ran; and every kernel's name, calls and milliseconds, the longest first. Both are empty on a CPU."""
     if device.kind == "cpu":
         return {}, []
     device.synchronize()

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from meshwright.bench.models import MICRO_BATCH, MODELS, bench_config
+from meshwright.bench.models import BENCH_MODELS, MICRO_BATCH, bench_config
 from meshwright.errors import UserError, nearest
 
 EXAMPLES = """example:
@@ -22,7 +22,7 @@ attention; mfu divides by the maker's dense bf16 rate, mfu_measured by that of a
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["step"], help="what to measure: the training step")
-    parser.add_argument("--model", default="1b", help=f"{', '.join(MODELS)} (default: 1b)")
+    parser.add_argument("--model", default="1b", help=f"{', '.join(BENCH_MODELS)} (default: 1b)")
     parser.add_argument("--precision", default="bf16", help="train.precision (default: bf16)")
     parser.add_argument(
         "--micro-batch", type=int, default=MICRO_BATCH, help=f"sequences of a micro-batch (default: {MICRO_BATCH})"
@@ -37,8 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.model not in MODELS:
-        raise UserError(f"unknown model '{args.model}'{nearest(args.model, MODELS)}: choose {', '.join(MODELS)}")
+    if args.model not in BENCH_MODELS:
+        choices = ', '.join(BENCH_MODELS)
+        raise UserError(f"unknown model '{args.model}'{nearest(args.model, BENCH_MODELS)}: choose {choices}")
     for name in ("micro_batch", "micro_batches", "steps", "tp", "pp"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         measured = step.measure(step.make_trainer(config, device), args.steps)
     device.empty_cache()
     least = floor.measure(config, device, DTYPES[args.precision])
-    found = {"model": args.model} | step.facts(config, device, measured, least)
+    found = {"model": args.model} | step.as_json(config, device, measured, least)
     print(json.dumps(found) if args.json else report(found))
     return 0
 

@@ -27,7 +27,7 @@ def job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="key=value", help="config keys, as for train")
 
 
-def target_asked(name: str, words: list[str], **how: Any) -> Target:
+def target_from_args(name: str, words: list[str], **how: Any) -> Target:
     """Returns the target of a planning command, and says on stderr where its preset only approximates a model."""
     target = target_of(name, words, **how)
     if difference := APPROXIMATE.get(target.config.model.preset):
@@ -41,7 +41,7 @@ def world_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def world_asked(args: argparse.Namespace, target: Target) -> int:
+def world_from_args(args: argparse.Namespace, target: Target) -> int:
     c, zero = target.config.layout, target.config.zero
     if zero.stage and zero.shard_group == "node" and not c.node_size:
         raise UserError("zero.shard_group=node: give layout.node_size, the number of ranks on a node")
@@ -61,8 +61,8 @@ def step_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", default="", metavar="tp=8,pp=16,...", help="the layout, in short words")
 
 
-def step_asked(args: argparse.Namespace) -> tuple[Target, Job, Cluster]:
-    target = target_asked(args.target, args.words, layout=args.layout)
+def step_from_args(args: argparse.Namespace) -> tuple[Target, Job, Cluster]:
+    target = target_from_args(args.target, args.words, layout=args.layout)
     cluster = cluster_for(target, args.cluster)
     target = with_supported_precision(target, cluster)
     stack = stack_for(target.config, cluster, args.stack or target.run.get("stack"))

@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> None:
     if args.action == "check":
         tp, pp = config.layout.tp, config.layout.pp
         dp = world // (tp * pp * config.layout.cp)
-        facts = {"ok": True, "world": world, "dp": dp, "tp": tp, "pp": pp}
+        answer = {"ok": True, "world": world, "dp": dp, "tp": tp, "pp": pp}
         words = f"{args.config} is right for {plural(world, 'rank')}: dp={dp} tp={tp} pp={pp}"
-        print(json.dumps(facts) if args.json else words)
+        print(json.dumps(answer) if args.json else words)
         return
     print(json.dumps(to_mapping(config)) if args.json else to_yaml(config).rstrip())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from meshwright.cli.common_args import step_arguments, step_asked
+from meshwright.cli.common_args import step_arguments, step_from_args
 from meshwright.errors import UserError
 from meshwright.plan.account import as_json, report
 from meshwright.plan.cost import predict_cost
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    _, job, cluster = step_asked(args)
+    _, job, cluster = step_from_args(args)
     cost = predict_cost(job, cluster)
     tokens = _number(args.tokens) if args.tokens else None
     print(json.dumps(as_json(cost, tokens)) if args.json else report(cost, tokens))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli.common_args import job_arguments, target_asked, world_argument, world_asked
+from meshwright.cli.common_args import job_arguments, target_from_args, world_argument, world_from_args
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
@@ -17,13 +17,13 @@ from meshwright.plan.job import checked_job
 from meshwright.plan.rank import Expected, expected
 from meshwright.show.terminal import table
 from meshwright.show.units import seconds, size
+from meshwright.train.counts import COUNTS
 
 if TYPE_CHECKING:
     from meshwright.device import Device
-    from meshwright.dryrun.run_rank import Ran
+    from meshwright.dryrun.run_rank import RankRun
 
 MIXED = True
-COUNTS = ("calls", "payload_bytes", "wire_bytes")
 EXAMPLES = """example:
   meshwright dryrun mt-nlg-530b --world 4480 --ranks 0,2240,4479
   meshwright dryrun gpt3-175b --world 1024 --layout tp=8,pp=16 train.global_batch=1536
@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    target = target_asked(args.target, args.words, layout=args.layout)
-    world = world_asked(args, target)
+    target = target_from_args(args.target, args.words, layout=args.layout)
+    world = world_from_args(args, target)
     config = _step_of(target.config, world, args.micro_batches)
     ranks = _ranks(args.ranks, world)
     from meshwright.device import Device
@@ -118,7 +118,7 @@ def _ranks(text: str | None, world: int) -> list[int]:
     return ranks
 
 
-def compare(rank: int, ran: Ran, said: Expected) -> dict[str, Any]:
+def compare(rank: int, ran: RankRun, said: Expected) -> dict[str, Any]:
     """Each figure as it was run and as it was planned."""
     calls = [
         {"phase": line[0], "axis": line[1], "op": line[2]} | _pair(ran.calls.get(line), said.calls.get(line))

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshwright.data.stream import PARTS
+from meshwright.data.stream import SPLIT_NAMES
 from meshwright.errors import UserError
 from meshwright.schedule.kinds import default_kind
 
@@ -22,7 +22,7 @@ EXAMPLES = """example:
   meshwright eval runs/mine@100 --data data/other --nproc 2 layout.tp=2 --json"""
 MIXED = True
 
-DEFAULT = 64  # samples
+DEFAULT_SAMPLES = 64  # samples
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data = "token files to evaluate on as a whole, instead of a part of the run's own data"
     parser.add_argument("--data", action="append", metavar="PREFIX", help=data)
     split = "the part of the run's data, as its data.split cuts them (default: valid)"
-    parser.add_argument("--split", choices=PARTS, help=split)
+    parser.add_argument("--split", choices=SPLIT_NAMES, help=split)
     samples = "sequences to look at (default: 64); where the data hold fewer, each is looked at once"
     parser.add_argument("--samples", type=int, default=0, metavar="N", help=samples)
     parser.add_argument("--nproc", type=int, default=1, help="local ranks (default 1)")
@@ -112,7 +112,7 @@ def data_of(
                 "longer file with --data"
             )
     part = "train" if prefixes else split or "valid"  # files that are named are not split: all of them is `train`
-    data = dict(zip(PARTS, datasets_of(config), strict=True))[part]
+    data = dict(zip(SPLIT_NAMES, datasets_of(config), strict=True))[part]
     if data is None:
         raise UserError(
             f"the run has no {part} data (data.split={list(config.data.split)}): choose another part with --split, "
@@ -128,7 +128,7 @@ def evaluate_rank(
     from meshwright.train.processes import find_place
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
-        data = data_of(source, ctx.config, prefixes, split, samples or DEFAULT)
+        data = data_of(source, ctx.config, prefixes, split, samples or DEFAULT_SAMPLES)
         count = data.dataset.samples
         result = evaluate(ctx, modules, data, count)
         if place.rank == 0 and samples > count:

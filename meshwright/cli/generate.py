@@ -22,7 +22,7 @@ EXAMPLES = """example:
   meshwright generate runs/mine@100 --prompt-tokens 5,17,2 --temperature 0.8 --top-p 0.9 --nproc 2 --json"""
 
 
-COLDEST = 1e-4  # colder than that, the likeliest token is all there is
+MIN_TEMPERATURE = 1e-4  # colder than that, the likeliest token is all there is
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.nproc < 1 or args.max_tokens < 1:
         raise UserError("--nproc and --max-tokens must be at least 1")
-    if not (args.temperature == 0 or COLDEST <= args.temperature < float("inf")) or not 0 < args.top_p <= 1:
-        raise UserError(f"--temperature must be 0 or at least {COLDEST}, and --top-p lies above 0 and up to 1")
+    if not (args.temperature == 0 or MIN_TEMPERATURE <= args.temperature < float("inf")) or not 0 < args.top_p <= 1:
+        raise UserError(f"--temperature must be 0 or at least {MIN_TEMPERATURE}, and --top-p lies above 0 and up to 1")
     if not 0 <= args.seed < 2**63:
         raise UserError(f"--seed {args.seed} must lie between 0 and 2^63 - 1")
     if args.nproc > 1:

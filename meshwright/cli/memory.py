@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 
-from meshwright.cli.common_args import job_arguments, target_asked, world_argument, world_asked
+from meshwright.cli.common_args import job_arguments, target_from_args, world_argument, world_from_args
 from meshwright.errors import UserError
 from meshwright.plan.job import checked_job
 from meshwright.plan.memory import largest
-from meshwright.plan.rank import KINDS, rank_json
+from meshwright.plan.rank import MEMORY_KINDS, rank_json
 from meshwright.show.terminal import table
 from meshwright.show.units import size
 
@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    target = target_asked(args.target, args.words)
-    world = world_asked(args, target)
+    target = target_from_args(args.target, args.words)
+    world = world_from_args(args, target)
     if world < 1:
         raise UserError(f"--world {world} is no number of ranks: give at least 1")
     job = checked_job(target.config, world)
@@ -43,6 +43,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     how = {"compiled": "compiled blocks", "eager": "uncompiled blocks"}.get(job.stack.name, "blocks on a CPU")
     rows = [(f"rank {rank} of {world} (pipeline rank {pp_rank}, {how})", "bytes", "")]
-    rows += [(kind, f"{bytes_by_kind[kind]:,}", size(bytes_by_kind[kind])) for kind in KINDS]
+    rows += [(kind, f"{bytes_by_kind[kind]:,}", size(bytes_by_kind[kind])) for kind in MEMORY_KINDS]
     print(table(rows))
     return 0

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common_args import cluster_arguments, job_arguments, target_asked
+from meshwright.cli.common_args import cluster_arguments, job_arguments, target_from_args
 from meshwright.cli.files import write
 from meshwright.cli.plan_page import page
 from meshwright.config.rules import context_is_trained
@@ -24,7 +24,7 @@ from meshwright.plan.explain import against, why_best, yaml_of
 from meshwright.plan.job import Job
 from meshwright.plan.memory import needed_gib
 from meshwright.plan.rank import rank_json
-from meshwright.plan.search import FIXES, Candidate, Space, fixed_keys, search, space_of, why_nothing
+from meshwright.plan.search import SPACE_FIELDS, Candidate, SearchSpace, fixed_keys, search, space_of, why_nothing
 from meshwright.plan.stack import Stack
 from meshwright.plan.target import Target, cluster_for, devices_for, stack_for, target_of, with_supported_precision
 from meshwright.show.terminal import table
@@ -32,7 +32,7 @@ from meshwright.show.units import percent, seconds
 
 MIXED = True
 # Keys that leave fewer layouts, so that a search that finds none names them.
-NARROWS = (*FIXES, "zero.shard_group", "train.ramp", "run.eval_samples")
+NARROWING_KEYS = (*SPACE_FIELDS, "zero.shard_group", "train.ramp", "run.eval_samples")
 EXAMPLES = """example:
   meshwright plan llama3-70b --cluster h100-80g-dgx --devices 256 --global-batch 1024
   meshwright plan mt-nlg-530b --cluster a100-80g-dgx --devices 4480 --global-batch 1920 --html plan.html
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     words = list(args.words)
     words += [f"train.global_batch={args.global_batch}"] if args.global_batch is not None else []
     words += [f"model.seq={args.seq}"] if args.seq is not None else []
-    target = target_asked(args.target, words, as_run=False)
+    target = target_from_args(args.target, words, as_run=False)
     cluster = cluster_for(target, args.cluster)
     target = with_supported_precision(target, cluster)
     c = target.config
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     space = _space(c, args.words)
     found = search(base, cluster, limit, space)
     if not found.candidates:
-        fixed = [word for word in args.words if word.partition("=")[0] in NARROWS]
+        fixed = [word for word in args.words if word.partition("=")[0] in NARROWING_KEYS]
         raise why_nothing(base, cluster, found, limit, space, fixed)
     shown = found.candidates[: args.top]
     reasons = why_best(found.candidates, found.layouts, found.fitting)
@@ -97,7 +97,7 @@ def _refuse_unsearched(words: list[str]) -> None:
             raise UserError(f"{word} would have no effect: leave it out, the search splits the layers itself")
 
 
-def _space(config: Config, words: list[str]) -> Space:
+def _space(config: Config, words: list[str]) -> SearchSpace:
     """What may be chosen: what the words leave open, and context parallelism where it can be trained."""
     fixed = fixed_keys(words)
     space = space_of(config, fixed)

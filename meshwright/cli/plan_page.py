@@ -14,11 +14,11 @@ from meshwright.show import html
 from meshwright.show.schedule_drawing import timeline_svg
 from meshwright.show.units import percent, seconds, size
 
-COLOURS = {
+MEMORY_COLOURS = {
     "parameters": "#3b6fb6", "gradients": "#5aa9a3", "master": "#8c6bb1", "optimizer": "#c2618d",
     "activations": "#e08e3c", "buffers": "#c9b13c", "context": "#9a9a9a",
 }  # fmt: skip
-PARTS = {
+TIME_COLOURS = {
     "compute": "#3b6fb6", "optimizer": "#8c6bb1", "idle": "#d8d8d8", "tp": "#e08e3c", "cp": "#c9b13c",
     "dp": "#c2618d", "pp": "#5aa9a3", "embedding": "#7a4fa3", "waiting and the rest": "#9a9a9a",
 }  # fmt: skip
@@ -52,7 +52,7 @@ def _ranking(candidates: list[Candidate]) -> str:
 def _times(candidates: list[Candidate]) -> str:
     longest = max(candidate.cost.step_s for candidate in candidates)
     costs = [candidate.cost for candidate in candidates]
-    return html.bars([(parts_of(cost), longest, seconds(cost.step_s)) for cost in costs], PARTS, "s")
+    return html.bars([(parts_of(cost), longest, seconds(cost.step_s)) for cost in costs], TIME_COLOURS, "s")
 
 
 def _memory(candidates: list[Candidate], limit: float) -> str:
@@ -60,9 +60,9 @@ def _memory(candidates: list[Candidate], limit: float) -> str:
     for candidate in candidates:
         cost = candidate.cost
         found = memory_json(cost)
-        parts = {name: found[name] / GIB for name in COLOURS}
+        parts = {name: found[name] / GIB for name in MEMORY_COLOURS}
         rows.append((parts, max(limit, sum(parts.values())), f"{candidate.memory_gib:.1f} GiB"))
-    return html.bars(rows, COLOURS, "GiB")
+    return html.bars(rows, MEMORY_COLOURS, "GiB")
 
 
 def _communication(cost: Cost) -> str:

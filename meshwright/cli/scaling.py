@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common_args import cluster_arguments, job_arguments, target_asked
+from meshwright.cli.common_args import cluster_arguments, job_arguments, target_from_args
 from meshwright.cli.files import write
 from meshwright.errors import UserError
 from meshwright.plan.account import layout_of_cost, layout_words
 from meshwright.plan.job import Job
-from meshwright.plan.scaling import WAYS, Point, device_counts, sweep
+from meshwright.plan.scaling import WAYS, ScalingPoint, device_counts, sweep
 from meshwright.plan.target import cluster_for, stack_for, with_supported_precision
 from meshwright.show.chart import Chart, check_svg, svg
 from meshwright.show.terminal import table
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_svg("--svg", args.svg)
-    target = target_asked(args.target, args.words, as_run=False)
+    target = target_from_args(args.target, args.words, as_run=False)
     cluster = cluster_for(target, args.cluster)
     target = with_supported_precision(target, cluster)
     stack = stack_for(target.config, cluster, args.stack)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{searched[0]} would have no effect: leave it out ({why})")
     if args.global_batch is not None and args.global_batch < 1:
         raise UserError(f"--global-batch {args.global_batch} must be at least 1")
-    found: dict[str, list[Point]] = {}
+    found: dict[str, list[ScalingPoint]] = {}
     for mode in ("weak", "strong") if args.mode == "both" else (args.mode,):
         batch = args.global_batch or (counts[0] if mode == "weak" else 2048)
         host, node = cluster.device.units == 1, cluster.node.devices
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _lines(found: dict[str, list[Point]]) -> dict[str, list[tuple[float, float]]]:
+def _lines(found: dict[str, list[ScalingPoint]]) -> dict[str, list[tuple[float, float]]]:
     lines: dict[str, list[tuple[float, float]]] = {}
     for mode, points in found.items():
         for way in WAYS:
@@ -78,7 +78,7 @@ def _lines(found: dict[str, list[Point]]) -> dict[str, list[tuple[float, float]]
     return lines
 
 
-def _json(point: Point) -> dict[str, Any]:
+def _json(point: ScalingPoint) -> dict[str, Any]:
     fields: dict[str, Any] = {"way": point.way, "devices": point.devices, "global_batch": point.global_batch}
     if point.best is None:
         return {**fields, "tokens_per_s": None}
@@ -88,7 +88,7 @@ def _json(point: Point) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _text(found: dict[str, list[Point]]) -> str:
+def _text(found: dict[str, list[ScalingPoint]]) -> str:
     blocks = []
     for mode, points in found.items():
         rows = [(f"{mode} scaling", "devices", "batch", "tokens/s", "efficiency", "exposed comm", "layout")]

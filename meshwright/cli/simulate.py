@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common_args import step_arguments, step_asked
+from meshwright.cli.common_args import step_arguments, step_from_args
 from meshwright.cli.files import write
 from meshwright.pipeline.trace import trace_json
-from meshwright.plan.whatif import Step, parse_change, step_of, step_spans
+from meshwright.plan.whatif import SimulatedStep, parse_change, step_of, step_spans
 from meshwright.show.chart import check_svg
 from meshwright.show.schedule_drawing import timeline_svg
 from meshwright.show.terminal import table
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_svg("--svg", args.svg)
-    target, job, cluster = step_asked(args)
+    target, job, cluster = step_from_args(args)
     changes = [parse_change(text) for text in args.what_if]
     plain = step_of(job, cluster)
     tried = [(str(change), step_of(job, cluster, [change])) for change in changes]
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _json(step: Step) -> dict[str, Any]:
+def _json(step: SimulatedStep) -> dict[str, Any]:
     return {
         "step_time_s": step.seconds, "makespan_s": step.timeline.makespan, "bubble": step.timeline.bubble,
         "busy_s": list(step.timeline.busy), "tokens_per_s": step.tokens_per_s,
@@ -62,7 +62,7 @@ def _json(step: Step) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _text(steps: list[tuple[str, Step]]) -> str:
+def _text(steps: list[tuple[str, SimulatedStep]]) -> str:
     rows = [("", "step", "pipeline", "bubble", "tokens/s", "against")]
     first = steps[0][1]
     for name, step in steps:

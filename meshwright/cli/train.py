@@ -110,12 +110,12 @@ def train(path: str, overrides: Sequence[str], source: str | None, as_json: bool
     with Display(config, find_place().world) as display:
         trainer = pretrain(config, model_provider, datasets_provider, forward_step, source=source, watcher=display)
     if trainer.writes and as_json:
-        print(json.dumps(facts(config.run.dir)), flush=True)
+        print(json.dumps(figures_of(config.run.dir)), flush=True)
     elif trainer.writes:
         summary(config.run.dir)
 
 
-def facts(folder: str) -> dict[str, Any]:
+def figures_of(folder: str) -> dict[str, Any]:
     """What the summary tells, as numbers: the run's first and last step and its validations."""
     steps, validations = (
         [json.loads(line) for line in (Path(folder) / name).read_text(encoding="utf-8").splitlines()]

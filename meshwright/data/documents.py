@@ -35,7 +35,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Span:
+class ByteRange:
     """Bytes [start, end) of a file. With `last`, a document ends where the span does."""
 
     path: str
@@ -45,11 +45,11 @@ class Span:
     last: bool = True
 
 
-Task = tuple[Span, ...]
+Task = tuple[ByteRange, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentPart:
     """A document, or without `last` a part of one. `replaced` says that it held bytes that are not UTF-8."""
 
     text: str
@@ -115,10 +115,10 @@ def _source(path: str, lines: bool) -> Source:
 
 def plan_tasks(sources: Iterable[Source], cut: re.Pattern[bytes] | None) -> Iterator[Task]:
     """Yields tasks of about TASK_BYTES, in order. `cut` matches where the tokenizer lets a document be split."""
-    task: list[Span] = []
+    task: list[ByteRange] = []
     size = 0
     for source in sources:
-        for span in _spans(source, LINE_END if source.lines else cut):
+        for span in _byte_ranges(source, LINE_END if source.lines else cut):
             task.append(span)
             size += span.end - span.start
             if size >= TASK_BYTES:
@@ -128,9 +128,9 @@ def plan_tasks(sources: Iterable[Source], cut: re.Pattern[bytes] | None) -> Iter
         yield tuple(task)
 
 
-def _spans(source: Source, cut: re.Pattern[bytes] | None) -> Iterator[Span]:
+def _byte_ranges(source: Source, cut: re.Pattern[bytes] | None) -> Iterator[ByteRange]:
     if cut is None or source.size <= 2 * TASK_BYTES:
-        yield Span(source.path, source.lines, 0, source.size)
+        yield ByteRange(source.path, source.lines, 0, source.size)
         return
     start = 0
     try:
@@ -139,7 +139,7 @@ def _spans(source: Source, cut: re.Pattern[bytes] | None) -> Iterator[Span]:
                 end = source.size
                 if end - start > 2 * TASK_BYTES:
                     end = _next_cut(file.fileno(), start + TASK_BYTES, source.size, cut)
-                yield Span(source.path, source.lines, start, end, last=source.lines or end == source.size)
+                yield ByteRange(source.path, source.lines, start, end, last=source.lines or end == source.size)
                 start = end
     except OSError as error:
         raise _unreadable(source.path, error) from None
@@ -158,7 +158,7 @@ def _next_cut(handle: int, position: int, size: int, cut: re.Pattern[bytes]) -> 
     return size
 
 
-def read_pieces(span: Span, field: str) -> Iterator[Piece]:
+def read_documents(span: ByteRange, field: str) -> Iterator[DocumentPart]:
     """Yields the documents of a span, or its part of one; empty lines of a .jsonl file are skipped."""
     try:
         with open(span.path, "rb") as file:
@@ -170,10 +170,10 @@ def read_pieces(span: Span, field: str) -> Iterator[Piece]:
         yield from _lines(span, data, field)
         return
     text, replaced = _decode(data)
-    yield Piece(text if span.start else text.removeprefix(BOM), span.last, replaced)
+    yield DocumentPart(text if span.start else text.removeprefix(BOM), span.last, replaced)
 
 
-def _lines(span: Span, data: bytes, field: str) -> Iterator[Piece]:
+def _lines(span: ByteRange, data: bytes, field: str) -> Iterator[DocumentPart]:
     for number, line in enumerate(data.split(b"\n")):
         if not line.strip():
             continue
@@ -192,7 +192,7 @@ def _lines(span: Span, data: bytes, field: str) -> Iterator[Piece]:
         if not isinstance(found, str):
             raise UserError(f"{_place(span, number)}: field '{field}' is not text: name another with --field")
         clean, halved = _encodable(found)
-        yield Piece(clean, True, replaced or halved)
+        yield DocumentPart(clean, True, replaced or halved)
 
 
 def _decode(data: bytes) -> tuple[str, bool]:
@@ -212,7 +212,7 @@ def _encodable(text: str) -> tuple[str, bool]:
         return re.sub("[\ud800-\udfff]", "\ufffd", text), True
 
 
-def _place(span: Span, line: int) -> str:
+def _place(span: ByteRange, line: int) -> str:
     """Returns "FILE line N", counted from the beginning of the file."""
     with open(span.path, "rb") as file:
         while file.tell() < span.start:

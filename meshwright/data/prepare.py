@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.data.documents import Source, Task, find_sources, plan_tasks, read_pieces
+from meshwright.data.documents import Source, Task, find_sources, plan_tasks, read_documents
 from meshwright.data.token_file import METADATA_FORMAT, token_dtype
 from meshwright.data.token_writer import SIDE_FILES, TokenFileWriter
 from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer, train_tokenizer, trained_size
@@ -73,7 +73,7 @@ def encode_task(tokenizer: Tokenizer, task: Task, field: str) -> Encoded:
     """Reads and encodes a task. A document without text is left out; an empty end of a long document is not."""
     pieces, replaced, empty = [], 0, 0
     for span in task:
-        for piece in read_pieces(span, field):
+        for piece in read_documents(span, field):
             replaced += piece.replaced
             if piece.text or (span.start and not span.lines):
                 pieces.append(piece)
@@ -217,7 +217,7 @@ def _train(
         for number, task in enumerate(plan_tasks(sources, CUT_BYTES)):
             if number % step == 0:
                 for span in task:
-                    for piece in read_pieces(span, field):
+                    for piece in read_documents(span, field):
                         yield piece.text
             advance(sum(span.end - span.start for span in task))
 

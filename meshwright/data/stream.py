@@ -15,7 +15,7 @@ from meshwright.data.dataset import GPTDataset, TooSmall
 from meshwright.data.token_file import TokenFile
 from meshwright.errors import UserError
 
-PARTS = ("train", "valid", "test")
+SPLIT_NAMES = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def build_datasets(
         weights = [file.token_count for file in files]
     shares = parse_split(split)
     streams: list[SampleStream | None] = []
-    for part, name in enumerate(PARTS):
+    for part, name in enumerate(SPLIT_NAMES):
         if not shares[part]:
             streams.append(None)
             continue

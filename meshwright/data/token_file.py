@@ -29,7 +29,7 @@ from meshwright.errors import UserError
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES: dict[int, np.dtype[Any]] = {
+TOKEN_DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("i1"),
     3: np.dtype("<i2"),
@@ -38,7 +38,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 FLOAT_CODES = (6, 7)
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+CODES = {dtype: code for code, dtype in TOKEN_DTYPES.items()}
 METADATA_FORMAT = "meshwright tokens"
 
 Tokens = NDArray[np.integer[Any]]
@@ -169,9 +169,9 @@ class TokenFile:
             )
         if code in FLOAT_CODES:
             raise UserError(f"{path} says its .bin holds floats, not token ids: prepare the data again")
-        if code not in DTYPES:
+        if code not in TOKEN_DTYPES:
             raise UserError(f"{path} has the unknown dtype code {code}: prepare the data again")
-        self.dtype = DTYPES[code]
+        self.dtype = TOKEN_DTYPES[code]
         needed = HEADER.size + 12 * sequences + 8 * boundaries
         if length < needed:
             raise UserError(

@@ -24,7 +24,7 @@ END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
 TRAINED_END = END_TOKENS[0]
 SMALLEST_TRAINED = 257
 LARGEST_TRAINED = 2**24
-KINDS = "bytes, PATH/tokenizer.json, PATH.model or train:SIZE"
+SPEC_FORMS = "bytes, PATH/tokenizer.json, PATH.model or train:SIZE"
 
 Ids = NDArray[np.integer[Any]]
 
@@ -206,7 +206,7 @@ def load_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
         return JsonTokenizer(_read(path, spec).decode("utf-8", "replace"), eod, path)
     if path.endswith(".model"):
         return SentencePieceTokenizer(_read(path, spec), eod, path)
-    raise UserError(f"unknown tokenizer '{spec}': give {KINDS}")
+    raise UserError(f"unknown tokenizer '{spec}': give {SPEC_FORMS}")
 
 
 def trained_size(spec: str) -> int | None:
@@ -250,7 +250,7 @@ def _read(path: str, spec: str) -> bytes:
         with open(path, "rb") as file:
             return file.read()
     except FileNotFoundError:
-        raise UserError(f"no tokenizer at '{path}': give {KINDS}") from None
+        raise UserError(f"no tokenizer at '{path}': give {SPEC_FORMS}") from None
     except OSError as error:
         raise UserError(f"cannot read the tokenizer {spec}: {error.strerror}") from None
 

@@ -26,8 +26,8 @@ from tokenizers import Tokenizer, pre_tokenizers
 # first: apart from the apostrophes, no two alternatives before the white space can match at the same place.
 SPACE = r"\t\n\x0b\x0c\r "
 TAIL = rf"[{SPACE}]+(?![^{SPACE}])|[{SPACE}]+"
-GPT2 = rf" ?[A-Za-z]+|'(?:[sdmt]|ll|ve|re)| ?[^{SPACE}A-Za-z0-9]+| ?[0-9]+|{TAIL}"
-LLAMA3 = (
+GPT2_WORDS = rf" ?[A-Za-z]+|'(?:[sdmt]|ll|ve|re)| ?[^{SPACE}A-Za-z0-9]+| ?[0-9]+|{TAIL}"
+LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{1,3}"
     rf"| ?[^{SPACE}A-Za-z0-9]+[\r\n]*|[{SPACE}]*[\r\n]+|{TAIL}"
 )
@@ -36,8 +36,8 @@ LLAMA3_SOURCE = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPLITS = {
-    LLAMA3_SOURCE: LLAMA3,
-    LLAMA3_SOURCE.replace("{1,3}", ""): LLAMA3.replace("{1,3}", ""),
+    LLAMA3_SOURCE: LLAMA3_WORDS,
+    LLAMA3_SOURCE.replace("{1,3}", ""): LLAMA3_WORDS.replace("{1,3}", ""),
 }
 
 # No word of these patterns reaches over a visible character followed by a space, nor looks past it: text may be
@@ -67,7 +67,7 @@ def ascii_words(tokenizer: Tokenizer) -> str | None:
 
 def _pattern(config: dict[str, Any]) -> str | None:
     if config.get("type") == "ByteLevel":
-        return GPT2 if config.get("use_regex", True) and not config["add_prefix_space"] else None
+        return GPT2_WORDS if config.get("use_regex", True) and not config["add_prefix_space"] else None
     steps = config.get("pretokenizers", [])
     if [step.get("type") for step in steps] != ["Split", "ByteLevel"]:
         return None

@@ -26,11 +26,11 @@ from meshwright.comm.ops import BODIES
 
 META = torch.device("meta")
 # The types of an operator's arguments, besides tensors, that its output shapes may depend on.
-PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+PLAIN_TYPES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _RESIZE, _SDPA = torch.UntypedStorage.resize_, F.scaled_dot_product_attention
 
 
-class Made(NamedTuple):
+class ResultShape(NamedTuple):
     """The shape of a result, from which an equal one can be made."""
 
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Made(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
 
 
-class Tally:
+class ByteCounter:
     """Bytes that are held now, and the most that were held at once."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Storages:
     """Every storage that is alive, with its size. `all` counts every one, `named` only the chosen ones."""
 
     def __init__(self) -> None:
-        self.all, self.named = Tally(), Tally()
+        self.all, self.named = ByteCounter(), ByteCounter()
         self._sizes: dict[int, int] = {}
         self._alive: dict[int, Any] = {}
         self._names: set[int] = set()
@@ -108,7 +108,7 @@ class MetaMode(TorchDispatchMode):
         self.storages = Storages()
         self._bodies: dict[Any, Callable[..., Any] | None] = {}
         self._fresh: dict[Any, bool] = {}
-        self._known: dict[Any, Made | tuple[Made | None, ...]] = {}
+        self._known: dict[Any, ResultShape | tuple[ResultShape | None, ...]] = {}
         self._replaced = ExitStack()
 
     def __enter__(self) -> MetaMode:
@@ -141,7 +141,7 @@ class MetaMode(TorchDispatchMode):
             if key is not None:
                 self._learn(key, args, out)
         else:
-            out = known.make() if isinstance(known, Made) else tuple(one and one.make() for one in known)
+            out = known.make() if isinstance(known, ResultShape) else tuple(one and one.make() for one in known)
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, Tensor) and x.is_meta:
                 self.storages.saw(x)
@@ -165,7 +165,7 @@ class MetaMode(TorchDispatchMode):
         for x in results:
             if x is not None and (not isinstance(x, Tensor) or not x.is_meta or x.untyped_storage()._cdata in given):
                 return  # not a tensor, or another view of what was given
-            made.append(None if x is None else Made(tuple(x.shape), x.stride(), x.dtype))
+            made.append(None if x is None else ResultShape(tuple(x.shape), x.stride(), x.dtype))
         if several:
             self._known[key] = tuple(made)
         elif made[0] is not None:
@@ -195,7 +195,7 @@ def _describe(parts: list[Any], values: Iterable[Any]) -> bool:
             parts.append(len(x))
             if not _describe(parts, x):
                 return False
-        elif isinstance(x, PLAIN):
+        elif isinstance(x, PLAIN_TYPES):
             parts.append((type(x), x))
         else:
             return False
@@ -269,7 +269,7 @@ class SavedBytes(saved_tensors_hooks):
     """Counts the storages that autograd keeps for backward, except those of `lasting` tensors."""
 
     def __init__(self, lasting: Iterable[Tensor]) -> None:
-        self.bytes = Tally()
+        self.bytes = ByteCounter()
         self._lasting = {x.untyped_storage()._cdata for x in lasting}
         self._uses: dict[int, int] = {}
         super().__init__(self._pack, _unpack)

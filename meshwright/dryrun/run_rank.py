@@ -29,11 +29,9 @@ from meshwright.train.step import StepResult, Trainer
 
 TIMED = 2  # steps on a device, after one that warms up
 
-Counts = dict[str, int]
-
 
 @dataclass(frozen=True)
-class Ran:
+class RankRun:
     """What a rank held and did in one step. `states` has the bytes on the device by kind, `calls` the ledger by phase,
     axis and op, `most` the peaks of what was held for a while, as far as they were measured, and `step_s` the time of
     the compute."""
@@ -49,7 +47,7 @@ class Ran:
     step_s: float | None
 
 
-def run_rank(config: Config, world: int, rank: int, device: Device) -> Ran:
+def run_rank(config: Config, world: int, rank: int, device: Device) -> RankRun:
     """Builds the rank and runs one step. On a real device one step warms up and two more are timed."""
     check(config, world)
     begin = time.perf_counter()
@@ -63,7 +61,7 @@ def run_rank(config: Config, world: int, rank: int, device: Device) -> Ran:
         else:
             results, most = _timed_steps(trainer)
         step_s = None if dry is not None else statistics.median(result.step_time_s for result in results)
-        found = Ran(
+        found = RankRun(
             sum(slot.view.numel() for buffer in trainer.data_parallel.buffers for slot in buffer.slots),
             state_bytes(trainer), calls_of(trainer), action_counts(trainer.executor.done), most,
             trainer.optimizer.updates == trainer.step_number, built - begin, time.perf_counter() - built, step_s,

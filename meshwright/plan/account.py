@@ -1,4 +1,5 @@
-"""A predicted step told in full: as JSON, as tables for people, and as the days and money of a whole run. No torch."""
+"""A predicted step reported in full: as JSON, as tables for people, and as the days and cost of a whole run. No
+torch."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ DAY = 86400.0
 
 
 def layout_of_cost(cost: Cost) -> dict[str, Any]:
-    """The choices that a plan makes, by the names of --layout."""
+    """Returns the choices that a plan makes, by the names that --layout uses."""
     c = cost.job.config
     return {
         "tp": c.layout.tp, "pp": c.layout.pp, "dp": cost.job.dp, "cp": c.layout.cp, "chunks": c.layout.chunks,
@@ -39,7 +40,7 @@ def layout_words(layout: dict[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    """A value in a few letters; a split as runs of equal stages."""
+    """Formats a value briefly; a split is written as runs of equal stages."""
     if not isinstance(value, list):
         return str(value).lower()
     runs: list[list[int]] = []
@@ -52,10 +53,10 @@ def _value(value: Any) -> str:
 
 
 def whole_run(cost: Cost, tokens: float) -> dict[str, float]:
-    """time = tokens x FLOPs per token / (one device's rate x devices x parallel efficiency), each factor."""
+    """Returns each factor of time = tokens x FLOPs per token / (rate of one device x devices x parallel efficiency)."""
     job = cost.job
     per_token = model_flops(job.config.model, 1.0)
-    # What a device would take for its share of the step if it computed all the time, no stage longer than another.
+    # The time of a device's share of the step if it computed all the time and all stages were equally long.
     work = sum(s.forward + s.backward for s in cost.stages) * job.micro_batches / job.layout.pp
     alone = max(1e-12, min(cost.compute_s, work))
     rate = per_token * job.tokens / job.world / alone
@@ -71,7 +72,7 @@ def whole_run(cost: Cost, tokens: float) -> dict[str, float]:
 
 
 def memory_json(cost: Cost) -> dict[str, Any]:
-    """Bytes of the rank with the highest peak, and what the device needs in all."""
+    """Returns the bytes of the rank with the highest peak, and what the device needs in total."""
     return {
         **rank_json(cost.job, cost.memory.pp_rank)["memory"], "pp_rank": cost.memory.pp_rank,
         "context": context_gib(cost.job, cost.cluster) * GIB, "device_gib": cost.cluster.device.memory_gib,
@@ -110,7 +111,7 @@ def as_json(cost: Cost, tokens: float | None = None) -> dict[str, Any]:
 
 
 def axes_of(cost: Cost) -> list[tuple[str, Traffic, AxisTime]]:
-    """By axis, one rank's traffic and time; what states are divided over is timed with data parallelism."""
+    """Returns one rank's traffic and time by axis; the axes that shard states are timed as part of data parallelism."""
     found = []
     for name, traffic in cost.traffic.items():
         timed = "dp" if name.startswith("dp") else name
@@ -119,7 +120,7 @@ def axes_of(cost: Cost) -> list[tuple[str, Traffic, AxisTime]]:
 
 
 def report(cost: Cost, tokens: float | None = None) -> str:
-    """The same, for people."""
+    """Returns the same as `as_json`, as text for people."""
     job, c = cost.job, cost.job.config
     m = as_json(cost, tokens)
     words = layout_words(m["layout"])

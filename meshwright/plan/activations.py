@@ -1,4 +1,4 @@
-"""What a rank keeps for backward: the statements of its parts, followed along its list of the schedule. No torch."""
+"""What a rank keeps for backward: the sizes that its parts declare, added up along the rank's schedule. No torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from meshwright.schedule.table import MEANING, held
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """Bytes of one unit and one micro-batch: what is kept (`lasting`), what its backward makes again beside that (less
-    what a recomputed block's input already holds), and what its kernels need for a moment."""
+    """Bytes of one unit and one micro-batch: what is kept for backward (`lasting`), what recomputation adds in backward
+    (less what is already kept as a recomputed block's input), and the temporary workspace of its kernels."""
 
     lasting: float
     again: float
@@ -28,8 +28,8 @@ class KeptBytes:
 def unit_kept(
     unit: Unit, at: Coordinate, batch: MicroBatch, kernels: Kernels, mode: str, selective: tuple[float, bool]
 ) -> KeptBytes:
-    """Under a recompute mode. `selective`: the share of a block's linear products, and whether the attention core, that
-    the mode of this name runs again."""
+    """Returns the bytes of a unit under a recompute mode. `selective` says what the mode of this name recomputes: the
+    share of a block's linear products, and whether it recomputes the attention core."""
     kept, working = unit.kept(at, batch, kernels), unit.working(at, batch, kernels)
     everything = sum(each.size for each in kept)
     if not isinstance(unit, Block) or mode == "none":
@@ -42,21 +42,21 @@ def unit_kept(
     if mode == "selective":
         if not share:
             return KeptBytes(everything, 0.0, working)
-        # The block's input, the attention's output and this share of the products' results are kept.
+        # The block's input, the attention output and this share of the products' results are kept.
         products = [product for product in unit.work(at, batch, kernels).products if product.linear]
         scattered = batch.rows(at) / batch.tokens(at)
         results = sum(p.m * p.n * p.count * (scattered if p.scattered else 1.0) for p in products) * batch.element
         output = sum(each.size for each in kept if each.name == "attention output")
         held = stream + output + share * results
         return KeptBytes(held, everything - held, working)
-    # The run's input is kept already, and its first norm keeps the same tensor.
+    # The input of the recomputed blocks is kept already, and their first norm saves the same tensor.
     shared = stream if any(each.name == "input" for each in kept) else 0.0
     return KeptBytes(everything, -shared, working)
 
 
-class Moment(NamedTuple):
-    """A moment of a chunk's backward: the number of the unit it works on, the bytes that are kept beyond what the chunk
-    keeps after its forward (fewer, once later units are done), and what kernels need for a moment."""
+class BackwardUnit(NamedTuple):
+    """One unit of a chunk at the time of its backward: its number, the bytes that are kept beyond what the chunk keeps
+    after its forward (negative once later units are done), and the temporary workspace of its kernels."""
 
     unit: int
     kept: float
@@ -65,21 +65,21 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """One chunk and one micro-batch: what is kept after its forward, what the loss needs for a moment, and the moments
-    of its backward at which the most can be allocated: the first and the last few units."""
+    """Bytes of one chunk and one micro-batch: what is kept after its forward, the temporary workspace of the loss, and
+    the units at whose backward the peak can occur: the first and the last few."""
 
     kept: float
     loss: float
-    backward: tuple[Moment, ...]
+    backward: tuple[BackwardUnit, ...]
 
 
 def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
-    """`fields`: how many fields of the batch the rank reads."""
+    """Returns the bytes of one chunk; `fields` is the number of batch fields that the rank reads."""
     together = job.config.recompute.blocks
     stream = job.batch.rows(job.at) * job.model.hidden * job.batch.element
     units = [unit_bytes(job, unit) for _, _, unit in job.model.units(stage)]
     first, last = int(stage.first), len(units) - int(stage.last)
-    # What is kept and released together: each unit, or each run of blocks that is recomputed.
+    # Ranges of units that are kept and released together: single units, or runs of blocks recomputed together.
     parts = [(at, at + 1) for at in range(len(units))]
     if together:
         runs = [(at, min(at + together, last)) for at in range(first, last, together)]
@@ -93,15 +93,15 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
         else:
             kept.append(inside[0].lasting)
             again.append(inside[0].again)
-    done = [0.0, *accumulate(reversed(kept))][::-1][1:]  # of the parts behind each
+    done = [0.0, *accumulate(reversed(kept))][::-1][1:]  # bytes kept by the parts after each
     shown = {0, 1, *range(len(parts) - 4, len(parts))} & set(range(len(parts)))
     moments = tuple(
-        Moment(parts[at][1] - 1, again[at] - done[at], max(each.working for each in units[slice(*parts[at])]))
+        BackwardUnit(parts[at][1] - 1, again[at] - done[at], max(each.working for each in units[slice(*parts[at])]))
         for at in sorted(shown, reverse=True)
-        if at < len(parts) - int(stage.last)  # the head's gradients are made in forward
+        if at < len(parts) - int(stage.last)  # the head's gradients are computed in forward
     )
     batch = job.batch.tokens(job.at) * 8 * fields if stage.first else 0
-    masked = job.batch.documents and stage.layers and job.host  # a CPU keeps the mask itself, too, one byte each
+    masked = job.batch.documents and stage.layers and job.host  # a CPU also keeps the mask itself, one byte per element
     mask = job.batch.sequences * job.batch.seq**2 if masked else 0
     loss = units[-1].working if stage.last else 0.0
     return ChunkBytes(sum(kept) + batch + mask, loss, moments)
@@ -114,7 +114,7 @@ def unit_bytes(job: Job, unit: Unit) -> KeptBytes:
 
 
 def chunks_of(job: Job, pp_rank: int) -> list[ChunkBytes]:
-    """The chunks of a pipeline rank."""
+    """Returns the bytes of each chunk of a pipeline rank."""
     held = job.chunks[pp_rank]
     fields = sum(len(fields_read(stage) & set(job.data_fields)) for stage in held if stage.first or stage.last)
     return [chunk_bytes(job, stage, fields) for stage in held]
@@ -124,8 +124,8 @@ def chunks_of(job: Job, pp_rank: int) -> list[ChunkBytes]:
 def in_flight(
     kind: str, pp: int, micro_batches: int, chunks: int, rank: int
 ) -> tuple[frozenset[tuple[tuple[int, ...], int]], frozenset[tuple[tuple[int, ...], int]]]:
-    """The numbers of micro-batches of each chunk that are in flight at once on a rank, following its list of the
-    schedule: with the chunk of each forward when that ends, and with the chunk of each backward when that begins."""
+    """Returns how many micro-batches of each chunk are in flight at once on a rank, following its schedule: one set
+    with the chunk of each forward as that ends, and one with the chunk of each backward as that begins."""
     flying = [0] * chunks
     forwards: set[tuple[tuple[int, ...], int]] = set()
     backwards: set[tuple[tuple[int, ...], int]] = set()
@@ -148,11 +148,12 @@ def steady(job: Job) -> int:
     return few if drains else m
 
 
-def alive(job: Job, pp_rank: int, chunks: list[ChunkBytes]) -> tuple[list[float], list[float]]:
-    """The most bytes of all micro-batches in flight on a rank, each as its forward left it: by chunk, right after a
-    forward of that chunk, and when a backward of it begins."""
+def bytes_in_flight(job: Job, pp_rank: int, chunks: list[ChunkBytes]) -> tuple[list[float], list[float]]:
+    """Returns the most bytes of all micro-batches in flight on a rank, each as its forward left it: by chunk, right
+    after a forward of that chunk, and when a backward of it begins."""
     c = job.config
-    forwards, backwards = in_flight(c.pipeline.schedule, c.layout.pp, steady(job), len(chunks), pp_rank)
+    enough = micro_batches_to_steady_state(job)
+    forwards, backwards = in_flight(c.pipeline.schedule, c.layout.pp, enough, len(chunks), pp_rank)
     lasting = sum(_alibi(job) for stage in job.chunks[pp_rank] if stage.layers)
 
     def most(found: frozenset[tuple[tuple[int, ...], int]], chunk: int) -> float:
@@ -164,15 +165,16 @@ def alive(job: Job, pp_rank: int, chunks: list[ChunkBytes]) -> tuple[list[float]
 
 
 def _alibi(job: Job) -> float:
-    """What ALiBi adds to the scores of a sequence: one tensor for all layers and micro-batches of a chunk."""
+    """Returns the bytes of ALiBi's bias on the scores of a sequence: one tensor for all layers and micro-batches of a
+    chunk."""
     m = job.config.model
     heads = m.heads // job.layout.tp
     return heads * m.seq**2 * job.batch.element if m.position == "alibi" else 0.0
 
 
 def activations(job: Job, pp_rank: int) -> float:
-    """The most bytes that are kept for backward at once on a rank."""
+    """Returns the most bytes that are kept for backward at once on a rank."""
     chunks = chunks_of(job, pp_rank)
-    forwards, backwards = alive(job, pp_rank, chunks)
+    forwards, backwards = bytes_in_flight(job, pp_rank, chunks)
     during = [total + moment.kept for total, chunk in zip(backwards, chunks, strict=True) for moment in chunk.backward]
     return max(*forwards, *during)

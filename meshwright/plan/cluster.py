@@ -1,7 +1,5 @@
-"""Clusters as data: devices, nodes, links and how much of their peak rates training reaches. No torch.
-
-A cluster is a YAML file; those that ship lie in `clusters/`. Every number there has its source beside it.
-"""
+"""Clusters as data: devices, nodes, links and how much of their peak rates training reaches. No torch. A cluster is a
+YAML file; those that ship with the package are in `clusters/`. Every number there has its source beside it."""
 
 from __future__ import annotations
 
@@ -19,32 +17,33 @@ from meshwright.config.load import read_yaml
 from meshwright.errors import UserError, nearest
 
 FOLDER = Path(__file__).parent / "clusters"
-# Where the products of a precision without a rate run instead: units that hold all its numbers, at their rate. Nothing
-# stands in for bf16 and fp8, which a device has or refuses, nor for fp64, than which nothing is wider.
-WIDER = {"fp16": ("fp32", "fp64"), "fp32": ("fp64",)}
+# The wider precision in which products run on a device that has no rate for their own. bf16 and fp8 have no
+# replacement, since a device without them refuses them; nor has fp64, the widest.
+WIDER_PRECISION = {"fp16": ("fp32", "fp64"), "fp32": ("fp64",)}
 
 
 @dataclass(frozen=True)
-class Device:
-    """Peak rates of one device. `peak` is in TFLOP/s by precision, dense."""
+class DeviceSpec:
+    """The peak rates of one device. `peak` holds dense TFLOP/s by precision."""
 
     name: str
     peak: Mapping[str, float]
     memory_gib: float
     memory_gb_s: float
-    units: int  # multiprocessors: a product's tiles are dealt out to them
+    units: int  # multiprocessors, among which a product's tiles are divided; 1: a CPU core
     power_w: float
-    price_hour: float  # US dollars, for the estimate of a run's cost only
-    # Of a processor's rank, which does one thing at a time:
-    product_gb_s: float = 0.0  # at which a product's matrices pass besides being multiplied; 0: behind it
-    kernel_us: float = 0.0  # what a kernel takes beside its work
+    price_hour: float  # US dollars, used only to estimate the cost of a run
+    # For a CPU rank, which does one thing at a time:
+    product_gb_s: float = 0.0  # rate of reading a product's matrices, in addition to its FLOPs; 0: overlapped
+    kernel_us: float = 0.0  # overhead per kernel
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory_gib, self.memory_gb_s))
 
     def rate(self, precision: str) -> float:
-        """FLOP/s at peak; a precision that a device lacks runs in the next wider one it has, if that can be."""
-        for name in (precision, *WIDER.get(precision, ())):
+        """Returns the peak FLOP/s; a precision that the device lacks runs in the next wider one that it has, if there
+        is one."""
+        for name in (precision, *WIDER_PRECISION.get(precision, ())):
             if name in self.peak:
                 return self.peak[name] * 1e12
         raise UserError(
@@ -55,19 +54,19 @@ class Device:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine. `link_gb_s` is what one device sends into the node's fabric, one direction."""
+    """One machine. `link_gb_s` is what one device sends into the node's fabric, in one direction."""
 
     devices: int
     link_gb_s: float
     link_latency_us: float
     host_gib: float
-    host_params_s: float  # parameters a node's CPUs update each second, transfers included
-    wait_us: float = 0.0  # a collective between computations takes so much longer than one after another
+    host_params_s: float  # parameters that a node's CPUs update per second, transfers included
+    wait_us: float = 0.0  # how much longer a collective takes between computations than back to back
 
 
 @dataclass(frozen=True)
 class Network:
-    """Between nodes: what one node sends, all its adapters together, one direction."""
+    """The network between nodes: what one node sends with all its adapters together, in one direction."""
 
     node_gb_s: float
     latency_us: float
@@ -75,28 +74,28 @@ class Network:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of the peaks that are reached; docs/planner.md says how each was obtained."""
+    """The shares of the peak rates that are reached; docs/planner.md says how each was obtained."""
 
-    product: float  # of the FLOP rate by a large product, at the clock that the power limit allows
-    attention: float  # of the FLOP rate by a fused attention core, forward and backward together
-    memory: float  # of the memory rate by elementwise kernels
-    link: float  # of the in-node link rate by large collectives
-    network: float  # of the network rate by large collectives
-    fp8: float = 0.75  # of the product share when products are in fp8: scaling and casts
-    optimizer: float = 0.0  # of the memory rate by the update of states that don't fit a cache; 0: as `memory`
-    contention: float = 0.0  # of a hidden collective's time, lost by the compute beside it (if more than the stack's)
+    product: float  # large products, of the FLOP rate, at the clock that the power limit allows
+    attention: float  # a fused attention core, of the FLOP rate, forward and backward together
+    memory: float  # elementwise kernels, of the memory rate
+    link: float  # large collectives, of the in-node link rate
+    network: float  # large collectives, of the network rate
+    fp8: float = 0.75  # products in fp8, of the product share: scaling and casts
+    optimizer: float = 0.0  # updates of states too large for a cache, of the memory rate; 0: like `memory`
+    contention: float = 0.0  # share of a hidden collective's time that compute loses (if above the stack's)
 
 
 @dataclass(frozen=True)
 class Cluster:
     name: str
     about: str
-    device: Device
+    device: DeviceSpec
     node: Node
     network: Network
     efficiency: Efficiency
     sources: Mapping[str, str]
-    ops: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of a link's rate, where collectives differ
+    ops: Mapping[str, float] = dataclasses.field(default_factory=dict)  # share of a link's rate by collective
 
     def __hash__(self) -> int:
         return hash((self.name, self.device, self.node, self.network, self.efficiency))
@@ -116,7 +115,7 @@ def known_clusters() -> list[str]:
 
 @lru_cache(maxsize=64)
 def load_cluster(name: str) -> Cluster:
-    """A cluster that ships, by name, or one of a YAML file, by path."""
+    """Loads a cluster that ships with the package, by name, or one from a YAML file, by path."""
     path = FOLDER / f"{name}.yaml"
     if not path.is_file():
         path = Path(name)
@@ -130,13 +129,13 @@ def load_cluster(name: str) -> Cluster:
             raise UserError(f"there is no cluster file '{name}': give the path of a YAML file")
     cluster = cluster_from(read_yaml(path), str(path))
     share = cluster.efficiency.product
-    if share > 2.0:  # 1 in a measured profile, whose other shares are relative to what was measured
+    if share > 2.0:  # a measured profile has 1, and other shares relative to what was measured
         raise UserError(f"{path}: efficiency.product={share} must be a share of the peak: write 0.5 for half of it")
     return cluster
 
 
 def cluster_from(raw: Any, where: str) -> Cluster:
-    """The cluster of nested mappings, every field checked."""
+    """Builds a cluster from nested mappings and checks every field."""
     built = _build(Cluster, raw, where, "")
     assert isinstance(built, Cluster)
     return built
@@ -175,7 +174,7 @@ def _field(hint: Any, value: Any, where: str, path: str) -> Any:
 
 
 def _number(hint: Any, value: Any, where: str, path: str) -> Any:
-    """`value` as an int or a float; a fraction of a whole thing is refused, not cut."""
+    """Returns `value` as an int or a float; a fraction where an integer is needed is refused, not truncated."""
     number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float)) else value
     if not 0 < number <= sys.float_info.max:
         raise UserError(f"{where}: {path}={value} must be a number above zero, and a finite one")

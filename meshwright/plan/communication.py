@@ -1,6 +1,6 @@
 """Every byte that a training step sends, from the config alone, in exact integers. No torch.
 
-Inside the model, parts state what they communicate (`parts/`); every other source of traffic is one small function here
+Inside the model, parts declare what they communicate (`parts/`); every other source of traffic is one small function here
 with its closed formula. What they yield are calls as one rank's ledger counts them; sums over calls and ranks equal the
 `comm` of metrics.jsonl. The letters of the formulas:
 
@@ -31,7 +31,7 @@ from meshwright.train.counts import WIDE, counts_bytes, sums_bytes
 
 
 class Traffic(NamedTuple):
-    """Number of calls, bytes of the whole logical tensors, and bytes that leave the ranks by the ring."""
+    """A number of calls, the bytes of the whole logical tensors, and the bytes that leave the ranks by the ring."""
 
     calls: int = 0
     payload_bytes: int = 0
@@ -42,7 +42,7 @@ class Traffic(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What is counted together: the ledger's entry without layer and node."""
+    """The key under which traffic is summed: a ledger entry without layer and node."""
 
     phase: str
     axis: str
@@ -50,8 +50,9 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
-    """`times` equal calls of one rank over a group of `size` ranks; `source` is the function that knows why."""
+class RepeatedCall:
+    """`times` equal calls of one rank over a group of `size` ranks; `source` is the function here that explains
+    them."""
 
     source: str
     phase: str
@@ -74,11 +75,11 @@ class Call:
 Detail = dict[Line, Traffic]
 
 
-# The sources of traffic. Calls over a group of one rank are dropped where they are collected.
+# The sources of traffic. Calls over a group of one rank are dropped by `stage_calls`.
 
 
-def batch(job: Job, held: Sequence[Stage]) -> Iterator[Call]:
-    """One tp rank reads; it broadcasts once per micro-batch and dtype, whatever the number of chunks.
+def batch(job: Job, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
+    """One tp rank reads the batch; it broadcasts once per micro-batch and dtype, whatever the number of chunks.
 
     M x (T x fields of this dtype that a chunk of this rank reads x bytes).
     """
@@ -89,8 +90,8 @@ def batch(job: Job, held: Sequence[Stage]) -> Iterator[Call]:
         yield _over(job.layout, "batch", "data", "tp", "broadcast", payload, job.micro_batches)
 
 
-def units(job: Job, stage: Stage) -> Iterator[Call]:
-    """What the parts of a stage state, once per micro-batch. If blocks are recomputed, backward repeats what their
+def units(job: Job, stage: Stage) -> Iterator[RepeatedCall]:
+    """The collectives that the parts of a stage declare, once per micro-batch. If blocks are recomputed, backward repeats what their
     forward sends."""
     for unit, count in job.units(stage):
         again = isinstance(unit, Block) and job.config.recompute.blocks > 0
@@ -107,12 +108,12 @@ def unit_collectives(unit: Unit, at: Coordinate, batch: MicroBatch) -> tuple[Col
 
 
 def passed_bytes(job: Job) -> int:
-    """Bytes of one micro-batch that a stage hands to the next."""
+    """Returns the bytes that a stage hands to the next for one micro-batch."""
     shapes = job.model.passes(job.at, job.batch).values()
     return sum(math.prod(shape) for shape in shapes) * job.batch.element
 
 
-def pipeline(job: Job, pp_rank: int, held: Sequence[Stage]) -> Iterator[Call]:
+def pipeline(job: Job, pp_rank: int, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
     """Each chunk sends its output on and its input's gradient back, unless the neighbour is on the same rank.
 
     M sends of H (H / t with split tokens) in either direction for each boundary between virtual stages: over all ranks
@@ -129,15 +130,15 @@ def pipeline(job: Job, pp_rank: int, held: Sequence[Stage]) -> Iterator[Call]:
             yield _over(job.layout, "pipeline", phase, "tp", "all_gather", payload, crossing)
 
 
-class Held(NamedTuple):
-    """A parameter of a rank, the number of its unit, and how often a micro-batch fetches it in ZeRO stage 3."""
+class HeldParameter(NamedTuple):
+    """A parameter of a rank, the number of its unit, and how often each micro-batch gathers it in ZeRO stage 3."""
 
     record: ParamRecord
     unit: int
     fetches: int
 
 
-def parameters(job: Job, held: Sequence[Stage]) -> list[Held]:
+def parameters(job: Job, held: Sequence[Stage]) -> list[HeldParameter]:
     """The parameters of a rank's chunks in the order of forward, both ends of a tie on one rank counted once, with the
     fetches of both. Of all tp ranks alike: their pieces have one size.
 
@@ -145,11 +146,11 @@ def parameters(job: Job, held: Sequence[Stage]) -> list[Held]:
     backward. Of N blocks that are recomputed together, all but the last are fetched once more for that.
     """
     together = job.config.recompute.blocks
-    found: list[Held] = []
+    found: list[HeldParameter] = []
     ties: dict[str, int] = {}
     number = 0
     for stage in held:
-        graded = not stage.first  # whether a gradient comes by: what a stage receives has one
+        graded = not stage.first  # whether a gradient flows back to here: a stage's received input has one
         for key, _, unit in job.model.units(stage):
             at = int(key.removeprefix("blocks.")) - stage.layers.start if key.startswith("blocks.") else -1
             again = together > 1 and at >= 0 and (at + 1) % together and at + 1 < len(stage.layers)
@@ -163,49 +164,49 @@ def parameters(job: Job, held: Sequence[Stage]) -> list[Held]:
                     continue
                 if record.tied:
                     ties[record.tied] = len(found)
-                found.append(Held(record, number, fetches))
+                found.append(HeldParameter(record, number, fetches))
             number += 1
     return found
 
 
 @lru_cache(maxsize=20_000)
 def unit_records(unit: Unit, at: Coordinate) -> tuple[ParamRecord, ...]:
-    """The parameters of a unit, wherever it stands in the model."""
+    """Returns the parameters of a unit, which are the same wherever it stands in the model."""
     return tuple(unit.records(at).values())
 
 
-class Packed(NamedTuple):
-    """A flat buffer: what its parameters share (dtype, data axes, further partial axes, whether they are trained), they
-    in the order of backward, (start, bucket) of each and (start, stop) of each bucket."""
+class PackedBuffer(NamedTuple):
+    """A flat buffer: the properties that its parameters share (dtype, data axes, further partial axes, whether they are
+    trained), the parameters in the order of backward, (start, bucket) of each and (start, stop) of each bucket."""
 
     shared: tuple[str, str, tuple[str, ...], bool]
-    items: list[tuple[Held, str]]
+    items: list[tuple[HeldParameter, str]]
     places: list[tuple[int, int]]
     buckets: list[tuple[int, int]]
 
 
 def packed(
-    params: Iterable[tuple[Held, str]], layout: Layout, bucket_mib: float, zero: ZeroConfig, grad_dtype: str
-) -> Iterator[Packed]:
-    """The buffers of parameters (held, dtype), given in the order of forward, as `sharding` builds them."""
+    params: Iterable[tuple[HeldParameter, str]], layout: Layout, bucket_mib: float, zero: ZeroConfig, grad_dtype: str
+) -> Iterator[PackedBuffer]:
+    """Packs parameters (held, dtype), given in the order of forward, into buffers as `sharding` builds them."""
     keyed = backward_order(params, lambda item: (item[1], *buffer_key(item[0].record)))
     for shared, items in keyed.items():
         sizes, units = [held.record.numel for held, _ in items], [held.unit for held, _ in items]
         elements = bucket_elements(bucket_mib * 2**20, grad_bytes(BYTES[shared[0]], BYTES[grad_dtype]))
         by_unit = shard_axes(layout, zero, shared[1], shared[3]).stage == 3
         placed = place(sizes, layout.size(shared[1]), elements, units if by_unit else None)
-        yield Packed(shared, items, *placed)
+        yield PackedBuffer(shared, items, *placed)
 
 
 def gradients(
-    params: Iterable[tuple[Held, str]],
+    params: Iterable[tuple[HeldParameter, str]],
     layout: Layout,
     bucket_mib: float,
     zero: ZeroConfig | None = None,
     micro_batches: int = 1,
     grad_dtype: str = "fp32",
     reducer: ReducerPlan = PLAIN,
-) -> Iterator[Call]:
+) -> Iterator[RepeatedCall]:
     """Gradients and weights of parameters (held, dtype), given in the order of forward.
 
     Parameters of one dtype, data axes and further partial axes share a buffer, in the order of backward. A
@@ -244,11 +245,11 @@ def gradients(
                 yield _over(layout, "shared gradients", "reduce", axis, "all_reduce", share * grad)
 
 
-def _over(layout: Layout, source: str, phase: str, axes: str, op: str, payload: int, times: int = 1) -> Call:
-    return Call(source, phase, layout.without_ones(axes), op, layout.size(axes), payload, times)
+def _over(layout: Layout, source: str, phase: str, axes: str, op: str, payload: int, times: int = 1) -> RepeatedCall:
+    return RepeatedCall(source, phase, layout.without_ones(axes), op, layout.size(axes), payload, times)
 
 
-def sums(job: Job, held: Sequence[Stage]) -> Iterator[Call]:
+def sums(job: Job, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
     """The small vectors, once per step.
 
     Loss, tokens and squared gradient norm: 1 all_reduce of 3 x 8 over the world. Values to monitor, if there are
@@ -262,8 +263,8 @@ def sums(job: Job, held: Sequence[Stage]) -> Iterator[Call]:
     yield _over(job.layout, "metrics", "metrics", "world", "all_reduce", counts_bytes(len(job.layout.step_groups())))
 
 
-def stage_calls(job: Job, pp_rank: int) -> list[Call]:
-    """All calls in one step of any rank of a pipeline stage: ranks of one stage send alike."""
+def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
+    """Returns all calls in one step of any rank of a pipeline stage: all ranks of a stage send the same."""
     held, c = job.chunks[pp_rank], job.config
     calls = list(batch(job, held))
     for stage in held:
@@ -277,8 +278,8 @@ def stage_calls(job: Job, pp_rank: int) -> list[Call]:
     return [call for call in calls if call.size > 1 and call.times]
 
 
-def by_line(calls: Iterable[Call]) -> Detail:
-    """Calls summed by phase, axis and op."""
+def by_line(calls: Iterable[RepeatedCall]) -> Detail:
+    """Sums calls by phase, axis and op."""
     found: Detail = {}
     for call in calls:
         found[call.line] = found.get(call.line, Traffic()).plus(call.traffic)
@@ -293,7 +294,7 @@ def by_axis(detail: Detail) -> dict[str, Traffic]:
 
 
 def all_ranks(job: Job) -> Detail:
-    """The ledgers of all ranks together after one training step, by (phase, axis, op)."""
+    """Returns the sum of all ranks' ledgers after one training step, by (phase, axis, op)."""
     found: Detail = {}
     for pp_rank in range(job.layout.pp):
         for line, traffic in by_line(stage_calls(job, pp_rank)).items():
@@ -302,19 +303,17 @@ def all_ranks(job: Job) -> Detail:
 
 
 def predict_rank(config: Config, world: int, rank: int, **step: Any) -> Detail:
-    """One rank's ledger after one training step, by (phase, axis, op)."""
+    """Returns one rank's ledger after one training step, by (phase, axis, op)."""
     job = checked_job(config, world, **step)
     return by_line(stage_calls(job, job.layout.coordinate(rank)["pp"]))
 
 
 def predict_detail(config: Config, world: int, **step: Any) -> Detail:
-    """The ledgers of all ranks together after one training step, by (phase, axis, op)."""
+    """Returns the sum of all ranks' ledgers after one training step, by (phase, axis, op)."""
     return all_ranks(checked_job(config, world, **step))
 
 
 def predict_step(config: Config, world: int, **step: Any) -> dict[str, Traffic]:
-    """What one training step sends over each axis, summed over all ranks: the `comm` of metrics.jsonl.
-
-    `step`: `samples` (the step's global batch), `fields` and `monitored`, as of `plan.job.Job`.
-    """
+    """Returns what one training step sends over each axis, summed over all ranks: the `comm` of metrics.jsonl. `step`
+    may set `samples` (the step's global batch), `fields` and `monitored` of `plan.job.Job`."""
     return by_axis(predict_detail(config, world, **step))

@@ -1,5 +1,5 @@
-"""Seconds that one rank takes for one unit of the model and one micro-batch: its products, its memory passes and its
-collectives, priced on a cluster. No torch."""
+"""The seconds that one rank takes for one unit of the model and one micro-batch: its products, its memory passes and
+its collectives, priced on a cluster. No torch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from meshwright.plan.flops import unit_work
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
 
-ATTENTION_BACKWARD = 2.5  # five products in the backward of a fused core for two in its forward
-MOVED_BACKWARD = 1.5  # a backward kernel reads what its forward read and the gradient, and writes one
+ATTENTION_BACKWARD = 2.5  # the backward of a fused core has five products, its forward two
+MOVED_BACKWARD = 1.5  # a backward kernel reads the forward's input and the gradient, and writes one gradient
 
 
 @dataclass(frozen=True)
 class UnitTime:
-    """Forward and backward of one unit on one rank, compute and communication inside the unit apart."""
+    """The forward and backward seconds of one unit on one rank; compute and the communication inside the unit are
+    separate."""
 
     forward: float
     backward: float
-    again: float  # of forward, run again before backward
+    again: float  # the part of forward that is recomputed before backward
     tp_forward: float = 0.0  # exposed
     tp_backward: float = 0.0
     tp_hidden: float = 0.0
-    flops: float = 0.0  # forward
+    flops: float = 0.0  # in forward
     cp: float = 0.0  # exposed, forward and backward
     cp_hidden: float = 0.0
 
@@ -47,7 +48,7 @@ class UnitTime:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how units run: all of a job that their time depends on."""
+    """Where and how units run: everything about a job that their time depends on."""
 
     at: Coordinate
     batch: MicroBatch
@@ -71,12 +72,12 @@ def setting_of(job: Job, cluster: Cluster, recompute: str | None = None) -> Sett
 
 @lru_cache(maxsize=50_000)
 def unit_time(unit: Unit, where: Setting) -> UnitTime:
-    """One unit and one micro-batch. Embedding and head are never recomputed."""
+    """Returns the time of one unit and one micro-batch. The embedding and the head are never recomputed."""
     cluster, stack = where.cluster, where.stack
     work = unit_work(unit, where.at, where.batch, where.kernels)
     linear, attention, rest = _forward(work, where)
     block = isinstance(unit, Block)
-    # Blocks are many small kernels, which the host may not launch as fast as the device runs them.
+    # A block has many small kernels, and the host may launch them more slowly than the device runs them.
     launch = work.kernels * stack.kernel_us * 1e-6 if block else 0.0
     calls = work.kernels * cluster.device.kernel_us * 1e-6
     forward = max(linear + attention + rest, launch) + calls
@@ -95,7 +96,7 @@ def unit_time(unit: Unit, where: Setting) -> UnitTime:
 
 
 def _forward(work: Work, where: Setting) -> tuple[float, float, float]:
-    """(linear products, attention, the rest) of one forward."""
+    """Returns the seconds of one forward: linear products, attention, everything else."""
     device, e = where.cluster.device, where.cluster.efficiency
     linear = attention = 0.0
     for p in work.products:
@@ -112,7 +113,8 @@ def _forward(work: Work, where: Setting) -> tuple[float, float, float]:
 
 
 def _product_seconds(p: Product, sizes: tuple[int, int, int], where: Setting) -> float:
-    """In fp8 only products with a weight run in fp8, and the output layer's do not."""
+    """Returns the seconds of one product. With fp8, only products with a weight run in fp8, except the output
+    layer's."""
     cluster = where.cluster
     fp8 = where.precision == "fp8" and p.linear and not p.precise
     precision = "bf16" if where.precision == "fp8" and not fp8 else where.precision
@@ -122,26 +124,26 @@ def _product_seconds(p: Product, sizes: tuple[int, int, int], where: Setting) ->
 
 
 def _backward_linear(work: Work, where: Setting) -> float:
-    """The gradients of both factors of every product with a weight."""
+    """Returns the seconds of both gradients of every product with a weight."""
     sizes = [(p, each) for p in work.products if p.linear for each in ((p.m, p.k, p.n), (p.k, p.n, p.m))]
     return sum(_product_seconds(p, each, where) for p, each in sizes)
 
 
 def _tensor_parallel(unit: Unit, where: Setting, linear: float, again: float) -> tuple[float, float, float]:
-    """Exposed forward, exposed backward and hidden seconds of a unit's tp collectives; `again`: the share of forward
-    that backward repeats."""
+    """Returns the exposed forward, exposed backward and hidden seconds of a unit's tp collectives; `again` is the share
+    of forward that is recomputed."""
     size = where.at.size("tp")
     if size == 1:
         return 0.0, 0.0, 0.0
     stack, cluster = where.stack, where.cluster
     times = {"forward": 0.0, "backward": 0.0}
     for call in unit_collectives(unit, where.at, where.batch):
-        # Of the gathers that backward repeats, stacks that hide anything hide them all behind the input's gradient.
+        # Stacks that hide anything hide all gathers that backward repeats, behind the product for the input's gradient.
         if call.axis == "tp" and not (call.repeated and stack.hide_tp):
             seconds = collective_seconds(cluster, call.op, call.payload, size, where.tp_on_node)
             times[call.phase] += call.times * seconds
     forward, backward = times["forward"], times["backward"] + again * times["forward"]
-    if not isinstance(unit, Block):  # at the ends there is nothing to hide behind
+    if not isinstance(unit, Block):  # the embedding and the head have nothing to hide behind
         return forward, backward, 0.0
     room = stack.hide_tp * linear
     hidden_forward, hidden_backward = min(forward * stack.hide_tp, room), min(backward * stack.hide_tp, 2 * room)
@@ -149,7 +151,7 @@ def _tensor_parallel(unit: Unit, where: Setting, linear: float, again: float) ->
 
 
 def _context_parallel(unit: Unit, where: Setting, attention: float, again: float) -> tuple[float, float]:
-    """Exposed and hidden seconds of what goes round the cp group, beside attention's core."""
+    """Returns the exposed and hidden seconds of the ring over the cp group, which overlaps attention's core."""
     size = where.at.size("cp")
     if size == 1:
         return 0.0, 0.0

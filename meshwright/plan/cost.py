@@ -23,11 +23,11 @@ from meshwright.plan.stack import States
 from meshwright.schedule.kinds import build
 from meshwright.schedule.simulate import Simulation, simulate
 
-LARGEST_SIMULATED = 12_000  # computes of a table that is simulated; beyond it the closed formula is used
-NORM_BYTES = 4  # besides what the update reads and writes of the states: the gradient's norm is a pass of its own
-JITTER = 0.005  # a step waits for the slowest of all: share of its time for each doubling of the nodes
-STEP_CALLS = 2  # small sums over all ranks, once per step: loss and norm, and the counts
-STEP_FLOOR = 2e-3  # seconds that a step takes beside all that is modelled: the host's loop, data, logging
+LARGEST_SIMULATED = 12_000  # largest table, in computes, that is simulated; beyond it the closed formula is used
+NORM_BYTES = 4  # the grad norm reads the gradients in a pass of its own, besides the update's traffic
+JITTER = 0.005  # a step waits for its slowest node: share of its time lost per doubling of the nodes
+STEP_CALLS = 2  # small all_reduces over all ranks per step: loss and grad norm, and the counts
+STEP_FLOOR = 2e-3  # seconds per step that nothing else here models: the host's loop, data, logging
 
 ChunkTimes = tuple[tuple[tuple[float, float], ...], ...]  # (forward, backward) seconds by [pipeline rank][chunk]
 
@@ -37,10 +37,10 @@ class Cost:
     job: Job
     cluster: Cluster
     step_s: float
-    compute_s: float  # of the busiest pipeline rank, all micro-batches, no communication
-    bubble: float  # idle share of the pipeline's time, over all its ranks
+    compute_s: float  # busiest pipeline rank, all micro-batches, without communication
+    bubble: float  # idle share of the pipeline's time, averaged over its ranks
     bubble_s: float
-    idle_s: float  # of the busiest pipeline rank
+    idle_s: float  # busiest pipeline rank
     optimizer_s: float
     axes: dict[str, AxisTime]
     stages: tuple[StageCost, ...]
@@ -58,7 +58,7 @@ class Cost:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs (attention whole, nothing recomputed) over what the devices could do in that time."""
+        """Model FLOPs (full attention, nothing recomputed) divided by the devices' peak FLOPs in that time."""
         return model_flops(self.job.config.model, self.job.tokens) / self._peak
 
     @property
@@ -68,17 +68,18 @@ class Cost:
 
     @cached_property
     def memory(self) -> Memory:
-        """Of the pipeline rank with the highest peak."""
+        """The memory of the pipeline rank with the highest peak."""
         return largest(self.job)
 
     @cached_property
     def traffic(self) -> dict[str, Traffic]:
-        """Calls and bytes of one step by axis, of a rank with the highest peak of memory."""
+        """The calls and bytes per step by axis, of a rank with the highest memory peak."""
         return by_axis(by_line(stage_calls(self.job, self.memory.pp_rank)))
 
 
 def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = LARGEST_SIMULATED) -> Cost:
-    """The cost of one step. `exact`: time the pipeline by its own table where that has at most `largest` computes."""
+    """Predicts the cost of one step. With `exact` the pipeline is timed by its own table if that has at most `largest`
+    computes."""
     where = setting_of(job, cluster)
     axes = {name: AxisTime() for name in ("tp", "cp", "dp", "pp", "embedding")}
     chunk_times, stages = _stages(job, where, axes)
@@ -88,7 +89,7 @@ def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = 
     axes["pp"].add(sends * send, sends * send * job.stack.hide_pp)
     reduce = reduce_seconds(job, cluster, stages, axes)
     optimizer = _optimizer_seconds(job, cluster, max(stage.params for stage in stages))
-    compute = job.micro_batches * max(_compute_only(job, where, rank) for rank in set(job.alike))
+    compute = job.micro_batches * max(_compute_only(job, where, rank) for rank in set(job.representative_ranks))
     step = (pipeline + reduce + optimizer) * jitter(job.world, job.node_size) + STEP_FLOOR
     step += STEP_CALLS * wait_seconds(cluster) if job.world > 1 else 0.0
     return Cost(
@@ -99,28 +100,30 @@ def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = 
 
 
 def jitter(world: int, node_size: int) -> float:
-    """How much longer a step takes because nodes differ and all wait for each other."""
+    """Returns by how much a step is longer because nodes vary and all of them wait for each other."""
     return 1.0 + JITTER * math.log2(max(1.0, world / node_size))
 
 
 def _stages(job: Job, where: Setting, axes: dict[str, AxisTime]) -> tuple[ChunkTimes, tuple[StageCost, ...]]:
-    """Forward and backward seconds of one micro-batch by [pipeline rank][chunk], and their sums. The axes get those of
-    the rank that communicates longest."""
-    made = {rank: _stage(job, where, rank) for rank in dict.fromkeys(job.alike)}
+    """Returns the forward and backward seconds of one micro-batch by [pipeline rank][chunk], and their sums. The axes
+    get the seconds of the rank that communicates longest."""
+    made = {rank: _stage(job, where, rank) for rank in dict.fromkeys(job.representative_ranks)}
     for name, axis in axes.items():
         longest = max((inside.get(name, AxisTime()) for _, _, inside in made.values()), key=lambda each: each.seconds)
         axis.add(longest.seconds, longest.hidden)
-    return tuple(made[rank][0] for rank in job.alike), tuple(made[rank][1] for rank in job.alike)
+    ranks = job.representative_ranks
+    return tuple(made[rank][0] for rank in ranks), tuple(made[rank][1] for rank in ranks)
 
 
 def _stage(
     job: Job, where: Setting, pp_rank: int
 ) -> tuple[tuple[tuple[float, float], ...], StageCost, dict[str, AxisTime]]:
-    """One pipeline rank: forward and backward seconds of its chunks, their sums, and what it communicates inside."""
+    """Returns, for one pipeline rank, the forward and backward seconds of its chunks, their sums, and its communication
+    inside units."""
     m, times, flops = job.micro_batches, [], 0.0
     inside = {name: AxisTime() for name in ("tp", "cp", "dp")}
     for stage in job.chunks[pp_rank]:
-        # The batch is one small call over tp, on a rank that holds an end of the model.
+        # On a rank that holds an end of the model, the batch is one small broadcast over tp.
         reads = stage.first or (stage.last and not job.chunks[pp_rank][0].first)
         forward, backward = wait_seconds(where.cluster) * (reads and job.layout.tp > 1), 0.0
         inside["tp"].add(m * forward)
@@ -138,7 +141,8 @@ def _stage(
 
 
 def _adding_seconds(job: Job, where: Setting, unit: object) -> float:
-    """Adding a weight gradient to the sum of the micro-batches before it reads and writes every parameter's place."""
+    """Returns the seconds for adding a weight gradient to the sum over micro-batches: it reads and writes every element
+    of the sum."""
     if job.micro_batches == 1 or not job.stack.accumulate or not isinstance(unit, Block):
         return 0.0
     params = sum(record.numel for record in unit_records(unit, job.at))
@@ -146,13 +150,13 @@ def _adding_seconds(job: Job, where: Setting, unit: object) -> float:
 
 
 def _compute_only(job: Job, where: Setting, pp_rank: int) -> float:
-    """Compute of one micro-batch on a pipeline rank."""
+    """Returns the compute seconds of one micro-batch on a pipeline rank."""
     units = (pair for stage in job.chunks[pp_rank] for pair in job.units(stage))
     return sum(count * unit_time(unit, where).computed for unit, count in units)
 
 
 def _send_seconds(job: Job, cluster: Cluster) -> float:
-    """One activation to the next stage."""
+    """Returns the seconds for sending one activation to the next stage."""
     layout = job.layout
     if layout.pp == 1:
         return 0.0
@@ -161,7 +165,7 @@ def _send_seconds(job: Job, cluster: Cluster) -> float:
     if scattered:
         payload /= layout.tp
     away = senders_across(layout, job.config.layout.chunks > 1)
-    if away:  # at once, each with its share of the node's adapters
+    if away:  # all of them send at once, each with its share of the node's adapters
         share = min(1.0, away / cluster.node.devices)
         seconds = collective_seconds(cluster, "send", payload * share, 2, 1)
     else:
@@ -174,7 +178,7 @@ def _send_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _sends(job: Job, pp_rank: int) -> list[tuple[int, int]]:
-    """By chunk of a pipeline rank, whether its forward and its backward send to another rank."""
+    """Returns, by chunk of a pipeline rank, whether its forward and its backward send to another rank."""
     places = job.placement
 
     def crosses(index: int) -> int:
@@ -184,8 +188,8 @@ def _sends(job: Job, pp_rank: int) -> list[tuple[int, int]]:
 
 
 def _pipeline_seconds(job: Job, times: ChunkTimes, send: float, largest: int) -> tuple[float, float, float, bool]:
-    """Seconds from the first forward to the last backward, the idle share of all ranks and the idle seconds of the
-    busiest, where a send that isn't hidden is no idle time, and whether the table was simulated."""
+    """Returns the seconds from the first forward to the last backward, the idle share of all ranks, the idle seconds of
+    the busiest rank (an exposed send is not idle time), and whether the table was simulated."""
     pp, m, chunks = job.layout.pp, job.micro_batches, job.config.layout.chunks
     blocked = send * (1 - job.stack.hide_pp)
     times = blocked_times(job, times, blocked)
@@ -201,7 +205,8 @@ def _pipeline_seconds(job: Job, times: ChunkTimes, send: float, largest: int) ->
 
 
 def blocked_times(job: Job, times: ChunkTimes, blocked: float, slow: dict[int, float] | None = None) -> ChunkTimes:
-    """Chunks' times with the sends that hold their sender up. `slow`: the share of its speed that a rank has left."""
+    """Returns the chunks' times including the sends that block their sender. `slow` is the share of its speed that a
+    rank has left."""
     left = slow or {}
     return tuple(
         tuple(
@@ -213,7 +218,7 @@ def blocked_times(job: Job, times: ChunkTimes, blocked: float, slow: dict[int, f
 
 
 def timeline_of(job: Job, times: ChunkTimes, blocked: float) -> Simulation:
-    """The schedule's own table with these times, in which a send that isn't hidden takes `blocked` seconds more."""
+    """Simulates the schedule's own table with these times; an exposed send takes `blocked` more seconds."""
     c = job.config
     table = build(c.pipeline.schedule, c.layout.pp, job.micro_batches, c.layout.chunks)
     return simulate(
@@ -222,9 +227,9 @@ def timeline_of(job: Job, times: ChunkTimes, blocked: float) -> Simulation:
 
 
 def closed_seconds(busy: list[float], micro_batches: int, chunks: int) -> float:
-    """The makespan by the closed formulas: (M - 1) x the slowest stage and once through all, divided by chunks. Micro-
-    batches that don't fill their last group of p leave gaps: about half of what the missing ones would have taken in
-    all chunks but one (within 8 % of the makespan of the tables where M is at least p)."""
+    """Returns the makespan by the closed formulas: (M - 1) x the slowest stage, plus one pass through all stages,
+    divided by chunks. If the micro-batches don't fill their last group of p, gaps remain: about half of what the
+    missing ones would have taken in all chunks but one (within 8 % of the tables' makespan where M is at least p)."""
     slowest = max(busy)
     if chunks == 1:
         return (micro_batches - 1) * slowest + sum(busy)
@@ -233,7 +238,8 @@ def closed_seconds(busy: list[float], micro_batches: int, chunks: int) -> float:
 
 
 def _optimizer_seconds(job: Job, cluster: Cluster, params: int) -> float:
-    """The update: every state is read and written once at the memory's rate, or by the host's processors."""
+    """Returns the seconds of the update: every state is read and written once at the memory's rate, or by the host's
+    CPUs."""
     stage, shards, _ = job.sharding
     mine = params / shards if stage else params
     if job.states.optimizer_on != "device":
@@ -242,5 +248,5 @@ def _optimizer_seconds(job: Job, cluster: Cluster, params: int) -> float:
 
 
 def optimizer_bytes(s: States) -> float:
-    """Read and written per parameter by its update and the norm before it."""
+    """Returns the bytes per parameter that the update and the grad norm before it read and write."""
     return s.grad + NORM_BYTES + 2 * (s.master or s.param) + 2 * s.moments * s.moment + s.param

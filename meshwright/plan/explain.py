@@ -11,7 +11,7 @@ from meshwright.plan.job import ranks_per_node
 from meshwright.plan.search import Candidate
 from meshwright.show.units import percent, seconds
 
-SHOWN = {
+ALWAYS_WRITTEN = {
     "layout": ("tp", "pp", "chunks", "order", "sequence_parallel", "node_size"), "pipeline": ("schedule",),
     "train": ("global_batch", "micro_batch", "precision"), "zero": ("stage",), "recompute": ("mode",),
 }  # fmt: skip
@@ -77,7 +77,7 @@ def yaml_of(best: Candidate) -> str:
     raw: dict[str, Any] = {"model": least, "data": {"prefixes": wanted["data"]["prefixes"]}}
     usual = to_mapping(config_from(raw))
     for section, values in wanted.items():
-        chosen = SHOWN.get(section, ())
+        chosen = ALWAYS_WRITTEN.get(section, ())
         other = {key: value for key, value in values.items() if key in chosen or value != usual[section][key]}
         if other:
             raw[section] = {**raw.get(section, {}), **other}

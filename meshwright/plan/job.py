@@ -128,7 +128,7 @@ class Job:
         return units_of(self.model, stage)
 
     @cached_property
-    def alike(self) -> tuple[int, ...]:
+    def representative_ranks(self) -> tuple[int, ...]:
         """For every pipeline rank, the first that holds the same kinds of units, and so computes and holds the same."""
         first: dict[tuple[object, ...], int] = {}
         held = (tuple(self.units(stage) for stage in stages) for stages in self.chunks)
@@ -192,11 +192,11 @@ def ranks_per_node(layout: Layout, axis: str) -> int:
 def _ranks_per_node(layout: Layout, axis: str) -> int:
     node = layout.node_size or layout.world
     first = layout.group(axis, 0)
-    groups = (first,) if _alike(layout, node) else layout.groups(axis)
+    groups = (first,) if _groups_align_with_nodes(layout, node) else layout.groups(axis)
     return max(1, len(first) // max(len({rank // node for rank in group}) for group in groups))
 
 
-def _alike(layout: Layout, node_size: int) -> bool:
+def _groups_align_with_nodes(layout: Layout, node_size: int) -> bool:
     """Whether the groups of an axis all lie alike on the nodes: no group of neighbours begins inside of one node and
     ends inside of another."""
     span = 1
@@ -212,7 +212,7 @@ def senders_across(layout: Layout, around: bool) -> int:
     """The ranks of one node that send to a next stage on another node, on the node where these are the most. `around`:
     the last pipeline rank sends to the first, too."""
     node = layout.node_size or layout.world
-    if _alike(layout, node):  # of a group's ranks on a node one sends away, if the group is on several
+    if _groups_align_with_nodes(layout, node):  # one rank of each group on a node sends to another node, if any does
         here = ranks_per_node(layout, "pp")
         return min(layout.world, node) // here if here < layout.pp else 0
     found: Counter[int] = Counter()

@@ -14,15 +14,15 @@ from typing import NamedTuple
 from meshwright.config.sections import ZeroConfig
 from meshwright.layout import Layout
 from meshwright.parts.part import Block, Coordinate, Stage, Unit
-from meshwright.plan.activations import alive, chunks_of
+from meshwright.plan.activations import bytes_in_flight, chunks_of
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.communication import Held, packed, unit_records
+from meshwright.plan.communication import HeldParameter, packed, unit_records
 from meshwright.plan.job import Job
 from meshwright.plan.stack import Stack
 from meshwright.sharding.placement import RING, piece_size, shard_axes
 
 GIB = 2**30
-LIVE, BUCKET = 1e9, 5e8  # DeepSpeed's stage3_max_live_parameters and reduce_bucket_size
+DEEPSPEED_LIVE, DEEPSPEED_BUCKET = 1e9, 5e8  # DeepSpeed's stage3_max_live_parameters and reduce_bucket_size
 COMMUNICATOR_GIB = 0.8  # NCCL's buffers of all channels, for each axis that communicates
 PROGRAM_GIB = 0.5  # Python and torch in a process without an accelerator
 IN_FLIGHT_BUCKETS = 3  # whole buckets of gradients from stage 2 on: one that is filled, two on their way
@@ -46,7 +46,7 @@ class Memory:
         return self.parameters + self.gradients + self.master + self.optimizer
 
 
-class Sizes(NamedTuple):
+class BufferSizes(NamedTuple):
     """The elements of each bucket of a buffer, padding included, in the order of backward; the buffer's ZeRO stage, the
     ranks that share it, and whether it is trained."""
 
@@ -56,7 +56,7 @@ class Sizes(NamedTuple):
     trained: bool
 
 
-def buffer_sizes(job: Job, pp_rank: int) -> list[Sizes]:
+def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
     """The flat buffers of a rank."""
     c = job.config
     units = tuple(unit for stage in job.chunks[pp_rank] for _, _, unit in job.model.units(stage))
@@ -67,20 +67,20 @@ def buffer_sizes(job: Job, pp_rank: int) -> list[Sizes]:
 def _buffer_sizes(
     units: tuple[Unit, ...], at: Coordinate, layout: Layout, bucket_mib: float, zero: ZeroConfig,
     dtypes: tuple[str, str],
-) -> list[Sizes]:  # fmt: skip
-    params: list[tuple[Held, str]] = []
+) -> list[BufferSizes]:  # fmt: skip
+    params: list[tuple[HeldParameter, str]] = []
     ties: set[str] = set()
     for number, unit in enumerate(units):
         for record in unit_records(unit, at):
             if record.tied not in ties:
-                params.append((Held(record, number, 0), dtypes[0]))
+                params.append((HeldParameter(record, number, 0), dtypes[0]))
             ties |= {record.tied} if record.tied else set()
     found = []
     for buffer in packed(params, layout, bucket_mib, zero, dtypes[1]):
         _, data_axes, _, trained = buffer.shared
         stage, axes, _ = shard_axes(layout, zero, data_axes, trained)
         sizes = [stop - start for start, stop in buffer.buckets]
-        found.append(Sizes(sizes, stage, layout.size(axes) if axes else 1, trained))
+        found.append(BufferSizes(sizes, stage, layout.size(axes) if axes else 1, trained))
     return found
 
 
@@ -114,7 +114,7 @@ def ring_bytes(job: Job, shares: list[int]) -> int:
     return brought * RING * piece_size(int(job.config.zero.offload.buffer_mib * 2**20 // wide), shares) * wide
 
 
-def _states(job: Job, sizes: Sizes) -> tuple[float, float, float, float]:
+def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     """Bytes of a buffer's parameters, gradients, masters and moments that last."""
     s, zero, whole = job.states, sizes.stage, sum(sizes.buckets)
     own = whole / sizes.shards if job.stack.states else whole // sizes.shards
@@ -138,7 +138,7 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
     parameters, gradients, master, optimizer = map(sum, zip(*(_states(job, one) for one in sizes), strict=True))
     states = (parameters, gradients, master, optimizer)
     chunks = chunks_of(job, pp_rank)
-    forwards, backwards = alive(job, pp_rank, chunks)
+    forwards, backwards = bytes_in_flight(job, pp_rank, chunks)
     kept = max(forwards)
     most, buffers = max(total + chunk.loss for total, chunk in zip(forwards, chunks, strict=True)), 0.0
     for number, (total, chunk) in enumerate(zip(backwards, chunks, strict=True)):
@@ -165,7 +165,7 @@ def _rows_gradient(job: Job) -> float:
     return float(max(record.numel for record in unit_records(job.model.embedding, job.at)) * job.states.param)
 
 
-def _gathered(job: Job, pp_rank: int, chunk: int, sizes: list[Sizes]) -> list[float]:
+def _gathered(job: Job, pp_rank: int, chunk: int, sizes: list[BufferSizes]) -> list[float]:
     """Whole gradients and gathered weights that are there at once while backward works on each unit of a chunk, in the
     order of forward: the unit's own gradients, the last buckets that are on their way, and, in ZeRO stage 3, the
     weights of the unit and of the next one."""
@@ -204,7 +204,7 @@ def _unit_buckets(unit: Unit, at: Coordinate, layout: Layout, frozen: bool = Tru
     """Elements of the buckets that a unit's parameters make where weights are gathered by unit, in the order in which
     their gradients are complete: those of norms come last. `frozen`: with those that have no gradients."""
     records = (record for record in unit_records(unit, at) if record.trained or frozen)
-    params = [(Held(record, 0, 0), "bf16") for record in records]
+    params = [(HeldParameter(record, 0, 0), "bf16") for record in records]
     buffers = packed(params, layout, 0.0, ZeroConfig(3), "fp32")
     return sorted((stop - start for buffer in buffers for start, stop in buffer.buckets), reverse=True)
 
@@ -222,9 +222,9 @@ def gathered_bytes(job: Job, pp_rank: int) -> float:
     passed = 4 * job.batch.rows(job.at) * job.model.hidden * job.batch.element if job.layout.pp > 1 else 0
     if s.buckets and zero == 3:
         # DeepSpeed's defaults: 1e9 live parameters, 5e8 gradients in a bucket; both ends and a gradient are live too.
-        return (min(params, LIVE) + min(params, BUCKET)) * s.param + 1.5 * ends * s.param + passed
+        return (min(params, DEEPSPEED_LIVE) + min(params, DEEPSPEED_BUCKET)) * s.param + 1.5 * ends * s.param + passed
     if s.buckets and zero:
-        return 2 * min(params, BUCKET) * s.param + passed
+        return 2 * min(params, DEEPSPEED_BUCKET) * s.param + passed
     if zero == 3:
         return 2 * layer * s.param + layer * s.grad + ends * s.param + passed
     return passed + (2 * layer * s.grad if zero == 2 else 0.0)
@@ -237,7 +237,7 @@ def _units(job: Job, pp_rank: int) -> list[tuple[Unit, int]]:
 def largest(job: Job) -> Memory:
     """The pipeline rank with the highest peak. Of ranks with as many layers the first or the last has the most in
     flight, whichever way a schedule fills the pipeline."""
-    last = {first: rank for rank, first in enumerate(job.alike)}
+    last = {first: rank for rank, first in enumerate(job.representative_ranks)}
     return max((rank_memory(job, rank) for rank in sorted({*last, *last.values()})), key=lambda memory: memory.peak)
 
 

@@ -13,9 +13,9 @@ from meshwright.schedule.kinds import build
 from meshwright.schedule.table import action_counts
 
 STATES = ("parameters", "gradients", "master", "optimizer")
-KINDS = (*STATES, "activations", "buffers", "peak")
+MEMORY_KINDS = (*STATES, "activations", "buffers", "peak")
 # What is held at once for a while, by the dry run's name for it.
-MOST = {"activations": "activations", "gathered": "buffers", "peak": "peak"}
+PEAK_KINDS = {"activations": "activations", "gathered": "buffers", "peak": "peak"}
 
 Counts = dict[str, int]
 
@@ -36,7 +36,7 @@ class Expected:
 
 
 def memory_bytes(memory: Memory) -> Counts:
-    return {kind: int(getattr(memory, kind)) for kind in KINDS}
+    return {kind: int(getattr(memory, kind)) for kind in MEMORY_KINDS}
 
 
 def rank_json(job: Job, pp_rank: int) -> dict[str, Any]:
@@ -65,5 +65,5 @@ def expected(job: Job, rank: int) -> Expected:
         states={kind: memory[kind] for kind in STATES},
         calls={(line.phase, line.axis, line.op): t._asdict() for line, t in lines.items()},
         schedule=action_counts(table.ranks[pp_rank]),
-        most={name: memory[kind] for name, kind in MOST.items()},
+        most={name: memory[kind] for name, kind in PEAK_KINDS.items()},
     )

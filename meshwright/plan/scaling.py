@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.job import Job
-from meshwright.plan.search import Candidate, Space, search
+from meshwright.plan.search import Candidate, SearchSpace, search
 
 WAYS = ("data", "tensor", "pipeline", "hybrid")
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """One way on one number of devices; `best` is None where it can't be divided so or doesn't fit."""
 
     way: str
@@ -51,18 +51,20 @@ def device_counts(text: str) -> list[int]:
     return counts
 
 
-def space_of(way: str, devices: int) -> Space:
+def space_of(way: str, devices: int) -> SearchSpace:
     """All that `meshwright plan` may choose, or what one way leaves of it."""
     if way == "data":
-        return Space(tp=(1,), pp=(1,))
+        return SearchSpace(tp=(1,), pp=(1,))
     if way == "tensor":
-        return Space(tp=(devices,), pp=(1,))
+        return SearchSpace(tp=(devices,), pp=(1,))
     if way == "pipeline":
-        return Space(tp=(1,), pp=(devices,))
-    return Space()
+        return SearchSpace(tp=(1,), pp=(devices,))
+    return SearchSpace()
 
 
-def sweep(base: Job, cluster: Cluster, counts: list[int], weak: bool, ways: tuple[str, ...] = WAYS) -> list[Point]:
+def sweep(
+    base: Job, cluster: Cluster, counts: list[int], weak: bool, ways: tuple[str, ...] = WAYS
+) -> list[ScalingPoint]:
     """Weak: the batch grows with the devices from `base`'s, which is that of the smallest count. Strong: it stays."""
     points = []
     for devices in counts:
@@ -70,7 +72,7 @@ def sweep(base: Job, cluster: Cluster, counts: list[int], weak: bool, ways: tupl
         sized = replace(base.replaced(train={"global_batch": batch}), world=devices, samples=None)
         for way in ways:
             found = search(sized, cluster, space=space_of(way, devices), best_only=True)
-            points.append(Point(way, devices, batch, found.candidates[0] if found.candidates else None))
+            points.append(ScalingPoint(way, devices, batch, found.candidates[0] if found.candidates else None))
     # Efficiency is the throughput of a device against the best that any way reaches on the fewest devices that fit.
     fits = [p for p in points if p.best]
     if not fits:

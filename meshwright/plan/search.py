@@ -27,7 +27,7 @@ RECOMPUTE = ("none", "selective", "full")
 ORDERS = ("tp-cp-ep-dp-pp", "tp-pp-cp-ep-dp")
 PRUNE_RATIO = 1.5  # layouts whose compute and bubble alone take this much longer than the best step are not looked at
 BEST_ONLY_RATIO = 1.1  # the same where only the best is asked for: as far as a closed formula may be off
-REFINED = 12  # of the best by closed formulas, timed again by their own schedule tables
+REFINE_TOP = 12  # of the best by closed formulas, timed again by their own schedule tables
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 LIKELY_TP, LIKELY_PP = 4, 8  # shapes near these tend to be quick, so they are looked at first
@@ -44,7 +44,7 @@ class Candidate:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """The ranking, best first, and how large the search was."""
 
     candidates: list[Candidate] = field(default_factory=list)
@@ -61,7 +61,7 @@ def _key(name: str, default: tuple[Any, ...] = ()) -> Any:
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """What may be chosen, by config key; a tuple with one value fixes it."""
 
     zero: tuple[int, ...] = _key("zero.stage", (0, 1, 2, 3))
@@ -76,22 +76,22 @@ class Space:
     schedule: tuple[str, ...] = _key("pipeline.schedule")  # empty: the default for so many chunks
 
 
-# Config keys that hold a choice fixed, with the field of `Space` they set.
-FIXES = {each.metadata["key"]: each.name for each in fields(Space)}
+# Config keys that hold a choice fixed, with the field of `SearchSpace` they set.
+SPACE_FIELDS = {each.metadata["key"]: each.name for each in fields(SearchSpace)}
 
 
 def fixed_keys(words: Sequence[str]) -> list[str]:
     """The keys of these `a.b=c` words that hold a choice fixed."""
-    return [key for key in dict.fromkeys(word.partition("=")[0] for word in words) if key in FIXES]
+    return [key for key in dict.fromkeys(word.partition("=")[0] for word in words) if key in SPACE_FIELDS]
 
 
-def space_of(config: Config, fixed: Sequence[str] = ()) -> Space:
+def space_of(config: Config, fixed: Sequence[str] = ()) -> SearchSpace:
     """What is left to choose when these keys stay as the config has them."""
     values: dict[str, Any] = {}
     for key in fixed:
         section, name = key.split(".")
-        values[FIXES[key]] = (getattr(getattr(config, section), name),)
-    return Space(**values)
+        values[SPACE_FIELDS[key]] = (getattr(getattr(config, section), name),)
+    return SearchSpace(**values)
 
 
 @lru_cache(maxsize=1024)
@@ -99,7 +99,7 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
-def shapes(base: Job, space: Space) -> Iterator[Job]:
+def shapes(base: Job, space: SearchSpace) -> Iterator[Job]:
     """Every valid tp, cp, pp, chunks, micro-batch, sequence parallelism and order, states not sharded."""
     model, batch, devices = base.config.model, base.global_batch, base.world
     pipeline = {"split": (), "schedule": default_kind(1)}
@@ -124,7 +124,7 @@ def shapes(base: Job, space: Space) -> Iterator[Job]:
                         yield from _variants(plain, space)
 
 
-def _variants(plain: Job, space: Space) -> Iterator[Job]:
+def _variants(plain: Job, space: SearchSpace) -> Iterator[Job]:
     c, layout = plain.config, plain.layout
     model, pp, tp = c.model, layout.pp, layout.tp
     split = best_split(model, pp)
@@ -146,15 +146,15 @@ def _variants(plain: Job, space: Space) -> Iterator[Job]:
 
 
 def search(
-    base: Job, cluster: Cluster, fit_gib: float = 0.0, space: Space | None = None, best_only: bool = False,
+    base: Job, cluster: Cluster, fit_gib: float = 0.0, space: SearchSpace | None = None, best_only: bool = False,
     rules: bool = True,
-) -> Found:  # fmt: skip
+) -> SearchResult:  # fmt: skip
     """All layouts of `base`'s model and batch on its devices; `fit_gib` 0: the device's own memory. What breaks a rule
     (unless `rules` is false) is not ranked, nor does its time cut others. `best_only`: what can't be the best is not
     even counted."""
-    space = space or Space()
+    space = space or SearchSpace()
     limit = fit_gib or cluster.device.memory_gib
-    found = Found()
+    found = SearchResult()
     best = float("inf")
     rough: list[Candidate] = []
     for shape in sorted(shapes(base, space), key=_promise):
@@ -178,8 +178,8 @@ def search(
             rough.append(Candidate(predict_cost(fitting[0], cluster, exact=False), fitting[1]))
             best = min(best, rough[-1].cost.step_s)
     rough.sort(key=lambda candidate: candidate.cost.step_s)
-    refined = [replace(one, cost=predict_cost(one.job, cluster)) for one in rough[:REFINED]]
-    refined += rough[REFINED : 8 * REFINED]
+    refined = [replace(one, cost=predict_cost(one.job, cluster)) for one in rough[:REFINE_TOP]]
+    refined += rough[REFINE_TOP : 8 * REFINE_TOP]
     found.candidates = sorted(refined, key=lambda candidate: candidate.cost.step_s)
     return found
 
@@ -193,7 +193,7 @@ def _refused(shape: Job, zero: int) -> str | None:
         return str(error)
 
 
-def _stages(shape: Job, space: Space) -> tuple[int, ...]:
+def _stages(shape: Job, space: SearchSpace) -> tuple[int, ...]:
     """One copy of the states has nothing to divide; weights that live elsewhere are stage 3's even so."""
     if shape.layout.dp * shape.layout.cp > 1:
         return space.zero
@@ -215,7 +215,7 @@ def _least_seconds(shape: Job, cluster: Cluster) -> float:
 
 
 def _first_that_fits(
-    shape: Job, zero: int, cluster: Cluster, limit: float, space: Space, found: Found
+    shape: Job, zero: int, cluster: Cluster, limit: float, space: SearchSpace, found: SearchResult
 ) -> tuple[Job, float] | None:
     for mode in space.recompute:
         tried = shape.replaced(zero={"stage": zero}, recompute={"mode": mode})
@@ -228,8 +228,8 @@ def _first_that_fits(
 
 
 def why_nothing(
-    base: Job, cluster: Cluster, found: Found, limit: float, space: Space | None = None, fixed: Sequence[str] = (),
-    rules: bool = True,
+    base: Job, cluster: Cluster, found: SearchResult, limit: float, space: SearchSpace | None = None,
+    fixed: Sequence[str] = (), rules: bool = True,
 ) -> UserError:  # fmt: skip
     """The one sentence for a model that fits nowhere: the rule that all break, or the nearest layout, what is missing,
     and what would help. `fixed` are the `a.b=c` words that left only `space`."""
@@ -245,7 +245,7 @@ def why_nothing(
             + "change --devices or --global-batch, e.g. to a power of two"
         )
     needed, job = found.nearest
-    c, enough, least = job.config, "", _least_memory(space or Space())
+    c, enough, least = job.config, "", _least_memory(space or SearchSpace())
     for factor in (2, 4, 8, 16, 32, 64):
         grown = replace(base.replaced(train={"global_batch": batch * factor}), world=devices * factor)
         if search(grown, cluster, limit, least, rules=rules).candidates:
@@ -259,6 +259,6 @@ def why_nothing(
     )
 
 
-def _least_memory(space: Space) -> Space:
+def _least_memory(space: SearchSpace) -> SearchSpace:
     """The part of a space that needs the least: states cut furthest, the most recomputed."""
     return replace(space, zero=space.zero[-1:], recompute=space.recompute[-1:])

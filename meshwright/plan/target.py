@@ -18,7 +18,7 @@ from meshwright.plan.stack import STACKS, Stack, own_stack
 from meshwright.schedule.kinds import default_kind
 
 # The short words of --layout, and the keys they stand for.
-SHORT = {
+LAYOUT_WORDS = {
     "tp": "layout.tp", "pp": "layout.pp", "cp": "layout.cp", "chunks": "layout.chunks", "order": "layout.order",
     "sp": "layout.sequence_parallel", "sequence_parallel": "layout.sequence_parallel",
     "micro_batch": "train.micro_batch", "mb": "train.micro_batch", "schedule": "pipeline.schedule",
@@ -92,12 +92,12 @@ def _layout_words(text: str) -> list[str]:
         key, equals, value = part.partition("=")
         if key == "dp":
             raise UserError("--layout names dp, which follows from the number of devices: leave it out")
-        if not equals or key not in SHORT:
+        if not equals or key not in LAYOUT_WORDS:
             raise UserError(
-                f"--layout has '{part}'{nearest(key, SHORT)}: write e.g. tp=8,pp=16,chunks=2,micro_batch=1,"
+                f"--layout has '{part}'{nearest(key, LAYOUT_WORDS)}: write e.g. tp=8,pp=16,chunks=2,micro_batch=1,"
                 "zero=1,recompute=full,sp=true"
             )
-        words.append(f"{SHORT[key]}={value}")
+        words.append(f"{LAYOUT_WORDS[key]}={value}")
     return words
 
 

@@ -15,7 +15,7 @@ from meshwright.schedule.simulate import Simulation
 from meshwright.show.units import plural
 
 WHOLE_TABLE = 10**9  # a table of any size is simulated, since it is drawn
-KINDS = ("slow-link", "slow-network", "slow-rank", "fewer-nodes")
+CHANGE_KINDS = ("slow-link", "slow-network", "slow-rank", "fewer-nodes")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Step:
+class SimulatedStep:
     """A simulated step: its cost by the model, the timeline of its pipeline, and the seconds of the whole."""
 
     cost: Cost
@@ -49,10 +49,10 @@ class Step:
 def parse_change(text: str) -> Change:
     """`slow-link=0.5`, `slow-network=0.5`, `slow-rank=3:0.7` or `fewer-nodes=1`."""
     kind, _, value = text.partition("=")
-    if kind not in KINDS:
+    if kind not in CHANGE_KINDS:
         raise UserError(
-            f"--what-if '{text}'{nearest(kind, KINDS)}: write slow-link=0.5, slow-network=0.5, slow-rank=3:0.7 or "
-            "fewer-nodes=1"
+            f"--what-if '{text}'{nearest(kind, CHANGE_KINDS)}: "
+            "write slow-link=0.5, slow-network=0.5, slow-rank=3:0.7 or fewer-nodes=1"
         )
     rank, _, factor = value.rpartition(":") if kind == "slow-rank" else ("", "", value)
     try:
@@ -73,7 +73,7 @@ def _example(kind: str) -> str:
     return {"slow-rank": "3:0.7", "fewer-nodes": "1"}.get(kind, "0.5")
 
 
-def step_of(job: Job, cluster: Cluster, changes: Sequence[Change] = ()) -> Step:
+def step_of(job: Job, cluster: Cluster, changes: Sequence[Change] = ()) -> SimulatedStep:
     """The step, all `changes` made."""
     slow: dict[int, float] = {}
     for change in changes:
@@ -91,7 +91,7 @@ def step_of(job: Job, cluster: Cluster, changes: Sequence[Change] = ()) -> Step:
     cost = predict_cost(job, cluster, largest=WHOLE_TABLE)
     timeline = _timeline(cost, slow)
     usual = timeline if not slow else _timeline(cost, {})
-    return Step(cost, timeline, cost.step_s + timeline.makespan - usual.makespan)
+    return SimulatedStep(cost, timeline, cost.step_s + timeline.makespan - usual.makespan)
 
 
 def without_nodes(job: Job, nodes: int) -> Job:
@@ -120,7 +120,7 @@ def _timeline(cost: Cost, slow: dict[int, float]) -> Simulation:
     return timeline_of(cost.job, blocked_times(cost.job, cost.chunk_times, cost.send_s, slow), cost.send_s)
 
 
-def step_spans(step: Step) -> list[Span]:
+def step_spans(step: SimulatedStep) -> list[Span]:
     """The pipeline's spans, and after them what is left of reduction and optimizer on every rank."""
     spans = list(spans_of(step.timeline))
     end = step.timeline.makespan

@@ -12,7 +12,7 @@ from pathlib import Path
 from meshwright.errors import UserError
 from meshwright.show.units import count
 
-COLOURS = ("#3b6fb6", "#e08e3c", "#5aa9a3", "#c2618d", "#8c6bb1", "#7a7a7a")
+LINE_COLOURS = ("#3b6fb6", "#e08e3c", "#5aa9a3", "#c2618d", "#8c6bb1", "#7a7a7a")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 440, 80, 150, 44, 52
 
 
@@ -80,9 +80,9 @@ def svg(chart: Chart) -> str:
         out.append(f'<path d="M{LEFT} {py:.1f}H{right}" stroke="#e6eaee"/>')
         out.append(f'<text x="{LEFT - 8}" y="{py + 4:.1f}" text-anchor="end">{label}</text>')
     for number, (name, line) in enumerate(chart.lines.items()):
-        colour = COLOURS[number % len(COLOURS)]
+        colour = LINE_COLOURS[number % len(LINE_COLOURS)]
         # Earlier lines are wider, so that lines which lie on each other are all seen.
-        width = 1.6 + 0.9 * max(0, min(len(chart.lines), len(COLOURS)) - 1 - number)
+        width = 1.6 + 0.9 * max(0, min(len(chart.lines), len(LINE_COLOURS)) - 1 - number)
         path = "L".join(f"{px:.1f} {py:.1f}" for px, py in (chart.at(*point) for point in line))
         if path:
             out.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="{width:g}"/>')

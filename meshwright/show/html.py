@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-STYLE = """
+PAGE_STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2733; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid #d5dbe1; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
@@ -26,7 +26,7 @@ def page(title: str, intro: Iterable[str], sections: Mapping[str, str]) -> str:
     body += [f"<h2>{escape(heading)}</h2>{section}" for heading, section in sections.items()]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head>'
+        f'<meta name="viewport" content="width=device-width"><style>{PAGE_STYLE}</style></head>'
         f"<body>{''.join(body)}</body></html>\n"
     )
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 REDRAWS_PER_SECOND = 4
 SPARKS = 40
 WINDOW = 20  # steps over which speed is smoothed
-LABEL = 9  # columns before the values of the block
+LABEL_WIDTH = 9  # columns before the values of the block
 HEAD_WIDTH = 200  # columns of a run's head in a file
 
 
@@ -166,14 +166,14 @@ class Display:
     def block(self) -> Table:
         """The live block, no line of it wider than the terminal."""
         grid = Table.grid(expand=True)
-        grid.add_column(style="dim", width=LABEL, no_wrap=True)
+        grid.add_column(style="dim", width=LABEL_WIDTH, no_wrap=True)
         grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         with self._lock:
             r, elapsed = self.last, time.monotonic() - self.begin
             if r is None:
                 grid.add_row("step", f"0/{self.steps}  waiting for the first step  {clock(elapsed)}")
                 return grid
-            room = max(1, self.console.width - LABEL)
+            room = max(1, self.console.width - LABEL_WIDTH)
             speed = (
                 f"{count(self.tokens_per_s)} tok/s", f"{seconds(r.step_time_s)} per step",
                 f"{self.consumed:,} of {self.samples:,} samples", f"batch {r.global_batch}",

@@ -24,13 +24,13 @@ from meshwright.parts.part import parameter_count
 from meshwright.schedule.kinds import placement_of
 from meshwright.show.layout_drawing import written
 from meshwright.show.loss_curve import Point, curve, finite
-from meshwright.show.run_parts import PHASES, head, phase_bar, phase_legend
+from meshwright.show.run_parts import head, phase_bar, phase_legend
 from meshwright.show.terminal import PLAIN_WIDTH, console_for, has_colour, is_terminal, show
 from meshwright.show.units import clock, count, decimals, percent, plural, seconds, size
 from meshwright.train.read_run import RunRecord, read_run, traffic_per_step
 
-LABEL = 12  # columns of the labels
-LEAST_WIDTH, MOST_WIDTH = 40, 120
+PAGE_LABEL_WIDTH = 12  # columns of the labels
+MIN_WIDTH, MAX_WIDTH = 40, 120
 
 # What goes over an axis.
 CARGO = {
@@ -54,8 +54,8 @@ def summary(
     stream = sys.stdout if stream is None else stream
     run = read_run(run_dir, world)
     if width is None:
-        width = min(console_for(stream).width, MOST_WIDTH) if is_terminal(stream) else PLAIN_WIDTH
-    width = max(LEAST_WIDTH, width)
+        width = min(console_for(stream).width, MAX_WIDTH) if is_terminal(stream) else PLAIN_WIDTH
+    width = max(MIN_WIDTH, width)
     show(console_for(stream, width), *page(run, width, has_colour(stream)))
 
 
@@ -72,10 +72,10 @@ def page(run: RunRecord, width: int, colour: bool) -> Iterator[RenderableType]:
     yield ""
     yield _losses(train, valid)
     yield ""
-    facts = _grid()
+    figures = _grid()
     for label, text in (*_speed(run), *_phases(run, width, colour), *_skipped(run)):
-        facts.add_row(Text(label, "dim"), text)
-    yield facts
+        figures.add_row(Text(label, "dim"), text)
+    yield figures
     yield ""
     yield from _traffic(run, width)
 
@@ -83,7 +83,7 @@ def page(run: RunRecord, width: int, colour: bool) -> Iterator[RenderableType]:
 def _grid(*right: str) -> Table:
     """A table without lines: a column of labels, then columns that are aligned right, headed by their names."""
     grid = Table(box=None, show_header=bool(right), header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
-    grid.add_column(right[0] if right else "", min_width=LABEL - 2, no_wrap=True)
+    grid.add_column(right[0] if right else "", min_width=PAGE_LABEL_WIDTH - 2, no_wrap=True)
     for name in right[1:]:
         grid.add_column(name, justify="right", no_wrap=True)
     return grid
@@ -121,7 +121,7 @@ def _phases(run: RunRecord, width: int, colour: bool) -> Iterator[tuple[str, Tex
     spent = {p: sum(float(s.get("phases", {}).get(p, 0.0)) for s in run.steps) for p in names}
     if spent:
         total = sum(float(s.get("step_time_s") or 0.0) for s in run.steps)
-        yield "time", phase_bar(spent, total, min(width, PLAIN_WIDTH) - LABEL, colour)
+        yield "time", phase_bar(spent, total, min(width, PLAIN_WIDTH) - PAGE_LABEL_WIDTH, colour)
         yield "", phase_legend(spent, total)
 
 
@@ -151,7 +151,7 @@ def _traffic(run: RunRecord, width: int) -> Iterator[RenderableType]:
     yield ""
     notes = _grid()
     for axis in order:
-        for number, note in enumerate(_axis_notes(run, axis, width - LABEL)):
+        for number, note in enumerate(_axis_notes(run, axis, width - PAGE_LABEL_WIDTH)):
             notes.add_row("" if number else axis, Text(note, "dim"))
     yield notes
     if run.layout and 5 + 10 * run.layout.world <= width:

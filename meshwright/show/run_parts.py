@@ -14,11 +14,11 @@ from meshwright.models.description import describe, layout_of
 from meshwright.parts.part import parameter_count
 from meshwright.show.terminal import printable
 from meshwright.show.units import count, percent, plural
+from meshwright.train.counts import PHASES
 
 DRAWN_RANKS = 16  # up to this many ranks the head draws the layout
 BARS = "▁▂▃▄▅▆▇█"
 BAD = "×"
-PHASES = ("data", "forward", "backward", "reduce", "optimizer")  # each is the name of its style too
 
 
 def head(config: Config, world: int | None, *, own_model: bool = False, device: str = "") -> Table:

@@ -160,7 +160,7 @@ def _times(makespan: float, span: float, most: int) -> list[float]:
 
 
 LEFT, RIGHT, TOP, ROW, GAP, DIGIT = 84, 92, 104, 32, 7, 7.2
-STYLE = """
+SVG_STYLE = """
 text{font-family:system-ui,'Segoe UI','Helvetica Neue',Arial,sans-serif;font-size:12px;fill:#2b3440}
 .title{font-size:19px;font-weight:600}.sub{font-size:13px;fill:#5b6673}
 .rank{text-anchor:end;font-weight:600}.peak{fill:#5b6673}.tick{text-anchor:middle;fill:#7a8490;font-size:11px}
@@ -267,7 +267,7 @@ def _svg_shades(table: Table) -> str:
     for op in table.computes:
         light, dark = LOOKS[op].fills
         for chunk in range(chunks):
-            part = chunk / (chunks - 1) if chunks > 1 else SINGLE
+            part = chunk / (chunks - 1) if chunks > 1 else SINGLE_CHUNK
             red, green, blue = (round(a + (b - a) * part) for a, b in zip(light, dark, strict=True))
             ink = "#17202b" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#fff"
             name = _shade(op, chunk)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.bench.fit import Link, Point, fit_links, hops
+from meshwright.bench.fit import Link, Measurement, fit_links, hops
 from meshwright.bench.profile import as_yaml, cluster_fields
 from meshwright.bench.rates import Rates
 from meshwright.bench.request import OPS, parse_sizes
@@ -29,7 +29,9 @@ RATES = Rates(
 SIZES = parse_sizes("1K:64M")
 
 
-def times(latency: float, rate: float, ranks: int, per_node: int, near: float = 0.0, noise: float = 0.0) -> list[Point]:
+def times(
+    latency: float, rate: float, ranks: int, per_node: int, near: float = 0.0, noise: float = 0.0
+) -> list[Measurement]:
     """All ops by the formula, reduce_scatter at a third of the rate; single times are four times too long."""
     rng, points = random.Random(1), []
     for op in OPS:
@@ -39,7 +41,7 @@ def times(latency: float, rate: float, ranks: int, per_node: int, near: float = 
             hop = inside * near + across * latency if per_node < ranks else inside * latency
             seconds = START + hop + size * bus_factor(op, ranks) / own / (per_node if per_node < ranks else 1)
             seconds *= rng.uniform(1 - noise, 1 + noise) * (4.0 if noise and n % 8 == 3 else 1.0)
-            points.append(Point("dp", op, ranks, per_node, size, seconds))
+            points.append(Measurement("dp", op, ranks, per_node, size, seconds))
     return points
 
 
@@ -70,7 +72,7 @@ def test_both_classes_of_links() -> None:
 @pytest.mark.parametrize("fall", [1e-9, 0.0, -1e-12])
 def test_no_rate_is_above_what_was_measured(fall: float) -> None:
     """Times that fall with the size, stay the same, or grow by less than the noise tell nothing of the link's rate."""
-    points = [Point("dp", "all_reduce", 2, 2, size, 1e-3 - fall * size) for size in (1024, 2048, 4096)]
+    points = [Measurement("dp", "all_reduce", 2, 2, size, 1e-3 - fall * size) for size in (1024, 2048, 4096)]
     inside, _ = fit_links(points)
     assert inside is not None and inside.latency == pytest.approx(0.5e-3, rel=0.05)
     best = max(p.bus_gb_s for p in points)
@@ -91,7 +93,7 @@ def test_bus_factors() -> None:
         assert bus_factor("all_reduce", n) == 2 * (n - 1) / n
         assert {bus_factor(op, n) for op in ("all_gather", "reduce_scatter", "all_to_all")} == {(n - 1) / n}
         assert bus_factor("broadcast", n) == bus_factor("send", n) == 1
-    point = Point("dp", "all_reduce", 4, 4, 4_000_000, 1e-3)
+    point = Measurement("dp", "all_reduce", 4, 4, 4_000_000, 1e-3)
     assert point.algorithm_gb_s == pytest.approx(4.0) and point.bus_gb_s == pytest.approx(6.0)
 
 

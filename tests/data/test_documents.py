@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import documents
-from meshwright.data.documents import Piece, Source, Span, find_sources, plan_tasks, read_pieces
+from meshwright.data.documents import ByteRange, DocumentPart, Source, find_sources, plan_tasks, read_documents
 from meshwright.errors import UserError
 
 
-def pieces(path: Path, field: str = "text") -> list[Piece]:
+def pieces(path: Path, field: str = "text") -> list[DocumentPart]:
     (source,) = find_sources([str(path)])
     tasks = plan_tasks([source], re.compile(rb"\n"))
-    return [piece for task in tasks for span in task for piece in read_pieces(span, field)]
+    return [piece for task in tasks for span in task for piece in read_documents(span, field)]
 
 
 def texts(path: Path, field: str = "text") -> list[str]:
@@ -53,9 +53,9 @@ def test_inputs_that_cannot_be(tmp_path: Path) -> None:
             find_sources([str(tmp_path / name)])
     with pytest.raises(UserError, match="no input"):
         find_sources([])
-    for broken in (Span(str(tmp_path / "gone.txt"), False, 0, 1), Span(str(tmp_path), False, 0, 1)):
+    for broken in (ByteRange(str(tmp_path / "gone.txt"), False, 0, 1), ByteRange(str(tmp_path), False, 0, 1)):
         with pytest.raises(UserError, match="cannot read"):
-            list(read_pieces(broken, "text"))
+            list(read_documents(broken, "text"))
     with pytest.raises(UserError, match="cannot read"):
         list(plan_tasks([Source(str(tmp_path / "gone.txt"), False, 1 << 30)], re.compile(rb"\n")))
     (tmp_path / "dangling.txt").symlink_to(tmp_path / "nowhere")
@@ -66,9 +66,9 @@ def test_inputs_that_cannot_be(tmp_path: Path) -> None:
 def test_text_is_decoded_with_replacement(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfone\r\n\xff two")
-    assert pieces(path) == [Piece("one\r\n\ufffd two", True, True)]
+    assert pieces(path) == [DocumentPart("one\r\n\ufffd two", True, True)]
     path.write_bytes("é".encode())
-    assert pieces(path) == [Piece("é", True, False)]
+    assert pieces(path) == [DocumentPart("é", True, False)]
 
 
 def test_jsonl(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_jsonl(tmp_path: Path) -> None:
     assert texts(path) == ["one\n", "😀"]
     assert texts(path, "body") == ["1", ""]
     path.write_bytes(b'{"text": "\xff"}\n{"text": "x\\ud800\\u00e9"}')
-    assert pieces(path) == [Piece("\ufffd", True, True), Piece("x\ufffdé", True, True)]
+    assert pieces(path) == [DocumentPart("\ufffd", True, True), DocumentPart("x\ufffdé", True, True)]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_cutting_loses_nothing(tmp_path: Path, content: list[str], size: int, wi
         patch.setattr(documents, "WINDOW_BYTES", window)
         sources = find_sources([str(text), str(lines)])
         spans = [span for task in plan_tasks(sources, re.compile(pattern)) for span in task]
-        found = [(span.path, piece) for span in spans for piece in read_pieces(span, "text")]
+        found = [(span.path, piece) for span in spans for piece in read_documents(span, "text")]
     parts = [piece for path, piece in found if path == str(text)]
     assert "".join(part.text for part in parts) == "".join(content)
     assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]

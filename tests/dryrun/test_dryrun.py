@@ -17,7 +17,7 @@ from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.absent_ranks import fake_world
 from meshwright.dryrun.meta_mode import MetaMode, SavedBytes
-from meshwright.dryrun.run_rank import Ran, make_rank, run_rank, state_bytes
+from meshwright.dryrun.run_rank import RankRun, make_rank, run_rank, state_bytes
 from meshwright.parts.gpt import OutputLayer
 from meshwright.plan import communication
 from meshwright.plan.job import checked_job
@@ -124,7 +124,7 @@ def test_on_a_device_what_others_would_send_is_finite(name: str) -> None:
 
 def test_a_device_is_timed_and_counts_the_same() -> None:
     config = config_of("zero1")
-    ran: Ran = run_rank(config, 4, 3, Device("cpu"))
+    ran: RankRun = run_rank(config, 4, 3, Device("cpu"))
     dry = run_rank(config, 4, 3, Device("meta"))
     assert (ran.calls, ran.states, ran.schedule, ran.updated) == (dry.calls, dry.states, dry.schedule, True)
     assert ran.step_s is not None and ran.step_s > 0 and dry.step_s is None

@@ -27,7 +27,7 @@ from meshwright.layout.params import Init, whole
 from meshwright.models.description import fields_read
 from meshwright.parts import gpt
 from meshwright.plan import communication
-from meshwright.plan.communication import Held, Line, Traffic, predict_detail, predict_rank, predict_step
+from meshwright.plan.communication import HeldParameter, Line, Traffic, predict_detail, predict_rank, predict_step
 from meshwright.train.counts import counts_bytes
 from tests.support.oracle import Made, small_config
 from tests.support.ranks import RankFailed, run_ranks
@@ -307,7 +307,7 @@ def test_six_parameters_of_two_dtypes(bucket_mib: float, matrix_buckets: list[An
     for packed, lines in run_ranks(2, six, bucket_mib):
         assert packed == [("torch.bfloat16", 128, MATRICES, matrix_buckets), ("torch.float32", 64, NORMS, [(0, 64)])]
         assert lines == {line: traffic}
-    held = [Held(whole(f"{i}", shape, Init("zeros")), 0, 2) for i, (shape, _) in enumerate(SHAPES)]
+    held = [HeldParameter(whole(f"{i}", shape, Init("zeros")), 0, 2) for i, (shape, _) in enumerate(SHAPES)]
     params = [(one, dtype) for one, (_, dtype) in zip(held, SHAPES, strict=True)]
     assert communication.by_line(communication.gradients(params, Layout(2), bucket_mib)) == {line: traffic}
 

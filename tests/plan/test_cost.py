@@ -94,7 +94,7 @@ def test_in_flight_agrees_with_the_simulator() -> None:
         of = job(pp=pp, chunks=chunks, world=8 * pp, batch=16)
         kind = of.config.pipeline.schedule
         made = simulate(build(kind, pp, of.micro_batches, chunks)).peak_activations
-        for micro_batches in (of.micro_batches, steady(of)):
+        for micro_batches in (of.micro_batches, micro_batches_to_steady_state(of)):
             forwards = [in_flight(kind, pp, micro_batches, chunks, rank)[0] for rank in range(pp)]
             most = [max(sum(flying) for flying, _ in found) / chunks for found in forwards]
             assert most == pytest.approx(list(made))

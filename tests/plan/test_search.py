@@ -19,7 +19,7 @@ from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.memory import needed_gib, rank_memory
 from meshwright.plan.rank import KINDS
-from meshwright.plan.search import RECOMPUTE, Space, search, shapes
+from meshwright.plan.search import RECOMPUTE, SearchSpace, search, shapes
 from meshwright.plan.stack import STACKS
 from meshwright.plan.target import target_of
 from meshwright.plan.whatif import parse_change, step_of, step_spans
@@ -39,7 +39,7 @@ def test_nothing_better_is_missed() -> None:
     found = search(base, H100)
     best = min(
         predict_cost(tried, H100).step_s
-        for shape in shapes(base, Space())
+        for shape in shapes(base, SearchSpace())
         for zero in (range(4) if shape.dp > 1 else (0,))
         for mode in RECOMPUTE
         if needed_gib(tried := shape.replaced(zero={"stage": zero}, recompute={"mode": mode}), H100)
@@ -52,7 +52,7 @@ def test_nothing_better_is_missed() -> None:
 
 def test_every_shape_is_a_layout() -> None:
     seen = set()
-    for shape in shapes(job(48, 96), Space()):
+    for shape in shapes(job(48, 96), SearchSpace()):
         c, layout = shape.config, shape.layout
         assert (layout.tp, layout.pp, layout.cp) == (c.layout.tp, c.layout.pp, c.layout.cp)
         assert layout.tp * layout.pp * layout.cp * layout.dp == 48 and 96 % (layout.dp * c.train.micro_batch) == 0

@@ -23,7 +23,7 @@ from meshwright.layout import Layout
 from meshwright.layout.params import Init, ParamRecord, rows_of, whole
 from meshwright.nn.unit import through
 from meshwright.plan import communication
-from meshwright.plan.communication import Held, Line, Traffic
+from meshwright.plan.communication import HeldParameter, Line, Traffic
 from meshwright.plan.job import job_of
 from meshwright.show.run_parts import schedule_line
 from meshwright.train.context import Context, build_context
@@ -166,10 +166,10 @@ def lines_of(trainer: Trainer) -> dict[Line, Traffic]:
 def planned(trainer: Trainer) -> dict[Line, Traffic]:
     """What the planner says of the same records."""
     layout, config = trainer.ctx.layout, trainer.ctx.config
-    params = [(Held(dense_record(), 0, 2), "fp64"), (Held(expert_record(layout.ep, 0), 1, 2), "fp64")]
+    params = [(HeldParameter(dense_record(), 0, 2), "fp64"), (HeldParameter(expert_record(layout.ep, 0), 1, 2), "fp64")]
     calls = [
         *communication.gradients(params, layout, BUCKET_MIB, config.zero, trainer.micro_batches),
-        communication.Call(
+        communication.RepeatedCall(
             "metrics", "metrics", "world", "all_reduce", layout.world, counts_bytes(len(layout.step_groups()))
         ),
     ]
