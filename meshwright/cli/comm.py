@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_rank(args: argparse.Namespace, local_rank: int, world: int, local_world: int) -> int:
-    """This process was started by torchrun or srun. A mistake is the same on every rank: one per machine reports it."""
+    """Runs as one rank started by torchrun or srun. A mistake is the same on every rank, so one rank per machine
+    reports it."""
     from meshwright.train.launch import guarded
 
     try:
@@ -100,7 +101,7 @@ def check_outputs(args: argparse.Namespace) -> None:
 
 
 def requested(args: argparse.Namespace, world: int, local_world: int) -> Request:
-    """What to measure, or the sentence why it can't be."""
+    """Returns what to measure, or raises the error that says why it can't be measured."""
     ops, sizes = parse_ops(args.ops), parse_sizes(args.sizes)
     if not 0 < args.seconds <= 60:
         raise UserError(f"--seconds {args.seconds} must be above 0 and at most 60")
@@ -117,7 +118,7 @@ def requested(args: argparse.Namespace, world: int, local_world: int) -> Request
 
 
 def bench(request: Request, as_json: bool, out: Path | None, drawn: Path | None) -> None:
-    """One rank's whole bench; the first rank writes and prints."""
+    """Runs the whole bench on one rank; the first rank writes and prints."""
     from meshwright.bench.comm import joined, measure
 
     with joined(request) as (mesh, device, place):

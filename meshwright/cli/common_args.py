@@ -1,4 +1,4 @@
-"""The arguments that planning commands have in common, and the job that they ask about. No torch."""
+"""The arguments that planning commands share, and the job that they describe. No torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def cluster_arguments(parser: argparse.ArgumentParser, default: str = "Meshwrigh
 
 
 def step_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of a command about one step of one layout."""
+    """Adds the arguments of a command about one step of one layout."""
     job_arguments(parser)
     cluster_arguments(parser, "that of the preset's published run, else Meshwright's own")
     parser.add_argument("--devices", type=int, metavar="N", help="number of devices")

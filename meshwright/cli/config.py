@@ -1,4 +1,4 @@
-"""`meshwright config`: a config as it resolves, or only whether it is right."""
+"""`meshwright config`: shows a config with everything resolved, or only checks it."""
 
 from __future__ import annotations
 

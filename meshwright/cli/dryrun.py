@@ -1,4 +1,4 @@
-"""`meshwright dryrun`: ranks of a cluster that nobody here owns, executed one by one, beside what was planned."""
+"""`meshwright dryrun`: ranks of a cluster that isn't there, executed one by one and compared with the plan."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def _place(coordinate: Mapping[str, int]) -> str:
 
 
 def _step_of(config: Config, world: int, micro_batches: int | None) -> Config:
-    """The step to run, which a ramp of batch sizes leads to, or a shorter one."""
+    """Returns the config of the step to run: the one after the batch-size ramp, with the global batch that
+    `micro_batches` asks for."""
     train = replace(config.train, ramp=())
     if micro_batches is not None:
         if micro_batches < 1:
@@ -119,7 +120,7 @@ def _ranks(text: str | None, world: int) -> list[int]:
 
 
 def compare(rank: int, ran: RankRun, said: Expected) -> dict[str, Any]:
-    """Each figure as it was run and as it was planned."""
+    """Returns each figure as it was run and as it was planned."""
     calls = [
         {"phase": line[0], "axis": line[1], "op": line[2]} | _pair(ran.calls.get(line), said.calls.get(line))
         for line in sorted({*ran.calls, *said.calls})
@@ -160,7 +161,7 @@ def _by_axis(calls: Mapping[tuple[str, str, str], Mapping[str, int]]) -> dict[st
 
 
 def report(one: Mapping[str, Any], world: int) -> str:
-    """One rank's table: each figure as it was run, as it was planned, and whether they are equal."""
+    """Returns one rank's table: each figure as run, as planned, and whether they are equal."""
     head = f"rank {one['rank']} of {world} ({_place(one['coordinate'])}): {_layers(one['layers'])}"
     head += f", {one['micro_batches']} micro-batches"
     if one["step_s"] is not None:
@@ -181,7 +182,7 @@ def report(one: Mapping[str, Any], world: int) -> str:
 
 
 def _layers(numbers: list[int]) -> str:
-    """`layers 0-2, 8-10`."""
+    """Formats layer numbers as `layers 0-2, 8-10`."""
     starts = [n for n in numbers if n - 1 not in numbers]
     stops = [n for n in numbers if n + 1 not in numbers]
     runs = (f"{a}-{b}" if b > a else f"{a}" for a, b in zip(starts, stops, strict=True))

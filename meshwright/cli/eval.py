@@ -60,19 +60,19 @@ def run(args: argparse.Namespace) -> int:
 def preflight(
     source: str, overrides: Sequence[str], prefixes: Sequence[str] | None, split: str | None, world: int
 ) -> None:
-    """Everything that can be known without ranks and without weights."""
+    """Checks everything that can be checked without ranks and without weights."""
     from meshwright.config.rules import READ, check
     from meshwright.train.evaluate import config_with, open_model
 
     config = config_with(open_model(source)[1], sections_of(overrides, world, prefixes))
     check(config, world, READ)
-    data_of(source, config, prefixes, split, 0)  # no sample is drawn yet
+    data_of(source, config, prefixes, split, 0)  # this draws no sample yet
 
 
 def sections_of(
     overrides: Sequence[str], nproc: int, prefixes: Sequence[str] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The keys given, over a plain layout: one process, or all ranks data-parallel."""
+    """Returns the given keys on top of a plain layout: one process, or all ranks data-parallel."""
     from meshwright.config.load import set_key
 
     raw: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def sections_of(
     raw["pipeline"] = {"schedule": default_kind(1), "split": []} | raw.get("pipeline", {})
     raw["train"] = {"micro_batch": 1, "ramp": [], "compile": "false"} | raw.get("train", {})
     sizes = [raw["train"]["micro_batch"], *(raw["layout"].get(axis, 1) for axis in ("tp", "pp", "cp"))]
-    if all(isinstance(size, int) and size > 0 for size in sizes):  # or it is told when the config is made
+    if all(isinstance(size, int) and size > 0 for size in sizes):  # otherwise building the config reports the mistake
         micro_batch, tp, pp, cp = sizes
         raw["train"]["global_batch"] = max(1, nproc // (tp * pp * cp)) * micro_batch  # unused, but checked
     raw["run"] = {"eval_samples": 0, "device": "auto"} | raw.get("run", {})
@@ -96,7 +96,7 @@ def sections_of(
 def data_of(
     source: str, config: Config, prefixes: Sequence[str] | None, split: str | None, most: int
 ) -> Checked:
-    """What the model is evaluated on: at most an epoch of the files named, or of a part of the run's own data."""
+    """Returns the samples to evaluate on: at most one epoch of the named files, or of a split of the run's own data."""
     from meshwright.checkpoint.hf import NO_DATA
     from meshwright.data.stream import OneEpoch
     from meshwright.data.token_file import TokenFile
@@ -111,7 +111,7 @@ def data_of(
                 f"{prefix} holds {tokens} tokens, and one sample of the model takes {config.model.seq + 1}: name a "
                 "longer file with --data"
             )
-    part = "train" if prefixes else split or "valid"  # files that are named are not split: all of them is `train`
+    part = "train" if prefixes else split or "valid"  # named files are not split: all of their documents are in `train`
     data = dict(zip(SPLIT_NAMES, datasets_of(config), strict=True))[part]
     if data is None:
         raise UserError(

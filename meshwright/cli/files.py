@@ -1,4 +1,4 @@
-"""Files that a command writes beside what it prints. No torch."""
+"""Files that a command writes besides its output. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshwright.errors import UserError
 
 
 def write(path: Path | None, make: Callable[[], str | bytes]) -> None:
-    """Writes a file if it was asked for, and says so."""
+    """Writes a file if a path was given, and says so on stderr."""
     if path is None:
         return
     made = make()

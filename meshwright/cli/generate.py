@@ -22,7 +22,7 @@ EXAMPLES = """example:
   meshwright generate runs/mine@100 --prompt-tokens 5,17,2 --temperature 0.8 --top-p 0.9 --nproc 2 --json"""
 
 
-MIN_TEMPERATURE = 1e-4  # colder than that, the likeliest token is all there is
+MIN_TEMPERATURE = 1e-4  # below this, sampling always takes the likeliest token
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,14 +58,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def resolve(source: str) -> str:
-    """The folder to read: a checkpoint, or a Hugging Face folder as it is."""
+    """Returns the folder to read: a checkpoint, or a Hugging Face folder unchanged."""
     from meshwright.checkpoint.format import find
 
     return source if (Path(source) / "config.json").is_file() else str(find(source))
 
 
 def preflight(args: dict[str, Any]) -> list[int]:
-    """Checks what can be known without ranks and without weights; the prompt's ids."""
+    """Checks everything that can be checked without ranks and without weights, and returns the prompt's ids."""
     from meshwright.config.rules import READ, check
     from meshwright.train.evaluate import config_with, open_model
 
@@ -76,7 +76,7 @@ def preflight(args: dict[str, Any]) -> list[int]:
 
 
 def check_cut(config: Config, nproc: int) -> None:
-    """That the model can be cut over so many ranks, in words of this command."""
+    """Checks that the model can be split over that many ranks; errors use the words of this command."""
     from meshwright.config import rules
 
     model = config.model
@@ -97,7 +97,7 @@ def check_cut(config: Config, nproc: int) -> None:
 
 
 def tokenizer_of(path: Path, config: Any) -> Any:
-    """The tokenizer that lies beside a checkpoint or was used for the run's data; None if there is none."""
+    """Returns the tokenizer beside a checkpoint, or the one used for the run's data; None if there is none."""
     from meshwright.data.token_file import read_metadata
     from meshwright.data.tokenizers import load_tokenizer
 
@@ -114,12 +114,13 @@ def tokenizer_of(path: Path, config: Any) -> Any:
 
 
 def end_tokens(path: Path, tokenizer: Any) -> set[int]:
-    """After which a text is complete: as the model's makers say, else as the run's documents end."""
+    """Returns the tokens that end a text: those that the model's own files name, else the run's end-of-document
+    token."""
     from meshwright.checkpoint.hf import origin_of
 
     origin = origin_of(path)
     told: list[Any] = []
-    with contextlib.suppress(OSError, ValueError):  # it may be missing, and says nothing that can't be done without
+    with contextlib.suppress(OSError, ValueError):  # the file is optional
         told.append(json.loads((path / "generation_config.json").read_text(encoding="utf-8")))
     told += [origin.config] if origin is not None else []
     for each in told:
@@ -148,7 +149,7 @@ def prompt_ids(args: dict[str, Any], tokenizer: Any, vocab: int) -> list[int]:
         raise UserError("--prompt is not UTF-8: write the text in UTF-8, or give --prompt-tokens") from None
     encode = tokenizer.encode if origin_of(Path(args["source"])) is None else tokenizer.encode_with_special_tokens
     ids = list(encode(args["prompt"])) or [tokenizer.eod]
-    if max(ids) >= vocab:  # cut over ranks, the model would read it as nothing
+    if max(ids) >= vocab:  # a model split over ranks would read it as a row of zeros
         raise UserError(
             f"the prompt has token {max(ids)}, beyond the model's {vocab}: the tokenizer is another model's"
         )
@@ -156,7 +157,7 @@ def prompt_ids(args: dict[str, Any], tokenizer: Any, vocab: int) -> list[int]:
 
 
 def sections_of(nproc: int) -> dict[str, dict[str, Any]]:
-    """The keys that differ from the run's: one pipeline stage, cut over all ranks, and one sequence."""
+    """Returns the keys that differ from the run's: one pipeline stage, tp over all ranks, and one sequence."""
     return {
         "layout": {"tp": nproc, "pp": 1, "chunks": 1, "sequence_parallel": False},
         "pipeline": {"schedule": default_kind(1), "split": []},
@@ -175,7 +176,7 @@ def generate_rank(args: dict[str, Any]) -> None:
         tokenizer = tokenizer_of(path, ctx.config)
         ends = end_tokens(path, tokenizer)
         generator = Generator(modules[0], model.vocab, min(model.seq, len(prompt) + args["max_tokens"]))
-        most = min(args["max_tokens"], max(1, model.seq - len(prompt) + 1))  # the last token is not looked back at
+        most = min(args["max_tokens"], max(1, model.seq - len(prompt) + 1))  # the last token is never fed back
         words = (generator, prompt, most, args["temperature"], args["top_p"], args["seed"], ends)
         tokens = list(generate(*words))
         if place.rank == 0:

@@ -1,4 +1,4 @@
-"""`meshwright inspect`: what is in a checkpoint, and whether every byte is as it was written; imports no torch."""
+"""`meshwright inspect`: what a checkpoint holds, and whether every byte is as written. Needs no torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(path: Path, index: Index) -> dict[str, Any]:
-    """All that `--json` prints but the verification, which adds `verified_bytes` and `verify_seconds`."""
+    """Returns all that `--json` prints except the verification, which adds `verified_bytes` and `verify_seconds`."""
     states: dict[str, dict[str, Any]] = {}
     for name, tensor in index.tensors.items():
         state = states.setdefault(name.split("/", 1)[0], {"tensors": 0, "elements": 0, "bytes": 0, "dtypes": []})
@@ -63,7 +63,7 @@ def describe(path: Path, index: Index) -> dict[str, Any]:
 
 
 def page(found: dict[str, Any]) -> list[str]:
-    """The same for people."""
+    """Returns the same as text for people."""
     layout, model, world = found["layout"], found["model"], found["world"]
     cut = int(layout.get("tp", 1)) * int(layout.get("pp", 1)) * int(layout.get("cp", 1))
     sizes = {"dp": world // cut} | {axis: layout[axis] for axis in ("tp", "pp", "cp", "chunks") if axis in layout}

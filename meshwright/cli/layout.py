@@ -1,4 +1,4 @@
-"""`meshwright layout`: every rank group of a mesh, and a drawing of it; imports no torch."""
+"""`meshwright layout`: every rank group of a mesh, and a drawing of it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_axes(parser: argparse.ArgumentParser) -> None:
-    """The options that divide a world."""
+    """Adds the options that divide a world."""
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size (default 1)")
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default 1)")
     parser.add_argument("--cp", type=int, default=1, metavar="N", help="context-parallel size (default 1)")

@@ -1,4 +1,5 @@
-"""The `meshwright` command: picks one command's file, imports only that one, and turns mistakes into one sentence."""
+"""The `meshwright` command: it imports only the file of the command that was called, and turns mistakes into
+one-sentence errors."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import sys
 
 from meshwright.errors import UserError, nearest
 
-# What a path can do wrong.
+# The errors of a wrong path.
 PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENOSPC, errno.ELOOP)
 
 COMMANDS = {
@@ -38,10 +39,10 @@ COMMANDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with one sentence instead of the usage block on a mistake."""
+    """An argparse parser that reports a mistake in one sentence instead of the usage block."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        message = message.replace(", key=value", "")  # argparse calls it required where it stands beside options
+        message = message.replace(", key=value", "")  # argparse reports it as missing although it is optional
         raise UserError(f"{message} (see `{self.prog} --help`)")
 
 
@@ -78,7 +79,7 @@ def run(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(parser)
-    # key=value words may stand on both sides of an option; argparse allows that only without subcommands.
+    # key=value words may stand before and after an option; argparse allows that only without subcommands.
     parse = parser.parse_intermixed_args if getattr(module, "MIXED", False) else parser.parse_args
     return int(module.run(parse(argv[1:])) or 0)
 

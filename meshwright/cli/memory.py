@@ -1,4 +1,5 @@
-"""`meshwright memory`: bytes of one rank by kind, for any world size, without starting a process. Needs no torch."""
+"""`meshwright memory`: the bytes of one rank by kind, for any world size, without starting a process. Needs no
+torch."""
 
 from __future__ import annotations
 

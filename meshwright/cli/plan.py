@@ -1,4 +1,5 @@
-"""`meshwright plan`: searches the layouts of a model on a cluster and writes the config of the best. Needs no torch."""
+"""`meshwright plan`: searches the layouts of a model on a cluster and writes the config of the best one. Needs no
+torch."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from meshwright.show.terminal import table
 from meshwright.show.units import percent, seconds
 
 MIXED = True
-# Keys that leave fewer layouts, so that a search that finds none names them.
+# Keys that narrow the search, which its error names if no layout is found.
 NARROWING_KEYS = (*SPACE_FIELDS, "zero.shard_group", "train.ramp", "run.eval_samples")
 EXAMPLES = """example:
   meshwright plan llama3-70b --cluster h100-80g-dgx --devices 256 --global-batch 1024
@@ -91,14 +92,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_unsearched(words: list[str]) -> None:
-    """The search splits layers by itself; what a file says of it is left aside, but a word is meant."""
+    """Refuses a split given as a word: the search splits layers by itself. A split in a config file is ignored."""
     for word in words:
         if word.startswith("pipeline.split="):
             raise UserError(f"{word} would have no effect: leave it out, the search splits the layers itself")
 
 
 def _space(config: Config, words: list[str]) -> SearchSpace:
-    """What may be chosen: what the words leave open, and context parallelism where it can be trained."""
+    """Returns the search space: what the words leave open, and context parallelism where it can be trained."""
     fixed = fixed_keys(words)
     space = space_of(config, fixed)
     probe = replace(config, layout=replace(config.layout, cp=2))
@@ -108,7 +109,7 @@ def _space(config: Config, words: list[str]) -> SearchSpace:
 
 
 def known_run(target: Target, cluster: Cluster, stack: Stack, base: Job) -> Candidate | None:
-    """The published run's own layout under the same stack, where the question is about the same devices and batch."""
+    """Returns the published run's own layout with the same stack, if the cluster, devices and batch are the same."""
     run, asked = target.run, (cluster.name, base.world, base.global_batch)
     if not run or (run["cluster"], run["devices"], run["train"]["global_batch"]) != asked:
         return None
@@ -141,7 +142,7 @@ def signed(text: str) -> str:
 
 
 def _free(stem: str) -> Path:
-    """NAME.yaml, or with a number, so that nothing is lost that somebody has worked on."""
+    """Returns NAME.yaml, or NAME-2.yaml and so on, so that no file that somebody has edited is overwritten."""
     names = itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2)))
     return next(path for name in names if not (path := Path(f"{name}.yaml")).exists() or _unchanged(path))
 

@@ -1,4 +1,4 @@
-"""The report of a plan as one HTML page: ranking, memory, traffic, timeline. No torch."""
+"""The report of a plan as one HTML page: ranking, memory, traffic and timeline. No torch."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _communication(cost: Cost) -> str:
 
 
 def shortened(job: Job) -> Job:
-    """The same pipeline with few enough micro-batches to draw; a multiple of pp stays one."""
+    """Returns the same pipeline with few enough micro-batches to draw; a multiple of pp stays a multiple."""
     pp = job.layout.pp
     shown = max(2 * pp, SHOWN_MICRO_BATCHES // pp * pp)
     if job.micro_batches <= shown:

@@ -1,6 +1,6 @@
 """`meshwright predict`: step time and memory of published runs, beside what was measured. Needs no torch.
 
-The reader of the table knows papers by their names and is not part of the package: it is benchmarks/predict.py.
+The code that reads the table is specific to these papers and not part of the package: it is benchmarks/predict.py.
 """
 
 from __future__ import annotations

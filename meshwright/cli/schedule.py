@@ -1,4 +1,4 @@
-"""`meshwright schedule`: builds a pipeline schedule, proves it, times it and draws it. Needs no torch."""
+"""`meshwright schedule`: builds a pipeline schedule, verifies it, times it and draws it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int | None:
 
 
 def as_json(simulation: Simulation) -> dict[str, Any]:
-    """The simulation as JSON: times unrounded, actions per rank in the order of the table."""
+    """Returns the simulation as JSON: unrounded times, and each rank's actions in the order of the table."""
     return {
         "makespan": simulation.makespan,
         "bubble": simulation.bubble,
@@ -71,7 +71,7 @@ def _action(timed: Timed) -> dict[str, Any]:
 
 
 def report(simulation: Simulation, args: argparse.Namespace) -> str:
-    """The drawing and the figures, for people."""
+    """Returns the drawing and the figures, for people."""
     drawn = simulation.table
     rows = [("rank", "stages", "busy", "idle", "bubble", "peak activations")]
     for rank in range(drawn.pp):
@@ -98,5 +98,5 @@ def report(simulation: Simulation, args: argparse.Namespace) -> str:
 
 
 def _small(value: float, beside: float) -> str:
-    """A difference of sums; what is rounding beside them is shown as 0."""
+    """Formats a difference of sums; mere rounding error is shown as 0."""
     return f"{value:.6g}" if value > 1e-9 * beside else "0"

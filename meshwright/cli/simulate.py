@@ -1,4 +1,5 @@
-"""`meshwright simulate`: one step on every pipeline rank, drawn or as a trace, also with a slow part. No torch."""
+"""`meshwright simulate`: one step on every pipeline rank, drawn or as a trace, optionally with a slow part. No
+torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshwright train`: starts local ranks, or is one rank of torchrun or srun."""
+"""`meshwright train`: starts local ranks, or runs as one rank of torchrun or srun."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_rank(args: argparse.Namespace, local_rank: int, world: int) -> int:
-    """This process was started by torchrun or srun. A mistake is the same on every rank: one per machine reports it."""
+    """Runs as one rank started by torchrun or srun. A mistake is the same on every rank, so one rank per machine
+    reports it."""
     from meshwright.train.launch import guarded
 
     try:
@@ -88,7 +89,7 @@ def _devices(config: Config) -> int:
 
 
 def preflight(config: Config, world: int, source: str | None) -> None:
-    """Everything that can be known without ranks."""
+    """Checks everything that can be checked without ranks."""
     from meshwright.device import check_machine
     from meshwright.train.datasets import datasets_of
 
@@ -99,7 +100,7 @@ def preflight(config: Config, world: int, source: str | None) -> None:
 
 
 def train(path: str, overrides: Sequence[str], source: str | None, as_json: bool) -> None:
-    """One rank's whole run."""
+    """Runs one rank of the whole run."""
     from meshwright.show.live import Display
     from meshwright.show.run_page import summary
     from meshwright.train.gpt import datasets_provider, forward_step, model_provider
@@ -116,7 +117,7 @@ def train(path: str, overrides: Sequence[str], source: str | None, as_json: bool
 
 
 def figures_of(folder: str) -> dict[str, Any]:
-    """What the summary tells, as numbers: the run's first and last step and its validations."""
+    """Returns the figures of the summary: the run's first and last step and its validations."""
     steps, validations = (
         [json.loads(line) for line in (Path(folder) / name).read_text(encoding="utf-8").splitlines()]
         for name in ("metrics.jsonl", "validation.jsonl")

@@ -25,7 +25,7 @@ MAX_PERIOD = 1 << 16
 
 
 class SampleSource(Protocol):
-    """What a blend needs of a dataset: it has endless numbered samples of seq + 1 tokens."""
+    """What a blend needs of a dataset: endless numbered samples of seq + 1 tokens."""
 
     seq: int
 
@@ -96,7 +96,7 @@ class Blend:
         self.weights = whole_weights(weights)
         self.period = sum(self.weights)
         self._dataset = blend_pattern(self.weights, seed)
-        self._rank = np.empty(self.period, np.int32)  # how many of its dataset came before it in the period
+        self._rank = np.empty(self.period, np.int32)  # how many of its dataset come before it in the period
         for d, weight in enumerate(self.weights):
             self._rank[self._dataset == d] = np.arange(weight)
 

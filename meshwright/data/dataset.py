@@ -19,13 +19,13 @@ from meshwright.data.shuffle import keyed_permutation
 from meshwright.data.token_file import TokenFile
 from meshwright.errors import UserError
 
-EPOCHS_KEPT = 3  # a batch may straddle two epochs, whose later one may need the beginning of the next
-CHECKED_AT_ONCE = 1 << 20  # documents of an index
-MANY_DOCUMENTS = 24  # in a sample; from here on one gather beats a copy per document
+EPOCHS_KEPT = 3  # a batch may straddle two epochs, and the later one may need the beginning of the next
+CHECKED_AT_ONCE = 1 << 20  # documents of an index that are checked at once
+MANY_DOCUMENTS = 24  # documents per sample from which on one gather beats a copy per document
 
 
 class TooSmall(UserError):
-    """The documents of a part hold less than one sample."""
+    """Raised when the documents of a split hold less than one sample."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
-"""Where documents come from: text files, .jsonl files, folders of them, and Python's own standard library.
-
-Inputs become spans (a range of bytes of one file) and spans become tasks of about a megabyte, so that the process
-that plans reads next to nothing and workers read, decode and parse for themselves. A text file is one document; a
-long one is cut into several spans where its tokenizer allows, the last of which ends the document.
-"""
+"""Where documents come from: text files, .jsonl files, folders of them, and Python's own standard library. Inputs
+become byte ranges of single files, and byte ranges become tasks of about a megabyte, so that the planning process reads
+next to nothing and workers read, decode and parse for themselves. A text file is one document; a long one is cut into
+several byte ranges where its tokenizer allows, the last of which ends the document."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ class Source:
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Bytes [start, end) of a file. With `last`, a document ends where the span does."""
+    """The bytes [start, end) of a file. With `last`, a document ends where the range does."""
 
     path: str
     lines: bool
@@ -50,7 +48,7 @@ Task = tuple[ByteRange, ...]
 
 @dataclass(frozen=True)
 class DocumentPart:
-    """A document, or without `last` a part of one. `replaced` says that it held bytes that are not UTF-8."""
+    """A document, or without `last` a part of one. `replaced` says whether it held bytes that are not UTF-8."""
 
     text: str
     last: bool
@@ -58,7 +56,8 @@ class DocumentPart:
 
 
 def find_sources(inputs: Iterable[str]) -> list[Source]:
-    """Returns every file that the inputs name, in the order given and sorted within a folder; there must be one."""
+    """Returns every file that the inputs name, in the order given and sorted within a folder; finding none is an
+    error."""
     sources: list[Source] = []
     for name in inputs:
         found = list(_sources_of(name))
@@ -93,7 +92,7 @@ def _walk(root: str, suffixes: tuple[str, ...], skipped: frozenset[str]) -> Iter
     def fail(error: OSError) -> None:
         raise _unreadable(error.filename, error) from None
 
-    seen: set[str] = set()  # a link may lead back up
+    seen: set[str] = set()  # a symlink may lead back up
     for folder, folders, files in os.walk(root, onerror=fail, followlinks=True):
         here = os.path.realpath(folder)
         if here in seen:
@@ -159,7 +158,7 @@ def _next_cut(handle: int, position: int, size: int, cut: re.Pattern[bytes]) -> 
 
 
 def read_documents(span: ByteRange, field: str) -> Iterator[DocumentPart]:
-    """Yields the documents of a span, or its part of one; empty lines of a .jsonl file are skipped."""
+    """Yields the documents of a byte range, or its part of one; empty lines of a .jsonl file are skipped."""
     try:
         with open(span.path, "rb") as file:
             file.seek(span.start)

@@ -22,11 +22,11 @@ from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer, train_
 from meshwright.data.workers import map_in_order
 from meshwright.errors import UserError
 
-QUICK_BYTES, SLOW_BYTES = 16 << 20, 2 << 20  # less input than this is not worth another process
+QUICK_BYTES, SLOW_BYTES = 16 << 20, 2 << 20  # input per process: less is not worth another process
 TRAINING_BYTES = 512 << 20
 
 
-# Of a label and a total: a context that gives the function to call with what is newly done.
+# progress(label, total) is a context that yields the function to call with each further number of bytes done.
 Progress = Callable[[str, int], contextlib.AbstractContextManager[Callable[[int], None]]]
 
 
@@ -38,7 +38,7 @@ def no_progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The result of a task: its pieces' ids back to back, as the token file stores them, and their lengths."""
+    """The result of a task: the ids of its documents back to back, as the token file stores them, and their lengths."""
 
     tokens: bytes
     lengths: list[int]
@@ -123,7 +123,7 @@ def prepare(
 ) -> Summary:
     """Writes OUT.bin, OUT.idx and OUT.json (and OUT.tokenizer.json with `train:SIZE`) from the inputs.
 
-    `progress(label, total)` is a context that gives the function to call with each further number of bytes done.
+    `progress(label, total)` is a context that yields the function to call with each further number of bytes done.
     With more than one worker a script must guard its entry with `if __name__ == "__main__"`, as for any module that
     starts processes.
     """

@@ -60,7 +60,7 @@ class SampleStream:
         ends = tokens == options.eod
         if options.mask_eod:
             found["loss_mask"][ends] = 0
-        begins = np.zeros(self.seq, bool)  # a document begins here, the first of the sample apart
+        begins = np.zeros(self.seq, bool)  # where a document begins, except the first of the sample
         begins[1:] = ends[:-1]
         if options.reset_positions:
             index = np.arange(self.seq, dtype=np.int64)
@@ -103,7 +103,7 @@ def split_documents(count: int, shares: Sequence[float]) -> list[tuple[int, int]
 
     While there are enough documents, a part with a share above 0 gets at least one.
     """
-    left = sum(share > 0 for share in shares)  # parts that are still to get documents
+    left = sum(share > 0 for share in shares)  # splits that still need documents
     least = int(count >= left)
     ranges, low, total = [], 0, 0.0
     for share in shares:

@@ -22,7 +22,7 @@ from meshwright.data.token_file import CODES, HEADER, MAGIC, VERSION, read_metad
 from meshwright.errors import UserError
 
 PARTIAL = ".partial"
-SIDE_FILES = (".json", ".tokenizer.json")  # beside a pair: its metadata, and a tokenizer that was trained for it
+SIDE_FILES = (".json", ".tokenizer.json")  # a pair's metadata, and the tokenizer that was trained for it
 
 
 class TokenFileWriter:
@@ -117,7 +117,7 @@ class TokenFileWriter:
     def abort(self) -> None:
         """Removes the partial files; nothing that has its final name is touched."""
         self._remove_partials((".bin", ".idx", *SIDE_FILES))
-        with contextlib.suppress(OSError):  # a full disk refuses the last buffer too
+        with contextlib.suppress(OSError):  # on a full disk flushing the last buffer fails too
             self._bin.close()
 
     def _open_locked(self, path: str) -> BinaryIO:

@@ -31,7 +31,7 @@ Make = Callable[..., Callable[[T], R]]
 class Worker:
     process: BaseProcess
     pipe: Connection[Any, Any]
-    task: int | None = None  # the number of the task it has in hand
+    task: int | None = None  # the number of the task it is working on
 
 
 def map_in_order(make: Make[T, R], args: tuple[Any, ...], tasks: Iterator[T], count: int) -> Generator[R, None, None]:
@@ -75,7 +75,7 @@ def _results(workers: list[Worker], tasks: Iterator[Any]) -> Iterator[Any]:
             return
         for pipe in wait(list(by_pipe)):
             worker = by_pipe[pipe]
-            result = _receive(worker)  # of an idle worker nothing can come but the news of its end
+            result = _receive(worker)  # an idle worker can only report that it has ended
             assert worker.task is not None
             ready[worker.task], worker.task = result, None
         while given in ready:

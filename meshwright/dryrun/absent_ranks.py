@@ -1,4 +1,4 @@
-"""A world in which only one rank exists: torch's fake process group makes its collectives free, apart from the memory
+"""A world in which only one rank exists: torch's fake process group makes its collectives free, except for the memory
 that they fill."""
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from meshwright.comm.mesh import Mesh
 
 @contextmanager
 def fake_world(rank: int, world: int) -> Iterator[None]:
-    """Initialises torch.distributed as rank `rank` of `world`, without the others."""
+    """Initialises torch.distributed as rank `rank` of `world`, without the other ranks."""
     if world == 1:
         yield
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    hook = sys.excepthook  # torch replaces it for good, by one that names the rank
+    hook = sys.excepthook  # torch replaces it permanently with one that names the rank
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         yield
@@ -42,7 +42,7 @@ def stand_in(mesh: Mesh) -> None:
 
 
 def _fill(group: Any) -> None:
-    """Wraps the calls that leave their output unwritten: it is filled after they were made and counted as usual."""
+    """Wraps the calls that leave their output unwritten: it is filled after the call was made and counted as usual."""
     take, scatter = group.receive, group.reduce_scatter
 
     def receive(x: Tensor, source: int, tag: int = 0) -> Pending:

@@ -31,7 +31,7 @@ _RESIZE, _SDPA = torch.UntypedStorage.resize_, F.scaled_dot_product_attention
 
 
 class ResultShape(NamedTuple):
-    """The shape of a result, from which an equal one can be made."""
+    """The shape of a result, from which a tensor like it can be created."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -42,7 +42,7 @@ class ResultShape(NamedTuple):
 
 
 class ByteCounter:
-    """Bytes that are held now, and the most that were held at once."""
+    """The bytes that are held now, and the most that were held at once."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
@@ -53,7 +53,7 @@ class ByteCounter:
 
 
 class Storages:
-    """Every storage that is alive, with its size. `all` counts every one, `named` only the chosen ones."""
+    """Every storage that is allocated, with its size. `all` counts every one, `named` only the chosen ones."""
 
     def __init__(self) -> None:
         self.all, self.named = ByteCounter(), ByteCounter()
@@ -87,7 +87,7 @@ class Storages:
             self._sizes[key] = 0
 
     def forget(self) -> None:
-        """Starts the peaks again from what is held now."""
+        """Resets the peaks to what is held now."""
         for tally in (self.all, self.named):
             tally.most = tally.now
 
@@ -149,8 +149,8 @@ class MetaMode(TorchDispatchMode):
 
     @contextmanager
     def _still_here(self) -> Iterator[None]:
-        """torch sets a mode aside while it handles a call; this brings it back, so that it also sees what our operators
-        call."""
+        """Re-enters this mode while it handles a call, during which torch sets it aside, so that it also sees what our
+        operators call."""
         super().__enter__()  # type: ignore[no-untyped-call]
         try:
             yield
@@ -164,7 +164,7 @@ class MetaMode(TorchDispatchMode):
         made = []
         for x in results:
             if x is not None and (not isinstance(x, Tensor) or not x.is_meta or x.untyped_storage()._cdata in given):
-                return  # not a tensor, or another view of what was given
+                return  # not a tensor, or another view of an input
             made.append(None if x is None else ResultShape(tuple(x.shape), x.stride(), x.dtype))
         if several:
             self._known[key] = tuple(made)
@@ -173,14 +173,14 @@ class MetaMode(TorchDispatchMode):
 
 
 def _makes_new(func: Any) -> bool:
-    """Whether this is an operator of torch that returns new tensors and changes none."""
+    """Returns whether this is an operator of torch that returns new tensors and changes none."""
     schema = func._schema
     parts = (*schema.arguments, *schema.returns)
     return func.namespace == "aten" and bool(schema.returns) and all(part.alias_info is None for part in parts)
 
 
 def _key(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """All that the result's shapes depend on; None where we can't tell."""
+    """Returns everything that the result's shapes depend on; None where we can't tell."""
     parts: list[Any] = [func]
     return tuple(parts) if _describe(parts, args) and _describe(parts, kwargs.items()) else None
 
@@ -203,7 +203,7 @@ def _describe(parts: list[Any], values: Iterable[Any]) -> bool:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """RMS norm with the inputs, outputs and saved tensors of CUDA's kernel."""
+    """An RMS norm with the inputs, outputs and saved tensors of CUDA's kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -245,7 +245,8 @@ def _attention(
 
 
 def _resize(storages: Storages) -> Callable[..., Any]:
-    """A `resize_` that is counted: releasing a storage under a tensor that stays is no operator, so no mode sees it."""
+    """Replaces `resize_` by one that is counted: releasing a storage under a tensor that stays is not an operator, so
+    no mode sees it."""
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         done = _RESIZE(storage, size)

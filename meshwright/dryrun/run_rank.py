@@ -1,5 +1,5 @@
-"""Executes one rank of a cluster that is not there: its real model, buffers, optimizer and schedule run a step, with
-torch's fake process group in place of the other ranks, on `meta`, where nothing is computed, or on a device."""
+"""Executes one rank of a cluster that isn't there: its real model, buffers, optimizer and schedule run a step, with
+torch's fake process group in place of the other ranks. It runs on `meta`, where nothing is computed, or on a device."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
 from meshwright.train.step import StepResult, Trainer
 
-TIMED = 2  # steps on a device, after one that warms up
+TIMED = 2  # steps that are timed on a device, after one warm-up step
 
 
 @dataclass(frozen=True)
 class RankRun:
-    """What a rank held and did in one step. `states` has the bytes on the device by kind, `calls` the ledger by phase,
-    axis and op, `most` the peaks of what was held for a while, as far as they were measured, and `step_s` the time of
-    the compute."""
+    """What a rank held and did in one step: `states` are the bytes on the device by kind, `calls` the ledger by phase,
+    axis and op, `most` the peaks of what was held for a while, as far as they were measured, and `step_s` the compute
+    time."""
 
     parameters: int
     states: Counts
@@ -72,8 +72,8 @@ def run_rank(config: Config, world: int, rank: int, device: Device) -> RankRun:
 
 
 def make_rank(config: Config, world: int, rank: int, device: Device) -> Trainer:
-    """The trainer of one rank inside its `fake_world`."""
-    # A device draws its weights itself, which needs them whole at first: the host takes hours to draw a large model.
+    """Builds the trainer of one rank inside its `fake_world`."""
+    # A device draws its own weights, unsharded at first: the host would take hours to draw those of a large model.
     ctx = build_context(config, rank, world, device, trains=device.kind == "meta")
     stand_in(ctx.mesh)
     data = samples_of(ctx)
@@ -86,7 +86,7 @@ def make_rank(config: Config, world: int, rank: int, device: Device) -> Trainer:
 
 
 def samples_of(ctx: Context) -> RandomTokens:
-    """Random tokens whose embeddings this rank holds: those of absent ranks would be rows of zeros, which norms blow
+    """Returns random tokens whose embeddings this rank holds: for the others it sees rows of zeros, which norms blow
     up."""
     c, tp_rank = ctx.config, max(0, ctx.mesh.tp.index)
     rows = vocabulary_rows(c.model.vocab, ctx.at)
@@ -121,7 +121,7 @@ def _dry_steps(trainer: Trainer, dry: MetaMode) -> tuple[list[StepResult], Count
     if parallel.stage == 3:
         storages.name(bucket.params.tensor for buffer in parallel.buffers for bucket in buffer.buckets)
         if trainer.micro_batches == 1:
-            trainer.step()  # the first micro-batch notes the order in which weights are fetched ahead
+            trainer.step()  # the first micro-batch records the order in which weights are prefetched
     storages.forget()
     saved = SavedBytes(lasting(trainer))
     with saved:
@@ -131,7 +131,7 @@ def _dry_steps(trainer: Trainer, dry: MetaMode) -> tuple[list[StepResult], Count
 
 
 def lasting(trainer: Trainer) -> Iterable[Tensor]:
-    """The tensors that autograd may keep for backward without allocating memory: parameters and tables."""
+    """Returns the tensors that autograd may save for backward without allocating memory: parameters and tables."""
     for module in trainer.modules:
         yield from module.buffers()
     for buffer in trainer.data_parallel.buffers:
@@ -152,7 +152,7 @@ def _timed_steps(trainer: Trainer) -> tuple[list[StepResult], Counts]:
 
 
 def state_bytes(trainer: Trainer) -> Counts:
-    """The bytes by kind of the tensors that last from step to step, without those that are offloaded."""
+    """Returns the bytes by kind of the tensors that persist from step to step, except those that are offloaded."""
     buffers, states = trainer.data_parallel.buffers, trainer.optimizer.states
     weights = [buffer.store for buffer in buffers if buffer.store is not None]
     return {
@@ -168,13 +168,13 @@ def _on_device(stores: Iterable[StateStore]) -> int:
 
 
 def stores_of(trainer: Trainer) -> list[StateStore]:
-    """What a rank owns share by share, wherever it is stored."""
+    """Returns the states of a rank, shard by shard, wherever they are stored."""
     found = [store for state in trainer.optimizer.states for store in state.stores]
     return found + [buffer.store for buffer in trainer.data_parallel.buffers if buffer.store is not None]
 
 
 def calls_of(trainer: Trainer) -> dict[tuple[str, str, str], Counts]:
-    """The ledger of the last step, by phase, axis and op."""
+    """Returns the ledger of the last step, by phase, axis and op."""
     found: dict[tuple[str, str, str], Counts] = {}
     for entry, tally in trainer.ctx.ledger.entries.items():
         counts = found.setdefault((entry.phase, entry.axis, entry.op), {})

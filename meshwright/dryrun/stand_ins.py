@@ -1,4 +1,4 @@
-"""What a single rank is given instead of a data set and a start from the seed, and how its memory is released."""
+"""What a single rank gets in place of a dataset and of seeded weights, and how its memory is released."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def release(trainer: Trainer) -> None:
         tensors += [buffer.params, buffer.grads]
         tensors += [memory.tensor for bucket in buffer.buckets for memory in (bucket.params, bucket.grads)]
     for storage in (tensor.untyped_storage() for tensor in tensors):
-        if storage.resizable():  # the memory of states offloaded to the host or to files belongs to the system
+        if storage.resizable():  # states offloaded to the host or to files can't be resized
             storage.resize_(0)

@@ -1,5 +1,8 @@
-"""Clusters as data: devices, nodes, links and how much of their peak rates training reaches. No torch. A cluster is a
-YAML file; those that ship with the package are in `clusters/`. Every number there has its source beside it."""
+"""Clusters as data: devices, nodes, links and how much of their peak rates training reaches. No torch.
+
+A cluster is a YAML file; those that ship with the package are in `clusters/`. Every number there has its source beside
+it.
+"""
 
 from __future__ import annotations
 

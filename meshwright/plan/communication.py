@@ -1,6 +1,6 @@
 """Every byte that a training step sends, from the config alone, in exact integers. No torch.
 
-Inside the model, parts declare what they communicate (`parts/`); every other source of traffic is one small function here
+Inside the model, parts declare what they communicate (`parts/`); every other source is one small function here
 with its closed formula. What they yield are calls as one rank's ledger counts them; sums over calls and ranks equal the
 `comm` of metrics.jsonl. The letters of the formulas:
 
@@ -91,8 +91,8 @@ def batch(job: Job, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
 
 
 def units(job: Job, stage: Stage) -> Iterator[RepeatedCall]:
-    """The collectives that the parts of a stage declare, once per micro-batch. If blocks are recomputed, backward repeats what their
-    forward sends."""
+    """The collectives that the parts of a stage declare, once per micro-batch. If blocks are recomputed, backward
+    repeats what their forward sends."""
     for unit, count in job.units(stage):
         again = isinstance(unit, Block) and job.config.recompute.blocks > 0
         for call in unit_collectives(unit, job.at, job.batch):
@@ -118,7 +118,7 @@ def pipeline(job: Job, pp_rank: int, held: Sequence[Stage]) -> Iterator[Repeated
 
     M sends of H (H / t with split tokens) in either direction for each boundary between virtual stages: over all ranks
     2 M (p chunks - 1) x world / p sends where p > 1, under every schedule that goes round the ranks. A program that
-    scatters its sends gathers each over tp when it has come.
+    scatters its sends gathers each one over tp after receiving it.
     """
     payload, tp = passed_bytes(job), job.layout.tp
     scatters = job.stack.scatter_sends and tp > 1 and not job.at.splits_tokens
@@ -140,10 +140,10 @@ class HeldParameter(NamedTuple):
 
 def parameters(job: Job, held: Sequence[Stage]) -> list[HeldParameter]:
     """The parameters of a rank's chunks in the order of forward, both ends of a tie on one rank counted once, with the
-    fetches of both. Of all tp ranks alike: their pieces have one size.
+    gathers of both. The list is the same for all tp ranks: their pieces have one size.
 
-    A unit (embedding, block, head) is fetched for forward and, unless it and everything before it is frozen, for
-    backward. Of N blocks that are recomputed together, all but the last are fetched once more for that.
+    A unit (embedding, block, head) is gathered for forward and, unless it and everything before it is frozen, for
+    backward. Of N blocks that are recomputed together, all but the last are gathered once more for that.
     """
     together = job.config.recompute.blocks
     found: list[HeldParameter] = []

@@ -1,4 +1,4 @@
-"""Why a layout is the best, what the next ones lose on, and the config that trains it. No torch."""
+"""Why a layout is the best, where the runners-up lose time, and the config that trains the best. No torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from meshwright.plan.job import ranks_per_node
 from meshwright.plan.search import Candidate
 from meshwright.show.units import percent, seconds
 
+# The keys that a written config always names, even where they have their default.
 ALWAYS_WRITTEN = {
     "layout": ("tp", "pp", "chunks", "order", "sequence_parallel", "node_size"), "pipeline": ("schedule",),
     "train": ("global_batch", "micro_batch", "precision"), "zero": ("stage",), "recompute": ("mode",),
@@ -18,7 +19,7 @@ ALWAYS_WRITTEN = {
 
 
 def parts_of(cost: Cost) -> dict[str, float]:
-    """Where a step's seconds go; they add up to the step."""
+    """Returns where a step's seconds go; they add up to the step."""
     found = {"compute": cost.compute_s, "optimizer": cost.optimizer_s, "idle": cost.idle_s}
     for name in ("tp", "cp", "dp", "pp", "embedding"):
         found[name] = cost.axes[name].exposed if name in cost.axes else 0.0
@@ -28,7 +29,7 @@ def parts_of(cost: Cost) -> dict[str, float]:
 
 
 def against(best: Cost, other: Cost) -> str:
-    """What `other` loses against `best`, the largest parts first."""
+    """Says where `other` loses time against `best`, the largest parts first."""
     mine, its = parts_of(best), parts_of(other)
     lost = sorted(((its[name] - mine[name], name) for name in mine), reverse=True)
     worse = [f"{name} +{seconds(gap)}" for gap, name in lost if gap > 0.002 * best.step_s][:3]
@@ -38,7 +39,7 @@ def against(best: Cost, other: Cost) -> str:
 
 
 def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> list[str]:
-    """A few sentences on the best of a ranking."""
+    """Returns a few sentences about the best of a ranking."""
     best = candidates[0]
     cost, job, c = best.cost, best.job, best.job.config
     parts = parts_of(cost)
@@ -70,7 +71,8 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
 
 
 def yaml_of(best: Candidate) -> str:
-    """A config for `meshwright train`: what was chosen, and the keys that are not at their default anyway."""
+    """Returns a config for `meshwright train`: the choices of the plan, and all other keys that are not at their
+    defaults."""
     job = best.job.replaced(layout={"node_size": best.job.node_size})
     wanted = to_mapping(job.config)
     least = {key: wanted["model"][key] for key in (["preset"] if job.config.model.preset else wanted["model"])}

@@ -20,7 +20,8 @@ def unit_work(unit: Unit, at: Coordinate, batch: MicroBatch, kernels: Kernels) -
 
 
 def _sequence_flops(units: Iterable[tuple[Unit, int]], seq: int) -> tuple[float, float]:
-    """Forward of one sequence: the products with weights, and attention's core of the causal half."""
+    """Returns the forward FLOPs of one sequence: the products with weights, and attention's core over the causal
+    half."""
     products = core = 0.0
     for unit, count in units:
         work = unit_work(unit, ALONE, MicroBatch(1, seq), Kernels())
@@ -36,14 +37,15 @@ def _model_sequence(model: ModelConfig) -> tuple[tuple[float, float], tuple[floa
 
 
 def model_flops(model: ModelConfig, tokens: float, causal: bool = False) -> float:
-    """Forward and backward of `tokens` tokens, recomputation not counted; attention whole unless `causal`."""
+    """Returns the forward and backward FLOPs of `tokens` tokens without recomputation; attention counts in full unless
+    `causal`."""
     (products, core), (head, _) = _model_sequence(model)
     return 3.0 * (products + core * (1 if causal else 2) + head) * tokens / model.seq
 
 
 def recomputed_flops(model: ModelConfig, tokens: float, recompute: str, causal: bool = False) -> float:
-    """What recomputation adds to `model_flops`: attention's core with `selective`, all blocks with `full` and with
-    `every:N`, which keeps each N-th input."""
+    """Returns what recomputation adds to `model_flops`: attention's core with `selective`, all blocks with `full` and
+    with `every:N`, which keeps every N-th input."""
     (products, core), _ = _model_sequence(model)
     core *= 1 if causal else 2
     again = {"none": 0.0, "selective": core}.get(recompute, products + core)
@@ -51,13 +53,14 @@ def recomputed_flops(model: ModelConfig, tokens: float, recompute: str, causal: 
 
 
 def head_worth(model: ModelConfig) -> float:
-    """How many of a model's layers the products of its output layer equal."""
+    """Returns how many of a model's layers have as many FLOPs as its output layer."""
     (products, core), (head, _) = _model_sequence(model)
     return head / ((products + core) / model.layers)
 
 
 def balanced_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
-    """Layers of each stage when the output layer counts as the layers it is worth: the longest stage is shortest."""
+    """Returns the layers of each stage such that the longest stage is as short as possible, counting the output layer
+    as the layers it is worth."""
     worth, others = head_worth(model), stages - 1
     exact = (model.layers + worth) / stages - worth
     tried = {max(0, min(model.layers - others, round(exact) + step)) for step in (-1, 0, 1)}
@@ -67,7 +70,8 @@ def balanced_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
 
 
 def best_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
-    """`balanced_split` where it makes the longest stage shorter than even stages do; else (), which means even."""
+    """Returns `balanced_split` where that makes the longest stage shorter than even stages do; else (), which means
+    even."""
     if stages == 1:
         return ()
     worth, split = head_worth(model), balanced_split(model, stages)

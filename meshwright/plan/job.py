@@ -1,4 +1,4 @@
-"""What is planned: one training step of a config on a number of devices, under a software stack. No torch.
+"""The job that is planned: one training step of a config on a number of devices, with a software stack. No torch.
 
 Every planning command asks this one value: parameters, FLOPs, bytes, memory and time are folds over its model's units.
 """
@@ -40,7 +40,7 @@ class Job:
     config: Config
     world: int
     stack: Stack
-    cluster_node: int = 0  # devices of a node, if the config doesn't say
+    cluster_node: int = 0  # devices per node, unless the config says
     samples: int | None = None
     fields: Mapping[str, str] | None = None
     monitored: int = 0
@@ -48,7 +48,7 @@ class Job:
     reducer: ReducerPlan = PLAIN
 
     def replaced(self, **sections: Mapping[str, Any]) -> Job:
-        """The same job with keys of its config changed, section by section."""
+        """Returns the same job with some keys of its config changed, section by section."""
         return replace(self, config=with_keys(self.config, **sections))
 
     @cached_property
@@ -65,7 +65,7 @@ class Job:
 
     @cached_property
     def at(self) -> Coordinate:
-        """The coordinate of rank 0: what parts state in bytes is the same for all ranks of a layout."""
+        """The coordinate of rank 0: the bytes that parts declare are the same for all ranks of a layout."""
         return coordinate_of(self.layout, 0, self.config.layout.sequence_parallel)
 
     @cached_property
@@ -91,12 +91,12 @@ class Job:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of one rank in the step."""
+        """The number of micro-batches per rank in the step."""
         return max(1, self.global_batch // (self.layout.dp * self.config.train.micro_batch))
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole step."""
+        """The number of tokens of the whole step."""
         return self.global_batch * self.config.model.seq
 
     @cached_property
@@ -124,19 +124,21 @@ class Job:
         return tuple(tuple(stages[chunk] for chunk in sorted(stages)) for stages in found)
 
     def units(self, stage: Stage) -> tuple[tuple[Unit, int], ...]:
-        """The units of a stage with how many there are of each kind: embedding, kinds of blocks, head."""
+        """Returns the units of a stage with the number of each kind: embedding, kinds of blocks, head."""
         return units_of(self.model, stage)
 
     @cached_property
     def representative_ranks(self) -> tuple[int, ...]:
-        """For every pipeline rank, the first that holds the same kinds of units, and so computes and holds the same."""
+        """For every pipeline rank, the first rank that has the same kinds of units, and so the same compute and
+        memory."""
         first: dict[tuple[object, ...], int] = {}
         held = (tuple(self.units(stage) for stage in stages) for stages in self.chunks)
         return tuple(first.setdefault(units, rank) for rank, units in enumerate(held))
 
     @cached_property
     def sharding(self) -> tuple[int, int, int]:
-        """The ZeRO stage as it runs, the ranks that divide the states, and the copies of these."""
+        """The effective ZeRO stage, the number of ranks that shard the states, and the number of replicas of these
+        shards."""
         stage, shards, replicas = shard_axes(self.layout, self.config.zero)
         return (
             stage, self.layout.size(shards) if shards else 1, self.layout.size(replicas) if replicas else 1
@@ -152,12 +154,13 @@ def units_of(model: Model, stage: Stage) -> tuple[tuple[Unit, int], ...]:
 
 
 def with_keys(config: Config, **sections: Mapping[str, Any]) -> Config:
-    """A config with some keys changed, section by section."""
+    """Returns a config with some keys changed, section by section."""
     return replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in sections.items()})
 
 
 def job_of(config: Config, world: int, stack: Stack | None = None, **more: Any) -> Job:
-    """The job of a config, if its step can be divided among `world` ranks. Without a stack: Meshwright's own."""
+    """Returns the job of a config, if its step can be divided among `world` ranks. The default stack is Meshwright's
+    own."""
     host = more.pop("host", config.run.device == "cpu")
     job = Job(config, world, stack or own_stack(config, host), host=host, **more)
     c = config.layout
@@ -178,13 +181,13 @@ def job_of(config: Config, world: int, stack: Stack | None = None, **more: Any) 
 
 
 def checked_job(config: Config, world: int, stack: Stack | None = None, **more: Any) -> Job:
-    """The job of a config that could be trained as it is."""
+    """Returns the job of a config that passes all rules for training."""
     check(config, world)
     return job_of(config, world, stack, **more)
 
 
 def ranks_per_node(layout: Layout, axis: str) -> int:
-    """How many ranks of one group of `axis` stand on one node, in the group that is spread over the most nodes."""
+    """Returns how many ranks of one group of `axis` are on one node, for the group that spans the most nodes."""
     return _ranks_per_node(replace(layout, parts=()) if layout.parts else layout, axis)
 
 
@@ -197,8 +200,8 @@ def _ranks_per_node(layout: Layout, axis: str) -> int:
 
 
 def _groups_align_with_nodes(layout: Layout, node_size: int) -> bool:
-    """Whether the groups of an axis all lie alike on the nodes: no group of neighbours begins inside of one node and
-    ends inside of another."""
+    """Returns whether all groups of an axis are placed on nodes in the same way: no group of neighbours begins inside
+    one node and ends inside another."""
     span = 1
     for axis in layout.order.split("-"):
         span *= layout.axis_size(axis)
@@ -209,8 +212,8 @@ def _groups_align_with_nodes(layout: Layout, node_size: int) -> bool:
 
 @lru_cache(maxsize=100_000)
 def senders_across(layout: Layout, around: bool) -> int:
-    """The ranks of one node that send to a next stage on another node, on the node where these are the most. `around`:
-    the last pipeline rank sends to the first, too."""
+    """Returns the largest number of ranks on one node that send to a next stage on another node. With `around` the last
+    pipeline rank also sends to the first."""
     node = layout.node_size or layout.world
     if _groups_align_with_nodes(layout, node):  # one rank of each group on a node sends to another node, if any does
         here = ranks_per_node(layout, "pp")

@@ -1,9 +1,7 @@
-"""Bytes of one rank in a step, by kind: its states from its parameters in flat buffers, what its parts keep for
-backward, and the most that is allocated at once. No torch.
-
-For Meshwright's own stacks states are exact to the byte, and activations and peak nearly so (`meshwright dryrun` is the
-judge). Other programs keep the same tensors in their own ways, which their stack states.
-"""
+"""The bytes of one rank in a step, by kind: its states from its parameters in flat buffers, what its parts keep for
+backward, and the peak of what is allocated at once. No torch. For Meshwright's own stacks states are exact to the byte,
+and activations and peak nearly so (`meshwright dryrun` checks them). Other programs keep the same tensors in their own
+ways, which their stack describes."""
 
 from __future__ import annotations
 
@@ -23,22 +21,23 @@ from meshwright.sharding.placement import RING, piece_size, shard_axes
 
 GIB = 2**30
 DEEPSPEED_LIVE, DEEPSPEED_BUCKET = 1e9, 5e8  # DeepSpeed's stage3_max_live_parameters and reduce_bucket_size
-COMMUNICATOR_GIB = 0.8  # NCCL's buffers of all channels, for each axis that communicates
+COMMUNICATOR_GIB = 0.8  # NCCL's buffers for all channels, per axis that communicates
 PROGRAM_GIB = 0.5  # Python and torch in a process without an accelerator
-IN_FLIGHT_BUCKETS = 3  # whole buckets of gradients from stage 2 on: one that is filled, two on their way
+IN_FLIGHT_BUCKETS = 3  # whole gradient buckets from stage 2 on: one being filled, two being reduced
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. `peak` is the most that is allocated at once in a step, the others what each kind takes."""
+    """The bytes of one rank. `peak` is the most that is allocated at once in a step; the others are the bytes of each
+    kind."""
 
     pp_rank: int
     parameters: float
     gradients: float
     master: float
     optimizer: float
-    activations: float  # of all micro-batches in flight
-    buffers: float  # gathered weights, gradients and pieces of states in flight
+    activations: float  # all micro-batches in flight
+    buffers: float  # gathered weights, and gradients and pieces of states in flight
     peak: float
 
     @property
@@ -48,7 +47,7 @@ class Memory:
 
 class BufferSizes(NamedTuple):
     """The elements of each bucket of a buffer, padding included, in the order of backward; the buffer's ZeRO stage, the
-    ranks that share it, and whether it is trained."""
+    number of ranks that shard it, and whether it is trained."""
 
     buckets: list[int]
     stage: int
@@ -57,7 +56,7 @@ class BufferSizes(NamedTuple):
 
 
 def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
-    """The flat buffers of a rank."""
+    """Returns the flat buffers of a rank."""
     c = job.config
     units = tuple(unit for stage in job.chunks[pp_rank] for _, _, unit in job.model.units(stage))
     return _buffer_sizes(units, job.at, job.layout, c.comm.bucket_mib, c.zero, (c.train.precision, c.train.grad_dtype))
@@ -85,7 +84,8 @@ def _buffer_sizes(
 
 
 def rank_parameters(job: Job, pp_rank: int) -> int:
-    """Parameters that a rank of this pipeline rank holds, before ZeRO divides them; a tie counts once."""
+    """Returns the number of parameters of a rank at this pipeline rank, before ZeRO shards them; tied parameters count
+    once."""
     ties: set[str] = set()
     total = 0
     for stage in job.chunks[pp_rank]:
@@ -98,24 +98,24 @@ def rank_parameters(job: Job, pp_rank: int) -> int:
 
 
 def is_offloaded(job: Job, place: str) -> bool:
-    """Whether what lives in `place` is not on the device: a CPU's own memory is."""
+    """Returns whether states kept in `place` are off the device; a CPU's own memory is its device."""
     return place == "disk" or (place == "cpu" and not job.host)
 
 
 def ring_bytes(job: Job, shares: list[int]) -> int:
-    """On the device, the pieces of one buffer's states that are being updated, where these live elsewhere or are kept
-    in another precision than they are updated in."""
+    """Returns the device bytes of the pieces of one buffer's states that are being updated, where the states are
+    offloaded or stored in another precision than they are updated in."""
     s, wide = job.states, max(4, job.states.param)
     elsewhere = is_offloaded(job, s.optimizer_on)
     kinds = [s.master] * (s.master > 0) + [s.moment] * s.moments
     brought = sum(elsewhere or size != wide for size in kinds)
-    if not s.master:  # the weights are their own masters; on a CPU they are at hand even in a file
+    if not s.master:  # the weights are their own masters; a CPU reads them in place, even from a file
         brought += s.param != wide or (s.params_on != "device" and not job.host)
     return brought * RING * piece_size(int(job.config.zero.offload.buffer_mib * 2**20 // wide), shares) * wide
 
 
 def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
-    """Bytes of a buffer's parameters, gradients, masters and moments that last."""
+    """Returns the bytes of a buffer's parameters, gradients, masters and moments that persist between steps."""
     s, zero, whole = job.states, sizes.stage, sum(sizes.buckets)
     own = whole / sizes.shards if job.stack.states else whole // sizes.shards
     parameters = (own if zero == 3 else whole) * s.param if s.keeps_param or zero <= 2 else 0.0
@@ -126,14 +126,14 @@ def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     if is_offloaded(job, s.optimizer_on):
         master = optimizer = 0.0
         if s.buckets and zero >= 2:
-            gradients = own * s.param  # DeepSpeed's go to the host as they are
+            gradients = own * s.param  # DeepSpeed copies them to the host in this precision
     if is_offloaded(job, s.params_on) and zero == 3:
         parameters = 0.0
     return (parameters, gradients, master, optimizer) if sizes.trained else (parameters, 0.0, 0.0, 0.0)
 
 
 def rank_memory(job: Job, pp_rank: int) -> Memory:
-    """One rank of a pipeline stage."""
+    """Returns the memory of one rank of a pipeline stage."""
     sizes = buffer_sizes(job, pp_rank)
     parameters, gradients, master, optimizer = map(sum, zip(*(_states(job, one) for one in sizes), strict=True))
     states = (parameters, gradients, master, optimizer)
@@ -144,7 +144,7 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
     for number, (total, chunk) in enumerate(zip(backwards, chunks, strict=True)):
         flying = _gathered(job, pp_rank, number, sizes)
         buffers = max(buffers, *flying)
-        # The head's gradients come with the loss, and its weights are the last that forward fetches.
+        # The head's gradients are computed with the loss, and its weights are the last that forward gathers.
         next_weights = _next_weights(job, job.chunks[pp_rank][number])
         most = max(most, forwards[number] + chunk.loss + flying[-1] - next_weights)
         for moment in chunk.backward:
@@ -159,29 +159,30 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
 
 
 def _rows_gradient(job: Job) -> float:
-    """The embedding's gradient as a whole tensor, made for a moment where gradients are not summed in fp32."""
+    """Returns the bytes of the embedding's gradient as a whole tensor, which is temporary where gradients are not
+    summed in fp32."""
     if job.config.train.grad_dtype == "fp32":
         return 0.0
     return float(max(record.numel for record in unit_records(job.model.embedding, job.at)) * job.states.param)
 
 
 def _gathered(job: Job, pp_rank: int, chunk: int, sizes: list[BufferSizes]) -> list[float]:
-    """Whole gradients and gathered weights that are there at once while backward works on each unit of a chunk, in the
-    order of forward: the unit's own gradients, the last buckets that are on their way, and, in ZeRO stage 3, the
-    weights of the unit and of the next one."""
+    """Returns the bytes of whole gradients and gathered weights that exist at once while backward works on each unit of
+    a chunk, in the order of forward: the unit's own gradients, the last buckets still being reduced, and, in ZeRO stage
+    3, the weights of the unit and of the next one."""
     s, (zero, shards, _) = job.states, job.sharding
     units = [unit for _, _, unit in job.model.units(job.chunks[pp_rank][chunk])]
     if zero < 2 or not job.stack.own:
         return [0.0] * len(units)
-    added = 1.0 + (1.0 / shards if job.micro_batches > 1 else 0.0)  # a share that waits to be added to the sum
-    if zero == 2:  # buckets of one size, whichever units they belong to
+    added = 1.0 + (1.0 / shards if job.micro_batches > 1 else 0.0)  # plus a shard that waits to be added to the sum
+    if zero == 2:  # all buckets have one size, whatever their units
         most = max((sum(one.buckets[:IN_FLIGHT_BUCKETS]) for one in sizes if one.stage == 2), default=0)
         return [most * added * s.grad] * len(units)
     buckets = [_unit_buckets(unit, job.at, job.layout) for unit in units]
     graded = [_unit_buckets(unit, job.at, job.layout, frozen=False) for unit in units]
     found: list[float] = []
     flying: list[int] = []
-    # A table that is both ends' gets the head's gradient first, and waits for the embedding's.
+    # A table shared by both ends gets the head's gradient first, and waits for the embedding's.
     waiting = max(graded[0], default=0) if job.model.tied and units[0] is job.model.embedding is not units[-1] else 0
     for at in reversed(range(len(units))):
         weights = sum(buckets[at]) + (sum(buckets[at - 1]) if at else 0)
@@ -192,7 +193,8 @@ def _gathered(job: Job, pp_rank: int, chunk: int, sizes: list[BufferSizes]) -> l
 
 
 def _next_weights(job: Job, stage: Stage) -> float:
-    """Gathered weights of the unit before a stage's last, which backward fetches while it works on that."""
+    """Returns the bytes of the gathered weights of the unit before a stage's last, which backward prefetches while it
+    works on the last."""
     units = [unit for _, _, unit in job.model.units(stage)][-2:-1]
     if job.sharding[0] < 3 or not job.stack.own:
         return 0.0
@@ -201,8 +203,9 @@ def _next_weights(job: Job, stage: Stage) -> float:
 
 @lru_cache(maxsize=20_000)
 def _unit_buckets(unit: Unit, at: Coordinate, layout: Layout, frozen: bool = True) -> list[int]:
-    """Elements of the buckets that a unit's parameters make where weights are gathered by unit, in the order in which
-    their gradients are complete: those of norms come last. `frozen`: with those that have no gradients."""
+    """Returns the elements of the buckets that a unit's parameters make where weights are gathered per unit, in the
+    order in which their gradients are complete: those of norms come last. With `frozen`, parameters without gradients
+    are included."""
     records = (record for record in unit_records(unit, at) if record.trained or frozen)
     params = [(HeldParameter(record, 0, 0), "bf16") for record in records]
     buffers = packed(params, layout, 0.0, ZeroConfig(3), "fp32")
@@ -210,8 +213,8 @@ def _unit_buckets(unit: Unit, at: Coordinate, layout: Layout, frozen: bool = Tru
 
 
 def gathered_bytes(job: Job, pp_rank: int) -> float:
-    """What other programs gather, reduce, send and receive at once: two layers and one layer's gradient, or fixed
-    buckets; and what passes between stages."""
+    """Returns what other programs gather, reduce, send and receive at once: two layers and one layer's gradient, or
+    fixed buckets; and the activations that pass between stages."""
     s, zero = job.states, job.sharding[0]
     params, layer, layers = rank_parameters(job, pp_rank), 0, 0
     for unit, count in _units(job, pp_rank):
@@ -221,7 +224,7 @@ def gathered_bytes(job: Job, pp_rank: int) -> float:
     ends = params - layers
     passed = 4 * job.batch.rows(job.at) * job.model.hidden * job.batch.element if job.layout.pp > 1 else 0
     if s.buckets and zero == 3:
-        # DeepSpeed's defaults: 1e9 live parameters, 5e8 gradients in a bucket; both ends and a gradient are live too.
+        # DeepSpeed's defaults: 1e9 live parameters, 5e8 gradients in a bucket; both ends and a gradient are also live.
         return (min(params, DEEPSPEED_LIVE) + min(params, DEEPSPEED_BUCKET)) * s.param + 1.5 * ends * s.param + passed
     if s.buckets and zero:
         return 2 * min(params, DEEPSPEED_BUCKET) * s.param + passed
@@ -235,24 +238,24 @@ def _units(job: Job, pp_rank: int) -> list[tuple[Unit, int]]:
 
 
 def largest(job: Job) -> Memory:
-    """The pipeline rank with the highest peak. Of ranks with as many layers the first or the last has the most in
-    flight, whichever way a schedule fills the pipeline."""
+    """Returns the pipeline rank with the highest peak. Of ranks with equal layers, the first or the last has the most
+    in flight, whichever way a schedule fills the pipeline."""
     last = {first: rank for rank, first in enumerate(job.representative_ranks)}
     return max((rank_memory(job, rank) for rank in sorted({*last, *last.values()})), key=lambda memory: memory.peak)
 
 
 def reserved_gib(memory: Memory, stack: Stack) -> float:
-    """What the allocator holds at that peak: activations come and go in many sizes and leave gaps."""
+    """Returns what the allocator reserves at that peak: activations of many sizes come and go, which leaves gaps."""
     return (memory.states + stack.cache * (memory.peak - memory.states)) / GIB
 
 
 def needed_gib(job: Job, cluster: Cluster, memory: Memory | None = None) -> float:
-    """GiB of the device that a step needs, with the context and communication buffers."""
+    """Returns the GiB of device memory that a step needs, including the context and communication buffers."""
     return reserved_gib(memory or largest(job), job.stack) + context_gib(job, cluster)
 
 
 def context_gib(job: Job, cluster: Cluster) -> float:
-    """What lies beside the allocator's memory: context and communication buffers; on a processor, the program."""
+    """Returns the GiB outside the allocator: context and communication buffers, or on a CPU the program itself."""
     if cluster.device.units == 1:
         return PROGRAM_GIB
     axes = sum(job.layout.size(axis) > 1 for axis in ("tp", "pp", "dp-cp"))

@@ -1,5 +1,5 @@
-"""What one rank will hold and do in a step, from the config alone: the one answer that `plan`, `cost`, `memory` and
-`dryrun` share. No torch."""
+"""What one rank holds and does in a step, computed from the config alone: the shared source for `plan`, `cost`,
+`memory` and `dryrun`. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.schedule.table import action_counts
 
 STATES = ("parameters", "gradients", "master", "optimizer")
 MEMORY_KINDS = (*STATES, "activations", "buffers", "peak")
-# What is held at once for a while, by the dry run's name for it.
+# The kinds of memory whose peak the dry run measures, by its name for them.
 PEAK_KINDS = {"activations": "activations", "gathered": "buffers", "peak": "peak"}
 
 Counts = dict[str, int]
@@ -22,8 +22,9 @@ Counts = dict[str, int]
 
 @dataclass(frozen=True)
 class Expected:
-    """Exact: `parameters`, `states` in bytes by kind, `calls` by phase, axis and op, `schedule` by kind of action.
-    Nearly so: `most`, the bytes that are held at once."""
+    """What the planner expects of a rank. These are exact: `parameters`, `states` in bytes by kind, `calls` by
+    phase, axis and op, `schedule` by kind of action. These are nearly so: `most`, the peak bytes of what is held for
+    a while."""
 
     coordinate: dict[str, int]
     layers: list[int]
@@ -40,7 +41,7 @@ def memory_bytes(memory: Memory) -> Counts:
 
 
 def rank_json(job: Job, pp_rank: int) -> dict[str, Any]:
-    """A rank of a pipeline stage: its number, parameters, calls and bytes by axis, and memory."""
+    """Describes a rank of a pipeline stage: its number, parameters, calls and bytes by axis, and memory."""
     traffic = by_axis(by_line(stage_calls(job, pp_rank)))
     return {
         "rank": job.layout.rank_at(pp=pp_rank),

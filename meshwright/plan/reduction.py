@@ -1,5 +1,5 @@
-"""Seconds that data parallelism adds to a step: reducing gradients and gathering weights, and what of it is hidden. No
-torch."""
+"""The seconds that data parallelism adds to a step: reducing gradients and gathering weights, and how much of that is
+hidden. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.plan.stack import Stack
 
 @dataclass
 class AxisTime:
-    """Seconds of one axis in one step of one rank, and how many of these are hidden behind compute."""
+    """The seconds that one rank spends on one axis in one step, and how many of them are hidden behind compute."""
 
     seconds: float = 0.0
     hidden: float = 0.0
@@ -32,7 +32,7 @@ class AxisTime:
 
 @dataclass(frozen=True)
 class StageCost:
-    """One pipeline rank and one micro-batch: seconds of all its chunks, and the FLOPs of forward."""
+    """The cost of one pipeline rank and one micro-batch: the seconds of all its chunks, and the forward FLOPs."""
 
     forward: float
     backward: float
@@ -41,20 +41,20 @@ class StageCost:
 
 
 def contention(cluster: Cluster, stack: Stack) -> float:
-    """The share of a hidden collective's time that compute loses beside it."""
+    """Returns the share of a hidden collective's time that concurrent compute loses."""
     return max(stack.contention, cluster.efficiency.contention)
 
 
 def _divided(job: Job) -> tuple[int, int]:
-    """The ranks that divide the states, and how many of them stand on one node."""
+    """Returns the number of ranks that shard the states, and how many of them are on one node."""
     size = job.sharding[1] if job.sharding[0] else job.layout.size("dp-cp")
     axis = "dp-cp" if job.layout.cp > 1 else "dp"
     return size, min(size, ranks_per_node(job.layout, axis))
 
 
 def sharded_block(job: Job, where: Setting, block: Block, count: int, axis: AxisTime) -> tuple[float, float]:
-    """Exposed seconds per block and micro-batch that sharded weights and gradients add to forward and backward; `axis`
-    gets those of `count` blocks and all micro-batches."""
+    """Returns the exposed seconds per block and micro-batch that sharded weights and gradients add to forward and
+    backward; `axis` gets the seconds of `count` blocks and all micro-batches."""
     zero = job.sharding[0]
     if zero < 2 or job.layout.size("dp-cp") == 1:
         return 0.0, 0.0
@@ -65,7 +65,7 @@ def sharded_block(job: Job, where: Setting, block: Block, count: int, axis: Axis
     gather = pieces * collective_seconds(cluster, "all_gather", params * s.param / pieces, size, on_node)
     if zero == 2:
         gather = 0.0
-    # A run of blocks that is recomputed together fetches all but its last once more.
+    # Blocks that are recomputed together gather the weights of all but the last once more.
     again = 1.0 - 1.0 / max(1, job.config.recompute.blocks) if zero == 3 else 0.0
     time = unit_time(block, where)
     exposed = []
@@ -80,7 +80,7 @@ def sharded_block(job: Job, where: Setting, block: Block, count: int, axis: Axis
 
 
 def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], axes: dict[str, AxisTime]) -> float:
-    """Exposed seconds of the gradients' reduction and the weights' gathers, once per step."""
+    """Returns the exposed seconds per step of reducing gradients and gathering weights."""
     zero, _, copies = job.sharding
     ranks = job.layout.size("dp-cp")
     slow = max(range(job.layout.pp), key=lambda rank: stages[rank].params)
@@ -98,7 +98,7 @@ def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], ax
         exposed += _hide(job, cluster, seconds, room, axes["dp"])
     elif ranks > 1:
         exposed += _sharded_ends(job, cluster, stage, slow, axes["dp"])
-    if zero and copies > 1:  # what the copies on other nodes have, once per step
+    if zero and copies > 1:  # the replicas on other nodes are summed once per step
         seconds = collective_seconds(cluster, "all_reduce", grads / size, copies, 1)
         exposed += _hide(job, cluster, seconds, stage.backward, axes["dp"])
     tied = job.layout.size("embedding") if job.model.tied else 1
@@ -112,19 +112,21 @@ def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], ax
 
 
 def _hide(job: Job, cluster: Cluster, seconds: float, room: float, axis: AxisTime) -> float:
-    """The exposed part of `seconds` beside `room` seconds of compute, which slow each other down."""
+    """Returns the exposed part of `seconds` behind `room` seconds of compute; the two slow each other down."""
     hidden = min(job.stack.hide_dp * seconds, room)
     axis.add(seconds, hidden)
     return seconds - hidden + contention(cluster, job.stack) * hidden
 
 
 def _sharded_ends(job: Job, cluster: Cluster, stage: StageCost, pp_rank: int, axis: AxisTime) -> float:
-    """Exposed seconds per step of the embedding and the head, whose gradients are reduced, and in stage 3 weights
-    gathered, with every micro-batch as the blocks' are; and in stage 2 of the gathers of all updated weights."""
+    """Returns the exposed seconds per step of the embedding and the head. Like those of the blocks, their gradients are
+    reduced with every micro-batch, and in stage 3 their weights are gathered too; in stage 2 the gathers of all updated
+    weights are added."""
     s, m, (size, on_node) = job.states, job.micro_batches, _divided(job)
     pairs = [pair for held in job.chunks[pp_rank] for pair in job.units(held)]
     counts = {unit: sum(record.numel for record in unit_records(unit, job.at)) for unit, _ in pairs}
-    fetched = sum(counts[unit] for unit, _ in pairs if not isinstance(unit, Block))  # a tied table for both ends
+    # A tied table is gathered for both ends.
+    fetched = sum(counts[unit] for unit, _ in pairs if not isinstance(unit, Block))
     ends = stage.params - sum(count * counts[unit] for unit, count in pairs if isinstance(unit, Block))
     reduce = collective_seconds(cluster, "reduce_scatter", ends * s.grad, size, on_node)
     if job.sharding[0] == 3:

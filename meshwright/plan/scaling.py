@@ -1,4 +1,5 @@
-"""How throughput grows with devices: data-parallel only, tensor only, pipeline only, and the best of all. No torch."""
+"""How throughput grows with devices: data-parallel only, tensor-parallel only, pipeline-parallel only, and the best of
+all. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ WAYS = ("data", "tensor", "pipeline", "hybrid")
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One way on one number of devices; `best` is None where it can't be divided so or doesn't fit."""
+    """One way of scaling on one number of devices; `best` is None where the model can't be divided in this way or
+    doesn't fit."""
 
     way: str
     devices: int
@@ -34,7 +36,7 @@ class ScalingPoint:
 
 
 def device_counts(text: str) -> list[int]:
-    """`8:64` is 8, 16, 32, 64; `8,24,96` is just these."""
+    """Parses device counts: `8:64` means 8, 16, 32, 64; `8,24,96` means just these."""
     try:
         if ":" in text:
             first, last = (int(part) for part in text.split(":"))
@@ -51,8 +53,8 @@ def device_counts(text: str) -> list[int]:
     return counts
 
 
-def space_of(way: str, devices: int) -> SearchSpace:
-    """All that `meshwright plan` may choose, or what one way leaves of it."""
+def space_for_way(way: str, devices: int) -> SearchSpace:
+    """Returns what `meshwright plan` may choose, restricted to one way of scaling."""
     if way == "data":
         return SearchSpace(tp=(1,), pp=(1,))
     if way == "tensor":
@@ -65,15 +67,16 @@ def space_of(way: str, devices: int) -> SearchSpace:
 def sweep(
     base: Job, cluster: Cluster, counts: list[int], weak: bool, ways: tuple[str, ...] = WAYS
 ) -> list[ScalingPoint]:
-    """Weak: the batch grows with the devices from `base`'s, which is that of the smallest count. Strong: it stays."""
+    """Searches every way of scaling on every number of devices. With `weak` scaling the batch grows with the devices
+    from that of `base`, which belongs to the smallest count; with strong scaling it stays."""
     points = []
     for devices in counts:
         batch = base.global_batch * devices // counts[0] if weak else base.global_batch
         sized = replace(base.replaced(train={"global_batch": batch}), world=devices, samples=None)
         for way in ways:
-            found = search(sized, cluster, space=space_of(way, devices), best_only=True)
+            found = search(sized, cluster, space=space_for_way(way, devices), best_only=True)
             points.append(ScalingPoint(way, devices, batch, found.candidates[0] if found.candidates else None))
-    # Efficiency is the throughput of a device against the best that any way reaches on the fewest devices that fit.
+    # Efficiency is the throughput per device relative to the best of any way on the fewest devices that fit.
     fits = [p for p in points if p.best]
     if not fits:
         return points

@@ -1,9 +1,7 @@
-"""The search: every valid layout of a model on a number of devices, those that fit, ranked by predicted step time.
-
-Candidates are configs, made from the given one by changing keys. Two things keep the search quick and lose nothing:
-with all else equal, recomputing less is never slower, so the first mode that fits is the one; and a layout whose
-compute and bubble alone take much longer than the best whole step is not looked at. No torch.
-"""
+"""The search: it enumerates every valid layout of a model on a number of devices, keeps those that fit, and ranks them
+by predicted step time. Candidates are configs, made from the given one by changing keys. Two rules keep the search fast
+without losing anything: with all else equal, recomputing less is never slower, so the first mode that fits is taken;
+and a layout whose compute and bubble alone take much longer than the best whole step is skipped. No torch."""
 
 from __future__ import annotations
 
@@ -25,12 +23,12 @@ from meshwright.schedule.kinds import KINDS, default_kind
 
 RECOMPUTE = ("none", "selective", "full")
 ORDERS = ("tp-cp-ep-dp-pp", "tp-pp-cp-ep-dp")
-PRUNE_RATIO = 1.5  # layouts whose compute and bubble alone take this much longer than the best step are not looked at
-BEST_ONLY_RATIO = 1.1  # the same where only the best is asked for: as far as a closed formula may be off
-REFINE_TOP = 12  # of the best by closed formulas, timed again by their own schedule tables
+PRUNE_RATIO = 1.5  # layouts whose compute and bubble alone take this much longer than the best step are skipped
+BEST_ONLY_RATIO = 1.1  # the same where only the best is wanted: the error of a closed formula
+REFINE_TOP = 12  # the best this many by closed formulas are timed again by their own schedule tables
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
-LIKELY_TP, LIKELY_PP = 4, 8  # shapes near these tend to be quick, so they are looked at first
+LIKELY_TP, LIKELY_PP = 4, 8  # shapes near these tend to be fast, so they are tried first
 
 
 @dataclass(frozen=True)
@@ -45,15 +43,15 @@ class Candidate:
 
 @dataclass
 class SearchResult:
-    """The ranking, best first, and how large the search was."""
+    """The ranking, best first, and the size of the search."""
 
     candidates: list[Candidate] = field(default_factory=list)
-    layouts: int = 0  # combinations that are valid
+    layouts: int = 0  # valid combinations
     fitting: int = 0
     timed: int = 0
-    nearest: tuple[float, Job] | None = None  # of those that don't fit, the least needed GiB
-    broken: int = 0  # combinations that break a rule of the config, not counted above
-    refused: str = ""  # the rule that the most promising of them breaks
+    nearest: tuple[float, Job] | None = None  # the least GiB needed by a layout that doesn't fit, and its job
+    broken: int = 0  # combinations that break a config rule, not counted above
+    refused: str = ""  # the rule that the most promising one of them breaks
 
 
 def _key(name: str, default: tuple[Any, ...] = ()) -> Any:
@@ -62,7 +60,7 @@ def _key(name: str, default: tuple[Any, ...] = ()) -> Any:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What may be chosen, by config key; a tuple with one value fixes it."""
+    """The values that the search may choose, by config key; a tuple with one value fixes the choice."""
 
     zero: tuple[int, ...] = _key("zero.stage", (0, 1, 2, 3))
     recompute: tuple[str, ...] = _key("recompute.mode", RECOMPUTE)
@@ -76,17 +74,17 @@ class SearchSpace:
     schedule: tuple[str, ...] = _key("pipeline.schedule")  # empty: the default for so many chunks
 
 
-# Config keys that hold a choice fixed, with the field of `SearchSpace` they set.
+# The field of `SearchSpace` that each searched config key sets.
 SPACE_FIELDS = {each.metadata["key"]: each.name for each in fields(SearchSpace)}
 
 
 def fixed_keys(words: Sequence[str]) -> list[str]:
-    """The keys of these `a.b=c` words that hold a choice fixed."""
+    """Returns the keys of these `a.b=c` words that fix a choice of the search."""
     return [key for key in dict.fromkeys(word.partition("=")[0] for word in words) if key in SPACE_FIELDS]
 
 
 def space_of(config: Config, fixed: Sequence[str] = ()) -> SearchSpace:
-    """What is left to choose when these keys stay as the config has them."""
+    """Returns the search space in which the `fixed` keys keep their values from the config."""
     values: dict[str, Any] = {}
     for key in fixed:
         section, name = key.split(".")
@@ -100,7 +98,8 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def shapes(base: Job, space: SearchSpace) -> Iterator[Job]:
-    """Every valid tp, cp, pp, chunks, micro-batch, sequence parallelism and order, states not sharded."""
+    """Yields every valid combination of tp, cp, pp, chunks, micro-batch, sequence parallelism and order, with unsharded
+    states."""
     model, batch, devices = base.config.model, base.global_batch, base.world
     pipeline = {"split": (), "schedule": default_kind(1)}
     base = base.replaced(zero={"stage": 0}, recompute={"mode": "none"}, pipeline=pipeline)
@@ -138,7 +137,7 @@ def _variants(plain: Job, space: SearchSpace) -> Iterator[Job]:
         for parts in space.sequence_parallel if tp > 1 else (False,):
             if parts and c.train.micro_batch * model.seq % tp:
                 continue
-            # With one stage, or stages and replicas that both fill whole nodes alike, the order changes nothing.
+            # With one stage, or where stages and replicas both fill whole nodes, the order changes nothing.
             orders = space.orders if pp > 1 and layout.dp > 1 and tp < plain.node_size else space.orders[:1]
             for order in orders:
                 keys = {"chunks": chunks, "sequence_parallel": parts, "order": order}
@@ -149,9 +148,9 @@ def search(
     base: Job, cluster: Cluster, fit_gib: float = 0.0, space: SearchSpace | None = None, best_only: bool = False,
     rules: bool = True,
 ) -> SearchResult:  # fmt: skip
-    """All layouts of `base`'s model and batch on its devices; `fit_gib` 0: the device's own memory. What breaks a rule
-    (unless `rules` is false) is not ranked, nor does its time cut others. `best_only`: what can't be the best is not
-    even counted."""
+    """Ranks all layouts of `base`'s model and batch on its devices; `fit_gib` 0 means the device's own memory. Layouts
+    that break a rule are not ranked (unless `rules` is false), and their times prune nothing. With `best_only`, layouts
+    that can't be the best are not even counted."""
     space = space or SearchSpace()
     limit = fit_gib or cluster.device.memory_gib
     found = SearchResult()
@@ -185,7 +184,7 @@ def search(
 
 
 def _refused(shape: Job, zero: int) -> str | None:
-    """What keeps a candidate from being trained."""
+    """Returns the reason why a candidate can't be trained, if there is one."""
     tried = shape.replaced(zero={"stage": zero}, layout={"node_size": shape.node_size})
     try:
         return broken(tried.config, shape.world, RULES)
@@ -194,20 +193,21 @@ def _refused(shape: Job, zero: int) -> str | None:
 
 
 def _stages(shape: Job, space: SearchSpace) -> tuple[int, ...]:
-    """One copy of the states has nothing to divide; weights that live elsewhere are stage 3's even so."""
+    """Returns the ZeRO stages to try. A single replica has nothing to shard; offloaded weights need stage 3 even
+    then."""
     if shape.layout.dp * shape.layout.cp > 1:
         return space.zero
     return (3,) if shape.states.params_on != "device" and 3 in space.zero else (0,)
 
 
 def _promise(shape: Job) -> tuple[int, int, int]:
-    """Shapes that tend to be quick come first, so that the bound soon cuts the others."""
+    """Returns a sort key by which shapes that tend to be fast come first, so that the bound soon prunes the others."""
     c = shape.config
     return (abs(c.layout.tp - LIKELY_TP) + abs(c.layout.pp - LIKELY_PP), c.layout.chunks, c.train.micro_batch)
 
 
 def _least_seconds(shape: Job, cluster: Cluster) -> float:
-    """Less than this no step of the shape can take: its blocks' compute, evenly dealt out, and the bubble of that."""
+    """Returns a lower bound for a step of the shape: its blocks' compute, evenly divided, and the bubble of that."""
     where = setting_of(shape, cluster, recompute="none")
     blocks = sum(count * unit_time(block, where).computed for block, count in shape.model.kinds)
     pp = shape.layout.pp
@@ -231,8 +231,8 @@ def why_nothing(
     base: Job, cluster: Cluster, found: SearchResult, limit: float, space: SearchSpace | None = None,
     fixed: Sequence[str] = (), rules: bool = True,
 ) -> UserError:  # fmt: skip
-    """The one sentence for a model that fits nowhere: the rule that all break, or the nearest layout, what is missing,
-    and what would help. `fixed` are the `a.b=c` words that left only `space`."""
+    """Returns the error for a model that fits nowhere: the rule that all layouts break, or the nearest layout, what it
+    lacks, and what would help. `fixed` are the `a.b=c` words that left only `space`."""
     devices, batch = base.world, base.global_batch
     under = f" with {', '.join(fixed)}" if fixed else ""
     if found.nearest is None:
@@ -260,5 +260,5 @@ def why_nothing(
 
 
 def _least_memory(space: SearchSpace) -> SearchSpace:
-    """The part of a space that needs the least: states cut furthest, the most recomputed."""
+    """Returns the part of a space that needs the least memory: the most sharding and the most recomputation."""
     return replace(space, zero=space.zero[-1:], recompute=space.recompute[-1:])

@@ -1,8 +1,6 @@
-"""Software stacks: what a training program does with a device, beside the layout. No torch.
-
-Our own two (blocks compiled or not) and six of other programs, told apart by what their sources document: is attention
-one kernel or products around a softmax, are small kernels merged, which communication runs beside compute.
-"""
+"""Software stacks: what a training program does with a device, apart from the layout. No torch. There are our own two
+(blocks compiled or not) and six of other programs, which differ in what their sources document: whether attention is
+one kernel or products around a softmax, whether small kernels are fused, and which communication overlaps compute."""
 
 from __future__ import annotations
 
@@ -14,30 +12,30 @@ import yaml
 from meshwright.config.sections import Config
 from meshwright.parts.part import Kernels
 
-# Bytes of one number of an activation, or of a parameter that a product reads.
+# Bytes per element of an activation, or of a parameter that a product reads.
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of one element of each kind of state, and where the states live."""
+    """The bytes per element of each kind of state, and where the states are kept."""
 
     param: int = 2
     grad: int = 4
     master: int = 4
     moment: int = 4
     moments: int = 2
-    keeps_param: bool = True  # beside the master, parameters are kept in the precision that products read
+    keeps_param: bool = True  # besides the master, parameters are kept in the precision of the products
     grad_copy: int = 0  # bytes per parameter of a second gradient in another precision
-    step_copy: int = 0  # bytes per own parameter that the update needs for a while
+    step_copy: int = 0  # temporary bytes per owned parameter during the update
     buckets: bool = False  # DeepSpeed's fixed buckets and live parameters
     optimizer_on: str = "device"  # device, cpu or disk
     params_on: str = "device"
-    checkpoints_on: str = "device"  # where the inputs of recomputed blocks wait
+    checkpoints_on: str = "device"  # where the inputs of recomputed blocks are kept
 
 
 def states_of(config: Config) -> States:
-    """How Meshwright keeps the states of a config."""
+    """Returns how Meshwright keeps the states of a config."""
     precision, master = config.train.precision, config.optimizer.master_dtype
     own = BYTES[precision]
 
@@ -54,33 +52,33 @@ def states_of(config: Config) -> States:
 
 @dataclass(frozen=True)
 class Stack:
-    """What a program does. Shares are of the time that could be hidden at best."""
+    """What a program does. `hide_*` are shares of the time that could be hidden at best."""
 
     name: str
     about: str
     fused_attention: bool
-    attention: float  # speed of its attention core, the device's own figure being 1
-    passes: float  # memory passes of elementwise work, one read and one write for each operation being 1
-    accumulate: float  # bytes per parameter and micro-batch that adding a weight gradient to the sum moves
+    attention: float  # speed of its attention core, relative to the device's own figure
+    passes: float  # memory passes of elementwise work; 1 is one read and one write per operation
+    accumulate: float  # bytes per parameter and micro-batch moved by accumulating a weight gradient
     kernel_us: float  # host time to launch one kernel; a layer can't be faster than its launches
-    hide_tp: float  # of tp collectives behind products
-    hide_dp: float  # of gradient reduction and parameter gathers behind compute
-    hide_pp: float  # of stage-to-stage sends
-    gathers: int  # collectives that gather one sharded layer: one flat buffer, or one for each weight
-    contention: float  # compute that runs beside communication is slower by this share of the hidden time
-    scatter_sends: bool  # a tp rank sends only its t-th part of what goes to the next stage
-    selective: float  # share of a block's linear products that "selective" runs again
-    selective_core: bool  # whether "selective" runs attention's core again
-    logit_bytes: float  # bytes per logit that are alive at the loss's peak
-    gate_copies: float  # widths of the MLP kept for backward by a gated activation
-    base_gib: float  # context and communication buffers, which the allocator doesn't see
-    cache: float  # reserved by the allocator over allocated, for activations
+    hide_tp: float  # tp collectives behind products
+    hide_dp: float  # gradient reduction and parameter gathers behind compute
+    hide_pp: float  # stage-to-stage sends
+    gathers: int  # collectives per sharded layer: one for a flat buffer, or one per weight
+    contention: float  # share of the hidden time by which communication slows concurrent compute
+    scatter_sends: bool  # each tp rank sends only its 1/t of what goes to the next stage
+    selective: float  # share of a block's linear products that "selective" recomputes
+    selective_core: bool  # whether "selective" recomputes attention's core
+    logit_bytes: float  # bytes per logit at the peak of the loss
+    gate_copies: float  # tensors of the MLP's width that a gated activation keeps for backward
+    base_gib: float  # context and communication buffers, outside the allocator
+    cache: float  # ratio of reserved to allocated memory, for activations
     own: bool = False  # Meshwright itself
     compiled: bool = False  # its blocks are compiled
-    states: States | None = None  # how it keeps states, where that is not as we do
+    states: States | None = None  # how it keeps states, if not like Meshwright
 
     def kernels(self, host: bool = False) -> Kernels:
-        """What its kernels keep; `host`: on a CPU."""
+        """Returns what its kernels keep for backward; `host` means on a CPU."""
         if self.own:
             return Kernels(fused=self.compiled, host=host)
         return Kernels(
@@ -100,7 +98,7 @@ def _load() -> dict[str, Stack]:
         compiled, name="eager", about="Meshwright without compiled blocks: eager elementwise kernels", compiled=False,
         passes=others["fused"].passes, kernel_us=others["fused"].kernel_us,
     )  # fmt: skip
-    # A processor's rates are measured with its blocks as they run, so it has the plain figures of `compiled`.
+    # A CPU's rates are measured with its blocks as they run, so it takes the figures of `compiled` unchanged.
     cpu = replace(compiled, name="cpu", about="Meshwright on a CPU, as its profile was measured", compiled=False)
     return {stack.name: stack for stack in (compiled, eager, cpu)} | others
 
@@ -110,7 +108,8 @@ COMPILED, EAGER, CPU = STACKS["compiled"], STACKS["eager"], STACKS["cpu"]
 
 
 def own_stack(config: Config, host: bool = False) -> Stack:
-    """Meshwright as this config runs on an accelerator, or on a CPU (`host`), which compiles blocks only if asked."""
+    """Returns Meshwright's stack as this config runs on an accelerator, or on a CPU (`host`), which compiles blocks
+    only if told to."""
     if host:
         return replace(CPU, compiled=config.train.compile == "true")
     return COMPILED if config.compiles else EAGER

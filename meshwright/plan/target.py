@@ -1,4 +1,4 @@
-"""What a planning command is asked about: a config file or a preset's name, with `a.b=c` words on top. No torch."""
+"""The target of a planning command: a config file or a preset's name, with `a.b=c` words on top. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.plan.job import Job, job_of
 from meshwright.plan.stack import STACKS, Stack, own_stack
 from meshwright.schedule.kinds import default_kind
 
-# The short words of --layout, and the keys they stand for.
+# The short words of --layout, and the config keys that they stand for.
 LAYOUT_WORDS = {
     "tp": "layout.tp", "pp": "layout.pp", "cp": "layout.cp", "chunks": "layout.chunks", "order": "layout.order",
     "sp": "layout.sequence_parallel", "sequence_parallel": "layout.sequence_parallel",
@@ -33,11 +33,11 @@ class Target:
     name: str
     config: Config
     run: Mapping[str, Any] = field(default_factory=dict)
-    own_precision: bool = True  # the user's, in a word or a file; a preset's gives way to what a cluster has
+    own_precision: bool = True  # set by the user; a preset's precision is replaced if a cluster lacks it
 
 
 def target_of(target: str, words: Sequence[str] = (), layout: str = "", as_run: bool = True) -> Target:
-    """The job that `target` names; `as_run`: with the layout of the published run of that name."""
+    """Returns the target of that name; with `as_run` it has the layout of the published run of that name."""
     raw, run, name = _raw(target, as_run)
     given = [*_layout_words(layout), *words]
     for word in given:
@@ -50,7 +50,7 @@ def target_of(target: str, words: Sequence[str] = (), layout: str = "", as_run: 
 
 
 def _moved_stages(raw: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
-    """Whether a published run's split of its layers is of no use here: other stages, or other layers to split."""
+    """Returns whether a published run's split of its layers no longer applies: the stages or the layers are others."""
     mine, its, layers = raw.get("layout", {}), run["layout"], sum(run.get("pipeline", {}).get("split", ()))
     others = raw["model"].get("layers", layers) != layers
     return others or any(mine.get(key, 1) != its.get(key, 1) for key in ("pp", "chunks"))
@@ -86,7 +86,7 @@ def _raw(target: str, as_run: bool) -> tuple[dict[str, Any], Mapping[str, Any], 
 
 
 def _layout_words(text: str) -> list[str]:
-    """`tp=8,pp=16` as config words."""
+    """Turns `tp=8,pp=16` into config words."""
     words = []
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         key, equals, value = part.partition("=")
@@ -102,7 +102,7 @@ def _layout_words(text: str) -> list[str]:
 
 
 def on_cluster(target: Target, devices: int, cluster: Cluster, stack: Stack | None = None) -> Job:
-    """The step of a target on that many devices of a cluster, if the rules allow it."""
+    """Returns the job of a target on that many devices of a cluster, if the rules allow it."""
     host, node = cluster.device.units == 1, min(cluster.node.devices, devices)
     job = job_of(target.config, devices, stack or own_stack(target.config, host), cluster_node=node, host=host)
     check(target.config, devices, PLANNED)
@@ -110,7 +110,7 @@ def on_cluster(target: Target, devices: int, cluster: Cluster, stack: Stack | No
 
 
 def with_supported_precision(target: Target, cluster: Cluster) -> Target:
-    """The target in fp16 where the cluster's devices lack a preset's bf16."""
+    """Returns the target in fp16 where the cluster's devices lack the bf16 of a preset."""
     c, peak = target.config, cluster.device.peak
     if target.own_precision or c.train.precision != "bf16" or "bf16" in peak or "fp16" not in peak:
         return target
@@ -118,7 +118,7 @@ def with_supported_precision(target: Target, cluster: Cluster) -> Target:
 
 
 def cluster_for(target: Target, name: str | None) -> Cluster:
-    """The named cluster, or that of the preset's run."""
+    """Returns the named cluster, or that of the preset's published run."""
     found = name or target.run.get("cluster", "")
     if not found:
         raise UserError("give --cluster with the name of a cluster or the path of its file")
@@ -137,7 +137,7 @@ def devices_for(target: Target, given: int | None) -> int:
 
 
 def stack_for(config: Config, cluster: Cluster, name: str | None) -> Stack:
-    """The named stack, or our own as this config runs on the cluster."""
+    """Returns the named stack, or our own as this config runs on the cluster."""
     if not name:
         return own_stack(config, cluster.device.units == 1)
     if name not in STACKS:

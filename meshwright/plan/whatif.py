@@ -1,4 +1,4 @@
-"""One step simulated on every pipeline rank, and what changes when a link or a rank is slow or nodes are missing."""
+"""One step simulated on every pipeline rank, and how it changes when a link or a rank is slow or nodes are missing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ CHANGE_KINDS = ("slow-link", "slow-network", "slow-rank", "fewer-nodes")
 
 @dataclass(frozen=True)
 class Change:
-    """One `--what-if`: what, how much of its speed is left (or how many nodes are gone), and which pipeline rank."""
+    """One `--what-if`: its kind, the share of the speed that is left (or the number of missing nodes), and the pipeline
+    rank."""
 
     kind: str
     factor: float
@@ -35,7 +36,7 @@ class Change:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A simulated step: its cost by the model, the timeline of its pipeline, and the seconds of the whole."""
+    """A simulated step: its predicted cost, the timeline of its pipeline, and its total seconds."""
 
     cost: Cost
     timeline: Simulation
@@ -47,7 +48,7 @@ class SimulatedStep:
 
 
 def parse_change(text: str) -> Change:
-    """`slow-link=0.5`, `slow-network=0.5`, `slow-rank=3:0.7` or `fewer-nodes=1`."""
+    """Parses `slow-link=0.5`, `slow-network=0.5`, `slow-rank=3:0.7` or `fewer-nodes=1`."""
     kind, _, value = text.partition("=")
     if kind not in CHANGE_KINDS:
         raise UserError(
@@ -74,7 +75,7 @@ def _example(kind: str) -> str:
 
 
 def step_of(job: Job, cluster: Cluster, changes: Sequence[Change] = ()) -> SimulatedStep:
-    """The step, all `changes` made."""
+    """Simulates the step with all `changes` applied."""
     slow: dict[int, float] = {}
     for change in changes:
         if change.kind == "slow-link":
@@ -95,7 +96,8 @@ def step_of(job: Job, cluster: Cluster, changes: Sequence[Change] = ()) -> Simul
 
 
 def without_nodes(job: Job, nodes: int) -> Job:
-    """The same layout on fewer nodes: replicas go, and the batch is rounded down to what those left can share."""
+    """Returns the same layout on fewer nodes: it has fewer replicas, and the batch is rounded down to a multiple that
+    they can share."""
     c, node = job.config, job.node_size
     unit = c.layout.tp * c.layout.pp * c.layout.cp
     world = (job.world - nodes * node) // unit * unit
@@ -121,13 +123,13 @@ def _timeline(cost: Cost, slow: dict[int, float]) -> Simulation:
 
 
 def step_spans(step: SimulatedStep) -> list[Span]:
-    """The pipeline's spans, and after them what is left of reduction and optimizer on every rank."""
+    """Returns the pipeline's spans, followed on every rank by the exposed rest of the reduction and the optimizer."""
     spans = list(spans_of(step.timeline))
     end = step.timeline.makespan
     axes = step.cost.axes
     later = [(REDUCED, axes["dp"].exposed)] if "dp" in axes else []
     if step.cost.job.sharding[0] >= 2:
-        later = []  # they are part of every micro-batch there
+        later = []  # from stage 2 on, every micro-batch includes its reduction
     later += [("tied embedding", axes["embedding"].exposed)] if "embedding" in axes else []
     later.append((UPDATED, step.cost.optimizer_s))
     for rank in range(step.cost.job.layout.pp):

@@ -18,7 +18,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 440, 80, 150, 44, 52
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines by name, each a list of (x, y), both above zero. `label` writes a value of x."""
+    """Lines by name, each a list of positive (x, y). `label` formats a value of x."""
 
     title: str
     x: str
@@ -47,13 +47,13 @@ class Chart:
 
 
 def check_svg(option: str, path: Path | None) -> None:
-    """Raises unless a chart can be written to `path`: every picture is an SVG, which a browser shows and prints."""
+    """Raises unless `path` names an SVG: every chart is one, which a browser shows and prints."""
     if path is not None and path.suffix.lower() in (".png", ".jpg", ".jpeg", ".pdf", ".gif", ".webp"):
         raise UserError(f"{option} {path}: charts are written as SVG, so name it {path.with_suffix('.svg')}")
 
 
 def _short(label: str) -> str:
-    """Without zeros after the point: `1.00k` is `1k`."""
+    """Drops zeros after the decimal point: `1.00k` becomes `1k`."""
     return re.sub(r"(\.\d*?)0+(?=\D*$)", lambda found: found[1].rstrip("."), label)
 
 
@@ -81,7 +81,7 @@ def svg(chart: Chart) -> str:
         out.append(f'<text x="{LEFT - 8}" y="{py + 4:.1f}" text-anchor="end">{label}</text>')
     for number, (name, line) in enumerate(chart.lines.items()):
         colour = LINE_COLOURS[number % len(LINE_COLOURS)]
-        # Earlier lines are wider, so that lines which lie on each other are all seen.
+        # Earlier lines are wider, so that all of several coinciding lines can be seen.
         width = 1.6 + 0.9 * max(0, min(len(chart.lines), len(LINE_COLOURS)) - 1 - number)
         path = "L".join(f"{px:.1f} {py:.1f}" for px, py in (chart.at(*point) for point in line))
         if path:

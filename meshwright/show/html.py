@@ -1,4 +1,4 @@
-"""Pages of HTML without any outside request: tables, bars with a legend, drawings. No torch."""
+"""HTML pages that load nothing from outside: tables, bars with a legend, drawings. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ td.words, th.words { text-align: left; white-space: normal; }
 
 
 def page(title: str, intro: Iterable[str], sections: Mapping[str, str]) -> str:
-    """A page of paragraphs of text and, by heading, sections of HTML."""
+    """Returns a page with paragraphs of text and, by heading, sections of HTML."""
     body = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in intro)]
     body += [f"<h2>{escape(heading)}</h2>{section}" for heading, section in sections.items()]
     return (
@@ -36,7 +36,8 @@ def note(text: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], words: tuple[int, ...] = (), marked: int | None = None) -> str:
-    """Rows of text, the first row a head; the columns `words` are wrapped, the row `marked` stands out."""
+    """Returns a table of text whose first row is the header; the columns `words` may wrap, and the row `marked` is
+    highlighted."""
 
     def cell(text: str, column: int, tag: str) -> str:
         kind = ' class="words"' if column in words else ""
@@ -53,7 +54,7 @@ def table(rows: Sequence[Sequence[str]], words: tuple[int, ...] = (), marked: in
 def bars(
     rows: Iterable[tuple[Mapping[str, float], float, str]], colours: Mapping[str, str], unit: str
 ) -> str:
-    """A legend and, numbered from 1, one bar per row of (parts, the value of a full bar, a label)."""
+    """Returns a legend and, numbered from 1, one bar per row of (parts, the value of a full bar, a label)."""
     legend = (f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in colours.items())
     lines = []
     for number, (parts, whole, label) in enumerate(rows, 1):
@@ -71,5 +72,5 @@ def bars(
 
 
 def drawing(svg: str) -> str:
-    """An SVG inside of the page."""
+    """Embeds an SVG in the page."""
     return f'<div class="drawing">{re.sub(r"<[?]xml.*?[?]>", "", svg)}</div>'

@@ -1,8 +1,6 @@
-"""A layout as text: the grid of ranks with its nodes as walled rooms, and every kind of group below it.
-
-Pipeline stages are panels, replicas go down, tp goes across. Large worlds are abbreviated: the first rows,
-columns, stages and groups stand for the rest, and the last one shows where the count ends.
-"""
+"""A layout as text: the grid of ranks, in which walls separate nodes, and every kind of group below it. Pipeline stages
+are panels; replicas go down, tp goes across. Large worlds are abbreviated: the first rows, columns, stages and groups
+are shown, and the last one to show where the count ends."""
 
 from __future__ import annotations
 
@@ -23,10 +21,8 @@ DRAWN_WORLD = 256
 
 
 class Grid(NamedTuple):
-    """One pipeline stage: ranks by row and column, None where rows or columns were left out.
-
-    A grid without columns stands for the stages left out.
-    """
+    """One pipeline stage: its ranks by row and column, with None for omitted rows and columns. A grid without columns
+    stands for omitted stages."""
 
     title: str
     columns: list[str]
@@ -34,14 +30,14 @@ class Grid(NamedTuple):
 
 
 def elide(count: int, limit: int) -> list[int | None]:
-    """The indices 0 to count - 1, with None for those left out where there are more than `limit`."""
+    """Returns the indices 0 to count - 1, with one None for those omitted if there are more than `limit`."""
     if count <= limit:
         return list(range(count))
     return [*range(limit - 2), None, count - 1]
 
 
 def draw(layout: Layout, width: int = 100) -> str:
-    """The whole page: what the world is made of, its grid, its expert grid where ep > 1, and its groups."""
+    """Draws the whole page: the sizes of the world, its grid, its expert grid where ep > 1, and its groups."""
     lines = [_heading(layout), ""]
     lines += _view(layout, ("dp", "cp"), width)
     if layout.ep > 1:
@@ -65,7 +61,7 @@ def _heading(layout: Layout) -> str:
 
 
 def _view(layout: Layout, rows: tuple[str, str], width: int) -> list[str]:
-    """The panels of one view, as many side by side as fit; `rows` are its slow and fast axis downwards."""
+    """Draws the panels of one view, as many side by side as fit; `rows` are the slow and the fast axis going down."""
     drawn = layout.world <= DRAWN_WORLD
     shown = elide(layout.axis_size(rows[0]) * layout.axis_size(rows[1]), 16 if drawn else 6)
     columns = elide(layout.tp, 16 if drawn else 4)
@@ -113,7 +109,7 @@ def _rank(
 
 
 def _band(layout: Layout, panels: Sequence[Grid], labels: list[str], cell: int) -> list[str]:
-    """Panels side by side, with the rows' labels at their left."""
+    """Draws panels side by side, with the row labels at their left."""
     height = len(labels)
     walls = {0, height} | {
         row
@@ -138,12 +134,12 @@ def _band(layout: Layout, panels: Sequence[Grid], labels: list[str], cell: int) 
 
 
 def _wall(layout: Layout, one: int | None, other: int | None) -> bool:
-    """Whether a node ends between two neighbouring cells."""
+    """Returns whether a node ends between two neighbouring cells."""
     return one is not None and other is not None and layout.crosses_node((one, other))
 
 
 def _panel(layout: Layout, grid: Grid, cell: int, walls: set[int]) -> list[str]:
-    """One stage: title, column numbers, then rows; a line of wall above every row in `walls`."""
+    """Draws one stage: its title, column numbers, then rows; there is a wall above every row in `walls`."""
     height, width = len(grid.cells), len(grid.columns)
     if not width:
         return [f" {grid.title} ", *[""] * (height + len(walls) + 1)]
@@ -179,7 +175,7 @@ def _text(cells: list[int | None], col: int) -> str:
 
 
 def _wall_line(across: list[list[bool]], upright: list[list[bool]], row: int, cell: int) -> str:
-    """The line above `row`: each vertex shows the walls that meet there."""
+    """Draws the line above `row`: each corner shows the walls that meet there."""
     height, width = len(upright), len(across[0])
     text = ""
     for col in range(width + 1):
@@ -194,7 +190,7 @@ def _wall_line(across: list[list[bool]], upright: list[list[bool]], row: int, ce
 
 
 def _nodes(layout: Layout, cells: list[int | None]) -> str:
-    """Which nodes a row stands on: ` n0`, ` n0,1` or ` n0…7`."""
+    """Returns which nodes a row is on: ` n0`, ` n0,1` or ` n0…7`."""
     if layout.node_size is None:
         return ""
     nodes = sorted({rank // layout.node_size for rank in cells if rank is not None})
@@ -204,7 +200,7 @@ def _nodes(layout: Layout, cells: list[int | None]) -> str:
 
 
 def describe_groups(layout: Layout, width: int = 100) -> list[str]:
-    """Every kind of group: how many of what size, how many of them cross a node, and their ranks."""
+    """Describes every kind of group: how many there are of what size, how many of them span nodes, and their ranks."""
     lines: list[str] = []
     seen: dict[tuple[tuple[int, ...], ...], str] = {}
     indent = max(len(name) for name in GROUP_KINDS) + 2
@@ -228,7 +224,7 @@ def describe_groups(layout: Layout, width: int = 100) -> list[str]:
 
 
 def _crossing(layout: Layout, groups: Sequence[tuple[int, ...]]) -> str:
-    """How many of these groups cross a node."""
+    """Counts the groups that span nodes."""
     crossing = sum(map(layout.crosses_node, groups))
     if crossing in (0, len(groups)):
         if len(groups) == 1:
@@ -238,8 +234,8 @@ def _crossing(layout: Layout, groups: Sequence[tuple[int, ...]]) -> str:
 
 
 def written(groups: Sequence[Sequence[int]], most: int, longest: int, between: str = " ") -> list[str]:
-    """`[0 4]`, `[1 5]`, ...: at most `most` groups of at most `longest` ranks, `…` for what is left out. There are
-    brackets only where a space stands `between` ranks."""
+    """Formats groups as `[0 4]`, `[1 5]`, ...: at most `most` groups of at most `longest` ranks, with `…` for omitted
+    ones. Brackets are used only where ranks are separated by a space (`between`)."""
     pieces = []
     for index in elide(len(groups), most):
         group = () if index is None else groups[index]
@@ -249,7 +245,7 @@ def written(groups: Sequence[Sequence[int]], most: int, longest: int, between: s
 
 
 def _wrap(pieces: Iterable[str], width: int, indent: str) -> list[str]:
-    """The pieces on lines of at most `width`, where a piece is never broken."""
+    """Wraps the pieces to lines of at most `width`; a piece is never broken."""
     lines = [""]
     for piece in pieces:
         if lines[-1] and len(indent) + len(lines[-1]) + 1 + len(piece) > width:

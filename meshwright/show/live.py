@@ -1,7 +1,6 @@
-"""A run in the terminal: a live block redrawn in place, or one plain line every few steps where there is no terminal.
-
-Nothing here imports torch, and nothing here may stop a run: a terminal that goes away only ends the display.
-"""
+"""A run in the terminal: a live block that is redrawn in place, or one plain line every few steps if there is no
+terminal. Nothing here imports torch, and nothing here may stop a run: if the terminal goes away, only the display
+ends."""
 
 from __future__ import annotations
 
@@ -32,13 +31,13 @@ if TYPE_CHECKING:
 REDRAWS_PER_SECOND = 4
 SPARKS = 40
 WINDOW = 20  # steps over which speed is smoothed
-LABEL_WIDTH = 9  # columns before the values of the block
-HEAD_WIDTH = 200  # columns of a run's head in a file
+LABEL_WIDTH = 9  # columns before the values of the live block
+HEAD_WIDTH = 200  # columns of a run's header in a file
 
 
 class Display:
     """A `Watcher` that shows a run on `stream`. Use it as a context manager, so that an exception leaves the terminal
-    as it was; without, the terminal is restored when the process ends."""
+    as it was; otherwise the terminal is restored when the process ends."""
 
     def __init__(self, config: Config, world: int, stream: TextIO | None = None, *, own_model: bool = False) -> None:
         self.config, self.world, self.own_model = config, world, own_model
@@ -56,8 +55,8 @@ class Display:
         self.validating = False
         self.begin = time.monotonic()
         self.live: Live | None = None
-        # Guards the figures, which the redrawing thread reads. It is never held while something is printed: rich has a
-        # lock of its own, under which that thread waits for this one.
+        # Guards the figures, which the redrawing thread reads. It must not be held while printing: rich holds a lock of
+        # its own while its thread waits for this one, so that would deadlock.
         self._lock = threading.Lock()
 
     def __enter__(self) -> Display:
@@ -71,7 +70,7 @@ class Display:
         device = getattr(getattr(ctx, "device", None), "kind", "")
         show(self.console, head(self.config, self.world, own_model=self.own_model, device=device))
         if self.terminal:
-            ours = self.stream is sys.stderr  # then other output to the terminal goes above the block
+            ours = self.stream is sys.stderr  # rich then prints other output above the block
             self.live = Live(
                 console=self.console, get_renderable=self.block, refresh_per_second=REDRAWS_PER_SECOND,
                 vertical_overflow="crop", redirect_stderr=ours, redirect_stdout=ours and is_terminal(sys.stdout),
@@ -84,7 +83,7 @@ class Display:
             if self.last is None and result.step > 1:
                 self.consumed = consumed_after(self.config, result.step - 1)
             elif len(self.speeds) == 1 and len(self.ends) == 1:
-                self.speeds.clear()  # the first step also warms up, which says nothing about the next ones
+                self.speeds.clear()  # the first step includes the warm-up, so its speed says nothing about later steps
             self.last = result
             self.losses.append(math.nan if result.skipped else result.loss)
             self.speeds.append((result.tokens, result.step_time_s))
@@ -116,7 +115,7 @@ class Display:
         self._print(("finished ", "good"), f"{plural(done, 'step')}{skipped} in {took}: {where}")
 
     def close(self) -> None:
-        """Stops redrawing and gives the cursor back; does nothing the second time."""
+        """Stops redrawing and restores the cursor; a second call does nothing."""
         live, self.live = self.live, None
         if live is not None:
             with self._lock:
@@ -131,7 +130,8 @@ class Display:
 
     @property
     def seconds_left(self) -> float:
-        """By the time between the ends of the latest steps, so that validation counts too."""
+        """Estimates the remaining seconds from the time between the ends of recent steps, so that validation counts
+        too."""
         if self.last is None:
             return math.nan
         each = self.last.step_time_s
@@ -140,7 +140,7 @@ class Display:
         return max(0.0, each * (self.steps - self.last.step) - (time.monotonic() - self.ends[-1]))
 
     def _print(self, *pieces: str | tuple[str, str]) -> None:
-        """Prints one line, above the block where there is one."""
+        """Prints one line, above the live block if there is one."""
         show(self.console, Text.assemble(*pieces))
 
     def _complaint(self, result: StepResult) -> str:
@@ -164,7 +164,7 @@ class Display:
         return "  ".join(parts)
 
     def block(self) -> Table:
-        """The live block, no line of it wider than the terminal."""
+        """Returns the live block; no line of it is wider than the terminal."""
         grid = Table.grid(expand=True)
         grid.add_column(style="dim", width=LABEL_WIDTH, no_wrap=True)
         grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")

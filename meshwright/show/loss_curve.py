@@ -1,4 +1,4 @@
-"""The loss over the steps of a run, drawn in braille dots. No torch."""
+"""The loss curve of a run, drawn in braille dots. No torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from meshwright.show.run_parts import BAD
 from meshwright.show.units import ticks
 
 ROWS = 16
-GUTTER = 9  # columns of the labels and the axis
-DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille cell, by row and column
+GUTTER = 9  # columns that the labels and the axis take
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bits of a braille cell's dots, by row and column
 
 Point = tuple[float, float]  # step, loss
 
@@ -24,7 +24,7 @@ def finite(points: Iterable[Point]) -> list[Point]:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """A centred mean over a fortieth of the points."""
+    """Returns a centred mean over a window of a fortieth of the points."""
     reach = len(points) // 80
     sums = list(accumulate((loss for _, loss in points), initial=0.0))
     out = []
@@ -35,14 +35,14 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
 
 
 class Canvas:
-    """Dots in braille, two by four to a cell, over a range of steps and one of losses."""
+    """A canvas of braille dots, two by four per cell, over a range of steps and one of losses."""
 
     def __init__(self, columns: int, rows: int, x: tuple[float, float], y: tuple[float, float]) -> None:
         self.columns, self.rows, self.x, self.y = columns, rows, x, y
         self.dots: dict[tuple[int, int], int] = defaultdict(int)
 
     def place(self, step: float, loss: float) -> tuple[float, float]:
-        """The position in dots, from the left and from the top."""
+        """Returns the position in dots, from the left and from the top."""
         (left, right), (low, high) = self.x, self.y
         across = (step - left) / (right - left) if right > left else 0.5
         return across * (2 * self.columns - 1), (high - loss) / (high - low) * (4 * self.rows - 1)
@@ -63,7 +63,7 @@ class Canvas:
 
 
 def curve(train: Sequence[Point], valid: Sequence[Point], width: int, colour: bool) -> list[Text]:
-    """The smoothed training loss as a line, in colour also every step's own dot, and validation as diamonds."""
+    """Draws the smoothed training loss as a line, validation as diamonds and, in colour, a dot for every step."""
     good, marks = finite(train), finite(valid)
     if not good and not marks:
         return [Text("no loss was finite", "bad")]
@@ -104,7 +104,7 @@ def _rows(drawn: Canvas, each: Canvas, diamonds: set[tuple[int, int]]) -> list[T
 
 
 def _step_axis(canvas: Canvas, bad: set[int]) -> list[Text]:
-    """The rule with ticks, a cross where a loss was not finite, and the steps below."""
+    """Draws the axis with ticks, a cross where a loss was not finite, and the step numbers below."""
     left, right = canvas.x
     steps = [left] if left == right else [t for t in ticks(left, right, max(2, canvas.columns // 10)) if t == int(t)]
     at = {round(canvas.place(t, 0.0)[0]) // 2: f"{int(t):,}" for t in steps}
@@ -119,6 +119,6 @@ def _step_axis(canvas: Canvas, bad: set[int]) -> list[Text]:
 
 
 def _digits(values: Sequence[float]) -> int:
-    """The decimals that tell neighbouring ticks apart."""
+    """Returns the number of decimals that distinguishes neighbouring ticks."""
     gap = abs(values[1] - values[0]) if len(values) > 1 else 0.01
     return min(6, max(0, -math.floor(math.log10(gap) + 1e-9)))

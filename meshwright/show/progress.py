@@ -1,4 +1,4 @@
-"""How far a long job has come, on stderr: a bar on a terminal, else a line every ten seconds. No torch."""
+"""The progress of a long job, on stderr: a bar on a terminal, else a line every ten seconds. No torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LOG_SECONDS = 10.0
 
 @contextmanager
 def progress(label: str, total: int, stream: TextIO | None = None) -> Iterator[Callable[[int], None]]:
-    """Shows how many of `total` bytes are done while the block runs; it gives the function to call with what is new.
-    A bar is erased at the end, so that what is printed next begins a clean line."""
+    """Shows how many of `total` bytes are done while the block runs; it yields the function to call with each further
+    number of bytes. A bar is erased at the end, so that later output begins on a clean line."""
     stream = sys.stderr if stream is None else stream
     if not is_terminal(stream):
         yield _Log(label, max(total, 1), stream).advance

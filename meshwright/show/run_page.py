@@ -1,5 +1,5 @@
-"""What a person wants to look at after a run, from the files of its folder alone: the loss curve, the speed, where the
-time went, and how many bytes went over which axis. No torch."""
+"""The summary of a run, from the files of its folder alone: the loss curve, the speed, where the time went, and how
+many bytes went over which axis. No torch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from meshwright.show.loss_curve import Point, curve, finite
 from meshwright.show.run_parts import head, phase_bar, phase_legend
 from meshwright.show.terminal import PLAIN_WIDTH, console_for, has_colour, is_terminal, show
 from meshwright.show.units import clock, count, decimals, percent, plural, seconds, size
+from meshwright.train.counts import PHASES
 from meshwright.train.read_run import RunRecord, read_run, traffic_per_step
 
-PAGE_LABEL_WIDTH = 12  # columns of the labels
+PAGE_LABEL_WIDTH = 12  # columns that the labels take
 MIN_WIDTH, MAX_WIDTH = 40, 120
 
-# What goes over an axis.
+# What is sent over each axis.
 CARGO = {
     "tp": "activations and their gradients, in every layer",
     "tp.kv": "gradients of the key-value heads that several ranks hold",
@@ -50,7 +51,7 @@ CARGO = {
 def summary(
     run_dir: str | Path, stream: TextIO | None = None, *, world: int | None = None, width: int | None = None
 ) -> None:
-    """Writes the page. `world` is needed only for folders without a run.json."""
+    """Prints the summary. `world` is needed only for folders without a run.json."""
     stream = sys.stdout if stream is None else stream
     run = read_run(run_dir, world)
     if width is None:
@@ -81,7 +82,7 @@ def page(run: RunRecord, width: int, colour: bool) -> Iterator[RenderableType]:
 
 
 def _grid(*right: str) -> Table:
-    """A table without lines: a column of labels, then columns that are aligned right, headed by their names."""
+    """Returns a table without lines: a column of labels, then right-aligned columns headed by their names."""
     grid = Table(box=None, show_header=bool(right), header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     grid.add_column(right[0] if right else "", min_width=PAGE_LABEL_WIDTH - 2, no_wrap=True)
     for name in right[1:]:
@@ -138,7 +139,7 @@ def _skipped(run: RunRecord) -> Iterator[tuple[str, Text]]:
 
 
 def _traffic(run: RunRecord, width: int) -> Iterator[RenderableType]:
-    """The bytes of a mean step by axis of the layout, and in a small world by link."""
+    """Returns the bytes of a mean step by axis of the layout, and in a small world also by link."""
     axes = traffic_per_step(run.steps)
     if not axes:
         yield Text.assemble(("nothing was sent: ", "bold"), "a single rank communicates with nobody")
@@ -174,7 +175,7 @@ def _axis_table(run: RunRecord, axes: Mapping[str, Mapping[str, float]]) -> Tabl
 
 
 def _groups(layout: Layout | None, axis: str) -> tuple[tuple[int, ...], ...]:
-    """The groups of several ranks; none for an axis that the layout does not know."""
+    """Returns the groups of several ranks; none for an axis that the layout does not know."""
     try:
         return tuple(group for group in layout.groups(axis) if len(group) > 1) if layout else ()
     except UserError:
@@ -182,7 +183,7 @@ def _groups(layout: Layout | None, axis: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _axis_notes(run: RunRecord, axis: str, width: int) -> Iterator[str]:
-    """What goes over an axis, and between which ranks."""
+    """Says what is sent over an axis, and between which ranks."""
     if axis in CARGO:
         yield CARGO[axis]
     groups = _groups(run.layout, axis)
@@ -195,15 +196,16 @@ def _axis_notes(run: RunRecord, axis: str, width: int) -> Iterator[str]:
 
 
 def _written(words: str, groups: Sequence[Sequence[int]], between: str, width: int) -> str:
-    """The groups with their ranks, as many as fit; the last one is always shown."""
+    """Formats the groups with their ranks, as many as fit; the last one is always shown."""
     limits = [(len(groups), max(3, *map(len, groups))), *((most, 8) for most in (12, 8, 6, 4, 3)), (3, 4)]
     texts = [" ".join([words, *written(groups, *limit, between)]) for limit in limits]
     return next((text for text in texts if len(text) <= width), texts[-1])
 
 
 def links(config: Config, layout: Layout, axes: Mapping[str, Mapping[str, float]]) -> dict[tuple[int, int], float]:
-    """The wire bytes per step from rank to rank: a collective goes round its group as a ring, a pipeline from stage to
-    stage and back. The run's folder knows the sum of an axis, so its bytes are spread evenly over its links."""
+    """Returns the wire bytes per step from rank to rank: a collective goes round its group as a ring, a pipeline
+    from stage to stage and back. The run's folder has only the sum per axis, so its bytes are spread evenly over its
+    links."""
     sent: dict[tuple[int, int], float] = defaultdict(float)
     for axis, counts in axes.items():
         ways: list[tuple[int, int]] = []
@@ -221,7 +223,7 @@ def links(config: Config, layout: Layout, axes: Mapping[str, Mapping[str, float]
 
 
 def _matrix(sent: Mapping[tuple[int, int], float], world: int) -> Iterator[RenderableType]:
-    """The links as a table."""
+    """Returns the links as a table."""
     if not sent:
         return
     yield ""

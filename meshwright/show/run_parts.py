@@ -1,4 +1,4 @@
-"""What a run's live display and its summary share: the head, the sparkline and the bar of phases. No torch."""
+"""What the live display and the summary of a run share: the header, the sparkline and the bar of phases. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BAD = "×"
 
 
 def head(config: Config, world: int | None, *, own_model: bool = False, device: str = "") -> Table:
-    """What runs, where and how. Of an `own_model` only the config's sizes are known."""
+    """Returns the header: what runs, where and how. For an `own_model` only the config's sizes are known."""
     m, t = config.model, config.train
     grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     number = "" if own_model else f"{count(parameter_count(describe(m)))} parameters  "
@@ -41,7 +41,7 @@ def head(config: Config, world: int | None, *, own_model: bool = False, device: 
 
 
 def layout_line(config: Config, layout: Layout) -> str:
-    """`8 ranks = dp 2 × tp 2 × pp 2`."""
+    """Formats the layout as `8 ranks = dp 2 × tp 2 × pp 2`."""
     axes = [a for a in ("dp", "cp", "tp", "pp") if a != "cp" or layout.cp > 1]
     sizes = " × ".join(f"{axis} {layout.axis_size(axis)}" for axis in axes)
     sequence = " + sequence parallel" if config.layout.sequence_parallel and layout.tp > 1 else ""
@@ -49,7 +49,8 @@ def layout_line(config: Config, layout: Layout) -> str:
 
 
 def small_drawing(layout: Layout) -> str:
-    """`[0 1] [2 3] → [4 5] [6 7]`: each replica is a box of tensor-parallel ranks, arrows go from stage to stage."""
+    """Draws `[0 1] [2 3] → [4 5] [6 7]`: each replica is a box of tensor-parallel ranks, and arrows go from stage to
+    stage."""
     stages: list[list[str]] = [[] for _ in range(layout.pp)]
     for group in layout.groups("tp-cp"):
         stages[layout.coordinate(group[0])["pp"]].append(f"[{' '.join(map(str, group))}]")
@@ -66,7 +67,7 @@ def schedule_line(config: Config, layout: Layout) -> str:
 
 
 def sparkline(values: Sequence[float]) -> Text:
-    """Bars from the lowest to the highest value; a value that is not finite is crossed out."""
+    """Draws bars from the lowest to the highest value; values that are not finite are crossed out."""
     finite = [v for v in values if math.isfinite(v)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
     line = Text()
@@ -80,8 +81,8 @@ def sparkline(values: Sequence[float]) -> Text:
 
 
 def phase_bar(phases: Mapping[str, float], total: float, width: int, colour: bool) -> Text:
-    """The seconds of a step as one bar, a thin line for what belongs to no phase. Without colour each phase is drawn by
-    its initial."""
+    """Draws the seconds of a step as one bar, with a thin line for time outside all phases. Without colour each phase
+    is drawn by its initial."""
     whole = max(total, sum(phases.values()))
     line, reached = Text(), 0.0
     for name in _in_order(phases):

@@ -39,12 +39,10 @@ Window = tuple[int, int]  # columns from, up to
 
 
 def timeline_text(simulation: Simulation, width: int, colour: bool = False) -> str:
-    """One row per rank, an axis and a legend, `width` columns (at least 40).
-
-    Blocks begin with their micro-batch where it fits. In colour the background tells forward from backward
-    and chunk from chunk; without, it is plain ASCII and the fill tells them. What is too long for the width
-    is drawn as its beginning and its end, between which the pattern repeats.
-    """
+    """Draws one row per rank, an axis and a legend, `width` columns wide (at least 40). Blocks begin with their
+    micro-batch where it fits. In colour, the background distinguishes forward from backward and the chunks; otherwise
+    the drawing is plain ASCII and the fill characters do. A timeline that is too long for the width is drawn as its
+    beginning and its end, between which the pattern repeats."""
     pp = simulation.table.pp
     margin = len(f"rank {pp - 1} ")
     scale, windows = _windows(simulation, max(width, 40) - margin - 1)
@@ -64,14 +62,14 @@ def _computes(simulation: Simulation, rank: int) -> Iterator[Timed]:
 
 
 def _unit(simulation: Simulation) -> float:
-    """The length of a typical short block (the lower median of all that take any time), 0 if none does."""
+    """Returns the length of a typical short block (the lower median of all that take any time), or 0 if none does."""
     spans = [t.end - t.start for rank in range(simulation.table.pp) for t in _computes(simulation, rank)]
     spans = [span for span in spans if span > 1e-9 * simulation.makespan]
     return median_low(spans) if spans else 0.0
 
 
 def _windows(simulation: Simulation, room: int) -> tuple[float, list[Window]]:
-    """Columns per unit of time, and the ranges of columns to show: all, or both ends if `room` is short."""
+    """Returns the columns per unit of time, and the ranges of columns to show: all, or both ends if `room` is short."""
     unit = _unit(simulation)
     if not unit:
         return 0.0, [(0, 0)]
@@ -124,7 +122,7 @@ def _idle(width: int, colour: bool) -> str:
 
 
 def _text_axis(simulation: Simulation, scale: float, window: Window, windows: int) -> tuple[str, str]:
-    """A rule with its ticks and the line of times below it, both as long as the window and one more."""
+    """Draws an axis with its ticks and the times below it, both one column longer than the window."""
     start, stop = window
     width = stop - start + (stop == round(simulation.makespan * scale))
     rule, labels = "-" * width, ""
@@ -152,7 +150,7 @@ def _legend(table: Table, colour: bool) -> str:
 
 
 def _times(makespan: float, span: float, most: int) -> list[float]:
-    """Round times from 0 to the makespan, at most `most` of them in each `span`."""
+    """Returns round times from 0 to the makespan, at most `most` of them per `span`."""
     if not span:
         return [0.0]
     step = round_step(span, most)
@@ -171,7 +169,7 @@ text{font-family:system-ui,'Segoe UI','Helvetica Neue',Arial,sans-serif;font-siz
 
 
 def timeline_svg(simulation: Simulation) -> str:
-    """The timeline as one SVG document without outside references; hovering a block tells what it is."""
+    """Returns the timeline as one SVG document without external references; hovering over a block shows what it is."""
     table, unit = simulation.table, _unit(simulation)
     digits = len(str(table.micro_batches - 1))
     wanted = simulation.makespan / unit * (DIGIT * digits + 9) if unit else 0.0
@@ -192,13 +190,13 @@ def timeline_svg(simulation: Simulation) -> str:
 
 
 def title(table: Table) -> str:
-    """What a table is, in a few words."""
+    """Describes a table in a few words."""
     chunks = f" x {table.chunks} chunks" if table.chunks > 1 else ""
     return f"{table.kind}, {plural(table.pp, 'rank')}{chunks}, {plural(table.micro_batches, 'micro-batch')}"
 
 
 def _svg_heading(simulation: Simulation) -> Iterator[str]:
-    """Title, figures, legend."""
+    """Draws the title, the figures and the legend."""
     table = simulation.table
     yield f'<text class="title" x="20" y="34">{escape(title(table))}</text>'
     yield (

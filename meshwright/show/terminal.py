@@ -1,4 +1,4 @@
-"""What a stream can show, consoles of `rich` that keep to it, and tables as text. No torch."""
+"""What a stream can show, `rich` consoles that respect it, and tables as text. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, TextIO, cast
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-PLAIN_WIDTH = 100  # columns of a page that goes to a file
+PLAIN_WIDTH = 100  # columns of a page that is written to a file
 STYLES = {
     "title": "bold color(75)", "bar": "color(75)", "curve": "color(80)", "loss": "bold color(80)",
     "valid": "bold color(220)", "bad": "bold color(203)", "good": "color(114)", "most": "color(214)",
@@ -22,14 +22,14 @@ STYLES = {
 }  # fmt: skip
 UNLIMITED = 100_000
 
-# For streams that can't encode the rest, one character each; a braille cell with any dot becomes a star.
+# ASCII replacements for streams that can't encode these characters; a braille cell with any dot becomes a star.
 ASCII: dict[int, int] = {0x2800: ord(" ")} | {0x2800 + dots: ord("*") for dots in range(1, 256)}
 ASCII |= str.maketrans("▁▂▃▄▅▆▇█━╸╺·×→⇄…⋮◆•", "_.-~=+*###.-x>=~:o.")
 ASCII |= str.maketrans("╵╷│╴┘┐┤╶└┌├─┴┬┼", "'.|-'.|-'.|-+++")
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that can redraw."""
+    """Returns whether `stream` is a terminal that can redraw."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
@@ -38,12 +38,12 @@ def has_colour(stream: TextIO) -> bool:
 
 
 def terminal_width(otherwise: int) -> int:
-    """The columns of the terminal (or of $COLUMNS), or `otherwise` where there is none."""
+    """Returns the columns of the terminal (or of $COLUMNS), or `otherwise` if there is none."""
     return shutil.get_terminal_size((otherwise, 24)).columns
 
 
 def encodable(text: str, stream: TextIO) -> str:
-    """`text` in characters that `stream` can encode."""
+    """Returns `text` in characters that `stream` can encode."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)
@@ -53,12 +53,13 @@ def encodable(text: str, stream: TextIO) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` from outside, in which whatever would move the cursor or change the terminal is a question mark."""
+    """Returns untrusted `text` with every character that could move the cursor or change the terminal replaced by a
+    question mark."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 class _Stream:
-    """A stream that nothing written to it can break: a run must not end because its terminal went away."""
+    """A stream whose writes never fail: a run must not end because its terminal went away."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -75,7 +76,7 @@ class _Stream:
 
 
 def console_for(stream: TextIO, width: int | None = None) -> Console:
-    """A console on `stream`: styled and redrawn on a terminal, plain text anywhere else."""
+    """Returns a console on `stream`: styled and redrawable on a terminal, plain text anywhere else."""
     from rich.console import Console
     from rich.theme import Theme
 
@@ -88,7 +89,7 @@ def console_for(stream: TextIO, width: int | None = None) -> Console:
 
 
 def show(console: Console, *parts: RenderableType) -> None:
-    """Prints `parts` below each other. Lines of text are never wrapped; plain text has no spaces at its lines' ends."""
+    """Prints `parts` below each other. Lines of text are never wrapped; plain text has no trailing spaces."""
     from rich.text import Text
 
     with contextlib.nullcontext() if console.is_terminal else console.capture() as captured:
@@ -100,8 +101,8 @@ def show(console: Console, *parts: RenderableType) -> None:
 
 
 def table(rows: Sequence[Sequence[str]], left: tuple[int, ...] = (0,), indent: str = "  ") -> str:
-    """Rows of cells, the first row a head; the columns `left` are aligned left, all others right. On a terminal that
-    is too narrow the words of the left columns are wrapped."""
+    """Formats rows of cells, of which the first is the header; the columns `left` are left-aligned, all others
+    right-aligned. On a terminal that is too narrow the words of the left columns are wrapped."""
     from rich.console import Console
     from rich.table import Table
 

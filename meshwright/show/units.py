@@ -6,12 +6,12 @@ import math
 
 
 def _three_digits(value: float) -> str:
-    """Three digits, or more where there are more before the point."""
+    """Formats three significant digits, or more if there are more before the decimal point."""
     return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f}"
 
 
 def size(value: float) -> str:
-    """Bytes: `512 B`, `1.50 MiB`."""
+    """Formats bytes: `512 B`, `1.50 MiB`."""
     for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if value >= 0.9995 * 2**power:
             return f"{_three_digits(value / 2**power)} {unit}"
@@ -19,7 +19,7 @@ def size(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """Anything that is counted: `950`, `12.3k`, `1.24M`, `8.03B`."""
+    """Formats a count: `950`, `12.3k`, `1.24M`, `8.03B`."""
     if not math.isfinite(value):
         return str(value)
     for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -29,13 +29,13 @@ def count(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration with two decimals where it is short: `18.07 s`, `333 ms`, `3.21 ms`, `12.30 us`."""
+    """Formats a duration, with two decimals if it is short: `18.07 s`, `333 ms`, `3.21 ms`, `12.30 us`."""
     factor, unit = (1.0, "s") if value >= 0.9995 else (1e3, "ms") if value >= 0.9995e-3 else (1e6, "us")
     return f"{factor * value:.{2 if factor * value < 99.995 else 0}f} {unit}"
 
 
 def clock(value: float) -> str:
-    """A long duration in seconds: `0:42`, `1:02:03`, `2d 03:04:05`."""
+    """Formats a long duration in seconds: `0:42`, `1:02:03`, `2d 03:04:05`."""
     if not math.isfinite(value):
         return "?"
     minutes, second = divmod(max(0, round(value)), 60)
@@ -46,29 +46,30 @@ def clock(value: float) -> str:
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """A share of 1: `12.3 %`."""
+    """Formats a share of 1: `12.3 %`."""
     return f"{100 * share:.{digits}f} %"
 
 
 def decimals(value: float, digits: int) -> str:
-    """A loss or a norm with a fixed number of decimals; `nan` and `inf` as they are."""
+    """Formats a loss or a norm with a fixed number of decimals; `nan` and `inf` stay as they are."""
     return f"{value:.{digits}f}" if math.isfinite(value) else str(value)
 
 
 def plural(number: int, noun: str) -> str:
-    """`1 rank`, `1,024 ranks`, `2 micro-batches`."""
+    """Formats a number with its noun: `1 rank`, `1,024 ranks`, `2 micro-batches`."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{ending}"
 
 
 def round_step(span: float, most: int) -> float:
-    """The least round number (1, 2 or 5 times a power of ten) that divides `span` into at most `most` parts."""
+    """Returns the smallest round number (1, 2 or 5 times a power of ten) that divides `span` into at most `most`
+    parts."""
     rough = span / most
     power = 10.0 ** math.floor(math.log10(rough))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers from `low` to `high`, about `most` of them."""
+    """Returns round numbers from `low` to `high`, about `most` of them."""
     step = round_step(high - low, most)
     return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
