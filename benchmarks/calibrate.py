@@ -1,4 +1,4 @@
-"""Fits the planner's efficiency constants to published runs, and says how well they hold on sources left out.
+"""Fits the planner's efficiency constants to published runs, and reports how well they predict held-out sources.
 
     python benchmarks/calibrate.py published_runs.csv            # the errors of the constants as they are
     python benchmarks/calibrate.py published_runs.csv --fit      # fit, and print the constants
@@ -33,7 +33,7 @@ STACK_FILE = FOLDER.parent / "stacks.yaml"
 
 @dataclass(frozen=True)
 class Constant:
-    """One fitted number, shared by the files it stands in."""
+    """One fitted number, shared by the files in which it appears."""
 
     kind: str  # cluster or stack
     names: tuple[str, ...]
@@ -95,12 +95,12 @@ def current() -> Values:
 
 
 def start() -> Values:
-    """The middle of each constant's range: a fit begins there, so that it depends on the table alone."""
+    """Returns the middle of each constant's range: a fit begins there, so that it depends on the table alone."""
     return {constant: math.sqrt(constant.low * constant.high) for constant in CONSTANTS}
 
 
 def applied(case: published.Case, values: Values) -> tuple[Job, Cluster]:
-    """The case's job and cluster with these values in place of their own."""
+    """Returns the case's job and cluster with these values in place of their own."""
     cluster, stack = case.cluster, case.job.stack
     for_cluster = {c.field: v for c, v in values.items() if c.kind == "cluster" and cluster.name in c.names}
     for_stack = {c.field: v for c, v in values.items() if c.kind == "stack" and stack.name in c.names}
@@ -122,7 +122,7 @@ def error_of(case: published.Case, values: Values) -> float:
 
 
 def family(case: published.Case) -> str:
-    """The source without its table's name: what is left out together."""
+    """Returns the source without the name of its table: what is left out together in cross-validation."""
     return re.split(r"[ :/]", case.source)[0] + " " + case.gpu.split("-")[0]
 
 

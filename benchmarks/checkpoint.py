@@ -61,12 +61,12 @@ def with_each_file(folder: Path, call: Callable[[int], None]) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """What a plain save leaves to the system: the bytes on the disk."""
+    """Forces the bytes to the disk, which a plain save leaves to the system."""
     with_each_file(folder, os.fsync)
 
 
 def forget(folder: Path) -> None:
-    """The system's cache holds nothing of these files, which are on the disk."""
+    """Drops these files, which are on the disk, from the system's page cache."""
     with_each_file(folder, lambda handle: os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED))
 
 
@@ -99,7 +99,8 @@ def main() -> None:
 def measure(
     trainer: Trainer, saver: Saver, tensors: dict[str, torch.Tensor], root: Path, theirs_first: bool
 ) -> dict[str, float]:
-    """One round: every way once. The loop is blocked while a save begins and while the next update waits for it."""
+    """Runs one round with every way once. The loop is blocked while a save begins and while the next update waits for
+    it."""
     shutil.rmtree(root / "ours", ignore_errors=True)
     out = {"alone": timed(trainer.step)}
     saver.asynchronous = True

@@ -37,7 +37,7 @@ NEAR = 16  # tokens at either end whose times are taken together
 
 
 def make_models(args: argparse.Namespace) -> tuple[GPTStage, Any]:
-    """A Llama with random weights: ours, and transformers'."""
+    """Returns a Llama with random weights: ours, and transformers'."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -62,7 +62,7 @@ def make_models(args: argparse.Namespace) -> tuple[GPTStage, Any]:
 
 
 def with_cache(module: GPTStage, count: int) -> tuple[list[int], list[float]]:
-    """A greedy text after token 1, and each of its tokens' seconds."""
+    """Returns a greedy text after token 1, and the seconds of each of its tokens."""
     generator = Generator(module, VOCAB, count + 1)
     tokens, seconds = [1], []
     for _ in range(count):
@@ -73,7 +73,7 @@ def with_cache(module: GPTStage, count: int) -> tuple[list[int], list[float]]:
 
 
 def whole(module: GPTStage, ids: list[int]) -> float:
-    """Seconds of the token after `ids` when nothing is remembered."""
+    """Returns the seconds of the token after `ids` without a cache."""
     begin = time.perf_counter()
     Generator(module, VOCAB, len(ids)).next_logits(ids).argmax()
     return time.perf_counter() - begin

@@ -89,7 +89,7 @@ def measure(name: str, compiled: bool = False) -> dict[str, Any]:
 
 
 def in_a_process(work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """Which takes its memory with it."""
+    """Runs `work` in a process of its own, whose memory is released when it ends."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(work, *args).result()
 

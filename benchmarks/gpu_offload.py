@@ -21,7 +21,7 @@ from meshwright.train.step import Trainer
 
 
 def bus_rate(device: torch.device, mib: int = 512) -> float:
-    """Bytes a second of copies in both directions at once, each way."""
+    """Returns the bytes per second and direction of copies in both directions at once."""
     host = [torch.zeros(mib << 18, pin_memory=True) for _ in range(2)]
     there = [torch.zeros(mib << 18, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]

@@ -25,7 +25,7 @@ STATE_BYTES = 16  # of a parameter: weight and gradient in bf16, master and two 
 
 @contextmanager
 def control_group(limit: int) -> Iterator[Path]:
-    """A new group of processes that may use `limit` bytes of memory, files' pages counted."""
+    """Creates a control group that may use `limit` bytes of memory, counting the pages of files."""
     second = Path("/sys/fs/cgroup/cgroup.controllers").exists()
     folder = Path("/sys/fs/cgroup", "" if second else "memory", f"meshwright-{os.getpid()}")
     try:
@@ -43,7 +43,7 @@ def control_group(limit: int) -> Iterator[Path]:
 
 
 def disk_rate(folder: Path, piece: int, total: int) -> float:
-    """Bytes a second, read and written together, of pieces that are read by one thread and written by another."""
+    """Returns the bytes per second, read and written together, of pieces that one thread reads and another writes."""
     import torch
 
     from meshwright.sharding.offload import StateFile, page_tensor
@@ -71,7 +71,7 @@ def disk_rate(folder: Path, piece: int, total: int) -> float:
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """In the limited process, or in the one beside it."""
+    """Trains in the limited process, or in the unlimited one for comparison."""
     import torch
 
     from meshwright.config.load import config_from
@@ -108,7 +108,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace, place: str, group: Path | None) -> dict[str, Any] | int:
-    """The result of a process of its own, or the signal that ended it."""
+    """Returns the result of a separate process, or the signal that ended it."""
     def enter() -> None:
         if group is not None:
             (group / "cgroup.procs").write_text(str(os.getpid()))

@@ -60,7 +60,8 @@ class PlainLlama(nn.Module):
 
 
 def plain_step(m: ModelConfig, micro_batch: int, micro_batches: int, device: torch.device) -> Callable[[], Tensor]:
-    """A step on the same random tokens again and again; masters, gradients and moments in float32."""
+    """Returns a step that trains on the same random tokens every time; masters, gradients and moments are in
+    float32."""
     with device:
         model = PlainLlama(m)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

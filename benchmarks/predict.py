@@ -3,7 +3,7 @@
     python benchmarks/predict.py --csv published_runs.csv --out predictions.csv
 
 `meshwright predict` runs this script. Empty cp, ep, vpp and kv_heads mean 1, 1, 1 and as many as heads; an empty vocab
-is 51200, an empty ffn 4 x hidden, an empty precision fp16. Rows that can't be taken say why in the column `reason`.
+is 51200, an empty ffn 4 x hidden, an empty precision fp16. Rows that can't be used say why in the column `reason`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(predictions: list[Prediction]) -> dict[str, Any]:
-    """Errors by source and by device, and what became of the rows about memory."""
+    """Returns the errors by source and by device, and the outcomes of the rows about memory."""
     taken = [p for p in predictions if not p.reason]
     timed = [p for p in taken if p.error is not None]
     cases = [(p, p.case) for p in taken if p.case is not None]

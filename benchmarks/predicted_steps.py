@@ -2,7 +2,7 @@
 
 Two CPU ranks (Gloo, fp32). In every round the machine is profiled as the command does it, and then each shape is
 trained for a few steps, data-parallel and tensor-parallel; the profile of a round predicts the steps of that round.
-Printed are the medians over all rounds, so that a machine whose speed changes disturbs both alike. Nothing of the
+Printed are the medians over all rounds, so that changes of the machine's speed affect both equally. Nothing of the
 profile comes from these shapes. On a machine that others use too, `--calm` waits for idle moments and measures again
 what they disturbed.
 
@@ -88,21 +88,23 @@ def predicted(config: Config, cluster: dict[str, Any]) -> dict[str, Any]:
 
 
 def busy_seconds() -> float:
-    """Of all processors since the machine started, by Linux's count; what other guests of a host took counts too."""
+    """Returns the busy seconds of all cores since boot, by Linux's count; time taken by other guests of the host is
+    included."""
     with open("/proc/stat", encoding="ascii") as file:
         user, nice, system, _, _, *rest = (int(word) for word in file.readline().split()[1:9])
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
 
 class Calm:
-    """Runs work while no other program uses the machine: waits for that, and runs again what others disturbed."""
+    """Runs work while no other program uses the machine: it waits for idle moments, and repeats what others
+    disturbed."""
 
     def __init__(self, mesh: Mesh, device: Device, wanted: bool) -> None:
         self.mesh, self.device, self.wanted = mesh, device, wanted
         self.disturbed = 0
 
     def others(self, begin: tuple[float, float, float]) -> float:
-        """Processors that other programs kept busy since `begin`, the same number on both ranks."""
+        """Returns how many cores other programs kept busy since `begin`, the same number on both ranks."""
         world, device = self.mesh.world, self.device.torch
         own = world.agreed(time.process_time() - begin[1], device, "sum")
         share = (busy_seconds() - begin[0] - own) / (time.perf_counter() - begin[2])

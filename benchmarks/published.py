@@ -104,7 +104,7 @@ class Prediction:
 
 
 class CannotTake(Exception):
-    """A line that lacks something; the message says what."""
+    """Raised for a line that lacks something; the message says what."""
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -124,7 +124,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def case_of(row: Row) -> Case:
-    """The job and cluster of a line; raises `CannotTake` with what is missing."""
+    """Returns the job and cluster of a line; raises `CannotTake` with what is missing."""
     missing = [name for name in NEEDED if not row.get(name)]
     if missing:
         raise CannotTake(f"not given: {', '.join(missing)}")
@@ -140,7 +140,7 @@ def case_of(row: Row) -> Case:
 
 
 def stack_of_row(row: Row) -> Stack:
-    """The stack that a row's source documents; without a word of it, what was usual on that device."""
+    """Returns the stack that a row's source documents; if it says nothing, the usual one on that device."""
     zero, words = _int(row, "zero_stage", 0), f"{row['id']} {row.get('note', '')}"
     name = next((name for pattern, name in SOURCES if re.search(pattern, row.get("source", ""))), "")
     if not name and zero == 3:
@@ -155,7 +155,7 @@ def stack_of_row(row: Row) -> Stack:
 
 
 def _check_numbers(row: Row) -> None:
-    """Sizes must be whole numbers above zero, and measured values numbers above zero."""
+    """Checks that sizes are positive integers and measured values are positive numbers."""
     for key in SIZES:
         text = row.get(key, "")
         try:
@@ -182,7 +182,7 @@ def _check_numbers(row: Row) -> None:
 
 
 def cluster_of(row: Row) -> Cluster:
-    """The shipped cluster of the row's device, with the node and the network that the row names."""
+    """Returns the shipped cluster of the row's device, with the node and the network that the row names."""
     name = next((cluster for pattern, cluster in DEVICES if re.search(pattern, row["gpu"])), "")
     if not name:
         raise CannotTake(f"no cluster file for the device {row['gpu']}")
@@ -200,7 +200,8 @@ def cluster_of(row: Row) -> Cluster:
 
 
 def network_gb_s(words: str, node: int) -> float:
-    """GB/s of a node from words such as `8x HDR InfiniBand 200Gb/s per node` or `RDMA 400Gb/s per GPU`; 0 without."""
+    """Returns the GB/s of a node from words such as `8x HDR InfiniBand 200Gb/s per node` or `RDMA 400Gb/s per GPU`; 0
+    if there are none."""
     found = re.search(r"(?:(\d+)x\s*)?([A-Za-z][A-Za-z -]*)?(\d+(?:\.\d+)?)\s*([GT])b/s", words)
     if not found:
         return 0.0
@@ -212,7 +213,8 @@ def network_gb_s(words: str, node: int) -> float:
 
 
 def model_of(row: Row, stack: Stack) -> ModelConfig:
-    """The model; whether its MLP is gated and its embeddings tied is what fits the stated parameters best."""
+    """Returns the model; whether its MLP is gated and its embeddings are tied is what fits the stated parameters
+    best."""
     hidden, heads = _int(row, "hidden", 0), _int(row, "heads", 0)
     ffn = _int(row, "ffn", 0)
     tp = _int(row, "tp", 1)
@@ -237,7 +239,7 @@ def model_of(row: Row, stack: Stack) -> ModelConfig:
 
 
 def job_of_row(row: Row, cluster: Cluster) -> Job:
-    """The row as a config under its software stack."""
+    """Returns the row as a config with its software stack."""
     stack = stack_of_row(row)
     text = " ".join((row.get("source", ""), row["id"], row.get("note", "")))
     gpus, tp, pp, cp = (_int(row, key, 1) for key in ("gpus", "tp", "pp", "cp"))
@@ -273,7 +275,8 @@ def job_of_row(row: Row, cluster: Cluster) -> Job:
 
 
 def _check_cut(model: ModelConfig, tp: int, pp: int, text: str) -> None:
-    """Every tp rank has whole heads, and every stage something to do: a layer, or an embedding that counts as one."""
+    """Checks that every tp rank has whole heads, and every stage something to do: a layer, or an embedding that counts
+    as one."""
     if model.heads % tp:
         raise CannotTake(f"{model.heads} heads are not a multiple of tp={tp}")
     slots = model.layers + 2 if _ends_are_slots(model.layers, pp, text) else model.layers
@@ -282,7 +285,7 @@ def _check_cut(model: ModelConfig, tp: int, pp: int, text: str) -> None:
 
 
 def _schedule(row: Row, layers: int, pp: int) -> tuple[int, str]:
-    """Chunks of a pipeline rank, and the schedule that runs them; what isn't named is 1F1B."""
+    """Returns the chunks of a pipeline rank and their schedule, which is 1F1B unless the row names another."""
     chunks, name = _int(row, "vpp", 1), row.get("schedule", "")
     if name.startswith(("zb", "dualpipe")):
         raise CannotTake(f"the schedule {name} is not modelled yet")
@@ -296,7 +299,8 @@ def _schedule(row: Row, layers: int, pp: int) -> tuple[int, str]:
 
 
 def _check_batch(devices: tuple[int, int], dp: int, micro: int, batch: int) -> None:
-    """The row's dp is the one that its devices leave, and the replicas share the batch in whole micro-batches."""
+    """Checks that the row's dp is the one that its devices leave, and that the replicas share the batch in whole
+    micro-batches."""
     world, unit = devices
     if dp != world // unit:
         raise CannotTake(f"dp={dp} contradicts the devices: {world} / (tp x pp x cp = {unit}) is {world // unit}")
@@ -307,12 +311,12 @@ def _check_batch(devices: tuple[int, int], dp: int, micro: int, batch: int) -> N
 
 
 def _ends_are_slots(layers: int, pp: int, text: str) -> bool:
-    """Whether the embedding and the output layer were dealt out to the stages as a layer each."""
+    """Returns whether the embedding and the output layer each took the place of a layer in the split into stages."""
     return "embeddings counted as pipeline slots" in text or ("bigscience" in text and (layers + 2) % pp == 0)
 
 
 def _split(model: ModelConfig, pp: int, chunks: int, text: str) -> tuple[int, ...]:
-    """Layers of each stage where the source says how they are dealt out; else evenly."""
+    """Returns the layers of each stage if the source says how they are split; else an even split."""
     layers = model.layers
     if chunks > 1 or pp == 1:
         return ()
@@ -327,7 +331,7 @@ def _split(model: ModelConfig, pp: int, chunks: int, text: str) -> tuple[int, ..
 
 
 def states_of_row(stack: Stack, precision: str, zero: int, text: str) -> States:
-    """Bytes of each state, as the source or its program documents."""
+    """Returns the bytes of each state, as the source or its program documents."""
     if re.search(r"mixed_precision=PURE", text):
         return States(param=2, grad=2, master=0, moment=2)
     offload = "cpu" if re.search(r"offload", text, re.IGNORECASE) and zero >= 1 else "device"
@@ -349,7 +353,7 @@ def states_of_row(stack: Stack, precision: str, zero: int, text: str) -> States:
 
 
 def measured_seconds(row: Row, job: Job) -> float:
-    """The step's measured seconds: given, or the arithmetic of what is given."""
+    """Returns the step's measured seconds: as given, or computed from what is given."""
     for key in ("step_time_s", "step_time_s_calc"):
         if row.get(key):
             return float(row[key])
@@ -367,7 +371,7 @@ def measured_seconds(row: Row, job: Job) -> float:
 
 
 def measured_memory(row: Row) -> float:
-    """GiB; the table's GB of nvidia-smi and of plots are GiB too, by their tools."""
+    """Returns GiB; the table's GB from nvidia-smi and from plots are GiB as well, by the definition of their tools."""
     if not row.get("mem_gb"):
         return 0.0
     return float(row["mem_gb"])

@@ -1,4 +1,4 @@
-"""How long from the command to the end of the first step, on 8 local ranks; beside it, what importing torch costs.
+"""The time from the command to the end of the first step on 8 local ranks and, for comparison, that of importing torch.
 
     python benchmarks/startup.py
 """
@@ -31,7 +31,7 @@ def timed(command: list[str], cwd: str) -> float:
 
 
 def first_step(folder: str, number: int) -> float:
-    """Seconds until metrics.jsonl has its line."""
+    """Returns the seconds until metrics.jsonl has its first line."""
     metrics = Path(folder) / f"run{number}" / "metrics.jsonl"
     command = [sys.executable, "-m", "meshwright", "train", "config.yaml", "--nproc", "8", f"run.dir=run{number}"]
     begin = time.perf_counter()

@@ -2,7 +2,7 @@
 
 One process against a plain loop of the same model; two data-parallel ranks against torch's DDP, ZeRO stage 3 against
 its fully_shard, stages 1 and 2 against DeepSpeed's where that is installed. The two take turns, round by round, in the
-same processes on the same samples, so that a noisy machine disturbs both alike. A ratio above 1 means ours is faster.
+same processes on the same samples, so that noise affects both equally. A ratio above 1 means ours is faster.
 
     python benchmarks/train_step.py                # all
     python benchmarks/train_step.py --against ddp  # two ranks against torch's DDP only
@@ -71,7 +71,7 @@ def config_for(peer: Peer, args: argparse.Namespace) -> Config:
 
 
 def sides(config: Config, peer: str, rank: int, world: int) -> dict[str, Callable[[], float]]:
-    """One step of each, on the same samples."""
+    """Returns one step of each, on the same samples."""
     data = RandomTokens(config.model.vocab, config.model.seq)
     ctx = build_context(config, rank, world, Device("cpu"))
     trainer = Trainer(ctx, build_modules(ctx, model_provider), forward_step, data)
@@ -93,7 +93,7 @@ def sides(config: Config, peer: str, rank: int, world: int) -> dict[str, Callabl
 
 
 def measure(args: argparse.Namespace, peer: str) -> dict[str, Any]:
-    """Alternating rounds; the median ratio of tokens/s and its spread."""
+    """Runs alternating rounds; returns the median ratio of tokens/s and its spread."""
     torch.set_num_threads(args.threads)
     place = find_place()
     join(place, "gloo", 600.0)
@@ -133,7 +133,7 @@ def _rank(rank: int, world: int, port: int, queue: Any, work: Callable[..., Any]
 
 
 def with_ranks(world: int, work: Callable[..., Any], *args: Any) -> Any:
-    """What `work` returns on the first of `world` ranks."""
+    """Returns what `work` returns on the first of `world` ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.bench.models import MODELS, bench_config, flops, parameters
+from meshwright.bench.models import BENCH_MODELS, bench_config, flops, parameters
 from meshwright.cli.main import main
 from meshwright.layout import Layout
 from meshwright.models.description import describe, stages
@@ -45,7 +45,7 @@ def test_mistakes(words: list[str], sentence: str, capsys: pytest.CaptureFixture
     assert sentence in error and "Traceback" not in error
 
 
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("model", list(BENCH_MODELS))
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}])
 def test_the_counted_parameters_are_the_models(model: str, layout: dict[str, int]) -> None:
     config = bench_config(model, layout=layout)

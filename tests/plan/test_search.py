@@ -18,7 +18,7 @@ from meshwright.plan.cluster import load_cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.memory import needed_gib, rank_memory
-from meshwright.plan.rank import KINDS
+from meshwright.plan.rank import MEMORY_KINDS
 from meshwright.plan.search import RECOMPUTE, SearchSpace, search, shapes
 from meshwright.plan.stack import STACKS
 from meshwright.plan.target import target_of
@@ -119,7 +119,7 @@ def test_the_zero_papers_example(stage: int, gb: float, capsys: pytest.CaptureFi
     found = zero_paper(stage, capsys)
     states = sum(found[kind] for kind in ("parameters", "gradients", "master", "optimizer"))
     assert states / 1e9 == pytest.approx(gb, rel=0.01)
-    assert all(isinstance(found[kind], int) for kind in KINDS)
+    assert all(isinstance(found[kind], int) for kind in MEMORY_KINDS)
     assert found["peak"] >= states and found["rank"] == 0
 
 
