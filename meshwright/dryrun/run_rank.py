@@ -20,6 +20,7 @@ from meshwright.dryrun.absent_ranks import fake_world, stand_in
 from meshwright.dryrun.meta_mode import MetaMode, SavedBytes
 from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device, release
 from meshwright.parts.gpt import vocabulary_rows
+from meshwright.plan.rank import Counts
 from meshwright.schedule.table import action_counts
 from meshwright.sharding.offload import StateStore
 from meshwright.train.context import Context, build_context

@@ -31,7 +31,7 @@ def layout_of_cost(cost: Cost) -> dict[str, Any]:
 
 
 def layout_words(layout: dict[str, Any]) -> str:
-    """A layout in a few words; what is left at its plainest goes unsaid."""
+    """Describes a layout in a few words; defaults are left out."""
     plain = {"split": [], "cp": 1, "chunks": 1, "order": "tp-cp-ep-dp-pp", "schedule": default_kind(1)}
     names = {"sequence_parallel": "sp", "micro_batch": "micro-batch"}
     return ", ".join(

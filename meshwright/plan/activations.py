@@ -139,9 +139,9 @@ def in_flight(
     return frozenset(forwards), frozenset(backwards)
 
 
-def steady(job: Job) -> int:
-    """Micro-batches after which a schedule that drains as it fills has no more in flight: the rest repeats. (All of
-    them where the schedule does not drain, or does not say.)"""
+def micro_batches_to_steady_state(job: Job) -> int:
+    """Returns the number of micro-batches after which no more are in flight at once: from there on a schedule repeats
+    itself until it drains. That is all of them if the schedule does not drain, or has no formula."""
     pp, m, chunks = job.layout.pp, job.micro_batches, job.config.layout.chunks
     few, formula = min(m, 3 * pp + m % pp), KINDS[job.config.pipeline.schedule].in_flight
     drains = formula is not None and formula(pp, m, chunks, 0) == formula(pp, few, chunks, 0)

@@ -13,14 +13,14 @@ from meshwright.show.units import plural, round_step
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 RESET = "\x1b[0m"
-SINGLE = 0.3  # of the way between two shades, for a single chunk
+SINGLE_CHUNK = 0.3  # position between the two shades that a single chunk takes
 
 Colour = tuple[int, int, int]
 
 
 class Look(NamedTuple):
-    """How a compute is drawn: its fill without colour, terminal backgrounds (of the 256) that the chunks take in turn,
-    and SVG fills of the first chunk and of the last."""
+    """How a compute is drawn: its fill without colour, terminal backgrounds (of the 256 colours) that the chunks take
+    in turn, and the SVG fills of the first and the last chunk."""
 
     fill: str
     backgrounds: tuple[int, ...]
@@ -179,7 +179,7 @@ def timeline_svg(simulation: Simulation) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
         f'viewBox="0 0 {width:g} {height:g}" role="img">',
         f"<title>{escape(title(table))}</title>",
-        f"<style>{STYLE}{_svg_shades(table)}</style>",
+        f"<style>{SVG_STYLE}{_svg_shades(table)}</style>",
         f'<rect width="{width:g}" height="{height:g}" rx="10" fill="#fff"/>',
         *_svg_heading(simulation),
         *_svg_axis(simulation, chart),
@@ -256,7 +256,7 @@ def _svg_rank(simulation: Simulation, rank: int, chart: float) -> Iterator[str]:
 
 
 def _shade(op: Op, chunk: int) -> str:
-    """The CSS class of a block; with a `t` after it, of the text on it."""
+    """Returns the CSS class of a block; with a `t` appended it is the class of the text on it."""
     return f"{MEANING[op].letter.lower()}{chunk}"
 
 

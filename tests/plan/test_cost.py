@@ -19,7 +19,7 @@ from meshwright.config.presets import PRESETS, RUNS
 from meshwright.errors import UserError
 from meshwright.models.description import describe
 from meshwright.parts.part import parameter_count
-from meshwright.plan.activations import in_flight, steady
+from meshwright.plan.activations import in_flight, micro_batches_to_steady_state
 from meshwright.plan.cluster import FOLDER, cluster_from, known_clusters, load_cluster
 from meshwright.plan.communication import Traffic, by_axis, predict_rank, predict_step
 from meshwright.plan.cost import Cost, closed_seconds, predict_cost
