@@ -57,8 +57,8 @@ def _moved_stages(raw: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
 
 
 def _interleave(raw: dict[str, Any]) -> None:
-    """Selects the interleaved schedule where chunks are given and no schedule is; values that are no sections are left
-    for the config's own error."""
+    """Selects the default schedule for several chunks where chunks are given and no schedule is; values that are no
+    sections are left for the config's own error."""
     layout, pipeline = ({} if raw.get(name) is None else raw[name] for name in ("layout", "pipeline"))
     if not isinstance(layout, dict) or not isinstance(pipeline, dict):
         return
