@@ -24,7 +24,7 @@ from meshwright.errors import UserError
 BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo", "meta": "fake"}
 WITHOUT_STREAMS = ("cpu", "meta")
 # What weights and activations are kept in; fp8 is for products alone.
-DTYPES = {
+PRECISION_DTYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16,
 }  # fmt: skip
 

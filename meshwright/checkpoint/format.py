@@ -27,7 +27,7 @@ from meshwright.config.sections import Config
 from meshwright.errors import UserError
 
 FORMAT = "meshwright checkpoint"
-VERSION = 1
+FORMAT_VERSION = 1
 INDEX = "index.json"
 SEAL = b', "crc32": '  # before the index's last value, the checksum of all that stands before this
 BLOCK_BYTES = 16 * 2**20  # a reader that needs a part of a block reads and checks all of it
@@ -38,7 +38,7 @@ class DamagedCheckpoint(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class SavedBlock:
     """A rectangle of a global tensor: which file holds it, under which key, and the CRC-32 of its bytes."""
 
     tensor: str
@@ -60,11 +60,11 @@ class Index:
     state: dict[str, Any] = field(default_factory=dict)  # counters: updates, loss scale, ...
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> shape, dtype
     files: dict[str, int] = field(default_factory=dict)  # name -> bytes
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[SavedBlock] = field(default_factory=list)
 
-    def of(self, tensor: str) -> list[Block]:
+    def of(self, tensor: str) -> list[SavedBlock]:
         if not hasattr(self, "_by_tensor"):
-            self._by_tensor: dict[str, list[Block]] = {}
+            self._by_tensor: dict[str, list[SavedBlock]] = {}
             for block in self.blocks:
                 self._by_tensor.setdefault(block.tensor, []).append(block)
         return self._by_tensor.get(tensor, [])
@@ -164,7 +164,7 @@ def sync_folder(path: Path) -> None:
 def write_index(folder: Path, index: Index) -> None:
     value = {f.name: getattr(index, f.name) for f in fields(Index)}
     value["blocks"] = [[b.tensor, b.start, b.shape, b.file, b.key, b.crc32] for b in index.blocks]
-    head = json.dumps({"format": FORMAT, "version": VERSION} | value).encode()[:-1]
+    head = json.dumps({"format": FORMAT, "version": FORMAT_VERSION} | value).encode()[:-1]
     write_whole(folder / INDEX, head + SEAL + f"{zlib.crc32(head)}}}".encode())
 
 
@@ -181,14 +181,14 @@ def read_index(folder: Path) -> Index:
     if not isinstance(value, dict) or value.pop("format", None) != FORMAT:
         raise DamagedCheckpoint(f"{path} is not the index of a Meshwright checkpoint")
     version = value.pop("version", None)
-    if version != VERSION:
-        raise DamagedCheckpoint(f"{path} has format version {version}, and this program reads version {VERSION}")
+    if version != FORMAT_VERSION:
+        raise DamagedCheckpoint(f"{path} has format version {version}, and this program reads version {FORMAT_VERSION}")
     head, _, _ = data.rpartition(SEAL)
     if value.pop("crc32", None) != zlib.crc32(head):
         raise DamagedCheckpoint(f"{path} is damaged (wrong checksum): use another checkpoint")
     try:
         rows = value.pop("blocks")
-        index = Index(**value, blocks=[Block(t, tuple(a), tuple(n), f, k, c) for t, a, n, f, k, c in rows])
+        index = Index(**value, blocks=[SavedBlock(t, tuple(a), tuple(n), f, k, c) for t, a, n, f, k, c in rows])
     except (TypeError, ValueError, KeyError):
         raise DamagedCheckpoint(f"{path} lacks a part of the index: use another checkpoint") from None
     strange = any(os.path.basename(name) != name for name in index.files)

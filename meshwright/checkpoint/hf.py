@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint import tensor_file
-from meshwright.checkpoint.format import Block, Index
-from meshwright.checkpoint.hf_files import SHARDED, SHORT, SINGLE, HFFolder, blocks
+from meshwright.checkpoint.format import Index, SavedBlock
+from meshwright.checkpoint.hf_files import PRECISION_CODES, SHARDED_INDEX, SINGLE_FILE, HFFolder, blocks
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import check_cover
-from meshwright.checkpoint.tensor_file import DTYPES, NAMES, Entry
+from meshwright.checkpoint.tensor_file import DTYPE_CODES, TORCH_DTYPES, TensorEntry
 from meshwright.config.sections import ModelConfig
 from meshwright.data.token_file import read_metadata
 from meshwright.errors import UserError
@@ -71,22 +71,20 @@ def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0) -> Mode
     folder = HFFolder(source, seq)
     with written_aside(to) as aside:
         index = Index(step=0, consumed=0, world=1, config=config_of(folder.model))
-        entries: list[Entry] = []
+        entries: list[TensorEntry] = []
         for name, mapped in folder.tensors.items():
             sources = [folder.dtype(each) for each in mapped.source_shapes()]
-            stored = SHORT[dtype] if dtype else "F64" if "F64" in sources else "F32"
-            kind = str(DTYPES[stored]).removeprefix("torch.")
+            stored = PRECISION_CODES[dtype] if dtype else "F64" if "F64" in sources else "F32"
+            kind = str(TORCH_DTYPES[stored]).removeprefix("torch.")
             index.tensors[f"param/{name}"] = {"shape": list(mapped.shape), "dtype": kind}
-            for low, high in blocks(mapped.shape, DTYPES[stored].itemsize):
+            for low, high in blocks(mapped.shape, TORCH_DTYPES[stored].itemsize):
                 shape = (high - low, *mapped.shape[1:])
                 start = (low, *(0 for _ in mapped.shape[1:]))
-                index.blocks.append(Block(f"param/{name}", start, shape, WEIGHTS, str(len(entries)), 0))
-                entries.append(Entry(str(len(entries)), stored, shape))
+                index.blocks.append(SavedBlock(f"param/{name}", start, shape, WEIGHTS, str(len(entries)), 0))
+                entries.append(TensorEntry(str(len(entries)), stored, shape))
         sums = tensor_file.write(aside / WEIGHTS, entries, _values(folder, index.blocks, entries))
         index.files[WEIGHTS] = (aside / WEIGHTS).stat().st_size
-        index.blocks = [
-            Block(b.tensor, b.start, b.shape, b.file, b.key, crc) for b, crc in zip(index.blocks, sums, strict=True)
-        ]
+        index.blocks = [replace(block, crc32=crc) for block, crc in zip(index.blocks, sums, strict=True)]
         check_cover(index)
         tensors = {full: [stored, folder.dtype(full)] for full, stored in folder.stored.items()}
         fmt.write_json(aside / ORIGIN, {"config": folder.config, "tensors": tensors})
@@ -100,12 +98,12 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
     return {"model": asdict(model), "data": {"prefixes": [NO_DATA]}}
 
 
-def _values(folder: HFFolder, wanted: list[Block], entries: list[Entry]) -> Iterator[Tensor]:
+def _values(folder: HFFolder, wanted: list[SavedBlock], entries: list[TensorEntry]) -> Iterator[Tensor]:
     """The blocks' values in order."""
     for block, entry in zip(wanted, entries, strict=True):
         low = block.start[0]
         values = folder.rows(block.tensor.removeprefix("param/"), low, low + block.shape[0])
-        yield values.to(DTYPES[entry.dtype])
+        yield values.to(TORCH_DTYPES[entry.dtype])
 
 
 def copy_beside(source: Path, to: Path) -> list[str]:
@@ -145,7 +143,7 @@ def origin_of(folder: Path) -> Origin | None:
 class Theirs:
     """One tensor to write: its entry, and where its rows are in a tensor of ours."""
 
-    entry: Entry
+    entry: TensorEntry
     ours: str
     mapped: Mapped
     source: str
@@ -203,14 +201,14 @@ def _theirs(
     held = reader.index.tensors.get(f"param/{ours}")
     if held is None:
         raise UserError(f"{reader.folder} has no param/{ours}: it is not a whole model of its model section")
-    actual, kind = stored.get(name, [name, NAMES[getattr(torch, held["dtype"])]])
-    return Theirs(Entry(actual, SHORT[dtype] if dtype else kind, shape), ours, mapped, source)
+    actual, kind = stored.get(name, [name, DTYPE_CODES[getattr(torch, held["dtype"])]])
+    return Theirs(TensorEntry(actual, PRECISION_CODES[dtype] if dtype else kind, shape), ours, mapped, source)
 
 
 def _dtype_word(planned: list[Theirs]) -> str:
     """What config.json calls the dtype of the weights: the smallest that holds them all, since transformers loads them
     in it."""
-    return str(reduce(torch.promote_types, (DTYPES[each.entry.dtype] for each in planned))).removeprefix("torch.")
+    return str(reduce(torch.promote_types, (TORCH_DTYPES[each.entry.dtype] for each in planned))).removeprefix("torch.")
 
 
 def write_weights(reader: Reader, folder: Path, planned: list[Theirs]) -> list[str]:
@@ -224,20 +222,20 @@ def write_weights(reader: Reader, folder: Path, planned: list[Theirs]) -> list[s
         shards[-1].append(each)
         size += each.entry.bytes
     count = len(shards)
-    names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)] if count > 1 else [SINGLE]
+    names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)] if count > 1 else [SINGLE_FILE]
     for name, shard in zip(names, shards, strict=True):
         tensor_file.write(folder / name, [each.entry for each in shard], _pieces(reader, shard), METADATA)
     if count > 1:
         where = {each.entry.name: name for name, shard in zip(names, shards, strict=True) for each in shard}
         total = sum(each.entry.bytes for each in planned)
         value = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        fmt.write_whole(folder / SHARDED, (json.dumps(value, indent=2) + "\n").encode())
+        fmt.write_whole(folder / SHARDED_INDEX, (json.dumps(value, indent=2) + "\n").encode())
     return names
 
 
 def _pieces(reader: Reader, shard: list[Theirs]) -> Iterator[Tensor]:
     for each in shard:
-        dtype = DTYPES[each.entry.dtype]
+        dtype = TORCH_DTYPES[each.entry.dtype]
         if each.mapped.transposed:
             yield _rows(reader, each, 0, each.mapped.shape[0], dtype).t()
             continue

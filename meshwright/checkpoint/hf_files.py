@@ -20,11 +20,11 @@ from meshwright.layout.params import ParamRecord
 from meshwright.models.hf import family_named
 from meshwright.models.hf.family import Family, Mapped
 
-SINGLE = "model.safetensors"
-SHARDED = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+SHARDED_INDEX = "model.safetensors.index.json"
 
 # Weights' dtypes: our short names and those of safetensors.
-SHORT = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+PRECISION_CODES = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 
 def blocks(shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[int, int]]:
@@ -84,8 +84,8 @@ class HFFolder:
 
     def dtype(self, name: str) -> str:
         found = str(self.slice(self.stored[name]).get_dtype())
-        if found not in SHORT.values():
-            known = ", ".join(SHORT.values())
+        if found not in PRECISION_CODES.values():
+            known = ", ".join(PRECISION_CODES.values())
             raise UserError(f"{name} in {self.folder} is of type {found}: only {known} can be imported")
         return found
 
@@ -128,15 +128,17 @@ def _json(path: Path, folder: Path) -> dict[str, Any]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """Every tensor's file."""
-    if (folder / SHARDED).is_file():
-        found = _json(folder / SHARDED, folder).get("weight_map")
+    if (folder / SHARDED_INDEX).is_file():
+        found = _json(folder / SHARDED_INDEX, folder).get("weight_map")
         files = sorted(set(found.values())) if isinstance(found, dict) else []
         missing = [name for name in files if os.path.basename(name) != name or not (folder / name).is_file()]
         if missing or not files:
-            what = f"{missing[0]}, which {SHARDED} names, is missing" if missing else f"{SHARDED} names no files"
+            what = f"{SHARDED_INDEX} names no files"
+            if missing:
+                what = f"{missing[0]}, which {SHARDED_INDEX} names, is missing"
             raise UserError(f"{folder} is incomplete: {what}")
-    elif (folder / SINGLE).is_file():
-        files = [SINGLE]
+    elif (folder / SINGLE_FILE).is_file():
+        files = [SINGLE_FILE]
     else:
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         if pickles:
@@ -144,7 +146,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
                 f"{folder} holds its weights as {pickles[0]}, a pickle, which is never read here: load it with "
                 "transformers and save it again with save_pretrained(DIR, safe_serialization=True)"
             )
-        raise UserError(f"{folder} has no {SINGLE}: name a folder that transformers saved a model in")
+        raise UserError(f"{folder} has no {SINGLE_FILE}: name a folder that transformers saved a model in")
     names: dict[str, str] = {}
     for file in files:
         try:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.contract import Checkpointed
-from meshwright.checkpoint.format import Block, DamagedCheckpoint, Index
+from meshwright.checkpoint.format import DamagedCheckpoint, Index, SavedBlock
 from meshwright.checkpoint.tensor_file import TensorFile, checksum
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord, overlap, row_of
@@ -33,9 +33,9 @@ class Reader:
         self.index: Index = fmt.read_index(folder)
         self.states = {name.split("/", 1)[0] for name in self.index.tensors}  # param, and what its optimizer kept
         self._files: dict[str, TensorFile] = {}
-        self._last: tuple[Block, Tensor] | None = None
+        self._last: tuple[SavedBlock, Tensor] | None = None
 
-    def block(self, block: Block) -> Tensor:
+    def block(self, block: SavedBlock) -> Tensor:
         """The values of a block, whose checksum has been compared."""
         if self._last is not None and self._last[0] == block:
             return self._last[1]
@@ -131,14 +131,14 @@ def complete_load(trainer: Checkpointed, reader: Reader, model_only: bool) -> No
         trainer.restore(reader.index.step, reader.index.consumed, counters)
 
 
-class Weights(Protocol):
+class WeightSource(Protocol):
     """A checkpoint or another folder of global tensors."""
 
     def fill(self, tensor: str, record: ParamRecord, local: Tensor) -> None: ...
 
 
 @torch.no_grad()
-def load_weights(modules: Iterable[nn.Module], reader: Weights) -> None:
+def load_weights(modules: Iterable[nn.Module], reader: WeightSource) -> None:
     """Loads only the weights, into modules without an optimizer."""
     for module in modules:
         for parameter in module.parameters():

@@ -26,7 +26,7 @@ from torch import Tensor
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint import tensor_file
 from meshwright.checkpoint.contract import Checkpointed
-from meshwright.checkpoint.format import Block, Index
+from meshwright.checkpoint.format import Index, SavedBlock
 from meshwright.comm.group import CommError
 from meshwright.config.load import to_mapping
 from meshwright.device import SideStream
@@ -125,7 +125,7 @@ def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     file = part_file(folder, rank)
     held = [values for _, _, values in snapshot.blocks]
-    entries = [tensor_file.Entry.of(str(n), values) for n, values in enumerate(held)]
+    entries = [tensor_file.TensorEntry.of(str(n), values) for n, values in enumerate(held)]
     sums = tensor_file.write(file, entries, held) if held else []
     blocks = [
         [tensor, list(start), list(values.shape), file.name, str(n), crc]
@@ -146,7 +146,7 @@ def commit(folder: Path, step: int, index: Index, keep: int, patience: float) ->
         if part["blocks"]:
             index.files[part["file"]] = part["bytes"]
         index.tensors |= part["tensors"]
-        index.blocks += [Block(t, tuple(a), tuple(n), f, k, c) for t, a, n, f, k, c in part["blocks"]]
+        index.blocks += [SavedBlock(t, tuple(a), tuple(n), f, k, c) for t, a, n, f, k, c in part["blocks"]]
     check_cover(index)
     fmt.write_index(aside, index)
     for path in parts:

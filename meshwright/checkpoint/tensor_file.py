@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NAMES = {
+DTYPE_CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_CODES.items()}
 LONGEST_HEADER = 1 << 30
 PIECES_AHEAD = 4  # that may be written before their checksums are there
 
@@ -40,7 +40,7 @@ def checksum(values: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file to be written."""
 
     name: str
@@ -48,16 +48,16 @@ class Entry:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, name: str, values: Tensor) -> Entry:
-        return cls(name, NAMES[values.dtype], tuple(values.shape))
+    def of(cls, name: str, values: Tensor) -> TensorEntry:
+        return cls(name, DTYPE_CODES[values.dtype], tuple(values.shape))
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * TORCH_DTYPES[self.dtype].itemsize
 
 
 def write(
-    path: Path, entries: Sequence[Entry], pieces: Iterable[Tensor], metadata: Mapping[str, str] | None = None
+    path: Path, entries: Sequence[TensorEntry], pieces: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> list[int]:
     """Writes the file of `entries`, flushed to disk; their bytes come in order, in any number of `pieces`.
 
@@ -120,7 +120,7 @@ class TensorFile:
         """A view of the mapped file."""
         try:
             entry = self.header[key]
-            dtype, shape, (start, stop) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+            dtype, shape, (start, stop) = TORCH_DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"it has no tensor '{key}' of a known kind") from None
         wanted = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()

@@ -14,7 +14,7 @@ from typing import Any
 
 
 @dataclass(eq=False)
-class Call:
+class RecordedCall:
     """One collective or transfer. `group` names what counts together on all who take part: a group's collectives, or
     one direction between two ranks; `number` counts those calls on this rank."""
 
@@ -74,8 +74,8 @@ class FlightRecord:
     """The last `keep` calls, those still in flight, and how many calls each group has begun."""
 
     def __init__(self, keep: int = 64) -> None:
-        self.last: deque[Call] = deque(maxlen=keep)
-        self.open: dict[int, Call] = {}
+        self.last: deque[RecordedCall] = deque(maxlen=keep)
+        self.open: dict[int, RecordedCall] = {}
         self.numbers: dict[str, int] = {}
         self.spare_events: list[Any] = []
 
@@ -89,9 +89,9 @@ class FlightRecord:
         payload: int,
         ranks: Sequence[int] = (),
         peer: int | None = None,
-    ) -> Call:
+    ) -> RecordedCall:
         number = self.numbers[group] = self.numbers.get(group, 0) + 1
-        call = Call(group, axis, op, number, phase, layer, payload, ranks, peer)
+        call = RecordedCall(group, axis, op, number, phase, layer, payload, ranks, peer)
         call.since = call.started
         if len(self.last) == self.last.maxlen:
             forgotten = self.last[0]
@@ -102,13 +102,13 @@ class FlightRecord:
         self.open[id(call)] = call
         return call
 
-    def end(self, call: Call) -> float:
+    def end(self, call: RecordedCall) -> float:
         """Marks a call done; the seconds it was in flight."""
         del self.open[id(call)]
         call.ended = time.monotonic()
         return call.ended - call.started
 
-    def holding(self, longer_than: float = 0.0) -> Call | None:
+    def holding(self, longer_than: float = 0.0) -> RecordedCall | None:
         """The call that has held up the program longest, if any has for `longer_than` seconds."""
         limit = time.monotonic() - longer_than
         calls = list(self.open.values()) + [call for call in list(self.last) if call.event is not None]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.flight import Call, FlightRecord
+from meshwright.comm.flight import FlightRecord, RecordedCall
 from meshwright.comm.ledger import Ledger
 from meshwright.device import accelerator
 
@@ -47,7 +47,7 @@ _GONE = ("peer", "connection", "socket", "remote", "refused", "reset", "broken p
 class Pending:
     """A call under way; `wait` ends it (on an accelerator: orders the stream after it)."""
 
-    def __init__(self, group: Group, call: Call, work: Any, tally: Any, device: torch.device) -> None:
+    def __init__(self, group: Group, call: RecordedCall, work: Any, tally: Any, device: torch.device) -> None:
         self._group, self._call, self._work, self._tally, self._device = group, call, work, tally, device
 
     def wait(self) -> None:
@@ -132,7 +132,7 @@ class Group:
         call.since = None
         return Pending(self, call, work, tally, whole.device)
 
-    def _failed(self, call: Call, error: RuntimeError) -> CommError:
+    def _failed(self, call: RecordedCall, error: RuntimeError) -> CommError:
         """The sentence for a call that torch gave up; the watchdog need not wait for it any more."""
         self.flight.end(call)
         # Without the place in torch's source before the reason, and without the advice behind it.

@@ -37,7 +37,7 @@ def wire_bytes(op: str, payload: int, size: int) -> int:
     return payload * over // under
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """What is counted together."""
 
     phase: str
@@ -48,13 +48,13 @@ class Entry(NamedTuple):
 
 
 @dataclass
-class Tally:
+class CallTotals:
     calls: int = 0
     payload_bytes: int = 0
     wire_bytes: int = 0
     seconds: float = 0.0
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: CallTotals) -> None:
         self.calls += other.calls
         self.payload_bytes += other.payload_bytes
         self.wire_bytes += other.wire_bytes
@@ -65,18 +65,18 @@ class Ledger:
     """Counts since the last `clear`. The phase and the layer are contexts around the calls, never arguments."""
 
     def __init__(self) -> None:
-        self.entries: dict[Entry, Tally] = {}
+        self.entries: dict[LedgerEntry, CallTotals] = {}
         self.current_phase = "startup"
         self.current_layer: int | None = None
 
     def record(
         self, axis: str, op: str, payload: int, size: int, crosses_node: bool = False, wire: int | None = None
-    ) -> Tally:
+    ) -> CallTotals:
         """`wire` replaces the ring's bytes where they depend on more than the payload."""
-        entry = Entry(self.current_phase, axis, op, self.current_layer, crosses_node)
+        entry = LedgerEntry(self.current_phase, axis, op, self.current_layer, crosses_node)
         tally = self.entries.get(entry)
         if tally is None:
-            tally = self.entries[entry] = Tally()
+            tally = self.entries[entry] = CallTotals()
         tally.calls += 1
         tally.payload_bytes += payload
         tally.wire_bytes += wire_bytes(op, payload, size) if wire is None else wire
@@ -98,12 +98,12 @@ class Ledger:
         finally:
             self.current_layer = before
 
-    def totals(self, by: str = "axis", *, step_only: bool = True) -> dict[str, Tally]:
+    def totals(self, by: str = "axis", *, step_only: bool = True) -> dict[str, CallTotals]:
         """Sums by a field of Entry, of the training step's phases or of everything."""
-        sums: dict[str, Tally] = {}
+        sums: dict[str, CallTotals] = {}
         for entry, tally in self.entries.items():
             if not (step_only and entry.phase in OUTSIDE):
-                sums.setdefault(str(getattr(entry, by)), Tally()).add(tally)
+                sums.setdefault(str(getattr(entry, by)), CallTotals()).add(tally)
         return sums
 
     def clear(self) -> None:

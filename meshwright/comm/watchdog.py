@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from meshwright.comm.flight import Call
+from meshwright.comm.flight import RecordedCall
 from meshwright.comm.group import CommError
 from meshwright.comm.hang import State, explain
 from meshwright.comm.mesh import Mesh
@@ -84,7 +84,7 @@ class Watchdog:
         # Every rank makes its watchdogs in the same order, so their numbers agree.
         self._store = None if store is None else PrefixStore(f"watchdog/{next(_NUMBERS)}", store)
         self._stopping, self._wake, self._left = threading.Event(), threading.Event(), "it was finished"
-        self._overdue: Call | None = None
+        self._overdue: RecordedCall | None = None
         self._heard = time.monotonic()  # when the store last answered
         self._error: BaseException | None = None
         self._alarmed, self._ending = threading.Event(), threading.Lock()
@@ -187,7 +187,7 @@ class Watchdog:
             if self._overdue is not None:
                 self._speak_alone(self._overdue)
 
-    def _raise_alarm(self, store: Store, call: Call) -> None:
+    def _raise_alarm(self, store: Store, call: RecordedCall) -> None:
         self._alarmed.set()
         if store.add("alarms", 1) > 1:
             self._answer(store)
@@ -231,7 +231,7 @@ class Watchdog:
 
     # The end.
 
-    def _speak_alone(self, call: Call | None) -> None:
+    def _speak_alone(self, call: RecordedCall | None) -> None:
         """For a rank that can't ask the others."""
         assert call is not None
         what = f"{call.describe()} of ranks {list(call.ranks)[:16]} did not end within {self.timeout:g} s"

@@ -46,7 +46,7 @@ class Atom(NamedTuple):
         return rank // self.stride % self.size
 
 
-class Product(NamedTuple):
+class AxisProduct(NamedTuple):
     """A product of axes: the atoms inside a group, those between groups, one group less its first rank."""
 
     inside: tuple[Atom, ...]
@@ -354,7 +354,7 @@ def _view_of(layout: Layout, name: str, words: list[str]) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _product(layout: Layout, name: str) -> Product:
+def _product(layout: Layout, name: str) -> AxisProduct:
     words = name.split("-")
     atoms = _atoms(layout, _view_of(layout, name, words))
     inside = tuple(atom for atom in atoms if atom.name in words or atom.axis in words)
@@ -362,7 +362,7 @@ def _product(layout: Layout, name: str) -> Product:
         if sum(word in (atom.name, atom.axis) for word in words) > 1:
             raise UserError(f"group '{name}' names {atom.axis} twice: name an axis, or parts of it, once")
     between = tuple(atom for atom in atoms if atom not in inside)
-    return Product(inside, between, tuple(_offsets(inside)))
+    return AxisProduct(inside, between, tuple(_offsets(inside)))
 
 
 def _coordinate(layout: Layout, axes: tuple[str, ...], rank: int) -> dict[str, int]:

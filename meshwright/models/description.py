@@ -16,14 +16,14 @@ from meshwright.layout.shards import node_parts
 from meshwright.parts.gpt import (
     KV_COPIES,
     KV_GROUPS,
-    MLP,
-    Attention,
-    Norm,
-    OutputLayer,
-    PositionEmbedding,
-    TokenEmbedding,
+    AttentionPart,
+    MLPPart,
+    NormPart,
+    OutputLayerPart,
+    PositionEmbeddingPart,
+    TokenEmbeddingPart,
 )
-from meshwright.parts.part import Block, Model, Named, Part, Stage, Unit
+from meshwright.parts.part import BlockUnit, Model, NamedPart, Part, Stage, Unit
 from meshwright.schedule.kinds import ends_of
 
 
@@ -32,32 +32,32 @@ def gpt(model: ModelConfig) -> Model:
     h, normal = model.hidden, Init("normal", model.init_std)
     # Projections back into the residual stream start smaller, as in GPT-2.
     output = Init("normal", model.init_std / math.sqrt(2 * model.layers))
-    norm = Norm(model.norm, h, model.norm_eps, model.norm == "layernorm" and model.bias)
-    attention = Attention(
+    norm = NormPart(model.norm, h, model.norm_eps, model.norm == "layernorm" and model.bias)
+    attention = AttentionPart(
         h, model.heads, model.kv_heads, model.head_dim, normal, output, model.position == "rope", model.bias,
         model.qkv_bias, model.qk_norm, model.norm_eps, model.dropout,
     )  # fmt: skip
-    mlp = MLP(model.mlp, h, model.ffn, normal, output, model.bias)
+    mlp = MLPPart(model.mlp, h, model.ffn, normal, output, model.bias)
     parts: list[tuple[str, Part]] = [("norm1", norm), ("attention", attention), ("norm2", norm), ("mlp", mlp)]
-    block = Block(
-        tuple(Named(key, key, part) for key, part in parts), h, model.parallel_residual, model.dropout
+    block = BlockUnit(
+        tuple(NamedPart(key, key, part) for key, part in parts), h, model.parallel_residual, model.dropout
     )  # fmt: skip
     embedding, head = ends(model, normal, norm)
     return Model(embedding, (block,) * model.layers, head, h, model.tied_embeddings)
 
 
-def ends(model: ModelConfig, normal: Init, norm: Norm) -> tuple[Unit, Unit]:
+def ends(model: ModelConfig, normal: Init, norm: NormPart) -> tuple[Unit, Unit]:
     """The embedding and the head of a decoder."""
     h, tied, ended = model.hidden, model.tied_embeddings, replace(norm, keeps_output=False)
-    tokens = TokenEmbedding(model.vocab, h, normal, tied, model.dropout)
-    first = [Named("tokens", "embedding", tokens)]
+    tokens = TokenEmbeddingPart(model.vocab, h, normal, tied, model.dropout)
+    first = [NamedPart("tokens", "embedding", tokens)]
     if model.position == "learned":
-        positions = PositionEmbedding(model.seq, h, normal, model.position_offset)
-        first.append(Named("positions", "position", positions))
+        positions = PositionEmbeddingPart(model.seq, h, normal, model.position_offset)
+        first.append(NamedPart("positions", "position", positions))
     if model.embedding_norm:
-        first.append(Named("norm", "embedding_norm", ended))
-    output = OutputLayer(model.vocab, h, normal, tied)
-    last = (Named("norm", "final_norm", ended), Named("output", "embedding" if tied else "head", output))
+        first.append(NamedPart("norm", "embedding_norm", ended))
+    output = OutputLayerPart(model.vocab, h, normal, tied)
+    last = (NamedPart("norm", "final_norm", ended), NamedPart("output", "embedding" if tied else "head", output))
     return Unit(tuple(first)), Unit(last)
 
 

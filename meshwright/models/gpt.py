@@ -15,7 +15,7 @@ from meshwright.models.description import describe, fields_read
 from meshwright.models.stage import Receives
 from meshwright.nn.attention import Alibi, Past, causal_mask
 from meshwright.nn.block import Block
-from meshwright.nn.build import build
+from meshwright.nn.build import build_module
 from meshwright.nn.linear import Linear
 from meshwright.nn.loss import output_loss
 from meshwright.nn.norm import Norm
@@ -23,8 +23,8 @@ from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
 from meshwright.nn.recompute import recompute
 from meshwright.nn.rotary import Rotary
-from meshwright.nn.unit import through
-from meshwright.parts.part import Block as Description
+from meshwright.nn.unit import call_unit
+from meshwright.parts.part import BlockUnit as Description
 from meshwright.parts.part import Coordinate, MicroBatch, Records, Stage, Unit
 
 Batch = dict[str, Tensor]
@@ -35,7 +35,7 @@ class Embedding(nn.Module):
 
     def __init__(self, parallel: Parallel, unit: Unit, records: Records, p: float) -> None:
         super().__init__()
-        built = {key: build(part, parallel, under(records, key)) for key, _, part in unit.parts}
+        built = {key: build_module(part, parallel, under(records, key)) for key, _, part in unit.parts}
         self.tokens, self.positions, self.norm = built["tokens"], built.get("positions"), built.get("norm")
         self.p, self.parallel = p, parallel
 
@@ -62,7 +62,7 @@ class Head(nn.Module):
     def __init__(self, parallel: Parallel, unit: Unit, records: Records, vocab: int) -> None:
         super().__init__()
         for key, _, part in unit.parts:
-            self.add_module(key, build(part, parallel, under(records, key)))
+            self.add_module(key, build_module(part, parallel, under(records, key)))
         self.vocab, self.parallel = vocab, parallel
 
     def logits(self, x: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class GPTStage(nn.Module):
         hidden = self.trunk(batch, hidden)
         if self.head is None:
             return hidden
-        return through(self.head, hidden, batch["labels"], batch["loss_mask"], self._loss_weight)
+        return call_unit(self.head, hidden, batch["labels"], batch["loss_mask"], self._loss_weight)
 
     def announce(self, loss_weight: float | None) -> None:
         """What backward will multiply the loss's sum by, where that is known."""
@@ -134,7 +134,7 @@ class GPTStage(nn.Module):
         if self.embedding is not None:
             assert ids is not None
             streams.layer(-1)
-            hidden = through(self.embedding, ids, positions)
+            hidden = call_unit(self.embedding, ids, positions)
             self._mark_backward(hidden, None)
         assert hidden is not None
         sequences = self.micro_batch if ids is None else ids.shape[0]
@@ -172,7 +172,7 @@ class GPTStage(nn.Module):
                 past = (shared.past[str(layer)],) if shared.past else ()
                 given = (shared.sequences, shared.rotary, shared.mask, *past)
                 with self.ledger.layer(layer):
-                    hidden = through(self.blocks[str(layer)], hidden, *given, hold=last)
+                    hidden = call_unit(self.blocks[str(layer)], hidden, *given, hold=last)
                 self._mark_backward(hidden, layer)
         return hidden
 

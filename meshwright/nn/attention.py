@@ -111,13 +111,13 @@ class Past:
 class Attention(nn.Module):
     """With `recompute: selective`, what lies between the queries, keys and values and their result is not kept."""
 
-    def __init__(self, parallel: Parallel, part: gpt.Attention, records: dict[str, ParamRecord]) -> None:
+    def __init__(self, parallel: Parallel, part: gpt.AttentionPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         tp = parallel.tp.size
         self.heads, self.kv_heads, self.head_dim = part.heads // tp, max(1, part.kv_heads // tp), part.head_dim
         self.dropout, self.fuses = part.dropout, parallel.fused
         self.projection = QKV(parallel, records)
-        of_head = gpt.Norm("rmsnorm", part.head_dim, part.norm_eps)
+        of_head = gpt.NormPart("rmsnorm", part.head_dim, part.norm_eps)
         self.q_norm, self.k_norm = (
             Norm(parallel, of_head, under(records, key)) if part.qk_norm else None for key in ("q_norm", "k_norm")
         )

@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from meshwright.layout.params import ParamRecord, under
 from meshwright.nn.attention import Past
-from meshwright.nn.build import build
+from meshwright.nn.build import build_module
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
-from meshwright.parts.part import Block as Description
+from meshwright.parts.part import BlockUnit as Description
 
 
 class Block(nn.Module):
@@ -23,7 +23,7 @@ class Block(nn.Module):
         super().__init__()
         self.branches = [(norm.key, body.key) for norm, body in block.branches]
         for key, _, part in block.parts:
-            self.add_module(key, build(part, parallel, under(records, key)))
+            self.add_module(key, build_module(part, parallel, under(records, key)))
         self.parallel_residual, self.p = block.parallel, block.dropout
         self.stream = parallel.streams.own if parallel.splits_tokens else parallel.streams.same
 

@@ -21,20 +21,20 @@ from meshwright.parts.part import Part
 Records = dict[str, ParamRecord]
 
 
-def _output_layer(parallel: Parallel, part: gpt.OutputLayer, records: Records) -> nn.Module:
+def _output_layer(parallel: Parallel, part: gpt.OutputLayerPart, records: Records) -> nn.Module:
     return Linear(replace(parallel, products=""), records["weight"], None, "column")  # never in fp8
 
 
 MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
-    gpt.Norm: Norm,
-    gpt.Attention: Attention,
-    gpt.MLP: MLP,
-    gpt.TokenEmbedding: TokenEmbedding,
-    gpt.PositionEmbedding: PositionEmbedding,
-    gpt.OutputLayer: _output_layer,
+    gpt.NormPart: Norm,
+    gpt.AttentionPart: Attention,
+    gpt.MLPPart: MLP,
+    gpt.TokenEmbeddingPart: TokenEmbedding,
+    gpt.PositionEmbeddingPart: PositionEmbedding,
+    gpt.OutputLayerPart: _output_layer,
 }
 
 
-def build(part: Part, parallel: Parallel, records: Records) -> nn.Module:
+def build_module(part: Part, parallel: Parallel, records: Records) -> nn.Module:
     """The module of a part, with empty parameters that carry its records."""
     return MODULES[type(part)](parallel, part, records)

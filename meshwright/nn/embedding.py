@@ -38,7 +38,7 @@ class _Rows(torch.autograd.Function):
 class TokenEmbedding(nn.Module):
     """[tokens] ids to [tokens, hidden], or to this rank's rows of it under sequence parallelism."""
 
-    def __init__(self, parallel: Parallel, part: gpt.TokenEmbedding, records: dict[str, ParamRecord]) -> None:
+    def __init__(self, parallel: Parallel, part: gpt.TokenEmbeddingPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         self.weight = parallel.parameter(records["weight"])
         self.sinks: dict[str, Tensor] = {}
@@ -59,7 +59,7 @@ class PositionEmbedding(nn.Module):
     """Learned positions, held whole by every tp rank and looked up for the tokens it holds. The first position has row
     `offset` of the table."""
 
-    def __init__(self, parallel: Parallel, part: gpt.PositionEmbedding, records: dict[str, ParamRecord]) -> None:
+    def __init__(self, parallel: Parallel, part: gpt.PositionEmbeddingPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         self.weight = parallel.parameter(records["weight"])
         self.sinks: dict[str, Tensor] = {}

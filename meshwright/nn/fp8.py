@@ -21,7 +21,7 @@ from meshwright.kernels import fits
 from meshwright.nn.weight_grad import Sink, now_or_later, sink_of
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
-KINDS = ("fp8", "fp8-row")
+FP8_KINDS = ("fp8", "fp8-row")
 
 
 class Quantised(NamedTuple):
@@ -115,7 +115,7 @@ def _multiply(
 
 
 @operator("meshwright::add_fp8_product_grad", mutates={"sink"})
-def add_product_grad(sink: Tensor, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor) -> None:
+def add_fp8_product_grad(sink: Tensor, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor) -> None:
     """sink += grad x^T, given as [out, tokens] and [in, tokens]."""
     slot = sink_of(sink)
     now_or_later(lambda *factors: _add_product(slot, *factors), grad, grad_scale, x, x_scale)
@@ -130,6 +130,6 @@ def _add_product(slot: Sink, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scal
         slot.add(_multiply(grad, grad_scale, x, x_scale, slot.view.dtype, False, None))
 
 
-@add_product_grad.register_fake
+@add_fp8_product_grad.register_fake
 def _(sink: Tensor, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor) -> None:
     return None

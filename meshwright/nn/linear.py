@@ -22,7 +22,7 @@ from meshwright.nn.parallel import Parallel
 
 Cut = Literal["column", "row"]
 # Where the weight gradient goes, mode, group, its size, and the products' precision.
-How = tuple[Tensor | None, str, str, int, str]
+ProductSettings = tuple[Tensor | None, str, str, int, str]
 
 
 class _Product(torch.autograd.Function):
@@ -157,7 +157,7 @@ class Linear(nn.Module):
             warnings.warn(f"sizes that are no multiples of {FP8_UNIT} are multiplied in bf16, not in fp8", stacklevel=2)
 
     @property
-    def how(self) -> How:
+    def how(self) -> ProductSettings:
         return (self.sinks.get("weight"), self.mode, self.group, self.size, self.kind)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -192,11 +192,14 @@ def product_mode(parallel: Parallel, cut: Cut) -> str:
     return cut
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, how: ProductSettings) -> Tensor:
     return _Product.apply(x, weight, bias, *how)
 
 
-def norm_product(x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
+def norm_product(
+    x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, how: ProductSettings
+) -> tuple[Tensor, Tensor]:
+    """x and the product of its norm, as in `Linear.after_norm`."""
     if not norm.fuses:
         return x, product(norm(x), weight, bias, how)
     return _NormProduct.apply(x, norm.weight, norm.eps, weight, bias, *how)

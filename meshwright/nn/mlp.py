@@ -19,7 +19,7 @@ ACTIVATIONS = {
 
 
 class MLP(nn.Module):
-    def __init__(self, parallel: Parallel, part: gpt.MLP, records: dict[str, ParamRecord]) -> None:
+    def __init__(self, parallel: Parallel, part: gpt.MLPPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         name = part.first
         self.up = Linear(parallel, records[f"{name}.weight"], records.get(f"{name}.bias"), "column")

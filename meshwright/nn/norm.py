@@ -11,7 +11,7 @@ from meshwright.parts import gpt
 
 
 class Norm(nn.Module):
-    def __init__(self, parallel: Parallel, part: gpt.Norm, records: dict[str, ParamRecord]) -> None:
+    def __init__(self, parallel: Parallel, part: gpt.NormPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         self.kind, self.eps = part.kind, part.eps
         self.fuses = part.kind == "rmsnorm" and parallel.fused  # with the product behind it

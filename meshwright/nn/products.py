@@ -49,9 +49,9 @@ def weight_grad(grad: Prepared, x: Tensor, sink: Tensor | None, kind: str) -> Te
     across = fp8.quantise(x, kind, fp8.VALUES, straight=False, across=True).across
     if sink is None:
         return fp8.product(quantised.across, across, dtype=x.dtype, fast=False)
-    fp8.add_product_grad(sink, *quantised.across, *across)
+    fp8.add_fp8_product_grad(sink, *quantised.across, *across)
     return None
 
 
 def _in_fp8(kind: str, x: Tensor, weight: Tensor) -> bool:
-    return kind in fp8.KINDS and fp8.multiplies(x.shape[0], *weight.shape)
+    return kind in fp8.FP8_KINDS and fp8.multiplies(x.shape[0], *weight.shape)

@@ -38,7 +38,7 @@ class _InBackward(torch.autograd.Function):
         return grad, None
 
 
-def through(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Tensor:
+def call_unit(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Tensor:
     """unit(x, *rest), with its weights there. `hold`: leave them there, since backward comes at once."""
     gate: Gate | None = getattr(unit, "gate", None)
     if gate is None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.config.sections import OffloadConfig, OptimizerConfig
-from meshwright.device import DTYPES
+from meshwright.device import PRECISION_DTYPES
 from meshwright.kernels import fits
 from meshwright.optim.scaling import Scaling
 from meshwright.sharding.buffers import Bucket, FlatBuffer, State
@@ -57,7 +57,7 @@ class FlatState:
         double = buffer.key.dtype == torch.float64
         self.dtype = torch.float64 if double else torch.float32
         names = (config.master_dtype, config.state_dtype)
-        master_dtype, state_dtype = (self.dtype if double else DTYPES[name] for name in names)
+        master_dtype, state_dtype = (self.dtype if double else PRECISION_DTYPES[name] for name in names)
         own = [bucket.own_params for bucket in buffer.buckets]
         sizes = [share.numel() for share in own]
         self.in_place = buffer.key.dtype == master_dtype or buffer.key.dtype.itemsize > master_dtype.itemsize

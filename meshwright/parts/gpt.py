@@ -64,7 +64,7 @@ def row_records(at: Coordinate, name: str, key: str, sizes: tuple[int, int], ini
 
 
 @dataclass(frozen=True)
-class Norm(Part):
+class NormPart(Part):
     """A layer norm or RMS norm over the hidden features. `keeps_output`: a product behind it keeps its result."""
 
     kind: str
@@ -103,7 +103,7 @@ class Norm(Part):
 
 
 @dataclass(frozen=True)
-class Attention(Part):
+class AttentionPart(Part):
     """Causal self-attention with grouped key-value heads, cut over tp by heads and over cp by tokens."""
 
     hidden: int
@@ -219,7 +219,7 @@ class Attention(Part):
 
 
 @dataclass(frozen=True)
-class MLP(Part):
+class MLPPart(Part):
     """The feed-forward part, cut over tp by its inner features."""
 
     kind: str  # gelu, gelu_tanh, relu, or swiglu, which is gated
@@ -304,7 +304,7 @@ def vocabulary_record(at: Coordinate, name: str, sizes: tuple[int, int], init: I
 
 
 @dataclass(frozen=True)
-class TokenEmbedding(Part):
+class TokenEmbeddingPart(Part):
     """Rows of the vocabulary lie on different tp ranks, so the rows that were looked up are summed over them.
 
     Plain: forward 1 all_reduce of H. Split tokens: forward 1 reduce_scatter, backward 1 all_gather of H.
@@ -339,7 +339,7 @@ class TokenEmbedding(Part):
 
 
 @dataclass(frozen=True)
-class PositionEmbedding(Part):
+class PositionEmbeddingPart(Part):
     """Learned positions, held whole by every tp rank. The first position has row `offset` of the table."""
 
     positions: int
@@ -357,7 +357,7 @@ class PositionEmbedding(Part):
 
 
 @dataclass(frozen=True)
-class OutputLayer(Part):
+class OutputLayerPart(Part):
     """The output layer, a product cut over the vocabulary, and the cross entropy, whose gradients are made in forward,
     one piece of the tokens at a time."""
 

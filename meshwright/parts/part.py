@@ -198,7 +198,7 @@ class Part:
         return 0.0
 
 
-class Named(NamedTuple):
+class NamedPart(NamedTuple):
     """A part of a unit: its attribute in the unit's module, and what its parameters' global names begin with."""
 
     key: str
@@ -211,7 +211,7 @@ class Unit:
     """Parts whose weights are needed together: the embedding, a block, the head. A unit is what stages are made of,
     what is recomputed, compiled and gathered, and what the planner counts."""
 
-    parts: tuple[Named, ...]
+    parts: tuple[NamedPart, ...]
 
     __hash__ = _hash_once
 
@@ -237,7 +237,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Block(Unit):
+class BlockUnit(Unit):
     """A unit of the residual stream: pairs of a norm and a body, x + body(norm(x)) one after the other, or, if
     `parallel`, all of the block's input. Dropout comes before each sum."""
 
@@ -248,7 +248,7 @@ class Block(Unit):
     __hash__ = _hash_once
 
     @property
-    def branches(self) -> list[tuple[Named, Named]]:
+    def branches(self) -> list[tuple[NamedPart, NamedPart]]:
         return list(zip(self.parts[::2], self.parts[1::2], strict=True))
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
@@ -298,7 +298,7 @@ class Model:
     """A model as a sequence of units, and the named tensors that pass between them."""
 
     embedding: Unit
-    blocks: tuple[Block, ...]  # blocks of one kind are equal values
+    blocks: tuple[BlockUnit, ...]  # blocks of one kind are equal values
     head: Unit
     hidden: int
     tied: bool = False  # the output layer's weight is the embedding's
@@ -327,7 +327,7 @@ class Model:
         return records
 
     @cached_property
-    def kinds(self) -> tuple[tuple[Block, int], ...]:
+    def kinds(self) -> tuple[tuple[BlockUnit, int], ...]:
         """The kinds of blocks, with how many there are of each."""
         return tuple(Counter(self.blocks).items())
 

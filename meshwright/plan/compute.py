@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.parts.part import Block, Coordinate, Kernels, MicroBatch, Product, Unit, Work
+from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Product, Unit, Work
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import unit_collectives
 from meshwright.plan.efficiency import collective_seconds, product_seconds
@@ -75,7 +75,7 @@ def unit_time(unit: Unit, where: Setting) -> UnitTime:
     cluster, stack = where.cluster, where.stack
     work = unit_work(unit, where.at, where.batch, where.kernels)
     linear, attention, rest = _forward(work, where)
-    block = isinstance(unit, Block)
+    block = isinstance(unit, BlockUnit)
     # Blocks are many small kernels, which the host may not launch as fast as the device runs them.
     launch = work.kernels * stack.kernel_us * 1e-6 if block else 0.0
     calls = work.kernels * cluster.device.kernel_us * 1e-6
@@ -141,7 +141,7 @@ def _tensor_parallel(unit: Unit, where: Setting, linear: float, again: float) ->
             seconds = collective_seconds(cluster, call.op, call.payload, size, where.tp_on_node)
             times[call.phase] += call.times * seconds
     forward, backward = times["forward"], times["backward"] + again * times["forward"]
-    if not isinstance(unit, Block):  # at the ends there is nothing to hide behind
+    if not isinstance(unit, BlockUnit):  # at the ends there is nothing to hide behind
         return forward, backward, 0.0
     room = stack.hide_tp * linear
     hidden_forward, hidden_backward = min(forward * stack.hide_tp, room), min(backward * stack.hide_tp, 2 * room)

@@ -27,7 +27,7 @@ from meshwright.sharding.offload import StateStore
 from meshwright.sharding.placement import Split, backward_order, bucket_elements, buffer_key, grad_bytes, place
 
 
-class Key(NamedTuple):
+class BufferKey(NamedTuple):
     """What parameters of one buffer have in common."""
 
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Key(NamedTuple):
     trained: bool = True
 
 
-class Named(NamedTuple):
+class NamedParameter(NamedTuple):
     """A parameter before it has a place; `unit` numbers the part of the model that is gathered at once."""
 
     name: str
@@ -146,8 +146,8 @@ class FlatBuffer:
 
     def __init__(
         self,
-        key: Key,
-        named: list[Named],
+        key: BufferKey,
+        named: list[NamedParameter],
         split: Split,
         bucket_bytes: float,
         grad_dtype: torch.dtype = torch.float32,
@@ -192,7 +192,7 @@ class FlatBuffer:
             grads, own_grads = ReleasableTensor.of(stop - start, self.grads.dtype, self.device), self.grads[own]
         return Bucket(self, index, start, stop, share, params, grads, own_params, own_grads)
 
-    def _add_parameters(self, bucket: Bucket, named: list[tuple[Named, int]], seed: int) -> None:
+    def _add_parameters(self, bucket: Bucket, named: list[tuple[NamedParameter, int]], seed: int) -> None:
         """Gives parameters their slots and copies (or draws) their values into the bucket. Memory that the stage does
         not keep is then released, so that no more than one bucket is whole at any time."""
         for item, start in named:
@@ -272,7 +272,7 @@ class State(NamedTuple):
 
 def build_buffers(
     modules: Iterable[nn.Module],
-    split_of: Callable[[Key], Split],
+    split_of: Callable[[BufferKey], Split],
     bucket_mib: float,
     units: dict[int, int] | None = None,
     grad_dtype: torch.dtype = torch.float32,
@@ -285,15 +285,15 @@ def build_buffers(
     parameter without a record (of a module that is not ours) is taken to be whole, and the same on every rank.
     `requires_grad` decides whether a parameter is trained, and the record of its slot says the same.
     """
-    named: dict[int, Named] = {}
+    named: dict[int, NamedParameter] = {}
     for chunk, module in enumerate(modules):
         for name, parameter in module.named_parameters():
             if id(parameter) not in named:
                 record = record_of(parameter) or foreign_record(name, parameter)
                 record = replace(record, trained=parameter.requires_grad)
                 unit = (units or {}).get(id(parameter), chunk)
-                named[id(parameter)] = Named(f"{chunk}.{name}", parameter, record, unit)
-    keyed = backward_order(named.values(), lambda item: Key(item.parameter.dtype, *buffer_key(item.record)))
+                named[id(parameter)] = NamedParameter(f"{chunk}.{name}", parameter, record, unit)
+    keyed = backward_order(named.values(), lambda item: BufferKey(item.parameter.dtype, *buffer_key(item.record)))
     buffers = []
     for key, items in keyed.items():
         buffers.append(FlatBuffer(key, items, split_of(key), bucket_mib * 2**20, grad_dtype, params_at, seed))

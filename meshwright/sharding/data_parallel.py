@@ -24,11 +24,11 @@ from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import ZeroConfig
 from meshwright.nn.weight_grad import Sink
-from meshwright.sharding.buffers import Bucket, FlatBuffer, Key, Rows, Slot, State, build_buffers
+from meshwright.sharding.buffers import Bucket, BufferKey, FlatBuffer, Rows, Slot, State, build_buffers
 from meshwright.sharding.placement import Split, shard_axes
-from meshwright.sharding.reducers import PLAIN, Reducer, Work
+from meshwright.sharding.reducers import PLAIN_REDUCER, PendingReduction, Reducer
 from meshwright.sharding.reduction import EveryMicroBatch, OncePerStep
-from meshwright.sharding.weights import Unit, Weights, find_units, number_units
+from meshwright.sharding.weights import GatedUnit, WeightGatherer, find_units, number_units
 
 NORM_PIECE = 1 << 15
 
@@ -51,7 +51,7 @@ class DataParallel:
         modules: Iterable[nn.Module],
         mesh: Mesh,
         bucket_mib: float = 25.0,
-        reducer: Reducer = PLAIN,
+        reducer: Reducer = PLAIN_REDUCER,
         zero: ZeroConfig | None = None,
         grad_dtype: torch.dtype = torch.float32,
         seed: int = 0,
@@ -60,7 +60,7 @@ class DataParallel:
         self.mesh, self.reducer = mesh, reducer
         modules, self._zero = list(modules), zero or ZeroConfig()
         self.stage = shard_axes(mesh.layout, self._zero).stage  # of dense parameters; no buffer has a higher one
-        self._groups: dict[Key, DataGroups] = {}
+        self._groups: dict[BufferKey, DataGroups] = {}
         self._counted: list[Tensor] | None = None
         self._device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
         units = find_units(modules)
@@ -69,7 +69,9 @@ class DataParallel:
             modules, self._split, bucket_mib, number_units(units), grad_dtype, (offload.params, Path(offload.path)),
             seed,
         )  # fmt: skip
-        self.weights = Weights(units, slots, self.buffers, lambda buffer: self.groups(buffer).shards, mesh.ledger)
+        self.weights = WeightGatherer(
+            units, slots, self.buffers, lambda buffer: self.groups(buffer).shards, mesh.ledger
+        )  # fmt: skip
         self.trained = [buffer for buffer in self.buffers if buffer.key.trained]
         self.buckets = [bucket for buffer in self.trained for bucket in buffer.buckets]
         slots = {at: slot for at, slot in slots.items() if slot.record.trained}
@@ -89,7 +91,7 @@ class DataParallel:
         """The groups over which a buffer's gradients are summed."""
         return self._groups[buffer.key]
 
-    def _split(self, key: Key) -> Split:
+    def _split(self, key: BufferKey) -> Split:
         stage, *axes = shard_axes(self.mesh.layout, self._zero, key.data_axes, key.trained)
         shards, replicas = (self.mesh.group(name) if name else self.mesh.alone for name in axes)
         self._groups[key] = DataGroups(shards, replicas)
@@ -102,7 +104,7 @@ class DataParallel:
         for slot in (slot for bucket in self.buckets for slot in bucket.slots):
             slot.sink.reset()
 
-    def _launch(self, bucket: Bucket, out: Tensor) -> Work:
+    def _launch(self, bucket: Bucket, out: Tensor) -> PendingReduction:
         """Begins the reduction of a bucket: over the ranks that share it, or, where each holds it whole, over all of
         them."""
         shards, replicas = self.groups(bucket.buffer)
@@ -176,7 +178,7 @@ class DataParallel:
 class _Counted:
     """A reduction under way whose later calls count as such, whatever is being computed when it is waited for."""
 
-    def __init__(self, work: Work, ledger: Ledger) -> None:
+    def __init__(self, work: PendingReduction, ledger: Ledger) -> None:
         self._work, self._ledger = work, ledger
 
     def wait(self) -> None:
@@ -184,7 +186,7 @@ class _Counted:
             self._work.wait()
 
 
-def _wait(works: Sequence[Work]) -> None:
+def _wait(works: Sequence[PendingReduction]) -> None:
     for work in works:
         work.wait()
 
@@ -228,7 +230,7 @@ def _attach_sinks(modules: Sequence[nn.Module], slots: dict[int, Slot]) -> None:
         sinks["weight"] = slot.sink.view
 
 
-def _late(units: Sequence[Unit]) -> dict[int, int]:
+def _late(units: Sequence[GatedUnit]) -> dict[int, int]:
     """For each bucket of a foreign module, by its id, the chunk whose backward is the last that can fill it."""
     late: dict[int, int] = {}
     for unit in (unit for unit in units if unit.whole_chunk):

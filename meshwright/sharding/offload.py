@@ -148,18 +148,18 @@ class StateStore:
         return self.on_device and self.dtype == dtype and self.shares[0].device.type == device.type
 
 
-class Piece(NamedTuple):
+class StatePiece(NamedTuple):
     share: int
     low: int
     high: int
     last: bool  # of its share
 
 
-def cut_pieces(sizes: Sequence[int], order: Sequence[int], limit: int) -> list[Piece]:
+def cut_pieces(sizes: Sequence[int], order: Sequence[int], limit: int) -> list[StatePiece]:
     """Shares, in this order, cut into pieces of `limit` elements, which must fill whole pages in any precision."""
     assert limit % PAGE == 0
     return [
-        Piece(share, low, min(low + limit, sizes[share]), low + limit >= sizes[share])
+        StatePiece(share, low, min(low + limit, sizes[share]), low + limit >= sizes[share])
         for share in order
         for low in range(0, sizes[share], limit)
     ]
@@ -195,7 +195,7 @@ class Prefetcher:
                 return landing, landing
         return landing, torch.empty(self._limit, dtype=self.dtype, device=self.device)
 
-    def run(self, order: Sequence[Piece]) -> Iterator[tuple[Piece, list[Tensor]]]:
+    def run(self, order: Sequence[StatePiece]) -> Iterator[tuple[StatePiece, list[Tensor]]]:
         """Yields each piece with one tensor per store, to be updated in place before the next is asked for."""
         coming = self._fetch(order[0], 0) if order else []
         for number, piece in enumerate(order):
@@ -215,11 +215,11 @@ class Prefetcher:
         for write in self._writes.popleft():
             write.result()
 
-    def _fetch(self, piece: Piece, number: int) -> list[Callable[[], Tensor]]:
+    def _fetch(self, piece: StatePiece, number: int) -> list[Callable[[], Tensor]]:
         """Begins to copy a piece of every store; calling what it returns waits for one and gives its tensor."""
         return [self._fetch_from(at, piece, number) for at in range(len(self.stores))]
 
-    def _fetch_from(self, at: int, piece: Piece, number: int) -> Callable[[], Tensor]:
+    def _fetch_from(self, at: int, piece: StatePiece, number: int) -> Callable[[], Tensor]:
         store, size = self.stores[at], piece.high - piece.low
         stored = store.shares[piece.share][piece.low : piece.high]
         if not self._rings[at]:
@@ -251,7 +251,7 @@ class Prefetcher:
 
         return after_copy
 
-    def _copy_back(self, piece: Piece, number: int) -> None:
+    def _copy_back(self, piece: StatePiece, number: int) -> None:
         writes: list[Future[None]] = []
         size = piece.high - piece.low
         updated = self._module.current_stream(self.device).record_event() if self._streams else None

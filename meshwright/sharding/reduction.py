@@ -15,13 +15,13 @@ from torch import Tensor
 
 from meshwright.nn.weight_grad import Sink
 from meshwright.sharding.buffers import Bucket, Slot
-from meshwright.sharding.reducers import Work
+from meshwright.sharding.reducers import PendingReduction
 
 # Reductions under way beside the one that was just launched, where gradients are scattered with every micro-batch.
 IN_FLIGHT = 1
 
 # Begins to reduce a bucket's gradients; this rank's part of the sum goes to the given tensor.
-Launch = Callable[[Bucket, Tensor], Work]
+Launch = Callable[[Bucket, Tensor], PendingReduction]
 
 
 class OncePerStep:
@@ -34,7 +34,7 @@ class OncePerStep:
         self._expected: dict[int, int] = {}
         self._learned = False
         self._micro_batches = 0
-        self._pending: list[Work] = []
+        self._pending: list[PendingReduction] = []
         self._launched = 0
         self._waiting: list[int] = []
 
@@ -100,7 +100,7 @@ class EveryMicroBatch:
         self._whole = [sum(uses.get(id(slot.parameter), 1) for slot in bucket.slots) for bucket in self.buckets]
         self._arrivals = [0] * len(self.buckets)
         self._has_sum = [False] * len(self.buckets)
-        self._in_flight: deque[tuple[Bucket, Work, Tensor | None]] = deque()
+        self._in_flight: deque[tuple[Bucket, PendingReduction, Tensor | None]] = deque()
 
     def sink(self, bucket: Bucket, slot: Slot) -> Sink:
         return Sink(slot.grad, partial(self._arrived, bucket), partial(self._prepare, bucket))

@@ -18,13 +18,13 @@ from meshwright.models.stage import stage_of
 from meshwright.sharding.buffers import Bucket, FlatBuffer, Slot
 
 
-class Unit:
+class GatedUnit:
     """The gate of one unit. `chunk` is the local chunk that it belongs to."""
 
     def __init__(self, module: nn.Module, chunk: int, whole_chunk: bool) -> None:
         self.module, self.chunk, self.whole_chunk = module, chunk, whole_chunk
         self.buckets: list[Bucket] = []
-        self.weights: Weights
+        self.weights: WeightGatherer
         self.closes = False
 
     def open(self) -> None:
@@ -34,16 +34,19 @@ class Unit:
         self.weights.close(self)
 
 
-def find_units(modules: Sequence[nn.Module]) -> list[Unit]:
+def find_units(modules: Sequence[nn.Module]) -> list[GatedUnit]:
     """The units of all chunks, in the order of forward."""
-    found: list[Unit] = []
+    found: list[GatedUnit] = []
     for chunk, module in enumerate(modules):
         named = stage_of(module).units()
-        found += [Unit(module, chunk, True)] if named is None else [Unit(part, chunk, False) for part in named]
+        if named is None:
+            found.append(GatedUnit(module, chunk, whole_chunk=True))
+        else:
+            found += [GatedUnit(part, chunk, whole_chunk=False) for part in named]
     return found
 
 
-def number_units(units: Sequence[Unit]) -> dict[int, int]:
+def number_units(units: Sequence[GatedUnit]) -> dict[int, int]:
     """The number of the first unit that a parameter belongs to, by the parameter's id."""
     numbers: dict[int, int] = {}
     for number, unit in enumerate(units):
@@ -52,12 +55,12 @@ def number_units(units: Sequence[Unit]) -> dict[int, int]:
     return numbers
 
 
-class Weights:
+class WeightGatherer:
     """Gathers and releases the weights of this rank's units. `shards_of` gives the ranks that divide a buffer."""
 
     def __init__(
         self,
-        units: list[Unit],
+        units: list[GatedUnit],
         slots: dict[int, Slot],
         buffers: list[FlatBuffer],
         shards_of: Callable[[FlatBuffer], Group],
@@ -65,9 +68,9 @@ class Weights:
     ) -> None:
         self.units, self.ledger, self._shards_of = units, ledger, shards_of
         self._gathering: dict[int, Pending] = {}
-        self._orders: dict[tuple[int, str], list[Unit]] = {}
+        self._orders: dict[tuple[int, str], list[GatedUnit]] = {}
         self._action: tuple[int, str] | None = None
-        self._opened: list[Unit] = []
+        self._opened: list[GatedUnit] = []
         bucket_of = {id(slot): buffer.buckets[slot.bucket] for buffer in buffers for slot in buffer.slots}
         for unit in units:
             used = [bucket_of[id(slots[id(p)])] for p in unit.module.parameters() if id(p) in slots]
@@ -112,7 +115,7 @@ class Weights:
             self._orders[self._action] = self._opened
         self._action = None
 
-    def open(self, unit: Unit) -> None:
+    def open(self, unit: GatedUnit) -> None:
         self._gather_unit(unit)
         for bucket in unit.buckets:
             pending = self._gathering.pop(id(bucket), None)
@@ -125,12 +128,12 @@ class Weights:
         if at < len(order) and order[at - 1] is unit:
             self._gather_unit(order[at])
 
-    def close(self, unit: Unit) -> None:
+    def close(self, unit: GatedUnit) -> None:
         for bucket in unit.buckets:
             if bucket.stage == 3 and bucket.params.allocated and id(bucket) not in self._gathering:
                 bucket.release_params()
 
-    def _gather_unit(self, unit: Unit) -> None:
+    def _gather_unit(self, unit: GatedUnit) -> None:
         for bucket in unit.buckets:
             if bucket.stage == 3 and not bucket.params.allocated:
                 bucket.allocate_params()

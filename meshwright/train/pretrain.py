@@ -27,7 +27,7 @@ from meshwright.optim.schedules import consumed_after
 from meshwright.parts.part import Stage
 from meshwright.schedule.kinds import placement_of
 from meshwright.sharding.buffers import foreign_record
-from meshwright.sharding.reducers import PLAIN, Reducer
+from meshwright.sharding.reducers import PLAIN_REDUCER, Reducer
 from meshwright.train.context import Context, build_context, compiles
 from meshwright.train.loop import GivingUp, Hook, Recording, Saving, Validating, Watcher, train
 from meshwright.train.losses import LossCounts
@@ -51,7 +51,7 @@ def pretrain(
     *,
     sections: Mapping[str, type] | None = None,
     process_groups: dict[str, Any] | None = None,
-    reducer: Reducer = PLAIN,
+    reducer: Reducer = PLAIN_REDUCER,
     source: str | None = None,
     watcher: Watcher | None = None,
     hooks: Sequence[Hook] = (),

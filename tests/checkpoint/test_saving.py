@@ -141,7 +141,7 @@ def test_loading_needs_no_more_than_a_few_blocks_beside_the_state(
         share.fill_(0.5)  # all of its memory is there before the load
     seen, real = [], Reader.block
 
-    def noted(reader: Reader, block: fmt.Block) -> torch.Tensor:
+    def noted(reader: Reader, block: fmt.SavedBlock) -> torch.Tensor:
         seen.append(private_bytes())
         return real(reader, block)
 

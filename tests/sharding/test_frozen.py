@@ -20,7 +20,7 @@ from meshwright.device import Device
 from meshwright.dryrun.run_rank import state_bytes
 from meshwright.layout import Layout
 from meshwright.optim.adam import FlatOptimizer
-from meshwright.parts.part import Block, Model, Unit
+from meshwright.parts.part import BlockUnit, Model, Unit
 from meshwright.plan.communication import Line, Traffic, by_line, stage_calls
 from meshwright.plan.job import job_of
 from meshwright.plan.memory import rank_memory
@@ -133,7 +133,7 @@ class FrozenUnit(Unit):
         return {key: replace(record, trained=False) for key, record in super().records(*where).items()}
 
 
-class FrozenBlock(FrozenUnit, Block):
+class FrozenBlock(FrozenUnit, BlockUnit):
     pass
 
 

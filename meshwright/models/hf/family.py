@@ -21,7 +21,7 @@ from meshwright.parts.part import ALONE
 HFConfig = dict[str, Any]
 
 # What a family can express of these unless it says otherwise; an empty tuple, or no entry at all, stands for any value.
-PLAIN: dict[str, tuple[Any, ...]] = {
+UNLESS_ALLOWED: dict[str, tuple[Any, ...]] = {
     "bias": (False,), "qkv_bias": (False,), "qk_norm": (False,), "parallel_residual": (False,),
     "embedding_norm": (False,), "position_offset": (0,), "rotary_fraction": (1.0,), "rope_scaling": ((),),
 }  # fmt: skip
@@ -31,7 +31,7 @@ NONE_IF_NULL = ("num_key_value_heads", "sliding_window")
 
 
 @dataclass(frozen=True)
-class Run:
+class SourceRows:
     """Rows [start, start + count) of our tensor, which are rows from `source_start` on of their tensor `source`."""
 
     start: int
@@ -45,7 +45,7 @@ class Mapped:
     """One of our global tensors in their names; with `transposed`, its rows are columns of theirs."""
 
     shape: tuple[int, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[SourceRows, ...]
     transposed: bool = False
 
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -107,7 +107,7 @@ class Family:
             raise UserError(
                 f"{self.activation_key}={theirs} in config.json can't be imported: use a model with {known}"
             )
-        found = {key: values[0] for key, values in (PLAIN | dict(self.allows)).items() if len(values) == 1}
+        found = {key: values[0] for key, values in (UNLESS_ALLOWED | dict(self.allows)).items() if len(values) == 1}
         found |= {ours: config[name] for ours, name in self.keys.items() if name in config}
         if self.activations:
             found["mlp"] = self.activations[str(theirs)]
@@ -137,7 +137,7 @@ class Family:
     def misfits(self, model: ModelConfig) -> list[str]:
         """What this family can't express of a model: `key=value` words."""
         found = []
-        allows = PLAIN | dict(self.allows)
+        allows = UNLESS_ALLOWED | dict(self.allows)
         for key, values in allows.items():
             value = getattr(model, key)
             if key == "qkv_bias" and model.bias:
@@ -193,7 +193,7 @@ class Family:
             return Mapped(shape, tuple(by_head(model, full[0])), transposed)
         runs, start = [], 0
         for source, count in zip(full, part_rows(model, ours, shape[0], len(full)), strict=True):
-            runs.append(Run(start, count, source, 0))
+            runs.append(SourceRows(start, count, source, 0))
             start += count
         return Mapped(shape, tuple(runs), transposed)
 
@@ -205,11 +205,13 @@ def part_rows(model: ModelConfig, stem: str, rows: int, parts: int) -> list[int]
     return [rows // parts] * parts
 
 
-def by_head(model: ModelConfig, source: str) -> list[Run]:
+def by_head(model: ModelConfig, source: str) -> list[SourceRows]:
     """Ours are all queries, all keys, all values; theirs are query, key and value of head 0, of head 1, ..."""
     heads, d = model.heads, model.head_dim
     return [
-        Run((part * heads + head) * d, d, source, (head * 3 + part) * d) for part in range(3) for head in range(heads)
+        SourceRows((part * heads + head) * d, d, source, (head * 3 + part) * d)
+        for part in range(3)
+        for head in range(heads)
     ]
 
 

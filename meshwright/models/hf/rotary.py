@@ -9,7 +9,7 @@ from meshwright.errors import UserError
 from meshwright.models.hf.fields import mapping, number
 
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-KINDS = {"default": (), "linear": LLAMA3[:1], "llama3": LLAMA3}
+ROPE_KINDS = {"default": (), "linear": LLAMA3[:1], "llama3": LLAMA3}
 
 
 def read_whole_rotary(config: dict[str, Any]) -> dict[str, Any]:
@@ -33,12 +33,12 @@ def read_rotary(config: dict[str, Any], theta: str = "rope_theta") -> dict[str, 
     """model.rope_theta, which config.json may have under `theta`, and model.rope_scaling."""
     given = _parameters(config)
     kind = given.get("rope_type") or given.get("type") or "default"
-    if not isinstance(kind, str) or kind not in KINDS:
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
         raise UserError(
             f"rotary scaling of rope_type '{kind}' in config.json can't be imported: use a model with linear or llama3 "
             "scaling, or with none"
         )
-    scaling = {key: number(given, key) for key in KINDS[kind]}
+    scaling = {key: number(given, key) for key in ROPE_KINDS[kind]}
     missing = [key for key, value in scaling.items() if value is None]
     if missing:
         raise UserError(f"rotary scaling of rope_type '{kind}' in config.json lacks {missing[0]}: add it to the file")
