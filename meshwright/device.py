@@ -29,7 +29,7 @@ PRECISION_DTYPES = {
 }  # fmt: skip
 
 
-def _found() -> str | None:
+def _accelerator_kind() -> str | None:
     """The kind of accelerator on this machine."""
     return next((kind for kind in ("cuda", "npu") if _available(kind)), None)
 
@@ -39,15 +39,15 @@ def _available(kind: str) -> bool:
     return module is not None and bool(module.is_available())
 
 
-def count() -> int:
+def accelerator_count() -> int:
     """Accelerators on this machine."""
-    kind = _found()
+    kind = _accelerator_kind()
     return 0 if kind is None else int(getattr(torch, kind).device_count())
 
 
-def current() -> int:
+def current_index() -> int:
     """The index of the accelerator that this process uses."""
-    kind = _found()
+    kind = _accelerator_kind()
     return 0 if kind is None else int(getattr(torch, kind).current_device())
 
 
@@ -59,7 +59,7 @@ class Device:
     @staticmethod
     def find(wanted: str = "auto") -> Device:
         """The first device of the wanted kind."""
-        kind = (_found() or "cpu") if wanted == "auto" else wanted
+        kind = (_accelerator_kind() or "cpu") if wanted == "auto" else wanted
         if kind not in WITHOUT_STREAMS and not _available(kind):
             raise UserError(f"run.device={kind}, but torch finds no {kind} device here: set run.device=cpu or auto")
         return Device(kind)
@@ -164,7 +164,7 @@ class Device:
         """Most memory that tensors took on this device since it was last forgotten, or None where nobody counts."""
         return None if self.module is None else int(self.module.max_memory_allocated())
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         if self.module is not None:
             self.module.reset_peak_memory_stats()
 
@@ -270,7 +270,7 @@ def limit_threads(local_world: int) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
 
 
-def give_back_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Large blocks that are freed go back to the system at once. Left to itself, glibc's malloc keeps ever larger ones
     for later: up to as much again as a run from a disk holds. Other C libraries don't, and have no such setting."""
     setting = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -281,7 +281,7 @@ def give_back_freed_memory() -> None:
 
 def check_machine(kind: str, backend: str, precision: str, ranks: int) -> None:
     """What a launcher can know before it starts ranks on this machine."""
-    if kind == "cpu" or (kind == "auto" and not count()):
+    if kind == "cpu" or (kind == "auto" and not accelerator_count()):
         if ranks > 1:
             Device("cpu").check_backend(backend)
         return

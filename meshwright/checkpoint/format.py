@@ -62,7 +62,7 @@ class Index:
     files: dict[str, int] = field(default_factory=dict)  # name -> bytes
     blocks: list[SavedBlock] = field(default_factory=list)
 
-    def of(self, tensor: str) -> list[SavedBlock]:
+    def blocks_of(self, tensor: str) -> list[SavedBlock]:
         if not hasattr(self, "_by_tensor"):
             self._by_tensor: dict[str, list[SavedBlock]] = {}
             for block in self.blocks:
@@ -75,7 +75,7 @@ def checkpoint_folder(config: Config) -> Path:
     return Path(config.checkpoint.dir) if config.checkpoint.dir else Path(config.run.dir) / "checkpoints"
 
 
-def restarted(env: Mapping[str, str] = os.environ) -> bool:
+def was_restarted(env: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher has started this job's ranks before: then the job goes on from where they came to."""
     counts = (env.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return any(count not in ("", "0") for count in counts)
@@ -100,7 +100,7 @@ def saving_name(step: int) -> str:
     return f".saving-{folder_name(step)}"
 
 
-def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of every checkpoint, oldest first. They were complete once; `read_index` says if one still is."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -112,7 +112,7 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 def set_aside(folder: Path, after: int) -> None:
     """Checkpoints beyond the step that a run goes on from are another history, or damaged: kept, but not counted."""
-    for step, path in checkpoints(folder):
+    for step, path in list_checkpoints(folder):
         if step > after:
             name, number = f"lost-{path.name}", 1
             while (folder / name).exists():
@@ -207,7 +207,7 @@ def _check_file(path: Path, size: int) -> None:
         raise DamagedCheckpoint(f"{path} has {found} bytes where {size} were written: use another checkpoint")
 
 
-def cut(start: tuple[int, ...], shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[int, int]]:
+def block_ranges(start: tuple[int, ...], shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[int, int]]:
     """Ranges of dim 0 that keep a block below BLOCK_BYTES where rows allow it."""
     row = element_bytes
     for n in shape[1:]:
@@ -219,7 +219,7 @@ def cut(start: tuple[int, ...], shape: tuple[int, ...], element_bytes: int) -> I
 
 def keep_newest(folder: Path, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints (0: keeps all). A removed one loses its name first."""
-    found = checkpoints(folder)
+    found = list_checkpoints(folder)
     for step, path in found[: max(0, len(found) - keep)] if keep else ():
         aside = folder / f".old-{folder_name(step)}"
         path.rename(aside)
@@ -232,7 +232,7 @@ def path_and_step(source: str) -> tuple[Path, str]:
     return (Path(text), step) if at and not Path(source).exists() else (Path(source), "")
 
 
-def find(source: str) -> Path:
+def find_checkpoint(source: str) -> Path:
     """The checkpoint that PATH[@STEP] names: a checkpoint's folder, or the newest (or STEP's) of a run's."""
     path, wanted = path_and_step(source)
     if wanted and not wanted.isdecimal():
@@ -241,8 +241,8 @@ def find(source: str) -> Path:
         if wanted and step_of(path) != int(wanted):
             raise UserError(f"{path} is one checkpoint, not a run's folder: leave @{wanted} out")
         return path
-    folder = path if checkpoints(path) else path / "checkpoints"
-    found = checkpoints(folder)
+    folder = path if list_checkpoints(path) else path / "checkpoints"
+    found = list_checkpoints(folder)
     if not found:
         raise UserError(f"there is no complete checkpoint in {path}: name a run's folder or a checkpoint's")
     if not wanted:

@@ -22,7 +22,7 @@ from torch import Tensor
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint import tensor_file
 from meshwright.checkpoint.format import Index, SavedBlock
-from meshwright.checkpoint.hf_files import PRECISION_CODES, SHARDED_INDEX, SINGLE_FILE, HFFolder, blocks
+from meshwright.checkpoint.hf_files import PRECISION_CODES, SHARDED_INDEX, SINGLE_FILE, HFFolder, row_ranges
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import check_cover
 from meshwright.checkpoint.tensor_file import DTYPE_CODES, TORCH_DTYPES, TensorEntry
@@ -31,14 +31,14 @@ from meshwright.data.token_file import read_metadata
 from meshwright.errors import UserError
 from meshwright.layout.params import Box, Init, ParamRecord
 from meshwright.models.hf import FAMILIES, family_for
-from meshwright.models.hf.family import Mapped, section
+from meshwright.models.hf.family import Mapped, model_section
 
 ORIGIN = "hf_origin.json"
 NO_DATA = "imported"
-WEIGHTS = "rank-00000.safetensors"
+WEIGHTS_FILE = "rank-00000.safetensors"
 SHARD_BYTES = 5 * 10**9
 METADATA = {"format": "pt"}  # which transformers asks for
-BESIDE = (
+EXTRA_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
@@ -77,18 +77,18 @@ def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0) -> Mode
             stored = PRECISION_CODES[dtype] if dtype else "F64" if "F64" in sources else "F32"
             kind = str(TORCH_DTYPES[stored]).removeprefix("torch.")
             index.tensors[f"param/{name}"] = {"shape": list(mapped.shape), "dtype": kind}
-            for low, high in blocks(mapped.shape, TORCH_DTYPES[stored].itemsize):
+            for low, high in row_ranges(mapped.shape, TORCH_DTYPES[stored].itemsize):
                 shape = (high - low, *mapped.shape[1:])
                 start = (low, *(0 for _ in mapped.shape[1:]))
-                index.blocks.append(SavedBlock(f"param/{name}", start, shape, WEIGHTS, str(len(entries)), 0))
+                index.blocks.append(SavedBlock(f"param/{name}", start, shape, WEIGHTS_FILE, str(len(entries)), 0))
                 entries.append(TensorEntry(str(len(entries)), stored, shape))
-        sums = tensor_file.write(aside / WEIGHTS, entries, _values(folder, index.blocks, entries))
-        index.files[WEIGHTS] = (aside / WEIGHTS).stat().st_size
+        sums = tensor_file.write(aside / WEIGHTS_FILE, entries, _values(folder, index.blocks, entries))
+        index.files[WEIGHTS_FILE] = (aside / WEIGHTS_FILE).stat().st_size
         index.blocks = [replace(block, crc32=crc) for block, crc in zip(index.blocks, sums, strict=True)]
         check_cover(index)
         tensors = {full: [stored, folder.dtype(full)] for full, stored in folder.stored.items()}
         fmt.write_json(aside / ORIGIN, {"config": folder.config, "tensors": tensors})
-        copy_beside(source, aside)
+        copy_extra_files(source, aside)
         fmt.write_index(aside, index)
     return folder.model
 
@@ -106,9 +106,9 @@ def _values(folder: HFFolder, wanted: list[SavedBlock], entries: list[TensorEntr
         yield values.to(TORCH_DTYPES[entry.dtype])
 
 
-def copy_beside(source: Path, to: Path) -> list[str]:
+def copy_extra_files(source: Path, to: Path) -> list[str]:
     """The tokenizer's and the generation's files, where there are any."""
-    found = [name for name in BESIDE if (source / name).is_file()]
+    found = [name for name in EXTRA_FILES if (source / name).is_file()]
     for name in found:
         shutil.copyfile(source / name, to / name)
     return found
@@ -140,7 +140,7 @@ def origin_of(folder: Path) -> Origin | None:
 
 
 @dataclass(frozen=True)
-class Theirs:
+class ExportedTensor:
     """One tensor to write: its entry, and where its rows are in a tensor of ours."""
 
     entry: TensorEntry
@@ -159,7 +159,7 @@ def export_folder(
     follow.
     """
     reader = Reader(checkpoint)
-    model = section(reader.index.config["model"])
+    model = model_section(reader.index.config["model"])
     origin = origin_of(like or checkpoint)
     if like is not None and origin is None:
         raise UserError(f"{like} has no config.json: --like takes a Hugging Face folder or an imported checkpoint")
@@ -169,16 +169,16 @@ def export_folder(
     if base.get("model_type") != chosen.model_type:
         origin, base = None, {}
     stored = origin.tensors if origin is not None else {}
-    planned: list[Theirs] = []
+    planned: list[ExportedTensor] = []
     for ours, mapped in chosen.tensors(model).items():
         for source, shape in mapped.source_shapes().items():
-            planned.append(_theirs(reader, stored, source, shape, ours, mapped, dtype, source))
+            planned.append(_exported_tensor(reader, stored, source, shape, ours, mapped, dtype, source))
             head = f"{chosen.head}.weight"
             if ours == "embedding.weight" and model.tied_embeddings and head in stored:
-                planned.append(_theirs(reader, stored, head, shape, ours, mapped, dtype, source))
+                planned.append(_exported_tensor(reader, stored, head, shape, ours, mapped, dtype, source))
     config = chosen.config_of(model, base or None)
     with written_aside(to) as aside:
-        beside = copy_beside(origin.folder, aside) if origin else copy_tokenizer(reader, aside)
+        beside = copy_extra_files(origin.folder, aside) if origin else copy_tokenizer(reader, aside)
         end = None if base else _end_token(reader)
         if not base:
             config |= {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
@@ -194,26 +194,26 @@ def export_folder(
     }  # fmt: skip
 
 
-def _theirs(
+def _exported_tensor(
     reader: Reader, stored: dict[str, list[str]], name: str, shape: tuple[int, ...], ours: str, mapped: Mapped,
     dtype: str, source: str,
-) -> Theirs:  # fmt: skip
+) -> ExportedTensor:  # fmt: skip
     held = reader.index.tensors.get(f"param/{ours}")
     if held is None:
         raise UserError(f"{reader.folder} has no param/{ours}: it is not a whole model of its model section")
     actual, kind = stored.get(name, [name, DTYPE_CODES[getattr(torch, held["dtype"])]])
-    return Theirs(TensorEntry(actual, PRECISION_CODES[dtype] if dtype else kind, shape), ours, mapped, source)
+    return ExportedTensor(TensorEntry(actual, PRECISION_CODES[dtype] if dtype else kind, shape), ours, mapped, source)
 
 
-def _dtype_word(planned: list[Theirs]) -> str:
+def _dtype_word(planned: list[ExportedTensor]) -> str:
     """What config.json calls the dtype of the weights: the smallest that holds them all, since transformers loads them
     in it."""
     return str(reduce(torch.promote_types, (TORCH_DTYPES[each.entry.dtype] for each in planned))).removeprefix("torch.")
 
 
-def write_weights(reader: Reader, folder: Path, planned: list[Theirs]) -> list[str]:
+def write_weights(reader: Reader, folder: Path, planned: list[ExportedTensor]) -> list[str]:
     """One file, or several below SHARD_BYTES with an index."""
-    shards: list[list[Theirs]] = [[]]
+    shards: list[list[ExportedTensor]] = [[]]
     size = 0
     for each in planned:
         if shards[-1] and size + each.entry.bytes > SHARD_BYTES:
@@ -233,17 +233,17 @@ def write_weights(reader: Reader, folder: Path, planned: list[Theirs]) -> list[s
     return names
 
 
-def _pieces(reader: Reader, shard: list[Theirs]) -> Iterator[Tensor]:
+def _pieces(reader: Reader, shard: list[ExportedTensor]) -> Iterator[Tensor]:
     for each in shard:
         dtype = TORCH_DTYPES[each.entry.dtype]
         if each.mapped.transposed:
             yield _rows(reader, each, 0, each.mapped.shape[0], dtype).t()
             continue
-        for low, high in blocks(each.entry.shape, max(4, dtype.itemsize)):
+        for low, high in row_ranges(each.entry.shape, max(4, dtype.itemsize)):
             yield _rows(reader, each, low, high, dtype)
 
 
-def _rows(reader: Reader, theirs: Theirs, low: int, high: int, dtype: torch.dtype) -> Tensor:
+def _rows(reader: Reader, theirs: ExportedTensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
     """Rows [low, high) of their tensor, gathered from ours."""
     shape = theirs.mapped.shape
     zeros, boxes = (0,) * (len(shape) - 1), []

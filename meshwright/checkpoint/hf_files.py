@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from meshwright.checkpoint.format import cut
+from meshwright.checkpoint.format import block_ranges
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord
@@ -27,9 +27,9 @@ SHARDED_INDEX = "model.safetensors.index.json"
 PRECISION_CODES = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 
-def blocks(shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[int, int]]:
+def row_ranges(shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[int, int]]:
     """Ranges of rows, each within the size of a checkpoint's block."""
-    return cut((0,) * len(shape), shape, element_bytes)
+    return block_ranges((0,) * len(shape), shape, element_bytes)
 
 
 class HFFolder:
@@ -106,7 +106,7 @@ class HFFolder:
         """Sets `local`, of the record's local shape, as a checkpoint's reader does from `param/NAME`."""
         assert tensor == f"param/{record.name}" and self.tensors[record.name].shape == record.shape
         for box in record.boxes:
-            for low, high in blocks(box.shape, 4):
+            for low, high in row_ranges(box.shape, 4):
                 values = self.rows(record.name, box.start[0] + low, box.start[0] + high)
                 columns = tuple(slice(a, a + n) for a, n in zip(box.start[1:], box.shape[1:], strict=True))
                 at = tuple(slice(a, a + n) for a, n in zip(box.local_start[1:], box.shape[1:], strict=True))

@@ -74,7 +74,7 @@ class Reader:
         filled = 0
         found_in = regions(record, low, high, values)
         wanted = [(replace(box, local_start=(0,) * len(box.shape)), region) for box, region in found_in]
-        for block in self.index.of(tensor):
+        for block in self.index.blocks_of(tensor):
             for box, region in wanted:
                 where = overlap(block.start, block.shape, box)
                 if where is not None:
@@ -102,12 +102,12 @@ def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
                 if name not in reader.index.tensors and state.name != "param":  # frozen when that was saved
                     values.zero_()
                 elif state.additive:
-                    add_rows(reader, name, slot.record, state.additive, low, high, values)
+                    add_saved_rows(reader, name, slot.record, state.additive, low, high, values)
                 else:
                     reader.fill_range(name, slot.record, low, high, values)
 
 
-def add_rows(
+def add_saved_rows(
     reader: Reader, name: str, record: ParamRecord, at: Rows, low: int, high: int, values: Tensor
 ) -> None:
     """Sets a part of an additive state. Those who hold it now add up the rows of those who held it then, each row once;

@@ -16,7 +16,7 @@ import torch
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.contract import Checkpointed
-from meshwright.checkpoint.format import find
+from meshwright.checkpoint.format import find_checkpoint
 from meshwright.checkpoint.load import Reader, complete_load, read_into
 from meshwright.config.load import to_mapping
 from meshwright.config.sections import TRAINING_KEYS, ModelConfig
@@ -36,7 +36,7 @@ def resume(trainer: Checkpointed, source: str | None) -> None:
     folder = fmt.checkpoint_folder(trainer.ctx.config)
     if trainer.writes:
         fmt.remove_unfinished(folder)
-        if not fmt.restarted():
+        if not fmt.was_restarted():
             with suppress(OSError):
                 (folder / WENT_BACK).unlink()
     begun, own, steps = _chosen(trainer, folder, source)
@@ -82,7 +82,7 @@ def _chosen(trainer: Checkpointed, folder: Path, source: str | None) -> tuple[bo
 def _candidates(folder: Path, source: str | None) -> list[int]:
     """[goes on, source is its own, steps, the first to be tried first]. A source that is another run's only begins
     this one, so it may be gone once there are checkpoints."""
-    there = [step for step, _ in reversed(fmt.checkpoints(folder))]
+    there = [step for step, _ in reversed(fmt.list_checkpoints(folder))]
     if source is None:
         return [1, 0, *there]
     where, wanted = fmt.path_and_step(source)
@@ -94,7 +94,7 @@ def _candidates(folder: Path, source: str | None) -> list[int]:
             text = f"{folder} holds checkpoints: the run goes on from step {there[0]}, not from {source}{missing}"
             print(f"meshwright: {'warning: ' if missing else ''}{text}", file=sys.stderr, flush=True)
         return [1, 0, *there]
-    path = find(source)
+    path = find_checkpoint(source)
     own = inside and fmt.step_of(path) >= 0
     if there and not own:
         raise UserError(
@@ -108,7 +108,7 @@ def _candidates(folder: Path, source: str | None) -> list[int]:
 def _went_back(folder: Path, source: str) -> bool:
     """Whether ranks of this very job have gone back to `source` before, and then went on and died."""
     try:
-        return fmt.restarted() and json.loads((folder / WENT_BACK).read_text()) == {
+        return fmt.was_restarted() and json.loads((folder / WENT_BACK).read_text()) == {
             "job": fmt.job_name(), "source": source,
         }  # fmt: skip
     except (OSError, ValueError):
@@ -117,7 +117,7 @@ def _went_back(folder: Path, source: str) -> bool:
 
 def _named(source: str, steps: list[int]) -> Path:
     """What `source` names: where that is the newest of a run, the one that was newest for the rank that looked."""
-    path = find(source)
+    path = find_checkpoint(source)
     return path.parent / fmt.folder_name(steps[0]) if steps else path
 
 

@@ -67,7 +67,7 @@ def remove_failed(folder: Path, rank: int) -> None:
             part_file(folder, rank).unlink(missing_ok=True)
 
 
-def written(data_parallel: DataParallel, state: State) -> Iterator[tuple[Slot, int, int]]:
+def ranges_to_write(data_parallel: DataParallel, state: State) -> Iterator[tuple[Slot, int, int]]:
     """(slot, start, stop) of the elements of each parameter that this rank writes: replicas divide what they hold
     alike, and of an additive state each rank has a row of its own."""
     buffer = state.buffer
@@ -90,7 +90,7 @@ class Snapshot:
         self.blocks: list[tuple[str, tuple[int, ...], Tensor]] = []
         self.tensors: dict[str, dict[str, Any]] = {}
         for state in trainer.states():
-            for slot, low, high in written(trainer.data_parallel, state):
+            for slot, low, high in ranges_to_write(trainer.data_parallel, state):
                 record, values = slot.record, state.values(slot, low, high)
                 if state.additive:  # copied at once: the next backward, which saving does not wait for, changes it
                     record, values = row_of(record, *state.additive), values.clone()
@@ -104,7 +104,7 @@ class Snapshot:
         if not box.shape:
             self.blocks.append((name, (), values))
             return
-        for low, high in fmt.cut(box.start, box.shape, values.element_size()):
+        for low, high in fmt.block_ranges(box.start, box.shape, values.element_size()):
             start = (box.start[0] + low, *box.start[1:])
             self.blocks.append((name, start, values[low:high]))
 

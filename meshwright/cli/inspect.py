@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.format import Index, find, read_index
+from meshwright.checkpoint.format import Index, find_checkpoint, read_index
 from meshwright.checkpoint.verify import element_bytes, verify
 from meshwright.show.progress import progress
 from meshwright.show.terminal import table
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    path = find(args.source)
+    path = find_checkpoint(args.source)
     index = read_index(path)
     found = describe(path, index)
     if not args.no_verify:

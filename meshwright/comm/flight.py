@@ -48,7 +48,7 @@ class RecordedCall:
             "done": self.ended is not None,
         }  # fmt: skip
 
-    def holds(self) -> bool:
+    def holds_up_program(self) -> bool:
         """Whether the program, or the device behind it, can't go on before this call ends."""
         event = self.event
         if event is None:
@@ -113,4 +113,4 @@ class FlightRecord:
         limit = time.monotonic() - longer_than
         calls = list(self.open.values()) + [call for call in list(self.last) if call.event is not None]
         old = [(since, i) for i, call in enumerate(calls) if (since := call.since) is not None and since <= limit]
-        return next((calls[i] for _, i in sorted(old) if calls[i].holds()), None)
+        return next((calls[i] for _, i in sorted(old) if calls[i].holds_up_program()), None)

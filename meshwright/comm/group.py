@@ -141,7 +141,7 @@ class Group:
         gone = any(word in reason.lower() for word in _GONE)
         guess = "another rank has probably stopped" if gone else "torch refused it"
         me = self.ranks[self.index]
-        return CommError(f"{call.describe()} of ranks {listed(self.ranks)} failed on rank {me}: {guess} ({reason})")
+        return CommError(f"{call.describe()} of ranks {list_ranks(self.ranks)} failed on rank {me}: {guess} ({reason})")
 
     def all_reduce(self, x: Tensor, op: str = "sum", wait: bool = True) -> Pending:
         """In place."""
@@ -207,7 +207,7 @@ class Group:
         return self._call("receive", x, launch, self.ranks[source], tag)
 
 
-def listed(ranks: Sequence[int], most: int = 16) -> str:
+def list_ranks(ranks: Sequence[int], most: int = 16) -> str:
     """`[0, 1, 5]`, cut short where there are many."""
     shown = ", ".join(map(str, ranks[:most]))
     return f"[{shown}]" if len(ranks) <= most else f"[{shown} and {len(ranks) - most} more]"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshwright.comm.flight import describe
-from meshwright.comm.group import listed
+from meshwright.comm.group import list_ranks
 
 State = dict[str, Any]
 Ask = Callable[[int], State | None]
@@ -102,4 +102,4 @@ def _key(call: dict[str, Any]) -> Key:
 
 
 def ranks_named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(ranks)}"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list_ranks(ranks)}"

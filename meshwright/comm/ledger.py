@@ -23,7 +23,7 @@ WIRE: dict[str, Callable[[int], tuple[int, int]]] = {
 }
 
 # Phases that belong to no training step.
-OUTSIDE = ("startup", "validation")
+PHASES_OUTSIDE_STEPS = ("startup", "validation")
 
 
 def bus_factor(op: str, size: int) -> float:
@@ -102,7 +102,7 @@ class Ledger:
         """Sums by a field of Entry, of the training step's phases or of everything."""
         sums: dict[str, CallTotals] = {}
         for entry, tally in self.entries.items():
-            if not (step_only and entry.phase in OUTSIDE):
+            if not (step_only and entry.phase in PHASES_OUTSIDE_STEPS):
                 sums.setdefault(str(getattr(entry, by)), CallTotals()).add(tally)
         return sums
 

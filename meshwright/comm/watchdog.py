@@ -35,7 +35,7 @@ EXIT_CODE = 75
 # Calls of each rank that travel through the store; the files hold the whole flight record.
 PUBLISHED_CALLS = 8
 # How long the rank that keeps the store waits at the end of a run for the others to leave it, at most.
-LAST_GUEST_S = 30.0
+STORE_LINGER_S = 30.0
 
 _NUMBERS = itertools.count()
 
@@ -108,7 +108,7 @@ class Watchdog:
         self._error = error
         self._stopping.set()
         self._wake.set()
-        waits = LAST_GUEST_S + 1 if error is None and self.rank == self.keeper else 2.0
+        waits = STORE_LINGER_S + 1 if error is None and self.rank == self.keeper else 2.0
         for thread in self._threads:
             thread.join(waits)
             if self._alarmed.is_set():  # this error is only how the end of the other ranks looks from here
@@ -195,7 +195,7 @@ class Watchdog:
         store.set("alarm", str(self.rank))
         own = self._publish(store)
         deadline = time.monotonic() + self.grace
-        told = explain(call.plain(), self.rank, self.timeout, _Asking(store, {self.rank: own}, deadline))
+        told = explain(call.plain(), self.rank, self.timeout, _StateReader(store, {self.rank: own}, deadline))
         self._end(told, store)
 
     def _answer(self, store: Store) -> None:
@@ -219,7 +219,7 @@ class Watchdog:
     def _say_goodbye(self, store: Store) -> None:
         """Tells why this rank is gone. The rank that keeps the store leaves last, where the run ended well."""
         store.set(f"state/{self.rank}", json.dumps({"rank": self.rank, "left": self._left}))
-        self._leave(store, "left", LAST_GUEST_S if self._error is None else 0.0)
+        self._leave(store, "left", STORE_LINGER_S if self._error is None else 0.0)
 
     def _leave(self, store: Store, count: str, patience: float) -> None:
         """Counts this rank as gone; the keeper of the store stays until all are, or for `patience` seconds."""
@@ -285,7 +285,7 @@ class Watchdog:
         return out
 
 
-class _Asking:
+class _StateReader:
     """Reads each rank's state once, waiting for it until the deadline that all share."""
 
     def __init__(self, store: Store, known: dict[int, State | None], deadline: float) -> None:

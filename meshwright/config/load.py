@@ -237,10 +237,10 @@ def to_mapping(config: Config) -> dict[str, Any]:
 
 
 def to_yaml(config: Config) -> str:
-    return dump(to_mapping(config))
+    return dump_yaml(to_mapping(config))
 
 
-def dump(raw: Mapping[str, Any]) -> str:
+def dump_yaml(raw: Mapping[str, Any]) -> str:
     """What `parse_yaml` reads as it was."""
     return yaml.dump(raw, Dumper=_Dumper, sort_keys=False)
 

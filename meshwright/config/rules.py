@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from meshwright.config.presets import APPROXIMATE
+from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.config.sections import FP8_UNIT, Config
 from meshwright.errors import UserError, divisors, either
 from meshwright.layout import Layout
@@ -15,10 +15,11 @@ Rule = Callable[[Config, int], str | None]
 
 
 def preset_is_its_model(c: Config, world: int) -> str | None:
-    if c.model.preset in APPROXIMATE:
+    reason = APPROXIMATE_PRESETS.get(c.model.preset)
+    if reason:
         return (
-            f"model.preset={c.model.preset} can't be trained yet ({APPROXIMATE[c.model.preset]}): choose another "
-            "preset, or train the approximation with model.preset empty and the keys of `meshwright config show`"
+            f"model.preset={c.model.preset} can't be trained yet ({reason}): choose another preset, or train the "
+            "approximation with model.preset empty and the keys of `meshwright config show`"
         )
     return None
 
@@ -255,25 +256,25 @@ RULES: list[Rule] = [
 ]
 
 # What cuts a model's own sizes.
-TENSOR_PARALLEL: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn]
+TENSOR_PARALLEL_RULES: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn]
 
 # What training needs besides: planning takes a preset that only approximates its model, and says so.
-TRAINED = [preset_is_its_model, *RULES]
+TRAINING_RULES = [preset_is_its_model, *RULES]
 
 # What a step's formulas need; they know context parallelism, which can't be trained yet.
-PLANNED = [rule for rule in RULES if rule is not context_is_trained]
+PLANNING_RULES = [rule for rule in RULES if rule is not context_is_trained]
 
 # What a model that is only read from needs: products of other numbers of tokens then run in bf16.
-READ = [rule for rule in RULES if rule is not fp8_fits_tokens]
+READING_RULES = [rule for rule in RULES if rule is not fp8_fits_tokens]
 
 
-def broken(config: Config, world: int, rules: Sequence[Rule] = RULES) -> str | None:
+def first_broken_rule(config: Config, world: int, rules: Sequence[Rule] = RULES) -> str | None:
     """The sentence of the first rule that `config` breaks on `world` ranks."""
     return next(filter(None, (rule(config, world) for rule in rules)), None)
 
 
 def check(config: Config, world: int, rules: Sequence[Rule] = RULES) -> None:
     """Raises for the first rule that `config` breaks on `world` ranks."""
-    message = broken(config, world, rules)
+    message = first_broken_rule(config, world, rules)
     if message:
         raise UserError(message)

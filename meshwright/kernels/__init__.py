@@ -22,6 +22,6 @@ def triton_works() -> bool:
     return True
 
 
-def fits(*tensors: Tensor) -> bool:
+def kernels_take(*tensors: Tensor) -> bool:
     """Whether kernels can take these: on CUDA, and nothing wider than the float32 they compute in."""
     return all(x.is_cuda and x.element_size() < 8 for x in tensors) and triton_works()

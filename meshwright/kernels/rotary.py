@@ -54,7 +54,7 @@ def _turn(
         tl.store(here + last[None, :], x, mask=(h < total)[:, None] & there[None, :])
 
 
-def turn(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+def rotate_qkv(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """[batch, seq, all heads, width] of q, k and v [batch, seq, heads, width], the first two turned (or turned back) by
     tables [1 or batch, seq, 1, half]."""
     batch, seq, queries, width = q.shape

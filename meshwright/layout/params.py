@@ -149,7 +149,7 @@ def columns_of(name: str, rows: int, columns: int, parts: int, index: int, init:
     return ParamRecord(name, (rows, columns), (rows, width), (box,), init, **more)  # type: ignore[arg-type]
 
 
-def under(records: dict[str, ParamRecord], prefix: str) -> dict[str, ParamRecord]:
+def records_under(records: dict[str, ParamRecord], prefix: str) -> dict[str, ParamRecord]:
     """The records whose local name begins with `prefix.`, without it."""
     head = f"{prefix}."
     return {key[len(head) :]: record for key, record in records.items() if key.startswith(head)}
@@ -181,7 +181,7 @@ def tiles(record: ParamRecord, seed: int) -> Iterator[Tile]:
             for j in range(c0 // TILE, -(-(c0 + columns) // TILE)):
                 left, right = max(c0, j * TILE), min(c0 + columns, (j + 1) * TILE)
                 yield Tile(
-                    key(seed, record.name, i, j),
+                    stream_seed(seed, record.name, i, j),
                     slice(top - i * TILE, bottom - i * TILE),
                     slice(left - j * TILE, right - j * TILE),
                     slice(lr + top - r0, lr + bottom - r0),
@@ -189,7 +189,7 @@ def tiles(record: ParamRecord, seed: int) -> Iterator[Tile]:
                 )
 
 
-def key(*parts: object) -> int:
+def stream_seed(*parts: object) -> int:
     """A 63-bit number from any words and numbers: the seed of a random stream."""
     text = "|".join(str(part) for part in parts).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

@@ -42,11 +42,11 @@ def gpt(model: ModelConfig) -> Model:
     block = BlockUnit(
         tuple(NamedPart(key, key, part) for key, part in parts), h, model.parallel_residual, model.dropout
     )  # fmt: skip
-    embedding, head = ends(model, normal, norm)
+    embedding, head = decoder_ends(model, normal, norm)
     return Model(embedding, (block,) * model.layers, head, h, model.tied_embeddings)
 
 
-def ends(model: ModelConfig, normal: Init, norm: NormPart) -> tuple[Unit, Unit]:
+def decoder_ends(model: ModelConfig, normal: Init, norm: NormPart) -> tuple[Unit, Unit]:
     """The embedding and the head of a decoder."""
     h, tied, ended = model.hidden, model.tied_embeddings, replace(norm, keeps_output=False)
     tokens = TokenEmbeddingPart(model.vocab, h, normal, tied, model.dropout)
@@ -74,7 +74,7 @@ def describe(model: ModelConfig) -> Model:
     return MODELS[model.kind](model)
 
 
-def stages(layers: int, count: int, split: Sequence[int] = ()) -> list[Stage]:
+def split_layers(layers: int, count: int, split: Sequence[int] = ()) -> list[Stage]:
     """The layers of each virtual stage; without `split` as even as can be, the earlier ones taking the rest."""
     sizes = list(split) or [layers // count + (i < layers % count) for i in range(count)]
     assert len(sizes) == count and sum(sizes) == layers
@@ -86,7 +86,7 @@ def stages(layers: int, count: int, split: Sequence[int] = ()) -> list[Stage]:
 
 def stages_of(config: Config) -> list[Stage]:
     """The virtual stages that a config asks for."""
-    return stages(config.model.layers, config.layout.pp * config.layout.chunks, config.pipeline.split)
+    return split_layers(config.model.layers, config.layout.pp * config.layout.chunks, config.pipeline.split)
 
 
 def kv_parts(model: ModelConfig, tp: int) -> Parts:

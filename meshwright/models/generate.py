@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright.comm.ops import all_gather
 from meshwright.errors import UserError
 from meshwright.models.gpt import GPTStage
-from meshwright.nn.attention import Past
+from meshwright.nn.attention import KVCache
 
 
 class Generator:
@@ -19,7 +19,7 @@ class Generator:
     def __init__(self, module: GPTStage, vocab: int, longest: int) -> None:
         assert module.embedding is not None and module.head is not None and not module.parallel.splits_tokens
         self.module, self.vocab, self.longest = module.eval(), vocab, longest
-        self.past = {number: Past(longest) for number in module.blocks}
+        self.past = {number: KVCache(longest) for number in module.blocks}
         self.length = 0
 
     @torch.no_grad()
@@ -37,7 +37,7 @@ class Generator:
         return all_gather(part, tp.name, tp.size)[: self.vocab].double()
 
 
-def choose(logits: Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:
+def choose_token(logits: Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:
     """The next token: the likeliest at temperature 0, else drawn from the likeliest ones that hold `top_p` together."""
     if temperature == 0:
         return int(logits.argmax())
@@ -59,7 +59,7 @@ def generate(
     random = torch.Generator().manual_seed(seed)
     logits = generator.next_logits(prompt)
     for number in range(most):
-        token = choose(logits, temperature, top_p, random)
+        token = choose_token(logits, temperature, top_p, random)
         yield token
         if token in ends or number == most - 1:
             return

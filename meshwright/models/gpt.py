@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from meshwright.comm.ledger import Ledger
 from meshwright.config.sections import Config
-from meshwright.layout.params import under
+from meshwright.layout.params import records_under
 from meshwright.models.description import describe, fields_read
 from meshwright.models.stage import Receives
-from meshwright.nn.attention import Alibi, Past, causal_mask
+from meshwright.nn.attention import Alibi, KVCache, causal_mask
 from meshwright.nn.block import Block
 from meshwright.nn.build import build_module
 from meshwright.nn.linear import Linear
@@ -35,7 +35,7 @@ class Embedding(nn.Module):
 
     def __init__(self, parallel: Parallel, unit: Unit, records: Records, p: float) -> None:
         super().__init__()
-        built = {key: build_module(part, parallel, under(records, key)) for key, _, part in unit.parts}
+        built = {key: build_module(part, parallel, records_under(records, key)) for key, _, part in unit.parts}
         self.tokens, self.positions, self.norm = built["tokens"], built.get("positions"), built.get("norm")
         self.p, self.parallel = p, parallel
 
@@ -62,7 +62,7 @@ class Head(nn.Module):
     def __init__(self, parallel: Parallel, unit: Unit, records: Records, vocab: int) -> None:
         super().__init__()
         for key, _, part in unit.parts:
-            self.add_module(key, build_module(part, parallel, under(records, key)))
+            self.add_module(key, build_module(part, parallel, records_under(records, key)))
         self.vocab, self.parallel = vocab, parallel
 
     def logits(self, x: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class GPTStage(nn.Module):
         self.rotary = Rotary(c, parallel) if c.position == "rope" else None
         self.alibi = Alibi(c, parallel) if c.position == "alibi" else None
         if model.tied and self.embedding is not None and self.head is not None:
-            tie(self.head, self.embedding)
+            tie_weights(self.head, self.embedding)
         self.micro_batch = config.train.micro_batch
         self._loss_weight: float | None = None
         # What `models.stage.StageModule` asks for.
@@ -126,14 +126,14 @@ class GPTStage(nn.Module):
     def compiled_blocks(self) -> list[nn.Module]:
         return list(self.blocks.values())
 
-    def trunk(self, batch: Batch, hidden: Tensor | None = None, past: dict[str, Past] | None = None) -> Tensor:
+    def trunk(self, batch: Batch, hidden: Tensor | None = None, past: dict[str, KVCache] | None = None) -> Tensor:
         """`hidden` after this chunk's blocks. With `past`, the keys and values of each block's earlier tokens, the
         batch goes on where these end."""
         streams = self.parallel.streams
         ids, positions = batch.get("tokens"), batch.get("positions")
         if self.embedding is not None:
             assert ids is not None
-            streams.layer(-1)
+            streams.seed_layer(-1)
             hidden = call_unit(self.embedding, ids, positions)
             self._mark_backward(hidden, None)
         assert hidden is not None
@@ -141,7 +141,7 @@ class GPTStage(nn.Module):
         tokens = hidden.shape[0] * (self.parallel.tp.size if self.parallel.splits_tokens else 1)
         seq = tokens // sequences
         before = next(iter(past.values())).length if past else 0
-        shared = Shared(
+        shared = BlockInputs(
             sequences, None if self.rotary is None else self.rotary(positions, seq),
             self._mask(batch, before, seq, hidden.device), past or {}, streams.where,
         )  # fmt: skip
@@ -162,12 +162,12 @@ class GPTStage(nn.Module):
             return self.alibi.causal(seq, device)
         return self.alibi(causal_mask(before + seq, device, seq) if mask is None else mask)
 
-    def _run(self, shared: Shared, layers: list[int], hidden: Tensor, again: bool) -> Tensor:
+    def _run(self, shared: BlockInputs, layers: list[int], hidden: Tensor, again: bool) -> Tensor:
         """`hidden` after these blocks. `again`: backward comes right after, and other micro-batches may have begun."""
         streams = self.parallel.streams
-        with streams.again(shared.where):
+        with streams.replaying(shared.where):
             for layer in layers:
-                streams.layer(layer)
+                streams.seed_layer(layer)
                 last = again and layer == layers[-1]
                 past = (shared.past[str(layer)],) if shared.past else ()
                 given = (shared.sequences, shared.rotary, shared.mask, *past)
@@ -179,24 +179,24 @@ class GPTStage(nn.Module):
     def _mark_backward(self, output: Tensor, layer: int | None) -> None:
         """Backward runs outside of the block's context: the gradient of a block's output tells that it begins."""
         if output.requires_grad:
-            output.register_hook(partial(_enter, self.ledger, layer))
+            output.register_hook(partial(_set_layer, self.ledger, layer))
 
 
-class Shared(NamedTuple):
+class BlockInputs(NamedTuple):
     """What all blocks of a chunk use with one micro-batch, and the random streams' place at that time."""
 
     sequences: int
     rotary: tuple[Tensor, Tensor] | None
     mask: Tensor | None
-    past: dict[str, Past]
+    past: dict[str, KVCache]
     where: tuple[int, int, int]
 
 
-def _enter(ledger: Ledger, layer: int | None, grad: Tensor) -> None:
+def _set_layer(ledger: Ledger, layer: int | None, grad: Tensor) -> None:
     ledger.current_layer = layer
 
 
-def tie(head: Head, embedding: Embedding) -> None:
+def tie_weights(head: Head, embedding: Embedding) -> None:
     """Both use one parameter. (Across stages, each end holds a copy and the gradients are summed.)"""
     head.output.weight = embedding.tokens.get_parameter("weight")
 

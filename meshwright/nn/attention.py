@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.config.sections import ModelConfig
-from meshwright.layout.params import ParamRecord, under
+from meshwright.layout.params import ParamRecord, records_under
 from meshwright.nn.linear import Linear, norm_product
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
-from meshwright.nn.rotary import rotate, turn_qkv
+from meshwright.nn.rotary import rotate, rotate_qkv
 from meshwright.parts import gpt
 
 
@@ -84,10 +84,10 @@ class QKV(nn.Module):
         weight = torch.cat(tuple(linear.weight for linear in linears))
         biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         bias = torch.cat(biases) if biases else None
-        return norm_product(x, norm, weight, bias, (None, *linears[0].how[1:]))
+        return norm_product(x, norm, weight, bias, (None, *linears[0].settings[1:]))
 
 
-class Past:
+class KVCache:
     """Keys and values of the tokens before, of one layer. A generating model adds one token at a time, whose query
     looks at all of them; the first call may hold many tokens."""
 
@@ -118,9 +118,8 @@ class Attention(nn.Module):
         self.dropout, self.fuses = part.dropout, parallel.fused
         self.projection = QKV(parallel, records)
         of_head = gpt.NormPart("rmsnorm", part.head_dim, part.norm_eps)
-        self.q_norm, self.k_norm = (
-            Norm(parallel, of_head, under(records, key)) if part.qk_norm else None for key in ("q_norm", "k_norm")
-        )
+        self.q_norm = Norm(parallel, of_head, records_under(records, "q_norm")) if part.qk_norm else None
+        self.k_norm = Norm(parallel, of_head, records_under(records, "k_norm")) if part.qk_norm else None
         self.out = Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
         self.recompute_core = parallel.recompute.mode == "selective"
 
@@ -138,7 +137,7 @@ class Attention(nn.Module):
         batch: int,
         rotary: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | None = None,
-        past: Past | None = None,
+        past: KVCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """x [tokens, hidden] of `batch` sequences, for what else needs it, and attention of its norm. `mask` [batch,
         1 or heads, seq, seq] is true where one may look, or is added to the scores; without it, attention is causal.
@@ -146,7 +145,7 @@ class Attention(nn.Module):
         x, qkv = self.projection(x, norm)
         qkv = qkv.view(batch, qkv.shape[0] // batch, self.heads + 2 * self.kv_heads, self.head_dim)
         if self.fuses and rotary is not None and self.q_norm is None:
-            q, k, v = turn_qkv(qkv, rotary, self.heads, self.kv_heads)
+            q, k, v = rotate_qkv(qkv, rotary, self.heads, self.kv_heads)
         else:
             q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
             if self.q_norm is not None and self.k_norm is not None:

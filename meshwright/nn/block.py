@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from meshwright.layout.params import ParamRecord, under
-from meshwright.nn.attention import Past
+from meshwright.layout.params import ParamRecord, records_under
+from meshwright.nn.attention import KVCache
 from meshwright.nn.build import build_module
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
@@ -23,7 +23,7 @@ class Block(nn.Module):
         super().__init__()
         self.branches = [(norm.key, body.key) for norm, body in block.branches]
         for key, _, part in block.parts:
-            self.add_module(key, build_module(part, parallel, under(records, key)))
+            self.add_module(key, build_module(part, parallel, records_under(records, key)))
         self.parallel_residual, self.p = block.parallel, block.dropout
         self.stream = parallel.streams.own if parallel.splits_tokens else parallel.streams.same
 
@@ -33,7 +33,7 @@ class Block(nn.Module):
         batch: int,
         rotary: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | None = None,
-        past: Past | None = None,
+        past: KVCache | None = None,
     ) -> Tensor:
         total: Tensor | None = None
         for norm, body in self.branches:

@@ -17,7 +17,7 @@ from torch.library import custom_op
 from meshwright.comm.ops import operator
 from meshwright.config.sections import FP8_UNIT
 from meshwright.device import scaled_rows_are_wide
-from meshwright.kernels import fits
+from meshwright.kernels import kernels_take
 from meshwright.nn.weight_grad import Sink, now_or_later, sink_of
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -38,7 +38,7 @@ class Pair(NamedTuple):
     across: Quantised
 
 
-def multiplies(*sizes: int) -> bool:
+def sizes_fit_fp8(*sizes: int) -> bool:
     return all(size % FP8_UNIT == 0 for size in sizes)
 
 
@@ -57,7 +57,7 @@ def _quantise(
     value = torch.empty((rows, columns) if straight else (0, 0), dtype=dtype, device=x.device)
     turned = torch.empty((columns, rows) if across else (0, 0), dtype=dtype, device=x.device)
     x = x.contiguous()
-    if fits(x):
+    if kernels_take(x):
         from meshwright.kernels.fp8 import cast, largest
 
         of_rows, of_columns = largest(x, lines, straight, across)

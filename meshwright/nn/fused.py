@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
-from meshwright.kernels import fits
+from meshwright.kernels import kernels_take
 
 
 def wide(x: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 @custom_op("meshwright::rms_norm", mutates_args=())
 def rms_norm_in_one_pass(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if fits(x):
+    if kernels_take(x):
         from meshwright.kernels.block import rms_norm as kernel
 
         return kernel(x.contiguous(), weight, eps)
@@ -51,7 +51,7 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of `rms_norm`, given the gradient of its value and the one of x from elsewhere: the gradient of x, the value once
     more, the gradient of the weight."""
-    if fits(x, grad, passed):
+    if kernels_take(x, grad, passed):
         from meshwright.kernels.block import rms_norm_backward as kernel
 
         return kernel(x.contiguous(), rstd, weight, grad.contiguous(), passed.contiguous())
@@ -69,7 +69,7 @@ def _(x: Tensor, rstd: Tensor, weight: Tensor, grad: Tensor, passed: Tensor) -> 
 @custom_op("meshwright::swiglu_backward", mutates_args=())
 def swiglu_backward(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Of `swiglu`: the gradient of x, and the value once more."""
-    if fits(x, grad):
+    if kernels_take(x, grad):
         from meshwright.kernels.block import swiglu_backward as kernel
 
         return kernel(x.contiguous(), grad.contiguous())

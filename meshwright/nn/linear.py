@@ -153,27 +153,27 @@ class Linear(nn.Module):
         self.mode = product_mode(parallel, cut)
         self.group, self.size = parallel.tp.name, parallel.tp.size
         self.kind, self.fuses = parallel.products, parallel.fused
-        if self.kind and not fp8.multiplies(*weight.local_shape):
+        if self.kind and not fp8.sizes_fit_fp8(*weight.local_shape):
             warnings.warn(f"sizes that are no multiples of {FP8_UNIT} are multiplied in bf16, not in fp8", stacklevel=2)
 
     @property
-    def how(self) -> ProductSettings:
+    def settings(self) -> ProductSettings:
         return (self.sinks.get("weight"), self.mode, self.group, self.size, self.kind)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._biased(_Product.apply(x, self.weight, self._inside, *self.how))
+        return self._biased(_Product.apply(x, self.weight, self._inside, *self.settings))
 
     def after_norm(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """x and the product of its norm. What else needs x must take it from here: its gradient is added on the way."""
         if not norm.fuses:
             return x, self(norm(x))
-        x, y = _NormProduct.apply(x, norm.weight, norm.eps, self.weight, self._inside, *self.how)
+        x, y = _NormProduct.apply(x, norm.weight, norm.eps, self.weight, self._inside, *self.settings)
         return x, self._biased(y)
 
     def after_swiglu(self, x: Tensor) -> Tensor:
         if not self.fuses or self._inside is not None:
             return self(swiglu(x))
-        return self._biased(_SwigluProduct.apply(x, self.weight, *self.how))
+        return self._biased(_SwigluProduct.apply(x, self.weight, *self.settings))
 
     @property
     def _inside(self) -> Tensor | None:
@@ -192,14 +192,14 @@ def product_mode(parallel: Parallel, cut: Cut) -> str:
     return cut
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, how: ProductSettings) -> Tensor:
-    return _Product.apply(x, weight, bias, *how)
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, settings: ProductSettings) -> Tensor:
+    return _Product.apply(x, weight, bias, *settings)
 
 
 def norm_product(
-    x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, how: ProductSettings
+    x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, settings: ProductSettings
 ) -> tuple[Tensor, Tensor]:
     """x and the product of its norm, as in `Linear.after_norm`."""
     if not norm.fuses:
-        return x, product(norm(x), weight, bias, how)
-    return _NormProduct.apply(x, norm.weight, norm.eps, weight, bias, *how)
+        return x, product(norm(x), weight, bias, settings)
+    return _NormProduct.apply(x, norm.weight, norm.eps, weight, bias, *settings)

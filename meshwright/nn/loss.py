@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
-from meshwright.kernels import fits
+from meshwright.kernels import kernels_take
 from meshwright.nn.linear import Linear
 from meshwright.nn.parallel import Parallel, record_of
 from meshwright.nn.weight_grad import add_product, sink_of, write_product
@@ -44,7 +44,7 @@ def loss_and_grad_(logits: Tensor, labels: Tensor, mask: Tensor, scale: float | 
     """Each token's -log p(label) times its mask, in float32 at least; with a `scale`, the logits [tokens, this rank's
     columns] become scale times the gradient of these losses' sum."""
     v = vocabulary
-    kernel = (fits(logits) or (logits.is_meta and not v.host)) and v.columns > 0
+    kernel = (kernels_take(logits) or (logits.is_meta and not v.host)) and v.columns > 0
     norm = logits.new_empty(len(logits), dtype=_wide(logits.dtype))
     target = torch.empty_like(norm)
     both = kernel and v.size == 1 and scale is not None

@@ -64,11 +64,11 @@ def initialise(module: nn.Module, seed: int) -> None:
     for parameter in module.parameters():
         record = record_of(parameter)
         if record is not None and not is_unallocated(parameter):
-            draw(record, parameter, seed)
+            draw_parameter(record, parameter, seed)
 
 
 @torch.no_grad()
-def draw(record: ParamRecord, out: Tensor, seed: int) -> None:
+def draw_parameter(record: ParamRecord, out: Tensor, seed: int) -> None:
     """A parameter's first values, from the seed and its global name alone."""
     if record.init.kind == "given":
         return
@@ -87,7 +87,7 @@ def draw(record: ParamRecord, out: Tensor, seed: int) -> None:
     out.copy_(local.mul_(record.init.std))
 
 
-def share_tied(modules: list[nn.Module]) -> None:
+def share_tied_parameters(modules: list[nn.Module]) -> None:
     """Where one rank holds both ends of a tie in different chunks, both use one parameter."""
     kept: dict[str, nn.Parameter] = {}
     for module in modules:

@@ -54,4 +54,4 @@ def weight_grad(grad: Prepared, x: Tensor, sink: Tensor | None, kind: str) -> Te
 
 
 def _in_fp8(kind: str, x: Tensor, weight: Tensor) -> bool:
-    return kind in fp8.FP8_KINDS and fp8.multiplies(x.shape[0], *weight.shape)
+    return kind in fp8.FP8_KINDS and fp8.sizes_fit_fp8(x.shape[0], *weight.shape)

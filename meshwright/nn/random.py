@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.device import generator
-from meshwright.layout.params import key
+from meshwright.layout.params import stream_seed
 
 
 class Streams:
@@ -29,7 +29,7 @@ class Streams:
         self.where = (step, micro_batch, chunk)
 
     @contextmanager
-    def again(self, where: tuple[int, int, int]) -> Iterator[None]:
+    def replaying(self, where: tuple[int, int, int]) -> Iterator[None]:
         """For a part of a micro-batch that is computed once more, with others begun since."""
         before, self.where = self.where, where
         try:
@@ -39,16 +39,16 @@ class Streams:
 
     def seed_default(self) -> None:
         """For a module that draws from torch's default generator and knows nothing of these streams."""
-        torch.manual_seed(key(self.seed, *self.where, self.data_rank, "default", self.pp_rank))
+        torch.manual_seed(stream_seed(self.seed, *self.where, self.data_rank, "default", self.pp_rank))
 
-    def layer(self, number: int) -> None:
+    def seed_layer(self, number: int) -> None:
         """Before each block (and the embedding, -1): its own numbers. Costs nothing while no dropout is on."""
         if not self.active:
             return
         base = (self.seed, *self.where, number, self.data_rank)
-        self.same.manual_seed(key(*base, "same"))
-        self.own.manual_seed(key(*base, "own", self.tp_rank))
-        torch.manual_seed(key(*base, "default", self.tp_rank))
+        self.same.manual_seed(stream_seed(*base, "same"))
+        self.own.manual_seed(stream_seed(*base, "own", self.tp_rank))
+        torch.manual_seed(stream_seed(*base, "default", self.tp_rank))
 
 
 def dropout(x: Tensor, p: float, generator: torch.Generator) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class _Again(torch.autograd.Function):
+class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: Callable[[Tensor, bool], Tensor]) -> Tensor:
         ctx.run = run
@@ -30,4 +30,4 @@ def recompute(run: Callable[[Tensor, bool], Tensor], x: Tensor) -> Tensor:
     """run(x, again=False) now, keeping only x, and run(x, again=True) in backward; random numbers and collectives are
     `run`'s own to repeat."""
     # Without a gradient of the input, as of a frozen embedding's result, backward would not come by.
-    return _Again.apply(x if x.requires_grad else x.detach().requires_grad_(), run)
+    return _Recompute.apply(x if x.requires_grad else x.detach().requires_grad_(), run)

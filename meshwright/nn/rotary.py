@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.library import custom_op
 
 from meshwright.config.sections import ModelConfig
-from meshwright.kernels import fits
+from meshwright.kernels import kernels_take
 from meshwright.nn.parallel import Parallel
 
 Tables = tuple[Tensor, Tensor]
@@ -66,37 +66,37 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @custom_op("meshwright::turn", mutates_args=())
-def _turn(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+def _rotate_or_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """One tensor [batch, seq, all heads, head_dim] of q, k and v, the first two turned by the tables or back."""
-    if fits(q, k, v):
-        from meshwright.kernels.rotary import turn
+    if kernels_take(q, k, v):
+        from meshwright.kernels.rotary import rotate_qkv as kernel
 
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-        return turn(q, k, v, cos, sin, inverse)
+        return kernel(q, k, v, cos, sin, inverse)
     tables = (cos, -sin) if inverse else (cos, sin)
     return torch.cat((rotate(q, tables), rotate(k, tables), v), dim=2)
 
 
-@_turn.register_fake
+@_rotate_or_back.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     batch, seq, heads, width = q.shape
     return q.new_empty((batch, seq, heads + k.shape[2] + v.shape[2], width))
 
 
-class _TurnQKV(torch.autograd.Function):
+class _RotateQKV(torch.autograd.Function):
     """Of a fused projection: its queries, keys and values as views of one tensor, which attention keeps anyway."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         sizes = (heads, kv_heads, kv_heads)
-        return _turn(*qkv.split(sizes, dim=2), cos, sin, False).split(sizes, dim=2)
+        return _rotate_or_back(*qkv.split(sizes, dim=2), cos, sin, False).split(sizes, dim=2)
 
     @staticmethod
     def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | None, ...]:
-        return _turn(q, k, v, *ctx.saved_tensors, True), None, None, None, None
+        return _rotate_or_back(q, k, v, *ctx.saved_tensors, True), None, None, None, None
 
 
-def turn_qkv(qkv: Tensor, tables: Tables, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+def rotate_qkv(qkv: Tensor, tables: Tables, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
     """Queries, keys and values of qkv [batch, seq, heads + 2 kv_heads, head_dim], the first two turned."""
-    return _TurnQKV.apply(qkv, *tables, heads, kv_heads)
+    return _RotateQKV.apply(qkv, *tables, heads, kv_heads)

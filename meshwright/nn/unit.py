@@ -23,7 +23,7 @@ class Gate(Protocol):
     def close(self) -> None: ...
 
 
-class _InBackward(torch.autograd.Function):
+class _CallInBackward(torch.autograd.Function):
     """The identity, whose backward calls something first: on a unit's output when its backward is about to begin, on
     its input when the gradients of its weights are known."""
 
@@ -47,8 +47,8 @@ def call_unit(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Ten
     if not gate.closes:
         return unit(x, *rest)
     if x.requires_grad and torch.is_grad_enabled():
-        x = _InBackward.apply(x, gate.close)
+        x = _CallInBackward.apply(x, gate.close)
     y = unit(x, *rest)
     if not hold:
         gate.close()
-    return _InBackward.apply(y, gate.open) if y.requires_grad else y
+    return _CallInBackward.apply(y, gate.open) if y.requires_grad else y

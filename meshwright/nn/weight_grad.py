@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.ops import operator
-from meshwright.kernels import fits
+from meshwright.kernels import kernels_take
 
 
 class Sink:
@@ -170,7 +170,7 @@ def add_rows_grad(sink: Tensor, grad: Tensor, rows: Tensor) -> None:
 
 def _add_rows(slot: Sink, grad: Tensor, rows: Tensor) -> None:
     sink = slot.view
-    kernel = sink.dtype == torch.float32 and (fits(sink, grad) or sink.is_meta)
+    kernel = sink.dtype == torch.float32 and (kernels_take(sink, grad) or sink.is_meta)
     if not kernel and sink.device.type != "cpu":  # index_add_ is not deterministic there
         slot.add(dense_rows_grad(grad, rows, sink.shape[0]))
         return

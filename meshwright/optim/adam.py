@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.config.sections import OffloadConfig, OptimizerConfig
 from meshwright.device import PRECISION_DTYPES
-from meshwright.kernels import fits
+from meshwright.kernels import kernels_take
 from meshwright.optim.scaling import Scaling
 from meshwright.sharding.buffers import Bucket, FlatBuffer, State
 from meshwright.sharding.offload import Prefetcher, StateStore, cut_pieces
@@ -195,7 +195,7 @@ class FlatOptimizer:
     def on_device(self) -> bool:
         """Whether `step_on_device` can run: a fused pass over float32 masters, with numbers from the device."""
         return self.config.name == "adamw" and bool(self.states) and all(
-            state.ready and fits(*state.master, state.buffer.buckets[0].own_params, state.buffer.grads)
+            state.ready and kernels_take(*state.master, state.buffer.buckets[0].own_params, state.buffer.grads)
             for state in self.states
         )  # fmt: skip
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout.params import Box, Init, ParamRecord, global_boxes, whole
-from meshwright.nn.parallel import draw, is_unallocated, record_of
+from meshwright.nn.parallel import draw_parameter, is_unallocated, record_of
 from meshwright.nn.weight_grad import Sink
 from meshwright.sharding.offload import StateStore
 from meshwright.sharding.placement import Split, backward_order, bucket_elements, buffer_key, grad_bytes, place
@@ -201,7 +201,7 @@ class FlatBuffer:
             if self.key.trained:
                 grad = bucket.grads.tensor[at].view(item.record.local_shape)
             if is_unallocated(item.parameter):
-                draw(item.record, view, seed)
+                draw_parameter(item.record, view, seed)
             else:
                 view.copy_(item.parameter.data)
             item.parameter.data = view

@@ -86,9 +86,9 @@ class WeightGatherer:
         if bucket.stage in (1, 2):
             self._gather(bucket)
             if any(unit.whole_chunk for unit in self.units):
-                self.settle()
+                self.wait_for_gathers()
 
-    def settle(self) -> None:
+    def wait_for_gathers(self) -> None:
         """Waits for all gathers that are under way."""
         for pending in self._gathering.values():
             pending.wait()

@@ -229,7 +229,7 @@ def steps(run: Path) -> list[int]:
 
 
 def saved(run: Path) -> list[int]:
-    return [step for step, _ in fmt.checkpoints(run / "checkpoints")]
+    return [step for step, _ in fmt.list_checkpoints(run / "checkpoints")]
 
 
 def ended(run: Path, last: int) -> bool:
@@ -238,7 +238,7 @@ def ended(run: Path, last: int) -> bool:
 
 
 def newest(run: Path) -> Path:
-    return fmt.checkpoints(run / "checkpoints")[-1][1]
+    return fmt.list_checkpoints(run / "checkpoints")[-1][1]
 
 
 def tensors(path: Path) -> dict[str, np.ndarray]:

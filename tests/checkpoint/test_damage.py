@@ -138,7 +138,7 @@ def test_a_checkpoint_that_is_named_is_not_replaced_by_another(run: Path) -> Non
     flip(run / "checkpoints" / "step-00000002" / PART, -1)
     with pytest.raises(UserError, match="wrong checksum"):
         resume(trained(run), f"{run}@2")
-    assert len(fmt.checkpoints(run / "checkpoints")) == 2
+    assert len(fmt.list_checkpoints(run / "checkpoints")) == 2
 
 
 @pytest.mark.parametrize("name", DAMAGE)

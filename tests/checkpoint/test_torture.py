@@ -22,12 +22,12 @@ def straight(tmp_path: Path, world: int, **changes: dict[str, object]) -> tuple[
     sections = tiny(tmp_path / "straight", **changes)
     sections["checkpoint"] |= {"keep": 0}
     run = complete(world, sections)
-    return run, {step: fmt.read_index(path) for step, path in fmt.checkpoints(run / "checkpoints")}
+    return run, {step: fmt.read_index(path) for step, path in fmt.list_checkpoints(run / "checkpoints")}
 
 
 def check(run: Path, reference: dict[int, fmt.Index]) -> None:
     """After a kill: every checkpoint is whole and is the undisturbed run's; the history has each step once."""
-    for step, path in fmt.checkpoints(run / "checkpoints"):
+    for step, path in fmt.list_checkpoints(run / "checkpoints"):
         index = fmt.read_index(path)
         verify(path, index)
         expected = reference[step]

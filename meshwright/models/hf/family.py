@@ -116,7 +116,7 @@ class Family:
             if found["position"] == "learned" and seq != found["seq"]:
                 raise UserError(f"--seq {seq} can't change a table of {found['seq']} learned positions: leave it out")
             found["seq"] = seq
-        model = section(found)
+        model = model_section(found)
         window = self.window(config)
         if window is not None and model.seq > window:
             raise UserError(
@@ -215,7 +215,7 @@ def by_head(model: ModelConfig, source: str) -> list[SourceRows]:
     ]
 
 
-def section(values: Mapping[str, Any]) -> ModelConfig:
+def model_section(values: Mapping[str, Any]) -> ModelConfig:
     """The model section of plain values, every key checked."""
     return config_from({"model": dict(values), "data": {"prefixes": ["none"]}}).model
 

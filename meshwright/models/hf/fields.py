@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.errors import UserError
 
 
-def mapping(fields: Mapping[str, Any], key: str) -> dict[str, Any]:
+def read_mapping(fields: Mapping[str, Any], key: str) -> dict[str, Any]:
     """The keys and values under `key`; none where it is missing or null."""
     value = fields.get(key)
     if value is None:
@@ -19,7 +19,7 @@ def mapping(fields: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
-def number(fields: Mapping[str, Any], key: str) -> float | None:
+def read_number(fields: Mapping[str, Any], key: str) -> float | None:
     """The number under `key`; None where it is missing or null."""
     value = fields.get(key)
     if value is None:
@@ -29,9 +29,9 @@ def number(fields: Mapping[str, Any], key: str) -> float | None:
     return float(value)
 
 
-def length(fields: Mapping[str, Any], key: str) -> int | None:
+def read_length(fields: Mapping[str, Any], key: str) -> int | None:
     """The number of tokens under `key`; None where it is missing or null."""
-    value = number(fields, key)
+    value = read_number(fields, key)
     if value is not None and (value < 1 or value != int(value)):
         raise UserError(
             f"{key}={fields[key]!r} in config.json must be a whole number above zero, or null for none: correct it, or "
