@@ -17,7 +17,8 @@ from meshwright.parts import gpt
 
 
 class Alibi(nn.Module):
-    """Scores fall with the distance to the key, for each head by its own slope. A rank takes its heads' slopes."""
+    """ALiBi lowers a score in proportion to the distance to the key, with a slope per head. A rank has its heads'
+    slopes."""
 
     slopes: Tensor
 
@@ -31,16 +32,16 @@ class Alibi(nn.Module):
         self._causal: Tensor | None = None
 
     def causal(self, seq: int, device: torch.device) -> Tensor:
-        """For whole sequences, of which each position sees those before it. Kept, since backward needs it of every
-        micro-batch in flight, and it is as large as all heads' scores of one sequence."""
+        """Returns the bias for whole sequences under causal attention. It is cached: it is as large as all heads'
+        scores of one sequence, and the backward of every micro-batch in flight needs it."""
         found = self._causal
         if found is None or found.shape[-1] != seq or found.is_inference():
             found = self._causal = self(causal_mask(seq, device))
         return found
 
     def forward(self, allowed: Tensor) -> Tensor:
-        """[batch, heads, queries, keys] to add to the scores, from `allowed` [batch, 1, queries, keys], true where one
-        may look. The queries are the last of the keys' positions."""
+        """Returns the bias [batch, heads, queries, keys] to add to the scores, from `allowed` [batch, 1, queries,
+        keys], which is true where a query may attend to a key. The queries are the last of the keys' positions."""
         queries, keys = allowed.shape[-2:]
         at = torch.arange(keys, device=allowed.device)
         distance = at[None] - at[keys - queries :, None]
@@ -49,14 +50,16 @@ class Alibi(nn.Module):
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Of a power of two n of heads, 2^(-8/n), 2^(-16/n), ...; further heads take every other slope of 2n heads."""
+    """Returns the slopes 2^(-8/n), 2^(-16/n), ... for the largest power of two n in `heads`; the heads beyond n take
+    every other slope of 2n heads."""
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (n + 1) / power) for n in range(power)]
     return slopes + [2.0 ** (-4.0 * (2 * n + 1) / power) for n in range(heads - power)]
 
 
 def causal_mask(seq: int, device: torch.device, queries: int | None = None) -> Tensor:
-    """[1, 1, queries, seq], true where one may look; the queries are the last positions, without a number all."""
+    """Returns a mask [1, 1, queries, seq] that is true where a query may attend. The queries are the last `queries`
+    positions, or all of them by default."""
     rows = seq if queries is None else queries
     return torch.ones(rows, seq, dtype=torch.bool, device=device).tril(seq - rows)[None, None]
 
@@ -77,7 +80,7 @@ class QKV(nn.Module):
         return found
 
     def forward(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """x, for what else needs it, and the projection of its norm."""
+        """Returns x, for the residual, and the projection of its norm."""
         linears = [self.linear(part) for part in self.parts]
         if len(linears) == 1:
             return linears[0].after_norm(x, norm)
@@ -88,8 +91,8 @@ class QKV(nn.Module):
 
 
 class KVCache:
-    """Keys and values of the tokens before, of one layer. A generating model adds one token at a time, whose query
-    looks at all of them; the first call may hold many tokens."""
+    """The keys and values of one layer's earlier tokens. The first call may add many tokens (the prompt), and each
+    later call adds one."""
 
     def __init__(self, longest: int) -> None:
         self.longest, self.length = longest, 0
@@ -97,7 +100,7 @@ class KVCache:
         self.values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values [batch, heads, tokens so far, head_dim], with these at the end."""
+        """Appends these and returns all keys and values so far, [batch, heads, tokens so far, head_dim]."""
         if self.keys is None or self.values is None:
             shape = (*keys.shape[:2], self.longest, keys.shape[3])
             self.keys, self.values = keys.new_empty(shape), values.new_empty(shape)
@@ -109,7 +112,8 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """With `recompute: selective`, what lies between the queries, keys and values and their result is not kept."""
+    """Causal self-attention of this rank's heads. With `recompute: selective`, the core (the scores and the mix of the
+    values) is not kept but computed again in backward."""
 
     def __init__(self, parallel: Parallel, part: gpt.AttentionPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
@@ -139,9 +143,9 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
         past: KVCache | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x [tokens, hidden] of `batch` sequences, for what else needs it, and attention of its norm. `mask` [batch,
-        1 or heads, seq, seq] is true where one may look, or is added to the scores; without it, attention is causal.
-        With `past`, x goes on where that ends."""
+        """Returns x [tokens, hidden] of `batch` sequences, for the residual, and attention of its norm. `mask` [batch,
+        1 or heads, seq, seq] is true where a query may attend, or is added to the scores; without it, attention is
+        causal. With `past`, x continues after its tokens."""
         x, qkv = self.projection(x, norm)
         qkv = qkv.view(batch, qkv.shape[0] // batch, self.heads + 2 * self.kv_heads, self.head_dim)
         if self.fuses and rotary is not None and self.q_norm is None:

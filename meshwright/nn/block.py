@@ -13,10 +13,10 @@ from meshwright.parts.part import BlockUnit as Description
 
 
 class Block(nn.Module):
-    """x [tokens, hidden] plus, for each branch, a body of its norm: of the sum so far, or in parallel of x itself.
+    """Adds to x [tokens, hidden], for each branch, a body of a norm: of the sum so far or, if parallel, of x itself.
 
     A body takes (x, norm, batch, rotary, mask, past) and returns x and its result. The residual uses the returned x: a
-    body that takes the norm into its first product adds the residual's gradient in the same pass of backward.
+    body that fuses the norm with its first product also adds the residual's gradient in that kernel's backward.
     """
 
     def __init__(self, parallel: Parallel, block: Description, records: dict[str, ParamRecord]) -> None:

@@ -15,7 +15,7 @@ from meshwright.parts import gpt
 
 
 class _Rows(torch.autograd.Function):
-    """weight[rows]; a negative row is one that another rank holds, and gives zeros."""
+    """Looks up weight[rows]. A negative row is one that another rank holds, and gives zeros."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rows: Tensor, cut: bool, sink: Tensor | None) -> Tensor:
@@ -36,7 +36,7 @@ class _Rows(torch.autograd.Function):
 
 
 class TokenEmbedding(nn.Module):
-    """[tokens] ids to [tokens, hidden], or to this rank's rows of it under sequence parallelism."""
+    """Maps ids [tokens] to activations [tokens, hidden], or to this rank's rows of them under sequence parallelism."""
 
     def __init__(self, parallel: Parallel, part: gpt.TokenEmbeddingPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 whole tensor ("fp8") or of each row along which the product sums ("fp8-row"), and the scales are divided out after.
 
 Values are e4m3 (three bits of mantissa), gradients e5m2 (two, and more range). `Quantised` holds a factor in the
-order that a product wants: [lines, inner], inner being the dimension that is summed. On CUDA products run on torch's
+order that a product needs: [lines, inner], where inner is the dimension that is summed. On CUDA products run on torch's
 scaled product; elsewhere they are emulated in float32, to the same rounding of the factors.
 """
 
@@ -25,7 +25,7 @@ FP8_KINDS = ("fp8", "fp8-row")
 
 
 class Quantised(NamedTuple):
-    """The factor is value times scale; value [lines, inner], scale [] or [lines]."""
+    """A factor of a product: value [lines, inner] times scale, [] or [lines]."""
 
     value: Tensor
     scale: Tensor
@@ -39,6 +39,7 @@ class Pair(NamedTuple):
 
 
 def sizes_fit_fp8(*sizes: int) -> bool:
+    """Whether products of these sizes can run in fp8."""
     return all(size % FP8_UNIT == 0 for size in sizes)
 
 
@@ -83,7 +84,7 @@ def _(x: Tensor, lines: bool, gradient: bool, straight: bool, across: bool) -> t
 
 
 def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool) -> Tensor:
-    """a b^T, [lines of a, lines of b]. `fast` sums in fewer bits than float32's on CUDA."""
+    """Returns a b^T, [lines of a, lines of b]. On CUDA, `fast` accumulates in fewer bits than float32 has."""
     return _product(a.value, a.scale, b.value, b.scale, dtype, fast)
 
 
@@ -116,7 +117,7 @@ def _multiply(
 
 @operator("meshwright::add_fp8_product_grad", mutates={"sink"})
 def add_fp8_product_grad(sink: Tensor, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor) -> None:
-    """sink += grad x^T, given as [out, tokens] and [in, tokens]."""
+    """Adds grad x^T to the sink; the factors are [out, tokens] and [in, tokens]."""
     slot = sink_of(sink)
     now_or_later(lambda *factors: _add_product(slot, *factors), grad, grad_scale, x, x_scale)
 

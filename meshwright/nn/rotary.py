@@ -1,4 +1,4 @@
-"""Rotary positions: their tables, and turning queries and keys by them."""
+"""Rotary positions: their tables, and the rotation of queries and keys by them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Tables = tuple[Tensor, Tensor]
 
 
 class Rotary(nn.Module):
-    """Cosines and sines of rotary positions; each pair is an element of the first half of a head's turning part and its
-    partner in the second."""
+    """The cosines and sines of rotary positions. A pair that is rotated is an element of the first half of a head's
+    rotary part and its partner in the second half."""
 
     cos: Tensor
     sin: Tensor
@@ -34,7 +34,7 @@ class Rotary(nn.Module):
             self.register_buffer(name, table.to(parallel.device, dtype), persistent=False)
 
     def forward(self, positions: Tensor | None, seq: int) -> tuple[Tensor, Tensor]:
-        """Tables [1 or batch, seq, 1, rotary_dim / 2]."""
+        """Returns the tables of cosines and sines, [1 or batch, seq, 1, rotary_dim / 2]."""
         if positions is None:
             return self.cos[None, :seq, None], self.sin[None, :seq, None]
         return self.cos[positions][:, :, None], self.sin[positions][:, :, None]
@@ -57,7 +57,8 @@ def scaled_frequency(frequency: Tensor, scaling: tuple[float, ...]) -> Tensor:
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """x [batch, seq, heads, head_dim], in the tables' precision; elements beyond the tables' stay as they are."""
+    """Rotates x [batch, seq, heads, head_dim], computing in the tables' precision; elements beyond the tables' width
+    stay as they are."""
     cos, sin = tables
     half = cos.shape[-1]
     a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
@@ -67,7 +68,7 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 @custom_op("meshwright::turn", mutates_args=())
 def _rotate_or_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """One tensor [batch, seq, all heads, head_dim] of q, k and v, the first two turned by the tables or back."""
+    """Returns one tensor [batch, seq, all heads, head_dim] of q, k and v, the first two rotated, or rotated back."""
     if kernels_take(q, k, v):
         from meshwright.kernels.rotary import rotate_qkv as kernel
 
@@ -84,7 +85,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) 
 
 
 class _RotateQKV(torch.autograd.Function):
-    """Of a fused projection: its queries, keys and values as views of one tensor, which attention keeps anyway."""
+    """Splits a fused projection into rotated queries and keys, and values: views of one tensor, which attention keeps
+    anyway, so that the tensor before the rotation need not be kept."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
@@ -98,5 +100,6 @@ class _RotateQKV(torch.autograd.Function):
 
 
 def rotate_qkv(qkv: Tensor, tables: Tables, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
-    """Queries, keys and values of qkv [batch, seq, heads + 2 kv_heads, head_dim], the first two turned."""
+    """Returns the rotated queries, the rotated keys and the values of qkv [batch, seq, heads + 2 kv_heads,
+    head_dim]."""
     return _RotateQKV.apply(qkv, *tables, heads, kv_heads)
