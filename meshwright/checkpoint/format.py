@@ -71,18 +71,18 @@ class Index:
 
 
 def checkpoint_folder(config: Config) -> Path:
-    """Where a run's checkpoints are."""
+    """Returns the folder of a run's checkpoints."""
     return Path(config.checkpoint.dir) if config.checkpoint.dir else Path(config.run.dir) / "checkpoints"
 
 
 def was_restarted(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher has started this job's ranks before: then the job goes on from where they came to."""
+    """Whether a launcher has started this job's ranks before; the job then continues from its newest checkpoint."""
     counts = (env.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return any(count not in ("", "0") for count in counts)
 
 
 def job_name(env: Mapping[str, str] = os.environ) -> str:
-    """The same for all attempts of a job, as far as its launcher tells."""
+    """Returns the launcher's name of this job, which all of its attempts share; empty if the launcher gives none."""
     return env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID") or ""
 
 
@@ -91,7 +91,7 @@ def folder_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """Of a checkpoint's folder; -1 if its name doesn't say."""
+    """Returns the step in the name of a checkpoint's folder; -1 if the name holds none."""
     match = re.fullmatch(r"step-(\d{8,})", path.name)
     return int(match.group(1)) if match else -1
 
@@ -101,7 +101,8 @@ def saving_name(step: int) -> str:
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every checkpoint, oldest first. They were complete once; `read_index` says if one still is."""
+    """Returns (step, path) of every checkpoint, oldest first. Each was complete once; `read_index` checks that it still
+    is."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         step = step_of(path)
@@ -111,7 +112,8 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def set_aside(folder: Path, after: int) -> None:
-    """Checkpoints beyond the step that a run goes on from are another history, or damaged: kept, but not counted."""
+    """Renames the checkpoints beyond the step that a run continues from: they are damaged or of another history, so
+    they are kept but no longer count."""
     for step, path in list_checkpoints(folder):
         if step > after:
             name, number = f"lost-{path.name}", 1
@@ -122,8 +124,8 @@ def set_aside(folder: Path, after: int) -> None:
 
 
 def remove_unfinished(folder: Path, before: int | None = None) -> None:
-    """What killed or failed saves left half-written, of all steps or of those before one; a later save of the same step
-    must not find it."""
+    """Removes what killed or failed saves left half-written, of all steps or of those before one, so that a later save
+    of the same step does not find it."""
     for path in folder.glob(".saving-*") if folder.is_dir() else ():
         if before is None or step_of(Path(path.name.removeprefix(".saving-"))) < before:
             shutil.rmtree(path, ignore_errors=True)
@@ -140,7 +142,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Whole or not at all: written aside, flushed to disk, renamed."""
+    """Writes a file whole or not at all: under another name first, flushed to disk, then renamed."""
     aside = path.with_name(path.name + ".part")
     with aside.open("wb") as file:
         file.write(data)
@@ -150,7 +152,8 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """A new name is on disk when its folder is. Some file systems can't say that of a folder."""
+    """Flushes a folder, after which the new names in it are on disk. File systems that can't flush a folder are
+    tolerated."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -169,7 +172,8 @@ def write_index(folder: Path, index: Index) -> None:
 
 
 def read_index(folder: Path) -> Index:
-    """Checked: another format, a later version, a missing, truncated or changed file are told apart by name."""
+    """Reads and checks the index. Another format, a later version, and a missing, truncated or changed file each raise
+    an error that names the file."""
     path = folder / INDEX
     try:
         data = path.read_bytes()
@@ -208,7 +212,7 @@ def _check_file(path: Path, size: int) -> None:
 
 
 def block_ranges(start: tuple[int, ...], shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges of dim 0 that keep a block below BLOCK_BYTES where rows allow it."""
+    """Yields ranges of dim 0 that keep a block below BLOCK_BYTES, unless a single row is larger."""
     row = element_bytes
     for n in shape[1:]:
         row *= n
@@ -227,13 +231,14 @@ def keep_newest(folder: Path, keep: int) -> None:
 
 
 def path_and_step(source: str) -> tuple[Path, str]:
-    """PATH[@STEP] in its parts; a path that is there may have an @ in its name."""
+    """Splits PATH[@STEP]. A path that exists may have an @ in its name."""
     text, at, step = source.rpartition("@")
     return (Path(text), step) if at and not Path(source).exists() else (Path(source), "")
 
 
 def find_checkpoint(source: str) -> Path:
-    """The checkpoint that PATH[@STEP] names: a checkpoint's folder, or the newest (or STEP's) of a run's."""
+    """Returns the checkpoint that PATH[@STEP] names: a checkpoint's own folder, or the newest (or STEP's) in a run's
+    folder."""
     path, wanted = path_and_step(source)
     if wanted and not wanted.isdecimal():
         raise UserError(f"'{source}': after @ comes a step's number, e.g. {path}@1000")

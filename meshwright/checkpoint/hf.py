@@ -1,7 +1,7 @@
 """Hugging Face in and out: a folder that transformers wrote becomes a checkpoint, and a checkpoint such a folder.
 
 Both go block by block, so memory does not grow with the model. What a folder says beyond our model section (its
-config.json, which names it used and in which dtypes) is kept in the checkpoint, so that a round trip gives it back.
+config.json, the names and dtypes of its tensors) is kept in the checkpoint, so that a round trip gives it back.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ORIGIN = "hf_origin.json"
 NO_DATA = "imported"
 WEIGHTS_FILE = "rank-00000.safetensors"
 SHARD_BYTES = 5 * 10**9
-METADATA = {"format": "pt"}  # which transformers asks for
+METADATA = {"format": "pt"}  # transformers refuses a file without it
 EXTRA_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
@@ -46,7 +46,7 @@ EXTRA_FILES = (
 
 @contextmanager
 def written_aside(to: Path) -> Iterator[Path]:
-    """A new folder that gets its name only when all is in it."""
+    """Yields a new folder that gets its final name only when everything has been written."""
     to = Path(os.path.abspath(to))
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} exists already: name a new folder")
@@ -94,12 +94,13 @@ def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0) -> Mode
 
 
 def config_of(model: ModelConfig) -> dict[str, Any]:
-    """Of a checkpoint that no run wrote: its model; the data's name stands for none."""
+    """Returns the config of a checkpoint that no run wrote: its model, and a placeholder for the data, which it has
+    none of."""
     return {"model": asdict(model), "data": {"prefixes": [NO_DATA]}}
 
 
 def _values(folder: HFFolder, wanted: list[SavedBlock], entries: list[TensorEntry]) -> Iterator[Tensor]:
-    """The blocks' values in order."""
+    """Yields the blocks' values in order."""
     for block, entry in zip(wanted, entries, strict=True):
         low = block.start[0]
         values = folder.rows(block.tensor.removeprefix("param/"), low, low + block.shape[0])
@@ -107,7 +108,7 @@ def _values(folder: HFFolder, wanted: list[SavedBlock], entries: list[TensorEntr
 
 
 def copy_extra_files(source: Path, to: Path) -> list[str]:
-    """The tokenizer's and the generation's files, where there are any."""
+    """Copies the files of the tokenizer and of the generation settings that are there, and returns their names."""
     found = [name for name in EXTRA_FILES if (source / name).is_file()]
     for name in found:
         shutil.copyfile(source / name, to / name)
@@ -125,7 +126,8 @@ class Origin:
 
 
 def origin_of(folder: Path) -> Origin | None:
-    """Of an imported checkpoint or a Hugging Face folder."""
+    """Returns the origin of an imported checkpoint, or of a Hugging Face folder itself; None if the folder is
+    neither."""
     for name in (ORIGIN, "config.json"):
         if (folder / name).is_file():
             try:
@@ -141,7 +143,7 @@ def origin_of(folder: Path) -> Origin | None:
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """One tensor to write: its entry, and where its rows are in a tensor of ours."""
+    """A tensor of theirs to write: its entry, and the tensor of ours that holds its rows."""
 
     entry: TensorEntry
     ours: str
@@ -212,7 +214,7 @@ def _dtype_word(planned: list[ExportedTensor]) -> str:
 
 
 def write_weights(reader: Reader, folder: Path, planned: list[ExportedTensor]) -> list[str]:
-    """One file, or several below SHARD_BYTES with an index."""
+    """Writes one file, or several of at most SHARD_BYTES with an index, and returns their names."""
     shards: list[list[ExportedTensor]] = [[]]
     size = 0
     for each in planned:
@@ -259,7 +261,7 @@ def _rows(reader: Reader, theirs: ExportedTensor, low: int, high: int, dtype: to
 
 
 def _metadata(reader: Reader) -> tuple[Path, dict[str, Any]] | None:
-    """The prefix of the first of a run's token files that says how it was made, and what it says."""
+    """Returns the prefix and the metadata of the first of a run's token files that has metadata."""
     for prefix in reader.index.config.get("data", {}).get("prefixes", []):
         found = read_metadata(prefix)
         if found:
@@ -273,7 +275,7 @@ def _end_token(reader: Reader) -> int | None:
 
 
 def copy_tokenizer(reader: Reader, to: Path) -> list[str]:
-    """The tokenizer of the run's data, if it was one with a file that is still there."""
+    """Copies the tokenizer of the run's data, if its file still exists, and returns the names of the copies."""
     found = _metadata(reader)
     if found is None:
         return []

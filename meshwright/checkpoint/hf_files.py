@@ -23,12 +23,12 @@ from meshwright.models.hf.family import Family, Mapped
 SINGLE_FILE = "model.safetensors"
 SHARDED_INDEX = "model.safetensors.index.json"
 
-# Weights' dtypes: our short names and those of safetensors.
+# What safetensors calls the precisions that weights may have.
 PRECISION_CODES = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 
 def row_ranges(shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows, each within the size of a checkpoint's block."""
+    """Yields ranges of rows, each no larger than a checkpoint's block."""
     return block_ranges((0,) * len(shape), shape, element_bytes)
 
 
@@ -73,7 +73,7 @@ class HFFolder:
         return stored
 
     def slice(self, name: str) -> Any:
-        """A stored tensor, of which parts can be read."""
+        """Returns a handle on a stored tensor, from which parts can be read."""
         file = self.file_of[name]
         try:
             if file not in self._open:
@@ -90,7 +90,7 @@ class HFFolder:
         return found
 
     def rows(self, name: str, low: int, high: int) -> Tensor:
-        """Rows [low, high) of our global tensor `name`."""
+        """Returns rows [low, high) of our global tensor `name`."""
         mapped = self.tensors[name]
         parts = []
         for run in mapped.runs:
@@ -127,7 +127,7 @@ def _json(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Every tensor's file."""
+    """Returns the name of each tensor's file."""
     if (folder / SHARDED_INDEX).is_file():
         found = _json(folder / SHARDED_INDEX, folder).get("weight_map")
         files = sorted(set(found.values())) if isinstance(found, dict) else []

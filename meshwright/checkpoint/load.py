@@ -36,7 +36,7 @@ class Reader:
         self._last: tuple[SavedBlock, Tensor] | None = None
 
     def block(self, block: SavedBlock) -> Tensor:
-        """The values of a block, whose checksum has been compared."""
+        """Returns the values of a block after checking its CRC-32."""
         if self._last is not None and self._last[0] == block:
             return self._last[1]
         path = self.folder / block.file
@@ -110,8 +110,8 @@ def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
 def add_saved_rows(
     reader: Reader, name: str, record: ParamRecord, at: Rows, low: int, high: int, values: Tensor
 ) -> None:
-    """Sets a part of an additive state. Those who hold it now add up the rows of those who held it then, each row once;
-    on the same layout each rank finds its own."""
+    """Sets a part of an additive state. The ranks that hold it now add up the rows of the ranks that saved it, each row
+    once; on an unchanged layout each rank reads its own row."""
     values.zero_()
     rows = reader.index.tensors[name]["shape"][0]
     for row in range(at.row, rows, at.rows):
@@ -121,18 +121,18 @@ def add_saved_rows(
 
 
 def complete_load(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
-    """After every rank has read: gathers weights for the ranks that share them, and sets the counters."""
+    """Gathers the weights for the ranks that share them and sets the counters, after every rank has read."""
     trainer.publish()
     if not model_only:
         counters = reader.index.state
         if any(state.name not in reader.states for state in trainer.states() if not state.additive):
-            # It is of another optimizer: the moments begin anew, and so does their correction.
+            # Another optimizer saved it: the moments start from zero, and so must their bias correction.
             counters = counters | {"updates": 0}
         trainer.restore(reader.index.step, reader.index.consumed, counters)
 
 
 class WeightSource(Protocol):
-    """A checkpoint or another folder of global tensors."""
+    """A checkpoint, or another folder that global tensors can be read from."""
 
     def fill(self, tensor: str, record: ParamRecord, local: Tensor) -> None: ...
 

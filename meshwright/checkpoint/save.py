@@ -1,8 +1,8 @@
 """Saving: each rank writes the part of every buffer that a sharded optimizer would own, so replicas are written once.
 
 A thread copies that part to host memory while the next step computes its gradients, and then writes it; only the next
-update has to wait for the copy. One rank commits: it waits until the others' parts have appeared beside its own, checks
-them, writes the index and renames the folder. That needs no collective: who writes what follows from the records.
+update has to wait for the copy. One rank commits: it waits until the other ranks' files have appeared beside its own,
+checks them, writes the index and renames the folder. That needs no collective, since the records say who writes what.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ def part_file(folder: Path, rank: int) -> Path:
 
 
 def part_list(folder: Path, rank: int) -> Path:
-    """The list of what is in a rank's file. It appears when all of the file is written."""
+    """Returns the path of the list of a rank's blocks. The list appears only when the whole file has been written."""
     return part_file(folder, rank).with_suffix(".json")
 
 
 def failed_mark(folder: Path, rank: int) -> Path:
-    """A mark that a rank could not write its part. The save then never counts, and nobody waits for it."""
+    """Returns the path of the mark that a rank could not write its part. The save then never counts, and no rank waits
+    for it."""
     return part_file(folder, rank).with_suffix(FAILED)
 
 
@@ -68,8 +69,8 @@ def remove_failed(folder: Path, rank: int) -> None:
 
 
 def ranges_to_write(data_parallel: DataParallel, state: State) -> Iterator[tuple[Slot, int, int]]:
-    """(slot, start, stop) of the elements of each parameter that this rank writes: replicas divide what they hold
-    alike, and of an additive state each rank has a row of its own."""
+    """Yields (slot, start, stop) of the elements of each parameter that this rank writes. Replicas divide what they
+    hold in common; of an additive state each rank writes a row of its own."""
     buffer = state.buffer
     for slot in buffer.slots:
         bucket = buffer.buckets[slot.bucket]
@@ -152,7 +153,7 @@ def commit(folder: Path, step: int, index: Index, keep: int, patience: float) ->
     for path in parts:
         path.unlink()
     fmt.sync_folder(aside)
-    if final.exists():  # of a save whose rename was the last that went well
+    if final.exists():  # an earlier attempt at this save failed only after its rename
         shutil.rmtree(aside)
     else:
         os.rename(aside, final)
@@ -212,6 +213,8 @@ class Saver:
         self._failures = 0  # one after the other
         self._patience = trainer.ctx.config.comm.timeout
         self._staging: dict[int, Tensor] = {}
+        # Set while no copy to host memory is under way. The saving thread reads the weights and the optimizer's states
+        # while the main thread computes gradients; the update, which changes them, waits here until the copy is done.
         self._staged = threading.Event()
         self._staged.set()
         trainer.before_update = self._staged.wait
@@ -254,7 +257,7 @@ class Saver:
         )  # fmt: skip
         self.saved_step, self._error = trainer.step_number, None
         self._staged.clear()
-        copies = trainer.ctx.device.side_stream()
+        copies = trainer.ctx.device.side_stream()  # made here, so that it sees the update that was just launched
         self._thread = threading.Thread(
             target=self._write, args=(snapshot, index, copies), name="checkpoint", daemon=True
         )
@@ -321,7 +324,7 @@ class Saver:
         if self._any(self._error is not None):
             if self.trainer.writes:
                 fmt.remove_unfinished(self.folder)
-            self._any(False)  # nobody begins before that is done
+            self._any(False)  # a barrier: no rank saves again before the folder is removed
             self._begin()
             self._join()
             if self._any(self._error is not None):

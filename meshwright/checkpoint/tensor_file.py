@@ -27,11 +27,11 @@ DTYPE_CODES = {
 }  # fmt: skip
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_CODES.items()}
 LONGEST_HEADER = 1 << 30
-PIECES_AHEAD = 4  # that may be written before their checksums are there
+PIECES_AHEAD = 4  # pieces that may be written before their checksums are known
 
 
 def raw(values: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host, not copied."""
+    """Returns the bytes of a contiguous tensor on the host, without a copy."""
     return memoryview(values.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
 
 
@@ -61,7 +61,8 @@ def write(
 ) -> list[int]:
     """Writes the file of `entries`, flushed to disk; their bytes come in order, in any number of `pieces`.
 
-    Returns the CRC-32 of each piece, found in a second thread meanwhile. No more than a few pieces are held at once.
+    Returns the CRC-32 of each piece, which a second thread computes while the file is written. Only a few pieces are
+    held at once.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -94,7 +95,8 @@ def _write_all(handle: int, data: memoryview) -> None:
 
 
 def _write_out(handle: int, data: memoryview, at: int) -> int:
-    """Writes and has the system begin to put it on the disk at once, rather than all of it at the end."""
+    """Writes data and returns the position after it. The advice makes the system flush to disk now, not all at the
+    end."""
     _write_all(handle, data)
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, at, len(data), os.POSIX_FADV_DONTNEED)
@@ -117,7 +119,7 @@ class TensorFile:
         self._data = np.memmap(path, dtype=np.uint8, mode="c") if size > self._begin else np.empty(0, np.uint8)
 
     def get(self, key: str) -> Tensor:
-        """A view of the mapped file."""
+        """Returns a tensor as a view of the mapped file."""
         try:
             entry = self.header[key]
             dtype, shape, (start, stop) = TORCH_DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]

@@ -1,4 +1,4 @@
-"""Every checksum of a checkpoint, from the bytes of its files alone: no torch, no numpy, any dtype."""
+"""Checks every checksum of a checkpoint from the bytes of its files alone: no torch, no numpy, any dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from meshwright.checkpoint.format import DamagedCheckpoint, Index, SavedBlock
 
-# As safetensors and as torch call them, and the bytes of an element.
+# By the name in safetensors: the name in torch, and the bytes of an element.
 SAFETENSORS_DTYPES = {
     "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
     "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U8": ("uint8", 1),
@@ -26,7 +26,8 @@ def element_bytes(dtype: str) -> int:
 
 
 def verify(folder: Path, index: Index, advance: Callable[[int], None] = lambda count: None) -> int:
-    """Reads every block and compares its bytes with the index; their number. `advance` hears of each piece read.
+    """Reads every block, compares its checksum with the index and returns the number of bytes. `advance` is called with
+    the size of each piece that was read.
 
     Raises DamagedCheckpoint, which names the first file that is not as it was written.
     """
@@ -54,7 +55,7 @@ def verify(folder: Path, index: Index, advance: Callable[[int], None] = lambda c
 
 
 def _header(file: BinaryIO) -> dict[str, Any]:
-    """A safetensors header, with `data`: the position where the tensors' bytes begin."""
+    """Returns a safetensors header, with `data`: the position where the tensors' bytes begin."""
     size = int.from_bytes(file.read(8), "little")
     if size > 100 * 2**20:
         raise ValueError("its header is too large")

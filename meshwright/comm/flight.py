@@ -15,8 +15,8 @@ from typing import Any
 
 @dataclass(eq=False)
 class RecordedCall:
-    """One collective or transfer. `group` names what counts together on all who take part: a group's collectives, or
-    one direction between two ranks; `number` counts those calls on this rank."""
+    """One collective or transfer. `group` names a sequence of calls that all participants count alike: a group's
+    collectives, or one direction between two ranks. `number` is this call's place in it on this rank."""
 
     group: str
     axis: str
@@ -29,16 +29,16 @@ class RecordedCall:
     peer: int | None = None
     started: float = field(default_factory=time.monotonic)
     ended: float | None = None
-    # Since when the program is held up by it: while it is launched and while somebody waits for it.
+    # Since when this call holds up the program: while it is being launched, and while the program waits for it.
     since: float | None = None
-    # On an accelerator waiting only orders the stream; this marks the place (`query()` says whether it is reached).
+    # On an accelerator `wait` only orders the stream; this event marks the place (`query()` says if it was reached).
     event: Any = None
 
     def describe(self) -> str:
         return describe(self.plain())
 
     def plain(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Returns the call as values that JSON can hold."""
         now = time.monotonic()
         since = self.since
         return {
@@ -62,7 +62,7 @@ class RecordedCall:
 
 
 def describe(call: dict[str, Any]) -> str:
-    """`all_reduce number 12 over dp (reduce, 4194304 bytes)`, from a call's plain form."""
+    """Returns e.g. `all_reduce number 12 over dp (reduce, 4194304 bytes)`, from a call's plain form."""
     toward = {"send": " to", "receive": " from"}.get(call["op"], " with")
     peer = "" if call["peer"] is None else f"{toward} rank {call['peer']}"
     where = "" if call["layer"] is None else f", layer {call['layer']}"
@@ -103,13 +103,13 @@ class FlightRecord:
         return call
 
     def end(self, call: RecordedCall) -> float:
-        """Marks a call done; the seconds it was in flight."""
+        """Marks a call as done and returns the seconds for which it was in flight."""
         del self.open[id(call)]
         call.ended = time.monotonic()
         return call.ended - call.started
 
     def holding(self, longer_than: float = 0.0) -> RecordedCall | None:
-        """The call that has held up the program longest, if any has for `longer_than` seconds."""
+        """Returns the call that has held up the program longest, if for at least `longer_than` seconds."""
         limit = time.monotonic() - longer_than
         calls = list(self.open.values()) + [call for call in list(self.last) if call.event is not None]
         old = [(since, i) for i, call in enumerate(calls) if (since := call.since) is not None and since <= limit]

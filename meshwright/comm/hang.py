@@ -1,8 +1,8 @@
-"""What to say of a hang: from the states that the ranks published to one sentence that names who is missing.
+"""Explains a hang: one sentence that names the missing ranks, from the states that the ranks published.
 
-Pure: a *state* is what `Watchdog` publishes for a rank (plain JSON), and `ask(rank)` returns it, or None where the
-rank does not answer. Only the ranks that matter are asked: those of the stuck call, then those of the calls in which
-the missing ones wait themselves, and so on until somebody waits for nobody.
+These are pure functions. A *state* is what `Watchdog` publishes for a rank (plain JSON), and `ask(rank)` returns it, or
+None where the rank does not answer. Only the ranks that matter are asked: those of the stuck call, then those of the
+calls in which the missing ones wait themselves, and so on until somebody waits for nobody.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ State = dict[str, Any]
 Ask = Callable[[int], State | None]
 Key = tuple[str, int]
 
-# Calls that are looked at, the first one included.
+# How many calls are followed at most, including the first.
 MAX_FOLLOWED = 8
 # The other end of a transfer, by this end's op.
 OTHER_END = {"send": "receive", "receive": "send"}
 
 
 def explain(call: dict[str, Any], rank: int, timeout: float, ask: Ask) -> str:
-    """The message for `call`, on which `rank` has waited longer than `timeout` seconds."""
+    """Returns the message for `call`, on which `rank` has waited longer than `timeout` seconds."""
     stuck = [r for r in call["ranks"] if r == rank or _waits_in(ask(r), call)]
     parts = [f"{describe(call)} did not end within {timeout:g} s on {ranks_named(stuck)}"]
     queue, waits_for = [call], {_key(call): set[Key]()}
@@ -51,7 +51,7 @@ def _has_circle(waits_for: dict[Key, set[Key]], at: Key, path: tuple[Key, ...]) 
 
 
 def _clauses(call: dict[str, Any], missing: dict[int, State | None]) -> list[str]:
-    """Who did not arrive, and where they are instead; ranks at the same place together."""
+    """Says which ranks did not arrive and where they are instead; ranks at the same place share a clause."""
     by_place: dict[str, list[int]] = {}
     for rank, state in missing.items():
         by_place.setdefault(_place(state), []).append(rank)

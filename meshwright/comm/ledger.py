@@ -27,7 +27,8 @@ PHASES_OUTSIDE_STEPS = ("startup", "validation")
 
 
 def bus_factor(op: str, size: int) -> float:
-    """Bytes on the wire for each byte of payload, by the ring: what turns payload a second into a link's rate."""
+    """Returns the bytes on the wire per byte of payload under the ring algorithm: payload per second times this is a
+    link's rate."""
     over, under = WIRE[op](size)
     return over / under
 
@@ -38,7 +39,7 @@ def wire_bytes(op: str, payload: int, size: int) -> int:
 
 
 class LedgerEntry(NamedTuple):
-    """What is counted together."""
+    """The attributes that a call is counted by; calls that agree in all of them are added up."""
 
     phase: str
     axis: str
@@ -49,6 +50,8 @@ class LedgerEntry(NamedTuple):
 
 @dataclass
 class CallTotals:
+    """The sums over the calls of one entry, or of several."""
+
     calls: int = 0
     payload_bytes: int = 0
     wire_bytes: int = 0
@@ -72,7 +75,8 @@ class Ledger:
     def record(
         self, axis: str, op: str, payload: int, size: int, crosses_node: bool = False, wire: int | None = None
     ) -> CallTotals:
-        """`wire` replaces the ring's bytes where they depend on more than the payload."""
+        """Counts one call and returns the totals that it was added to. `wire` replaces the ring algorithm's bytes where
+        they depend on more than the payload."""
         entry = LedgerEntry(self.current_phase, axis, op, self.current_layer, crosses_node)
         tally = self.entries.get(entry)
         if tally is None:
@@ -99,7 +103,7 @@ class Ledger:
             self.current_layer = before
 
     def totals(self, by: str = "axis", *, step_only: bool = True) -> dict[str, CallTotals]:
-        """Sums by a field of Entry, of the training step's phases or of everything."""
+        """Returns the totals by a field of LedgerEntry, over the phases of training steps or over everything."""
         sums: dict[str, CallTotals] = {}
         for entry, tally in self.entries.items():
             if not (step_only and entry.phase in PHASES_OUTSIDE_STEPS):

@@ -1,10 +1,10 @@
 """The watchdog: turns a hang into one message that names the call and the ranks that did not arrive, and ends the run.
 
-Two threads a rank. The *timer* only looks at this rank's flight record, so nothing can hold it up. The *listener* alone
-talks to the store, on a connection of its own: a store that does not answer blocks its caller without limit. When a
-call has held up the program longer than `timeout`, the first rank to notice raises the alarm in the store; every rank
-that hears it publishes its state; the first one reads those it needs, writes the message, and all end with EXIT_CODE.
-Where the store is silent, each waiting rank says what it knows by itself. Only JSON goes through the store.
+Each rank runs two threads. The *timer* only looks at this rank's flight record, so nothing can hold it up. The
+*listener* alone talks to the store, on a connection of its own: a store that does not answer blocks its caller for
+ever. When a call has held up the program longer than `timeout`, the first rank to notice raises the alarm in the store;
+every rank that hears it publishes its state; the first one reads those it needs, writes the message, and all end with
+EXIT_CODE. Where the store is silent, each waiting rank says what it knows by itself. Only JSON goes through the store.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from meshwright.comm.mesh import Mesh
 
 # sysexits.h's "temporary failure": the same job may succeed if it is started again.
 EXIT_CODE = 75
-# Calls of each rank that travel through the store; the files hold the whole flight record.
+# How many of a rank's last calls it publishes in the store; the files hold the whole flight record.
 PUBLISHED_CALLS = 8
-# How long the rank that keeps the store waits at the end of a run for the others to leave it, at most.
+# How long, at most, the rank whose process is the store waits at the end of a run for the others to disconnect.
 STORE_LINGER_S = 30.0
 
 _NUMBERS = itertools.count()
 
 
 def open_store(env: Mapping[str, str] = os.environ, timeout: float = 30.0) -> Store | None:
-    """A connection of its own to the store at MASTER_ADDR:MASTER_PORT, or None if there is none to be reached."""
+    """Opens a separate connection to the store at MASTER_ADDR:MASTER_PORT; returns None if it can't be reached."""
     if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
         return None
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
@@ -58,7 +58,7 @@ def open_store(env: Mapping[str, str] = os.environ, timeout: float = 30.0) -> St
 
 
 def store_keeper(env: Mapping[str, str] = os.environ) -> int | None:
-    """The rank that keeps the store of `open_store`, or None where the launcher does."""
+    """Returns the rank whose process is the store of `open_store`, or None where the launcher's is."""
     return None if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
 
 
@@ -77,7 +77,7 @@ class Watchdog:
         """`folder`: where `rank-N.json` is written after an alarm. `keeper`: the rank whose process is the store."""
         self.rank, self.world, self.flight = mesh.rank, mesh.layout.world, mesh.flight
         self.timeout, self.folder, self.keeper = timeout, folder, keeper
-        # One request a rank and interval: about a thousand a second at most on the store.
+        # Each rank makes one request per interval, so the store gets about a thousand per second at most.
         self.interval = max(min(1.0, timeout / 10), self.world / 1000)
         self.grace = 2 * self.interval + 1.5
         self._worker = threading.get_ident()  # whose stack is shown
@@ -161,7 +161,7 @@ class Watchdog:
             self._speak_alone(self._overdue)
 
     def _pause(self) -> float:
-        """Until the next look: an interval, or less if a call is about to be overdue."""
+        """Returns the seconds until the next look: an interval, or less if a call is about to be overdue."""
         oldest = min((c.since for c in list(self.flight.open.values()) if c.since is not None), default=None)
         left = self.interval if oldest is None else oldest + self.timeout - time.monotonic()
         return min(self.interval, max(left, 0.02))
@@ -232,7 +232,7 @@ class Watchdog:
     # The end.
 
     def _speak_alone(self, call: RecordedCall | None) -> None:
-        """For a rank that can't ask the others."""
+        """Ends this rank with what it knows by itself, where it can't ask the others."""
         assert call is not None
         what = f"{call.describe()} of ranks {list(call.ranks)[:16]} did not end within {self.timeout:g} s"
         self._write_flight(self.state())
@@ -257,12 +257,12 @@ class Watchdog:
         if store is not None:
             with contextlib.suppress(RuntimeError):
                 store.set("told", "1")
-                # Long enough for those whom the hang does not concern to hear the alarm.
+                # Long enough for the ranks that do not take part in the stuck call to hear the alarm.
                 self._leave(store, "ended", self.interval + 0.5)
         os._exit(EXIT_CODE)
 
     def _write_flight(self, state: State) -> None:
-        """The whole flight record, for later study."""
+        """Writes the whole flight record to a file, for later study."""
         if self.folder is None:
             return
         record = state | {
@@ -274,8 +274,8 @@ class Watchdog:
             (Path(self.folder) / f"rank-{self.rank}.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
 
     def _stack(self) -> list[tuple[str, bool]]:
-        """The working thread's frames, innermost first: `data/dataset.py:120 sample`, and whether the code is ours
-        or the user's."""
+        """Returns the main thread's frames, innermost first: e.g. `data/dataset.py:120 sample`, and whether the code is
+        ours or the user's."""
         frame: FrameType | None = sys._current_frames().get(self._worker)
         out: list[tuple[str, bool]] = []
         while frame is not None and len(out) < 32:

@@ -39,8 +39,8 @@ class _Product(torch.autograd.Function):
         kind: str,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
-        # The sink is the weight's place in the gradient buffer, which other layers write to between this forward and
-        # its backward. save_for_backward would refuse a tensor that changed in the meantime, so it is kept as an
+        # The sink is the weight's place in the gradient buffer, which other micro-batches write to between this forward
+        # and its backward. save_for_backward would refuse a tensor that changed in the meantime, so it is kept as an
         # attribute.
         ctx.sink = sink
         ctx.mode, ctx.group, ctx.size, ctx.kind, ctx.has_bias = mode, group, size, kind, bias is not None
