@@ -28,7 +28,7 @@ from meshwright.schedule.kinds import ends_of
 
 
 def gpt(model: ModelConfig) -> Model:
-    """A decoder-only transformer in the sizes of the config."""
+    """Describes a decoder-only transformer of the config's sizes."""
     h, normal = model.hidden, Init("normal", model.init_std)
     # Projections back into the residual stream start smaller, as in GPT-2.
     output = Init("normal", model.init_std / math.sqrt(2 * model.layers))
@@ -47,7 +47,7 @@ def gpt(model: ModelConfig) -> Model:
 
 
 def decoder_ends(model: ModelConfig, normal: Init, norm: NormPart) -> tuple[Unit, Unit]:
-    """The embedding and the head of a decoder."""
+    """Returns the embedding and the head of a decoder."""
     h, tied, ended = model.hidden, model.tied_embeddings, replace(norm, keeps_output=False)
     tokens = TokenEmbeddingPart(model.vocab, h, normal, tied, model.dropout)
     first = [NamedPart("tokens", "embedding", tokens)]
@@ -67,7 +67,7 @@ MODELS: dict[str, Callable[[ModelConfig], Model]] = {"gpt": gpt}
 
 @lru_cache(maxsize=256)
 def describe(model: ModelConfig) -> Model:
-    """The model that a config asks for."""
+    """Returns the description of the model that a config asks for."""
     if model.kind not in MODELS:
         known = ", ".join(MODELS)
         raise UserError(f"model.kind={model.kind} is not known{nearest(model.kind, MODELS)}: the kinds are {known}")
@@ -75,7 +75,7 @@ def describe(model: ModelConfig) -> Model:
 
 
 def split_layers(layers: int, count: int, split: Sequence[int] = ()) -> list[Stage]:
-    """The layers of each virtual stage; without `split` as even as can be, the earlier ones taking the rest."""
+    """Splits the layers into virtual stages: as `split` says, or evenly, where the first stages take the remainder."""
     sizes = list(split) or [layers // count + (i < layers % count) for i in range(count)]
     assert len(sizes) == count and sum(sizes) == layers
     starts = [sum(sizes[:i]) for i in range(count)]
@@ -85,19 +85,20 @@ def split_layers(layers: int, count: int, split: Sequence[int] = ()) -> list[Sta
 
 
 def stages_of(config: Config) -> list[Stage]:
-    """The virtual stages that a config asks for."""
+    """Returns the virtual stages that a config asks for."""
     return split_layers(config.model.layers, config.layout.pp * config.layout.chunks, config.pipeline.split)
 
 
 def kv_parts(model: ModelConfig, tp: int) -> Parts:
-    """How tp is a product when key-value heads are replicated: the copies are neighbours."""
+    """Returns tp as a product where key-value heads are replicated: the copies are neighbouring ranks."""
     if tp <= model.kv_heads:
         return ()
     return (("tp", ((KV_COPIES, tp // model.kv_heads), (KV_GROUPS, model.kv_heads))),)
 
 
 def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
-    """The layout that a config asks for on `world` ranks, `node_size` of them per node if the config doesn't say."""
+    """Returns the layout that a config asks for on `world` ranks, with `node_size` ranks per node if the config doesn't
+    say."""
     c = config.layout
     layout = Layout(
         world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, node_size=c.node_size or node_size or None,
@@ -109,6 +110,6 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
 
 
 def fields_read(stage: Stage) -> set[str]:
-    """The fields of a batch that a chunk reads, where the data have them."""
+    """Returns the fields of a batch that a chunk reads, where the data have them."""
     ends = ({"tokens"} if stage.first else set()) | ({"labels", "loss_mask"} if stage.last else set())
     return ends | {"positions", "segments"}

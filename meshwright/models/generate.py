@@ -24,7 +24,7 @@ class Generator:
 
     @torch.no_grad()
     def next_logits(self, ids: list[int]) -> Tensor:
-        """The logits [vocab] after `ids`, which follow on what was given before. The same on every rank."""
+        """Returns the logits [vocab] after `ids`, which continue the tokens given before. Every rank gets the same."""
         module, end = self.module, self.length + len(ids)
         if end > self.longest:
             raise UserError(f"{end} tokens are more than the model's {self.longest}: give a shorter prompt")
@@ -38,7 +38,8 @@ class Generator:
 
 
 def choose_token(logits: Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:
-    """The next token: the likeliest at temperature 0, else drawn from the likeliest ones that hold `top_p` together."""
+    """Chooses the next token: the likeliest at temperature 0, else one drawn from the likeliest tokens that together
+    have probability `top_p`."""
     if temperature == 0:
         return int(logits.argmax())
     shares, order = torch.softmax(logits / temperature, 0).sort(descending=True)
@@ -55,7 +56,7 @@ def generate(
     seed: int = 0,
     ends: Container[int] = (),
 ) -> Iterator[int]:
-    """At most `most` tokens after `prompt`; stops after a token of `ends`."""
+    """Yields at most `most` tokens after `prompt`; stops after a token in `ends`."""
     random = torch.Generator().manual_seed(seed)
     logits = generator.next_logits(prompt)
     for number in range(most):

@@ -31,7 +31,7 @@ Batch = dict[str, Tensor]
 
 
 class Embedding(nn.Module):
-    """Token ids [batch, seq] to activations [tokens, hidden] (this rank's rows under sequence parallelism)."""
+    """Maps token ids [batch, seq] to activations [tokens, hidden] (this rank's rows under sequence parallelism)."""
 
     def __init__(self, parallel: Parallel, unit: Unit, records: Records, p: float) -> None:
         super().__init__()
@@ -70,13 +70,14 @@ class Head(nn.Module):
         return logits
 
     def forward(self, x: Tensor, labels: Tensor, mask: Tensor, weight: float | None = None) -> Tensor:
-        """The loss's sum; `weight` announces its gradient."""
+        """Returns the sum of the losses; `weight` announces the gradient that this sum will get."""
         x = self.norm(x)
         return output_loss(x, self.output, labels.flatten(), mask.flatten(), self.vocab, self.parallel, weight)
 
 
 class GPTStage(nn.Module):
-    """One chunk. The first takes tokens, the last gives the loss's sum, between them travels `hidden`."""
+    """One pipeline chunk. The first takes tokens, the last returns the sum of the losses, and `hidden` passes between
+    them."""
 
     def __init__(self, parallel: Parallel, config: Config, at: Coordinate, stage: Stage, ledger: Ledger) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class GPTStage(nn.Module):
         self.draws_by_key = True
 
     def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
-        """`hidden` for the next chunk or, from the last, the loss's sum over the unmasked tokens."""
+        """Returns `hidden` for the next chunk or, in the last, the sum of the losses over the unmasked tokens."""
         hidden = self.trunk(batch, hidden)
         if self.head is None:
             return hidden
@@ -127,8 +128,8 @@ class GPTStage(nn.Module):
         return list(self.blocks.values())
 
     def trunk(self, batch: Batch, hidden: Tensor | None = None, past: dict[str, KVCache] | None = None) -> Tensor:
-        """`hidden` after this chunk's blocks. With `past`, the keys and values of each block's earlier tokens, the
-        batch goes on where these end."""
+        """Returns `hidden` after this chunk's blocks. With `past`, the key-value cache of each block, the batch
+        continues after the tokens in it."""
         streams = self.parallel.streams
         ids, positions = batch.get("tokens"), batch.get("positions")
         if self.embedding is not None:
@@ -154,7 +155,7 @@ class GPTStage(nn.Module):
         return hidden
 
     def _mask(self, batch: Batch, before: int, seq: int, device: torch.device) -> Tensor | None:
-        """Who may look at whom, or what is added to the scores; None where attention is plainly causal."""
+        """Returns the attention mask, or the bias to add to the scores; None where attention is plainly causal."""
         mask = None if "segments" not in batch else segment_mask(batch["segments"])
         if self.alibi is None:
             return mask
@@ -163,7 +164,8 @@ class GPTStage(nn.Module):
         return self.alibi(causal_mask(before + seq, device, seq) if mask is None else mask)
 
     def _run(self, shared: BlockInputs, layers: list[int], hidden: Tensor, again: bool) -> Tensor:
-        """`hidden` after these blocks. `again`: backward comes right after, and other micro-batches may have begun."""
+        """Returns `hidden` after these blocks. `again` says that they are recomputed: their backward follows at once,
+        and other micro-batches may have begun since their forward."""
         streams = self.parallel.streams
         with streams.replaying(shared.where):
             for layer in layers:
@@ -177,13 +179,14 @@ class GPTStage(nn.Module):
         return hidden
 
     def _mark_backward(self, output: Tensor, layer: int | None) -> None:
-        """Backward runs outside of the block's context: the gradient of a block's output tells that it begins."""
+        """Makes the ledger count a block's backward under its layer. Autograd runs it outside of `ledger.layer`, so a
+        hook on the block's output, whose gradient arrives just before, sets the layer."""
         if output.requires_grad:
             output.register_hook(partial(_set_layer, self.ledger, layer))
 
 
 class BlockInputs(NamedTuple):
-    """What all blocks of a chunk use with one micro-batch, and the random streams' place at that time."""
+    """What all blocks of a chunk use for one micro-batch, and the position of the random streams at that time."""
 
     sequences: int
     rotary: tuple[Tensor, Tensor] | None
@@ -197,11 +200,11 @@ def _set_layer(ledger: Ledger, layer: int | None, grad: Tensor) -> None:
 
 
 def tie_weights(head: Head, embedding: Embedding) -> None:
-    """Both use one parameter. (Across stages, each end holds a copy and the gradients are summed.)"""
+    """Makes both use one parameter. (Across stages, each end holds a copy and the gradients are summed.)"""
     head.output.weight = embedding.tokens.get_parameter("weight")
 
 
 def segment_mask(segments: Tensor) -> Tensor:
-    """[batch, 1, seq, seq]: causal, and within one document."""
+    """Returns a mask [batch, 1, seq, seq] that is causal and stays within one document."""
     causal = causal_mask(segments.shape[1], segments.device)
     return causal & (segments[:, :, None] == segments[:, None, :])[:, None]

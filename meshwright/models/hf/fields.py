@@ -10,7 +10,7 @@ from meshwright.errors import UserError
 
 
 def read_mapping(fields: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The keys and values under `key`; none where it is missing or null."""
+    """Returns the keys and values under `key`; none where it is missing or null."""
     value = fields.get(key)
     if value is None:
         return {}
@@ -20,7 +20,7 @@ def read_mapping(fields: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def read_number(fields: Mapping[str, Any], key: str) -> float | None:
-    """The number under `key`; None where it is missing or null."""
+    """Returns the number under `key`; None where it is missing or null."""
     value = fields.get(key)
     if value is None:
         return None
@@ -30,7 +30,7 @@ def read_number(fields: Mapping[str, Any], key: str) -> float | None:
 
 
 def read_length(fields: Mapping[str, Any], key: str) -> int | None:
-    """The number of tokens under `key`; None where it is missing or null."""
+    """Returns the number of tokens under `key`; None where it is missing or null."""
     value = read_number(fields, key)
     if value is not None and (value < 1 or value != int(value)):
         raise UserError(

@@ -13,7 +13,7 @@ ROPE_KINDS = {"default": (), "linear": LLAMA3[:1], "llama3": LLAMA3}
 
 
 def read_whole_rotary(config: dict[str, Any]) -> dict[str, Any]:
-    """model.rope_theta and model.rope_scaling of a family whose heads turn whole."""
+    """Returns model.rope_theta and model.rope_scaling of a family that rotates whole heads."""
     part = read_rotary_number(config, "partial_rotary_factor")
     if part not in (None, 1.0):
         raise UserError(
@@ -24,13 +24,14 @@ def read_whole_rotary(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_rotary_number(config: dict[str, Any], key: str, outside: str = "") -> float | None:
-    """A number beside the scaling's, or under `outside` (its own name unless given) of config.json itself."""
+    """Returns a number from the rotary settings, or from config.json itself under `outside` (by default the same
+    key)."""
     found = read_number(_parameters(config), key)
     return read_number(config, outside or key) if found is None else found
 
 
 def read_rotary(config: dict[str, Any], theta: str = "rope_theta") -> dict[str, Any]:
-    """model.rope_theta, which config.json may have under `theta`, and model.rope_scaling."""
+    """Returns model.rope_theta, which config.json may have under `theta`, and model.rope_scaling."""
     given = _parameters(config)
     kind = given.get("rope_type") or given.get("type") or "default"
     if not isinstance(kind, str) or kind not in ROPE_KINDS:
@@ -47,13 +48,13 @@ def read_rotary(config: dict[str, Any], theta: str = "rope_theta") -> dict[str, 
 
 
 def _parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """Where both are given, transformers takes the older key too."""
+    """Returns the rotary settings. Where both keys are given the older one counts, as in transformers."""
     older, newer = (read_mapping(config, key) for key in ("rope_scaling", "rope_parameters"))
     return older or newer
 
 
 def write_rotary(model: ModelConfig) -> dict[str, Any]:
-    """Under the keys of transformers 4, which 5 reads too."""
+    """Returns the rotary settings under the keys of transformers 4, which transformers 5 reads too."""
     scaling: dict[str, Any] | None = None
     if model.rope_scaling:
         names = LLAMA3[: len(model.rope_scaling)]
