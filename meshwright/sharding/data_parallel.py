@@ -56,7 +56,7 @@ class DataParallel:
         grad_dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
-        """`seed` draws the parameters that have no memory yet."""
+        """Moves the modules' parameters into buffers. `seed` initialises those that have no memory yet."""
         self.mesh, self.reducer = mesh, reducer
         modules, self._zero = list(modules), zero or ZeroConfig()
         self.stage = shard_axes(mesh.layout, self._zero).stage  # of dense parameters; no buffer has a higher one
@@ -88,7 +88,7 @@ class DataParallel:
         reducer.prepare(self.trained)
 
     def groups(self, buffer: FlatBuffer) -> DataGroups:
-        """The groups over which a buffer's gradients are summed."""
+        """Returns the groups over which a buffer's gradients are summed."""
         return self._groups[buffer.key]
 
     def _split(self, key: BufferKey) -> Split:
@@ -98,7 +98,7 @@ class DataParallel:
         return Split(stage, shards.size, shards.index, replicas.size, replicas.index)
 
     def begin(self, micro_batches: int) -> None:
-        """Before the first micro-batch of a step."""
+        """Begins a step; called before its first micro-batch."""
         self._once.begin(micro_batches)
         self._each.begin(micro_batches)
         for slot in (slot for bucket in self.buckets for slot in bucket.slots):
@@ -115,17 +115,19 @@ class DataParallel:
             return _Counted(self.reducer.all_reduce(bucket, grads, replicas), ledger)
 
     def gather(self, chunk: int, work: str) -> None:
+        """Begins to gather the weights that a chunk's forward or backward (`work`) needs first."""
         self.weights.begin(chunk, work)
 
     def free(self, chunk: int) -> None:
+        """Releases the gathered weights of a chunk after its forward or backward."""
         self.weights.end(chunk)
 
     def finish_reductions(self, chunk: int) -> None:
-        """After a chunk's backward: adds up all that was launched, and releases whole gradients."""
+        """Waits for all launched reductions and releases whole gradients; called after a chunk's backward."""
         self._each.end_backward(chunk)
 
     def finish(self) -> None:
-        """After the last backward: reduces what is left, and the owned shares over the further axes."""
+        """Reduces what is left, and the owned shares over the further axes; called after a step's last backward."""
         self._once.finish()
         self._each.finish()
         with self.mesh.ledger.phase("reduce"):
@@ -137,7 +139,7 @@ class DataParallel:
                     _wait([group.all_reduce(bucket.own_grads, wait=False) for bucket in buffer.buckets])
 
     def reducer_states(self) -> Iterator[State]:
-        """The reducer's states, as a checkpoint holds them."""
+        """Yields the reducer's states, as a checkpoint holds them."""
         for name, buffer, tensors in self.reducer.states():
             groups = [self.mesh.group(axis) for axis in buffer.key.partial]
             groups += [group for group in self.groups(buffer) if not group.alone]
@@ -149,8 +151,8 @@ class DataParallel:
             yield State(f"reducer.{name}", buffer, tensors, Rows(row, rows))
 
     def holds_first(self, slot: Slot, apart: Sequence[str] = ()) -> bool:
-        """Whether this rank, or a data-parallel copy of it, is the first that holds this content; ranks along the axes
-        `apart` hold contents of their own."""
+        """Whether this rank, or a data-parallel replica of it, is the first that holds this content. Ranks along the
+        axes `apart` hold contents of their own."""
         return self.mesh.is_first(*(axis for axis in slot.record.copies if axis not in apart))
 
     def counts(self, buffer: FlatBuffer, slot: Slot) -> bool:
@@ -159,7 +161,7 @@ class DataParallel:
 
     @torch.no_grad()
     def square_sum(self) -> Tensor:
-        """Sum of squares of the reduced gradients that this rank counts, float64 for fp64 and else float32."""
+        """Returns the sum of squares of the reduced gradients that this rank counts, for the grad norm, in float64."""
         if self._counted is None:  # found once: which ranges a rank counts never changes
             self._counted = [
                 bucket.own_grads[start:stop]
@@ -176,7 +178,8 @@ class DataParallel:
 
 
 class _Counted:
-    """A reduction under way whose later calls count as such, whatever is being computed when it is waited for."""
+    """A reduction under way whose calls in `wait` are counted in the phase `reduce`, whatever is computed at that
+    time."""
 
     def __init__(self, work: PendingReduction, ledger: Ledger) -> None:
         self._work, self._ledger = work, ledger
@@ -192,7 +195,7 @@ def _wait(works: Sequence[PendingReduction]) -> None:
 
 
 def _square_sum(pieces: list[Tensor], wide: torch.dtype | None) -> Tensor:
-    if pieces[0].device.type == "cpu":  # whose kernel adds up one by one in float32: short pieces keep it exact
+    if pieces[0].device.type == "cpu":  # its kernel sums one by one in float32, so short pieces keep the error small
         pieces = [part for piece in pieces for part in piece.split(NORM_PIECE)]
         norms = list(torch._foreach_norm(pieces, dtype=wide))
     else:
@@ -209,7 +212,8 @@ def _take_gradient(sink: Sink, parameter: Tensor) -> None:
 
 
 def _own_weights(modules: Sequence[nn.Module], slots: dict[int, Slot]) -> Iterable[tuple[dict[str, Tensor], Slot]]:
-    """The weights of layers that add their own weight gradients (they have `sinks`), each with its layer's table."""
+    """Yields the weights of layers that add their own weight gradients (they have `sinks`), each with its layer's
+    table."""
     for layer in (layer for module in modules for layer in module.modules()):
         sinks, weight = getattr(layer, "sinks", None), getattr(layer, "weight", None)
         if isinstance(sinks, dict) and id(weight) in slots:
@@ -217,8 +221,8 @@ def _own_weights(modules: Sequence[nn.Module], slots: dict[int, Slot]) -> Iterab
 
 
 def _contributions(modules: Sequence[nn.Module], slots: dict[int, Slot]) -> dict[int, int]:
-    """Contributions per micro-batch of each weight, by its id: one from each layer that adds its own. What is not named
-    gets one from autograd."""
+    """Returns the contributions per micro-batch to each weight, by its id: one from each layer that adds its own. A
+    parameter that is not listed gets one from autograd."""
     uses: dict[int, int] = {}
     for _, slot in _own_weights(modules, slots):
         uses[id(slot.parameter)] = uses.get(id(slot.parameter), 0) + 1
@@ -231,7 +235,7 @@ def _attach_sinks(modules: Sequence[nn.Module], slots: dict[int, Slot]) -> None:
 
 
 def _late(units: Sequence[GatedUnit]) -> dict[int, int]:
-    """For each bucket of a foreign module, by its id, the chunk whose backward is the last that can fill it."""
+    """Returns, for each bucket of a foreign module by its id, the chunk whose backward is the last that can fill it."""
     late: dict[int, int] = {}
     for unit in (unit for unit in units if unit.whole_chunk):
         for bucket in unit.buckets:

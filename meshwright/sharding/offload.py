@@ -29,13 +29,13 @@ from meshwright.sharding.placement import PAGE, RING
 
 
 def page_aligned(count: int, dtype: torch.dtype) -> int:
-    """The smallest number of elements, at least `count`, that fills whole pages."""
+    """Returns the smallest number of elements, at least `count`, that fills whole pages."""
     each = PAGE // dtype.itemsize
     return -(-count // each) * each
 
 
 def page_tensor(count: int, dtype: torch.dtype) -> Tensor:
-    """A tensor in host memory that begins at a page, as direct file access needs it."""
+    """Returns a tensor in host memory that begins at a page, as direct file access needs it."""
     block = mmap.mmap(-1, max(PAGE, page_aligned(count, dtype) * dtype.itemsize))
     return torch.frombuffer(block, dtype=dtype)[:count]
 
@@ -64,7 +64,8 @@ class StateFile:
         weakref.finalize(self, os.close, self._handle)
 
     def _create(self) -> tuple[int, mmap.mmap]:
-        """A file of full size, filled with zeros. Its space is reserved, so a disk that is too small is found now."""
+        """Creates a file of full size, filled with zeros. Its space is reserved, so a disk that is too small is found
+        now."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             plain, name = tempfile.mkstemp(dir=self.folder, prefix="states-")
@@ -149,6 +150,8 @@ class StateStore:
 
 
 class StatePiece(NamedTuple):
+    """Elements low to high of a share, which are copied and updated at a time."""
+
     share: int
     low: int
     high: int
@@ -156,7 +159,7 @@ class StatePiece(NamedTuple):
 
 
 def cut_pieces(sizes: Sequence[int], order: Sequence[int], limit: int) -> list[StatePiece]:
-    """Shares, in this order, cut into pieces of `limit` elements, which must fill whole pages in any precision."""
+    """Cuts shares, in this order, into pieces of `limit` elements, which must fill whole pages in any precision."""
     assert limit % PAGE == 0
     return [
         StatePiece(share, low, min(low + limit, sizes[share]), low + limit >= sizes[share])
@@ -187,7 +190,8 @@ class Prefetcher:
         self._copied_back: dict[int, Any] = {}  # by place in the ring, the event after which it may be filled again
 
     def _buffers(self, store: StateStore) -> tuple[Tensor | None, Tensor]:
-        """Where a piece is read to as the file has it, and where it is updated; the same where nothing differs."""
+        """Returns the buffer that a piece is read into as the file has it, and the one that it is updated in; they are
+        the same where the update can use the file's format on the host."""
         landing = None
         if store.file is not None:
             landing = page_tensor(self._limit, store.dtype)

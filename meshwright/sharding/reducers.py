@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PendingReduction(Protocol):
-    """A reduction under way. After `wait` the result is there (on an accelerator: for what is launched after it)."""
+    """A reduction under way. After `wait` the result can be used (on an accelerator, by what is launched after it)."""
 
     def wait(self) -> None: ...
 
@@ -50,14 +50,14 @@ class Reducer(ReducerPlan, Protocol):
         ...
 
     def states(self) -> Iterator[tuple[str, FlatBuffer, list[Tensor]]]:
-        """What must outlive the run: (name, buffer, for each bucket one number per element of the bucket, or of this
-        rank's share of it). Such a state is *additive*: what counts is its sum over the ranks that hold the element. A
-        checkpoint stores one row for each of them, and another layout's ranks add up the rows that come to them."""
+        """Yields what a checkpoint must hold: a name, a buffer, and one tensor per bucket, of the whole bucket or of
+        this rank's share. Such a state is *additive*: what counts is its sum over the ranks that hold an element. A
+        checkpoint stores one row for each of them, and the ranks of another layout add up the rows assigned to them."""
         ...
 
 
 class PlainReducer:
-    """The collective that is asked for, and nothing else."""
+    """A reducer that makes just the collective that it is asked for."""
 
     def calls(self, op: str, elements: int, element_bytes: int, ranks: int) -> Iterable[tuple[str, int]]:
         return [(op, elements * element_bytes)]

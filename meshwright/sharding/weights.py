@@ -1,9 +1,8 @@
-"""Gathering weights of which other ranks own a part: after the update (stages 1 and 2) or for each use (stage 3).
+"""Gathering weights that are sharded over ranks: after the update (stages 1 and 2) or for each use (stage 3).
 
-What is gathered and released together is a unit: one that a chunk names (`StageModule.units`), or a whole foreign
-chunk. In stage 3 a unit's gate gathers its buckets before forward and before backward and releases them after. The
-order in which a chunk's forward, or backward, opens its units is noted the first time; from then on the next unit is
-gathered ahead.
+A unit is gathered and released as a whole: one that a chunk names (`StageModule.units`), or a whole foreign chunk. In
+stage 3 a unit's gate gathers its buckets before forward and before backward and releases them after. The order in which
+a chunk's forward, or backward, opens its units is recorded the first time; from then on the next unit is prefetched.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from meshwright.sharding.buffers import Bucket, FlatBuffer, Slot
 
 
 class GatedUnit:
-    """The gate of one unit. `chunk` is the local chunk that it belongs to."""
+    """The gate of one unit (`nn.unit.Gate`). `chunk` is the local chunk that it belongs to."""
 
     def __init__(self, module: nn.Module, chunk: int, whole_chunk: bool) -> None:
         self.module, self.chunk, self.whole_chunk = module, chunk, whole_chunk
@@ -35,7 +34,7 @@ class GatedUnit:
 
 
 def find_units(modules: Sequence[nn.Module]) -> list[GatedUnit]:
-    """The units of all chunks, in the order of forward."""
+    """Returns the units of all chunks, in the order of forward."""
     found: list[GatedUnit] = []
     for chunk, module in enumerate(modules):
         named = stage_of(module).units()
@@ -47,7 +46,7 @@ def find_units(modules: Sequence[nn.Module]) -> list[GatedUnit]:
 
 
 def number_units(units: Sequence[GatedUnit]) -> dict[int, int]:
-    """The number of the first unit that a parameter belongs to, by the parameter's id."""
+    """Returns the number of the first unit that a parameter belongs to, by the parameter's id."""
     numbers: dict[int, int] = {}
     for number, unit in enumerate(units):
         for parameter in unit.module.parameters():
@@ -82,7 +81,7 @@ class WeightGatherer:
     # Stages 1 and 2.
 
     def updated(self, bucket: Bucket) -> None:
-        """This rank's share has new weights: begins to gather the others', which goes on beside other work."""
+        """Begins to gather a bucket after the update of this rank's share; the gather overlaps with other work."""
         if bucket.stage in (1, 2):
             self._gather(bucket)
             if any(unit.whole_chunk for unit in self.units):
@@ -97,7 +96,7 @@ class WeightGatherer:
     # Stage 3.
 
     def begin(self, chunk: int, work: str) -> None:
-        """Before a chunk's forward or backward: begins to gather the unit that it will open first."""
+        """Begins to gather the unit that a chunk's forward or backward will open first; called before it."""
         self._action, self._opened = (chunk, work), []
         order = self._orders.get(self._action)
         if order:  # a chunk that is frozen opens nothing in backward
@@ -107,7 +106,7 @@ class WeightGatherer:
                 self.open(unit)
 
     def end(self, chunk: int) -> None:
-        """After it: releases every unit that nothing has closed."""
+        """Releases every unit of a chunk that is still open; called after its forward or backward."""
         for unit in self.units:
             if unit.chunk == chunk:
                 self.close(unit)
