@@ -46,7 +46,8 @@ class HFFolder:
         self.stored = self._locate()  # their full name -> the name in this folder
 
     def _locate(self) -> dict[str, str]:
-        """Finds every tensor that the model needs, checks its shape, and refuses those that nobody reads."""
+        """Finds every tensor that the model needs, checks its shape, and raises for tensors that the model has no use
+        for."""
         shapes = {name: shape for m in self.tensors.values() for name, shape in m.source_shapes().items()}
         stored: dict[str, str] = {}
         for name, shape in shapes.items():

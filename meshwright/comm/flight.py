@@ -49,7 +49,7 @@ class RecordedCall:
         }  # fmt: skip
 
     def holds_up_program(self) -> bool:
-        """Whether the program, or the device behind it, can't go on before this call ends."""
+        """Whether the program, or the device behind it, can't continue before this call ends."""
         event = self.event
         if event is None:
             return self.ended is None and self.since is not None

@@ -76,7 +76,7 @@ class Mesh:
 
     @cached_property
     def alone(self) -> Group:
-        """This rank by itself, for what is divided among nobody."""
+        """The group of this rank by itself, for what is not divided."""
         return Group("alone", (self.rank,), self.rank, None, self.ledger, self.flight)
 
     @property

@@ -129,7 +129,8 @@ class Bucket:
             slot.parameter.data = slot.view
 
     def release_params(self) -> None:
-        """Releases the whole weights. A parameter that is read then is empty: nobody reads memory that is gone."""
+        """Releases the whole weights. The parameters become empty, so that a read fails instead of
+        reading released memory."""
         for slot in self.slots:
             slot.parameter.data = slot.view.new_empty(0)
         self.params.release()

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: rotary positions on a part of each head, and attention beside the MLP."""
+"""GPT-NeoX and Pythia: rotary positions on a part of each head, and attention parallel to the MLP."""
 
 from __future__ import annotations
 
