@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -211,12 +212,9 @@ def _check_file(path: Path, size: int) -> None:
         raise DamagedCheckpoint(f"{path} has {found} bytes where {size} were written: use another checkpoint")
 
 
-def block_ranges(start: tuple[int, ...], shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[int, int]]:
+def block_ranges(shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[int, int]]:
     """Yields ranges of dim 0 that keep a block below BLOCK_BYTES, unless a single row is larger."""
-    row = element_bytes
-    for n in shape[1:]:
-        row *= n
-    rows = max(1, BLOCK_BYTES // max(1, row))
+    rows = max(1, BLOCK_BYTES // max(1, element_bytes * math.prod(shape[1:])))
     for low in range(0, shape[0], rows):
         yield low, min(shape[0], low + rows)
 

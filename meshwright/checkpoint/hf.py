@@ -21,8 +21,8 @@ from torch import Tensor
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint import tensor_file
-from meshwright.checkpoint.format import Index, SavedBlock
-from meshwright.checkpoint.hf_files import PRECISION_CODES, SHARDED_INDEX, SINGLE_FILE, HFFolder, row_ranges
+from meshwright.checkpoint.format import Index, SavedBlock, block_ranges
+from meshwright.checkpoint.hf_files import PRECISION_CODES, SHARDED_INDEX, SINGLE_FILE, HFFolder
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import check_cover
 from meshwright.checkpoint.tensor_file import DTYPE_CODES, TORCH_DTYPES, TensorEntry
@@ -77,7 +77,7 @@ def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0) -> Mode
             stored = PRECISION_CODES[dtype] if dtype else "F64" if "F64" in sources else "F32"
             kind = str(TORCH_DTYPES[stored]).removeprefix("torch.")
             index.tensors[f"param/{name}"] = {"shape": list(mapped.shape), "dtype": kind}
-            for low, high in row_ranges(mapped.shape, TORCH_DTYPES[stored].itemsize):
+            for low, high in block_ranges(mapped.shape, TORCH_DTYPES[stored].itemsize):
                 shape = (high - low, *mapped.shape[1:])
                 start = (low, *(0 for _ in mapped.shape[1:]))
                 index.blocks.append(SavedBlock(f"param/{name}", start, shape, WEIGHTS_FILE, str(len(entries)), 0))
@@ -241,7 +241,7 @@ def _pieces(reader: Reader, shard: list[ExportedTensor]) -> Iterator[Tensor]:
         if each.mapped.transposed:
             yield _rows(reader, each, 0, each.mapped.shape[0], dtype).t()
             continue
-        for low, high in row_ranges(each.entry.shape, max(4, dtype.itemsize)):
+        for low, high in block_ranges(each.entry.shape, max(4, dtype.itemsize)):
             yield _rows(reader, each, low, high, dtype)
 
 

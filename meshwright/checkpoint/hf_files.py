@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,6 @@ SHARDED_INDEX = "model.safetensors.index.json"
 
 # What safetensors calls the precisions that weights may have.
 PRECISION_CODES = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-
-
-def row_ranges(shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yields ranges of rows, each no larger than a checkpoint's block."""
-    return block_ranges((0,) * len(shape), shape, element_bytes)
 
 
 class HFFolder:
@@ -107,7 +101,7 @@ class HFFolder:
         """Sets `local`, of the record's local shape, as a checkpoint's reader does from `param/NAME`."""
         assert tensor == f"param/{record.name}" and self.tensors[record.name].shape == record.shape
         for box in record.boxes:
-            for low, high in row_ranges(box.shape, 4):
+            for low, high in block_ranges(box.shape, 4):
                 values = self.rows(record.name, box.start[0] + low, box.start[0] + high)
                 columns = tuple(slice(a, a + n) for a, n in zip(box.start[1:], box.shape[1:], strict=True))
                 at = tuple(slice(a, a + n) for a, n in zip(box.local_start[1:], box.shape[1:], strict=True))

@@ -80,8 +80,8 @@ def _chosen(trainer: Checkpointed, folder: Path, source: str | None) -> tuple[bo
 
 
 def _candidates(folder: Path, source: str | None) -> list[int]:
-    """[goes on, source is its own, steps, the first to be tried first]. A source that is another run's only begins
-    this one, so it may be gone once there are checkpoints."""
+    """Returns [whether the run continues, whether the source is its own, and the steps to try in order]. A source that
+    is another run's is only needed to begin this one, so it may be gone once there are checkpoints."""
     there = [step for step, _ in reversed(fmt.list_checkpoints(folder))]
     if source is None:
         return [1, 0, *there]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -105,7 +106,7 @@ class Snapshot:
         if not box.shape:
             self.blocks.append((name, (), values))
             return
-        for low, high in fmt.block_ranges(box.start, box.shape, values.element_size()):
+        for low, high in fmt.block_ranges(box.shape, values.element_size()):
             start = (box.start[0] + low, *box.start[1:])
             self.blocks.append((name, start, values[low:high]))
 
@@ -182,17 +183,10 @@ def check_cover(index: Index) -> None:
     """Checks that the blocks hold every element of every tensor: they don't overlap, so counting is enough."""
     held: dict[str, int] = {}
     for block in index.blocks:
-        held[block.tensor] = held.get(block.tensor, 0) + _numel(block.shape)
+        held[block.tensor] = held.get(block.tensor, 0) + math.prod(block.shape)
     for name, tensor in index.tensors.items():
-        wanted = _numel(tuple(tensor["shape"]))
+        wanted = math.prod(tensor["shape"])
         assert held.get(name, 0) == wanted, f"{name}: {held.get(name, 0)} of {wanted} elements were written"
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
 
 
 FINAL_WAIT_S = 60.0  # how long a run that ends with an error waits for its save under way
