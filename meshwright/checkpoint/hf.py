@@ -74,7 +74,9 @@ def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0) -> Mode
         entries: list[TensorEntry] = []
         for name, mapped in folder.tensors.items():
             sources = [folder.dtype(each) for each in mapped.source_shapes()]
-            stored = PRECISION_CODES[dtype] if dtype else "F64" if "F64" in sources else "F32"
+            stored = "F64" if "F64" in sources else "F32"
+            if dtype:
+                stored = PRECISION_CODES[dtype]
             kind = str(TORCH_DTYPES[stored]).removeprefix("torch.")
             index.tensors[f"param/{name}"] = {"shape": list(mapped.shape), "dtype": kind}
             for low, high in block_ranges(mapped.shape, TORCH_DTYPES[stored].itemsize):

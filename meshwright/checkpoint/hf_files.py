@@ -46,7 +46,7 @@ class HFFolder:
         stored: dict[str, str] = {}
         for name, shape in shapes.items():
             short = name.removeprefix(self.family.prefix)
-            found = name if name in self.file_of else short if short in self.file_of else None
+            found = next((each for each in (name, short) if each in self.file_of), None)
             if found is None:
                 raise UserError(f"{self.folder} lacks the tensor {name}: its files don't fit its config.json")
             if tuple(self.slice(found).get_shape()) != shape:

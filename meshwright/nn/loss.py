@@ -130,7 +130,9 @@ class _OutputLoss(torch.autograd.Function):
         if needs_weight and not direct:
             kept = torch.empty(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
         total = full.new_zeros((), dtype=_wide(full.dtype))
-        factor = (1.0 if scale is None else scale) if training else None
+        factor = None
+        if training:
+            factor = 1.0 if scale is None else scale
         rows = piece_rows(len(full), weight.shape[0])
         for begin in range(0, len(full), rows):
             part = slice(begin, begin + rows)
@@ -144,8 +146,8 @@ class _OutputLoss(torch.autograd.Function):
                 write_product(kept, logits, full[part], add=begin > 0)
             del logits  # otherwise the next piece's logits would be allocated while these still exist
         ctx.save_for_backward(grad_x, kept)
-        ctx.sink, ctx.mode, ctx.group, ctx.size, ctx.scale, ctx.direct = sink, mode, v.group, v.size, factor, direct
-        ctx.dtype = weight.dtype
+        ctx.mode, ctx.group, ctx.size = mode, v.group, v.size
+        ctx.sink, ctx.scale, ctx.direct, ctx.dtype = sink, factor, direct, weight.dtype
         return total
 
     @staticmethod

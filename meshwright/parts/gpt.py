@@ -160,7 +160,8 @@ class AttentionPart(Part):
         return records | row_records(at, name, "out", (self.hidden, self.heads * d), self.out_init, self.bias)
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        (heads, kv), d, tokens, cp = self.own_heads(at), self.head_dim, batch.tokens(at), at.size("cp")
+        heads, kv = self.own_heads(at)
+        d, tokens, cp = self.head_dim, batch.tokens(at), at.size("cp")
         products = [
             Product("qkv", tokens, (heads + 2 * kv) * d, self.hidden),
             Product("out", tokens, self.hidden, heads * d, scattered=True),
@@ -197,7 +198,8 @@ class AttentionPart(Part):
         if at.size("tp") > self.kv_heads:
             yield Kept("joined weight", self.hidden * (h + 2 * k) * d * e)
         if self.qk_norm:
-            copies = 0 if not host else 1 if e >= 4 else 2  # of a head's input and normed input; each row's scale
+            # A CPU keeps a head's input and normed input in float32: one copy where the input is float32 already.
+            copies = (1 if e >= 4 else 2) if host else 0
             yield Kept("head norms", tokens * (h + k) * (copies * d * wide + wide))
         yield Kept("attention output", tokens * h * d * e)
         if host and self.dropout:  # no fused kernel: copies in float32, and three tensors of scores
@@ -275,16 +277,18 @@ class MLPPart(Part):
         needs one."""
         copies: float = {"relu": 1.0}.get(self.kind, 2.0)
         if self.gated:
-            copies = 2.0 if self._remakes(at, kernels) else kernels.gate_copies
+            copies = 2.0 if self._recomputes_swiglu(at, kernels) else kernels.gate_copies
         yield Kept("mlp", batch.tokens(at) * self.width(at) * batch.element * copies)
 
-    def _remakes(self, at: Coordinate, kernels: Kernels) -> bool:
+    def _recomputes_swiglu(self, at: Coordinate, kernels: Kernels) -> bool:
         """Whether the second product recomputes SwiGLU in backward: not where it adds a bias itself."""
         return kernels.fused and not (self.bias and at.size("tp") == 1)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Returns the bytes of the widest tensors' gradients, and of SwiGLU's result where it is recomputed."""
-        widths = 2 if not self.gated else 3 if self._remakes(at, kernels) else 5
+        widths = 2
+        if self.gated:
+            widths = 3 if self._recomputes_swiglu(at, kernels) else 5
         return float(batch.tokens(at) * self.width(at) * batch.element * widths)
 
 
