@@ -84,7 +84,7 @@ def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0) -> Mode
                 start = (low, *(0 for _ in mapped.shape[1:]))
                 index.blocks.append(SavedBlock(f"param/{name}", start, shape, WEIGHTS_FILE, str(len(entries)), 0))
                 entries.append(TensorEntry(str(len(entries)), stored, shape))
-        sums = tensor_file.write(aside / WEIGHTS_FILE, entries, _values(folder, index.blocks, entries))
+        sums = tensor_file.write_tensors(aside / WEIGHTS_FILE, entries, _values(folder, index.blocks, entries))
         index.files[WEIGHTS_FILE] = (aside / WEIGHTS_FILE).stat().st_size
         index.blocks = [replace(block, crc32=crc) for block, crc in zip(index.blocks, sums, strict=True)]
         check_cover(index)
@@ -228,7 +228,7 @@ def write_weights(reader: Reader, folder: Path, planned: list[ExportedTensor]) -
     count = len(shards)
     names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)] if count > 1 else [SINGLE_FILE]
     for name, shard in zip(names, shards, strict=True):
-        tensor_file.write(folder / name, [each.entry for each in shard], _pieces(reader, shard), METADATA)
+        tensor_file.write_tensors(folder / name, [each.entry for each in shard], _pieces(reader, shard), METADATA)
     if count > 1:
         where = {each.entry.name: name for name, shard in zip(names, shards, strict=True) for each in shard}
         total = sum(each.entry.bytes for each in planned)

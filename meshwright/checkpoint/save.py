@@ -128,7 +128,7 @@ def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
     file = part_file(folder, rank)
     held = [values for _, _, values in snapshot.blocks]
     entries = [tensor_file.TensorEntry.of(str(n), values) for n, values in enumerate(held)]
-    sums = tensor_file.write(file, entries, held) if held else []
+    sums = tensor_file.write_tensors(file, entries, held) if held else []
     blocks = [
         [tensor, list(start), list(values.shape), file.name, str(n), crc]
         for n, ((tensor, start, values), crc) in enumerate(zip(snapshot.blocks, sums, strict=True))

@@ -56,7 +56,7 @@ class TensorEntry:
         return math.prod(self.shape) * TORCH_DTYPES[self.dtype].itemsize
 
 
-def write(
+def write_tensors(
     path: Path, entries: Sequence[TensorEntry], pieces: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> list[int]:
     """Writes the file of `entries`, flushed to disk; their bytes come in order, in any number of `pieces`.

@@ -25,7 +25,7 @@ def element_bytes(dtype: str) -> int:
     return ELEMENT_BYTES.get(dtype, 0)
 
 
-def verify(folder: Path, index: Index, advance: Callable[[int], None] = lambda count: None) -> int:
+def verify_checkpoint(folder: Path, index: Index, advance: Callable[[int], None] = lambda count: None) -> int:
     """Reads every block, compares its checksum with the index and returns the number of bytes. `advance` is called with
     the size of each piece that was read.
 

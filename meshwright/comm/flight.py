@@ -35,7 +35,7 @@ class RecordedCall:
     event: Any = None
 
     def describe(self) -> str:
-        return describe(self.plain())
+        return describe_call(self.plain())
 
     def plain(self) -> dict[str, Any]:
         """Returns the call as values that JSON can hold."""
@@ -61,7 +61,7 @@ class RecordedCall:
         return not reached and self.event is event
 
 
-def describe(call: dict[str, Any]) -> str:
+def describe_call(call: dict[str, Any]) -> str:
     """Returns e.g. `all_reduce number 12 over dp (reduce, 4194304 bytes)`, from a call's plain form."""
     toward = {"send": " to", "receive": " from"}.get(call["op"], " with")
     peer = "" if call["peer"] is None else f"{toward} rank {call['peer']}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshwright.comm.flight import describe
+from meshwright.comm.flight import describe_call
 from meshwright.comm.group import list_ranks
 
 State = dict[str, Any]
@@ -26,13 +26,13 @@ OTHER_END = {"send": "receive", "receive": "send"}
 def explain(call: dict[str, Any], rank: int, timeout: float, ask: Ask) -> str:
     """Returns the message for `call`, on which `rank` has waited longer than `timeout` seconds."""
     stuck = [r for r in call["ranks"] if r == rank or _waits_in(ask(r), call)]
-    parts = [f"{describe(call)} did not end within {timeout:g} s on {ranks_named(stuck)}"]
+    parts = [f"{describe_call(call)} did not end within {timeout:g} s on {ranks_named(stuck)}"]
     queue, waits_for = [call], {_key(call): set[Key]()}
     while queue:
         here = queue.pop(0)
         states = {r: ask(r) for r in here["ranks"]}
         missing = {r: state for r, state in states.items() if not _arrived(state, here)}
-        prefix = "" if here is call else f"for {describe(here)} "
+        prefix = "" if here is call else f"for {describe_call(here)} "
         if not missing:
             parts.append(prefix + _nobody_missing(here, states))
         parts += [prefix + clause for clause in _clauses(here, missing)]
@@ -70,7 +70,7 @@ def _place(state: State | None) -> str:
         return f"has left ({state['left']})"
     held = state.get("holding")
     if held:
-        return f"waits in {describe(held)}"
+        return f"waits in {describe_call(held)}"
     return f"is outside any collective, in {state.get('at') or 'an unknown place'}"
 
 
@@ -79,7 +79,7 @@ def _nobody_missing(call: dict[str, Any], states: dict[int, State | None]) -> st
         other = _same_number(state, call)
         expected = OTHER_END.get(call["op"], call["op"])
         if other and (other["op"] != expected or other["payload"] != call["payload"]):
-            return f"rank {rank} has called {describe(other)} there, so the ranks disagree"
+            return f"rank {rank} has called {describe_call(other)} there, so the ranks disagree"
     return "every rank of it arrived, so the network or a device is probably stuck"
 
 

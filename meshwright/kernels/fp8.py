@@ -83,7 +83,7 @@ def _cast(
         tl.store(across + there, tl.trans(z), mask=(c < columns)[:, None] & (r < rows)[None, :])
 
 
-def largest(x: Tensor, lines: bool, rows_wanted: bool, columns_wanted: bool) -> tuple[Tensor, Tensor]:
+def largest_magnitudes(x: Tensor, lines: bool, rows_wanted: bool, columns_wanted: bool) -> tuple[Tensor, Tensor]:
     """Returns the largest magnitudes of the rows and of the columns; without `lines`, that of the whole tensor,
     twice."""
     rows, columns = x.shape

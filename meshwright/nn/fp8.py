@@ -59,9 +59,9 @@ def _quantise(
     turned = torch.empty((columns, rows) if across else (0, 0), dtype=dtype, device=x.device)
     x = x.contiguous()
     if kernels_take(x):
-        from meshwright.kernels.fp8 import cast, largest
+        from meshwright.kernels.fp8 import cast, largest_magnitudes
 
-        of_rows, of_columns = largest(x, lines, straight, across)
+        of_rows, of_columns = largest_magnitudes(x, lines, straight, across)
         scale, turned_scale = cast(x, of_rows, of_columns, value, turned, limit, lines)
         return value, scale, turned, turned_scale
     size = x.abs().float()
