@@ -1,6 +1,6 @@
 """The one file that names devices: which one a rank uses, its back end, its precisions, its clock and memory.
 
-`meta` is the device of a dry run: tensors have shapes but no memory, nothing is computed, and all else is as it is.
+`meta` is the device of a dry run: tensors have shapes but no memory and nothing is computed, but all other code runs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from meshwright.errors import UserError
 
 BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo", "meta": "fake"}
 WITHOUT_STREAMS = ("cpu", "meta")
-# What weights and activations are kept in; fp8 is for products alone.
-DTYPES = {
+# The dtype of weights and activations in each precision; under fp8 only the products are in 8 bits.
+PRECISION_DTYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16,
 }  # fmt: skip
 
 
-def _found() -> str | None:
-    """The kind of accelerator on this machine."""
+def _accelerator_kind() -> str | None:
+    """Returns the kind of accelerator on this machine, or None."""
     return next((kind for kind in ("cuda", "npu") if _available(kind)), None)
 
 
@@ -39,34 +39,37 @@ def _available(kind: str) -> bool:
     return module is not None and bool(module.is_available())
 
 
-def count() -> int:
-    """Accelerators on this machine."""
-    kind = _found()
+def accelerator_count() -> int:
+    """Returns the number of accelerators on this machine."""
+    kind = _accelerator_kind()
     return 0 if kind is None else int(getattr(torch, kind).device_count())
 
 
-def current() -> int:
-    """The index of the accelerator that this process uses."""
-    kind = _found()
+def current_index() -> int:
+    """Returns the index of the accelerator that this process uses."""
+    kind = _accelerator_kind()
     return 0 if kind is None else int(getattr(torch, kind).current_device())
 
 
 @dataclass(frozen=True)
 class Device:
+    """One device of this machine. All code that depends on its kind is here."""
+
     kind: str
     index: int = 0
 
     @staticmethod
     def find(wanted: str = "auto") -> Device:
         """The first device of the wanted kind."""
-        kind = (_found() or "cpu") if wanted == "auto" else wanted
+        kind = (_accelerator_kind() or "cpu") if wanted == "auto" else wanted
         if kind not in WITHOUT_STREAMS and not _available(kind):
             raise UserError(f"run.device={kind}, but torch finds no {kind} device here: set run.device=cpu or auto")
         return Device(kind)
 
     @staticmethod
     def choose(wanted: str = "auto", local_rank: int = 0) -> Device:
-        """The device of a local rank, made current; several ranks share one if there are more ranks than devices."""
+        """Returns the device of a local rank and makes it current. Ranks share devices if there are more ranks than
+        devices."""
         kind = Device.find(wanted).kind
         if kind in WITHOUT_STREAMS:
             return Device(kind)
@@ -88,8 +91,8 @@ class Device:
         return BACKENDS[self.kind] if wanted == "auto" else wanted
 
     def check_sharing(self, backend: str, ranks: int, as_rank: bool = True) -> None:
-        """NCCL and its kin refuse two ranks on one device. The only one that a rank sees may be its own, since
-        launchers can show each rank another; if it isn't, the back end says so."""
+        """Raises if ranks would share a device, which NCCL and HCCL refuse. Where a rank sees a single device, that may
+        be its own, since launchers can show each rank another one; if it isn't, the back end raises."""
         if self.module is None or backend == "gloo":
             return
         here = self.module.device_count()
@@ -118,17 +121,18 @@ class Device:
         return self.kind if self.module is None else str(self.module.get_device_name(self.index))
 
     def memory_bytes(self) -> int:
-        """Of an accelerator."""
+        """Returns the bytes of an accelerator's memory."""
         return int(getattr(torch, self.kind).get_device_properties(self.index).total_memory)
 
     def units(self) -> int:
-        """What a product's tiles are dealt out to: multiprocessors; 1 for a rank on a processor's cores."""
+        """Returns the number of multiprocessors, over which the tiles of a matrix product are distributed; 1 on a
+        CPU."""
         if self.kind == "cpu":
             return 1
         return int(getattr(getattr(torch, self.kind).get_device_properties(self.index), "multi_processor_count", 32))
 
     def empty_cache(self) -> None:
-        """Memory that no tensor uses goes back to the device."""
+        """Returns memory that no tensor uses from torch's cache to the device."""
         if self.module is not None:
             gc.collect()
             self.module.empty_cache()
@@ -145,7 +149,8 @@ class Device:
             return x.pin_memory()
 
     def upload(self, x: Tensor) -> Tensor:
-        """A copy on this device. The host does not wait for it."""
+        """Returns a copy on this device. The host does not wait for it: pinned memory is copied by the device
+        itself."""
         if self.module is None:
             return x.to(self.torch)
         return (x if x.is_pinned() else x.pin_memory()).to(self.torch, non_blocking=True)
@@ -154,24 +159,24 @@ class Device:
         return Download(self, x)
 
     def side_stream(self) -> SideStream:
-        """A stream for copies beside the computation, which sees all that was launched up to now."""
+        """Returns a stream for copies beside the computation. It is ordered after everything launched so far."""
         return SideStream(self)
 
     def clock(self) -> Clock:
         return Clock(self)
 
     def peak_bytes(self) -> int | None:
-        """Most memory that tensors took on this device since it was last forgotten, or None where nobody counts."""
+        """Returns the peak memory of tensors on this device since `reset_peak`, or None where it is not counted."""
         return None if self.module is None else int(self.module.max_memory_allocated())
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         if self.module is not None:
             self.module.reset_peak_memory_stats()
 
 
 class Download:
-    """A copy to the host under way; `read` waits for it alone, not for what was launched after it. What was never
-    computed (`meta`) reads as ones."""
+    """A copy to the host that is under way. `read` waits for an event behind the copy, and so not for work that was
+    launched later. A `meta` tensor, which was never computed, reads as ones."""
 
     def __init__(self, device: Device, x: torch.Tensor) -> None:
         self._event = None
@@ -189,7 +194,8 @@ class Download:
 
 
 class Clock:
-    """Marks points in what this device does and tells when it came there, in seconds of the host's clock."""
+    """Marks points in the device's stream of work and tells when the device reached them, in seconds of the host's
+    clock."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -204,14 +210,19 @@ class Clock:
         return event
 
     def read(self, mark: Any) -> float:
-        """When the device was there; all that was marked must be done."""
+        """Returns when the device reached a mark; all marked work must be done."""
         if self._device.kind in WITHOUT_STREAMS:
             return float(mark)
         return self._begin + float(self._first.elapsed_time(mark)) / 1e3
 
 
 class SideStream:
-    """`with stream:` runs what is launched inside beside the computation, and ends when it is done. No-op on a CPU."""
+    """Within `with stream:`, work is launched on a stream of its own, beside the computation; leaving it waits for that
+    work.
+
+    On a CPU it does nothing. Streams belong to a thread's context in torch, so the thread that copies enters it, while
+    the thread that launched the computation constructs it: the new stream must be ordered after that thread's stream.
+    """
 
     def __init__(self, device: Device) -> None:
         self.module = device.module
@@ -232,14 +243,14 @@ class SideStream:
 
 
 def pin(tensor: torch.Tensor, device: torch.device) -> None:
-    """Keeps host memory where it is, so that a CUDA device can copy from and to it by itself. In place: torch's own
-    allocator of pinned memory rounds up to a power of two, which doubles what a large state takes."""
+    """Pins host memory in place, so that a CUDA device can copy from and to it without the host. torch's own allocator
+    of pinned memory rounds up to a power of two, which can double what a large state takes."""
     if device.type != "cuda" or not tensor.numel():
         return
     library, address = torch.cuda.cudart(), tensor.data_ptr()
     error = int(library.cudaHostRegister(address, tensor.nbytes, 0))
     if error:
-        with suppress(RuntimeError):  # CUDA tells of a failed call once more with the next launch: let it be this one
+        with suppress(RuntimeError):  # CUDA reports a failed call again at the next launch: let it be this one
             torch.zeros(1, device=device)
         said = f"{tensor.nbytes >> 20} MiB of host memory can't be pinned (CUDA error {error}): copies will wait"
         warnings.warn(said, stacklevel=2)
@@ -256,7 +267,7 @@ def scaled_rows_are_wide(device: torch.device) -> bool:
 
 
 def accelerator(device: torch.device) -> Any:
-    """torch's module of a device's kind, with its streams; None where there are none."""
+    """Returns torch's module of a device's kind, with its streams; None where there are none."""
     return None if device.type in WITHOUT_STREAMS else getattr(torch, device.type)
 
 
@@ -265,14 +276,15 @@ def generator(device: torch.device) -> torch.Generator:
 
 
 def limit_threads(local_world: int) -> None:
-    """A rank's share of the cores, unless the user says otherwise."""
+    """Limits torch to a rank's share of the cores, unless the user has set OMP_NUM_THREADS."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
 
 
-def give_back_freed_memory() -> None:
-    """Large blocks that are freed go back to the system at once. Left to itself, glibc's malloc keeps ever larger ones
-    for later: up to as much again as a run from a disk holds. Other C libraries don't, and have no such setting."""
+def return_freed_memory() -> None:
+    """Makes malloc return large freed blocks to the system at once. By default, glibc raises its threshold with each
+    large block and keeps freed ones for later, which can double the memory of a run that offloads to disk. Other C
+    libraries don't, and have no such setting."""
     setting = getattr(ctypes.CDLL(None), "mallopt", None)
     if setting is not None:
         mmap_threshold = -3  # its number in malloc.h
@@ -280,8 +292,8 @@ def give_back_freed_memory() -> None:
 
 
 def check_machine(kind: str, backend: str, precision: str, ranks: int) -> None:
-    """What a launcher can know before it starts ranks on this machine."""
-    if kind == "cpu" or (kind == "auto" and not count()):
+    """Raises for what a launcher can know to fail before it starts ranks on this machine."""
+    if kind == "cpu" or (kind == "auto" and not accelerator_count()):
         if ranks > 1:
             Device("cpu").check_backend(backend)
         return

@@ -12,16 +12,16 @@ class UserError(ValueError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`" (did you mean 'x'?)"` for the closest known name, or an empty string."""
+    """Returns `" (did you mean 'x'?)"` for the closest known name, or an empty string."""
     names = list(known)
-    # Short names are alike by chance less often than one wrong letter makes them look.
+    # One wrong letter is a large share of a short name, so short names need a lower cutoff.
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5 if len(name) <= 3 else 0.65)
     close += [full for full in names if name and full.startswith(name)]
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def either(values: Iterable[Any]) -> str:
-    """`1, 2 or 4`."""
+    """Returns the values as a phrase, e.g. `1, 2 or 4`."""
     words = [str(value) for value in values]
     return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 

@@ -21,7 +21,7 @@ from meshwright.bench.request import host_bytes
 from meshwright.comm.mesh import Mesh
 from meshwright.config.load import config_from
 from meshwright.config.sections import CommConfig, Config
-from meshwright.device import DTYPES, Device
+from meshwright.device import PRECISION_DTYPES, Device
 from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device, release
 from meshwright.optim.scaling import gradient_scaling
 from meshwright.plan.cluster import Cluster
@@ -107,14 +107,14 @@ def product_tflops(device: Device, precision: str, units: int, time: Callable[..
     """Returns the rate of a large product, corrected by the share of it that the planner expects for its shape."""
     # Many CPUs multiply 16-bit floats very slowly.
     side = 8192 if device.kind != "cpu" else 512 if precision in ("fp32", "fp64") else 128
-    a, b = (torch.randn(side, side, device=device.torch).to(DTYPES[precision]) for _ in range(2))
+    a, b = (torch.randn(side, side, device=device.torch).to(PRECISION_DTYPES[precision]) for _ in range(2))
     return 2 * side**3 / time(lambda: a @ b.t()) / tile_share(side, side, side, 1, units) / 1e12
 
 
 def processor_products(precision: str, time: Callable[..., float]) -> tuple[float, float]:
     """Returns the TFLOP/s of products on a CPU and the GB/s at which their matrices are read in addition, fitted over
     several shapes with both gradients."""
-    rows, times, dtype = [], [], DTYPES[precision]
+    rows, times, dtype = [], [], PRECISION_DTYPES[precision]
     for tokens, n, k in PRODUCTS:
         x, y, w = (torch.randn(*shape).to(dtype) for shape in ((tokens, k), (tokens, n), (n, k)))
         out = torch.empty_like(w)
@@ -130,7 +130,7 @@ def processor_products(precision: str, time: Callable[..., float]) -> tuple[floa
 def attention_tflops(device: Device, precision: str, time: Callable[..., float]) -> float:
     batch, heads, seq, width = (2, 6, 160, 64) if device.kind == "cpu" else (4, 16, 4096, 128)
     shape = (batch, seq, heads, width)
-    dtype = DTYPES[precision]
+    dtype = PRECISION_DTYPES[precision]
     q, k, v = (torch.randn(*shape, device=device.torch).to(dtype).requires_grad_() for _ in range(3))
     grad = torch.randn_like(q).transpose(1, 2)
 
@@ -185,7 +185,7 @@ def wait(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
 def many_products(mesh: Mesh, device: Device, precision: str, seconds: float) -> Callable[[], None]:
     """Returns a call that computes products for about `seconds`, the same number on every rank."""
     side = 384 if device.kind == "cpu" else 4096
-    a, b = (torch.randn(side, side, device=device.torch).to(DTYPES[precision]) for _ in range(2))
+    a, b = (torch.randn(side, side, device=device.torch).to(PRECISION_DTYPES[precision]) for _ in range(2))
     count = max(1, round(seconds / timed(mesh.world, device, lambda: a @ b, 0.05)))
 
     def products() -> None:

@@ -50,17 +50,17 @@ class Checkpointed(Protocol):
         ...
 
     def states(self) -> Iterator[State]:
-        """This rank's tensors, which a save reads and a load fills."""
+        """Yields this rank's tensors, which a save reads and a load fills."""
         ...
 
     def counters(self) -> Mapping[str, float | None]:
-        """The numbers beside the tensors: updates made, the loss scale."""
+        """Returns the numbers that are saved beside the tensors: updates made, the loss scale."""
         ...
 
     def restore(self, step: int, consumed: int, counters: Mapping[str, Any]) -> None:
-        """Sets what `counters` gave, after the tensors have been filled."""
+        """Sets the values that `counters` returned, after the tensors have been filled."""
         ...
 
     def publish(self) -> None:
-        """Called on every rank after all have filled their tensors: the model's weights follow."""
+        """Copies the loaded state to the model's weights. Every rank calls it after all have filled their tensors."""
         ...

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -27,7 +28,7 @@ from meshwright.config.sections import Config
 from meshwright.errors import UserError
 
 FORMAT = "meshwright checkpoint"
-VERSION = 1
+FORMAT_VERSION = 1
 INDEX = "index.json"
 SEAL = b', "crc32": '  # before the index's last value, the checksum of all that stands before this
 BLOCK_BYTES = 16 * 2**20  # a reader that needs a part of a block reads and checks all of it
@@ -38,7 +39,7 @@ class DamagedCheckpoint(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class SavedBlock:
     """A rectangle of a global tensor: which file holds it, under which key, and the CRC-32 of its bytes."""
 
     tensor: str
@@ -60,29 +61,29 @@ class Index:
     state: dict[str, Any] = field(default_factory=dict)  # counters: updates, loss scale, ...
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> shape, dtype
     files: dict[str, int] = field(default_factory=dict)  # name -> bytes
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[SavedBlock] = field(default_factory=list)
 
-    def of(self, tensor: str) -> list[Block]:
+    def blocks_of(self, tensor: str) -> list[SavedBlock]:
         if not hasattr(self, "_by_tensor"):
-            self._by_tensor: dict[str, list[Block]] = {}
+            self._by_tensor: dict[str, list[SavedBlock]] = {}
             for block in self.blocks:
                 self._by_tensor.setdefault(block.tensor, []).append(block)
         return self._by_tensor.get(tensor, [])
 
 
 def checkpoint_folder(config: Config) -> Path:
-    """Where a run's checkpoints are."""
+    """Returns the folder of a run's checkpoints."""
     return Path(config.checkpoint.dir) if config.checkpoint.dir else Path(config.run.dir) / "checkpoints"
 
 
-def restarted(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher has started this job's ranks before: then the job goes on from where they came to."""
+def was_restarted(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher has started this job's ranks before; the job then continues from its newest checkpoint."""
     counts = (env.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return any(count not in ("", "0") for count in counts)
 
 
 def job_name(env: Mapping[str, str] = os.environ) -> str:
-    """The same for all attempts of a job, as far as its launcher tells."""
+    """Returns the launcher's name of this job, which all of its attempts share; empty if the launcher gives none."""
     return env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID") or ""
 
 
@@ -91,7 +92,7 @@ def folder_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """Of a checkpoint's folder; -1 if its name doesn't say."""
+    """Returns the step in the name of a checkpoint's folder; -1 if the name holds none."""
     match = re.fullmatch(r"step-(\d{8,})", path.name)
     return int(match.group(1)) if match else -1
 
@@ -100,8 +101,9 @@ def saving_name(step: int) -> str:
     return f".saving-{folder_name(step)}"
 
 
-def checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every checkpoint, oldest first. They were complete once; `read_index` says if one still is."""
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Returns (step, path) of every checkpoint, oldest first. Each was complete once; `read_index` checks that it still
+    is."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         step = step_of(path)
@@ -111,8 +113,9 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def set_aside(folder: Path, after: int) -> None:
-    """Checkpoints beyond the step that a run goes on from are another history, or damaged: kept, but not counted."""
-    for step, path in checkpoints(folder):
+    """Renames the checkpoints beyond the step that a run continues from: they are damaged or of another history, so
+    they are kept but no longer count."""
+    for step, path in list_checkpoints(folder):
         if step > after:
             name, number = f"lost-{path.name}", 1
             while (folder / name).exists():
@@ -122,8 +125,8 @@ def set_aside(folder: Path, after: int) -> None:
 
 
 def remove_unfinished(folder: Path, before: int | None = None) -> None:
-    """What killed or failed saves left half-written, of all steps or of those before one; a later save of the same step
-    must not find it."""
+    """Removes what killed or failed saves left half-written, of all steps or of those before one, so that a later save
+    of the same step does not find it."""
     for path in folder.glob(".saving-*") if folder.is_dir() else ():
         if before is None or step_of(Path(path.name.removeprefix(".saving-"))) < before:
             shutil.rmtree(path, ignore_errors=True)
@@ -140,7 +143,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Whole or not at all: written aside, flushed to disk, renamed."""
+    """Writes a file whole or not at all: under another name first, flushed to disk, then renamed."""
     aside = path.with_name(path.name + ".part")
     with aside.open("wb") as file:
         file.write(data)
@@ -150,7 +153,8 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """A new name is on disk when its folder is. Some file systems can't say that of a folder."""
+    """Flushes a folder, after which the new names in it are on disk. File systems that can't flush a folder are
+    tolerated."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -164,12 +168,13 @@ def sync_folder(path: Path) -> None:
 def write_index(folder: Path, index: Index) -> None:
     value = {f.name: getattr(index, f.name) for f in fields(Index)}
     value["blocks"] = [[b.tensor, b.start, b.shape, b.file, b.key, b.crc32] for b in index.blocks]
-    head = json.dumps({"format": FORMAT, "version": VERSION} | value).encode()[:-1]
+    head = json.dumps({"format": FORMAT, "version": FORMAT_VERSION} | value).encode()[:-1]
     write_whole(folder / INDEX, head + SEAL + f"{zlib.crc32(head)}}}".encode())
 
 
 def read_index(folder: Path) -> Index:
-    """Checked: another format, a later version, a missing, truncated or changed file are told apart by name."""
+    """Reads and checks the index. Another format, a later version, and a missing, truncated or changed file each raise
+    an error that names the file."""
     path = folder / INDEX
     try:
         data = path.read_bytes()
@@ -181,14 +186,14 @@ def read_index(folder: Path) -> Index:
     if not isinstance(value, dict) or value.pop("format", None) != FORMAT:
         raise DamagedCheckpoint(f"{path} is not the index of a Meshwright checkpoint")
     version = value.pop("version", None)
-    if version != VERSION:
-        raise DamagedCheckpoint(f"{path} has format version {version}, and this program reads version {VERSION}")
+    if version != FORMAT_VERSION:
+        raise DamagedCheckpoint(f"{path} has format version {version}, and this program reads version {FORMAT_VERSION}")
     head, _, _ = data.rpartition(SEAL)
     if value.pop("crc32", None) != zlib.crc32(head):
         raise DamagedCheckpoint(f"{path} is damaged (wrong checksum): use another checkpoint")
     try:
         rows = value.pop("blocks")
-        index = Index(**value, blocks=[Block(t, tuple(a), tuple(n), f, k, c) for t, a, n, f, k, c in rows])
+        index = Index(**value, blocks=[SavedBlock(t, tuple(a), tuple(n), f, k, c) for t, a, n, f, k, c in rows])
     except (TypeError, ValueError, KeyError):
         raise DamagedCheckpoint(f"{path} lacks a part of the index: use another checkpoint") from None
     strange = any(os.path.basename(name) != name for name in index.files)
@@ -207,19 +212,16 @@ def _check_file(path: Path, size: int) -> None:
         raise DamagedCheckpoint(f"{path} has {found} bytes where {size} were written: use another checkpoint")
 
 
-def cut(start: tuple[int, ...], shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges of dim 0 that keep a block below BLOCK_BYTES where rows allow it."""
-    row = element_bytes
-    for n in shape[1:]:
-        row *= n
-    rows = max(1, BLOCK_BYTES // max(1, row))
+def block_ranges(shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yields ranges of dim 0 that keep a block below BLOCK_BYTES, unless a single row is larger."""
+    rows = max(1, BLOCK_BYTES // max(1, element_bytes * math.prod(shape[1:])))
     for low in range(0, shape[0], rows):
         yield low, min(shape[0], low + rows)
 
 
 def keep_newest(folder: Path, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints (0: keeps all). A removed one loses its name first."""
-    found = checkpoints(folder)
+    found = list_checkpoints(folder)
     for step, path in found[: max(0, len(found) - keep)] if keep else ():
         aside = folder / f".old-{folder_name(step)}"
         path.rename(aside)
@@ -227,13 +229,14 @@ def keep_newest(folder: Path, keep: int) -> None:
 
 
 def path_and_step(source: str) -> tuple[Path, str]:
-    """PATH[@STEP] in its parts; a path that is there may have an @ in its name."""
+    """Splits PATH[@STEP]. A path that exists may have an @ in its name."""
     text, at, step = source.rpartition("@")
     return (Path(text), step) if at and not Path(source).exists() else (Path(source), "")
 
 
-def find(source: str) -> Path:
-    """The checkpoint that PATH[@STEP] names: a checkpoint's folder, or the newest (or STEP's) of a run's."""
+def find_checkpoint(source: str) -> Path:
+    """Returns the checkpoint that PATH[@STEP] names: a checkpoint's own folder, or the newest (or STEP's) in a run's
+    folder."""
     path, wanted = path_and_step(source)
     if wanted and not wanted.isdecimal():
         raise UserError(f"'{source}': after @ comes a step's number, e.g. {path}@1000")
@@ -241,8 +244,8 @@ def find(source: str) -> Path:
         if wanted and step_of(path) != int(wanted):
             raise UserError(f"{path} is one checkpoint, not a run's folder: leave @{wanted} out")
         return path
-    folder = path if checkpoints(path) else path / "checkpoints"
-    found = checkpoints(folder)
+    folder = path if list_checkpoints(path) else path / "checkpoints"
+    found = list_checkpoints(folder)
     if not found:
         raise UserError(f"there is no complete checkpoint in {path}: name a run's folder or a checkpoint's")
     if not wanted:

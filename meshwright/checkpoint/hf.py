@@ -1,7 +1,7 @@
 """Hugging Face in and out: a folder that transformers wrote becomes a checkpoint, and a checkpoint such a folder.
 
 Both go block by block, so memory does not grow with the model. What a folder says beyond our model section (its
-config.json, which names it used and in which dtypes) is kept in the checkpoint, so that a round trip gives it back.
+config.json, the names and dtypes of its tensors) is kept in the checkpoint, so that a round trip gives it back.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -21,24 +21,24 @@ from torch import Tensor
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint import tensor_file
-from meshwright.checkpoint.format import Block, Index
-from meshwright.checkpoint.hf_files import SHARDED, SHORT, SINGLE, HFFolder, blocks
+from meshwright.checkpoint.format import Index, SavedBlock, block_ranges
+from meshwright.checkpoint.hf_files import PRECISION_CODES, SHARDED_INDEX, SINGLE_FILE, HFFolder
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import check_cover
-from meshwright.checkpoint.tensor_file import DTYPES, NAMES, Entry
+from meshwright.checkpoint.tensor_file import DTYPE_CODES, TORCH_DTYPES, TensorEntry
 from meshwright.config.sections import ModelConfig
 from meshwright.data.token_file import read_metadata
 from meshwright.errors import UserError
 from meshwright.layout.params import Box, Init, ParamRecord
 from meshwright.models.hf import FAMILIES, family_for
-from meshwright.models.hf.family import Mapped, section
+from meshwright.models.hf.family import Mapped, model_section
 
 ORIGIN = "hf_origin.json"
 NO_DATA = "imported"
-WEIGHTS = "rank-00000.safetensors"
+WEIGHTS_FILE = "rank-00000.safetensors"
 SHARD_BYTES = 5 * 10**9
-METADATA = {"format": "pt"}  # which transformers asks for
-BESIDE = (
+METADATA = {"format": "pt"}  # transformers refuses a file without it
+EXTRA_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
@@ -46,7 +46,7 @@ BESIDE = (
 
 @contextmanager
 def written_aside(to: Path) -> Iterator[Path]:
-    """A new folder that gets its name only when all is in it."""
+    """Yields a new folder that gets its final name only when everything has been written."""
     to = Path(os.path.abspath(to))
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} exists already: name a new folder")
@@ -71,46 +71,47 @@ def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0) -> Mode
     folder = HFFolder(source, seq)
     with written_aside(to) as aside:
         index = Index(step=0, consumed=0, world=1, config=config_of(folder.model))
-        entries: list[Entry] = []
+        entries: list[TensorEntry] = []
         for name, mapped in folder.tensors.items():
             sources = [folder.dtype(each) for each in mapped.source_shapes()]
-            stored = SHORT[dtype] if dtype else "F64" if "F64" in sources else "F32"
-            kind = str(DTYPES[stored]).removeprefix("torch.")
+            stored = "F64" if "F64" in sources else "F32"
+            if dtype:
+                stored = PRECISION_CODES[dtype]
+            kind = str(TORCH_DTYPES[stored]).removeprefix("torch.")
             index.tensors[f"param/{name}"] = {"shape": list(mapped.shape), "dtype": kind}
-            for low, high in blocks(mapped.shape, DTYPES[stored].itemsize):
+            for low, high in block_ranges(mapped.shape, TORCH_DTYPES[stored].itemsize):
                 shape = (high - low, *mapped.shape[1:])
                 start = (low, *(0 for _ in mapped.shape[1:]))
-                index.blocks.append(Block(f"param/{name}", start, shape, WEIGHTS, str(len(entries)), 0))
-                entries.append(Entry(str(len(entries)), stored, shape))
-        sums = tensor_file.write(aside / WEIGHTS, entries, _values(folder, index.blocks, entries))
-        index.files[WEIGHTS] = (aside / WEIGHTS).stat().st_size
-        index.blocks = [
-            Block(b.tensor, b.start, b.shape, b.file, b.key, crc) for b, crc in zip(index.blocks, sums, strict=True)
-        ]
+                index.blocks.append(SavedBlock(f"param/{name}", start, shape, WEIGHTS_FILE, str(len(entries)), 0))
+                entries.append(TensorEntry(str(len(entries)), stored, shape))
+        sums = tensor_file.write_tensors(aside / WEIGHTS_FILE, entries, _values(folder, index.blocks, entries))
+        index.files[WEIGHTS_FILE] = (aside / WEIGHTS_FILE).stat().st_size
+        index.blocks = [replace(block, crc32=crc) for block, crc in zip(index.blocks, sums, strict=True)]
         check_cover(index)
         tensors = {full: [stored, folder.dtype(full)] for full, stored in folder.stored.items()}
         fmt.write_json(aside / ORIGIN, {"config": folder.config, "tensors": tensors})
-        copy_beside(source, aside)
+        copy_extra_files(source, aside)
         fmt.write_index(aside, index)
     return folder.model
 
 
 def config_of(model: ModelConfig) -> dict[str, Any]:
-    """Of a checkpoint that no run wrote: its model; the data's name stands for none."""
+    """Returns the config of a checkpoint that no run wrote: its model, and a placeholder for the data, which it has
+    none of."""
     return {"model": asdict(model), "data": {"prefixes": [NO_DATA]}}
 
 
-def _values(folder: HFFolder, wanted: list[Block], entries: list[Entry]) -> Iterator[Tensor]:
-    """The blocks' values in order."""
+def _values(folder: HFFolder, wanted: list[SavedBlock], entries: list[TensorEntry]) -> Iterator[Tensor]:
+    """Yields the blocks' values in order."""
     for block, entry in zip(wanted, entries, strict=True):
         low = block.start[0]
         values = folder.rows(block.tensor.removeprefix("param/"), low, low + block.shape[0])
-        yield values.to(DTYPES[entry.dtype])
+        yield values.to(TORCH_DTYPES[entry.dtype])
 
 
-def copy_beside(source: Path, to: Path) -> list[str]:
-    """The tokenizer's and the generation's files, where there are any."""
-    found = [name for name in BESIDE if (source / name).is_file()]
+def copy_extra_files(source: Path, to: Path) -> list[str]:
+    """Copies the files of the tokenizer and of the generation settings that are there, and returns their names."""
+    found = [name for name in EXTRA_FILES if (source / name).is_file()]
     for name in found:
         shutil.copyfile(source / name, to / name)
     return found
@@ -127,7 +128,8 @@ class Origin:
 
 
 def origin_of(folder: Path) -> Origin | None:
-    """Of an imported checkpoint or a Hugging Face folder."""
+    """Returns the origin of an imported checkpoint, or of a Hugging Face folder itself; None if the folder is
+    neither."""
     for name in (ORIGIN, "config.json"):
         if (folder / name).is_file():
             try:
@@ -142,10 +144,10 @@ def origin_of(folder: Path) -> Origin | None:
 
 
 @dataclass(frozen=True)
-class Theirs:
-    """One tensor to write: its entry, and where its rows are in a tensor of ours."""
+class ExportedTensor:
+    """A tensor of theirs to write: its entry, and the tensor of ours that holds its rows."""
 
-    entry: Entry
+    entry: TensorEntry
     ours: str
     mapped: Mapped
     source: str
@@ -161,7 +163,7 @@ def export_folder(
     follow.
     """
     reader = Reader(checkpoint)
-    model = section(reader.index.config["model"])
+    model = model_section(reader.index.config["model"])
     origin = origin_of(like or checkpoint)
     if like is not None and origin is None:
         raise UserError(f"{like} has no config.json: --like takes a Hugging Face folder or an imported checkpoint")
@@ -171,16 +173,16 @@ def export_folder(
     if base.get("model_type") != chosen.model_type:
         origin, base = None, {}
     stored = origin.tensors if origin is not None else {}
-    planned: list[Theirs] = []
+    planned: list[ExportedTensor] = []
     for ours, mapped in chosen.tensors(model).items():
         for source, shape in mapped.source_shapes().items():
-            planned.append(_theirs(reader, stored, source, shape, ours, mapped, dtype, source))
+            planned.append(_exported_tensor(reader, stored, source, shape, ours, mapped, dtype, source))
             head = f"{chosen.head}.weight"
             if ours == "embedding.weight" and model.tied_embeddings and head in stored:
-                planned.append(_theirs(reader, stored, head, shape, ours, mapped, dtype, source))
+                planned.append(_exported_tensor(reader, stored, head, shape, ours, mapped, dtype, source))
     config = chosen.config_of(model, base or None)
     with written_aside(to) as aside:
-        beside = copy_beside(origin.folder, aside) if origin else copy_tokenizer(reader, aside)
+        beside = copy_extra_files(origin.folder, aside) if origin else copy_tokenizer(reader, aside)
         end = None if base else _end_token(reader)
         if not base:
             config |= {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
@@ -196,26 +198,26 @@ def export_folder(
     }  # fmt: skip
 
 
-def _theirs(
+def _exported_tensor(
     reader: Reader, stored: dict[str, list[str]], name: str, shape: tuple[int, ...], ours: str, mapped: Mapped,
     dtype: str, source: str,
-) -> Theirs:  # fmt: skip
+) -> ExportedTensor:  # fmt: skip
     held = reader.index.tensors.get(f"param/{ours}")
     if held is None:
         raise UserError(f"{reader.folder} has no param/{ours}: it is not a whole model of its model section")
-    actual, kind = stored.get(name, [name, NAMES[getattr(torch, held["dtype"])]])
-    return Theirs(Entry(actual, SHORT[dtype] if dtype else kind, shape), ours, mapped, source)
+    actual, kind = stored.get(name, [name, DTYPE_CODES[getattr(torch, held["dtype"])]])
+    return ExportedTensor(TensorEntry(actual, PRECISION_CODES[dtype] if dtype else kind, shape), ours, mapped, source)
 
 
-def _dtype_word(planned: list[Theirs]) -> str:
+def _dtype_word(planned: list[ExportedTensor]) -> str:
     """What config.json calls the dtype of the weights: the smallest that holds them all, since transformers loads them
     in it."""
-    return str(reduce(torch.promote_types, (DTYPES[each.entry.dtype] for each in planned))).removeprefix("torch.")
+    return str(reduce(torch.promote_types, (TORCH_DTYPES[each.entry.dtype] for each in planned))).removeprefix("torch.")
 
 
-def write_weights(reader: Reader, folder: Path, planned: list[Theirs]) -> list[str]:
-    """One file, or several below SHARD_BYTES with an index."""
-    shards: list[list[Theirs]] = [[]]
+def write_weights(reader: Reader, folder: Path, planned: list[ExportedTensor]) -> list[str]:
+    """Writes one file, or several of at most SHARD_BYTES with an index, and returns their names."""
+    shards: list[list[ExportedTensor]] = [[]]
     size = 0
     for each in planned:
         if shards[-1] and size + each.entry.bytes > SHARD_BYTES:
@@ -224,28 +226,28 @@ def write_weights(reader: Reader, folder: Path, planned: list[Theirs]) -> list[s
         shards[-1].append(each)
         size += each.entry.bytes
     count = len(shards)
-    names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)] if count > 1 else [SINGLE]
+    names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)] if count > 1 else [SINGLE_FILE]
     for name, shard in zip(names, shards, strict=True):
-        tensor_file.write(folder / name, [each.entry for each in shard], _pieces(reader, shard), METADATA)
+        tensor_file.write_tensors(folder / name, [each.entry for each in shard], _pieces(reader, shard), METADATA)
     if count > 1:
         where = {each.entry.name: name for name, shard in zip(names, shards, strict=True) for each in shard}
         total = sum(each.entry.bytes for each in planned)
         value = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        fmt.write_whole(folder / SHARDED, (json.dumps(value, indent=2) + "\n").encode())
+        fmt.write_whole(folder / SHARDED_INDEX, (json.dumps(value, indent=2) + "\n").encode())
     return names
 
 
-def _pieces(reader: Reader, shard: list[Theirs]) -> Iterator[Tensor]:
+def _pieces(reader: Reader, shard: list[ExportedTensor]) -> Iterator[Tensor]:
     for each in shard:
-        dtype = DTYPES[each.entry.dtype]
+        dtype = TORCH_DTYPES[each.entry.dtype]
         if each.mapped.transposed:
             yield _rows(reader, each, 0, each.mapped.shape[0], dtype).t()
             continue
-        for low, high in blocks(each.entry.shape, max(4, dtype.itemsize)):
+        for low, high in block_ranges(each.entry.shape, max(4, dtype.itemsize)):
             yield _rows(reader, each, low, high, dtype)
 
 
-def _rows(reader: Reader, theirs: Theirs, low: int, high: int, dtype: torch.dtype) -> Tensor:
+def _rows(reader: Reader, theirs: ExportedTensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
     """Rows [low, high) of their tensor, gathered from ours."""
     shape = theirs.mapped.shape
     zeros, boxes = (0,) * (len(shape) - 1), []
@@ -261,7 +263,7 @@ def _rows(reader: Reader, theirs: Theirs, low: int, high: int, dtype: torch.dtyp
 
 
 def _metadata(reader: Reader) -> tuple[Path, dict[str, Any]] | None:
-    """The prefix of the first of a run's token files that says how it was made, and what it says."""
+    """Returns the prefix and the metadata of the first of a run's token files that has metadata."""
     for prefix in reader.index.config.get("data", {}).get("prefixes", []):
         found = read_metadata(prefix)
         if found:
@@ -275,7 +277,7 @@ def _end_token(reader: Reader) -> int | None:
 
 
 def copy_tokenizer(reader: Reader, to: Path) -> list[str]:
-    """The tokenizer of the run's data, if it was one with a file that is still there."""
+    """Copies the tokenizer of the run's data, if its file still exists, and returns the names of the copies."""
     found = _metadata(reader)
     if found is None:
         return []

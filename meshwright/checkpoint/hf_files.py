@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from meshwright.checkpoint.format import cut
+from meshwright.checkpoint.format import block_ranges
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord
 from meshwright.models.hf import family_named
 from meshwright.models.hf.family import Family, Mapped
 
-SINGLE = "model.safetensors"
-SHARDED = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+SHARDED_INDEX = "model.safetensors.index.json"
 
-# Weights' dtypes: our short names and those of safetensors.
-SHORT = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-
-
-def blocks(shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows, each within the size of a checkpoint's block."""
-    return cut((0,) * len(shape), shape, element_bytes)
+# What safetensors calls the precisions that weights may have.
+PRECISION_CODES = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 
 class HFFolder:
@@ -46,12 +40,13 @@ class HFFolder:
         self.stored = self._locate()  # their full name -> the name in this folder
 
     def _locate(self) -> dict[str, str]:
-        """Finds every tensor that the model needs, checks its shape, and refuses those that nobody reads."""
+        """Finds every tensor that the model needs, checks its shape, and raises for tensors that the model has no use
+        for."""
         shapes = {name: shape for m in self.tensors.values() for name, shape in m.source_shapes().items()}
         stored: dict[str, str] = {}
         for name, shape in shapes.items():
             short = name.removeprefix(self.family.prefix)
-            found = name if name in self.file_of else short if short in self.file_of else None
+            found = next((each for each in (name, short) if each in self.file_of), None)
             if found is None:
                 raise UserError(f"{self.folder} lacks the tensor {name}: its files don't fit its config.json")
             if tuple(self.slice(found).get_shape()) != shape:
@@ -73,7 +68,7 @@ class HFFolder:
         return stored
 
     def slice(self, name: str) -> Any:
-        """A stored tensor, of which parts can be read."""
+        """Returns a handle on a stored tensor, from which parts can be read."""
         file = self.file_of[name]
         try:
             if file not in self._open:
@@ -84,13 +79,13 @@ class HFFolder:
 
     def dtype(self, name: str) -> str:
         found = str(self.slice(self.stored[name]).get_dtype())
-        if found not in SHORT.values():
-            known = ", ".join(SHORT.values())
+        if found not in PRECISION_CODES.values():
+            known = ", ".join(PRECISION_CODES.values())
             raise UserError(f"{name} in {self.folder} is of type {found}: only {known} can be imported")
         return found
 
     def rows(self, name: str, low: int, high: int) -> Tensor:
-        """Rows [low, high) of our global tensor `name`."""
+        """Returns rows [low, high) of our global tensor `name`."""
         mapped = self.tensors[name]
         parts = []
         for run in mapped.runs:
@@ -106,7 +101,7 @@ class HFFolder:
         """Sets `local`, of the record's local shape, as a checkpoint's reader does from `param/NAME`."""
         assert tensor == f"param/{record.name}" and self.tensors[record.name].shape == record.shape
         for box in record.boxes:
-            for low, high in blocks(box.shape, 4):
+            for low, high in block_ranges(box.shape, 4):
                 values = self.rows(record.name, box.start[0] + low, box.start[0] + high)
                 columns = tuple(slice(a, a + n) for a, n in zip(box.start[1:], box.shape[1:], strict=True))
                 at = tuple(slice(a, a + n) for a, n in zip(box.local_start[1:], box.shape[1:], strict=True))
@@ -127,16 +122,18 @@ def _json(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Every tensor's file."""
-    if (folder / SHARDED).is_file():
-        found = _json(folder / SHARDED, folder).get("weight_map")
+    """Returns the name of each tensor's file."""
+    if (folder / SHARDED_INDEX).is_file():
+        found = _json(folder / SHARDED_INDEX, folder).get("weight_map")
         files = sorted(set(found.values())) if isinstance(found, dict) else []
         missing = [name for name in files if os.path.basename(name) != name or not (folder / name).is_file()]
         if missing or not files:
-            what = f"{missing[0]}, which {SHARDED} names, is missing" if missing else f"{SHARDED} names no files"
+            what = f"{SHARDED_INDEX} names no files"
+            if missing:
+                what = f"{missing[0]}, which {SHARDED_INDEX} names, is missing"
             raise UserError(f"{folder} is incomplete: {what}")
-    elif (folder / SINGLE).is_file():
-        files = [SINGLE]
+    elif (folder / SINGLE_FILE).is_file():
+        files = [SINGLE_FILE]
     else:
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         if pickles:
@@ -144,7 +141,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
                 f"{folder} holds its weights as {pickles[0]}, a pickle, which is never read here: load it with "
                 "transformers and save it again with save_pretrained(DIR, safe_serialization=True)"
             )
-        raise UserError(f"{folder} has no {SINGLE}: name a folder that transformers saved a model in")
+        raise UserError(f"{folder} has no {SINGLE_FILE}: name a folder that transformers saved a model in")
     names: dict[str, str] = {}
     for file in files:
         try:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.contract import Checkpointed
-from meshwright.checkpoint.format import Block, DamagedCheckpoint, Index
+from meshwright.checkpoint.format import DamagedCheckpoint, Index, SavedBlock
 from meshwright.checkpoint.tensor_file import TensorFile, checksum
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord, overlap, row_of
@@ -33,10 +33,10 @@ class Reader:
         self.index: Index = fmt.read_index(folder)
         self.states = {name.split("/", 1)[0] for name in self.index.tensors}  # param, and what its optimizer kept
         self._files: dict[str, TensorFile] = {}
-        self._last: tuple[Block, Tensor] | None = None
+        self._last: tuple[SavedBlock, Tensor] | None = None
 
-    def block(self, block: Block) -> Tensor:
-        """The values of a block, whose checksum has been compared."""
+    def block(self, block: SavedBlock) -> Tensor:
+        """Returns the values of a block after checking its CRC-32."""
         if self._last is not None and self._last[0] == block:
             return self._last[1]
         path = self.folder / block.file
@@ -74,7 +74,7 @@ class Reader:
         filled = 0
         found_in = regions(record, low, high, values)
         wanted = [(replace(box, local_start=(0,) * len(box.shape)), region) for box, region in found_in]
-        for block in self.index.of(tensor):
+        for block in self.index.blocks_of(tensor):
             for box, region in wanted:
                 where = overlap(block.start, block.shape, box)
                 if where is not None:
@@ -102,16 +102,16 @@ def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
                 if name not in reader.index.tensors and state.name != "param":  # frozen when that was saved
                     values.zero_()
                 elif state.additive:
-                    add_rows(reader, name, slot.record, state.additive, low, high, values)
+                    add_saved_rows(reader, name, slot.record, state.additive, low, high, values)
                 else:
                     reader.fill_range(name, slot.record, low, high, values)
 
 
-def add_rows(
+def add_saved_rows(
     reader: Reader, name: str, record: ParamRecord, at: Rows, low: int, high: int, values: Tensor
 ) -> None:
-    """Sets a part of an additive state. Those who hold it now add up the rows of those who held it then, each row once;
-    on the same layout each rank finds its own."""
+    """Sets a part of an additive state. The ranks that hold it now add up the rows of the ranks that saved it, each row
+    once; on an unchanged layout each rank reads its own row."""
     values.zero_()
     rows = reader.index.tensors[name]["shape"][0]
     for row in range(at.row, rows, at.rows):
@@ -121,24 +121,24 @@ def add_rows(
 
 
 def complete_load(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
-    """After every rank has read: gathers weights for the ranks that share them, and sets the counters."""
+    """Gathers the weights for the ranks that share them and sets the counters, after every rank has read."""
     trainer.publish()
     if not model_only:
         counters = reader.index.state
         if any(state.name not in reader.states for state in trainer.states() if not state.additive):
-            # It is of another optimizer: the moments begin anew, and so does their correction.
+            # Another optimizer saved it: the moments start from zero, and so must their bias correction.
             counters = counters | {"updates": 0}
         trainer.restore(reader.index.step, reader.index.consumed, counters)
 
 
-class Weights(Protocol):
-    """A checkpoint or another folder of global tensors."""
+class WeightSource(Protocol):
+    """A checkpoint, or another folder that global tensors can be read from."""
 
     def fill(self, tensor: str, record: ParamRecord, local: Tensor) -> None: ...
 
 
 @torch.no_grad()
-def load_weights(modules: Iterable[nn.Module], reader: Weights) -> None:
+def load_weights(modules: Iterable[nn.Module], reader: WeightSource) -> None:
     """Loads only the weights, into modules without an optimizer."""
     for module in modules:
         for parameter in module.parameters():

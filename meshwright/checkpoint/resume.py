@@ -16,27 +16,27 @@ import torch
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.contract import Checkpointed
-from meshwright.checkpoint.format import find
+from meshwright.checkpoint.format import find_checkpoint
 from meshwright.checkpoint.load import Reader, complete_load, read_into
 from meshwright.config.load import to_mapping
 from meshwright.config.sections import TRAINING_KEYS, ModelConfig
 from meshwright.errors import UserError
 
-WENT_BACK = "went-back.json"  # beside the checkpoints, where a job was told to leave some of them
-# What a sample's number stands for.
+WENT_BACK = "went-back.json"  # notes, beside the checkpoints, that a job was told to restart from an older one
+# The keys that decide which tokens the sample of a given number holds.
 SAMPLES = ("data.prefixes", "data.weights", "data.split", "model.seq", "train.seed")
 
 
 def resume(trainer: Checkpointed, source: str | None) -> None:
-    """Loads what this run goes on from. Every rank calls it; all load the same checkpoint or none.
+    """Loads what this run continues from. Every rank calls it, and all load the same checkpoint or none.
 
     A damaged checkpoint is passed over, with a warning, for the one before it. A run that was begun from another
-    one's weights goes on from its own checkpoints when it is started again; so do ranks after one of them died.
+    one's weights continues from its own checkpoints when it is started again; so do ranks after one of them died.
     """
     folder = fmt.checkpoint_folder(trainer.ctx.config)
     if trainer.writes:
         fmt.remove_unfinished(folder)
-        if not fmt.restarted():
+        if not fmt.was_restarted():
             with suppress(OSError):
                 (folder / WENT_BACK).unlink()
     begun, own, steps = _chosen(trainer, folder, source)
@@ -56,9 +56,9 @@ def resume(trainer: Checkpointed, source: str | None) -> None:
 
 
 def _chosen(trainer: Checkpointed, folder: Path, source: str | None) -> tuple[bool, bool, list[int]]:
-    """Whether the run goes on from its own newest checkpoint, whether `source` is its own, and the steps to try. The
-    rank that writes looks and tells the others: a run that is being written, or a network disk, may look different
-    to each."""
+    """Returns whether the run continues from its own newest checkpoint, whether `source` is its own, and the steps to
+    try. The rank that writes looks and tells the others, since a network disk, or a run that is still being written,
+    may look different to each rank."""
     error: UserError | None = None
     found: list[int] = []
     if trainer.writes:
@@ -80,9 +80,9 @@ def _chosen(trainer: Checkpointed, folder: Path, source: str | None) -> tuple[bo
 
 
 def _candidates(folder: Path, source: str | None) -> list[int]:
-    """[goes on, source is its own, steps, the first to be tried first]. A source that is another run's only begins
-    this one, so it may be gone once there are checkpoints."""
-    there = [step for step, _ in reversed(fmt.checkpoints(folder))]
+    """Returns [whether the run continues, whether the source is its own, and the steps to try in order]. A source that
+    is another run's is only needed to begin this one, so it may be gone once there are checkpoints."""
+    there = [step for step, _ in reversed(fmt.list_checkpoints(folder))]
     if source is None:
         return [1, 0, *there]
     where, wanted = fmt.path_and_step(source)
@@ -94,7 +94,7 @@ def _candidates(folder: Path, source: str | None) -> list[int]:
             text = f"{folder} holds checkpoints: the run goes on from step {there[0]}, not from {source}{missing}"
             print(f"meshwright: {'warning: ' if missing else ''}{text}", file=sys.stderr, flush=True)
         return [1, 0, *there]
-    path = find(source)
+    path = find_checkpoint(source)
     own = inside and fmt.step_of(path) >= 0
     if there and not own:
         raise UserError(
@@ -108,7 +108,7 @@ def _candidates(folder: Path, source: str | None) -> list[int]:
 def _went_back(folder: Path, source: str) -> bool:
     """Whether ranks of this very job have gone back to `source` before, and then went on and died."""
     try:
-        return fmt.restarted() and json.loads((folder / WENT_BACK).read_text()) == {
+        return fmt.was_restarted() and json.loads((folder / WENT_BACK).read_text()) == {
             "job": fmt.job_name(), "source": source,
         }  # fmt: skip
     except (OSError, ValueError):
@@ -116,8 +116,9 @@ def _went_back(folder: Path, source: str) -> bool:
 
 
 def _named(source: str, steps: list[int]) -> Path:
-    """What `source` names: where that is the newest of a run, the one that was newest for the rank that looked."""
-    path = find(source)
+    """Returns the checkpoint that `source` names. Where that means the newest of a run, it is the one that was newest
+    for the rank that looked."""
+    path = find_checkpoint(source)
     return path.parent / fmt.folder_name(steps[0]) if steps else path
 
 
@@ -138,8 +139,8 @@ def _newest(trainer: Checkpointed, folder: Path, steps: list[int]) -> None:
 def _attempt(
     trainer: Checkpointed, locate: Callable[[], Path], model_only: bool
 ) -> fmt.DamagedCheckpoint | SystemExit | None:
-    """Loads on all ranks, or fails on all: a file that one rank finds damaged is damaged for all. Returns the damage,
-    on the first rank that found some; on the others, who have nothing to add, a way to end."""
+    """Loads on all ranks or fails on all: a file that one rank finds damaged is damaged for all. Returns None, or the
+    damage on the first rank that found some, or SystemExit on the other ranks, which have nothing to report."""
     error: UserError | None = None
     try:
         reader = Reader(locate())
@@ -164,8 +165,9 @@ def _attempt(
 
 
 def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
-    """What no shape tells: a model that computes something else with the same weights, and samples that are others
-    under the same numbers. A run that goes on must keep the first; one from another's weights may mean the change."""
+    """Compares what no tensor shape shows: whether the model computes something else with the same weights, and whether
+    the same sample numbers mean other samples. A run that continues must keep its model; one that starts from another
+    run's weights may change it on purpose."""
     ours, theirs = (_flat(config) for config in (to_mapping(trainer.ctx.config), reader.index.config))
     idle = {*TRAINING_KEYS, "seq", "vocab"}
     idle |= set() if ours["model.position"] == "rope" else {"rope_theta"}
@@ -192,13 +194,14 @@ def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by section.key."""
+    """Returns the values by section.key."""
     sections = {name: section for name, section in config.items() if isinstance(section, Mapping)}
     return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
 
 
 def _check_all_used(trainer: Checkpointed, reader: Reader) -> None:
-    """A weight that no rank has a place for belongs to another model, and the next checkpoint would lose it."""
+    """Raises if no rank has a place for some weight: it belongs to another model, and the next checkpoint would lose
+    it."""
     names = sorted(name for name in reader.index.tensors if name.startswith("param/"))
     ours = {f"param/{slot.record.name}" for buffer in trainer.data_parallel.buffers for slot in buffer.slots}
     taken = torch.tensor([name in ours for name in names], dtype=torch.int64).to(trainer.ctx.device.torch)

@@ -1,14 +1,15 @@
 """Saving: each rank writes the part of every buffer that a sharded optimizer would own, so replicas are written once.
 
 A thread copies that part to host memory while the next step computes its gradients, and then writes it; only the next
-update has to wait for the copy. One rank commits: it waits until the others' parts have appeared beside its own, checks
-them, writes the index and renames the folder. That needs no collective: who writes what follows from the records.
+update has to wait for the copy. One rank commits: it waits until the other ranks' files have appeared beside its own,
+checks them, writes the index and renames the folder. That needs no collective, since the records say who writes what.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ from torch import Tensor
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint import tensor_file
 from meshwright.checkpoint.contract import Checkpointed
-from meshwright.checkpoint.format import Block, Index
+from meshwright.checkpoint.format import Index, SavedBlock
 from meshwright.comm.group import CommError
 from meshwright.config.load import to_mapping
 from meshwright.device import SideStream
@@ -44,12 +45,13 @@ def part_file(folder: Path, rank: int) -> Path:
 
 
 def part_list(folder: Path, rank: int) -> Path:
-    """The list of what is in a rank's file. It appears when all of the file is written."""
+    """Returns the path of the list of a rank's blocks. The list appears only when the whole file has been written."""
     return part_file(folder, rank).with_suffix(".json")
 
 
 def failed_mark(folder: Path, rank: int) -> Path:
-    """A mark that a rank could not write its part. The save then never counts, and nobody waits for it."""
+    """Returns the path of the mark that a rank could not write its part. The save then never counts, and no rank waits
+    for it."""
     return part_file(folder, rank).with_suffix(FAILED)
 
 
@@ -67,9 +69,9 @@ def remove_failed(folder: Path, rank: int) -> None:
             part_file(folder, rank).unlink(missing_ok=True)
 
 
-def written(data_parallel: DataParallel, state: State) -> Iterator[tuple[Slot, int, int]]:
-    """(slot, start, stop) of the elements of each parameter that this rank writes: replicas divide what they hold
-    alike, and of an additive state each rank has a row of its own."""
+def ranges_to_write(data_parallel: DataParallel, state: State) -> Iterator[tuple[Slot, int, int]]:
+    """Yields (slot, start, stop) of the elements of each parameter that this rank writes. Replicas divide what they
+    hold in common; of an additive state each rank writes a row of its own."""
     buffer = state.buffer
     for slot in buffer.slots:
         bucket = buffer.buckets[slot.bucket]
@@ -90,7 +92,7 @@ class Snapshot:
         self.blocks: list[tuple[str, tuple[int, ...], Tensor]] = []
         self.tensors: dict[str, dict[str, Any]] = {}
         for state in trainer.states():
-            for slot, low, high in written(trainer.data_parallel, state):
+            for slot, low, high in ranges_to_write(trainer.data_parallel, state):
                 record, values = slot.record, state.values(slot, low, high)
                 if state.additive:  # copied at once: the next backward, which saving does not wait for, changes it
                     record, values = row_of(record, *state.additive), values.clone()
@@ -104,7 +106,7 @@ class Snapshot:
         if not box.shape:
             self.blocks.append((name, (), values))
             return
-        for low, high in fmt.cut(box.start, box.shape, values.element_size()):
+        for low, high in fmt.block_ranges(box.shape, values.element_size()):
             start = (box.start[0] + low, *box.start[1:])
             self.blocks.append((name, start, values[low:high]))
 
@@ -125,8 +127,8 @@ def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     file = part_file(folder, rank)
     held = [values for _, _, values in snapshot.blocks]
-    entries = [tensor_file.Entry.of(str(n), values) for n, values in enumerate(held)]
-    sums = tensor_file.write(file, entries, held) if held else []
+    entries = [tensor_file.TensorEntry.of(str(n), values) for n, values in enumerate(held)]
+    sums = tensor_file.write_tensors(file, entries, held) if held else []
     blocks = [
         [tensor, list(start), list(values.shape), file.name, str(n), crc]
         for n, ((tensor, start, values), crc) in enumerate(zip(snapshot.blocks, sums, strict=True))
@@ -146,13 +148,13 @@ def commit(folder: Path, step: int, index: Index, keep: int, patience: float) ->
         if part["blocks"]:
             index.files[part["file"]] = part["bytes"]
         index.tensors |= part["tensors"]
-        index.blocks += [Block(t, tuple(a), tuple(n), f, k, c) for t, a, n, f, k, c in part["blocks"]]
+        index.blocks += [SavedBlock(t, tuple(a), tuple(n), f, k, c) for t, a, n, f, k, c in part["blocks"]]
     check_cover(index)
     fmt.write_index(aside, index)
     for path in parts:
         path.unlink()
     fmt.sync_folder(aside)
-    if final.exists():  # of a save whose rename was the last that went well
+    if final.exists():  # an earlier attempt at this save failed only after its rename
         shutil.rmtree(aside)
     else:
         os.rename(aside, final)
@@ -181,17 +183,10 @@ def check_cover(index: Index) -> None:
     """Checks that the blocks hold every element of every tensor: they don't overlap, so counting is enough."""
     held: dict[str, int] = {}
     for block in index.blocks:
-        held[block.tensor] = held.get(block.tensor, 0) + _numel(block.shape)
+        held[block.tensor] = held.get(block.tensor, 0) + math.prod(block.shape)
     for name, tensor in index.tensors.items():
-        wanted = _numel(tuple(tensor["shape"]))
+        wanted = math.prod(tensor["shape"])
         assert held.get(name, 0) == wanted, f"{name}: {held.get(name, 0)} of {wanted} elements were written"
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
 
 
 FINAL_WAIT_S = 60.0  # how long a run that ends with an error waits for its save under way
@@ -212,6 +207,8 @@ class Saver:
         self._failures = 0  # one after the other
         self._patience = trainer.ctx.config.comm.timeout
         self._staging: dict[int, Tensor] = {}
+        # Set while no copy to host memory is under way. The saving thread reads the weights and the optimizer's states
+        # while the main thread computes gradients; the update, which changes them, waits here until the copy is done.
         self._staged = threading.Event()
         self._staged.set()
         trainer.before_update = self._staged.wait
@@ -254,7 +251,7 @@ class Saver:
         )  # fmt: skip
         self.saved_step, self._error = trainer.step_number, None
         self._staged.clear()
-        copies = trainer.ctx.device.side_stream()
+        copies = trainer.ctx.device.side_stream()  # made here, so that it sees the update that was just launched
         self._thread = threading.Thread(
             target=self._write, args=(snapshot, index, copies), name="checkpoint", daemon=True
         )
@@ -321,7 +318,7 @@ class Saver:
         if self._any(self._error is not None):
             if self.trainer.writes:
                 fmt.remove_unfinished(self.folder)
-            self._any(False)  # nobody begins before that is done
+            self._any(False)  # a barrier: no rank saves again before the folder is removed
             self._begin()
             self._join()
             if self._any(self._error is not None):

@@ -21,17 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NAMES = {
+DTYPE_CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_CODES.items()}
 LONGEST_HEADER = 1 << 30
-PIECES_AHEAD = 4  # that may be written before their checksums are there
+PIECES_AHEAD = 4  # pieces that may be written before their checksums are known
 
 
 def raw(values: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host, not copied."""
+    """Returns the bytes of a contiguous tensor on the host, without a copy."""
     return memoryview(values.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
 
 
@@ -40,7 +40,7 @@ def checksum(values: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file to be written."""
 
     name: str
@@ -48,20 +48,21 @@ class Entry:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, name: str, values: Tensor) -> Entry:
-        return cls(name, NAMES[values.dtype], tuple(values.shape))
+    def of(cls, name: str, values: Tensor) -> TensorEntry:
+        return cls(name, DTYPE_CODES[values.dtype], tuple(values.shape))
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * TORCH_DTYPES[self.dtype].itemsize
 
 
-def write(
-    path: Path, entries: Sequence[Entry], pieces: Iterable[Tensor], metadata: Mapping[str, str] | None = None
+def write_tensors(
+    path: Path, entries: Sequence[TensorEntry], pieces: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> list[int]:
     """Writes the file of `entries`, flushed to disk; their bytes come in order, in any number of `pieces`.
 
-    Returns the CRC-32 of each piece, found in a second thread meanwhile. No more than a few pieces are held at once.
+    Returns the CRC-32 of each piece, which a second thread computes while the file is written. Only a few pieces are
+    held at once.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -94,7 +95,8 @@ def _write_all(handle: int, data: memoryview) -> None:
 
 
 def _write_out(handle: int, data: memoryview, at: int) -> int:
-    """Writes and has the system begin to put it on the disk at once, rather than all of it at the end."""
+    """Writes data and returns the position after it. The advice makes the system flush to disk now, not all at the
+    end."""
     _write_all(handle, data)
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, at, len(data), os.POSIX_FADV_DONTNEED)
@@ -117,10 +119,10 @@ class TensorFile:
         self._data = np.memmap(path, dtype=np.uint8, mode="c") if size > self._begin else np.empty(0, np.uint8)
 
     def get(self, key: str) -> Tensor:
-        """A view of the mapped file."""
+        """Returns a tensor as a view of the mapped file."""
         try:
             entry = self.header[key]
-            dtype, shape, (start, stop) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+            dtype, shape, (start, stop) = TORCH_DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"it has no tensor '{key}' of a known kind") from None
         wanted = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()

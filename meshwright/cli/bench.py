@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         layout={"tp": args.tp, "pp": args.pp, "sequence_parallel": args.tp > 1},
     )  # fmt: skip
     from meshwright.bench import floor, step
-    from meshwright.device import DTYPES, Device
+    from meshwright.device import PRECISION_DTYPES, Device
     from meshwright.dryrun.absent_ranks import fake_world
 
     device = Device.choose(args.device)
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     with fake_world(0, args.tp * args.pp):
         measured = step.measure(step.make_trainer(config, device), args.steps)
     device.empty_cache()
-    least = floor.measure(config, device, DTYPES[args.precision])
+    least = floor.measure(config, device, PRECISION_DTYPES[args.precision])
     found = {"model": args.model} | step.as_json(config, device, measured, least)
     print(json.dumps(found) if args.json else report(found))
     return 0

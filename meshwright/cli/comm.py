@@ -87,7 +87,7 @@ def devices(kind: str) -> int:
         return 2
     from meshwright import device
 
-    return max(2, device.count())
+    return max(2, device.accelerator_count())
 
 
 def check_outputs(args: argparse.Namespace) -> None:

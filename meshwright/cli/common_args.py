@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from meshwright.config.presets import APPROXIMATE
+from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster, known_clusters
 from meshwright.plan.job import Job
@@ -30,7 +30,7 @@ def job_arguments(parser: argparse.ArgumentParser) -> None:
 def target_from_args(name: str, words: list[str], **how: Any) -> Target:
     """Returns the target of a planning command, and says on stderr where its preset only approximates a model."""
     target = target_of(name, words, **how)
-    if difference := APPROXIMATE.get(target.config.model.preset):
+    if difference := APPROXIMATE_PRESETS.get(target.config.model.preset):
         print(f"meshwright: {target.config.model.preset} is planned by an approximation: {difference}", file=sys.stderr)
     return target
 

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from meshwright.config.load import load_config, to_mapping, to_yaml
-from meshwright.config.rules import RULES, TRAINED, check
+from meshwright.config.rules import RULES, TRAINING_RULES, check
 from meshwright.show.units import plural
 
 EXAMPLES = """example:
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
     world = args.world if args.world is not None else config.layout.tp * config.layout.pp * config.layout.cp
-    check(config, world, TRAINED if args.action == "check" else RULES)
+    check(config, world, TRAINING_RULES if args.action == "check" else RULES)
     if args.action == "check":
         tp, pp = config.layout.tp, config.layout.pp
         dp = world // (tp * pp * config.layout.cp)

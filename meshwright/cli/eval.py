@@ -61,11 +61,11 @@ def preflight(
     source: str, overrides: Sequence[str], prefixes: Sequence[str] | None, split: str | None, world: int
 ) -> None:
     """Checks everything that can be checked without ranks and without weights."""
-    from meshwright.config.rules import READ, check
+    from meshwright.config.rules import READING_RULES, check
     from meshwright.train.evaluate import config_with, open_model
 
     config = config_with(open_model(source)[1], sections_of(overrides, world, prefixes))
-    check(config, world, READ)
+    check(config, world, READING_RULES)
     data_of(source, config, prefixes, split, 0)  # this draws no sample yet
 
 

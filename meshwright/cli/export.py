@@ -29,11 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from meshwright.checkpoint.format import find
+    from meshwright.checkpoint.format import find_checkpoint
     from meshwright.checkpoint.hf import export_folder
 
     like = Path(args.like) if args.like else None
-    written = export_folder(find(args.source), Path(args.to), args.dtype, args.family, like)
+    written = export_folder(find_checkpoint(args.source), Path(args.to), args.dtype, args.family, like)
     if args.json:
         print(json.dumps({"folder": args.to, **written}))
         return 0

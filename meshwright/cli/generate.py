@@ -59,19 +59,19 @@ def run(args: argparse.Namespace) -> int:
 
 def resolve(source: str) -> str:
     """Returns the folder to read: a checkpoint, or a Hugging Face folder unchanged."""
-    from meshwright.checkpoint.format import find
+    from meshwright.checkpoint.format import find_checkpoint
 
-    return source if (Path(source) / "config.json").is_file() else str(find(source))
+    return source if (Path(source) / "config.json").is_file() else str(find_checkpoint(source))
 
 
 def preflight(args: dict[str, Any]) -> list[int]:
     """Checks everything that can be checked without ranks and without weights, and returns the prompt's ids."""
-    from meshwright.config.rules import READ, check
+    from meshwright.config.rules import READING_RULES, check
     from meshwright.train.evaluate import config_with, open_model
 
     config = config_with(open_model(args["source"])[1], sections_of(args["nproc"]))
     check_cut(config, args["nproc"])
-    check(config, args["nproc"], READ)
+    check(config, args["nproc"], READING_RULES)
     return prompt_ids(args, tokenizer_of(Path(args["source"]), config), config.model.vocab)
 
 

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.format import Index, find, read_index
-from meshwright.checkpoint.verify import element_bytes, verify
+from meshwright.checkpoint.format import Index, find_checkpoint, read_index
+from meshwright.checkpoint.verify import element_bytes, verify_checkpoint
 from meshwright.show.progress import progress
 from meshwright.show.terminal import table
 from meshwright.show.units import plural, size
@@ -28,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    path = find(args.source)
+    path = find_checkpoint(args.source)
     index = read_index(path)
     found = describe(path, index)
     if not args.no_verify:
         begin = time.perf_counter()
         with progress(f"checking {path.name}", found["tensor_bytes"]) as advance:
-            found["verified_bytes"] = verify(path, index, advance)
+            found["verified_bytes"] = verify_checkpoint(path, index, advance)
         found["verify_seconds"] = time.perf_counter() - begin
     print(json.dumps(found) if args.json else "\n".join(page(found)))
     return 0

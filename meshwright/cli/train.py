@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config.load import load_config
-from meshwright.config.rules import TRAINED, check
+from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.train.run_folder import refuse_finished
@@ -73,7 +73,7 @@ def as_rank(args: argparse.Namespace, local_rank: int, world: int) -> int:
     from meshwright.train.launch import guarded
 
     try:
-        check(load_config(args.config, args.overrides), world, TRAINED)
+        check(load_config(args.config, args.overrides), world, TRAINING_RULES)
     except UserError:
         if local_rank == 0:
             raise
@@ -85,7 +85,7 @@ def as_rank(args: argparse.Namespace, local_rank: int, world: int) -> int:
 def _devices(config: Config) -> int:
     from meshwright import device
 
-    return 1 if config.run.device == "cpu" else max(1, device.count())
+    return 1 if config.run.device == "cpu" else max(1, device.accelerator_count())
 
 
 def preflight(config: Config, world: int, source: str | None) -> None:
@@ -93,7 +93,7 @@ def preflight(config: Config, world: int, source: str | None) -> None:
     from meshwright.device import check_machine
     from meshwright.train.datasets import datasets_of
 
-    check(config, world, TRAINED)
+    check(config, world, TRAINING_RULES)
     check_machine(config.run.device, config.comm.backend, config.train.precision, world)
     refuse_finished(config, source)
     datasets_of(config)

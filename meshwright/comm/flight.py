@@ -14,9 +14,9 @@ from typing import Any
 
 
 @dataclass(eq=False)
-class Call:
-    """One collective or transfer. `group` names what counts together on all who take part: a group's collectives, or
-    one direction between two ranks; `number` counts those calls on this rank."""
+class RecordedCall:
+    """One collective or transfer. `group` names a sequence of calls that all participants count alike: a group's
+    collectives, or one direction between two ranks. `number` is this call's place in it on this rank."""
 
     group: str
     axis: str
@@ -29,16 +29,16 @@ class Call:
     peer: int | None = None
     started: float = field(default_factory=time.monotonic)
     ended: float | None = None
-    # Since when the program is held up by it: while it is launched and while somebody waits for it.
+    # Since when this call holds up the program: while it is being launched, and while the program waits for it.
     since: float | None = None
-    # On an accelerator waiting only orders the stream; this marks the place (`query()` says whether it is reached).
+    # On an accelerator `wait` only orders the stream; this event marks the place (`query()` says if it was reached).
     event: Any = None
 
     def describe(self) -> str:
-        return describe(self.plain())
+        return describe_call(self.plain())
 
     def plain(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Returns the call as values that JSON can hold."""
         now = time.monotonic()
         since = self.since
         return {
@@ -48,8 +48,8 @@ class Call:
             "done": self.ended is not None,
         }  # fmt: skip
 
-    def holds(self) -> bool:
-        """Whether the program, or the device behind it, can't go on before this call ends."""
+    def holds_up_program(self) -> bool:
+        """Whether the program, or the device behind it, can't continue before this call ends."""
         event = self.event
         if event is None:
             return self.ended is None and self.since is not None
@@ -61,8 +61,8 @@ class Call:
         return not reached and self.event is event
 
 
-def describe(call: dict[str, Any]) -> str:
-    """`all_reduce number 12 over dp (reduce, 4194304 bytes)`, from a call's plain form."""
+def describe_call(call: dict[str, Any]) -> str:
+    """Returns e.g. `all_reduce number 12 over dp (reduce, 4194304 bytes)`, from a call's plain form."""
     toward = {"send": " to", "receive": " from"}.get(call["op"], " with")
     peer = "" if call["peer"] is None else f"{toward} rank {call['peer']}"
     where = "" if call["layer"] is None else f", layer {call['layer']}"
@@ -74,8 +74,8 @@ class FlightRecord:
     """The last `keep` calls, those still in flight, and how many calls each group has begun."""
 
     def __init__(self, keep: int = 64) -> None:
-        self.last: deque[Call] = deque(maxlen=keep)
-        self.open: dict[int, Call] = {}
+        self.last: deque[RecordedCall] = deque(maxlen=keep)
+        self.open: dict[int, RecordedCall] = {}
         self.numbers: dict[str, int] = {}
         self.spare_events: list[Any] = []
 
@@ -89,9 +89,9 @@ class FlightRecord:
         payload: int,
         ranks: Sequence[int] = (),
         peer: int | None = None,
-    ) -> Call:
+    ) -> RecordedCall:
         number = self.numbers[group] = self.numbers.get(group, 0) + 1
-        call = Call(group, axis, op, number, phase, layer, payload, ranks, peer)
+        call = RecordedCall(group, axis, op, number, phase, layer, payload, ranks, peer)
         call.since = call.started
         if len(self.last) == self.last.maxlen:
             forgotten = self.last[0]
@@ -102,15 +102,15 @@ class FlightRecord:
         self.open[id(call)] = call
         return call
 
-    def end(self, call: Call) -> float:
-        """Marks a call done; the seconds it was in flight."""
+    def end(self, call: RecordedCall) -> float:
+        """Marks a call as done and returns the seconds for which it was in flight."""
         del self.open[id(call)]
         call.ended = time.monotonic()
         return call.ended - call.started
 
-    def holding(self, longer_than: float = 0.0) -> Call | None:
-        """The call that has held up the program longest, if any has for `longer_than` seconds."""
+    def holding(self, longer_than: float = 0.0) -> RecordedCall | None:
+        """Returns the call that has held up the program longest, if for at least `longer_than` seconds."""
         limit = time.monotonic() - longer_than
         calls = list(self.open.values()) + [call for call in list(self.last) if call.event is not None]
         old = [(since, i) for i, call in enumerate(calls) if (since := call.since) is not None and since <= limit]
-        return next((calls[i] for _, i in sorted(old) if calls[i].holds()), None)
+        return next((calls[i] for _, i in sorted(old) if calls[i].holds_up_program()), None)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.flight import Call, FlightRecord
+from meshwright.comm.flight import FlightRecord, RecordedCall
 from meshwright.comm.ledger import Ledger
 from meshwright.device import accelerator
 
@@ -40,14 +40,14 @@ class CommError(RuntimeError):
     """A collective or transfer that torch gave up; the message is one sentence that names it."""
 
 
-# How the back ends' messages sound when the other end of a connection is gone.
+# Words in the back ends' messages when the other end of a connection is gone.
 _GONE = ("peer", "connection", "socket", "remote", "refused", "reset", "broken pipe", "timed out", "timeout", "aborted")
 
 
 class Pending:
-    """A call under way; `wait` ends it (on an accelerator: orders the stream after it)."""
+    """A call that is under way. `wait` waits for it (on an accelerator, it makes the stream wait and not the host)."""
 
-    def __init__(self, group: Group, call: Call, work: Any, tally: Any, device: torch.device) -> None:
+    def __init__(self, group: Group, call: RecordedCall, work: Any, tally: Any, device: torch.device) -> None:
         self._group, self._call, self._work, self._tally, self._device = group, call, work, tally, device
 
     def wait(self) -> None:
@@ -132,19 +132,20 @@ class Group:
         call.since = None
         return Pending(self, call, work, tally, whole.device)
 
-    def _failed(self, call: Call, error: RuntimeError) -> CommError:
-        """The sentence for a call that torch gave up; the watchdog need not wait for it any more."""
+    def _failed(self, call: RecordedCall, error: RuntimeError) -> CommError:
+        """Returns the error for a call that torch gave up, and ends its record: the watchdog need not wait for it any
+        more."""
         self.flight.end(call)
-        # Without the place in torch's source before the reason, and without the advice behind it.
+        # The reason alone, without the position in torch's source before it and the advice after it.
         text = re.sub(r"^\[\S*\]\s*", "", str(error).strip()) or type(error).__name__
         reason = text.splitlines()[0].split(". ")[0][:200]
         gone = any(word in reason.lower() for word in _GONE)
         guess = "another rank has probably stopped" if gone else "torch refused it"
         me = self.ranks[self.index]
-        return CommError(f"{call.describe()} of ranks {listed(self.ranks)} failed on rank {me}: {guess} ({reason})")
+        return CommError(f"{call.describe()} of ranks {list_ranks(self.ranks)} failed on rank {me}: {guess} ({reason})")
 
     def all_reduce(self, x: Tensor, op: str = "sum", wait: bool = True) -> Pending:
-        """In place."""
+        """Reduces `x` in place."""
         if self.alone:
             return DONE
         return _finish(
@@ -153,14 +154,14 @@ class Group:
         )
 
     def agreed(self, value: float, device: torch.device, op: str = "max") -> float:
-        """The same number on every rank: the largest of theirs, or the sum. `float(here)` becomes whether it is so
-        anywhere, so that all decide alike."""
+        """Returns one number on every rank: the largest of theirs, or the sum. For `float(condition)` it tells whether
+        the condition holds on any rank, so that all ranks decide alike."""
         number = torch.tensor([value], dtype=torch.float64, device=device)
         self.all_reduce(number, op)
         return float(number.item())
 
     def all_gather(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
-        """`out` becomes the pieces `x` of all ranks along dim 0."""
+        """Fills `out` with the pieces `x` of all ranks along dim 0."""
         if self.alone:
             out.copy_(x)
             return DONE
@@ -169,7 +170,7 @@ class Group:
         )
 
     def reduce_scatter(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
-        """`out` becomes this rank's piece, along dim 0, of the sum of all `x`."""
+        """Fills `out` with this rank's piece, along dim 0, of the sum of all `x`."""
         if self.alone:
             out.copy_(x)
             return DONE
@@ -180,8 +181,9 @@ class Group:
         self, out: Tensor, x: Tensor, wait: bool = True, sends: list[int] | None = None,
         receives: list[int] | None = None,
     ) -> Pending:  # fmt: skip
-        """Of the pieces of `x` along dim 0, the n-th goes to place n; `out` becomes those that come here, by sender.
-        Pieces are equal unless `sends` and `receives` give their rows. Every rank must call, even with no rows."""
+        """Sends the n-th piece of `x` along dim 0 to place n, and fills `out` with the pieces that arrive, ordered by
+        sender. The pieces are equal unless `sends` and `receives` give their rows. Every rank must call it, even with
+        no rows."""
         if self.alone:
             out.copy_(x)
             return DONE
@@ -190,7 +192,7 @@ class Group:
         return _finish(self._call("all_to_all", x, launch, wire=wire), wait)
 
     def broadcast(self, x: Tensor, source: int = 0, wait: bool = True) -> Pending:
-        """In place, from the rank at place `source`. The ledger counts it on every rank that takes part."""
+        """Fills `x` from the rank at place `source`. The ledger counts it on every rank that takes part."""
         if self.alone:
             return DONE
         launch = lambda: dist.broadcast(x, self.ranks[source], self.process_group, async_op=True)  # noqa: E731
@@ -202,13 +204,13 @@ class Group:
         return self._call("send", x, launch, self.ranks[to], tag)
 
     def receive(self, x: Tensor, source: int, tag: int = 0) -> Pending:
-        """Into `x`. The sender counts it."""
+        """Receives into `x`. Only the sender's ledger counts the transfer."""
         launch = lambda: dist.irecv(x, self.ranks[source], self.process_group, tag)  # noqa: E731
         return self._call("receive", x, launch, self.ranks[source], tag)
 
 
-def listed(ranks: Sequence[int], most: int = 16) -> str:
-    """`[0, 1, 5]`, cut short where there are many."""
+def list_ranks(ranks: Sequence[int], most: int = 16) -> str:
+    """Returns e.g. `[0, 1, 5]`, shortened where there are many ranks."""
     shown = ", ".join(map(str, ranks[:most]))
     return f"[{shown}]" if len(ranks) <= most else f"[{shown} and {len(ranks) - most} more]"
 

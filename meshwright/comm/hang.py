@@ -1,8 +1,8 @@
-"""What to say of a hang: from the states that the ranks published to one sentence that names who is missing.
+"""Explains a hang: one sentence that names the missing ranks, from the states that the ranks published.
 
-Pure: a *state* is what `Watchdog` publishes for a rank (plain JSON), and `ask(rank)` returns it, or None where the
-rank does not answer. Only the ranks that matter are asked: those of the stuck call, then those of the calls in which
-the missing ones wait themselves, and so on until somebody waits for nobody.
+These are pure functions. A *state* is what `Watchdog` publishes for a rank (plain JSON), and `ask(rank)` returns it, or
+None where the rank does not answer. Only the ranks that matter are asked: those of the stuck call, then those of the
+calls in which the missing ones wait themselves, and so on until somebody waits for nobody.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshwright.comm.flight import describe
-from meshwright.comm.group import listed
+from meshwright.comm.flight import describe_call
+from meshwright.comm.group import list_ranks
 
 State = dict[str, Any]
 Ask = Callable[[int], State | None]
 Key = tuple[str, int]
 
-# Calls that are looked at, the first one included.
+# How many calls are followed at most, including the first.
 MAX_FOLLOWED = 8
 # The other end of a transfer, by this end's op.
 OTHER_END = {"send": "receive", "receive": "send"}
 
 
 def explain(call: dict[str, Any], rank: int, timeout: float, ask: Ask) -> str:
-    """The message for `call`, on which `rank` has waited longer than `timeout` seconds."""
+    """Returns the message for `call`, on which `rank` has waited longer than `timeout` seconds."""
     stuck = [r for r in call["ranks"] if r == rank or _waits_in(ask(r), call)]
-    parts = [f"{describe(call)} did not end within {timeout:g} s on {ranks_named(stuck)}"]
+    parts = [f"{describe_call(call)} did not end within {timeout:g} s on {ranks_named(stuck)}"]
     queue, waits_for = [call], {_key(call): set[Key]()}
     while queue:
         here = queue.pop(0)
         states = {r: ask(r) for r in here["ranks"]}
         missing = {r: state for r, state in states.items() if not _arrived(state, here)}
-        prefix = "" if here is call else f"for {describe(here)} "
+        prefix = "" if here is call else f"for {describe_call(here)} "
         if not missing:
             parts.append(prefix + _nobody_missing(here, states))
         parts += [prefix + clause for clause in _clauses(here, missing)]
@@ -51,7 +51,7 @@ def _has_circle(waits_for: dict[Key, set[Key]], at: Key, path: tuple[Key, ...]) 
 
 
 def _clauses(call: dict[str, Any], missing: dict[int, State | None]) -> list[str]:
-    """Who did not arrive, and where they are instead; ranks at the same place together."""
+    """Says which ranks did not arrive and where they are instead; ranks at the same place share a clause."""
     by_place: dict[str, list[int]] = {}
     for rank, state in missing.items():
         by_place.setdefault(_place(state), []).append(rank)
@@ -70,7 +70,7 @@ def _place(state: State | None) -> str:
         return f"has left ({state['left']})"
     held = state.get("holding")
     if held:
-        return f"waits in {describe(held)}"
+        return f"waits in {describe_call(held)}"
     return f"is outside any collective, in {state.get('at') or 'an unknown place'}"
 
 
@@ -79,7 +79,7 @@ def _nobody_missing(call: dict[str, Any], states: dict[int, State | None]) -> st
         other = _same_number(state, call)
         expected = OTHER_END.get(call["op"], call["op"])
         if other and (other["op"] != expected or other["payload"] != call["payload"]):
-            return f"rank {rank} has called {describe(other)} there, so the ranks disagree"
+            return f"rank {rank} has called {describe_call(other)} there, so the ranks disagree"
     return "every rank of it arrived, so the network or a device is probably stuck"
 
 
@@ -102,4 +102,4 @@ def _key(call: dict[str, Any]) -> Key:
 
 
 def ranks_named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(ranks)}"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list_ranks(ranks)}"

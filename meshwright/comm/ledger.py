@@ -23,11 +23,12 @@ WIRE: dict[str, Callable[[int], tuple[int, int]]] = {
 }
 
 # Phases that belong to no training step.
-OUTSIDE = ("startup", "validation")
+PHASES_OUTSIDE_STEPS = ("startup", "validation")
 
 
 def bus_factor(op: str, size: int) -> float:
-    """Bytes on the wire for each byte of payload, by the ring: what turns payload a second into a link's rate."""
+    """Returns the bytes on the wire per byte of payload under the ring algorithm: payload per second times this is a
+    link's rate."""
     over, under = WIRE[op](size)
     return over / under
 
@@ -37,8 +38,8 @@ def wire_bytes(op: str, payload: int, size: int) -> int:
     return payload * over // under
 
 
-class Entry(NamedTuple):
-    """What is counted together."""
+class LedgerEntry(NamedTuple):
+    """The attributes that a call is counted by; calls that agree in all of them are added up."""
 
     phase: str
     axis: str
@@ -48,13 +49,15 @@ class Entry(NamedTuple):
 
 
 @dataclass
-class Tally:
+class CallTotals:
+    """The sums over the calls of one entry, or of several."""
+
     calls: int = 0
     payload_bytes: int = 0
     wire_bytes: int = 0
     seconds: float = 0.0
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: CallTotals) -> None:
         self.calls += other.calls
         self.payload_bytes += other.payload_bytes
         self.wire_bytes += other.wire_bytes
@@ -65,18 +68,19 @@ class Ledger:
     """Counts since the last `clear`. The phase and the layer are contexts around the calls, never arguments."""
 
     def __init__(self) -> None:
-        self.entries: dict[Entry, Tally] = {}
+        self.entries: dict[LedgerEntry, CallTotals] = {}
         self.current_phase = "startup"
         self.current_layer: int | None = None
 
     def record(
         self, axis: str, op: str, payload: int, size: int, crosses_node: bool = False, wire: int | None = None
-    ) -> Tally:
-        """`wire` replaces the ring's bytes where they depend on more than the payload."""
-        entry = Entry(self.current_phase, axis, op, self.current_layer, crosses_node)
+    ) -> CallTotals:
+        """Counts one call and returns the totals that it was added to. `wire` replaces the ring algorithm's bytes where
+        they depend on more than the payload."""
+        entry = LedgerEntry(self.current_phase, axis, op, self.current_layer, crosses_node)
         tally = self.entries.get(entry)
         if tally is None:
-            tally = self.entries[entry] = Tally()
+            tally = self.entries[entry] = CallTotals()
         tally.calls += 1
         tally.payload_bytes += payload
         tally.wire_bytes += wire_bytes(op, payload, size) if wire is None else wire
@@ -98,12 +102,12 @@ class Ledger:
         finally:
             self.current_layer = before
 
-    def totals(self, by: str = "axis", *, step_only: bool = True) -> dict[str, Tally]:
-        """Sums by a field of Entry, of the training step's phases or of everything."""
-        sums: dict[str, Tally] = {}
+    def totals(self, by: str = "axis", *, step_only: bool = True) -> dict[str, CallTotals]:
+        """Returns the totals by a field of LedgerEntry, over the phases of training steps or over everything."""
+        sums: dict[str, CallTotals] = {}
         for entry, tally in self.entries.items():
-            if not (step_only and entry.phase in OUTSIDE):
-                sums.setdefault(str(getattr(entry, by)), Tally()).add(tally)
+            if not (step_only and entry.phase in PHASES_OUTSIDE_STEPS):
+                sums.setdefault(str(getattr(entry, by)), CallTotals()).add(tally)
         return sums
 
     def clear(self) -> None:

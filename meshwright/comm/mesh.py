@@ -17,7 +17,8 @@ from meshwright.layout import Layout
 
 
 def torch_limit(timeout: float) -> timedelta:
-    """torch's own limit for a call that the watchdog reports after `timeout` seconds."""
+    """Returns torch's own time limit for calls, which is longer than the watchdog's `timeout`, so that the watchdog
+    reports first."""
     return timedelta(seconds=2 * timeout + 30)
 
 
@@ -50,7 +51,8 @@ class Mesh:
         self.coordinate = layout.coordinate(rank)
 
     def group(self, axes: str) -> Group:
-        """The group over `axes` that holds this rank; made on first use, which every member must do together."""
+        """Returns the group over `axes` that holds this rank. It is made on first use, which all its members must do
+        together."""
         name = self.layout.without_ones(axes)
         if name not in self._groups:
             self._groups[name] = self._make(name)
@@ -74,7 +76,7 @@ class Mesh:
 
     @cached_property
     def alone(self) -> Group:
-        """This rank by itself, for what is divided among nobody."""
+        """The group of this rank by itself, for what is not divided."""
         return Group("alone", (self.rank,), self.rank, None, self.ledger, self.flight)
 
     @property

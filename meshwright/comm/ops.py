@@ -22,7 +22,7 @@ BODIES: dict[str, Callable[..., Any]] = {}
 
 
 def operator(name: str, mutates: Iterable[str] = ()) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Registers a function with a side effect."""
+    """Registers a function with a side effect as an operator that compiled code can call."""
 
     def register(body: Callable[..., Any]) -> CustomOpDef:
         BODIES[name] = body
@@ -43,8 +43,8 @@ def _(x: Tensor, group: str, op: str) -> None:
 
 @operator("meshwright::all_gather")
 def all_gather(x: Tensor, group: str, size: int, again: bool = False) -> Tensor:
-    """`again` marks a second gather of a tensor in backward: without it a compiler sees the same call twice, makes it
-    once and keeps the result, which gathering again is there to avoid."""
+    """Gathers the rows of all ranks. `again` marks the second gather of a tensor, in backward: otherwise the compiler
+    would merge two equal calls into one and keep the result, which is just what gathering again avoids."""
     out = x.new_empty((x.shape[0] * size, *x.shape[1:]))
     group_named(group).all_gather(out, x.contiguous())
     return out
@@ -69,7 +69,7 @@ def _(x: Tensor, group: str, size: int) -> Tensor:
 
 @operator("meshwright::all_to_all")
 def all_to_all(x: Tensor, group: str, sends: list[int], receives: list[int]) -> Tensor:
-    """`sends[n]` rows of x go to place n of the group, and `receives[n]` rows come from there."""
+    """Sends `sends[n]` rows of x to place n of the group, and receives `receives[n]` rows from there."""
     out = x.new_empty((sum(receives), *x.shape[1:]))
     group_named(group).all_to_all(out, x.contiguous(), sends=sends, receives=receives)
     return out
@@ -126,10 +126,11 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def reduce_from(x: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' tensors, whose gradient every rank has alike."""
+    """Returns the sum of all ranks' tensors. Every rank has the same gradient of it, so backward communicates
+    nothing."""
     return x if group.alone else _apply(_ReduceFrom, x, group.name)
 
 
 def reduce_scatter_from(x: Tensor, group: Group) -> Tensor:
-    """This rank's rows of the sum of all ranks' tensors; the gradient is gathered."""
+    """Returns this rank's rows of the sum of all ranks' tensors; backward gathers the gradient."""
     return x if group.alone else _apply(_ReduceScatter, x, group.name, group.size)

@@ -1,10 +1,10 @@
 """The watchdog: turns a hang into one message that names the call and the ranks that did not arrive, and ends the run.
 
-Two threads a rank. The *timer* only looks at this rank's flight record, so nothing can hold it up. The *listener* alone
-talks to the store, on a connection of its own: a store that does not answer blocks its caller without limit. When a
-call has held up the program longer than `timeout`, the first rank to notice raises the alarm in the store; every rank
-that hears it publishes its state; the first one reads those it needs, writes the message, and all end with EXIT_CODE.
-Where the store is silent, each waiting rank says what it knows by itself. Only JSON goes through the store.
+Each rank runs two threads. The *timer* only looks at this rank's flight record, so nothing can hold it up. The
+*listener* alone talks to the store, on a connection of its own: a store that does not answer blocks its caller for
+ever. When a call has held up the program longer than `timeout`, the first rank to notice raises the alarm in the store;
+every rank that hears it publishes its state; the first one reads those it needs, writes the message, and all end with
+EXIT_CODE. Where the store is silent, each waiting rank says what it knows by itself. Only JSON goes through the store.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from types import FrameType, TracebackType
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from meshwright.comm.flight import Call
+from meshwright.comm.flight import RecordedCall
 from meshwright.comm.group import CommError
 from meshwright.comm.hang import State, explain
 from meshwright.comm.mesh import Mesh
 
 # sysexits.h's "temporary failure": the same job may succeed if it is started again.
 EXIT_CODE = 75
-# Calls of each rank that travel through the store; the files hold the whole flight record.
+# How many of a rank's last calls it publishes in the store; the files hold the whole flight record.
 PUBLISHED_CALLS = 8
-# How long the rank that keeps the store waits at the end of a run for the others to leave it, at most.
-LAST_GUEST_S = 30.0
+# How long, at most, the rank whose process is the store waits at the end of a run for the others to disconnect.
+STORE_LINGER_S = 30.0
 
 _NUMBERS = itertools.count()
 
 
 def open_store(env: Mapping[str, str] = os.environ, timeout: float = 30.0) -> Store | None:
-    """A connection of its own to the store at MASTER_ADDR:MASTER_PORT, or None if there is none to be reached."""
+    """Opens a separate connection to the store at MASTER_ADDR:MASTER_PORT; returns None if it can't be reached."""
     if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
         return None
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
@@ -58,7 +58,7 @@ def open_store(env: Mapping[str, str] = os.environ, timeout: float = 30.0) -> St
 
 
 def store_keeper(env: Mapping[str, str] = os.environ) -> int | None:
-    """The rank that keeps the store of `open_store`, or None where the launcher does."""
+    """Returns the rank whose process is the store of `open_store`, or None where the launcher's is."""
     return None if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
 
 
@@ -77,14 +77,14 @@ class Watchdog:
         """`folder`: where `rank-N.json` is written after an alarm. `keeper`: the rank whose process is the store."""
         self.rank, self.world, self.flight = mesh.rank, mesh.layout.world, mesh.flight
         self.timeout, self.folder, self.keeper = timeout, folder, keeper
-        # One request a rank and interval: about a thousand a second at most on the store.
+        # Each rank makes one request per interval, so the store gets about a thousand per second at most.
         self.interval = max(min(1.0, timeout / 10), self.world / 1000)
         self.grace = 2 * self.interval + 1.5
         self._worker = threading.get_ident()  # whose stack is shown
         # Every rank makes its watchdogs in the same order, so their numbers agree.
         self._store = None if store is None else PrefixStore(f"watchdog/{next(_NUMBERS)}", store)
         self._stopping, self._wake, self._left = threading.Event(), threading.Event(), "it was finished"
-        self._overdue: Call | None = None
+        self._overdue: RecordedCall | None = None
         self._heard = time.monotonic()  # when the store last answered
         self._error: BaseException | None = None
         self._alarmed, self._ending = threading.Event(), threading.Lock()
@@ -108,7 +108,7 @@ class Watchdog:
         self._error = error
         self._stopping.set()
         self._wake.set()
-        waits = LAST_GUEST_S + 1 if error is None and self.rank == self.keeper else 2.0
+        waits = STORE_LINGER_S + 1 if error is None and self.rank == self.keeper else 2.0
         for thread in self._threads:
             thread.join(waits)
             if self._alarmed.is_set():  # this error is only how the end of the other ranks looks from here
@@ -161,7 +161,7 @@ class Watchdog:
             self._speak_alone(self._overdue)
 
     def _pause(self) -> float:
-        """Until the next look: an interval, or less if a call is about to be overdue."""
+        """Returns the seconds until the next look: an interval, or less if a call is about to be overdue."""
         oldest = min((c.since for c in list(self.flight.open.values()) if c.since is not None), default=None)
         left = self.interval if oldest is None else oldest + self.timeout - time.monotonic()
         return min(self.interval, max(left, 0.02))
@@ -187,7 +187,7 @@ class Watchdog:
             if self._overdue is not None:
                 self._speak_alone(self._overdue)
 
-    def _raise_alarm(self, store: Store, call: Call) -> None:
+    def _raise_alarm(self, store: Store, call: RecordedCall) -> None:
         self._alarmed.set()
         if store.add("alarms", 1) > 1:
             self._answer(store)
@@ -195,7 +195,7 @@ class Watchdog:
         store.set("alarm", str(self.rank))
         own = self._publish(store)
         deadline = time.monotonic() + self.grace
-        told = explain(call.plain(), self.rank, self.timeout, _Asking(store, {self.rank: own}, deadline))
+        told = explain(call.plain(), self.rank, self.timeout, _StateReader(store, {self.rank: own}, deadline))
         self._end(told, store)
 
     def _answer(self, store: Store) -> None:
@@ -219,7 +219,7 @@ class Watchdog:
     def _say_goodbye(self, store: Store) -> None:
         """Tells why this rank is gone. The rank that keeps the store leaves last, where the run ended well."""
         store.set(f"state/{self.rank}", json.dumps({"rank": self.rank, "left": self._left}))
-        self._leave(store, "left", LAST_GUEST_S if self._error is None else 0.0)
+        self._leave(store, "left", STORE_LINGER_S if self._error is None else 0.0)
 
     def _leave(self, store: Store, count: str, patience: float) -> None:
         """Counts this rank as gone; the keeper of the store stays until all are, or for `patience` seconds."""
@@ -231,8 +231,8 @@ class Watchdog:
 
     # The end.
 
-    def _speak_alone(self, call: Call | None) -> None:
-        """For a rank that can't ask the others."""
+    def _speak_alone(self, call: RecordedCall | None) -> None:
+        """Ends this rank with what it knows by itself, where it can't ask the others."""
         assert call is not None
         what = f"{call.describe()} of ranks {list(call.ranks)[:16]} did not end within {self.timeout:g} s"
         self._write_flight(self.state())
@@ -257,12 +257,12 @@ class Watchdog:
         if store is not None:
             with contextlib.suppress(RuntimeError):
                 store.set("told", "1")
-                # Long enough for those whom the hang does not concern to hear the alarm.
+                # Long enough for the ranks that do not take part in the stuck call to hear the alarm.
                 self._leave(store, "ended", self.interval + 0.5)
         os._exit(EXIT_CODE)
 
     def _write_flight(self, state: State) -> None:
-        """The whole flight record, for later study."""
+        """Writes the whole flight record to a file, for later study."""
         if self.folder is None:
             return
         record = state | {
@@ -274,8 +274,8 @@ class Watchdog:
             (Path(self.folder) / f"rank-{self.rank}.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
 
     def _stack(self) -> list[tuple[str, bool]]:
-        """The working thread's frames, innermost first: `data/dataset.py:120 sample`, and whether the code is ours
-        or the user's."""
+        """Returns the main thread's frames, innermost first: e.g. `data/dataset.py:120 sample`, and whether the code is
+        ours or the user's."""
         frame: FrameType | None = sys._current_frames().get(self._worker)
         out: list[tuple[str, bool]] = []
         while frame is not None and len(out) < 32:
@@ -285,7 +285,7 @@ class Watchdog:
         return out
 
 
-class _Asking:
+class _StateReader:
     """Reads each rank's state once, waiting for it until the deadline that all share."""
 
     def __init__(self, store: Store, known: dict[int, State | None], deadline: float) -> None:

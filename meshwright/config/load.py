@@ -17,7 +17,7 @@ from meshwright.config.presets import PRESETS
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, nearest
 
-LARGEST = 2**63  # of what fits a tensor's sizes
+LARGEST = 2**63  # sizes of tensors are 64-bit
 
 
 class _Loader(yaml.SafeLoader):
@@ -49,7 +49,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), lis
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts in quotes what the loader would take for something else than a word."""
+    """Quotes words that the loader would read as something else."""
 
 
 _Dumper.yaml_implicit_resolvers = {
@@ -59,14 +59,15 @@ _Dumper.yaml_implicit_resolvers = {
 
 
 def parse_yaml(text: str, where: str, words: bool = False) -> Any:
-    """`words`: whatever looks like a number or a yes or no is one too."""
+    """Parses YAML from `where`, which errors name. With `words`, every value is a word, even if it looks like a
+    number."""
     try:
         return yaml.load(text, yaml.BaseLoader if words else _Loader)  # noqa: S506 (both are safe)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         raise UserError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', error)}") from None
-    except (ValueError, RecursionError) as error:  # of a number's thousands of digits, or of brackets in brackets
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or too many nested brackets
         raise UserError(f"{where} can't be read: {error}") from None
 
 
@@ -81,7 +82,7 @@ def read_yaml(path: Path) -> Any:
 def load_config(
     path: str | Path | None, overrides: Sequence[str] = (), sections: Mapping[str, type] | None = None
 ) -> Config:
-    """The config of a YAML file with `a.b=c` words on top; `sections` adds dataclasses of the user's own."""
+    """Loads a YAML file and applies `a.b=c` words on top; `sections` adds dataclasses of the user's own."""
     raw = read_sections(path) if path is not None else {}
     for word in overrides:
         set_key(raw, word, sections)
@@ -89,7 +90,7 @@ def load_config(
 
 
 def read_sections(path: str | Path) -> dict[str, Any]:
-    """What a config file holds, its keys not checked yet."""
+    """Reads the sections of a config file, without checking their keys."""
     file = Path(path)
     if not file.is_file():
         raise UserError(f"there is no config file '{path}': give the path of a YAML file")
@@ -100,7 +101,7 @@ def read_sections(path: str | Path) -> dict[str, Any]:
 
 
 def set_key(raw: dict[str, Any], word: str, sections: Mapping[str, type] | None = None) -> None:
-    """Puts one `section.key=value` word into nested mappings. Where a key wants a word, it is taken as it stands."""
+    """Puts one `section.key=value` word into nested mappings. The value of a key that takes a word is not parsed."""
     key, equals, value = word.partition("=")
     *path, last = key.split(".")
     if not equals or not path or not all(path) or not last:
@@ -117,7 +118,7 @@ def set_key(raw: dict[str, Any], word: str, sections: Mapping[str, type] | None 
 
 
 def _kind_of(path: Sequence[str], kinds: Mapping[str, Any]) -> Any:
-    """The annotation of a key, as far as there is one."""
+    """Returns the annotation of a key, if it has one."""
     kind = kinds.get(path[0])
     if len(path) == 1:
         return kind
@@ -128,7 +129,7 @@ def _kind_of(path: Sequence[str], kinds: Mapping[str, Any]) -> Any:
 
 
 def config_from(raw: Mapping[str, Any], sections: Mapping[str, type] | None = None) -> Config:
-    """The config of nested mappings, every key checked."""
+    """Builds a config from nested mappings and checks every key."""
     own = dict(sections or {})
     fields = {f.name for f in dataclasses.fields(Config) if f.name != "extra"}
     hints = typing.get_type_hints(Config)
@@ -178,7 +179,7 @@ def key_of(field: dataclasses.Field[Any]) -> str:
 
 
 def _value(hint: Any, key: str, value: Any) -> Any:
-    """`value` as the annotated type, or a sentence."""
+    """Returns `value` as the annotated type, or raises UserError."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -237,11 +238,11 @@ def to_mapping(config: Config) -> dict[str, Any]:
 
 
 def to_yaml(config: Config) -> str:
-    return dump(to_mapping(config))
+    return dump_yaml(to_mapping(config))
 
 
-def dump(raw: Mapping[str, Any]) -> str:
-    """What `parse_yaml` reads as it was."""
+def dump_yaml(raw: Mapping[str, Any]) -> str:
+    """Returns YAML that `parse_yaml` reads back as the same values."""
     return yaml.dump(raw, Dumper=_Dumper, sort_keys=False)
 
 

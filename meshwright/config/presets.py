@@ -62,7 +62,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 # Presets of models that differ from theirs in more than numbers: enough to plan with, but training one would train
 # another model under its name. What differs, by name.
-APPROXIMATE = {
+APPROXIMATE_PRESETS = {
     "glm-130b": "GLM-130B has GeGLU, DeepNorm and blanks to fill in, the preset SwiGLU, pre-norm and the next token",
     "codegeex-13b": "CodeGeeX has 39 blocks, a top query layer and fast GELU, the preset 40 blocks with tanh GELU",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from meshwright.config.presets import APPROXIMATE
+from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.config.sections import FP8_UNIT, Config
 from meshwright.errors import UserError, divisors, either
 from meshwright.layout import Layout
@@ -15,10 +15,11 @@ Rule = Callable[[Config, int], str | None]
 
 
 def preset_is_its_model(c: Config, world: int) -> str | None:
-    if c.model.preset in APPROXIMATE:
+    reason = APPROXIMATE_PRESETS.get(c.model.preset)
+    if reason:
         return (
-            f"model.preset={c.model.preset} can't be trained yet ({APPROXIMATE[c.model.preset]}): choose another "
-            "preset, or train the approximation with model.preset empty and the keys of `meshwright config show`"
+            f"model.preset={c.model.preset} can't be trained yet ({reason}): choose another preset, or train the "
+            "approximation with model.preset empty and the keys of `meshwright config show`"
         )
     return None
 
@@ -90,7 +91,8 @@ def sequence_parallel_splits(c: Config, world: int) -> str | None:
 
 
 def cp_cuts_sequences(c: Config, world: int) -> str | None:
-    """Each rank holds two pieces of a sequence, an early and a late one, so that causal attention is even work."""
+    """Each rank holds an early and a late piece of a sequence, so that causal attention is the same work on every
+    rank."""
     parts, seq = 2 * c.layout.cp, c.model.seq
     if c.layout.cp > 1 and seq % parts:
         up = -(-seq // parts) * parts
@@ -126,7 +128,7 @@ def schedule_takes_chunks(c: Config, world: int) -> str | None:
 
 
 def _beyond_the_table(c: Config, key: str, samples: int, unit: int) -> str | None:
-    """Of as many samples as one table of the pipeline must hold, `unit` for each micro-batch."""
+    """Checks that the pipeline's table for `samples` samples, `unit` of them per micro-batch, is not too large."""
     most = LARGEST_TABLE // (c.layout.pp * c.layout.chunks) * unit
     return f"{key}={samples} needs too large a table of the pipeline: use {most} at most" if samples > most else None
 
@@ -159,7 +161,7 @@ def eval_divides(c: Config, world: int) -> str | None:
 
 
 def shards_fit_nodes(c: Config, world: int) -> str | None:
-    """What `zero` asks for must leave something to divide."""
+    """The ranks of a node must divide what `zero` shards evenly, and offloaded parameters need stage 3."""
     offload = c.zero.offload
     if c.zero.shard_group == "node" and c.zero.stage and c.layout.node_size > world:
         return (
@@ -254,26 +256,26 @@ RULES: list[Rule] = [
     backend_fits_device,
 ]
 
-# What cuts a model's own sizes.
-TENSOR_PARALLEL: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn]
+# The rules about how tp cuts a model's sizes.
+TENSOR_PARALLEL_RULES: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn]
 
-# What training needs besides: planning takes a preset that only approximates its model, and says so.
-TRAINED = [preset_is_its_model, *RULES]
+# Training also needs the true model: planning accepts a preset that only approximates it, and says so.
+TRAINING_RULES = [preset_is_its_model, *RULES]
 
-# What a step's formulas need; they know context parallelism, which can't be trained yet.
-PLANNED = [rule for rule in RULES if rule is not context_is_trained]
+# The planner's formulas know context parallelism, which can't be trained yet.
+PLANNING_RULES = [rule for rule in RULES if rule is not context_is_trained]
 
-# What a model that is only read from needs: products of other numbers of tokens then run in bf16.
-READ = [rule for rule in RULES if rule is not fp8_fits_tokens]
+# Evaluation and generation run other numbers of tokens, whose products fall back from fp8 to bf16.
+READING_RULES = [rule for rule in RULES if rule is not fp8_fits_tokens]
 
 
-def broken(config: Config, world: int, rules: Sequence[Rule] = RULES) -> str | None:
-    """The sentence of the first rule that `config` breaks on `world` ranks."""
+def first_broken_rule(config: Config, world: int, rules: Sequence[Rule] = RULES) -> str | None:
+    """Returns the sentence of the first rule that `config` breaks on `world` ranks, or None."""
     return next(filter(None, (rule(config, world) for rule in rules)), None)
 
 
 def check(config: Config, world: int, rules: Sequence[Rule] = RULES) -> None:
     """Raises for the first rule that `config` breaks on `world` ranks."""
-    message = broken(config, world, rules)
+    message = first_broken_rule(config, world, rules)
     if message:
         raise UserError(message)

@@ -56,7 +56,7 @@ class ModelConfig:
     bias: bool = True
     qkv_bias: bool = False  # with bias=false: on queries, keys and values alone
     qk_norm: bool = False  # RMS norm of each head's queries and keys
-    parallel_residual: bool = False  # attention and MLP both of the block's input
+    parallel_residual: bool = False  # attention and MLP both take the block's input
     embedding_norm: bool = False
     dropout: float = 0.0
     tied_embeddings: bool = True
@@ -164,7 +164,7 @@ class TrainConfig:
     micro_batch: int = 1
     seed: int = 1234
     precision: Precision = "fp32"
-    grad_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # in which gradients add up: fp32 or the model's precision
+    grad_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # in which gradients accumulate: fp32 or the model's precision
     fp8_scale: Literal["tensor", "row"] = "tensor"  # with precision=fp8: one scale for a tensor, or for each row
     clip: float = 1.0  # 0: no clipping
     compile: Literal["auto", "true", "false"] = "auto"  # torch.compile of the blocks; auto: on accelerators
@@ -189,7 +189,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Where states live that are not on the device; moved in pieces, while others are used."""
+    """Where offloaded states are stored. They are brought to the device in pieces, one ahead of its use."""
 
     optimizer: Literal["none", "cpu", "disk"] = "none"  # masters and moments
     params: Literal["none", "cpu", "disk"] = "none"  # with zero.stage=3
@@ -204,7 +204,7 @@ class OffloadConfig:
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """What the data-parallel ranks divide among them: 1 optimizer states, 2 gradients too, 3 parameters too."""
+    """What is sharded over the data-parallel ranks: optimizer states (1), gradients too (2), parameters too (3)."""
 
     stage: int = 0
     shard_group: Literal["dp", "node"] = "dp"  # node: divided inside a node, copied across nodes
@@ -217,7 +217,7 @@ class ZeroConfig:
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Activations to compute again in backward instead of keeping them."""
+    """Which activations backward computes again instead of keeping them."""
 
     mode: str = "none"  # none, selective (the attention core), full (each block), every:N (each run of N blocks)
 
@@ -229,7 +229,7 @@ class RecomputeConfig:
 
     @property
     def blocks(self) -> int:
-        """Blocks that are computed again together; 0: none are."""
+        """The number of blocks that are recomputed together; 0: none are."""
         if self.mode == "full":
             return 1
         return int(self.mode.removeprefix("every:")) if self.mode.startswith("every:") else 0

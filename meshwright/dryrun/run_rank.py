@@ -145,7 +145,7 @@ def _timed_steps(trainer: Trainer) -> tuple[list[StepResult], Counts]:
     device = trainer.ctx.device
     trainer.step()
     device.synchronize()
-    device.forget_peak()
+    device.reset_peak()
     results = [trainer.step() for _ in range(TIMED)]
     device.synchronize()
     peak = device.peak_bytes()

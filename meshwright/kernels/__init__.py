@@ -1,4 +1,4 @@
-"""Kernels of our own for what neither torch nor its compiler does at the speed of memory: Triton, on CUDA alone.
+"""Triton kernels, on CUDA only, for passes that neither torch nor its compiler runs at memory bandwidth.
 
 Every function here has a plain definition where it is used, which runs wherever Triton doesn't; the tests compare the
 two. Triton is imported with the first call, so that a machine without it never notices.
@@ -22,6 +22,6 @@ def triton_works() -> bool:
     return True
 
 
-def fits(*tensors: Tensor) -> bool:
-    """Whether kernels can take these: on CUDA, and nothing wider than the float32 they compute in."""
+def kernels_take(*tensors: Tensor) -> bool:
+    """Whether the kernels can take these tensors: on CUDA, and no wider than the float32 that kernels compute in."""
     return all(x.is_cuda and x.element_size() < 8 for x in tensors) and triton_works()

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 1024, 4  # of the sizes tried on an H200 the fastest, 4.2 TB/s
+BLOCK, WARPS = 1024, 4  # the fastest of the sizes tried on an H200, at 4.2 TB/s
 
 
 @triton.jit

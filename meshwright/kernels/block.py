@@ -1,7 +1,7 @@
 """The backward of a block's memory-bound parts, each in one pass: RMS norm with the residual's gradient, and SwiGLU.
 
-Both also write again the value that the forward gave to the product behind them, so that nobody has to keep it: the
-product's weight gradient needs it once more, and one more write is cheaper than the memory of all layers.
+Both also write the value that forward gave to the next product once more, so that it need not be kept: that product's
+weight gradient needs it, and one more write is cheaper than keeping it for all layers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _rms_norm(x, weight, out, rstd, rows, width, eps, BLOCK: tl.constexpr, AHEAD
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The normed rows and 1 / the root of each row's mean square, [rows, 1] in float32."""
+    """Returns the normed rows and 1 / the root of each row's mean square, [rows, 1] in float32."""
     rows, width = x.shape
     out, rstd = torch.empty_like(x), torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
@@ -69,7 +69,7 @@ def _rms_norm_backward(
 def rms_norm_backward(
     x: Tensor, rstd: Tensor, weight: Tensor, grad: Tensor, passed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of x (plus `passed`), the normed x and the weight's gradient in float32."""
+    """Returns the gradient of x (plus `passed`), the normed x and the weight's gradient in float32."""
     rows, width = x.shape
     out, normed = torch.empty_like(x), torch.empty_like(x)
     block = triton.next_power_of_2(width)
@@ -99,7 +99,7 @@ def _swiglu_backward(x, grad, out, value, width, BLOCK: tl.constexpr):
 
 
 def swiglu_backward(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of x = [gate, up], and silu(gate) * up once more."""
+    """Returns the gradient of x = [gate, up], and silu(gate) * up once more."""
     rows, width = grad.shape
     out, value = torch.empty_like(x), torch.empty_like(grad)
     grid = (rows, triton.cdiv(width, SWIGLU_BLOCK))

@@ -1,4 +1,4 @@
-"""Softmax cross entropy over rows of logits, where the gradient takes the place of the logits.
+"""Softmax cross entropy over rows of logits, whose gradient overwrites the logits.
 
 A row is read twice and written once, and the second read comes from the cache, so the pass costs about one read and
 one write of the logits.
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 8192, 8  # of the sizes tried on an H200 the fastest
+BLOCK, WARPS = 8192, 8  # the fastest of the sizes tried on an H200
 
 
 @triton.jit
@@ -53,8 +53,8 @@ def loss_rows(
     logits: Tensor, labels: Tensor, mask: Tensor, first: int, columns: int, norms: Tensor, targets: Tensor,
     scale: float, *, stats: bool, grad: bool,
 ) -> None:  # fmt: skip
-    """Of each row: with `stats` writes the log of the sum of exponentials and the label's logit (0 if it lies
-    elsewhere); with `grad` replaces the logits by mask * scale * (softmax - one hot), given the norms."""
+    """With `stats`, writes each row's log of the sum of exponentials and its label's logit (0 if another rank has it).
+    With `grad`, replaces the logits by mask * scale * (softmax - one hot), given the norms."""
     assert logits.is_contiguous() and columns > 0
     rows, width = logits.shape
     _rows[(rows,)](

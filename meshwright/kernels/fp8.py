@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_R, TILE_C, TILE_WARPS = 128, 128, 4  # of the tiles tried on an H200 the fastest
+TILE_R, TILE_C, TILE_WARPS = 128, 128, 4  # the fastest of the tiles tried on an H200
 LARGEST_BLOCK, LARGEST_LOOP = 4096, 8
 TINY = tl.constexpr(1e-12)  # a tensor of zeros gets a scale too
 
@@ -44,7 +44,7 @@ def _largest_of_lines(
 
 @triton.jit
 def _within(z, limit):
-    """What is not a number stays so, and reaches the gradient's norm: the step is skipped."""
+    """Clamps z but keeps NaN, which then reaches the grad norm, so that the step is skipped."""
     low = tl.maximum(z, -limit, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(low, limit, propagate_nan=tl.PropagateNan.ALL)
 
@@ -83,8 +83,9 @@ def _cast(
         tl.store(across + there, tl.trans(z), mask=(c < columns)[:, None] & (r < rows)[None, :])
 
 
-def largest(x: Tensor, lines: bool, rows_wanted: bool, columns_wanted: bool) -> tuple[Tensor, Tensor]:
-    """Largest magnitudes of the rows and of the columns; without `lines`, of the whole tensor, for both."""
+def largest_magnitudes(x: Tensor, lines: bool, rows_wanted: bool, columns_wanted: bool) -> tuple[Tensor, Tensor]:
+    """Returns the largest magnitudes of the rows and of the columns; without `lines`, that of the whole tensor,
+    twice."""
     rows, columns = x.shape
     if not lines:
         out = torch.zeros((), dtype=torch.float32, device=x.device)

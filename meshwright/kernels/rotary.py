@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-HEADS, WARPS = 16, 2  # of one program; of the sizes tried on an H200 the fastest
+HEADS, WARPS = 16, 2  # per program; the fastest of the sizes tried on an H200
 
 
 @triton.jit
 def _of_three(q, k, v, row_q, row_k, row_v, from_q, from_k, from_v, at, inside):
-    """Each head's elements from the tensor that holds it."""
+    """Loads each head's elements from the tensor that holds it."""
     x = tl.load(q + row_q[:, None] + at[None, :], mask=from_q[:, None] & inside[None, :], other=0.0).to(tl.float32)
     x += tl.load(k + row_k[:, None] + at[None, :], mask=from_k[:, None] & inside[None, :], other=0.0).to(tl.float32)
     x += tl.load(v + row_v[:, None] + at[None, :], mask=from_v[:, None] & inside[None, :], other=0.0).to(tl.float32)
@@ -54,9 +54,9 @@ def _turn(
         tl.store(here + last[None, :], x, mask=(h < total)[:, None] & there[None, :])
 
 
-def turn(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """[batch, seq, all heads, width] of q, k and v [batch, seq, heads, width], the first two turned (or turned back) by
-    tables [1 or batch, seq, 1, half]."""
+def rotate_qkv(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    """Returns q, k and v [batch, seq, heads, width] as one tensor [batch, seq, all heads, width], the first two rotated
+    (or rotated back) by tables [1 or batch, seq, 1, half]."""
     batch, seq, queries, width = q.shape
     keys, half = k.shape[2], cos.shape[-1]
     assert all(x.stride(3) == 1 for x in (q, k, v)) and cos.stride() == sin.stride() and cos.stride(3) == 1

@@ -3,7 +3,7 @@
 A world of ranks is seen in two ways. The *dense* view is tp x cp x dp x pp. The *expert* view, which
 mixture-of-experts layers use, is tp x ep x edp x pp over the same ranks, where ep and edp together cover
 dp x cp. Both follow one order string, fastest-varying axis first, with edp standing where dp is written.
-Everything is computed from strides, so that what one rank asks costs no more than the group it asks for.
+Everything is computed from strides, so that a query costs no more than the size of the group that it asks for.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ GROUP_KINDS = (
     *("tp", "cp", "ep", "dp", "pp", "dp-cp", "tp-cp", "tp-dp", "tp-dp-cp", "tp-pp"),
     *("tp-ep", "tp-ep-pp", "edp", "embedding", "position_embedding"),
 )
-"""The kinds of groups a training job makes, in the order `meshwright layout` prints them."""
+"""The kinds of groups that a training job makes, in the order in which `meshwright layout` prints them."""
 
 STEP_GROUPS = ("tp", "dp", "dp-cp", "pp", "embedding", "world")
-"""What every training step communicates over, beside cp, ep and edp where they are used and the parts of an axis."""
+"""The groups that every training step communicates over, besides cp, ep and edp where they are used and parts of
+axes."""
 
 Parts = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
 
@@ -46,8 +47,9 @@ class Atom(NamedTuple):
         return rank // self.stride % self.size
 
 
-class Product(NamedTuple):
-    """A product of axes: the atoms inside a group, those between groups, one group less its first rank."""
+class AxisProduct(NamedTuple):
+    """A product of axes: the atoms inside a group, those between groups, and the ranks of a group relative to its
+    first."""
 
     inside: tuple[Atom, ...]
     between: tuple[Atom, ...]
@@ -56,7 +58,7 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every rank stands.
+    """The coordinates and groups of every rank.
 
     `order` names the axes, fastest-varying first. `parts` makes an axis a product of named parts, fastest
     first: `(("tp", (("tp.kv", 2), ("tp.q", 2))),)` is tp=4 as a 2 x 2 grid, and a part's name is usable
@@ -111,7 +113,7 @@ class Layout:
         return size
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """All groups of an axis, a part, a product of them ("tp-pp", words in any order), or a special one.
+        """Returns all groups of an axis, a part, a product of them ("tp-pp", words in any order), or a special one.
 
         Ranks in a group ascend and groups ascend by their first rank. Names with ep or edp are of the expert
         view, all others of the dense one.
@@ -127,7 +129,7 @@ class Layout:
         return tuple(tuple([first + step for step in offsets]) for first in _offsets(product.between))
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
-        """The group of `name` that holds `rank`; () where an embedding group holds it not."""
+        """Returns the group of `name` that holds `rank`, or () where no embedding group holds it."""
         self._check_rank(rank)
         if name == "world":
             return tuple(range(self.world))
@@ -139,13 +141,14 @@ class Layout:
         return tuple([first + step for step in product.offsets])
 
     def size(self, name: str) -> int:
-        """How many ranks a group of `name` has."""
+        """Returns the number of ranks in a group of `name`."""
         if name in SPECIAL_GROUPS:
             return {"world": self.world, "embedding": len(set(self.first_and_last)), "position_embedding": 1}[name]
         return len(_product(self, name).offsets)
 
     def canonical(self, name: str) -> str:
-        """One spelling of a product: words in the order string's order, an axis for all of its parts."""
+        """Returns the canonical spelling of a product: words in the order string's order, and an axis for all of its
+        parts."""
         if name in SPECIAL_GROUPS:
             return name
         inside = _product(self, name).inside
@@ -157,11 +160,11 @@ class Layout:
         return "-".join(words)
 
     def without_ones(self, name: str) -> str:
-        """The name of the same groups without axes of one rank, so that dp-cp is dp where cp is 1, and so is edp where
+        """Returns the name of the same groups without axes of one rank: dp-cp is dp where cp is 1, and so is edp where
         ep is 1 too."""
         if name in SPECIAL_GROUPS:
             return name
-        if "edp" in name.split("-") and self.ep == 1 and self.views_agree:  # then experts are copied as all else is
+        if "edp" in name.split("-") and self.ep == 1 and self.views_agree:  # experts then have the usual copies
             name = "-".join("dp-cp" if word == "edp" else word for word in name.split("-"))
         words = [word for word in name.split("-") if self.size(word) > 1]
         return self.canonical("-".join(words)) if words else name.split("-")[0]
@@ -176,17 +179,17 @@ class Layout:
         return sorted({self.without_ones(name) for name in names})
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands in the dense view: tp, cp, dp, pp, and every part of these."""
+        """Returns the coordinate of `rank` in the dense view: tp, cp, dp, pp, and every part of these."""
         self._check_rank(rank)
         return _coordinate(self, DENSE_AXES, rank)
 
     def expert_coordinate(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands in the expert view: tp, ep, edp, pp, and every part of these."""
+        """Returns the coordinate of `rank` in the expert view: tp, ep, edp, pp, and every part of these."""
         self._check_rank(rank)
         return _coordinate(self, EXPERT_AXES, rank)
 
     def rank_at(self, **coordinates: int) -> int:
-        """The rank that stands at these coordinates of one view; an axis that is not named counts as 0.
+        """Returns the rank at these coordinates of one view; an axis that is not named counts as 0.
 
         The inverse of `coordinate` and `expert_coordinate`. Parts may be given instead of their axis, or
         beside it where they say the same.
@@ -354,7 +357,7 @@ def _view_of(layout: Layout, name: str, words: list[str]) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _product(layout: Layout, name: str) -> Product:
+def _product(layout: Layout, name: str) -> AxisProduct:
     words = name.split("-")
     atoms = _atoms(layout, _view_of(layout, name, words))
     inside = tuple(atom for atom in atoms if atom.name in words or atom.axis in words)
@@ -362,7 +365,7 @@ def _product(layout: Layout, name: str) -> Product:
         if sum(word in (atom.name, atom.axis) for word in words) > 1:
             raise UserError(f"group '{name}' names {atom.axis} twice: name an axis, or parts of it, once")
     between = tuple(atom for atom in atoms if atom not in inside)
-    return Product(inside, between, tuple(_offsets(inside)))
+    return AxisProduct(inside, between, tuple(_offsets(inside)))
 
 
 def _coordinate(layout: Layout, axes: tuple[str, ...], rank: int) -> dict[str, int]:

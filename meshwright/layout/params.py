@@ -1,5 +1,5 @@
-"""A parameter knows where it lives: plain data that initialisation, gradient buffers, the gradient norm,
-checkpoints and the memory model all read. No torch.
+"""Records of where each parameter lives: plain data that initialisation, gradient buffers, the grad norm, checkpoints
+and the memory model all read. No torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Init:
 
 @dataclass(frozen=True)
 class ParamRecord:
-    """Where one local parameter stands in the model that all ranks hold together.
+    """The place of one local parameter in the model that all ranks hold together.
 
     Several local parameters may hold boxes of one global tensor (`name`); rows of the local tensor that no
     box covers are padding, stay zero and never enter the loss.
@@ -59,14 +59,14 @@ class ParamRecord:
 
 
 def row_of(record: ParamRecord, row: int, rows: int) -> ParamRecord:
-    """One of several rows, each a tensor of the record's shape, as a record of its own: for a state that is not the
-    same on every rank that holds the parameter."""
+    """Returns a record of one of several rows, each a tensor of the record's shape: for a state that differs between
+    the ranks that hold the parameter."""
     boxes = tuple(Box((row, *b.start), (1, *b.shape), (0, *b.local_start)) for b in record.boxes)
     return replace(record, shape=(rows, *record.shape), local_shape=(1, *record.local_shape), boxes=boxes)
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """A range of a row-major tensor's elements as rectangles: at most two for each dim but the last, and one."""
+    """Yields a range of a row-major tensor's elements as rectangles: at most two per dim but the last, and one more."""
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -91,7 +91,7 @@ def _inside_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iter
 
 
 def global_boxes(record: ParamRecord, start: int, stop: int) -> Iterator[Box]:
-    """The boxes of the global tensor that a range of the local tensor's elements holds; padding is in none."""
+    """Yields the boxes of the global tensor that a range of the local tensor's elements holds; padding is in none."""
     for piece in rectangles(record.local_shape, start, stop):
         for box in record.boxes:
             low = tuple(max(a, b) for a, b in zip(piece.local_start, box.local_start, strict=True))
@@ -108,8 +108,8 @@ def global_boxes(record: ParamRecord, start: int, stop: int) -> Iterator[Box]:
 def overlap(
     a_start: tuple[int, ...], a_shape: tuple[int, ...], b: Box
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Where the region (a_start, a_shape) of a global tensor meets box `b`: slices within the region, and within b's
-    local tensor; None if they don't meet."""
+    """Returns the overlap of the region (a_start, a_shape) of a global tensor with box `b`, as slices within the region
+    and within b's local tensor; None if they don't overlap."""
     inside, local = [], []
     for a, n, g, m, at in zip(a_start, a_shape, b.start, b.shape, b.local_start, strict=True):
         low, high = max(a, g), min(a + n, g + m)
@@ -121,7 +121,7 @@ def overlap(
 
 
 def whole(name: str, shape: tuple[int, ...], init: Init, **more: object) -> ParamRecord:
-    """A parameter that every tp rank holds whole."""
+    """Returns the record of a parameter that every tp rank holds whole."""
     box = Box((0,) * len(shape), shape, (0,) * len(shape))
     return ParamRecord(name, shape, shape, (box,), init, **more)  # type: ignore[arg-type]
 
@@ -135,7 +135,8 @@ def rows_of(
     local_rows: int = 0,
     **more: object,
 ) -> ParamRecord:
-    """A parameter cut along dim 0. `parts` are (global first row, rows, local first row); `tail` the other dims."""
+    """Returns the record of a parameter cut along dim 0. `parts` are (global first row, rows, local first row), and
+    `tail` the other dims."""
     zeros = (0,) * len(tail)
     boxes = tuple(Box((g, *zeros), (n, *tail), (at, *zeros)) for g, n, at in parts if n > 0)
     rows = local_rows or sum(n for _, n, _ in parts)
@@ -143,14 +144,14 @@ def rows_of(
 
 
 def columns_of(name: str, rows: int, columns: int, parts: int, index: int, init: Init, **more: object) -> ParamRecord:
-    """A matrix cut along dim 1 into equal `parts`, of which this is number `index`."""
+    """Returns the record of part `index` of a matrix that is cut along dim 1 into equal `parts`."""
     width = columns // parts
     box = Box((0, index * width), (rows, width), (0, 0))
     return ParamRecord(name, (rows, columns), (rows, width), (box,), init, **more)  # type: ignore[arg-type]
 
 
-def under(records: dict[str, ParamRecord], prefix: str) -> dict[str, ParamRecord]:
-    """The records whose local name begins with `prefix.`, without it."""
+def records_under(records: dict[str, ParamRecord], prefix: str) -> dict[str, ParamRecord]:
+    """Returns the records whose local name begins with `prefix.`, by the rest of their name."""
     head = f"{prefix}."
     return {key[len(head) :]: record for key, record in records.items() if key.startswith(head)}
 
@@ -172,7 +173,7 @@ class Tile:
 
 
 def tiles(record: ParamRecord, seed: int) -> Iterator[Tile]:
-    """The draws that fill `record`'s boxes. Tensors are seen as matrices: dim 0 by the rest."""
+    """Yields the draws that fill `record`'s boxes, which must be of a matrix."""
     for box in record.boxes:
         assert len(box.shape) == 2, f"{record.name}: only matrices are drawn"
         (r0, c0), (rows, columns), (lr, lc) = box.start, box.shape, box.local_start
@@ -181,7 +182,7 @@ def tiles(record: ParamRecord, seed: int) -> Iterator[Tile]:
             for j in range(c0 // TILE, -(-(c0 + columns) // TILE)):
                 left, right = max(c0, j * TILE), min(c0 + columns, (j + 1) * TILE)
                 yield Tile(
-                    key(seed, record.name, i, j),
+                    stream_seed(seed, record.name, i, j),
                     slice(top - i * TILE, bottom - i * TILE),
                     slice(left - j * TILE, right - j * TILE),
                     slice(lr + top - r0, lr + bottom - r0),
@@ -189,7 +190,7 @@ def tiles(record: ParamRecord, seed: int) -> Iterator[Tile]:
                 )
 
 
-def key(*parts: object) -> int:
-    """A 63-bit number from any words and numbers: the seed of a random stream."""
+def stream_seed(*parts: object) -> int:
+    """Hashes any words and numbers to a 63-bit seed of a random stream."""
     text = "|".join(str(part) for part in parts).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

@@ -103,7 +103,7 @@ def redistribution(before: Sequence[Ownership], after: Sequence[Ownership]) -> R
 
 
 class _Held:
-    """Who holds what of one tensor: each distinct region once, the smallest first, with its ranks and their boxes."""
+    """The holders of one tensor: each distinct region once, the smallest first, with its ranks and their boxes."""
 
     def __init__(self, ownership: Ownership) -> None:
         found: dict[Region, dict[int, Box]] = {}

@@ -129,7 +129,7 @@ def by_documents(lengths: Sequence[int], ranks: int) -> RowTable:
     before = np.cumsum(sizes) - sizes
     size, shift = np.repeat(sizes, sizes), np.repeat(before % parts, sizes)
     place = np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(before, sizes)
-    # Part i of a document begins at row floor((i * size + shift) / parts), which this turns round.
+    # Part i of a document begins at row floor((i * size + shift) / parts), which this line inverts.
     part = -(-((place + 1) * parts - shift) // np.maximum(size, 1)) - 1
     return by_key(np.minimum(part, parts - 1 - part), ranks)
 

@@ -1,4 +1,5 @@
-"""Data parallelism as a product: inside a node, where states are divided, and across nodes, where they are copied."""
+"""Data parallelism as a product: inside a node, where states are sharded, and across nodes, where they are
+replicated."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from meshwright.layout.params import REPLICA, SHARD
 
 
 def node_parts(layout: Layout) -> Parts:
-    """dp as a product where weights are divided inside a node and copied across nodes."""
+    """Returns the parts of dp where weights are sharded inside a node and replicated across nodes."""
     ranks = layout.group("dp", 0)
     inside = sum(rank < (layout.node_size or layout.world) for rank in ranks)
     neighbours = (group[at : at + inside] for group in layout.groups("dp") for at in range(0, len(ranks), inside))

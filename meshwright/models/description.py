@@ -16,48 +16,48 @@ from meshwright.layout.shards import node_parts
 from meshwright.parts.gpt import (
     KV_COPIES,
     KV_GROUPS,
-    MLP,
-    Attention,
-    Norm,
-    OutputLayer,
-    PositionEmbedding,
-    TokenEmbedding,
+    AttentionPart,
+    MLPPart,
+    NormPart,
+    OutputLayerPart,
+    PositionEmbeddingPart,
+    TokenEmbeddingPart,
 )
-from meshwright.parts.part import Block, Model, Named, Part, Stage, Unit
+from meshwright.parts.part import BlockUnit, Model, NamedPart, Part, Stage, Unit
 from meshwright.schedule.kinds import ends_of
 
 
 def gpt(model: ModelConfig) -> Model:
-    """A decoder-only transformer in the sizes of the config."""
+    """Describes a decoder-only transformer of the config's sizes."""
     h, normal = model.hidden, Init("normal", model.init_std)
     # Projections back into the residual stream start smaller, as in GPT-2.
     output = Init("normal", model.init_std / math.sqrt(2 * model.layers))
-    norm = Norm(model.norm, h, model.norm_eps, model.norm == "layernorm" and model.bias)
-    attention = Attention(
+    norm = NormPart(model.norm, h, model.norm_eps, model.norm == "layernorm" and model.bias)
+    attention = AttentionPart(
         h, model.heads, model.kv_heads, model.head_dim, normal, output, model.position == "rope", model.bias,
         model.qkv_bias, model.qk_norm, model.norm_eps, model.dropout,
     )  # fmt: skip
-    mlp = MLP(model.mlp, h, model.ffn, normal, output, model.bias)
+    mlp = MLPPart(model.mlp, h, model.ffn, normal, output, model.bias)
     parts: list[tuple[str, Part]] = [("norm1", norm), ("attention", attention), ("norm2", norm), ("mlp", mlp)]
-    block = Block(
-        tuple(Named(key, key, part) for key, part in parts), h, model.parallel_residual, model.dropout
+    block = BlockUnit(
+        tuple(NamedPart(key, key, part) for key, part in parts), h, model.parallel_residual, model.dropout
     )  # fmt: skip
-    embedding, head = ends(model, normal, norm)
+    embedding, head = decoder_ends(model, normal, norm)
     return Model(embedding, (block,) * model.layers, head, h, model.tied_embeddings)
 
 
-def ends(model: ModelConfig, normal: Init, norm: Norm) -> tuple[Unit, Unit]:
-    """The embedding and the head of a decoder."""
+def decoder_ends(model: ModelConfig, normal: Init, norm: NormPart) -> tuple[Unit, Unit]:
+    """Returns the embedding and the head of a decoder."""
     h, tied, ended = model.hidden, model.tied_embeddings, replace(norm, keeps_output=False)
-    tokens = TokenEmbedding(model.vocab, h, normal, tied, model.dropout)
-    first = [Named("tokens", "embedding", tokens)]
+    tokens = TokenEmbeddingPart(model.vocab, h, normal, tied, model.dropout)
+    first = [NamedPart("tokens", "embedding", tokens)]
     if model.position == "learned":
-        positions = PositionEmbedding(model.seq, h, normal, model.position_offset)
-        first.append(Named("positions", "position", positions))
+        positions = PositionEmbeddingPart(model.seq, h, normal, model.position_offset)
+        first.append(NamedPart("positions", "position", positions))
     if model.embedding_norm:
-        first.append(Named("norm", "embedding_norm", ended))
-    output = OutputLayer(model.vocab, h, normal, tied)
-    last = (Named("norm", "final_norm", ended), Named("output", "embedding" if tied else "head", output))
+        first.append(NamedPart("norm", "embedding_norm", ended))
+    output = OutputLayerPart(model.vocab, h, normal, tied)
+    last = (NamedPart("norm", "final_norm", ended), NamedPart("output", "embedding" if tied else "head", output))
     return Unit(tuple(first)), Unit(last)
 
 
@@ -67,15 +67,15 @@ MODELS: dict[str, Callable[[ModelConfig], Model]] = {"gpt": gpt}
 
 @lru_cache(maxsize=256)
 def describe(model: ModelConfig) -> Model:
-    """The model that a config asks for."""
+    """Returns the description of the model that a config asks for."""
     if model.kind not in MODELS:
         known = ", ".join(MODELS)
         raise UserError(f"model.kind={model.kind} is not known{nearest(model.kind, MODELS)}: the kinds are {known}")
     return MODELS[model.kind](model)
 
 
-def stages(layers: int, count: int, split: Sequence[int] = ()) -> list[Stage]:
-    """The layers of each virtual stage; without `split` as even as can be, the earlier ones taking the rest."""
+def split_layers(layers: int, count: int, split: Sequence[int] = ()) -> list[Stage]:
+    """Splits the layers into virtual stages: as `split` says, or evenly, where the first stages take the remainder."""
     sizes = list(split) or [layers // count + (i < layers % count) for i in range(count)]
     assert len(sizes) == count and sum(sizes) == layers
     starts = [sum(sizes[:i]) for i in range(count)]
@@ -85,19 +85,20 @@ def stages(layers: int, count: int, split: Sequence[int] = ()) -> list[Stage]:
 
 
 def stages_of(config: Config) -> list[Stage]:
-    """The virtual stages that a config asks for."""
-    return stages(config.model.layers, config.layout.pp * config.layout.chunks, config.pipeline.split)
+    """Returns the virtual stages that a config asks for."""
+    return split_layers(config.model.layers, config.layout.pp * config.layout.chunks, config.pipeline.split)
 
 
 def kv_parts(model: ModelConfig, tp: int) -> Parts:
-    """How tp is a product when key-value heads are replicated: the copies are neighbours."""
+    """Returns tp as a product where key-value heads are replicated: the copies are neighbouring ranks."""
     if tp <= model.kv_heads:
         return ()
     return (("tp", ((KV_COPIES, tp // model.kv_heads), (KV_GROUPS, model.kv_heads))),)
 
 
 def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
-    """The layout that a config asks for on `world` ranks, `node_size` of them per node if the config doesn't say."""
+    """Returns the layout that a config asks for on `world` ranks, with `node_size` ranks per node if the config doesn't
+    say."""
     c = config.layout
     layout = Layout(
         world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, node_size=c.node_size or node_size or None,
@@ -109,6 +110,6 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
 
 
 def fields_read(stage: Stage) -> set[str]:
-    """The fields of a batch that a chunk reads, where the data have them."""
+    """Returns the fields of a batch that a chunk reads, where the data have them."""
     ends = ({"tokens"} if stage.first else set()) | ({"labels", "loss_mask"} if stage.last else set())
     return ends | {"positions", "segments"}

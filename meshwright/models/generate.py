@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright.comm.ops import all_gather
 from meshwright.errors import UserError
 from meshwright.models.gpt import GPTStage
-from meshwright.nn.attention import Past
+from meshwright.nn.attention import KVCache
 
 
 class Generator:
@@ -19,12 +19,12 @@ class Generator:
     def __init__(self, module: GPTStage, vocab: int, longest: int) -> None:
         assert module.embedding is not None and module.head is not None and not module.parallel.splits_tokens
         self.module, self.vocab, self.longest = module.eval(), vocab, longest
-        self.past = {number: Past(longest) for number in module.blocks}
+        self.past = {number: KVCache(longest) for number in module.blocks}
         self.length = 0
 
     @torch.no_grad()
     def next_logits(self, ids: list[int]) -> Tensor:
-        """The logits [vocab] after `ids`, which follow on what was given before. The same on every rank."""
+        """Returns the logits [vocab] after `ids`, which continue the tokens given before. Every rank gets the same."""
         module, end = self.module, self.length + len(ids)
         if end > self.longest:
             raise UserError(f"{end} tokens are more than the model's {self.longest}: give a shorter prompt")
@@ -37,8 +37,9 @@ class Generator:
         return all_gather(part, tp.name, tp.size)[: self.vocab].double()
 
 
-def choose(logits: Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:
-    """The next token: the likeliest at temperature 0, else drawn from the likeliest ones that hold `top_p` together."""
+def choose_token(logits: Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:
+    """Chooses the next token: the likeliest at temperature 0, else one drawn from the likeliest tokens that together
+    have probability `top_p`."""
     if temperature == 0:
         return int(logits.argmax())
     shares, order = torch.softmax(logits / temperature, 0).sort(descending=True)
@@ -55,11 +56,11 @@ def generate(
     seed: int = 0,
     ends: Container[int] = (),
 ) -> Iterator[int]:
-    """At most `most` tokens after `prompt`; stops after a token of `ends`."""
+    """Yields at most `most` tokens after `prompt`; stops after a token in `ends`."""
     random = torch.Generator().manual_seed(seed)
     logits = generator.next_logits(prompt)
     for number in range(most):
-        token = choose(logits, temperature, top_p, random)
+        token = choose_token(logits, temperature, top_p, random)
         yield token
         if token in ends or number == most - 1:
             return

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from meshwright.comm.ledger import Ledger
 from meshwright.config.sections import Config
-from meshwright.layout.params import under
+from meshwright.layout.params import records_under
 from meshwright.models.description import describe, fields_read
 from meshwright.models.stage import Receives
-from meshwright.nn.attention import Alibi, Past, causal_mask
+from meshwright.nn.attention import Alibi, KVCache, causal_mask
 from meshwright.nn.block import Block
-from meshwright.nn.build import build
+from meshwright.nn.build import build_module
 from meshwright.nn.linear import Linear
 from meshwright.nn.loss import output_loss
 from meshwright.nn.norm import Norm
@@ -23,19 +23,19 @@ from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
 from meshwright.nn.recompute import recompute
 from meshwright.nn.rotary import Rotary
-from meshwright.nn.unit import through
-from meshwright.parts.part import Block as Description
+from meshwright.nn.unit import call_unit
+from meshwright.parts.part import BlockUnit as Description
 from meshwright.parts.part import Coordinate, MicroBatch, Records, Stage, Unit
 
 Batch = dict[str, Tensor]
 
 
 class Embedding(nn.Module):
-    """Token ids [batch, seq] to activations [tokens, hidden] (this rank's rows under sequence parallelism)."""
+    """Maps token ids [batch, seq] to activations [tokens, hidden] (this rank's rows under sequence parallelism)."""
 
     def __init__(self, parallel: Parallel, unit: Unit, records: Records, p: float) -> None:
         super().__init__()
-        built = {key: build(part, parallel, under(records, key)) for key, _, part in unit.parts}
+        built = {key: build_module(part, parallel, records_under(records, key)) for key, _, part in unit.parts}
         self.tokens, self.positions, self.norm = built["tokens"], built.get("positions"), built.get("norm")
         self.p, self.parallel = p, parallel
 
@@ -62,7 +62,7 @@ class Head(nn.Module):
     def __init__(self, parallel: Parallel, unit: Unit, records: Records, vocab: int) -> None:
         super().__init__()
         for key, _, part in unit.parts:
-            self.add_module(key, build(part, parallel, under(records, key)))
+            self.add_module(key, build_module(part, parallel, records_under(records, key)))
         self.vocab, self.parallel = vocab, parallel
 
     def logits(self, x: Tensor) -> Tensor:
@@ -70,13 +70,14 @@ class Head(nn.Module):
         return logits
 
     def forward(self, x: Tensor, labels: Tensor, mask: Tensor, weight: float | None = None) -> Tensor:
-        """The loss's sum; `weight` announces its gradient."""
+        """Returns the sum of the losses; `weight` announces the gradient that this sum will get."""
         x = self.norm(x)
         return output_loss(x, self.output, labels.flatten(), mask.flatten(), self.vocab, self.parallel, weight)
 
 
 class GPTStage(nn.Module):
-    """One chunk. The first takes tokens, the last gives the loss's sum, between them travels `hidden`."""
+    """One pipeline chunk. The first takes tokens, the last returns the sum of the losses, and `hidden` passes between
+    them."""
 
     def __init__(self, parallel: Parallel, config: Config, at: Coordinate, stage: Stage, ledger: Ledger) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ class GPTStage(nn.Module):
         self.rotary = Rotary(c, parallel) if c.position == "rope" else None
         self.alibi = Alibi(c, parallel) if c.position == "alibi" else None
         if model.tied and self.embedding is not None and self.head is not None:
-            tie(self.head, self.embedding)
+            tie_weights(self.head, self.embedding)
         self.micro_batch = config.train.micro_batch
         self._loss_weight: float | None = None
         # What `models.stage.StageModule` asks for.
@@ -108,11 +109,11 @@ class GPTStage(nn.Module):
         self.draws_by_key = True
 
     def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
-        """`hidden` for the next chunk or, from the last, the loss's sum over the unmasked tokens."""
+        """Returns `hidden` for the next chunk or, in the last, the sum of the losses over the unmasked tokens."""
         hidden = self.trunk(batch, hidden)
         if self.head is None:
             return hidden
-        return through(self.head, hidden, batch["labels"], batch["loss_mask"], self._loss_weight)
+        return call_unit(self.head, hidden, batch["labels"], batch["loss_mask"], self._loss_weight)
 
     def announce(self, loss_weight: float | None) -> None:
         """What backward will multiply the loss's sum by, where that is known."""
@@ -126,22 +127,22 @@ class GPTStage(nn.Module):
     def compiled_blocks(self) -> list[nn.Module]:
         return list(self.blocks.values())
 
-    def trunk(self, batch: Batch, hidden: Tensor | None = None, past: dict[str, Past] | None = None) -> Tensor:
-        """`hidden` after this chunk's blocks. With `past`, the keys and values of each block's earlier tokens, the
-        batch goes on where these end."""
+    def trunk(self, batch: Batch, hidden: Tensor | None = None, past: dict[str, KVCache] | None = None) -> Tensor:
+        """Returns `hidden` after this chunk's blocks. With `past`, the key-value cache of each block, the batch
+        continues after the tokens in it."""
         streams = self.parallel.streams
         ids, positions = batch.get("tokens"), batch.get("positions")
         if self.embedding is not None:
             assert ids is not None
-            streams.layer(-1)
-            hidden = through(self.embedding, ids, positions)
+            streams.seed_layer(-1)
+            hidden = call_unit(self.embedding, ids, positions)
             self._mark_backward(hidden, None)
         assert hidden is not None
         sequences = self.micro_batch if ids is None else ids.shape[0]
         tokens = hidden.shape[0] * (self.parallel.tp.size if self.parallel.splits_tokens else 1)
         seq = tokens // sequences
         before = next(iter(past.values())).length if past else 0
-        shared = Shared(
+        shared = BlockInputs(
             sequences, None if self.rotary is None else self.rotary(positions, seq),
             self._mask(batch, before, seq, hidden.device), past or {}, streams.where,
         )  # fmt: skip
@@ -154,7 +155,7 @@ class GPTStage(nn.Module):
         return hidden
 
     def _mask(self, batch: Batch, before: int, seq: int, device: torch.device) -> Tensor | None:
-        """Who may look at whom, or what is added to the scores; None where attention is plainly causal."""
+        """Returns the attention mask, or the bias to add to the scores; None where attention is plainly causal."""
         mask = None if "segments" not in batch else segment_mask(batch["segments"])
         if self.alibi is None:
             return mask
@@ -162,46 +163,48 @@ class GPTStage(nn.Module):
             return self.alibi.causal(seq, device)
         return self.alibi(causal_mask(before + seq, device, seq) if mask is None else mask)
 
-    def _run(self, shared: Shared, layers: list[int], hidden: Tensor, again: bool) -> Tensor:
-        """`hidden` after these blocks. `again`: backward comes right after, and other micro-batches may have begun."""
+    def _run(self, shared: BlockInputs, layers: list[int], hidden: Tensor, again: bool) -> Tensor:
+        """Returns `hidden` after these blocks. `again` says that they are recomputed: their backward follows at once,
+        and other micro-batches may have begun since their forward."""
         streams = self.parallel.streams
-        with streams.again(shared.where):
+        with streams.replaying(shared.where):
             for layer in layers:
-                streams.layer(layer)
+                streams.seed_layer(layer)
                 last = again and layer == layers[-1]
                 past = (shared.past[str(layer)],) if shared.past else ()
                 given = (shared.sequences, shared.rotary, shared.mask, *past)
                 with self.ledger.layer(layer):
-                    hidden = through(self.blocks[str(layer)], hidden, *given, hold=last)
+                    hidden = call_unit(self.blocks[str(layer)], hidden, *given, hold=last)
                 self._mark_backward(hidden, layer)
         return hidden
 
     def _mark_backward(self, output: Tensor, layer: int | None) -> None:
-        """Backward runs outside of the block's context: the gradient of a block's output tells that it begins."""
+        """Makes the ledger count a block's backward under its layer. Autograd runs it outside of `ledger.layer`, so a
+        hook on the block's output, whose gradient arrives just before, sets the layer."""
         if output.requires_grad:
-            output.register_hook(partial(_enter, self.ledger, layer))
+            output.register_hook(partial(_set_layer, self.ledger, layer))
 
 
-class Shared(NamedTuple):
-    """What all blocks of a chunk use with one micro-batch, and the random streams' place at that time."""
+class BlockInputs(NamedTuple):
+    """What all blocks of a chunk use for one micro-batch, and the position of the random streams at that time."""
 
     sequences: int
     rotary: tuple[Tensor, Tensor] | None
     mask: Tensor | None
-    past: dict[str, Past]
+    past: dict[str, KVCache]
     where: tuple[int, int, int]
 
 
-def _enter(ledger: Ledger, layer: int | None, grad: Tensor) -> None:
+def _set_layer(ledger: Ledger, layer: int | None, grad: Tensor) -> None:
     ledger.current_layer = layer
 
 
-def tie(head: Head, embedding: Embedding) -> None:
-    """Both use one parameter. (Across stages, each end holds a copy and the gradients are summed.)"""
+def tie_weights(head: Head, embedding: Embedding) -> None:
+    """Makes both use one parameter. (Across stages, each end holds a copy and the gradients are summed.)"""
     head.output.weight = embedding.tokens.get_parameter("weight")
 
 
 def segment_mask(segments: Tensor) -> Tensor:
-    """[batch, 1, seq, seq]: causal, and within one document."""
+    """Returns a mask [batch, 1, seq, seq] that is causal and stays within one document."""
     causal = causal_mask(segments.shape[1], segments.device)
     return causal & (segments[:, :, None] == segments[:, None, :])[:, None]

@@ -15,7 +15,7 @@ Receives = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
 @runtime_checkable
 class StageModule(Protocol):
-    """A module that says all of this is taken as it is; any other goes through `stage_of`."""
+    """The contract of a chunk's module. One that offers all of it is used as it is; `stage_of` adapts any other."""
 
     @property
     def receives(self) -> Receives:
@@ -42,7 +42,7 @@ class StageModule(Protocol):
 
 
 class _Adapted:
-    """Somebody else's module: what it says of itself, and the defaults for the rest."""
+    """Adapts a module that is not ours: what it offers, and defaults for the rest."""
 
     draws_by_key = False
 
@@ -75,5 +75,5 @@ class _Adapted:
 
 
 def stage_of(module: nn.Module) -> StageModule:
-    """The module itself if it offers all of `StageModule`, and else an adapter around it."""
+    """Returns the module itself if it offers all of `StageModule`, else an adapter around it."""
     return module if isinstance(module, StageModule) else _Adapted(module)

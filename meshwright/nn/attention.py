@@ -8,16 +8,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.config.sections import ModelConfig
-from meshwright.layout.params import ParamRecord, under
+from meshwright.layout.params import ParamRecord, records_under
 from meshwright.nn.linear import Linear, norm_product
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
-from meshwright.nn.rotary import rotate, turn_qkv
+from meshwright.nn.rotary import rotate, rotate_qkv
 from meshwright.parts import gpt
 
 
 class Alibi(nn.Module):
-    """Scores fall with the distance to the key, for each head by its own slope. A rank takes its heads' slopes."""
+    """ALiBi lowers a score in proportion to the distance to the key, with a slope per head. A rank has its heads'
+    slopes."""
 
     slopes: Tensor
 
@@ -31,16 +32,16 @@ class Alibi(nn.Module):
         self._causal: Tensor | None = None
 
     def causal(self, seq: int, device: torch.device) -> Tensor:
-        """For whole sequences, of which each position sees those before it. Kept, since backward needs it of every
-        micro-batch in flight, and it is as large as all heads' scores of one sequence."""
+        """Returns the bias for whole sequences under causal attention. It is cached: it is as large as all heads'
+        scores of one sequence, and the backward of every micro-batch in flight needs it."""
         found = self._causal
         if found is None or found.shape[-1] != seq or found.is_inference():
             found = self._causal = self(causal_mask(seq, device))
         return found
 
     def forward(self, allowed: Tensor) -> Tensor:
-        """[batch, heads, queries, keys] to add to the scores, from `allowed` [batch, 1, queries, keys], true where one
-        may look. The queries are the last of the keys' positions."""
+        """Returns the bias [batch, heads, queries, keys] to add to the scores, from `allowed` [batch, 1, queries,
+        keys], which is true where a query may attend to a key. The queries are the last of the keys' positions."""
         queries, keys = allowed.shape[-2:]
         at = torch.arange(keys, device=allowed.device)
         distance = at[None] - at[keys - queries :, None]
@@ -49,14 +50,16 @@ class Alibi(nn.Module):
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Of a power of two n of heads, 2^(-8/n), 2^(-16/n), ...; further heads take every other slope of 2n heads."""
+    """Returns the slopes 2^(-8/n), 2^(-16/n), ... for the largest power of two n in `heads`; the heads beyond n take
+    every other slope of 2n heads."""
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (n + 1) / power) for n in range(power)]
     return slopes + [2.0 ** (-4.0 * (2 * n + 1) / power) for n in range(heads - power)]
 
 
 def causal_mask(seq: int, device: torch.device, queries: int | None = None) -> Tensor:
-    """[1, 1, queries, seq], true where one may look; the queries are the last positions, without a number all."""
+    """Returns a mask [1, 1, queries, seq] that is true where a query may attend. The queries are the last `queries`
+    positions, or all of them by default."""
     rows = seq if queries is None else queries
     return torch.ones(rows, seq, dtype=torch.bool, device=device).tril(seq - rows)[None, None]
 
@@ -77,19 +80,19 @@ class QKV(nn.Module):
         return found
 
     def forward(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """x, for what else needs it, and the projection of its norm."""
+        """Returns x, for the residual, and the projection of its norm."""
         linears = [self.linear(part) for part in self.parts]
         if len(linears) == 1:
             return linears[0].after_norm(x, norm)
         weight = torch.cat(tuple(linear.weight for linear in linears))
         biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         bias = torch.cat(biases) if biases else None
-        return norm_product(x, norm, weight, bias, (None, *linears[0].how[1:]))
+        return norm_product(x, norm, weight, bias, (None, *linears[0].settings[1:]))
 
 
-class Past:
-    """Keys and values of the tokens before, of one layer. A generating model adds one token at a time, whose query
-    looks at all of them; the first call may hold many tokens."""
+class KVCache:
+    """The keys and values of one layer's earlier tokens. The first call may add many tokens (the prompt), and each
+    later call adds one."""
 
     def __init__(self, longest: int) -> None:
         self.longest, self.length = longest, 0
@@ -97,7 +100,7 @@ class Past:
         self.values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values [batch, heads, tokens so far, head_dim], with these at the end."""
+        """Appends these and returns all keys and values so far, [batch, heads, tokens so far, head_dim]."""
         if self.keys is None or self.values is None:
             shape = (*keys.shape[:2], self.longest, keys.shape[3])
             self.keys, self.values = keys.new_empty(shape), values.new_empty(shape)
@@ -109,18 +112,18 @@ class Past:
 
 
 class Attention(nn.Module):
-    """With `recompute: selective`, what lies between the queries, keys and values and their result is not kept."""
+    """Causal self-attention of this rank's heads. With `recompute: selective`, the core (the scores and the mix of the
+    values) is not kept but computed again in backward."""
 
-    def __init__(self, parallel: Parallel, part: gpt.Attention, records: dict[str, ParamRecord]) -> None:
+    def __init__(self, parallel: Parallel, part: gpt.AttentionPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         tp = parallel.tp.size
         self.heads, self.kv_heads, self.head_dim = part.heads // tp, max(1, part.kv_heads // tp), part.head_dim
         self.dropout, self.fuses = part.dropout, parallel.fused
         self.projection = QKV(parallel, records)
-        of_head = gpt.Norm("rmsnorm", part.head_dim, part.norm_eps)
-        self.q_norm, self.k_norm = (
-            Norm(parallel, of_head, under(records, key)) if part.qk_norm else None for key in ("q_norm", "k_norm")
-        )
+        of_head = gpt.NormPart("rmsnorm", part.head_dim, part.norm_eps)
+        self.q_norm = Norm(parallel, of_head, records_under(records, "q_norm")) if part.qk_norm else None
+        self.k_norm = Norm(parallel, of_head, records_under(records, "k_norm")) if part.qk_norm else None
         self.out = Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
         self.recompute_core = parallel.recompute.mode == "selective"
 
@@ -138,15 +141,15 @@ class Attention(nn.Module):
         batch: int,
         rotary: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | None = None,
-        past: Past | None = None,
+        past: KVCache | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x [tokens, hidden] of `batch` sequences, for what else needs it, and attention of its norm. `mask` [batch,
-        1 or heads, seq, seq] is true where one may look, or is added to the scores; without it, attention is causal.
-        With `past`, x goes on where that ends."""
+        """Returns x [tokens, hidden] of `batch` sequences, for the residual, and attention of its norm. `mask` [batch,
+        1 or heads, seq, seq] is true where a query may attend, or is added to the scores; without it, attention is
+        causal. With `past`, x continues after its tokens."""
         x, qkv = self.projection(x, norm)
         qkv = qkv.view(batch, qkv.shape[0] // batch, self.heads + 2 * self.kv_heads, self.head_dim)
         if self.fuses and rotary is not None and self.q_norm is None:
-            q, k, v = turn_qkv(qkv, rotary, self.heads, self.kv_heads)
+            q, k, v = rotate_qkv(qkv, rotary, self.heads, self.kv_heads)
         else:
             q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
             if self.q_norm is not None and self.k_norm is not None:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from meshwright.layout.params import ParamRecord, under
-from meshwright.nn.attention import Past
-from meshwright.nn.build import build
+from meshwright.layout.params import ParamRecord, records_under
+from meshwright.nn.attention import KVCache
+from meshwright.nn.build import build_module
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
-from meshwright.parts.part import Block as Description
+from meshwright.parts.part import BlockUnit as Description
 
 
 class Block(nn.Module):
-    """x [tokens, hidden] plus, for each branch, a body of its norm: of the sum so far, or in parallel of x itself.
+    """Adds to x [tokens, hidden], for each branch, a body of a norm: of the sum so far or, if parallel, of x itself.
 
     A body takes (x, norm, batch, rotary, mask, past) and returns x and its result. The residual uses the returned x: a
-    body that takes the norm into its first product adds the residual's gradient in the same pass of backward.
+    body that fuses the norm with its first product also adds the residual's gradient in that kernel's backward.
     """
 
     def __init__(self, parallel: Parallel, block: Description, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         self.branches = [(norm.key, body.key) for norm, body in block.branches]
         for key, _, part in block.parts:
-            self.add_module(key, build(part, parallel, under(records, key)))
+            self.add_module(key, build_module(part, parallel, records_under(records, key)))
         self.parallel_residual, self.p = block.parallel, block.dropout
         self.stream = parallel.streams.own if parallel.splits_tokens else parallel.streams.same
 
@@ -33,7 +33,7 @@ class Block(nn.Module):
         batch: int,
         rotary: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | None = None,
-        past: Past | None = None,
+        past: KVCache | None = None,
     ) -> Tensor:
         total: Tensor | None = None
         for norm, body in self.branches:

@@ -15,7 +15,7 @@ from meshwright.parts import gpt
 
 
 class _Rows(torch.autograd.Function):
-    """weight[rows]; a negative row is one that another rank holds, and gives zeros."""
+    """Looks up weight[rows]. A negative row is one that another rank holds, and gives zeros."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rows: Tensor, cut: bool, sink: Tensor | None) -> Tensor:
@@ -36,9 +36,9 @@ class _Rows(torch.autograd.Function):
 
 
 class TokenEmbedding(nn.Module):
-    """[tokens] ids to [tokens, hidden], or to this rank's rows of it under sequence parallelism."""
+    """Maps ids [tokens] to activations [tokens, hidden], or to this rank's rows of them under sequence parallelism."""
 
-    def __init__(self, parallel: Parallel, part: gpt.TokenEmbedding, records: dict[str, ParamRecord]) -> None:
+    def __init__(self, parallel: Parallel, part: gpt.TokenEmbeddingPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         self.weight = parallel.parameter(records["weight"])
         self.sinks: dict[str, Tensor] = {}
@@ -59,7 +59,7 @@ class PositionEmbedding(nn.Module):
     """Learned positions, held whole by every tp rank and looked up for the tokens it holds. The first position has row
     `offset` of the table."""
 
-    def __init__(self, parallel: Parallel, part: gpt.PositionEmbedding, records: dict[str, ParamRecord]) -> None:
+    def __init__(self, parallel: Parallel, part: gpt.PositionEmbeddingPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         self.weight = parallel.parameter(records["weight"])
         self.sinks: dict[str, Tensor] = {}

@@ -2,7 +2,7 @@
 whole tensor ("fp8") or of each row along which the product sums ("fp8-row"), and the scales are divided out after.
 
 Values are e4m3 (three bits of mantissa), gradients e5m2 (two, and more range). `Quantised` holds a factor in the
-order that a product wants: [lines, inner], inner being the dimension that is summed. On CUDA products run on torch's
+order that a product needs: [lines, inner], where inner is the dimension that is summed. On CUDA products run on torch's
 scaled product; elsewhere they are emulated in float32, to the same rounding of the factors.
 """
 
@@ -17,15 +17,15 @@ from torch.library import custom_op
 from meshwright.comm.ops import operator
 from meshwright.config.sections import FP8_UNIT
 from meshwright.device import scaled_rows_are_wide
-from meshwright.kernels import fits
+from meshwright.kernels import kernels_take
 from meshwright.nn.weight_grad import Sink, now_or_later, sink_of
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
-KINDS = ("fp8", "fp8-row")
+FP8_KINDS = ("fp8", "fp8-row")
 
 
 class Quantised(NamedTuple):
-    """The factor is value times scale; value [lines, inner], scale [] or [lines]."""
+    """A factor of a product: value [lines, inner] times scale, [] or [lines]."""
 
     value: Tensor
     scale: Tensor
@@ -38,7 +38,8 @@ class Pair(NamedTuple):
     across: Quantised
 
 
-def multiplies(*sizes: int) -> bool:
+def sizes_fit_fp8(*sizes: int) -> bool:
+    """Whether products of these sizes can run in fp8."""
     return all(size % FP8_UNIT == 0 for size in sizes)
 
 
@@ -57,10 +58,10 @@ def _quantise(
     value = torch.empty((rows, columns) if straight else (0, 0), dtype=dtype, device=x.device)
     turned = torch.empty((columns, rows) if across else (0, 0), dtype=dtype, device=x.device)
     x = x.contiguous()
-    if fits(x):
-        from meshwright.kernels.fp8 import cast, largest
+    if kernels_take(x):
+        from meshwright.kernels.fp8 import cast, largest_magnitudes
 
-        of_rows, of_columns = largest(x, lines, straight, across)
+        of_rows, of_columns = largest_magnitudes(x, lines, straight, across)
         scale, turned_scale = cast(x, of_rows, of_columns, value, turned, limit, lines)
         return value, scale, turned, turned_scale
     size = x.abs().float()
@@ -83,7 +84,7 @@ def _(x: Tensor, lines: bool, gradient: bool, straight: bool, across: bool) -> t
 
 
 def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool) -> Tensor:
-    """a b^T, [lines of a, lines of b]. `fast` sums in fewer bits than float32's on CUDA."""
+    """Returns a b^T, [lines of a, lines of b]. On CUDA, `fast` accumulates in fewer bits than float32 has."""
     return _product(a.value, a.scale, b.value, b.scale, dtype, fast)
 
 
@@ -115,8 +116,8 @@ def _multiply(
 
 
 @operator("meshwright::add_fp8_product_grad", mutates={"sink"})
-def add_product_grad(sink: Tensor, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor) -> None:
-    """sink += grad x^T, given as [out, tokens] and [in, tokens]."""
+def add_fp8_product_grad(sink: Tensor, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor) -> None:
+    """Adds grad x^T to the sink; the factors are [out, tokens] and [in, tokens]."""
     slot = sink_of(sink)
     now_or_later(lambda *factors: _add_product(slot, *factors), grad, grad_scale, x, x_scale)
 
@@ -130,6 +131,6 @@ def _add_product(slot: Sink, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scal
         slot.add(_multiply(grad, grad_scale, x, x_scale, slot.view.dtype, False, None))
 
 
-@add_product_grad.register_fake
+@add_fp8_product_grad.register_fake
 def _(sink: Tensor, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor) -> None:
     return None

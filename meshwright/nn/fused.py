@@ -1,8 +1,8 @@
-"""Parts of a block that a product takes in, so that memory is passed over once and nothing is kept twice.
+"""Norms and activations that are fused with the product after them, so that their output is not kept for backward.
 
-A product's input is often a cheap function of something that is kept anyway: the RMS norm of the residual, or SwiGLU of
-the layer before. Its backward makes that input again beside the gradient, in one pass (`kernels` on CUDA, the plain
-definitions here elsewhere). Registered operators, so that a compiled backward can call them.
+A product's input is often a cheap function of a tensor that is kept anyway: the RMS norm of the residual, or SwiGLU of
+the layer before. Backward recomputes that input in the same pass as the gradient (by `kernels` on CUDA, elsewhere by
+the plain definitions here). These are registered operators, so that a compiled backward can call them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
-from meshwright.kernels import fits
+from meshwright.kernels import kernels_take
 
 
 def wide(x: Tensor) -> Tensor:
-    """In float32 at least."""
+    """Returns x in float32 at least."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The normed rows and 1 / the root of each row's mean square."""
+    """Returns the normed rows and 1 / the root of each row's mean square."""
     rstd = torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + eps)
     return (wide(x) * rstd * wide(weight)).to(x.dtype), rstd
 
@@ -33,7 +33,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 @custom_op("meshwright::rms_norm", mutates_args=())
 def rms_norm_in_one_pass(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if fits(x):
+    if kernels_take(x):
         from meshwright.kernels.block import rms_norm as kernel
 
         return kernel(x.contiguous(), weight, eps)
@@ -49,9 +49,9 @@ def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def rms_norm_backward(
     x: Tensor, rstd: Tensor, weight: Tensor, grad: Tensor, passed: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of `rms_norm`, given the gradient of its value and the one of x from elsewhere: the gradient of x, the value once
-    more, the gradient of the weight."""
-    if fits(x, grad, passed):
+    """Returns the gradient of x, the output of `rms_norm` once more and the gradient of the weight. `grad` is the
+    output's gradient, and `passed` the gradient that x has from elsewhere, which is added."""
+    if kernels_take(x, grad, passed):
         from meshwright.kernels.block import rms_norm_backward as kernel
 
         return kernel(x.contiguous(), rstd, weight, grad.contiguous(), passed.contiguous())
@@ -68,8 +68,8 @@ def _(x: Tensor, rstd: Tensor, weight: Tensor, grad: Tensor, passed: Tensor) -> 
 
 @custom_op("meshwright::swiglu_backward", mutates_args=())
 def swiglu_backward(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Of `swiglu`: the gradient of x, and the value once more."""
-    if fits(x, grad):
+    """Returns the gradient of x and the output of `swiglu` once more."""
+    if kernels_take(x, grad):
         from meshwright.kernels.block import swiglu_backward as kernel
 
         return kernel(x.contiguous(), grad.contiguous())

@@ -21,15 +21,16 @@ from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 
 Cut = Literal["column", "row"]
-# Where the weight gradient goes, mode, group, its size, and the products' precision.
-How = tuple[Tensor | None, str, str, int, str]
+# The sink of the weight gradient, the mode, the name and size of the tp group, and the precision of the products.
+ProductSettings = tuple[Tensor | None, str, str, int, str]
 
 
 class _Product(torch.autograd.Function):
-    """y = x W^T with its collectives. `mode` says what happens to the tokens and where the sum is taken:
+    """y = x W^T with its collectives. `mode` says which collectives it needs:
 
-    plain; column: sum of the input gradient; row: sum of the output; gather: tokens gathered before; scatter: tokens
-    scattered after. `kind` says in which precision the products run (see `products`).
+    plain: none. column: the input gradient is summed. row: the output is summed. gather: the tokens are gathered before
+    the product. scatter: the output is summed and its tokens are scattered. `kind` names the precision of the products
+    (see `products`).
     """
 
     @staticmethod
@@ -38,7 +39,10 @@ class _Product(torch.autograd.Function):
         kind: str,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
-        ctx.sink = sink  # not saved: it changes under way, as it should
+        # The sink is the weight's place in the gradient buffer, which other micro-batches write to between this forward
+        # and its backward. save_for_backward would refuse a tensor that changed in the meantime, so it is kept as an
+        # attribute.
+        ctx.sink = sink
         ctx.mode, ctx.group, ctx.size, ctx.kind, ctx.has_bias = mode, group, size, kind, bias is not None
         return _forward(x, weight, bias, mode, group, size, kind)
 
@@ -55,7 +59,7 @@ class _Product(torch.autograd.Function):
 
 
 class _SwigluProduct(torch.autograd.Function):
-    """y = swiglu(x) W^T: x is kept, its SwiGLU is made again in backward beside the gradient."""
+    """y = swiglu(x) W^T. Only x is kept; backward recomputes its SwiGLU in the kernel that computes the gradient."""
 
     @staticmethod
     def forward(
@@ -77,8 +81,11 @@ class _SwigluProduct(torch.autograd.Function):
 
 
 class _NormProduct(torch.autograd.Function):
-    """x itself and y = rms_norm(x) W^T. x is kept, its norm is made again in backward, in the pass that also adds the
-    gradient that x has from elsewhere."""
+    """Returns x itself and y = rms_norm(x) W^T. Only x is kept; backward recomputes its norm.
+
+    x is returned so that the residual branch takes it from here: its gradient then arrives in this backward as
+    `passed`, and one kernel adds it to the norm's gradient instead of autograd in a pass of its own.
+    """
 
     @staticmethod
     def forward(
@@ -107,7 +114,7 @@ class _NormProduct(torch.autograd.Function):
         return grad_x, grad_scale.to(scale.dtype), None, grad_weight, grad_bias, *_NONE
 
 
-_NONE = (None, None, None, None, None)  # of the arguments that have no gradient: sink, mode, group, size, kind
+_NONE = (None, None, None, None, None)  # the gradients of sink, mode, group, size and kind: there are none
 
 
 def _forward(
@@ -123,7 +130,7 @@ def _forward(
 
 
 def _whole_grad(ctx: Any, grad: Tensor) -> Tensor:
-    """Of all tokens."""
+    """Returns the output's gradient for all tokens: gathered, where the forward scattered the output."""
     return all_gather(grad, ctx.group, ctx.size) if ctx.mode == "scatter" else grad
 
 
@@ -137,7 +144,7 @@ def _input_grad(ctx: Any, grad: products.Prepared, weight: Tensor) -> Tensor:
 
 
 def _weight_grad(ctx: Any, grad: products.Prepared, x: Tensor) -> Tensor | None:
-    """Added to the sink, if there is one."""
+    """Adds the weight gradient to the sink and returns None, or returns it for autograd where there is no sink."""
     full = all_gather(x, ctx.group, ctx.size, again=True) if ctx.mode == "gather" else x
     return products.weight_grad(grad, full, ctx.sink, ctx.kind)
 
@@ -153,31 +160,32 @@ class Linear(nn.Module):
         self.mode = product_mode(parallel, cut)
         self.group, self.size = parallel.tp.name, parallel.tp.size
         self.kind, self.fuses = parallel.products, parallel.fused
-        if self.kind and not fp8.multiplies(*weight.local_shape):
+        if self.kind and not fp8.sizes_fit_fp8(*weight.local_shape):
             warnings.warn(f"sizes that are no multiples of {FP8_UNIT} are multiplied in bf16, not in fp8", stacklevel=2)
 
     @property
-    def how(self) -> How:
+    def settings(self) -> ProductSettings:
         return (self.sinks.get("weight"), self.mode, self.group, self.size, self.kind)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._biased(_Product.apply(x, self.weight, self._inside, *self.how))
+        return self._biased(_Product.apply(x, self.weight, self._inside, *self.settings))
 
     def after_norm(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """x and the product of its norm. What else needs x must take it from here: its gradient is added on the way."""
+        """Returns x and the product of its norm. Whatever else needs x must use the returned one, so that its gradient
+        is added in this layer's backward."""
         if not norm.fuses:
             return x, self(norm(x))
-        x, y = _NormProduct.apply(x, norm.weight, norm.eps, self.weight, self._inside, *self.how)
+        x, y = _NormProduct.apply(x, norm.weight, norm.eps, self.weight, self._inside, *self.settings)
         return x, self._biased(y)
 
     def after_swiglu(self, x: Tensor) -> Tensor:
         if not self.fuses or self._inside is not None:
             return self(swiglu(x))
-        return self._biased(_SwigluProduct.apply(x, self.weight, *self.how))
+        return self._biased(_SwigluProduct.apply(x, self.weight, *self.settings))
 
     @property
     def _inside(self) -> Tensor | None:
-        """The bias that the product itself adds."""
+        """The bias, where the product itself adds it and not `_biased` after the sum."""
         return self.bias if self.mode in ("plain", "column", "gather") else None
 
     def _biased(self, y: Tensor) -> Tensor:
@@ -192,11 +200,14 @@ def product_mode(parallel: Parallel, cut: Cut) -> str:
     return cut
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
-    return _Product.apply(x, weight, bias, *how)
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, settings: ProductSettings) -> Tensor:
+    return _Product.apply(x, weight, bias, *settings)
 
 
-def norm_product(x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
+def norm_product(
+    x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, settings: ProductSettings
+) -> tuple[Tensor, Tensor]:
+    """x and the product of its norm, as in `Linear.after_norm`."""
     if not norm.fuses:
-        return x, product(norm(x), weight, bias, how)
-    return _NormProduct.apply(x, norm.weight, norm.eps, weight, bias, *how)
+        return x, product(norm(x), weight, bias, settings)
+    return _NormProduct.apply(x, norm.weight, norm.eps, weight, bias, *settings)

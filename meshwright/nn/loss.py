@@ -1,9 +1,9 @@
-"""The output layer and the cross entropy over a vocabulary that may be cut over tp, in chunks of tokens.
+"""The output layer and the cross entropy over a vocabulary that may be cut over tp, one piece of the tokens at a time.
 
-The logits of one chunk exist at a time, in the model's precision, and their gradient takes their place: the gradients
-of the input and of the weight are made in the forward. A chunk's tokens are chosen so that its logits stay small
-beside the model. The full logits are never gathered: each rank reduces its own columns to one number a token (the
-logarithm of its sum of exponentials), and only those numbers travel. Sums are taken in float32 at least.
+Only the logits of one piece exist at a time, in the model's precision, and their gradient overwrites them: the
+gradients of the input and of the weight are computed in forward. A piece has so many tokens that its logits stay small
+beside the model. The full logits are never gathered: each rank reduces its own columns to one number per token (the
+logarithm of its sum of exponentials), and only those numbers are communicated. Sums are taken in float32 at least.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
-from meshwright.kernels import fits
+from meshwright.kernels import kernels_take
 from meshwright.nn.linear import Linear
 from meshwright.nn.parallel import Parallel, record_of
 from meshwright.nn.weight_grad import add_product, sink_of, write_product
@@ -25,7 +25,8 @@ from meshwright.parts.loss_pieces import piece_rows
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """This rank's columns: `columns` real ones, the first of them number `first`; the others are padding."""
+    """This rank's columns of the logits: the first `columns` belong to tokens from number `first` on, and the others
+    are padding."""
 
     first: int
     columns: int
@@ -41,10 +42,10 @@ class Vocabulary:
 
 
 def loss_and_grad_(logits: Tensor, labels: Tensor, mask: Tensor, scale: float | None, vocabulary: Vocabulary) -> Tensor:
-    """Each token's -log p(label) times its mask, in float32 at least; with a `scale`, the logits [tokens, this rank's
-    columns] become scale times the gradient of these losses' sum."""
+    """Returns each token's -log p(label) times its mask, in float32 at least. With a `scale`, it overwrites the logits
+    [tokens, this rank's columns] with `scale` times the gradient of the sum of these losses."""
     v = vocabulary
-    kernel = (fits(logits) or (logits.is_meta and not v.host)) and v.columns > 0
+    kernel = (kernels_take(logits) or (logits.is_meta and not v.host)) and v.columns > 0
     norm = logits.new_empty(len(logits), dtype=_wide(logits.dtype))
     target = torch.empty_like(norm)
     both = kernel and v.size == 1 and scale is not None
@@ -70,7 +71,7 @@ def _loss_rows(
     logits: Tensor, labels: Tensor, mask: Tensor, v: Vocabulary, rows: tuple[Tensor, Tensor], scale: float, stats: bool,
     grad: bool,
 ) -> None:  # fmt: skip
-    """The kernel, which makes no intermediate tensors; a dry run has nothing to compute."""
+    """Calls the kernel, which needs no intermediate tensors; in a dry run there is nothing to compute."""
     if logits.is_meta:
         return
     from meshwright.kernels.cross_entropy import loss_rows
@@ -107,9 +108,13 @@ def _grad_(logits: Tensor, labels: Tensor, mask: Tensor, norm: Tensor, scale: fl
 
 
 class _OutputLoss(torch.autograd.Function):
-    """The loss's sum from the hidden states. `scale` is the gradient that backward will bring, if it is known. With it
-    and `direct`, the weight's gradient goes straight to its place in the buffer (so such a forward is a part of the
-    step, and may not be run twice); else it is kept until backward tells its factor."""
+    """Computes the sum of the losses from the hidden states, and its gradients already in forward.
+
+    Backward would have to keep the logits of all tokens or compute them once more. Forward therefore needs the factor
+    that backward will multiply by: `scale`, where the caller knows it. Then, with `direct`, the weight gradient is
+    written straight into the gradient buffer, so this forward is a part of the step and must not run twice. Otherwise
+    the weight gradient is kept until backward brings the factor.
+    """
 
     @staticmethod
     def forward(
@@ -125,7 +130,9 @@ class _OutputLoss(torch.autograd.Function):
         if needs_weight and not direct:
             kept = torch.empty(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
         total = full.new_zeros((), dtype=_wide(full.dtype))
-        factor = (1.0 if scale is None else scale) if training else None
+        factor = None
+        if training:
+            factor = 1.0 if scale is None else scale
         rows = piece_rows(len(full), weight.shape[0])
         for begin in range(0, len(full), rows):
             part = slice(begin, begin + rows)
@@ -137,10 +144,10 @@ class _OutputLoss(torch.autograd.Function):
                 add_product(sink_of(sink), logits, full[part], last=begin + rows >= len(full))
             elif kept is not None:
                 write_product(kept, logits, full[part], add=begin > 0)
-            del logits  # or the next piece's would be made beside them
+            del logits  # otherwise the next piece's logits would be allocated while these still exist
         ctx.save_for_backward(grad_x, kept)
-        ctx.sink, ctx.mode, ctx.group, ctx.size, ctx.scale, ctx.direct = sink, mode, v.group, v.size, factor, direct
-        ctx.dtype = weight.dtype
+        ctx.mode, ctx.group, ctx.size = mode, v.group, v.size
+        ctx.sink, ctx.scale, ctx.direct, ctx.dtype = sink, factor, direct, weight.dtype
         return total
 
     @staticmethod
@@ -148,10 +155,10 @@ class _OutputLoss(torch.autograd.Function):
         grad_x, kept = ctx.saved_tensors
         ratio = grad / ctx.scale
         if ctx.direct:
-            # The weight's gradient is where it belongs already, so no other factor may come.
+            # Forward has added the weight gradient to the buffer already, scaled by the factor it was promised.
             torch._assert_async((ratio - 1.0).abs() < 1e-5, "the loss's gradient is not the one that was announced")
         if grad_x is not None:
-            if not ctx.direct:  # in float32: rounded to bf16, the factor would shift every gradient behind it
+            if not ctx.direct:  # in float32: a factor rounded to bf16 would bias every gradient before this layer
                 grad_x = (grad_x.to(_wide(grad_x.dtype)) * ratio).to(grad_x.dtype)
             if ctx.mode == "column":
                 all_reduce_(grad_x, ctx.group, "sum")
@@ -170,13 +177,14 @@ class _OutputLoss(torch.autograd.Function):
 def output_loss(
     x: Tensor, output: Linear, labels: Tensor, mask: Tensor, vocab: int, parallel: Parallel, scale: float | None = None
 ) -> Tensor:
-    """The sum over the unmasked tokens of -log p(label), of hidden states x [tokens, hidden]. `vocab` is the true
-    vocabulary, columns beyond it are padding; `scale` announces the gradient of this sum, if it is known."""
+    """Returns the sum of -log p(label) over the unmasked tokens, from hidden states x [tokens, hidden]. `vocab` is the
+    true size of the vocabulary, and columns beyond it are padding; `scale` announces the gradient of this sum, if
+    known."""
     vocabulary = Vocabulary.of(output.weight.shape[0], vocab, parallel)
     sink = output.sinks.get("weight")
     record = record_of(output.weight)
-    # Where the embedding adds to the same place in backward, a schedule must not change the sums' order. (Tied weights
-    # on two stages are two places, summed over an axis of their own.)
+    # A tied embedding adds to the same place in backward. Written in forward, the order of the two sums would depend on
+    # the schedule, and with it the last bits. (Tied weights on two stages have two places, summed over their own axis.)
     direct = record is None or not record.tied or bool(record.partial)
     training = torch.is_grad_enabled()
     return _OutputLoss.apply(x, output.weight, labels, mask, sink, output.mode, vocabulary, scale, direct, training)

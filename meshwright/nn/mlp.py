@@ -19,7 +19,9 @@ ACTIVATIONS = {
 
 
 class MLP(nn.Module):
-    def __init__(self, parallel: Parallel, part: gpt.MLP, records: dict[str, ParamRecord]) -> None:
+    """Two projections with an activation between them; a gated MLP (SwiGLU) has gate and up in its first projection."""
+
+    def __init__(self, parallel: Parallel, part: gpt.MLPPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         name = part.first
         self.up = Linear(parallel, records[f"{name}.weight"], records.get(f"{name}.bias"), "column")
@@ -27,7 +29,7 @@ class MLP(nn.Module):
         self.down = Linear(parallel, records["down.weight"], records.get("down.bias"), "row")
 
     def forward(self, x: Tensor, norm: Norm, *unused: object) -> tuple[Tensor, Tensor]:
-        """x, for what else needs it, and the MLP of its norm, which looks at each token alone."""
+        """Returns x, for the residual, and the MLP of its norm. What attention needs besides is unused."""
         x, inner = self.up.after_norm(x, norm)
         if self.activation is None:
             return x, self.down.after_swiglu(inner)

@@ -11,10 +11,12 @@ from meshwright.parts import gpt
 
 
 class Norm(nn.Module):
-    def __init__(self, parallel: Parallel, part: gpt.Norm, records: dict[str, ParamRecord]) -> None:
+    """A layer norm or an RMS norm. One that `fuses` is computed by the product after it (`Linear.after_norm`)."""
+
+    def __init__(self, parallel: Parallel, part: gpt.NormPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         self.kind, self.eps = part.kind, part.eps
-        self.fuses = part.kind == "rmsnorm" and parallel.fused  # with the product behind it
+        self.fuses = part.kind == "rmsnorm" and parallel.fused
         self.weight = parallel.parameter(records["weight"])
         self.bias = parallel.parameter(records["bias"]) if "bias" in records else None
 

@@ -1,4 +1,4 @@
-"""What a layer needs to know of the mesh, passed to it: its groups, dtype, device and random streams."""
+"""What a layer is told about the mesh: its groups, dtype, device and random streams. Also parameters' first values."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from meshwright.nn.random import Streams
 
 @dataclass(frozen=True)
 class Parallel:
+    """How a rank's layers are cut, and in what precision and where they compute."""
+
     tp: Group
     sequence_parallel: bool
     dtype: torch.dtype
     device: torch.device
     streams: Streams
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    fused: bool = False  # whether norms and activations are taken into the products behind them
-    products: str = ""  # in which precision linear layers multiply, if not in `dtype` (see nn/products.py)
-
-    unallocated: bool = False  # parameters get their memory and values later, from whoever shards them
+    fused: bool = False  # whether norms and activations are fused with the products after them
+    products: str = ""  # the precision in which linear layers multiply, if not `dtype` (see nn/products.py)
+    unallocated: bool = False  # sharding allocates and initialises the parameters later
     host: bool = False  # this is a CPU, or a dry run of one
 
     @property
@@ -33,18 +34,18 @@ class Parallel:
         return self.sequence_parallel and not self.tp.alone
 
     def local_tokens(self, x: Tensor) -> Tensor:
-        """This rank's rows of something that every tp rank holds for all tokens."""
+        """Returns this rank's rows of a tensor that every tp rank holds for all tokens."""
         if not self.splits_tokens:
             return x
         rows = x.shape[0] // self.tp.size
         return x[self.tp.index * rows : (self.tp.index + 1) * rows]
 
     def parameter(self, record: ParamRecord) -> nn.Parameter:
-        """An empty parameter that carries its record."""
+        """Returns an empty parameter that carries its record."""
         values = torch.empty(record.local_shape, dtype=self.dtype, device=self.device)
         parameter = nn.Parameter(values, requires_grad=record.trained)
         if self.unallocated:
-            parameter.untyped_storage().resize_(0)
+            parameter.untyped_storage().resize_(0)  # keeps the shape but releases the memory
         parameter.record = record  # type: ignore[attr-defined]
         return parameter
 
@@ -64,12 +65,12 @@ def initialise(module: nn.Module, seed: int) -> None:
     for parameter in module.parameters():
         record = record_of(parameter)
         if record is not None and not is_unallocated(parameter):
-            draw(record, parameter, seed)
+            draw_parameter(record, parameter, seed)
 
 
 @torch.no_grad()
-def draw(record: ParamRecord, out: Tensor, seed: int) -> None:
-    """A parameter's first values, from the seed and its global name alone."""
+def draw_parameter(record: ParamRecord, out: Tensor, seed: int) -> None:
+    """Sets a parameter's first values, which follow from the seed and its global name alone."""
     if record.init.kind == "given":
         return
     if record.init.kind == "ones":
@@ -87,8 +88,8 @@ def draw(record: ParamRecord, out: Tensor, seed: int) -> None:
     out.copy_(local.mul_(record.init.std))
 
 
-def share_tied(modules: list[nn.Module]) -> None:
-    """Where one rank holds both ends of a tie in different chunks, both use one parameter."""
+def share_tied_parameters(modules: list[nn.Module]) -> None:
+    """Makes both ends of a tie one parameter, where one rank holds them in different chunks."""
     kept: dict[str, nn.Parameter] = {}
     for module in modules:
         for layer in module.modules():

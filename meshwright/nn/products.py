@@ -24,7 +24,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor
 
 
 def prepare_grad(grad: Tensor, weight: Tensor, kind: str, for_input: bool = True, for_weight: bool = True) -> Prepared:
-    """A gradient [tokens, out] for the two functions below."""
+    """Prepares a gradient [tokens, out] for the two functions below: quantises it once for both."""
     if not _in_fp8(kind, grad, weight):
         return grad, None
     return grad, fp8.quantise(grad, kind, fp8.GRADIENTS, straight=for_input, across=for_weight)
@@ -39,7 +39,7 @@ def input_grad(grad: Prepared, weight: Tensor, kind: str) -> Tensor:
 
 
 def weight_grad(grad: Prepared, x: Tensor, sink: Tensor | None, kind: str) -> Tensor | None:
-    """grad^T x: added to the sink, if there is one, and else returned."""
+    """Adds grad^T x to the sink and returns None; without a sink, returns it."""
     plain, quantised = grad
     if quantised is None:
         if sink is None:
@@ -49,9 +49,9 @@ def weight_grad(grad: Prepared, x: Tensor, sink: Tensor | None, kind: str) -> Te
     across = fp8.quantise(x, kind, fp8.VALUES, straight=False, across=True).across
     if sink is None:
         return fp8.product(quantised.across, across, dtype=x.dtype, fast=False)
-    fp8.add_product_grad(sink, *quantised.across, *across)
+    fp8.add_fp8_product_grad(sink, *quantised.across, *across)
     return None
 
 
 def _in_fp8(kind: str, x: Tensor, weight: Tensor) -> bool:
-    return kind in fp8.KINDS and fp8.multiplies(x.shape[0], *weight.shape)
+    return kind in fp8.FP8_KINDS and fp8.sizes_fit_fp8(x.shape[0], *weight.shape)

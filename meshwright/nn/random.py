@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from meshwright.device import generator
-from meshwright.layout.params import key
+from meshwright.layout.params import stream_seed
 
 
 class Streams:
+    """The random generators of one rank, seeded anew for each layer of each micro-batch."""
+
     def __init__(self, seed: int, data_rank: int, tp_rank: int, device: torch.device, pp_rank: int = 0) -> None:
         self.seed, self.data_rank, self.tp_rank, self.pp_rank = seed, data_rank, tp_rank, pp_rank
         self.same = generator(device)
@@ -29,8 +31,9 @@ class Streams:
         self.where = (step, micro_batch, chunk)
 
     @contextmanager
-    def again(self, where: tuple[int, int, int]) -> Iterator[None]:
-        """For a part of a micro-batch that is computed once more, with others begun since."""
+    def replaying(self, where: tuple[int, int, int]) -> Iterator[None]:
+        """Draws the numbers of an earlier place again, for blocks that are recomputed after other micro-batches
+        began."""
         before, self.where = self.where, where
         try:
             yield
@@ -38,17 +41,17 @@ class Streams:
             self.where = before
 
     def seed_default(self) -> None:
-        """For a module that draws from torch's default generator and knows nothing of these streams."""
-        torch.manual_seed(key(self.seed, *self.where, self.data_rank, "default", self.pp_rank))
+        """Seeds torch's default generator, for a module that knows nothing of these streams."""
+        torch.manual_seed(stream_seed(self.seed, *self.where, self.data_rank, "default", self.pp_rank))
 
-    def layer(self, number: int) -> None:
-        """Before each block (and the embedding, -1): its own numbers. Costs nothing while no dropout is on."""
+    def seed_layer(self, number: int) -> None:
+        """Seeds the streams for a block (or the embedding, -1), before it runs. It costs nothing without dropout."""
         if not self.active:
             return
         base = (self.seed, *self.where, number, self.data_rank)
-        self.same.manual_seed(key(*base, "same"))
-        self.own.manual_seed(key(*base, "own", self.tp_rank))
-        torch.manual_seed(key(*base, "default", self.tp_rank))
+        self.same.manual_seed(stream_seed(*base, "same"))
+        self.own.manual_seed(stream_seed(*base, "own", self.tp_rank))
+        torch.manual_seed(stream_seed(*base, "default", self.tp_rank))
 
 
 def dropout(x: Tensor, p: float, generator: torch.Generator) -> Tensor:

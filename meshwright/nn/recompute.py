@@ -1,4 +1,4 @@
-"""Recomputation: keep a part's input instead of what lies inside, and compute that again when backward needs it."""
+"""Recomputation: only a part's input is kept, and its activations are computed again when backward needs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class _Again(torch.autograd.Function):
+class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: Callable[[Tensor, bool], Tensor]) -> Tensor:
         ctx.run = run
@@ -27,7 +27,8 @@ class _Again(torch.autograd.Function):
 
 
 def recompute(run: Callable[[Tensor, bool], Tensor], x: Tensor) -> Tensor:
-    """run(x, again=False) now, keeping only x, and run(x, again=True) in backward; random numbers and collectives are
-    `run`'s own to repeat."""
-    # Without a gradient of the input, as of a frozen embedding's result, backward would not come by.
-    return _Again.apply(x if x.requires_grad else x.detach().requires_grad_(), run)
+    """Returns run(x, again=False), of which only x is kept, and calls run(x, again=True) in backward. `run` itself must
+    repeat its random numbers and collectives."""
+    # Autograd skips the backward of a function none of whose inputs needs a gradient, and the weights inside `run` are
+    # no inputs. So x gets one even where it needs none, as after a frozen embedding.
+    return _Recompute.apply(x if x.requires_grad else x.detach().requires_grad_(), run)

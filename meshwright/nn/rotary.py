@@ -1,4 +1,4 @@
-"""Rotary positions: their tables, and turning queries and keys by them."""
+"""Rotary positions: their tables, and the rotation of queries and keys by them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.library import custom_op
 
 from meshwright.config.sections import ModelConfig
-from meshwright.kernels import fits
+from meshwright.kernels import kernels_take
 from meshwright.nn.parallel import Parallel
 
 Tables = tuple[Tensor, Tensor]
 
 
 class Rotary(nn.Module):
-    """Cosines and sines of rotary positions; each pair is an element of the first half of a head's turning part and its
-    partner in the second."""
+    """The cosines and sines of rotary positions. A pair that is rotated is an element of the first half of a head's
+    rotary part and its partner in the second half."""
 
     cos: Tensor
     sin: Tensor
@@ -34,7 +34,7 @@ class Rotary(nn.Module):
             self.register_buffer(name, table.to(parallel.device, dtype), persistent=False)
 
     def forward(self, positions: Tensor | None, seq: int) -> tuple[Tensor, Tensor]:
-        """Tables [1 or batch, seq, 1, rotary_dim / 2]."""
+        """Returns the tables of cosines and sines, [1 or batch, seq, 1, rotary_dim / 2]."""
         if positions is None:
             return self.cos[None, :seq, None], self.sin[None, :seq, None]
         return self.cos[positions][:, :, None], self.sin[positions][:, :, None]
@@ -57,7 +57,8 @@ def scaled_frequency(frequency: Tensor, scaling: tuple[float, ...]) -> Tensor:
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """x [batch, seq, heads, head_dim], in the tables' precision; elements beyond the tables' stay as they are."""
+    """Rotates x [batch, seq, heads, head_dim], computing in the tables' precision; elements beyond the tables' width
+    stay as they are."""
     cos, sin = tables
     half = cos.shape[-1]
     a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
@@ -66,37 +67,39 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @custom_op("meshwright::turn", mutates_args=())
-def _turn(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """One tensor [batch, seq, all heads, head_dim] of q, k and v, the first two turned by the tables or back."""
-    if fits(q, k, v):
-        from meshwright.kernels.rotary import turn
+def _rotate_or_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    """Returns one tensor [batch, seq, all heads, head_dim] of q, k and v, the first two rotated, or rotated back."""
+    if kernels_take(q, k, v):
+        from meshwright.kernels.rotary import rotate_qkv as kernel
 
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-        return turn(q, k, v, cos, sin, inverse)
+        return kernel(q, k, v, cos, sin, inverse)
     tables = (cos, -sin) if inverse else (cos, sin)
     return torch.cat((rotate(q, tables), rotate(k, tables), v), dim=2)
 
 
-@_turn.register_fake
+@_rotate_or_back.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     batch, seq, heads, width = q.shape
     return q.new_empty((batch, seq, heads + k.shape[2] + v.shape[2], width))
 
 
-class _TurnQKV(torch.autograd.Function):
-    """Of a fused projection: its queries, keys and values as views of one tensor, which attention keeps anyway."""
+class _RotateQKV(torch.autograd.Function):
+    """Splits a fused projection into rotated queries and keys, and values: views of one tensor, which attention keeps
+    anyway, so that the tensor before the rotation need not be kept."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         sizes = (heads, kv_heads, kv_heads)
-        return _turn(*qkv.split(sizes, dim=2), cos, sin, False).split(sizes, dim=2)
+        return _rotate_or_back(*qkv.split(sizes, dim=2), cos, sin, False).split(sizes, dim=2)
 
     @staticmethod
     def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | None, ...]:
-        return _turn(q, k, v, *ctx.saved_tensors, True), None, None, None, None
+        return _rotate_or_back(q, k, v, *ctx.saved_tensors, True), None, None, None, None
 
 
-def turn_qkv(qkv: Tensor, tables: Tables, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
-    """Queries, keys and values of qkv [batch, seq, heads + 2 kv_heads, head_dim], the first two turned."""
-    return _TurnQKV.apply(qkv, *tables, heads, kv_heads)
+def rotate_qkv(qkv: Tensor, tables: Tables, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+    """Returns the rotated queries, the rotated keys and the values of qkv [batch, seq, heads + 2 kv_heads,
+    head_dim]."""
+    return _RotateQKV.apply(qkv, *tables, heads, kv_heads)

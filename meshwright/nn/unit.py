@@ -1,7 +1,7 @@
-"""A unit is a part of the model whose weights are there, or not, together: the embedding, a block, the head.
+"""A unit is a part of the model whose weights are gathered and released together: the embedding, a block, the head.
 
-Whoever shards the weights puts a `gate` on each unit's module; a model calls its units through `through`. Without a
-gate that is a plain call.
+Sharding puts a `gate` on each unit's module, and a model calls its units with `call_unit`, which opens and closes the
+gate. Without a gate that is a plain call.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 
 class Gate(Protocol):
-    """`open` returns when the unit's weights are there, in forward and in backward; `close` says they are not needed
-    any more. `closes` is false where weights stay once they have come."""
+    """Gathers a unit's weights. `open` returns when they are in memory, in forward and in backward; `close` says that
+    they are no longer needed. `closes` is false where weights stay in memory once they were gathered."""
 
     closes: bool
 
@@ -23,9 +23,9 @@ class Gate(Protocol):
     def close(self) -> None: ...
 
 
-class _InBackward(torch.autograd.Function):
-    """The identity, whose backward calls something first: on a unit's output when its backward is about to begin, on
-    its input when the gradients of its weights are known."""
+class _CallInBackward(torch.autograd.Function):
+    """The identity, whose backward makes a call first. Autograd runs backward in reverse order, so a call on a unit's
+    output runs just before the unit's backward, and one on its input just after it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
@@ -38,8 +38,9 @@ class _InBackward(torch.autograd.Function):
         return grad, None
 
 
-def through(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Tensor:
-    """unit(x, *rest), with its weights there. `hold`: leave them there, since backward comes at once."""
+def call_unit(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Tensor:
+    """Returns unit(x, *rest), with the unit's weights gathered. `hold` keeps them in memory after forward, for a unit
+    whose backward follows at once."""
     gate: Gate | None = getattr(unit, "gate", None)
     if gate is None:
         return unit(x, *rest)
@@ -47,8 +48,8 @@ def through(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Tenso
     if not gate.closes:
         return unit(x, *rest)
     if x.requires_grad and torch.is_grad_enabled():
-        x = _InBackward.apply(x, gate.close)
+        x = _CallInBackward.apply(x, gate.close)
     y = unit(x, *rest)
     if not hold:
         gate.close()
-    return _InBackward.apply(y, gate.open) if y.requires_grad else y
+    return _CallInBackward.apply(y, gate.open) if y.requires_grad else y

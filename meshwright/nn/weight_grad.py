@@ -1,9 +1,9 @@
-"""The one place through which weight gradients pass: it adds to the flat buffer and tells the bucket, at once or, where
-a schedule computes weight gradients apart from input gradients, when the schedule says.
+"""Weight gradients go straight into the flat gradient buffer, without a tensor of their own: at once or, where a
+schedule computes weight gradients apart from input gradients, when the schedule says.
 
-A `Sink` is a parameter's place in a flat gradient buffer. The first contribution of a step overwrites it, so the
-buffer is never zeroed; each contribution is reported, so that a full bucket can be reduced while backward goes on.
-Registered operators, since both run inside compiled backwards; they find the sink by the view's storage and place.
+A `Sink` is a parameter's place in that buffer. The first contribution of a step overwrites it, so the buffer is never
+zeroed; each contribution is reported, so that a full bucket is reduced while backward continues. The functions that add
+a contribution are registered operators, so that a compiled backward can call them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.ops import operator
-from meshwright.kernels import fits
+from meshwright.kernels import kernels_take
 
 
 class Sink:
-    """`prepare` is called before a contribution, `arrived` after it."""
+    """A parameter's place in the gradient buffer. `prepare` is called before a contribution and `arrived` after it;
+    `fresh` says that the next contribution is the step's first."""
 
     def __init__(
         self, view: Tensor, arrived: Callable[[Sink], None], prepare: Callable[[], None] = lambda: None
@@ -41,7 +42,7 @@ class Sink:
         self._arrived(self)
 
     def add(self, grad: Tensor) -> None:
-        """One contribution, given as a whole gradient."""
+        """Adds one contribution, given as a whole gradient."""
         self.prepare()
         if self.fresh:
             self.view.copy_(grad)
@@ -50,13 +51,16 @@ class Sink:
         self.done()
 
 
-# Operators may only take tensors, so a layer passes the view of its gradient and the operator finds the sink here. The
-# table is process-wide, but its keys are addresses: two trainers in one process can't meet in it.
+# Registered operators take tensors but no Python objects, so a layer passes the view of its gradient and the operator
+# looks up the sink here by the view's address. The table is process-wide, but two trainers in one process can't
+# collide, since no two live tensors share an address. It holds sinks weakly, so a trainer that is gone leaves nothing
+# behind.
 _SINKS: WeakValueDictionary[tuple[int, int], Sink] = WeakValueDictionary()
 
 
 def _address(view: Tensor) -> tuple[int, int]:
-    """The storage's own address, not that of its memory, which may be released and allocated again."""
+    """Returns the address of the storage object, and not of its memory: ZeRO stages 2 and 3 release that memory and
+    allocate it again elsewhere, under the same storage."""
     return int(view.untyped_storage()._cdata), int(view.storage_offset())
 
 
@@ -95,8 +99,8 @@ _DEFERRED: list[Deferred] = []
 
 @contextmanager
 def deferring(deferred: Deferred) -> Iterator[None]:
-    """What comes to a sink as factors (the products of linear layers, the rows of embeddings) is kept for later. What
-    comes as a finished gradient, as norms' and biases' do, is small and is added at once."""
+    """Defers the contributions that come as factors (the products of linear layers, the rows of embeddings). Those that
+    come as finished gradients, as of norms and biases, are small and are added at once."""
     _DEFERRED.append(deferred)
     try:
         yield
@@ -105,7 +109,7 @@ def deferring(deferred: Deferred) -> Iterator[None]:
 
 
 def now_or_later(call: Callable[..., None], *tensors: Tensor) -> None:
-    """call(*tensors), at once unless this backward defers its weight gradients."""
+    """Makes the call at once, unless this backward defers its weight gradients."""
     if _DEFERRED:
         _DEFERRED[-1].add(call, *tensors)
     else:
@@ -113,7 +117,7 @@ def now_or_later(call: Callable[..., None], *tensors: Tensor) -> None:
 
 
 def add_product(slot: Sink, grad: Tensor, x: Tensor, last: bool = True) -> None:
-    """grad^T x: one contribution, or a part of one that comes in several, of which one is the last."""
+    """Adds grad^T x to a sink: a contribution, or a piece of one. Only the `last` piece completes the contribution."""
     slot.prepare()
     write_product(slot.view, grad, x, add=not slot.fresh)
     slot.fresh = False
@@ -122,8 +126,9 @@ def add_product(slot: Sink, grad: Tensor, x: Tensor, last: bool = True) -> None:
 
 
 def write_product(out: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
-    """out (+)= grad^T x, where `out` may be wider than the factors: CUDA's products then add in float32 themselves. A
-    dry run has nothing to compute, and no intermediate result either."""
+    """Computes out (+)= grad^T x, where `out` may be wider than the factors: on CUDA the product itself then
+    accumulates in float32. In a dry run (a `meta` tensor) it returns at once, so that no intermediate result is
+    counted."""
     if out.is_meta:
         return
     left = grad.t()
@@ -154,7 +159,7 @@ def _(sink: Tensor, grad: Tensor, x: Tensor) -> None:
 
 
 def dense_rows_grad(grad: Tensor, rows: Tensor, size: int) -> Tensor:
-    """The gradient of an embedding of `size` rows, as one whole tensor."""
+    """Returns the gradient of an embedding of `size` rows as one dense tensor."""
     grad = grad.masked_fill((rows < 0)[:, None], 0.0)
     found: Tensor = torch.ops.aten.embedding_dense_backward(grad, rows.clamp(min=0), size, -1, False)
     return found
@@ -170,7 +175,7 @@ def add_rows_grad(sink: Tensor, grad: Tensor, rows: Tensor) -> None:
 
 def _add_rows(slot: Sink, grad: Tensor, rows: Tensor) -> None:
     sink = slot.view
-    kernel = sink.dtype == torch.float32 and (fits(sink, grad) or sink.is_meta)
+    kernel = sink.dtype == torch.float32 and (kernels_take(sink, grad) or sink.is_meta)
     if not kernel and sink.device.type != "cpu":  # index_add_ is not deterministic there
         slot.add(dense_rows_grad(grad, rows, sink.shape[0]))
         return

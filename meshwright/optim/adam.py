@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from meshwright.config.sections import OffloadConfig, OptimizerConfig
-from meshwright.device import DTYPES
-from meshwright.kernels import fits
+from meshwright.device import PRECISION_DTYPES
+from meshwright.kernels import kernels_take
 from meshwright.optim.scaling import Scaling
 from meshwright.sharding.buffers import Bucket, FlatBuffer, State
 from meshwright.sharding.offload import Prefetcher, StateStore, cut_pieces
@@ -26,8 +26,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class UpdatePart(NamedTuple):
-    """The tensors of a range of what this rank owns whose weights all decay or all don't. `weights` are the model's
-    own, where they are narrower than the masters."""
+    """The tensors of a range that this rank owns and whose weights all decay or all don't. `weights` are the model's
+    own weights, where they are narrower than the masters."""
 
     decay: bool
     master: Tensor
@@ -57,7 +57,7 @@ class FlatState:
         double = buffer.key.dtype == torch.float64
         self.dtype = torch.float64 if double else torch.float32
         names = (config.master_dtype, config.state_dtype)
-        master_dtype, state_dtype = (self.dtype if double else DTYPES[name] for name in names)
+        master_dtype, state_dtype = (self.dtype if double else PRECISION_DTYPES[name] for name in names)
         own = [bucket.own_params for bucket in buffer.buckets]
         sizes = [share.numel() for share in own]
         self.in_place = buffer.key.dtype == master_dtype or buffer.key.dtype.itemsize > master_dtype.itemsize
@@ -89,9 +89,11 @@ class FlatState:
         return [store.shares for store in self.stores[1:]]
 
     def _find_ranges(self) -> Iterator[DecayRange]:
-        """Where this rank owns whole buckets and states are ready in place, the buckets are adjacent in memory (except
-        in stage 3, whose store may be a file with gaps): a range then goes on from one bucket into the next, so that
-        few fused calls update everything."""
+        """Yields the ranges to update, joined across buckets where possible, so that few fused calls update everything.
+
+        A range can continue into the next bucket where this rank owns whole buckets and the states are ready in place:
+        the buckets are then adjacent in memory (except in stage 3, whose store may be a file with gaps).
+        """
         split = self.buffer.split
         for decay in (True, False):
             runs = self.buffer.runs(slot for slot in self.buffer.slots if slot.record.decay == decay)
@@ -147,7 +149,8 @@ class FlatState:
 
 
 def _from(share: Tensor, low: int, high: int) -> Tensor:
-    """Elements low to high, counted from the share's first; they may go on into the shares behind it in memory."""
+    """Returns elements low to high, counted from the share's first. They may reach into the next shares in memory,
+    which a slice could not."""
     return share.as_strided((high - low,), (1,), share.storage_offset() + low)
 
 
@@ -177,7 +180,7 @@ class FlatOptimizer:
         self._updates = value
 
     def tensors(self) -> Iterator[State]:
-        """Everything that a run must keep."""
+        """Yields every state that a checkpoint must hold."""
         for state in self.states:
             for name, store in zip(("param", *MOMENTS), state.stores, strict=False):
                 yield State(name, state.buffer, store.shares)
@@ -195,13 +198,13 @@ class FlatOptimizer:
     def on_device(self) -> bool:
         """Whether `step_on_device` can run: a fused pass over float32 masters, with numbers from the device."""
         return self.config.name == "adamw" and bool(self.states) and all(
-            state.ready and fits(*state.master, state.buffer.buckets[0].own_params, state.buffer.grads)
+            state.ready and kernels_take(*state.master, state.buffer.buckets[0].own_params, state.buffer.grads)
             for state in self.states
         )  # fmt: skip
 
     @torch.no_grad()
     def step_on_device(self, lr: float, scaling: Scaling[Tensor]) -> None:
-        """One update, or none if `scaling` says so. The host never learns which, and never waits."""
+        """Makes one update, or none if `scaling` says so. The device decides which, so the host never waits for it."""
         from meshwright.kernels.adamw import adamw
 
         c = self.config
@@ -226,7 +229,7 @@ class FlatOptimizer:
 
     @torch.no_grad()
     def step(self, lr: float, divisor: float) -> None:
-        """One update with gradients / divisor."""
+        """Makes one update with gradients / divisor."""
         self.updates += 1
         for parts, done in self._portions():
             for decay in (True, False):

@@ -6,7 +6,8 @@ from meshwright.config.sections import LossScaleConfig
 
 
 class LossScale:
-    """`value` multiplies the loss before backward; the other precisions use a scale of 1 that never moves."""
+    """The factor `value` multiplies the loss before backward. In precisions other than fp16 it is 1 and never
+    changes."""
 
     def __init__(self, config: LossScaleConfig, active: bool) -> None:
         self.config, self.active = config, active
@@ -21,6 +22,6 @@ class LossScale:
             self.good_steps = 0
             return
         self.good_steps += 1
-        if self.good_steps >= self.config.window:  # above it: a resumed run with a shorter window
+        if self.good_steps >= self.config.window:  # it exceeds the window where a run is resumed with a shorter one
             self.value *= 2
             self.good_steps = 0

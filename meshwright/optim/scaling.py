@@ -1,5 +1,5 @@
-"""What the stored gradient is divided by, and whether there is an update at all: one formula for the host's numbers and
-for a device's, which the host need not know."""
+"""What the stored gradient is divided by, and whether there is an update at all: one formula for numbers on the host
+and for tensors on a device, whose values the host need not know."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Number = TypeVar("Number", float, Tensor)
 
 
 class Scaling(NamedTuple, Generic[Number]):
-    """`norm` is that of the true gradient, the stored one / `divisor` is the true one after clipping. `counts` says
-    whether there was anything to learn from, `updates` whether the norm is finite too."""
+    """How an update uses the stored gradient. `norm` is the grad norm before clipping; the stored gradient / `divisor`
+    is the gradient after clipping. `counts`: there was something to learn from; `updates`: the norm is finite too."""
 
     norm: Number
     divisor: Number
@@ -22,10 +22,12 @@ class Scaling(NamedTuple, Generic[Number]):
 
 
 def gradient_scaling(count: Number, squares: Number, weight: float, clip: float) -> Scaling[Number]:
-    """Of a stored gradient with this sum of squares, which is weight x the sum over `count` tokens of their gradients.
+    """Returns the scaling of a stored gradient: weight x the sum over `count` tokens of their gradients, whose sum of
+    squares is `squares`.
 
     Without a token and with a zero gradient nothing is learned. (One rank of a pipeline that is run alone has a
-    gradient, and no token of the last stage.) A clip of 0 is none. Written so that floats and tensors both pass.
+    gradient, and no token of the last stage.) A clip of 0 means no clipping. Branches
+    are written as arithmetic, so that tensors stay on their device.
     """
     divisor = weight * (count + (count == 0))
     norm = squares**0.5 / divisor

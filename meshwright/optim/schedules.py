@@ -8,7 +8,7 @@ from meshwright.config.sections import Config
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """The rate of step `step`, counted from 1."""
+    """Returns the learning rate of step `step`, counted from 1."""
     c, peak, steps = config.lr, config.optimizer.lr, config.train.steps
     if step <= c.warmup:
         return peak * step / c.warmup
@@ -28,7 +28,7 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def global_batch(config: Config, consumed: int) -> int:
-    """Samples of the step that begins when `consumed` samples have been seen."""
+    """Returns the global batch of the step that begins when `consumed` samples have been seen."""
     if not config.train.ramp:
         return config.train.global_batch
     start, increment, samples = config.train.ramp
@@ -39,7 +39,7 @@ def global_batch(config: Config, consumed: int) -> int:
 
 
 def consumed_after(config: Config, steps: int) -> int:
-    """Samples seen after `steps` steps from the beginning."""
+    """Returns the samples that have been seen after the first `steps` steps."""
     consumed = done = 0
     while done < steps and (now := global_batch(config, consumed)) < config.train.global_batch:
         consumed, done = consumed + now, done + 1

@@ -1,6 +1,6 @@
 """The parts of a GPT: norm, attention, MLP, embeddings and output layer, each with all that is known of it. No torch.
 
-The letters of the comments: T tokens of a micro-batch, h hidden, H = T h bytes of the activations [tokens, hidden].
+In the docstrings, H stands for the bytes of the activations [tokens, hidden] of a micro-batch.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from meshwright.parts.part import Collective, Coordinate, Kept, Kernels, MicroBa
 # Factors of tp where there are fewer key-value heads than tp ranks: ranks along `KV_COPIES` hold the same heads.
 KV_COPIES, KV_GROUPS = "tp.kv", "tp.q"
 ZEROS, ONES = Init("zeros"), Init("ones")
-LOGIT_BYTES = 14.0  # that our own loss reads and writes per logit
+LOGIT_BYTES = 14.0  # bytes per logit that our own loss reads and writes
 
 
 def replicated(at: Coordinate) -> dict[str, tuple[str, ...]]:
-    """The axes of a parameter that every tp rank holds, and applies to its own tokens under sequence parallelism."""
+    """Returns the axes of a parameter that every tp rank holds, and under sequence parallelism applies to its own
+    tokens."""
     if at.size("tp") == 1:
         return {}
     return {"copies": ("tp",), "partial": ("tp",) if at.splits_tokens else ()}
 
 
 def column_calls(at: Coordinate, batch: MicroBatch, width: int) -> Iterator[Collective]:
-    """A product whose output features are cut over tp: all ranks use the same input, so its gradient is a sum.
+    """Yields the calls of a product whose output features are cut over tp. All ranks use the same input, so the input
+    gradient is a sum over them.
 
     Plain: backward 1 all_reduce of H. Split tokens: forward 1 all_gather; backward 1 all_gather (of the input again,
     which is not kept) and 1 reduce_scatter of H.
@@ -41,7 +43,7 @@ def column_calls(at: Coordinate, batch: MicroBatch, width: int) -> Iterator[Coll
 
 
 def row_calls(at: Coordinate, batch: MicroBatch, width: int) -> Iterator[Collective]:
-    """A product whose input features are cut over tp: the output is a sum.
+    """Yields the calls of a product whose input features are cut over tp, so that the output is a sum.
 
     Plain: forward 1 all_reduce of H. Split tokens: forward 1 reduce_scatter, backward 1 all_gather of H.
     """
@@ -54,7 +56,8 @@ def row_calls(at: Coordinate, batch: MicroBatch, width: int) -> Iterator[Collect
 
 
 def row_records(at: Coordinate, name: str, key: str, sizes: tuple[int, int], init: Init, bias: bool) -> Records:
-    """A projection [rows, columns] whose input is cut over tp; its bias is added once, after the sum."""
+    """Returns the records of a projection [rows, columns] whose input is cut over tp; its bias is added once, after the
+    sum."""
     rows, columns = sizes
     tp, tp_rank = at.size("tp"), at.index("tp")
     records = {f"{key}.weight": columns_of(f"{name}.{key}.weight", rows, columns, tp, tp_rank, init)}
@@ -64,8 +67,9 @@ def row_records(at: Coordinate, name: str, key: str, sizes: tuple[int, int], ini
 
 
 @dataclass(frozen=True)
-class Norm(Part):
-    """A layer norm or RMS norm over the hidden features. `keeps_output`: a product behind it keeps its result."""
+class NormPart(Part):
+    """A layer norm or RMS norm over the hidden features. `keeps_output`: the product after it keeps the norm's
+    output."""
 
     kind: str
     width: int
@@ -84,7 +88,7 @@ class Norm(Part):
         return Work(moved=2.0 * batch.rows(at) * self.width * batch.element, kernels=2)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """The input, or what a CPU makes of it in float32, and each row's statistics."""
+        """Yields the input (on a CPU: its copies in float32) and each row's statistics."""
         rows, e, wide = batch.rows(at), batch.element, batch.wide
         stream = rows * self.width * e
         if self.kind == "layernorm":
@@ -101,9 +105,8 @@ class Norm(Part):
             yield Kept("output", stream)
 
 
-
 @dataclass(frozen=True)
-class Attention(Part):
+class AttentionPart(Part):
     """Causal self-attention with grouped key-value heads, cut over tp by heads and over cp by tokens."""
 
     hidden: int
@@ -157,7 +160,8 @@ class Attention(Part):
         return records | row_records(at, name, "out", (self.hidden, self.heads * d), self.out_init, self.bias)
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        (heads, kv), d, tokens, cp = self.own_heads(at), self.head_dim, batch.tokens(at), at.size("cp")
+        heads, kv = self.own_heads(at)
+        d, tokens, cp = self.head_dim, batch.tokens(at), at.size("cp")
         products = [
             Product("qkv", tokens, (heads + 2 * kv) * d, self.hidden),
             Product("out", tokens, self.hidden, heads * d, scattered=True),
@@ -187,17 +191,18 @@ class Attention(Part):
             yield Collective("backward", "cp", "send", ring, 2 * hops)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Queries, keys and values, the result, and what the core keeps: each row's log-sum or the scores. Where tp
-        ranks share key-value heads, also the weights, which are put together from two parameters."""
+        """Yields queries, keys and values, the result, and what the core keeps: each row's log-sum or the scores. Where
+        tp ranks share key-value heads, the weight too, since it is concatenated from two parameters."""
         (h, k), d, tokens = self.own_heads(at), self.head_dim, batch.tokens(at)
         e, wide, host = batch.element, batch.wide, kernels.host
         if at.size("tp") > self.kv_heads:
             yield Kept("joined weight", self.hidden * (h + 2 * k) * d * e)
         if self.qk_norm:
-            copies = 0 if not host else 1 if e >= 4 else 2  # of a head's input and normed input; each row's scale
+            # A CPU keeps a head's input and normed input in float32: one copy where the input is float32 already.
+            copies = (1 if e >= 4 else 2) if host else 0
             yield Kept("head norms", tokens * (h + k) * (copies * d * wide + wide))
         yield Kept("attention output", tokens * h * d * e)
-        if host and self.dropout:  # without a fused kernel: copies in float32, and three tensors of scores
+        if host and self.dropout:  # no fused kernel: copies in float32, and three tensors of scores
             yield Kept("qkv", tokens * (h + 2 * k) * d * e)
             yield Kept("wide qkv", tokens * (h + 2 * k) * d * (wide - e), core=True)
             yield Kept("scores", 3 * tokens * h * batch.seq * wide, core=True)
@@ -217,9 +222,8 @@ class Attention(Part):
             yield Kept("scores", scores * (e + (e + 1 if self.dropout else 0)), core=True)
 
 
-
 @dataclass(frozen=True)
-class MLP(Part):
+class MLPPart(Part):
     """The feed-forward part, cut over tp by its inner features."""
 
     kind: str  # gelu, gelu_tanh, relu, or swiglu, which is gated
@@ -268,31 +272,34 @@ class MLP(Part):
         yield from row_calls(at, batch, self.hidden)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """SwiGLU: both halves, the gate's activation and the product, or only the halves where the next product remakes
-        the rest. Others: the input and the result of the activation, of which ReLU needs one."""
+        """Yields what the activation keeps. SwiGLU: both halves, the gate's activation and the result, or only the
+        halves where the next product recomputes the rest. Others: the activation's input and result, of which ReLU
+        needs one."""
         copies: float = {"relu": 1.0}.get(self.kind, 2.0)
         if self.gated:
-            copies = 2.0 if self._remakes(at, kernels) else kernels.gate_copies
+            copies = 2.0 if self._recomputes_swiglu(at, kernels) else kernels.gate_copies
         yield Kept("mlp", batch.tokens(at) * self.width(at) * batch.element * copies)
 
-    def _remakes(self, at: Coordinate, kernels: Kernels) -> bool:
-        """Whether the second product takes SwiGLU in: not where it adds a bias itself."""
+    def _recomputes_swiglu(self, at: Coordinate, kernels: Kernels) -> bool:
+        """Whether the second product recomputes SwiGLU in backward: not where it adds a bias itself."""
         return kernels.fused and not (self.bias and at.size("tp") == 1)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Gradients of the widest tensors, and SwiGLU's own value, where it is made again."""
-        widths = 2 if not self.gated else 3 if self._remakes(at, kernels) else 5
+        """Returns the bytes of the widest tensors' gradients, and of SwiGLU's result where it is recomputed."""
+        widths = 2
+        if self.gated:
+            widths = 3 if self._recomputes_swiglu(at, kernels) else 5
         return float(batch.tokens(at) * self.width(at) * batch.element * widths)
 
 
-
 def vocabulary_rows(vocab: int, at: Coordinate) -> int:
-    """Rows of the vocabulary that a rank holds; it is padded until tp divides it."""
+    """Returns the rows of the vocabulary that a rank holds; the vocabulary is padded until tp divides it."""
     return -(-vocab // at.size("tp"))
 
 
 def vocabulary_record(at: Coordinate, name: str, sizes: tuple[int, int], init: Init, tied: bool) -> ParamRecord:
-    """A table [vocabulary, hidden] cut over tp by rows. Across stages, each end of a tie holds a copy."""
+    """Returns the record of a table [vocabulary, hidden] cut over tp by rows. Across stages, each end of a tie holds a
+    copy."""
     vocab, hidden = sizes
     rows = vocabulary_rows(vocab, at)
     first = at.index("tp") * rows
@@ -304,8 +311,8 @@ def vocabulary_record(at: Coordinate, name: str, sizes: tuple[int, int], init: I
 
 
 @dataclass(frozen=True)
-class TokenEmbedding(Part):
-    """Rows of the vocabulary lie on different tp ranks, so the rows that were looked up are summed over them.
+class TokenEmbeddingPart(Part):
+    """The token embedding. Rows of the vocabulary lie on different tp ranks, so what was looked up is summed over them.
 
     Plain: forward 1 all_reduce of H. Split tokens: forward 1 reduce_scatter, backward 1 all_gather of H.
     """
@@ -327,8 +334,8 @@ class TokenEmbedding(Part):
         return row_calls(at, batch, self.hidden)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """The rows that were looked up, where tp cuts them, and a dropout mask. The ids are the batch's. Other programs
-        hold the result beside the first block's input."""
+        """Yields the numbers of the rows that were looked up, where tp cuts the table, and a dropout mask. The ids
+        belong to the batch. Other programs keep the result besides the first block's input."""
         if not kernels.own:
             yield Kept("output", batch.rows(at) * self.hidden * batch.element)
         if at.size("tp") > 1:
@@ -337,9 +344,8 @@ class TokenEmbedding(Part):
             yield Kept("dropout mask", batch.rows(at) * self.hidden * (kernels.mask_bytes or batch.element))
 
 
-
 @dataclass(frozen=True)
-class PositionEmbedding(Part):
+class PositionEmbeddingPart(Part):
     """Learned positions, held whole by every tp rank. The first position has row `offset` of the table."""
 
     positions: int
@@ -355,11 +361,10 @@ class PositionEmbedding(Part):
         yield Kept("positions", batch.rows(at) * 8)
 
 
-
 @dataclass(frozen=True)
-class OutputLayer(Part):
-    """The output layer, a product cut over the vocabulary, and the cross entropy, whose gradients are made in forward,
-    one piece of the tokens at a time."""
+class OutputLayerPart(Part):
+    """The output layer, a product cut over the vocabulary, and the cross entropy. Their gradients are computed in
+    forward, one piece of the tokens at a time."""
 
     vocab: int
     hidden: int
@@ -371,13 +376,15 @@ class OutputLayer(Part):
         return {"weight": weight}
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        """The loss moves as many bytes per logit as others keep of one."""
+        """Returns the product and the loss. Other programs' losses move as many bytes per logit as they hold at their
+        peak."""
         tokens, columns = batch.tokens(at), vocabulary_rows(self.vocab, at)
         product = Product("logits", tokens, columns, self.hidden, precise=True)
         return Work((product,), moved=tokens * columns * (kernels.logit_bytes or LOGIT_BYTES), kernels=6)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """A column product whose input is not gathered again, since its gradients are made in forward.
+        """Yields the calls of a column product whose input is not gathered again, since its gradients are computed in
+        forward.
 
         The loss takes, per piece of C tokens in forward, the largest of the ranks' log-sums and then the sums of two
         numbers: 1 all_reduce of C w and 1 of 2 C w, where w is 8 in fp64 and else 4.
@@ -393,8 +400,8 @@ class OutputLayer(Part):
                 yield Collective("forward", "tp", "all_reduce", 2 * count * batch.wide, times)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """The gradient of the input, which the loss makes in forward, and, if the embedding here has the same weight,
-        that weight's gradient, since the embedding adds to the same place later."""
+        """Yields the input gradient, which the loss computes in forward. If the embedding on this stage has the same
+        weight, the weight gradient is kept too, since the embedding adds to the same place later."""
         if not kernels.own:
             return
         yield Kept("input gradient", batch.tokens(at) * self.hidden * batch.element)
@@ -402,7 +409,8 @@ class OutputLayer(Part):
             yield Kept("weight gradient", vocabulary_rows(self.vocab, at) * self.hidden * batch.wide)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """The logits of one piece, which a CPU also holds in float32; or of all tokens in other programs."""
+        """Returns the bytes of the logits of one piece, which a CPU also holds in float32; in other programs, of all
+        tokens."""
         tokens, columns = batch.tokens(at), vocabulary_rows(self.vocab, at)
         if kernels.logit_bytes:
             return tokens * columns * kernels.logit_bytes + batch.rows(at) * self.hidden * batch.element

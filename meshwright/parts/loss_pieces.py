@@ -1,4 +1,4 @@
-"""How many tokens the output layer takes at once, for the layer and for the planner. No torch."""
+"""How many tokens the output layer processes at a time, for the layer and for the planner. No torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ LOGITS = 1 << 29
 
 
 def piece_rows(tokens: int, columns: int) -> int:
-    """Tokens of one piece, with `columns` logits each; all pieces but the last have the same size."""
+    """Returns the tokens of one piece, with `columns` logits each; all pieces but the last have the same size."""
     pieces = max(1, -(-tokens * columns // LOGITS))
     return -(-tokens // pieces)

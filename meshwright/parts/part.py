@@ -20,7 +20,8 @@ Records = dict[str, ParamRecord]
 
 
 def _hash_once(self: Any) -> int:
-    """The planner's caches are keyed by these values, and hashing a model of a hundred blocks each time is slow."""
+    """Hashes a value once and remembers it: the planner's caches are keyed by these values, and hashing a model of a
+    hundred blocks at each lookup is slow."""
     found = self.__dict__.get("_hash")
     if found is None:
         found = hash(tuple(getattr(self, each.name) for each in fields(self)))
@@ -30,7 +31,7 @@ def _hash_once(self: Any) -> int:
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Where one rank stands, as far as a part can be cut by it: the size of each axis and the rank's index along it.
+    """One rank's place along the axes that can cut a part: the size of each axis and the rank's index along it.
 
     Axes that are not named have one rank. The data-parallel axes are left out, since no part is cut by them.
     """
@@ -57,7 +58,7 @@ class Coordinate:
 
 
 def coordinate_of(layout: Layout, rank: int, sequence_parallel: bool) -> Coordinate:
-    """The coordinate of `rank` in a layout."""
+    """Returns the coordinate of `rank` in a layout."""
     found = {**layout.coordinate(rank), **layout.expert_coordinate(rank)}
     sizes = {axis: layout.size(axis) for axis in found if not axis.startswith(("dp", "edp"))}
     axes = [(axis, size, found[axis]) for axis, size in sizes.items() if size > 1]
@@ -68,8 +69,8 @@ def coordinate_of(layout: Layout, rank: int, sequence_parallel: bool) -> Coordin
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch: its sequences, their length, the bytes of one activation, and whether attention stays inside of
-    a document, which takes a mask."""
+    """One micro-batch: the number of sequences, their length, the bytes of one activation, and whether attention stays
+    within a document, which needs a mask."""
 
     sequences: int
     seq: int
@@ -79,16 +80,16 @@ class MicroBatch:
     __hash__ = _hash_once
 
     def tokens(self, at: Coordinate) -> int:
-        """Tokens that a rank works on in the products; all tp ranks of a group work on the same ones."""
+        """Returns the tokens that a rank's products work on; all tp ranks of a group work on the same ones."""
         return self.sequences * self.seq // at.size("cp")
 
     def rows(self, at: Coordinate) -> int:
-        """Tokens that a rank holds between the products."""
+        """Returns the tokens that a rank holds between the products."""
         return self.tokens(at) // (at.size("tp") if at.splits_tokens else 1)
 
     @property
     def wide(self) -> int:
-        """Bytes of a number in the precision that sums are taken in: fp32, or fp64 for fp64."""
+        """The bytes of a number in the precision of sums: fp32, or fp64 for fp64."""
         return max(4, self.element)
 
 
@@ -96,8 +97,8 @@ class MicroBatch:
 class Product:
     """`count` equal products [m, k] x [k, n] of one forward pass.
 
-    `linear`: one factor is a weight. `scattered`: of the result each tp rank keeps only its own rows under sequence
-    parallelism. `precise`: it runs in bf16 where others run in fp8.
+    `linear`: one factor is a weight. `scattered`: under sequence parallelism each tp rank keeps only its own rows of
+    the result. `precise`: it runs in bf16 where others run in fp8.
     """
 
     name: str
@@ -137,8 +138,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Collective:
-    """`times` equal calls of one rank for one micro-batch; `payload` is the whole logical tensor in bytes. `repeated`:
-    backward does once more what forward did, and nothing waits for it but a weight's gradient."""
+    """One rank's `times` equal calls for one micro-batch; `payload` is the whole logical tensor in bytes. `repeated`:
+    backward repeats a call of forward, and only a weight gradient waits for it."""
 
     phase: str
     axis: str
@@ -149,7 +150,8 @@ class Collective:
 
 
 class Kept(NamedTuple):
-    """A tensor that is kept for backward. `core`: attention's core makes it, so that recomputing the core saves it."""
+    """A tensor that is kept for backward. `core`: the attention core produces it, so recomputing the core saves its
+    memory."""
 
     name: str
     size: float
@@ -165,40 +167,41 @@ class Kernels:
     fused_attention: bool = True  # attention is one kernel that keeps log-sums instead of scores
     gate_copies: float = 4.0  # widths of the MLP that a gated activation keeps
     keeps_rotation: bool = True  # queries and keys before and after they are rotated
-    mask_bytes: float = 0.0  # of one element of a dropout mask; 0: as many as of an activation
+    mask_bytes: float = 0.0  # per element of a dropout mask; 0: as many as an activation has
     logit_bytes: float = 0.0  # per logit, at the peak of a loss that makes all logits at once; 0: our loss in pieces
     host: bool = False  # a CPU's kernels keep other things
-    own: bool = True  # ours; of other programs only what lasts is known, not what each kernel needs for a moment
+    own: bool = True  # our kernels; of other programs only what they keep is known, not their temporary memory
 
     __hash__ = _hash_once
 
 
 class Part:
-    """The statements, each empty by default. A concrete part is a frozen dataclass of its own sizes, and `nn/build.py`
-    names the module that computes it."""
+    """The base of all parts, whose statements are empty. A concrete part is a frozen dataclass of its sizes, and
+    `nn/build.py` names the module that computes it."""
 
     def records(self, at: Coordinate, name: str) -> Records:
-        """The parameters that a rank holds, by their name in the part's module; `name` begins their global names."""
+        """Returns the parameters that a rank holds, by their name in the part's module; `name` begins their global
+        names."""
         return {}
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        """What the forward of one micro-batch computes."""
+        """Returns what the forward of one micro-batch computes."""
         return Work()
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterable[Collective]:
-        """What forward and backward of one micro-batch communicate; calls over one rank may be listed."""
+        """Returns what forward and backward of one micro-batch communicate; calls over one rank may be listed."""
         return ()
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterable[Kept]:
-        """The tensors that forward keeps for backward."""
+        """Returns the tensors that forward keeps for backward."""
         return ()
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Bytes that forward or backward needs for a moment, beside what is kept."""
+        """Returns the bytes that forward or backward needs temporarily, besides what is kept."""
         return 0.0
 
 
-class Named(NamedTuple):
+class NamedPart(NamedTuple):
     """A part of a unit: its attribute in the unit's module, and what its parameters' global names begin with."""
 
     key: str
@@ -211,7 +214,7 @@ class Unit:
     """Parts whose weights are needed together: the embedding, a block, the head. A unit is what stages are made of,
     what is recomputed, compiled and gathered, and what the planner counts."""
 
-    parts: tuple[Named, ...]
+    parts: tuple[NamedPart, ...]
 
     __hash__ = _hash_once
 
@@ -237,9 +240,9 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Block(Unit):
-    """A unit of the residual stream: pairs of a norm and a body, x + body(norm(x)) one after the other, or, if
-    `parallel`, all of the block's input. Dropout comes before each sum."""
+class BlockUnit(Unit):
+    """A unit of the residual stream: pairs of a norm and a body. Each adds body(norm(x)) to x: one after the other or,
+    if `parallel`, all from the block's input. Dropout comes before each sum."""
 
     hidden: int = 0
     parallel: bool = False
@@ -248,7 +251,7 @@ class Block(Unit):
     __hash__ = _hash_once
 
     @property
-    def branches(self) -> list[tuple[Named, Named]]:
+    def branches(self) -> list[tuple[NamedPart, NamedPart]]:
         return list(zip(self.parts[::2], self.parts[1::2], strict=True))
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
@@ -261,7 +264,7 @@ class Block(Unit):
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[Kept, ...]:
         found: list[Kept] = []
         for number, (norm, body) in enumerate(self.branches):
-            shared = self.parallel and number > 0  # all norms have the block's input, which is kept once
+            shared = self.parallel and number > 0  # all norms take the block's input, which is kept once
             found += [kept for kept in norm.part.kept(at, batch, kernels) if not (shared and kept.name == "input")]
             found += body.part.kept(at, batch, kernels)
             if self.dropout:
@@ -298,7 +301,7 @@ class Model:
     """A model as a sequence of units, and the named tensors that pass between them."""
 
     embedding: Unit
-    blocks: tuple[Block, ...]  # blocks of one kind are equal values
+    blocks: tuple[BlockUnit, ...]  # blocks of one kind are equal values
     head: Unit
     hidden: int
     tied: bool = False  # the output layer's weight is the embedding's
@@ -306,7 +309,7 @@ class Model:
     __hash__ = _hash_once
 
     def units(self, stage: Stage) -> Iterator[tuple[str, str, Unit]]:
-        """The units of a stage in the order of forward: module key, prefix of global names, unit."""
+        """Yields the units of a stage in the order of forward: module key, prefix of global names, unit."""
         if stage.first:
             yield "embedding", "", self.embedding
         for layer in stage.layers:
@@ -315,7 +318,7 @@ class Model:
             yield "head", "", self.head
 
     def records(self, at: Coordinate, stage: Stage | None = None) -> Records:
-        """Every parameter of a stage (without one: of the model), in the order of forward; a tie inside of a stage
+        """Returns every parameter of a stage (by default: of the model), in the order of forward; a tie within a stage
         appears once."""
         records: Records = {}
         ties: set[str] = set()
@@ -327,7 +330,7 @@ class Model:
         return records
 
     @cached_property
-    def kinds(self) -> tuple[tuple[Block, int], ...]:
+    def kinds(self) -> tuple[tuple[BlockUnit, int], ...]:
         """The kinds of blocks, with how many there are of each."""
         return tuple(Counter(self.blocks).items())
 
@@ -337,7 +340,7 @@ class Model:
         return Stage(0, 1, range(len(self.blocks)))
 
     def passes(self, at: Coordinate, batch: MicroBatch) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors, in the model's precision, that one unit hands to the next."""
+        """Returns the shapes of the tensors, in the model's precision, that one unit passes to the next."""
         return {"hidden": (batch.rows(at), self.hidden)}
 
 
@@ -346,5 +349,5 @@ ALONE = Coordinate()
 
 @lru_cache(maxsize=64)
 def parameter_count(model: Model) -> int:
-    """Parameters of a whole model."""
+    """Returns the number of parameters of a whole model."""
     return sum(record.numel for record in model.records(ALONE).values())

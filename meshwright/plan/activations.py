@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from meshwright.models.description import fields_read
-from meshwright.parts.part import Block, Coordinate, Kernels, MicroBatch, Stage, Unit
+from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Stage, Unit
 from meshwright.plan.job import Job
 from meshwright.schedule.kinds import KINDS, computes
 from meshwright.schedule.table import MEANING, held
@@ -32,7 +32,7 @@ def unit_kept(
     share of a block's linear products, and whether it recomputes the attention core."""
     kept, working = unit.kept(at, batch, kernels), unit.working(at, batch, kernels)
     everything = sum(each.size for each in kept)
-    if not isinstance(unit, Block) or mode == "none":
+    if not isinstance(unit, BlockUnit) or mode == "none":
         return KeptBytes(everything, 0.0, working)
     stream = batch.rows(at) * unit.hidden * batch.element
     share, core = selective

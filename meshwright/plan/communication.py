@@ -22,11 +22,11 @@ from meshwright.config.sections import Config, ZeroConfig
 from meshwright.layout import Layout
 from meshwright.layout.params import ParamRecord
 from meshwright.models.description import fields_read
-from meshwright.parts.part import Block, Collective, Coordinate, MicroBatch, Stage, Unit
+from meshwright.parts.part import BlockUnit, Collective, Coordinate, MicroBatch, Stage, Unit
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job
 from meshwright.plan.stack import BYTES
 from meshwright.sharding.placement import backward_order, bucket_elements, buffer_key, grad_bytes, place, shard_axes
-from meshwright.sharding.reducers import PLAIN, ReducerPlan
+from meshwright.sharding.reducers import PLAIN_REDUCER, ReducerPlan
 from meshwright.train.counts import WIDE, counts_bytes, sums_bytes
 
 
@@ -94,7 +94,7 @@ def units(job: Job, stage: Stage) -> Iterator[RepeatedCall]:
     """The collectives that the parts of a stage declare, once per micro-batch. If blocks are recomputed, backward
     repeats what their forward sends."""
     for unit, count in job.units(stage):
-        again = isinstance(unit, Block) and job.config.recompute.blocks > 0
+        again = isinstance(unit, BlockUnit) and job.config.recompute.blocks > 0
         for call in unit_collectives(unit, job.at, job.batch):
             times = count * call.times * job.micro_batches
             phases = (call.phase, "backward") if again and call.phase == "forward" else (call.phase,)
@@ -205,7 +205,7 @@ def gradients(
     zero: ZeroConfig | None = None,
     micro_batches: int = 1,
     grad_dtype: str = "fp32",
-    reducer: ReducerPlan = PLAIN,
+    reducer: ReducerPlan = PLAIN_REDUCER,
 ) -> Iterator[RepeatedCall]:
     """Gradients and weights of parameters (held, dtype), given in the order of forward.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.parts.part import Block, Coordinate, Kernels, MicroBatch, Product, Unit, Work
+from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Product, Unit, Work
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import unit_collectives
 from meshwright.plan.efficiency import collective_seconds, product_seconds
@@ -76,7 +76,7 @@ def unit_time(unit: Unit, where: Setting) -> UnitTime:
     cluster, stack = where.cluster, where.stack
     work = unit_work(unit, where.at, where.batch, where.kernels)
     linear, attention, rest = _forward(work, where)
-    block = isinstance(unit, Block)
+    block = isinstance(unit, BlockUnit)
     # A block has many small kernels, and the host may launch them more slowly than the device runs them.
     launch = work.kernels * stack.kernel_us * 1e-6 if block else 0.0
     calls = work.kernels * cluster.device.kernel_us * 1e-6
@@ -143,7 +143,7 @@ def _tensor_parallel(unit: Unit, where: Setting, linear: float, again: float) ->
             seconds = collective_seconds(cluster, call.op, call.payload, size, where.tp_on_node)
             times[call.phase] += call.times * seconds
     forward, backward = times["forward"], times["backward"] + again * times["forward"]
-    if not isinstance(unit, Block):  # the embedding and the head have nothing to hide behind
+    if not isinstance(unit, BlockUnit):  # the embedding and the head have nothing to hide behind
         return forward, backward, 0.0
     room = stack.hide_tp * linear
     hidden_forward, hidden_backward = min(forward * stack.hide_tp, room), min(backward * stack.hide_tp, 2 * room)

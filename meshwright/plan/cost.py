@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from meshwright.parts.part import Block
+from meshwright.parts.part import BlockUnit
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import Traffic, by_axis, by_line, passed_bytes, stage_calls, unit_records
 from meshwright.plan.compute import Setting, setting_of, unit_time
@@ -129,7 +129,7 @@ def _stage(
         inside["tp"].add(m * forward)
         for unit, count in job.units(stage):
             t = unit_time(unit, where)
-            extra = sharded_block(job, where, unit, count, inside["dp"]) if isinstance(unit, Block) else (0.0, 0.0)
+            extra = sharded_block(job, where, unit, count, inside["dp"]) if isinstance(unit, BlockUnit) else (0.0, 0.0)
             forward += count * (t.whole_forward + extra[0])
             backward += count * (t.whole_backward + extra[1] + _adding_seconds(job, where, unit))
             flops += count * t.flops
@@ -143,7 +143,7 @@ def _stage(
 def _adding_seconds(job: Job, where: Setting, unit: object) -> float:
     """Returns the seconds for adding a weight gradient to the sum over micro-batches: it reads and writes every element
     of the sum."""
-    if job.micro_batches == 1 or not job.stack.accumulate or not isinstance(unit, Block):
+    if job.micro_batches == 1 or not job.stack.accumulate or not isinstance(unit, BlockUnit):
         return 0.0
     params = sum(record.numel for record in unit_records(unit, job.at))
     return params * job.stack.accumulate / where.cluster.memory_rate

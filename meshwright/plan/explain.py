@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.config.load import config_from, dump, to_mapping
+from meshwright.config.load import config_from, dump_yaml, to_mapping
 from meshwright.plan.account import layout_of_cost, layout_words
 from meshwright.plan.cost import Cost
 from meshwright.plan.job import ranks_per_node
@@ -85,4 +85,4 @@ def yaml_of(best: Candidate) -> str:
             raw[section] = {**raw.get(section, {}), **other}
     head = f"# {layout_words(layout_of_cost(best.cost))}\n# on {job.world} x {best.cost.cluster.device.name}: "
     head += f"{seconds(best.cost.step_s)} per step, {best.memory_gib:.1f} GiB, predicted. Add your token files.\n"
-    return head + dump(raw)
+    return head + dump_yaml(raw)

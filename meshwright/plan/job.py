@@ -21,7 +21,7 @@ from meshwright.parts.part import Coordinate, Kernels, MicroBatch, Model, Stage,
 from meshwright.plan.stack import BYTES, Stack, States, own_stack, states_of
 from meshwright.schedule.kinds import placement_of
 from meshwright.sharding.placement import shard_axes
-from meshwright.sharding.reducers import PLAIN, ReducerPlan
+from meshwright.sharding.reducers import PLAIN_REDUCER, ReducerPlan
 
 FIELD_BYTES = {
     "int64": 8, "float64": 8, "int32": 4, "float32": 4, "int16": 2, "float16": 2, "int8": 1, "uint8": 1, "bool": 1,
@@ -45,7 +45,7 @@ class Job:
     fields: Mapping[str, str] | None = None
     monitored: int = 0
     host: bool = False
-    reducer: ReducerPlan = PLAIN
+    reducer: ReducerPlan = PLAIN_REDUCER
 
     def replaced(self, **sections: Mapping[str, Any]) -> Job:
         """Returns the same job with some keys of its config changed, section by section."""

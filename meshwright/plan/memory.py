@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from meshwright.config.sections import ZeroConfig
 from meshwright.layout import Layout
-from meshwright.parts.part import Block, Coordinate, Stage, Unit
+from meshwright.parts.part import BlockUnit, Coordinate, Stage, Unit
 from meshwright.plan.activations import bytes_in_flight, chunks_of
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import HeldParameter, packed, unit_records
@@ -218,7 +218,7 @@ def gathered_bytes(job: Job, pp_rank: int) -> float:
     s, zero = job.states, job.sharding[0]
     params, layer, layers = rank_parameters(job, pp_rank), 0, 0
     for unit, count in _units(job, pp_rank):
-        if isinstance(unit, Block):
+        if isinstance(unit, BlockUnit):
             size = sum(record.numel for record in unit_records(unit, job.at))
             layer, layers = max(layer, size), layers + count * size
     ends = params - layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.parts.part import Block
+from meshwright.parts.part import BlockUnit
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import unit_records
 from meshwright.plan.compute import Setting, unit_time
@@ -52,7 +52,7 @@ def _divided(job: Job) -> tuple[int, int]:
     return size, min(size, ranks_per_node(job.layout, axis))
 
 
-def sharded_block(job: Job, where: Setting, block: Block, count: int, axis: AxisTime) -> tuple[float, float]:
+def sharded_block(job: Job, where: Setting, block: BlockUnit, count: int, axis: AxisTime) -> tuple[float, float]:
     """Returns the exposed seconds per block and micro-batch that sharded weights and gradients add to forward and
     backward; `axis` gets the seconds of `count` blocks and all micro-batches."""
     zero = job.sharding[0]
@@ -126,8 +126,8 @@ def _sharded_ends(job: Job, cluster: Cluster, stage: StageCost, pp_rank: int, ax
     pairs = [pair for held in job.chunks[pp_rank] for pair in job.units(held)]
     counts = {unit: sum(record.numel for record in unit_records(unit, job.at)) for unit, _ in pairs}
     # A tied table is gathered for both ends.
-    fetched = sum(counts[unit] for unit, _ in pairs if not isinstance(unit, Block))
-    ends = stage.params - sum(count * counts[unit] for unit, count in pairs if isinstance(unit, Block))
+    fetched = sum(counts[unit] for unit, _ in pairs if not isinstance(unit, BlockUnit))
+    ends = stage.params - sum(count * counts[unit] for unit, count in pairs if isinstance(unit, BlockUnit))
     reduce = collective_seconds(cluster, "reduce_scatter", ends * s.grad, size, on_node)
     if job.sharding[0] == 3:
         seconds = m * (reduce + 2 * collective_seconds(cluster, "all_gather", fetched * s.param, size, on_node))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from meshwright.config.rules import RULES, TENSOR_PARALLEL, broken
+from meshwright.config.rules import RULES, TENSOR_PARALLEL_RULES, first_broken_rule
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster
@@ -106,7 +106,7 @@ def shapes(base: Job, space: SearchSpace) -> Iterator[Job]:
     for tp in divisors(devices):
         cut = base.replaced(layout={"tp": tp, "pp": 1, "cp": 1, "chunks": 1, "sequence_parallel": False})
         allowed = tp in space.tp if space.tp else tp <= base.node_size
-        if not allowed or broken(cut.config, devices, TENSOR_PARALLEL):
+        if not allowed or first_broken_rule(cut.config, devices, TENSOR_PARALLEL_RULES):
             continue
         for cp in space.cp:
             if devices % (tp * cp) or (cp > 1 and model.seq % (2 * cp)):
@@ -187,7 +187,7 @@ def _refused(shape: Job, zero: int) -> str | None:
     """Returns the reason why a candidate can't be trained, if there is one."""
     tried = shape.replaced(zero={"stage": zero}, layout={"node_size": shape.node_size})
     try:
-        return broken(tried.config, shape.world, RULES)
+        return first_broken_rule(tried.config, shape.world, RULES)
     except UserError as error:
         return str(error)
 

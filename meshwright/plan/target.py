@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.config.load import config_from, read_sections, set_key
 from meshwright.config.presets import PRESETS, RUNS
-from meshwright.config.rules import PLANNED, check
+from meshwright.config.rules import PLANNING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, nearest
 from meshwright.plan.cluster import Cluster, load_cluster
@@ -106,7 +106,7 @@ def on_cluster(target: Target, devices: int, cluster: Cluster, stack: Stack | No
     """Returns the job of a target on that many devices of a cluster, if the rules allow it."""
     host, node = cluster.device.units == 1, min(cluster.node.devices, devices)
     job = job_of(target.config, devices, stack or own_stack(target.config, host), cluster_node=node, host=host)
-    check(target.config, devices, PLANNED)
+    check(target.config, devices, PLANNING_RULES)
     return job
 
 

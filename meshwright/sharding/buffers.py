@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout.params import Box, Init, ParamRecord, global_boxes, whole
-from meshwright.nn.parallel import draw, is_unallocated, record_of
+from meshwright.nn.parallel import draw_parameter, is_unallocated, record_of
 from meshwright.nn.weight_grad import Sink
 from meshwright.sharding.offload import StateStore
 from meshwright.sharding.placement import Split, backward_order, bucket_elements, buffer_key, grad_bytes, place
 
 
-class Key(NamedTuple):
-    """What parameters of one buffer have in common."""
+class BufferKey(NamedTuple):
+    """What the parameters of one buffer have in common."""
 
     dtype: torch.dtype
     data_axes: str
@@ -36,8 +36,8 @@ class Key(NamedTuple):
     trained: bool = True
 
 
-class Named(NamedTuple):
-    """A parameter before it has a place; `unit` numbers the part of the model that is gathered at once."""
+class NamedParameter(NamedTuple):
+    """A parameter before it has a place in a buffer; `unit` is the number of the unit that it is gathered with."""
 
     name: str
     parameter: nn.Parameter
@@ -47,8 +47,9 @@ class Named(NamedTuple):
 
 @dataclass
 class Slot:
-    """One parameter's place in its buffer. `view` and `grad` are its whole value and gradient: from stage 3, and from
-    stage 2 on, they have memory only while they are used. A frozen parameter has an empty gradient and no sink."""
+    """One parameter's place in its buffer. `view` and `grad` are its whole value and gradient. In stage 3 the value,
+    and from stage 2 on the gradient, has memory only while it is used. A frozen parameter has an empty gradient and no
+    sink."""
 
     name: str
     parameter: nn.Parameter
@@ -78,7 +79,7 @@ class ReleasableTensor:
 
     @classmethod
     def of(cls, size: int, dtype: torch.dtype, device: torch.device) -> ReleasableTensor:
-        """A new one, filled with zeros."""
+        """Returns a new one, filled with zeros."""
         if device.type != "cpu":
             return cls(torch.zeros(size, dtype=dtype, device=device))
         pages = mmap.mmap(-1, max(1, size * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -87,12 +88,13 @@ class ReleasableTensor:
         return cls(torch.frombuffer(pages, dtype=dtype, count=size), pages)
 
     def allocate(self) -> None:
-        """The contents are undefined until they are written."""
+        """Allocates the memory; its contents are undefined until they are written."""
         if not self.allocated and self._pages is None:
             self.tensor.untyped_storage().resize_(self._bytes)
         self.allocated = True
 
     def release(self) -> None:
+        """Releases the memory. Views stay valid objects, but must not be read or written before `allocate`."""
         if self._pages is None:
             self.tensor.untyped_storage().resize_(0)
         else:
@@ -127,7 +129,8 @@ class Bucket:
             slot.parameter.data = slot.view
 
     def release_params(self) -> None:
-        """Releases the whole weights. A parameter that is read then is empty: nobody reads memory that is gone."""
+        """Releases the whole weights. The parameters become empty, so that a read fails instead of
+        reading released memory."""
         for slot in self.slots:
             slot.parameter.data = slot.view.new_empty(0)
         self.params.release()
@@ -146,8 +149,8 @@ class FlatBuffer:
 
     def __init__(
         self,
-        key: Key,
-        named: list[Named],
+        key: BufferKey,
+        named: list[NamedParameter],
         split: Split,
         bucket_bytes: float,
         grad_dtype: torch.dtype = torch.float32,
@@ -163,7 +166,7 @@ class FlatBuffer:
         self.device = named[0].parameter.device
         self.size = bounds[-1][1]
         self.slots: list[Slot] = []
-        # Memory that is never released: of everything, or of this rank's shares, one after the other.
+        # Memory that is never released: for everything, or for this rank's shares, one after the other.
         sizes = [(stop - start) // split.shards for start, stop in bounds]
         self.store = StateStore(sizes, key.dtype, self.device, *params_at) if split.stage == 3 else None
         self.params = self._flat(key.dtype, 0 if split.stage == 3 else self.size)
@@ -192,7 +195,7 @@ class FlatBuffer:
             grads, own_grads = ReleasableTensor.of(stop - start, self.grads.dtype, self.device), self.grads[own]
         return Bucket(self, index, start, stop, share, params, grads, own_params, own_grads)
 
-    def _add_parameters(self, bucket: Bucket, named: list[tuple[Named, int]], seed: int) -> None:
+    def _add_parameters(self, bucket: Bucket, named: list[tuple[NamedParameter, int]], seed: int) -> None:
         """Gives parameters their slots and copies (or draws) their values into the bucket. Memory that the stage does
         not keep is then released, so that no more than one bucket is whole at any time."""
         for item, start in named:
@@ -201,7 +204,7 @@ class FlatBuffer:
             if self.key.trained:
                 grad = bucket.grads.tensor[at].view(item.record.local_shape)
             if is_unallocated(item.parameter):
-                draw(item.record, view, seed)
+                draw_parameter(item.record, view, seed)
             else:
                 view.copy_(item.parameter.data)
             item.parameter.data = view
@@ -216,13 +219,14 @@ class FlatBuffer:
             bucket.release_params()
 
     def owned(self, slot: Slot) -> tuple[int, int]:
-        """The range of the parameter's elements that this rank owns; empty if the second is not above the first."""
+        """Returns the range of the parameter's elements that this rank owns; it is empty if the second is not above the
+        first."""
         low, high = self.buckets[slot.bucket].share
         return max(low, slot.start) - slot.start, min(high, slot.stop) - slot.start
 
     def runs(self, wanted: Iterable[Slot]) -> list[tuple[Bucket, int, int]]:
-        """Ranges of this rank's shares that cover the wanted slots: (bucket, start, stop), counted from the share's
-        first element. Neighbours are joined across the padding between them, which is zero."""
+        """Returns ranges of this rank's shares that cover the wanted slots: (bucket, start, stop), counted from the
+        share's first element. Neighbours are joined across the padding between them, which is zero."""
         chosen = {id(slot) for slot in wanted}
         ranges: list[tuple[Bucket, int, int]] = []
         for bucket in self.buckets:
@@ -249,8 +253,8 @@ class Rows(NamedTuple):
 
 
 class State(NamedTuple):
-    """One kind of state of a buffer, as a checkpoint holds it: for each bucket one number per element of this rank's
-    share. With `additive` each rank has a row of its own, which may be of the whole bucket."""
+    """One kind of state of a buffer, as a checkpoint holds it: one tensor per bucket, of this rank's share. With
+    `additive` each rank has a row of its own, which may cover the whole bucket."""
 
     name: str
     buffer: FlatBuffer
@@ -258,13 +262,14 @@ class State(NamedTuple):
     additive: Rows | None = None
 
     def holds(self, slot: Slot) -> tuple[int, int]:
-        """The range of a parameter's elements that this rank holds; empty if the second is not above the first."""
+        """Returns the range of a parameter's elements that this rank holds; it is empty if the second is not above the
+        first."""
         bucket = self.buffer.buckets[slot.bucket]
         whole = self.tensors[slot.bucket].numel() == bucket.stop - bucket.start
         return (0, slot.record.numel) if whole else self.buffer.owned(slot)
 
     def values(self, slot: Slot, low: int, high: int) -> Tensor:
-        """Elements low to high of a parameter, which this rank must hold."""
+        """Returns elements low to high of a parameter, which this rank must hold."""
         bucket, tensor = self.buffer.buckets[slot.bucket], self.tensors[slot.bucket]
         begin = bucket.start if tensor.numel() == bucket.stop - bucket.start else bucket.share[0]
         return tensor[slot.start - begin + low : slot.start - begin + high]
@@ -272,28 +277,29 @@ class State(NamedTuple):
 
 def build_buffers(
     modules: Iterable[nn.Module],
-    split_of: Callable[[Key], Split],
+    split_of: Callable[[BufferKey], Split],
     bucket_mib: float,
     units: dict[int, int] | None = None,
     grad_dtype: torch.dtype = torch.float32,
     params_at: tuple[str, Path] = ("none", Path()),
     seed: int = 0,
 ) -> tuple[list[FlatBuffer], dict[int, Slot]]:
-    """Buffers for every parameter of the chunks, in the order of backward; and the slot of each parameter.
+    """Builds buffers for every parameter of the chunks, in the order of backward, and returns the slot of each
+    parameter too.
 
     `split_of` says how the ranks divide a buffer; `units` gives the number of a parameter's unit, by its id. A
     parameter without a record (of a module that is not ours) is taken to be whole, and the same on every rank.
     `requires_grad` decides whether a parameter is trained, and the record of its slot says the same.
     """
-    named: dict[int, Named] = {}
+    named: dict[int, NamedParameter] = {}
     for chunk, module in enumerate(modules):
         for name, parameter in module.named_parameters():
             if id(parameter) not in named:
                 record = record_of(parameter) or foreign_record(name, parameter)
                 record = replace(record, trained=parameter.requires_grad)
                 unit = (units or {}).get(id(parameter), chunk)
-                named[id(parameter)] = Named(f"{chunk}.{name}", parameter, record, unit)
-    keyed = backward_order(named.values(), lambda item: Key(item.parameter.dtype, *buffer_key(item.record)))
+                named[id(parameter)] = NamedParameter(f"{chunk}.{name}", parameter, record, unit)
+    keyed = backward_order(named.values(), lambda item: BufferKey(item.parameter.dtype, *buffer_key(item.record)))
     buffers = []
     for key, items in keyed.items():
         buffers.append(FlatBuffer(key, items, split_of(key), bucket_mib * 2**20, grad_dtype, params_at, seed))
@@ -301,8 +307,8 @@ def build_buffers(
 
 
 def regions(record: ParamRecord, low: int, high: int, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """Boxes of the global tensor that elements low to high of the local one hold, each with its part of `values`,
-    which are those elements."""
+    """Yields the boxes of the global tensor that elements low to high of the local one hold, each with its part of
+    `values`, which are those elements."""
     strides = torch.empty(record.local_shape, device="meta").stride()
     for box in global_boxes(record, low, high):
         at = sum(a * stride for a, stride in zip(box.local_start, strides, strict=True)) - low
@@ -310,6 +316,6 @@ def regions(record: ParamRecord, low: int, high: int, values: Tensor) -> Iterato
 
 
 def foreign_record(name: str, parameter: nn.Parameter) -> ParamRecord:
-    """For a module that is not ours: its parameter is taken to be whole, and the same on every rank."""
+    """Returns a record for a parameter of a module that is not ours, taken to be whole and the same on every rank."""
     shape = tuple(parameter.shape)
     return whole(name, shape, Init("given"), decay=parameter.dim() > 1, copies=("tp",))

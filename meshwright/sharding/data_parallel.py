@@ -24,11 +24,11 @@ from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import ZeroConfig
 from meshwright.nn.weight_grad import Sink
-from meshwright.sharding.buffers import Bucket, FlatBuffer, Key, Rows, Slot, State, build_buffers
+from meshwright.sharding.buffers import Bucket, BufferKey, FlatBuffer, Rows, Slot, State, build_buffers
 from meshwright.sharding.placement import Split, shard_axes
-from meshwright.sharding.reducers import PLAIN, Reducer, Work
+from meshwright.sharding.reducers import PLAIN_REDUCER, PendingReduction, Reducer
 from meshwright.sharding.reduction import EveryMicroBatch, OncePerStep
-from meshwright.sharding.weights import Unit, Weights, find_units, number_units
+from meshwright.sharding.weights import GatedUnit, WeightGatherer, find_units, number_units
 
 NORM_PIECE = 1 << 15
 
@@ -51,16 +51,16 @@ class DataParallel:
         modules: Iterable[nn.Module],
         mesh: Mesh,
         bucket_mib: float = 25.0,
-        reducer: Reducer = PLAIN,
+        reducer: Reducer = PLAIN_REDUCER,
         zero: ZeroConfig | None = None,
         grad_dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
-        """`seed` draws the parameters that have no memory yet."""
+        """Moves the modules' parameters into buffers. `seed` initialises those that have no memory yet."""
         self.mesh, self.reducer = mesh, reducer
         modules, self._zero = list(modules), zero or ZeroConfig()
         self.stage = shard_axes(mesh.layout, self._zero).stage  # of dense parameters; no buffer has a higher one
-        self._groups: dict[Key, DataGroups] = {}
+        self._groups: dict[BufferKey, DataGroups] = {}
         self._counted: list[Tensor] | None = None
         self._device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
         units = find_units(modules)
@@ -69,7 +69,9 @@ class DataParallel:
             modules, self._split, bucket_mib, number_units(units), grad_dtype, (offload.params, Path(offload.path)),
             seed,
         )  # fmt: skip
-        self.weights = Weights(units, slots, self.buffers, lambda buffer: self.groups(buffer).shards, mesh.ledger)
+        self.weights = WeightGatherer(
+            units, slots, self.buffers, lambda buffer: self.groups(buffer).shards, mesh.ledger
+        )  # fmt: skip
         self.trained = [buffer for buffer in self.buffers if buffer.key.trained]
         self.buckets = [bucket for buffer in self.trained for bucket in buffer.buckets]
         slots = {at: slot for at, slot in slots.items() if slot.record.trained}
@@ -86,23 +88,23 @@ class DataParallel:
         reducer.prepare(self.trained)
 
     def groups(self, buffer: FlatBuffer) -> DataGroups:
-        """The groups over which a buffer's gradients are summed."""
+        """Returns the groups over which a buffer's gradients are summed."""
         return self._groups[buffer.key]
 
-    def _split(self, key: Key) -> Split:
+    def _split(self, key: BufferKey) -> Split:
         stage, *axes = shard_axes(self.mesh.layout, self._zero, key.data_axes, key.trained)
         shards, replicas = (self.mesh.group(name) if name else self.mesh.alone for name in axes)
         self._groups[key] = DataGroups(shards, replicas)
         return Split(stage, shards.size, shards.index, replicas.size, replicas.index)
 
     def begin(self, micro_batches: int) -> None:
-        """Before the first micro-batch of a step."""
+        """Begins a step; called before its first micro-batch."""
         self._once.begin(micro_batches)
         self._each.begin(micro_batches)
         for slot in (slot for bucket in self.buckets for slot in bucket.slots):
             slot.sink.reset()
 
-    def _launch(self, bucket: Bucket, out: Tensor) -> Work:
+    def _launch(self, bucket: Bucket, out: Tensor) -> PendingReduction:
         """Begins the reduction of a bucket: over the ranks that share it, or, where each holds it whole, over all of
         them."""
         shards, replicas = self.groups(bucket.buffer)
@@ -113,17 +115,19 @@ class DataParallel:
             return _Counted(self.reducer.all_reduce(bucket, grads, replicas), ledger)
 
     def gather(self, chunk: int, work: str) -> None:
+        """Begins to gather the weights that a chunk's forward or backward (`work`) needs first."""
         self.weights.begin(chunk, work)
 
     def free(self, chunk: int) -> None:
+        """Releases the gathered weights of a chunk after its forward or backward."""
         self.weights.end(chunk)
 
     def finish_reductions(self, chunk: int) -> None:
-        """After a chunk's backward: adds up all that was launched, and releases whole gradients."""
+        """Waits for all launched reductions and releases whole gradients; called after a chunk's backward."""
         self._each.end_backward(chunk)
 
     def finish(self) -> None:
-        """After the last backward: reduces what is left, and the owned shares over the further axes."""
+        """Reduces what is left, and the owned shares over the further axes; called after a step's last backward."""
         self._once.finish()
         self._each.finish()
         with self.mesh.ledger.phase("reduce"):
@@ -135,7 +139,7 @@ class DataParallel:
                     _wait([group.all_reduce(bucket.own_grads, wait=False) for bucket in buffer.buckets])
 
     def reducer_states(self) -> Iterator[State]:
-        """The reducer's states, as a checkpoint holds them."""
+        """Yields the reducer's states, as a checkpoint holds them."""
         for name, buffer, tensors in self.reducer.states():
             groups = [self.mesh.group(axis) for axis in buffer.key.partial]
             groups += [group for group in self.groups(buffer) if not group.alone]
@@ -147,8 +151,8 @@ class DataParallel:
             yield State(f"reducer.{name}", buffer, tensors, Rows(row, rows))
 
     def holds_first(self, slot: Slot, apart: Sequence[str] = ()) -> bool:
-        """Whether this rank, or a data-parallel copy of it, is the first that holds this content; ranks along the axes
-        `apart` hold contents of their own."""
+        """Whether this rank, or a data-parallel replica of it, is the first that holds this content. Ranks along the
+        axes `apart` hold contents of their own."""
         return self.mesh.is_first(*(axis for axis in slot.record.copies if axis not in apart))
 
     def counts(self, buffer: FlatBuffer, slot: Slot) -> bool:
@@ -157,7 +161,7 @@ class DataParallel:
 
     @torch.no_grad()
     def square_sum(self) -> Tensor:
-        """Sum of squares of the reduced gradients that this rank counts, float64 for fp64 and else float32."""
+        """Returns the sum of squares of the reduced gradients that this rank counts, for the grad norm, in float64."""
         if self._counted is None:  # found once: which ranges a rank counts never changes
             self._counted = [
                 bucket.own_grads[start:stop]
@@ -174,9 +178,10 @@ class DataParallel:
 
 
 class _Counted:
-    """A reduction under way whose later calls count as such, whatever is being computed when it is waited for."""
+    """A reduction under way whose calls in `wait` are counted in the phase `reduce`, whatever is computed at that
+    time."""
 
-    def __init__(self, work: Work, ledger: Ledger) -> None:
+    def __init__(self, work: PendingReduction, ledger: Ledger) -> None:
         self._work, self._ledger = work, ledger
 
     def wait(self) -> None:
@@ -184,13 +189,13 @@ class _Counted:
             self._work.wait()
 
 
-def _wait(works: Sequence[Work]) -> None:
+def _wait(works: Sequence[PendingReduction]) -> None:
     for work in works:
         work.wait()
 
 
 def _square_sum(pieces: list[Tensor], wide: torch.dtype | None) -> Tensor:
-    if pieces[0].device.type == "cpu":  # whose kernel adds up one by one in float32: short pieces keep it exact
+    if pieces[0].device.type == "cpu":  # its kernel sums one by one in float32, so short pieces keep the error small
         pieces = [part for piece in pieces for part in piece.split(NORM_PIECE)]
         norms = list(torch._foreach_norm(pieces, dtype=wide))
     else:
@@ -207,7 +212,8 @@ def _take_gradient(sink: Sink, parameter: Tensor) -> None:
 
 
 def _own_weights(modules: Sequence[nn.Module], slots: dict[int, Slot]) -> Iterable[tuple[dict[str, Tensor], Slot]]:
-    """The weights of layers that add their own weight gradients (they have `sinks`), each with its layer's table."""
+    """Yields the weights of layers that add their own weight gradients (they have `sinks`), each with its layer's
+    table."""
     for layer in (layer for module in modules for layer in module.modules()):
         sinks, weight = getattr(layer, "sinks", None), getattr(layer, "weight", None)
         if isinstance(sinks, dict) and id(weight) in slots:
@@ -215,8 +221,8 @@ def _own_weights(modules: Sequence[nn.Module], slots: dict[int, Slot]) -> Iterab
 
 
 def _contributions(modules: Sequence[nn.Module], slots: dict[int, Slot]) -> dict[int, int]:
-    """Contributions per micro-batch of each weight, by its id: one from each layer that adds its own. What is not named
-    gets one from autograd."""
+    """Returns the contributions per micro-batch to each weight, by its id: one from each layer that adds its own. A
+    parameter that is not listed gets one from autograd."""
     uses: dict[int, int] = {}
     for _, slot in _own_weights(modules, slots):
         uses[id(slot.parameter)] = uses.get(id(slot.parameter), 0) + 1
@@ -228,8 +234,8 @@ def _attach_sinks(modules: Sequence[nn.Module], slots: dict[int, Slot]) -> None:
         sinks["weight"] = slot.sink.view
 
 
-def _late(units: Sequence[Unit]) -> dict[int, int]:
-    """For each bucket of a foreign module, by its id, the chunk whose backward is the last that can fill it."""
+def _late(units: Sequence[GatedUnit]) -> dict[int, int]:
+    """Returns, for each bucket of a foreign module by its id, the chunk whose backward is the last that can fill it."""
     late: dict[int, int] = {}
     for unit in (unit for unit in units if unit.whole_chunk):
         for bucket in unit.buckets:

@@ -29,13 +29,13 @@ from meshwright.sharding.placement import PAGE, RING
 
 
 def page_aligned(count: int, dtype: torch.dtype) -> int:
-    """The smallest number of elements, at least `count`, that fills whole pages."""
+    """Returns the smallest number of elements, at least `count`, that fills whole pages."""
     each = PAGE // dtype.itemsize
     return -(-count // each) * each
 
 
 def page_tensor(count: int, dtype: torch.dtype) -> Tensor:
-    """A tensor in host memory that begins at a page, as direct file access needs it."""
+    """Returns a tensor in host memory that begins at a page, as direct file access needs it."""
     block = mmap.mmap(-1, max(PAGE, page_aligned(count, dtype) * dtype.itemsize))
     return torch.frombuffer(block, dtype=dtype)[:count]
 
@@ -64,7 +64,8 @@ class StateFile:
         weakref.finalize(self, os.close, self._handle)
 
     def _create(self) -> tuple[int, mmap.mmap]:
-        """A file of full size, filled with zeros. Its space is reserved, so a disk that is too small is found now."""
+        """Creates a file of full size, filled with zeros. Its space is reserved, so a disk that is too small is found
+        now."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             plain, name = tempfile.mkstemp(dir=self.folder, prefix="states-")
@@ -148,18 +149,20 @@ class StateStore:
         return self.on_device and self.dtype == dtype and self.shares[0].device.type == device.type
 
 
-class Piece(NamedTuple):
+class StatePiece(NamedTuple):
+    """Elements low to high of a share, which are copied and updated at a time."""
+
     share: int
     low: int
     high: int
     last: bool  # of its share
 
 
-def cut_pieces(sizes: Sequence[int], order: Sequence[int], limit: int) -> list[Piece]:
-    """Shares, in this order, cut into pieces of `limit` elements, which must fill whole pages in any precision."""
+def cut_pieces(sizes: Sequence[int], order: Sequence[int], limit: int) -> list[StatePiece]:
+    """Cuts shares, in this order, into pieces of `limit` elements, which must fill whole pages in any precision."""
     assert limit % PAGE == 0
     return [
-        Piece(share, low, min(low + limit, sizes[share]), low + limit >= sizes[share])
+        StatePiece(share, low, min(low + limit, sizes[share]), low + limit >= sizes[share])
         for share in order
         for low in range(0, sizes[share], limit)
     ]
@@ -187,7 +190,8 @@ class Prefetcher:
         self._copied_back: dict[int, Any] = {}  # by place in the ring, the event after which it may be filled again
 
     def _buffers(self, store: StateStore) -> tuple[Tensor | None, Tensor]:
-        """Where a piece is read to as the file has it, and where it is updated; the same where nothing differs."""
+        """Returns the buffer that a piece is read into as the file has it, and the one that it is updated in; they are
+        the same where the update can use the file's format on the host."""
         landing = None
         if store.file is not None:
             landing = page_tensor(self._limit, store.dtype)
@@ -195,7 +199,7 @@ class Prefetcher:
                 return landing, landing
         return landing, torch.empty(self._limit, dtype=self.dtype, device=self.device)
 
-    def run(self, order: Sequence[Piece]) -> Iterator[tuple[Piece, list[Tensor]]]:
+    def run(self, order: Sequence[StatePiece]) -> Iterator[tuple[StatePiece, list[Tensor]]]:
         """Yields each piece with one tensor per store, to be updated in place before the next is asked for."""
         coming = self._fetch(order[0], 0) if order else []
         for number, piece in enumerate(order):
@@ -215,11 +219,11 @@ class Prefetcher:
         for write in self._writes.popleft():
             write.result()
 
-    def _fetch(self, piece: Piece, number: int) -> list[Callable[[], Tensor]]:
+    def _fetch(self, piece: StatePiece, number: int) -> list[Callable[[], Tensor]]:
         """Begins to copy a piece of every store; calling what it returns waits for one and gives its tensor."""
         return [self._fetch_from(at, piece, number) for at in range(len(self.stores))]
 
-    def _fetch_from(self, at: int, piece: Piece, number: int) -> Callable[[], Tensor]:
+    def _fetch_from(self, at: int, piece: StatePiece, number: int) -> Callable[[], Tensor]:
         store, size = self.stores[at], piece.high - piece.low
         stored = store.shares[piece.share][piece.low : piece.high]
         if not self._rings[at]:
@@ -251,7 +255,7 @@ class Prefetcher:
 
         return after_copy
 
-    def _copy_back(self, piece: Piece, number: int) -> None:
+    def _copy_back(self, piece: StatePiece, number: int) -> None:
         writes: list[Future[None]] = []
         size = piece.high - piece.low
         updated = self._module.current_stream(self.device).record_event() if self._streams else None

@@ -15,8 +15,8 @@ from meshwright.layout.params import DATA_AXES, REPLICA, SHARD, ParamRecord
 
 # Each rank's share of a bucket is a multiple of this many elements, and each parameter starts at one.
 ALIGN = 16
-# States that live elsewhere come in pieces of whole pages, as direct reads and writes of files are, three at a time:
-# one is coming, one in use, one going.
+# Offloaded states are copied in pieces of whole pages, as direct reads and writes of files need them, three at a time:
+# one is copied in, one is updated, one is copied back.
 PAGE, RING = 4096, 3
 
 Item = TypeVar("Item")
@@ -24,23 +24,24 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def grad_bytes(param_bytes: int, wanted: int = 4) -> int:
-    """Bytes of one element's gradient, which adds up in float32 unless the model's own precision is asked for."""
+    """Returns the bytes of one element's gradient, which accumulates in float32 unless the model's precision is asked
+    for."""
     return max(wanted, param_bytes)
 
 
 def bucket_elements(bucket_bytes: float, element_bytes: int) -> int:
-    """Elements that fill a bucket."""
+    """Returns the number of elements that fill a bucket."""
     return max(1, int(bucket_bytes // element_bytes))
 
 
 def buffer_key(record: ParamRecord) -> tuple[str, tuple[str, ...], bool]:
-    """What parameters of one flat buffer share beside their dtype: data axes, further partial axes, and whether they
-    are trained. (Of what is frozen, nothing is summed over further axes.)"""
+    """Returns what the parameters of one flat buffer have in common besides their dtype: data axes, further partial
+    axes, and whether they are trained. (A frozen parameter has no gradient to sum over further axes.)"""
     return record.data_axes, record.partial if record.trained else (), record.trained
 
 
 def backward_order(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Parameters, given in the order of forward, by what those of one buffer share, in the order of backward."""
+    """Groups parameters, given in the order of forward, by the key of their buffer, in the order of backward."""
     keyed: dict[Key, list[Item]] = {}
     for item in reversed(list(items)):
         keyed.setdefault(key(item), []).append(item)
@@ -54,7 +55,7 @@ def padded(size: int, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Split:
-    """How the ranks that would all hold the same divide it: each of `shards` ranks owns a share of every bucket, and
+    """How a buffer is divided among its data-parallel ranks: each of `shards` ranks owns a share of every bucket, and
     there are `replicas` such sets. Without ZeRO there is one shard, and every rank is a replica."""
 
     stage: int = 0
@@ -68,12 +69,12 @@ class Split:
         return self.shards * self.replicas
 
     def share(self, start: int, stop: int) -> tuple[int, int]:
-        """The part of a bucket that this rank owns."""
+        """Returns the part of a bucket that this rank owns."""
         width = (stop - start) // self.shards
         return start + self.shard * width, start + (self.shard + 1) * width
 
     def written(self, start: int, stop: int) -> tuple[int, int]:
-        """The part of a bucket that this rank writes to a checkpoint: replicas divide their common share."""
+        """Returns the part of a bucket that this rank writes to a checkpoint: replicas divide their common share."""
         low, high = self.share(start, stop)
         width = (high - low) // self.replicas
         return low + self.replica * width, low + (self.replica + 1) * width
@@ -89,8 +90,8 @@ class Division(NamedTuple):
 
 
 def shard_axes(layout: Layout, zero: ZeroConfig, data_axes: str = DATA_AXES, trained: bool = True) -> Division:
-    """How the gradients that are summed over `data_axes`, with their weights and states, are divided among those ranks.
-    Frozen parameters have nothing but weights, which only stage 3 divides.
+    """Returns how the gradients that are summed over `data_axes`, with their weights and states, are divided among
+    those ranks. Frozen parameters have only weights, which only stage 3 divides.
 
     One rank alone divides nothing: its stage is 0, unless weights are offloaded. Where dp is cut into parts, shards
     stay inside a node; expert data parallelism (edp) has no such parts and is divided over all of its ranks.
@@ -108,10 +109,10 @@ def shard_axes(layout: Layout, zero: ZeroConfig, data_axes: str = DATA_AXES, tra
 def place(
     sizes: Sequence[int], ranks: int, bucket_elements: int, units: Sequence[int] | None = None
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(start, bucket) of each parameter and (start, stop) of each bucket.
+    """Returns (start, bucket) of each parameter and (start, stop) of each bucket.
 
     A bucket is closed by the parameter that fills it; no parameter is cut. With `units`, the number of the unit that
-    each parameter belongs to, a bucket is one unit's instead: what is gathered at once.
+    each parameter belongs to, a bucket holds one unit instead, which is gathered at once.
     """
     places: list[tuple[int, int]] = []
     buckets: list[tuple[int, int]] = []
@@ -130,5 +131,6 @@ def place(
 
 
 def piece_size(most: int, shares: Sequence[int]) -> int:
-    """Elements of a piece: at most `most` and no more than the largest share, in whole pages in any precision."""
+    """Returns the elements of a piece: at most `most`, no more than the largest share, and whole pages in any
+    precision."""
     return min(max(1, most // PAGE), -(-max(shares) // PAGE)) * PAGE

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from meshwright.sharding.buffers import Bucket, FlatBuffer
 
 
-class Work(Protocol):
-    """A reduction under way. After `wait` the result is there (on an accelerator: for what is launched after it)."""
+class PendingReduction(Protocol):
+    """A reduction under way. After `wait` the result can be used (on an accelerator, by what is launched after it)."""
 
     def wait(self) -> None: ...
 
@@ -39,25 +39,25 @@ class Reducer(ReducerPlan, Protocol):
         """Called once, before any gradient exists: the place to allocate states."""
         ...
 
-    def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> Work:
+    def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
         """Begins to replace `grads` by their sum over `group`. In ZeRO stage 0 these are the whole bucket's; where
         shards are replicated (`zero.shard_group=node`) they are this rank's share, already summed inside the node."""
         ...
 
-    def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> Work:
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> PendingReduction:
         """Begins to set `out` to this rank's share of the sum over `group` of `grads`, the whole bucket's: once per
         step in ZeRO stage 1, once per micro-batch in stages 2 and 3. Nobody else uses `grads` before `wait` returns."""
         ...
 
     def states(self) -> Iterator[tuple[str, FlatBuffer, list[Tensor]]]:
-        """What must outlive the run: (name, buffer, for each bucket one number per element of the bucket, or of this
-        rank's share of it). Such a state is *additive*: what counts is its sum over the ranks that hold the element. A
-        checkpoint stores one row for each of them, and another layout's ranks add up the rows that come to them."""
+        """Yields what a checkpoint must hold: a name, a buffer, and one tensor per bucket, of the whole bucket or of
+        this rank's share. Such a state is *additive*: what counts is its sum over the ranks that hold an element. A
+        checkpoint stores one row for each of them, and the ranks of another layout add up the rows assigned to them."""
         ...
 
 
 class PlainReducer:
-    """The collective that is asked for, and nothing else."""
+    """A reducer that makes just the collective that it is asked for."""
 
     def calls(self, op: str, elements: int, element_bytes: int, ranks: int) -> Iterable[tuple[str, int]]:
         return [(op, elements * element_bytes)]
@@ -65,14 +65,14 @@ class PlainReducer:
     def prepare(self, buffers: Sequence[FlatBuffer]) -> None:
         pass
 
-    def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> Work:
+    def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
         return group.all_reduce(grads, wait=False)
 
-    def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> Work:
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> PendingReduction:
         return group.reduce_scatter(out, grads, wait=False)
 
     def states(self) -> Iterator[tuple[str, FlatBuffer, list[Tensor]]]:
         return iter(())
 
 
-PLAIN = PlainReducer()
+PLAIN_REDUCER = PlainReducer()

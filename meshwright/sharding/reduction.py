@@ -1,7 +1,7 @@
 """When a bucket's gradients are reduced: once per step (ZeRO stages 0 and 1) or once per micro-batch (2 and 3).
 
-Both count the contributions to a bucket and launch its reduction when the last one has come, while backward goes on.
-Ranks must launch alike, so the order depends on nothing that could differ between them.
+Both count the contributions to a bucket and launch its reduction when the last one has arrived, while backward still
+runs. All ranks must launch in the same order, so it depends on nothing that could differ between them.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from meshwright.nn.weight_grad import Sink
 from meshwright.sharding.buffers import Bucket, Slot
-from meshwright.sharding.reducers import Work
+from meshwright.sharding.reducers import PendingReduction
 
-# Reductions under way beside the one that was just launched, where gradients are scattered with every micro-batch.
+# Reductions under way besides the one just launched, where gradients are scattered once per micro-batch.
 IN_FLIGHT = 1
 
 # Begins to reduce a bucket's gradients; this rank's part of the sum goes to the given tensor.
-Launch = Callable[[Bucket, Tensor], Work]
+Launch = Callable[[Bucket, Tensor], PendingReduction]
 
 
 class OncePerStep:
-    """Stages 0 and 1. How many contributions a parameter gets from one micro-batch is learned in the first step (a
-    shared weight gets several). Buckets are launched in one fixed order."""
+    """Reduces each bucket once per step (stages 0 and 1). The first step shows how many contributions a parameter gets
+    per micro-batch (a shared weight gets several). Buckets are launched in one fixed order."""
 
     def __init__(self, buckets: Sequence[Bucket], launch: Launch) -> None:
         self.buckets, self._launch = list(buckets), launch
@@ -34,7 +34,7 @@ class OncePerStep:
         self._expected: dict[int, int] = {}
         self._learned = False
         self._micro_batches = 0
-        self._pending: list[Work] = []
+        self._pending: list[PendingReduction] = []
         self._launched = 0
         self._waiting: list[int] = []
 
@@ -66,7 +66,7 @@ class OncePerStep:
 
     def finish(self) -> None:
         for slot in (slot for bucket in self.buckets for slot in bucket.slots):
-            if slot.sink.fresh:  # no contribution came, and what lies there is the step's before
+            if slot.sink.fresh:  # no contribution came, so it still holds the gradient of the step before
                 slot.sink.view.zero_()
         while self._launched < len(self.buckets):
             self._launch_next()
@@ -84,11 +84,12 @@ class OncePerStep:
 
 
 class EveryMicroBatch:
-    """Stages 2 and 3: whole gradients exist for one micro-batch only. A bucket is complete when all contributions of a
-    micro-batch have come, `uses` of each parameter (by its id; one if it is not named).
+    """Reduces each bucket once per micro-batch (stages 2 and 3), for which alone whole gradients exist. A bucket is
+    complete when all contributions of a micro-batch have arrived: `uses` per parameter, by its id (one if it is not
+    listed).
 
-    What a module that is not ours uses may depend on the data, so its buckets wait for the end of a backward: `late`
-    gives, by the bucket's id, the chunk whose backward is the last that can fill it.
+    Which parameters a module that is not ours uses may depend on the data, so its buckets wait for the end of a
+    backward: `late` gives, by the bucket's id, the chunk whose backward is the last that can fill it.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class EveryMicroBatch:
         self._whole = [sum(uses.get(id(slot.parameter), 1) for slot in bucket.slots) for bucket in self.buckets]
         self._arrivals = [0] * len(self.buckets)
         self._has_sum = [False] * len(self.buckets)
-        self._in_flight: deque[tuple[Bucket, Work, Tensor | None]] = deque()
+        self._in_flight: deque[tuple[Bucket, PendingReduction, Tensor | None]] = deque()
 
     def sink(self, bucket: Bucket, slot: Slot) -> Sink:
         return Sink(slot.grad, partial(self._arrived, bucket), partial(self._prepare, bucket))
@@ -110,7 +111,7 @@ class EveryMicroBatch:
         self._has_sum = [False] * len(self.buckets)
 
     def _prepare(self, bucket: Bucket) -> None:
-        """Before a contribution: there is memory for the whole gradient, and it is not being reduced."""
+        """Makes sure, before a contribution, that the whole gradient has memory and is not being reduced."""
         while any(other is bucket for other, _, _ in self._in_flight):
             self._finish_oldest()
         if not bucket.grads.allocated:
@@ -125,7 +126,8 @@ class EveryMicroBatch:
             self._scatter(bucket)
 
     def _scatter(self, bucket: Bucket) -> None:
-        """Begins the reduction of what has come to a bucket. The first of a step goes where the sum is kept."""
+        """Begins the reduction of what has arrived in a bucket. The first of a step goes straight to where the sum is
+        kept."""
         index = self._index[id(bucket)]
         for slot in bucket.slots:
             if slot.sink.fresh:
@@ -146,7 +148,7 @@ class EveryMicroBatch:
             bucket.own_grads.add_(part)
 
     def end_backward(self, chunk: int) -> None:
-        """After a chunk's backward: everything launched has been added up and its memory released."""
+        """Adds up everything launched and releases its memory; called after a chunk's backward."""
         for index, last in self._late.items():
             if last == chunk:
                 self._prepare(self.buckets[index])

@@ -1,9 +1,8 @@
-"""Gathering weights of which other ranks own a part: after the update (stages 1 and 2) or for each use (stage 3).
+"""Gathering weights that are sharded over ranks: after the update (stages 1 and 2) or for each use (stage 3).
 
-What is gathered and released together is a unit: one that a chunk names (`StageModule.units`), or a whole foreign
-chunk. In stage 3 a unit's gate gathers its buckets before forward and before backward and releases them after. The
-order in which a chunk's forward, or backward, opens its units is noted the first time; from then on the next unit is
-gathered ahead.
+A unit is gathered and released as a whole: one that a chunk names (`StageModule.units`), or a whole foreign chunk. In
+stage 3 a unit's gate gathers its buckets before forward and before backward and releases them after. The order in which
+a chunk's forward, or backward, opens its units is recorded the first time; from then on the next unit is prefetched.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from meshwright.models.stage import stage_of
 from meshwright.sharding.buffers import Bucket, FlatBuffer, Slot
 
 
-class Unit:
-    """The gate of one unit. `chunk` is the local chunk that it belongs to."""
+class GatedUnit:
+    """The gate of one unit (`nn.unit.Gate`). `chunk` is the local chunk that it belongs to."""
 
     def __init__(self, module: nn.Module, chunk: int, whole_chunk: bool) -> None:
         self.module, self.chunk, self.whole_chunk = module, chunk, whole_chunk
         self.buckets: list[Bucket] = []
-        self.weights: Weights
+        self.weights: WeightGatherer
         self.closes = False
 
     def open(self) -> None:
@@ -34,17 +33,20 @@ class Unit:
         self.weights.close(self)
 
 
-def find_units(modules: Sequence[nn.Module]) -> list[Unit]:
-    """The units of all chunks, in the order of forward."""
-    found: list[Unit] = []
+def find_units(modules: Sequence[nn.Module]) -> list[GatedUnit]:
+    """Returns the units of all chunks, in the order of forward."""
+    found: list[GatedUnit] = []
     for chunk, module in enumerate(modules):
         named = stage_of(module).units()
-        found += [Unit(module, chunk, True)] if named is None else [Unit(part, chunk, False) for part in named]
+        if named is None:
+            found.append(GatedUnit(module, chunk, whole_chunk=True))
+        else:
+            found += [GatedUnit(part, chunk, whole_chunk=False) for part in named]
     return found
 
 
-def number_units(units: Sequence[Unit]) -> dict[int, int]:
-    """The number of the first unit that a parameter belongs to, by the parameter's id."""
+def number_units(units: Sequence[GatedUnit]) -> dict[int, int]:
+    """Returns the number of the first unit that a parameter belongs to, by the parameter's id."""
     numbers: dict[int, int] = {}
     for number, unit in enumerate(units):
         for parameter in unit.module.parameters():
@@ -52,12 +54,12 @@ def number_units(units: Sequence[Unit]) -> dict[int, int]:
     return numbers
 
 
-class Weights:
+class WeightGatherer:
     """Gathers and releases the weights of this rank's units. `shards_of` gives the ranks that divide a buffer."""
 
     def __init__(
         self,
-        units: list[Unit],
+        units: list[GatedUnit],
         slots: dict[int, Slot],
         buffers: list[FlatBuffer],
         shards_of: Callable[[FlatBuffer], Group],
@@ -65,9 +67,9 @@ class Weights:
     ) -> None:
         self.units, self.ledger, self._shards_of = units, ledger, shards_of
         self._gathering: dict[int, Pending] = {}
-        self._orders: dict[tuple[int, str], list[Unit]] = {}
+        self._orders: dict[tuple[int, str], list[GatedUnit]] = {}
         self._action: tuple[int, str] | None = None
-        self._opened: list[Unit] = []
+        self._opened: list[GatedUnit] = []
         bucket_of = {id(slot): buffer.buckets[slot.bucket] for buffer in buffers for slot in buffer.slots}
         for unit in units:
             used = [bucket_of[id(slots[id(p)])] for p in unit.module.parameters() if id(p) in slots]
@@ -79,13 +81,13 @@ class Weights:
     # Stages 1 and 2.
 
     def updated(self, bucket: Bucket) -> None:
-        """This rank's share has new weights: begins to gather the others', which goes on beside other work."""
+        """Begins to gather a bucket after the update of this rank's share; the gather overlaps with other work."""
         if bucket.stage in (1, 2):
             self._gather(bucket)
             if any(unit.whole_chunk for unit in self.units):
-                self.settle()
+                self.wait_for_gathers()
 
-    def settle(self) -> None:
+    def wait_for_gathers(self) -> None:
         """Waits for all gathers that are under way."""
         for pending in self._gathering.values():
             pending.wait()
@@ -94,7 +96,7 @@ class Weights:
     # Stage 3.
 
     def begin(self, chunk: int, work: str) -> None:
-        """Before a chunk's forward or backward: begins to gather the unit that it will open first."""
+        """Begins to gather the unit that a chunk's forward or backward will open first; called before it."""
         self._action, self._opened = (chunk, work), []
         order = self._orders.get(self._action)
         if order:  # a chunk that is frozen opens nothing in backward
@@ -104,7 +106,7 @@ class Weights:
                 self.open(unit)
 
     def end(self, chunk: int) -> None:
-        """After it: releases every unit that nothing has closed."""
+        """Releases every unit of a chunk that is still open; called after its forward or backward."""
         for unit in self.units:
             if unit.chunk == chunk:
                 self.close(unit)
@@ -112,7 +114,7 @@ class Weights:
             self._orders[self._action] = self._opened
         self._action = None
 
-    def open(self, unit: Unit) -> None:
+    def open(self, unit: GatedUnit) -> None:
         self._gather_unit(unit)
         for bucket in unit.buckets:
             pending = self._gathering.pop(id(bucket), None)
@@ -125,12 +127,12 @@ class Weights:
         if at < len(order) and order[at - 1] is unit:
             self._gather_unit(order[at])
 
-    def close(self, unit: Unit) -> None:
+    def close(self, unit: GatedUnit) -> None:
         for bucket in unit.buckets:
             if bucket.stage == 3 and bucket.params.allocated and id(bucket) not in self._gathering:
                 bucket.release_params()
 
-    def _gather_unit(self, unit: Unit) -> None:
+    def _gather_unit(self, unit: GatedUnit) -> None:
         for bucket in unit.buckets:
             if bucket.stage == 3 and not bucket.params.allocated:
                 bucket.allocate_params()

@@ -11,7 +11,7 @@ import torch
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import Config
-from meshwright.device import DTYPES, Device, give_back_freed_memory
+from meshwright.device import PRECISION_DTYPES, Device, return_freed_memory
 from meshwright.layout import Layout
 from meshwright.models.description import layout_of, stages_of
 from meshwright.nn.parallel import Parallel
@@ -67,7 +67,7 @@ def build_context(
 ) -> Context:
     """`trains`: a Trainer will be made; then no rank ever holds all of the weights that ZeRO stage 3 divides."""
     if trains and "disk" in (config.zero.offload.optimizer, config.zero.offload.params):
-        give_back_freed_memory()
+        return_freed_memory()
     layout = layout_of(config, world, node_size)
     mesh = Mesh(layout, rank, made_elsewhere=process_groups, timeout=config.comm.timeout)
     at = mesh.coordinate
@@ -75,7 +75,7 @@ def build_context(
     streams = Streams(config.train.seed, data_rank, at["tp"], device.torch, at["pp"])
     streams.active = config.model.dropout > 0
     parallel = Parallel(
-        mesh.tp, config.layout.sequence_parallel, DTYPES[config.train.precision], device.torch, streams,
+        mesh.tp, config.layout.sequence_parallel, PRECISION_DTYPES[config.train.precision], device.torch, streams,
         config.recompute, fused=fuses(config, device), products=products_of(config),
         unallocated=trains and shard_axes(layout, config.zero).stage == 3, host=is_host(config, device),
     )  # fmt: skip

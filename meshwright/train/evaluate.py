@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from meshwright.checkpoint.format import find
+from meshwright.checkpoint.format import find_checkpoint
 from meshwright.checkpoint.hf import config_of
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader, load_weights
 from meshwright.config.load import config_from
-from meshwright.config.rules import READ, check
+from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.pipeline.executor import Executor
@@ -35,7 +35,7 @@ def open_model(source: str) -> tuple[Reader | HFFolder, dict[str, Any]]:
     if (Path(source) / "config.json").is_file():
         folder = HFFolder(Path(source))
         return folder, config_of(folder.model)
-    reader = Reader(find(source))
+    reader = Reader(find_checkpoint(source))
     return reader, reader.index.config
 
 
@@ -56,7 +56,7 @@ def with_model(
     weights, found = open_model(source)
     place = find_place()
     config = config_with(found, sections)
-    check(config, place.world, READ)
+    check(config, place.world, READING_RULES)
     device, joined = enter(place, config.run.device, config.comm.backend, config.comm.timeout)
     try:
         ctx = build_context(config, place.rank, place.world, device, place.local_world)

@@ -17,17 +17,17 @@ from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.save import Saver
 from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
 from meshwright.config.load import load_config
-from meshwright.config.rules import TRAINED, check
+from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
-from meshwright.layout.params import key
+from meshwright.layout.params import stream_seed
 from meshwright.models.stage import stage_of
-from meshwright.nn.parallel import initialise, record_of, share_tied
+from meshwright.nn.parallel import initialise, record_of, share_tied_parameters
 from meshwright.optim.schedules import consumed_after
 from meshwright.parts.part import Stage
 from meshwright.schedule.kinds import placement_of
 from meshwright.sharding.buffers import foreign_record
-from meshwright.sharding.reducers import PLAIN, Reducer
+from meshwright.sharding.reducers import PLAIN_REDUCER, Reducer
 from meshwright.train.context import Context, build_context, compiles
 from meshwright.train.loop import GivingUp, Hook, Recording, Saving, Validating, Watcher, train
 from meshwright.train.losses import LossCounts
@@ -51,7 +51,7 @@ def pretrain(
     *,
     sections: Mapping[str, type] | None = None,
     process_groups: dict[str, Any] | None = None,
-    reducer: Reducer = PLAIN,
+    reducer: Reducer = PLAIN_REDUCER,
     source: str | None = None,
     watcher: Watcher | None = None,
     hooks: Sequence[Hook] = (),
@@ -82,7 +82,7 @@ def pretrain(
     if not isinstance(config, Config):
         config = load_config(config, sections=sections)
     place = joined_place() or find_place()
-    check(config, place.world, TRAINED)
+    check(config, place.world, TRAINING_RULES)
     device, own_world = enter(
         place, config.run.device, config.comm.backend, config.comm.timeout, config.train.precision
     )
@@ -108,7 +108,7 @@ def build_modules(
     placement = placement_of(config.pipeline.schedule, config.layout.pp, config.layout.chunks)
     for index, (rank, _) in enumerate(placement):
         if rank == ctx.pp_rank:
-            torch.manual_seed(key(config.train.seed, "stage", index))  # stages must not begin alike
+            torch.manual_seed(stream_seed(config.train.seed, "stage", index))  # stages must not begin alike
             module = model_provider(ctx, stages[index]).to(ctx.device.torch)
             for name, parameter in module.named_parameters():
                 if record_of(parameter) is None:
@@ -117,7 +117,7 @@ def build_modules(
             modules.append(module)
             if ctx.mesh.is_first("dp", "cp", "tp"):
                 _warn_of_buffers(module, index)
-    share_tied(modules)
+    share_tied_parameters(modules)
     for module in modules:
         draw(module, config.train.seed)
         if compiles(config, ctx.device):
@@ -167,7 +167,7 @@ def run(
     with StopRequests() as requests, saver:
         validation.catch_up()
         train(trainer, all_hooks, requests)
-    trainer.data_parallel.weights.settle()
+    trainer.data_parallel.weights.wait_for_gathers()
     if folder:
         folder.close()
     if watcher:

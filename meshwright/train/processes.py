@@ -61,7 +61,7 @@ def joined_place() -> Place | None:
     says which is its place on the machine."""
     import torch.distributed as dist
 
-    from meshwright.device import count, current
+    from meshwright.device import accelerator_count, current_index
 
     if not dist.is_initialized():
         return None
@@ -69,7 +69,7 @@ def joined_place() -> Place | None:
     local = find_place()
     if local.world == world:
         return Place(rank, world, local.local_rank, local.local_world)
-    return Place(rank, world, current(), min(world, count() or world))
+    return Place(rank, world, current_index(), min(world, accelerator_count() or world))
 
 
 def rendezvous(env: Mapping[str, str] = os.environ) -> tuple[str, int]:

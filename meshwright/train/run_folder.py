@@ -13,7 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from meshwright.checkpoint.format import DamagedCheckpoint, checkpoint_folder, checkpoints, read_index, restarted
+from meshwright.checkpoint.format import (
+    DamagedCheckpoint,
+    checkpoint_folder,
+    list_checkpoints,
+    read_index,
+    was_restarted,
+)
 from meshwright.config.load import to_yaml
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
@@ -27,8 +33,8 @@ def refuse_finished(config: Config, source: str | None = None) -> None:
     folder = Path(config.run.dir)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run.dir={folder} is a file: name a folder")
-    found = checkpoints(checkpoint_folder(config))
-    if source is None and found and found[-1][0] >= config.train.steps and not restarted():
+    found = list_checkpoints(checkpoint_folder(config))
+    if source is None and found and found[-1][0] >= config.train.steps and not was_restarted():
         try:
             read_index(found[-1][1])
         except DamagedCheckpoint:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm.ledger import wire_bytes
-from meshwright.device import DTYPES, Device, Download
+from meshwright.device import PRECISION_DTYPES, Device, Download
 from meshwright.models.stage import stage_of
 from meshwright.optim.adam import FlatOptimizer
 from meshwright.optim.loss_scale import LossScale
@@ -26,7 +26,7 @@ from meshwright.schedule.table import Table
 from meshwright.schedule.verify import verified
 from meshwright.sharding.buffers import State
 from meshwright.sharding.data_parallel import DataParallel
-from meshwright.sharding.reducers import PLAIN, Reducer
+from meshwright.sharding.reducers import PLAIN_REDUCER, Reducer
 from meshwright.train.batches import Dataset, MicroBatches
 from meshwright.train.context import Context, compiles
 from meshwright.train.counts import COUNTS, NEW_NAME, PHASES, counts_bytes
@@ -94,12 +94,12 @@ class Trainer:
         forward_step: ForwardStep,
         train_data: Dataset,
         valid_data: Dataset | None = None,
-        reducer: Reducer = PLAIN,
+        reducer: Reducer = PLAIN_REDUCER,
         loss_counts: LossCounts | None = None,
     ) -> None:
         config = ctx.config
         self.ctx, self.modules = ctx, list(modules)
-        grad_dtype, offload = DTYPES[config.train.grad_dtype], config.zero.offload
+        grad_dtype, offload = PRECISION_DTYPES[config.train.grad_dtype], config.zero.offload
         parallel = DataParallel(
             self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed
         )

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.checkpoint import format as fmt
-from meshwright.checkpoint.verify import verify
+from meshwright.checkpoint.verify import verify_checkpoint
 from tests.support.oracle import Made, small_config
 from tests.support.ranks import _SERVER, _child
 
@@ -101,7 +101,7 @@ def _plant(crash: Crash) -> None:
 
         return changed
 
-    real_save, real_write = tensor_file.write, run_folder._write
+    real_save, real_write = tensor_file.write_tensors, run_folder._write
 
     def half_save(path: Path, *contents: Any) -> None:
         real_save(path, *contents)
@@ -113,7 +113,7 @@ def _plant(crash: Crash) -> None:
 
     for name in CHANGES:
         setattr(os, name, counted(getattr(os, name)))
-    tensor_file.write = counted(real_save, half_save)
+    tensor_file.write_tensors = counted(real_save, half_save)
     run_folder._write = counted(real_write, half_write)
 
 
@@ -229,7 +229,7 @@ def steps(run: Path) -> list[int]:
 
 
 def saved(run: Path) -> list[int]:
-    return [step for step, _ in fmt.checkpoints(run / "checkpoints")]
+    return [step for step, _ in fmt.list_checkpoints(run / "checkpoints")]
 
 
 def ended(run: Path, last: int) -> bool:
@@ -238,7 +238,7 @@ def ended(run: Path, last: int) -> bool:
 
 
 def newest(run: Path) -> Path:
-    return fmt.checkpoints(run / "checkpoints")[-1][1]
+    return fmt.list_checkpoints(run / "checkpoints")[-1][1]
 
 
 def tensors(path: Path) -> dict[str, np.ndarray]:
@@ -246,7 +246,7 @@ def tensors(path: Path) -> dict[str, np.ndarray]:
     from meshwright.checkpoint.load import Reader
 
     reader = Reader(path)
-    verify(path, reader.index)
+    verify_checkpoint(path, reader.index)
     whole, covered = {}, {}
     for name, tensor in reader.index.tensors.items():
         whole[name] = np.zeros(tensor["shape"], dtype=tensor["dtype"])

@@ -17,7 +17,7 @@ from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.save import Saver
-from meshwright.checkpoint.verify import verify
+from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.cli.main import main
 from meshwright.errors import UserError
 from meshwright.train.step import Trainer
@@ -138,7 +138,7 @@ def test_a_checkpoint_that_is_named_is_not_replaced_by_another(run: Path) -> Non
     flip(run / "checkpoints" / "step-00000002" / PART, -1)
     with pytest.raises(UserError, match="wrong checksum"):
         resume(trained(run), f"{run}@2")
-    assert len(fmt.checkpoints(run / "checkpoints")) == 2
+    assert len(fmt.list_checkpoints(run / "checkpoints")) == 2
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -165,13 +165,13 @@ def test_flipped_bits_are_found_all_over_the_files(original: Path, tmp_path: Pat
         for at in places:
             flip(folder / name, at, at % 8)
             with pytest.raises(fmt.DamagedCheckpoint):
-                verify(folder, fmt.read_index(folder))
+                verify_checkpoint(folder, fmt.read_index(folder))
             with pytest.raises(fmt.DamagedCheckpoint):
                 reader = Reader(folder)
                 for block in reader.index.blocks:
                     assert reader.block(block).equal(values[block.key])
             shutil.copy(source / name, folder / name)
-    verify(folder, fmt.read_index(folder))
+    verify_checkpoint(folder, fmt.read_index(folder))
 
 
 class Malicious:

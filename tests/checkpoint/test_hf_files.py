@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from meshwright.checkpoint.hf import ORIGIN, export_folder, import_folder
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.save import Saver
-from meshwright.checkpoint.tensor_file import Entry, checksum, write
+from meshwright.checkpoint.tensor_file import TensorEntry, checksum, write_tensors
 from meshwright.cli.main import main
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
@@ -36,16 +36,16 @@ def saved(folder: Path, **sections: dict[str, Any]) -> Path:
 def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path) -> None:
     """Its pieces may be cut anywhere and lie in memory anyhow; each one's checksum is told."""
     a, b = torch.arange(12, dtype=torch.float32).view(3, 4), torch.randn(5).bfloat16()
-    entries = [Entry.of("a", a), Entry("b", "BF16", (5,)), Entry("c", "F32", (4, 3))]
+    entries = [TensorEntry.of("a", a), TensorEntry("b", "BF16", (5,)), TensorEntry("c", "F32", (4, 3))]
     pieces = [a[:2], a[2:], b, *a.t().split(1)]
-    sums = write(tmp_path / "x.safetensors", entries, iter(pieces), {"format": "pt"})
+    sums = write_tensors(tmp_path / "x.safetensors", entries, iter(pieces), {"format": "pt"})
     assert sums == [checksum(piece) for piece in pieces]
     found = load_file(tmp_path / "x.safetensors")
     assert torch.equal(found["a"], a) and torch.equal(found["b"], b) and torch.equal(found["c"], a.t())
     with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
     with pytest.raises(AssertionError, match="bytes written of"):
-        write(tmp_path / "y.safetensors", entries, [a, b])
+        write_tensors(tmp_path / "y.safetensors", entries, [a, b])
 
 
 def test_pickled_weights_are_refused_unread(tmp_path: Path) -> None:

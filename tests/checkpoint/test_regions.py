@@ -121,7 +121,7 @@ def test_what_any_number_of_writers_cut_any_reader_puts_together(
     local = np.full(reader.local_shape, -1)
     for low, high in zip(bounds, bounds[1:], strict=False):
         for box in global_boxes(writer, low, high):
-            for top, bottom in fmt.cut(box.start, box.shape, fmt.BLOCK_BYTES // 4):
+            for top, bottom in fmt.block_ranges(box.shape, fmt.BLOCK_BYTES // 4):
                 start = (box.start[0] + top, *box.start[1:])
                 block = values[at(box.start, box.shape)][top:bottom]
                 for into in reader.boxes:
@@ -135,7 +135,7 @@ def test_what_any_number_of_writers_cut_any_reader_puts_together(
 @FEW
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=3).map(tuple), st.integers(1, 2**22))
 def test_blocks_are_small_and_cover_their_box(shape: tuple[int, ...], element: int) -> None:
-    rows = list(fmt.cut((0,) * len(shape), shape, element))
+    rows = list(fmt.block_ranges(shape, element))
     assert [low for low, _ in rows] == [0, *(high for _, high in rows[:-1])] and rows[-1][1] == shape[0]
     row = element * math.prod(shape[1:])
     assert all((high - low) * row <= fmt.BLOCK_BYTES or high - low == 1 for low, high in rows)

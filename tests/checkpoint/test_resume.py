@@ -125,8 +125,8 @@ def test_the_last_save_that_fails_twice_ends_all_ranks(tmp_path: Path) -> None:
 def train_with_an_old_view(rank: int, world: int, sections: Any, source: str | None) -> tuple[int, int]:
     """Rank 1 does not see the newest checkpoint in a listing, as on a network disk."""
     if rank == 1:
-        real = fmt.checkpoints
-        fmt.checkpoints = lambda folder: real(folder)[:-1]  # type: ignore[assignment]
+        real = fmt.list_checkpoints
+        fmt.list_checkpoints = lambda folder: real(folder)[:-1]  # type: ignore[assignment]
     return train(rank, world, sections, None, source)
 
 

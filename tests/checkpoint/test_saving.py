@@ -79,10 +79,10 @@ def test_the_contents_are_those_of_the_call_while_training_goes_on(
     assert saver.save()
     for _ in range(3):
         trainer.step()
-    assert fmt.checkpoints(tmp_path) == [], "nothing counts before all is written"
+    assert fmt.list_checkpoints(tmp_path) == [], "nothing counts before all is written"
     gate.open.set()
     saver.committed()
-    ((step, path),) = fmt.checkpoints(tmp_path)
+    ((step, path),) = fmt.list_checkpoints(tmp_path)
     index = fmt.read_index(path)
     assert (step, index.step, index.consumed, index.state["updates"]) == (1, 1, consumed, 1)
     assert same(tensors(path), expected) and not same(tensors(path), state_of(trainer))
@@ -119,7 +119,7 @@ def test_only_the_next_update_waits_for_the_copy(tmp_path: Path, monkeypatch: py
     go.set()
     step.join(60)
     saver.committed()
-    ((_, path),) = fmt.checkpoints(tmp_path)
+    ((_, path),) = fmt.list_checkpoints(tmp_path)
     assert same(tensors(path), expected) and not same(state_of(trainer), expected)
 
 
@@ -136,12 +136,12 @@ def test_loading_needs_no_more_than_a_few_blocks_beside_the_state(
     saver = saver_of(trainer, tmp_path, asynchronous=False)
     saver.save()
     saver.committed()
-    ((_, path),) = fmt.checkpoints(tmp_path)
+    ((_, path),) = fmt.list_checkpoints(tmp_path)
     for share in (share for state in trainer.states() for share in state.tensors):
         share.fill_(0.5)  # all of its memory is there before the load
     seen, real = [], Reader.block
 
-    def noted(reader: Reader, block: fmt.Block) -> torch.Tensor:
+    def noted(reader: Reader, block: fmt.SavedBlock) -> torch.Tensor:
         seen.append(private_bytes())
         return real(reader, block)
 
@@ -172,10 +172,11 @@ def test_a_save_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.
     states.append(state_of(trainer))
     threading.Timer(0.2, gate.open.set).start()
     saver.save()
-    assert [step for step, _ in fmt.checkpoints(tmp_path)] == [1], "the first one counts before the second begins"
+    assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == [1], "the first one counts before the second begins"
     saver.committed()
     assert gate.most == 1
-    assert all(same(tensors(path), state) for (_, path), state in zip(fmt.checkpoints(tmp_path), states, strict=True))
+    found = fmt.list_checkpoints(tmp_path)
+    assert all(same(tensors(path), state) for (_, path), state in zip(found, states, strict=True))
 
 
 def test_a_save_is_skipped_while_one_is_under_way_but_not_the_last(
@@ -192,7 +193,7 @@ def test_a_save_is_skipped_while_one_is_under_way_but_not_the_last(
     threading.Timer(0.2, gate.open.set).start()
     assert saver.save(last=True)
     saver.committed()
-    assert [step for step, _ in fmt.checkpoints(tmp_path)] == [1, 3], "2 was skipped; where a run ends is saved"
+    assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == [1, 3], "2 was skipped; where a run ends is saved"
     assert gate.most == 1
     trainer.step()
     assert saver.save(), "nothing is under way any more"
@@ -207,7 +208,7 @@ def test_keep(keep: int, left: list[int], tmp_path: Path) -> None:
         trainer.step()
         saver.save()
     saver.committed()
-    assert [step for step, _ in fmt.checkpoints(tmp_path)] == left
+    assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == left
     assert sorted(path.name for path in tmp_path.iterdir()) == [fmt.folder_name(step) for step in left]
 
 
@@ -239,7 +240,7 @@ def test_a_save_that_fails_once_is_told_and_made_up_for(
         saver.wait()
     said = capsys.readouterr().err
     assert said.startswith("meshwright: warning: the checkpoint can't be written to ") and said.count("\n") == 1
-    assert [step for step, _ in fmt.checkpoints(tmp_path)] == [2, 3]
+    assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == [2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == [fmt.folder_name(step) for step in (2, 3)], "no rest"
 
 
@@ -259,7 +260,7 @@ def test_the_last_save_is_made_again_if_it_fails(tmp_path: Path, monkeypatch: py
     disk.fails = 1
     saver.save()
     saver.committed()
-    assert same(tensors(fmt.checkpoints(tmp_path)[-1][1]), state_of(trainer))
+    assert same(tensors(fmt.list_checkpoints(tmp_path)[-1][1]), state_of(trainer))
 
 
 def test_a_part_that_cannot_be_written_is_not_waited_for(tmp_path: Path) -> None:
@@ -288,7 +289,7 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
 def saved(trainer: Trainer, folder: Path) -> Path:
     saver = saver_of(trainer, folder, asynchronous=False)
     saver.save()
-    return fmt.checkpoints(folder)[-1][1]
+    return fmt.list_checkpoints(folder)[-1][1]
 
 
 @pytest.mark.parametrize("to", ["fp32", "bf16", "fp16", "fp64"])

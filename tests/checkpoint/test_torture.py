@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint import format as fmt
-from meshwright.checkpoint.verify import verify
+from meshwright.checkpoint.verify import verify_checkpoint
 from tests.checkpoint.runs import Attempt, Crash, Sections, assert_same, complete, ended, steps, tiny
 
 CALLS = 40  # a rank changes the file system about so often in an attempt that comes to the end
@@ -22,14 +22,14 @@ def straight(tmp_path: Path, world: int, **changes: dict[str, object]) -> tuple[
     sections = tiny(tmp_path / "straight", **changes)
     sections["checkpoint"] |= {"keep": 0}
     run = complete(world, sections)
-    return run, {step: fmt.read_index(path) for step, path in fmt.checkpoints(run / "checkpoints")}
+    return run, {step: fmt.read_index(path) for step, path in fmt.list_checkpoints(run / "checkpoints")}
 
 
 def check(run: Path, reference: dict[int, fmt.Index]) -> None:
     """After a kill: every checkpoint is whole and is the undisturbed run's; the history has each step once."""
-    for step, path in fmt.checkpoints(run / "checkpoints"):
+    for step, path in fmt.list_checkpoints(run / "checkpoints"):
         index = fmt.read_index(path)
-        verify(path, index)
+        verify_checkpoint(path, index)
         expected = reference[step]
         assert (index.step, index.consumed, index.state) == (expected.step, expected.consumed, expected.state)
         assert index.blocks == expected.blocks, "the same bytes in the same places"

@@ -10,7 +10,7 @@ import pytest
 from meshwright.bench.models import BENCH_MODELS, bench_config, flops, parameters
 from meshwright.cli.main import main
 from meshwright.layout import Layout
-from meshwright.models.description import describe, stages
+from meshwright.models.description import describe, split_layers
 from meshwright.parts.part import coordinate_of
 from meshwright.train.context import products_of
 
@@ -50,7 +50,7 @@ def test_mistakes(words: list[str], sentence: str, capsys: pytest.CaptureFixture
 def test_the_counted_parameters_are_the_models(model: str, layout: dict[str, int]) -> None:
     config = bench_config(model, layout=layout)
     ranks = Layout(config.layout.tp * config.layout.pp, tp=config.layout.tp, pp=config.layout.pp)
-    stage = stages(config.model.layers, config.layout.pp, ())[0]
+    stage = split_layers(config.model.layers, config.layout.pp, ())[0]
     records = describe(config.model).records(coordinate_of(ranks, 0, False), stage)
     assert parameters(config) == sum(record.numel for record in records.values())
 

@@ -17,7 +17,7 @@ import torch
 from meshwright.checkpoint.save import Saver
 from meshwright.cli.main import main
 from meshwright.config.load import to_mapping
-from meshwright.config.rules import READ, check
+from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.train.evaluate import config_with
@@ -335,7 +335,7 @@ def test_eval_takes_any_number_of_ranks_and_any_device(tmp_path: Path) -> None:
     config = small_config(model={"seq": 24}, run={"device": "cuda"}, comm={"backend": "nccl"})
     for words, nproc in (([], 3), (["train.micro_batch=12"], 2), (["layout.tp=2"], 6)):
         found = config_with(to_mapping(config), sections_of(words, nproc))
-        check(found, nproc, READ)
+        check(found, nproc, READING_RULES)
         assert (found.run.device, found.comm.backend) == ("auto", "auto")
     with pytest.raises(UserError, match="train.micro_batch"):
         config_with(to_mapping(config), sections_of(["train.micro_batch=many"], 2))
@@ -353,7 +353,7 @@ def test_rules_of_training_do_not_hold_for_a_model_that_is_only_read(trained: di
     from meshwright.cli.eval import sections_of
 
     found = config_with(to_mapping(small_config(**trained)), sections_of(["train.precision=fp32", "train.steps=1"], 1))
-    check(found, 1, READ)
+    check(found, 1, READING_RULES)
     assert found.train.precision == "fp32"
 
 

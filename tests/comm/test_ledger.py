@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.comm.flight import FlightRecord
 from meshwright.comm.group import DONE, CommError, Group
-from meshwright.comm.ledger import WIRE, Entry, Ledger, Tally, wire_bytes
+from meshwright.comm.ledger import WIRE, CallTotals, Ledger, LedgerEntry, wire_bytes
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from tests.support.ranks import run_ranks
@@ -44,11 +44,11 @@ def test_phases_and_layers_nest_and_survive_errors() -> None:
         raise KeyError
     assert (ledger.current_phase, ledger.current_layer) == ("startup", None)
     assert ledger.entries == {
-        Entry("startup", "world", "all_reduce", None, False): Tally(1, 8, 8),
-        Entry("forward", "tp", "all_gather", 3, False): Tally(2, 128, 96),
-        Entry("data", "tp", "broadcast", None, True): Tally(1, 16, 16),
+        LedgerEntry("startup", "world", "all_reduce", None, False): CallTotals(1, 8, 8),
+        LedgerEntry("forward", "tp", "all_gather", 3, False): CallTotals(2, 128, 96),
+        LedgerEntry("data", "tp", "broadcast", None, True): CallTotals(1, 16, 16),
     }
-    assert ledger.totals() == {"tp": Tally(3, 144, 112)}
+    assert ledger.totals() == {"tp": CallTotals(3, 144, 112)}
     assert ledger.totals("op", step_only=False).keys() == {"all_reduce", "all_gather", "broadcast"}
     assert ledger.totals("layer")["3"].calls == 2
     ledger.clear()

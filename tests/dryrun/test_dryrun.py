@@ -18,7 +18,7 @@ from meshwright.device import Device
 from meshwright.dryrun.absent_ranks import fake_world
 from meshwright.dryrun.meta_mode import MetaMode, SavedBytes
 from meshwright.dryrun.run_rank import RankRun, make_rank, run_rank, state_bytes
-from meshwright.parts.gpt import OutputLayer
+from meshwright.parts.gpt import OutputLayerPart
 from meshwright.plan import communication
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import expected
@@ -226,7 +226,7 @@ def test_a_difference_is_told(
     assert main(words) == 0
     assert "differs" not in capsys.readouterr().out
     monkeypatch.setattr(communication, "unit_collectives", communication.unit_collectives.__wrapped__)
-    monkeypatch.setattr(OutputLayer, "collectives", lambda part, at, batch: iter(()))
+    monkeypatch.setattr(OutputLayerPart, "collectives", lambda part, at, batch: iter(()))
     assert main(words) == 1
     out = capsys.readouterr().out
     assert "What was run is not what was planned" in out

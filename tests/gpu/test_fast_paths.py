@@ -12,7 +12,7 @@ import torch
 from meshwright.config.sections import Config, OptimizerConfig
 from meshwright.device import Device
 from meshwright.dryrun.absent_ranks import fake_world, stand_in
-from meshwright.kernels import fits
+from meshwright.kernels import kernels_take
 from meshwright.nn import fused
 from meshwright.plan.communication import Line, Traffic, predict_rank
 from meshwright.train.ahead import Ahead
@@ -54,7 +54,7 @@ def test_rms_norm_of_any_width(width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(width)
     x, grad, passed = (torch.randn(700, width, device=CUDA, dtype=dtype) for _ in range(3))
     weight = torch.randn(width, device=CUDA, dtype=dtype)
-    assert fits(x, grad, passed)
+    assert kernels_take(x, grad, passed)
     normed, rstd = fused.rms_norm_in_one_pass(x, weight, 1e-5)
     found = (normed, rstd, *fused.rms_norm_backward(x, rstd, weight, grad, passed))
     wide = [part.cpu().double() for part in (x, rstd, weight, grad, passed)]
@@ -118,7 +118,7 @@ def test_a_step_neither_waits_nor_recompiles(precision: str) -> None:
         train={"precision": precision, "compile": "true", "steps": 20, "ramp": [2, 2, 16], "global_batch": 8},
     )  # fmt: skip
     trainer = gpu_trainer(config)
-    assert trainer.runs_ahead and fits(trainer.data_parallel.buffers[0].grads)
+    assert trainer.runs_ahead and kernels_take(trainer.data_parallel.buffers[0].grads)
     trainer.step()
     torch._dynamo.config.error_on_recompile = True
     torch.cuda.set_sync_debug_mode("error")

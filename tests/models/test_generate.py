@@ -10,7 +10,7 @@ import torch
 
 from meshwright.checkpoint.hf import import_folder
 from meshwright.errors import UserError
-from meshwright.models.generate import Generator, choose, generate
+from meshwright.models.generate import Generator, choose_token, generate
 from tests.checkpoint.hf_models import MODELS, continue_prompts, save
 from tests.support.oracle import make_trainer, small_config
 from tests.support.ranks import run_ranks
@@ -104,7 +104,7 @@ def test_what_is_drawn() -> None:
 
     def drawn(temperature: float, top_p: float = 1.0) -> torch.Tensor:
         random = torch.Generator().manual_seed(0)
-        many = torch.tensor([choose(logits, temperature, top_p, random) for _ in range(1500)])
+        many = torch.tensor([choose_token(logits, temperature, top_p, random) for _ in range(1500)])
         return torch.bincount(many, minlength=5) / len(many)
 
     assert drawn(0.0).tolist() == [0, 0, 0, 0, 1]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright.nn import fp8, fused
 from meshwright.nn.loss import Vocabulary, loss_and_grad_
-from meshwright.nn.rotary import rotate, turn_qkv
+from meshwright.nn.rotary import rotate, rotate_qkv
 from meshwright.nn.weight_grad import Sink, add_rows_grad, write_product
 
 
@@ -78,7 +78,7 @@ def rotary(at: Where, rotary_dim: int = 24, documents: bool = True) -> float:
     tables = (angle.cos(), angle.sin())
     grads = [at.draw(batch, seq, n, width) for n in (heads, kv, kv)]
     mine = qkv.clone().requires_grad_()
-    found = turn_qkv(mine, tables, heads, kv)
+    found = rotate_qkv(mine, tables, heads, kv)
     torch.autograd.backward(found, grads)
     wide = leaf(qkv)
     exact = (tables[0].double().cpu(), tables[1].double().cpu())

@@ -15,7 +15,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import ModelConfig
 from meshwright.layout import Layout
 from meshwright.layout.params import TILE, Init, ParamRecord, columns_of, rows_of, whole
-from meshwright.models.description import describe, kv_parts, stages
+from meshwright.models.description import describe, kv_parts, split_layers
 from meshwright.nn.parallel import Parallel, initialise
 from meshwright.nn.random import Streams
 from meshwright.parts.part import coordinate_of
@@ -37,7 +37,7 @@ def gathered(model: ModelConfig, tp: int, pp: int, sp: bool = False) -> dict[str
     found: dict[str, np.ndarray] = {}
     for tp_rank in range(tp):
         at = coordinate_of(Layout(tp * pp, tp=tp, pp=pp, parts=kv_parts(model, tp)), tp_rank, sp)
-        for stage in stages(model.layers, pp):
+        for stage in split_layers(model.layers, pp):
             records = list(describe(model).records(at, stage).values())
             for record, value in zip(records, drawn(records), strict=True):
                 target = found.setdefault(record.name, np.full(record.shape, np.nan))

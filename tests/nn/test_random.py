@@ -16,7 +16,7 @@ def numbers(seed: int, data: int, tp: int, step: int, micro_batch: int, layer: i
     streams = Streams(seed, data, tp, CPU)
     streams.active = True
     streams.begin(step, micro_batch, 0)
-    streams.layer(layer)
+    streams.seed_layer(layer)
     return tuple(float(torch.rand((), generator=g)) for g in (streams.same, streams.own, torch.default_generator))
 
 
@@ -36,13 +36,13 @@ def test_order_of_execution_does_not_matter() -> None:
     streams = Streams(1, 0, 0, CPU)
     streams.active = True
     streams.begin(5, 1, 0)
-    streams.layer(7)
+    streams.seed_layer(7)
     first = torch.rand(3, generator=streams.same)
     streams.begin(5, 2, 1)
-    streams.layer(8)
+    streams.seed_layer(8)
     torch.rand(11, generator=streams.same)
     streams.begin(5, 1, 0)
-    streams.layer(7)
+    streams.seed_layer(7)
     assert torch.equal(torch.rand(3, generator=streams.same), first)
 
 
@@ -52,7 +52,7 @@ def test_inactive_streams_leave_the_default_generator_alone() -> None:
     expected = torch.rand(())
     torch.manual_seed(9)
     streams.begin(1, 1, 1)
-    streams.layer(1)
+    streams.seed_layer(1)
     assert torch.equal(torch.rand(()), expected)
 
 

@@ -38,7 +38,7 @@ def linear(dtype: torch.dtype) -> nn.Module:
 
 
 def embedding(dtype: torch.dtype) -> nn.Module:
-    part = gpt.TokenEmbedding(6, 3, Init("normal", 1.0))
+    part = gpt.TokenEmbeddingPart(6, 3, Init("normal", 1.0))
     return filled(TokenEmbedding(parallel_of(dtype), part, part.records(ALONE, "embedding")))
 
 

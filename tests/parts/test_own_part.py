@@ -25,7 +25,7 @@ from meshwright.nn.build import MODULES
 from meshwright.nn.linear import Linear
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
-from meshwright.parts.gpt import MLP, column_calls, row_calls, row_records
+from meshwright.parts.gpt import MLPPart, column_calls, row_calls, row_records
 from meshwright.parts.part import (
     ALONE,
     Collective,
@@ -34,7 +34,7 @@ from meshwright.parts.part import (
     Kernels,
     MicroBatch,
     Model,
-    Named,
+    NamedPart,
     Part,
     Product,
     Records,
@@ -128,8 +128,8 @@ def every_second(model: ModelConfig) -> Model:
     """A GPT with a mixer for the MLP in every second block."""
     plain = gpt(model)
     mlp = plain.blocks[0].parts[-1].part
-    assert isinstance(mlp, MLP)
-    mixer = Named("mixer", "mixer", Mixer(model.hidden, model.ffn, mlp.init))
+    assert isinstance(mlp, MLPPart)
+    mixer = NamedPart("mixer", "mixer", Mixer(model.hidden, model.ffn, mlp.init))
     other = replace(plain.blocks[0], parts=(*plain.blocks[0].parts[:-1], mixer))
     return replace(plain, blocks=tuple(other if layer % 2 else plain.blocks[0] for layer in range(model.layers)))
 

@@ -236,7 +236,7 @@ MUTATIONS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
     "one bucket": ("dp", instead("bucket_elements", lambda size, element: 10**9)),
     "gradients in bf16": ("all-bf16", instead("grad_bytes", lambda size, wanted: size)),
     "no gather again": ("tp-sp-fp32", without(gpt, "column_calls", lambda call: call.repeated)),
-    "no loss": ("tp", without(gpt.OutputLayer, "collectives", lambda call: call.phase == "forward")),
+    "no loss": ("tp", without(gpt.OutputLayerPart, "collectives", lambda call: call.phase == "forward")),
     "labels everywhere": ("pp-tp-sp-fields", instead("fields_read", lambda stage: set(ALL))),
     "no positions or segments": ("all", instead("fields_read", ends_only)),
     "no further axes": ("kv-copies", without(communication, "gradients", lambda call: call.axis == "tp.kv")),

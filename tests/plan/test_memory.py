@@ -12,7 +12,7 @@ from meshwright.config.load import config_from, to_yaml
 from meshwright.config.sections import Config
 from meshwright.dryrun.meta_mode import SavedBytes
 from meshwright.dryrun.run_rank import lasting, state_bytes
-from meshwright.parts.gpt import MLP
+from meshwright.parts.gpt import MLPPart
 from meshwright.parts.part import Kept
 from meshwright.plan import activations, memory
 from meshwright.plan.job import job_of
@@ -125,13 +125,13 @@ def rings(name: str, rank: int) -> int:
 def test_a_wrong_formula_is_found(counted: dict[str, list[dict[str, int]]], monkeypatch: pytest.MonkeyPatch) -> None:
     """An MLP that is said to keep its inner features once; the planner's cache is left out."""
 
-    def once(mlp: MLP, at: Any, batch: Any, kernels: Any) -> list[Kept]:
+    def once(mlp: MLPPart, at: Any, batch: Any, kernels: Any) -> list[Kept]:
         return [Kept("mlp", batch.tokens(at) * mlp.width(at) * batch.element)]
 
     real = counted["tp-sp"][0]["activations"]
     monkeypatch.setattr(activations, "unit_kept", activations.unit_kept.__wrapped__)
     assert abs(said_of("tp-sp", 0).activations / real - 1.0) <= 0.05
-    monkeypatch.setattr(MLP, "kept", once)
+    monkeypatch.setattr(MLPPart, "kept", once)
     assert abs(said_of("tp-sp", 0).activations / real - 1.0) > 0.05
 
 

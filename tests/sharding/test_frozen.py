@@ -20,7 +20,7 @@ from meshwright.device import Device
 from meshwright.dryrun.run_rank import state_bytes
 from meshwright.layout import Layout
 from meshwright.optim.adam import FlatOptimizer
-from meshwright.parts.part import Block, Model, Unit
+from meshwright.parts.part import BlockUnit, Model, Unit
 from meshwright.plan.communication import Line, Traffic, by_line, stage_calls
 from meshwright.plan.job import job_of
 from meshwright.plan.memory import rank_memory
@@ -105,7 +105,7 @@ def save(trainer: Trainer, folder: Path) -> None:
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    load_into(trainer, Reader(fmt.find(str(folder))))
+    load_into(trainer, Reader(fmt.find_checkpoint(str(folder))))
 
 
 def from_layout_to_layout(rank: int, world: int, folder: str) -> list[Any]:
@@ -133,7 +133,7 @@ class FrozenUnit(Unit):
         return {key: replace(record, trained=False) for key, record in super().records(*where).items()}
 
 
-class FrozenBlock(FrozenUnit, Block):
+class FrozenBlock(FrozenUnit, BlockUnit):
     pass
 
 
@@ -150,7 +150,7 @@ def test_frozen_parameters_are_loaded_saved_sharded_and_planned(tmp_path: Path) 
     result, values = plain.step(), gather_global(parameters(plain))
     ranks = run_ranks(2, from_layout_to_layout, str(tmp_path))
     for number in range(len(LAYOUTS)):
-        index = fmt.read_index(fmt.find(str(tmp_path / str(number))))
+        index = fmt.read_index(fmt.find_checkpoint(str(tmp_path / str(number))))
         names = [name.split("/", 1) for name in index.tensors]
         assert {name for state, name in names if state == "param"} == set(values)
         assert {name for state, name in names if state != "param"} == {n for n in values if not frozen(n)}
@@ -176,7 +176,7 @@ def test_a_frozen_weight_has_no_master(tmp_path: Path) -> None:
     trainer = frozen_trainer(0, 1, {}, precision="bf16")
     trainer.step()
     save(trainer, tmp_path)
-    index = fmt.read_index(fmt.find(str(tmp_path)))
+    index = fmt.read_index(fmt.find_checkpoint(str(tmp_path)))
     dtypes = {frozen(name[6:]): tensor["dtype"] for name, tensor in index.tensors.items() if name.startswith("param/")}
     assert dtypes == {True: "bfloat16", False: "float32"}
     again = frozen_trainer(0, 1, {}, seed=2, precision="bf16")

@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 
 
 def weights(trainer: Any) -> Tensor:
-    trainer.data_parallel.weights.settle()
+    trainer.data_parallel.weights.wait_for_gathers()
     return torch.cat([buffer.params.double() for buffer in trainer.data_parallel.buffers])
 
 
@@ -48,7 +48,7 @@ def go_on(rank: int, world: int, folder: str, stage: int) -> tuple[int, list[flo
         zero={"stage": stage}, checkpoint={"dir": folder}, run={"dir": folder}, train={"global_batch": 4}
     )
     trainer = make_trainer(config, rank, world)
-    if not fmt.checkpoints(Path(folder)):
+    if not fmt.list_checkpoints(Path(folder)):
         saver = Saver(trainer, Path(folder), asynchronous=False, busy="wait", keep=0)
         for _ in range(2):
             trainer.step()
@@ -63,7 +63,7 @@ def go_on(rank: int, world: int, folder: str, stage: int) -> tuple[int, list[flo
 def test_a_checkpoint_that_one_rank_finds_damaged(stage: int, tmp_path: Path) -> None:
     """All go back to the one before, and hold what it holds."""
     run_ranks(2, go_on, str(tmp_path), stage)
-    newest = fmt.checkpoints(tmp_path)[-1][1] / "rank-00001.safetensors"
+    newest = fmt.list_checkpoints(tmp_path)[-1][1] / "rank-00001.safetensors"
     data = bytearray(newest.read_bytes())
     data[-5] ^= 16
     newest.write_bytes(bytes(data))

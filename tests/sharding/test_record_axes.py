@@ -21,7 +21,7 @@ from meshwright.comm.group import Group
 from meshwright.device import Device
 from meshwright.layout import Layout
 from meshwright.layout.params import Init, ParamRecord, rows_of, whole
-from meshwright.nn.unit import through
+from meshwright.nn.unit import call_unit
 from meshwright.plan import communication
 from meshwright.plan.communication import HeldParameter, Line, Traffic
 from meshwright.plan.job import job_of
@@ -139,8 +139,8 @@ class Model(nn.Module):
         return [self.dense, self.experts]
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        x = through(self.dense, batch["x"].flatten(0, 1))
-        return (x + through(self.experts, x, batch["expert"].flatten())).pow(3).sum()
+        x = call_unit(self.dense, batch["x"].flatten(0, 1))
+        return (x + call_unit(self.experts, x, batch["expert"].flatten())).pow(3).sum()
 
 
 def trainer_of(rank: int, world: int, ep: int, stage: int, **more: Any) -> Trainer:

@@ -25,7 +25,7 @@ from meshwright.layout.params import ParamRecord
 from meshwright.plan.communication import Line, Traffic, by_line, stage_calls
 from meshwright.plan.job import job_of
 from meshwright.sharding.buffers import Bucket, FlatBuffer
-from meshwright.sharding.reducers import PLAIN, Work
+from meshwright.sharding.reducers import PLAIN_REDUCER, PendingReduction
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
 from meshwright.train.step import Trainer
@@ -57,7 +57,7 @@ class ErrorFeedback:
         kept.sub_(sent)
         return sent
 
-    def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> Work:
+    def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
         kept = self.of_shares if bucket.stage else self.kept  # the second sum of sharded gradients: over replicas
         sent = self._rounded(kept[bucket], grads)
         found = sent.new_empty(group.size * sent.numel())
@@ -65,7 +65,7 @@ class ErrorFeedback:
         grads.copy_(found.view(group.size, -1).to(grads.dtype).sum(0))
         return DONE
 
-    def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> Work:
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> PendingReduction:
         sent = self._rounded(self.kept[bucket], grads)
         found = torch.empty_like(sent)
         pending = group.all_to_all(found, sent, wait=False)
@@ -171,7 +171,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def test_what_is_left_out_is_kept_saved_and_cut_for_another_layout(tmp_path: Path) -> None:
-    plain = trainer_of(0, 1, {}, PLAIN)
+    plain = trainer_of(0, 1, {}, PLAIN_REDUCER)
     true = [added(pairs) for pairs in reduced(plain, 3)]
     ranks = run_ranks(4, go_on, CASES, str(tmp_path))
 

@@ -19,7 +19,7 @@ from meshwright.config.load import config_from, to_mapping
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.models.description import describe, stages
+from meshwright.models.description import describe, split_layers
 from meshwright.optim.schedules import consumed_after
 from meshwright.parts.part import ALONE, parameter_count
 from meshwright.show import live as module
@@ -136,7 +136,7 @@ def test_head_says_what_runs_where_and_how() -> None:
 def test_parameters_equal_the_sum_over_stages() -> None:
     for tied in (True, False):
         c = config(model={"tied_embeddings": tied})
-        records = [r for s in stages(4, 2) for r in describe(c.model).records(ALONE, s).values()]
+        records = [r for s in split_layers(4, 2) for r in describe(c.model).records(ALONE, s).values()]
         twice = 100 * 64 if tied else 0
         assert parameter_count(describe(c.model)) == sum(r.numel for r in records) - twice
 

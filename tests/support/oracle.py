@@ -113,7 +113,7 @@ def _whole(trainer: Trainer, buffer: FlatBuffer, shares: list[torch.Tensor]) -> 
 def parameters(trainer: Trainer) -> Pairs:
     """(record, value) of every local parameter, as the model holds it or, where it is not there, as its ranks do."""
     pairs = []
-    trainer.data_parallel.weights.settle()
+    trainer.data_parallel.weights.wait_for_gathers()
     for buffer in trainer.data_parallel.buffers:
         if buffer.split.stage < 3:
             pairs += [(slot.record, slot.parameter.detach().double()) for slot in buffer.slots]

@@ -12,7 +12,7 @@ import pytest
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.errors import UserError
-from meshwright.nn.unit import through
+from meshwright.nn.unit import call_unit
 from meshwright.pipeline.output import StageOutput, Term
 from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
@@ -37,7 +37,7 @@ def counts(sample: Any) -> dict[str, float]:
 
 
 def small_embeddings(module: Any, batch: Any) -> tuple[Any, Any]:
-    x = through(module.embedding, batch["tokens"], None)
+    x = call_unit(module.embedding, batch["tokens"], None)
     which = chosen(batch["tokens"]).flatten()
     return (0.5 * x.square().sum(1) * which).sum(), which.sum()
 

@@ -13,7 +13,7 @@ from meshwright.models.hf.gpt_neox import GPT_NEOX
 from meshwright.models.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from meshwright.models.hf.opt import OPT
 
-# Where several can express a model, the first is taken.
+# Where several families can express a model, the first one is used.
 FAMILIES: dict[str, Family] = {
     family.model_type: family for family in (GPT2, LLAMA, QWEN2, QWEN3, GPT_NEOX, OPT, BLOOM, MISTRAL)
 }
@@ -27,7 +27,7 @@ def family_named(name: Any) -> Family:
 
 
 def family_for(model: ModelConfig, preferred: str = "") -> Family:
-    """The family to write a model as: the preferred one (which must fit), or the first that fits."""
+    """Returns the family to write a model as: the preferred one (which must fit), or the first that fits."""
     if preferred:
         family = family_named(preferred)
         misfits = family.misfits(model)

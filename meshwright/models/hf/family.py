@@ -20,19 +20,19 @@ from meshwright.parts.part import ALONE
 
 HFConfig = dict[str, Any]
 
-# What a family can express of these unless it says otherwise; an empty tuple, or no entry at all, stands for any value.
-PLAIN: dict[str, tuple[Any, ...]] = {
+# The values of these keys that a family can express unless its `allows` says otherwise; an empty tuple means any value.
+UNLESS_ALLOWED: dict[str, tuple[Any, ...]] = {
     "bias": (False,), "qkv_bias": (False,), "qk_norm": (False,), "parallel_residual": (False,),
     "embedding_norm": (False,), "position_offset": (0,), "rotary_fraction": (1.0,), "rope_scaling": ((),),
 }  # fmt: skip
 
-# Keys of config.json whose null stands for none; any other's is as good as missing.
+# Keys of config.json whose null means "none"; a null under any other key is treated as missing.
 NONE_IF_NULL = ("num_key_value_heads", "sliding_window")
 
 
 @dataclass(frozen=True)
-class Run:
-    """Rows [start, start + count) of our tensor, which are rows from `source_start` on of their tensor `source`."""
+class SourceRows:
+    """Rows [start, start + count) of our tensor, which their tensor `source` holds from row `source_start` on."""
 
     start: int
     count: int
@@ -45,7 +45,7 @@ class Mapped:
     """One of our global tensors in their names; with `transposed`, its rows are columns of theirs."""
 
     shape: tuple[int, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[SourceRows, ...]
     transposed: bool = False
 
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -66,7 +66,8 @@ def _no_window(_: HFConfig) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """`#` in a stem stands for the layer's number; a stem that is a tuple is stacked row by row into ours."""
+    """The tables of one family. `#` in a stem stands for the layer's number; the tensors of a tuple of stems are
+    stacked by rows into one of ours."""
 
     model_type: str
     architecture: str
@@ -90,7 +91,7 @@ class Family:
     window: Callable[[HFConfig], int | None] = _no_window  # how far back attention looks at most
 
     def model_of(self, config: HFConfig, seq: int = 0) -> ModelConfig:
-        """The model section of a config.json; `seq` for another context than its own."""
+        """Returns the model section of a config.json; `seq` replaces its context length."""
         config = self._completed(config)
         for key, value in self.demands.items():
             if config.get(key, value) != value:
@@ -107,7 +108,7 @@ class Family:
             raise UserError(
                 f"{self.activation_key}={theirs} in config.json can't be imported: use a model with {known}"
             )
-        found = {key: values[0] for key, values in (PLAIN | dict(self.allows)).items() if len(values) == 1}
+        found = {key: values[0] for key, values in (UNLESS_ALLOWED | dict(self.allows)).items() if len(values) == 1}
         found |= {ours: config[name] for ours, name in self.keys.items() if name in config}
         if self.activations:
             found["mlp"] = self.activations[str(theirs)]
@@ -116,7 +117,7 @@ class Family:
             if found["position"] == "learned" and seq != found["seq"]:
                 raise UserError(f"--seq {seq} can't change a table of {found['seq']} learned positions: leave it out")
             found["seq"] = seq
-        model = section(found)
+        model = model_section(found)
         window = self.window(config)
         if window is not None and model.seq > window:
             raise UserError(
@@ -126,7 +127,7 @@ class Family:
         return model
 
     def _completed(self, config: HFConfig) -> HFConfig:
-        """A config.json with one name for each key, the defaults of keys that it lacks, and no nulls."""
+        """Returns a config.json with one name for each key, the defaults of the keys that it lacks, and no nulls."""
         given = {
             self.aliases.get(key, key): value
             for key, value in config.items()
@@ -135,9 +136,9 @@ class Family:
         return {key: value for key, value in {**self.defaults, **given}.items() if value is not None}
 
     def misfits(self, model: ModelConfig) -> list[str]:
-        """What this family can't express of a model: `key=value` words."""
+        """Returns what this family can't express of a model, as `key=value` words."""
         found = []
-        allows = PLAIN | dict(self.allows)
+        allows = UNLESS_ALLOWED | dict(self.allows)
         for key, values in allows.items():
             value = getattr(model, key)
             if key == "qkv_bias" and model.bias:
@@ -155,7 +156,8 @@ class Family:
         return found
 
     def config_of(self, model: ModelConfig, base: HFConfig | None = None) -> HFConfig:
-        """A config.json for a model that fits. `base` is one it may come from: what it says is kept where it holds."""
+        """Returns a config.json for a model that fits. What `base`, the one that the model may come from, says is kept
+        where it still holds."""
         if base is not None and same_function(self._model_or_none(base), model):
             return dict(base)
         names = {ours: theirs for theirs, ours in reversed(list(self.activations.items()))}
@@ -175,7 +177,7 @@ class Family:
             return None
 
     def tensors(self, model: ModelConfig) -> dict[str, Mapped]:
-        """Every global tensor of a model, by our name."""
+        """Returns every global tensor of a model, by our name."""
         found: dict[str, Mapped] = {}
         for record in describe(model).records(ALONE).values():
             found[record.name] = self._mapped(model, record.name, record.shape)
@@ -193,28 +195,31 @@ class Family:
             return Mapped(shape, tuple(by_head(model, full[0])), transposed)
         runs, start = [], 0
         for source, count in zip(full, part_rows(model, ours, shape[0], len(full)), strict=True):
-            runs.append(Run(start, count, source, 0))
+            runs.append(SourceRows(start, count, source, 0))
             start += count
         return Mapped(shape, tuple(runs), transposed)
 
 
 def part_rows(model: ModelConfig, stem: str, rows: int, parts: int) -> list[int]:
-    """Rows of each of the tensors that are stacked into one of ours."""
+    """Returns the rows of each of the tensors that are stacked into one of ours."""
     if stem.endswith(".qkv") and parts == 3:
         return [model.heads * model.head_dim, *[model.kv_heads * model.head_dim] * 2]
     return [rows // parts] * parts
 
 
-def by_head(model: ModelConfig, source: str) -> list[Run]:
-    """Ours are all queries, all keys, all values; theirs are query, key and value of head 0, of head 1, ..."""
+def by_head(model: ModelConfig, source: str) -> list[SourceRows]:
+    """Maps our rows, which are all queries, all keys and all values, to theirs: query, key and value of head 0, of head
+    1, ..."""
     heads, d = model.heads, model.head_dim
     return [
-        Run((part * heads + head) * d, d, source, (head * 3 + part) * d) for part in range(3) for head in range(heads)
+        SourceRows((part * heads + head) * d, d, source, (head * 3 + part) * d)
+        for part in range(3)
+        for head in range(heads)
     ]
 
 
-def section(values: Mapping[str, Any]) -> ModelConfig:
-    """The model section of plain values, every key checked."""
+def model_section(values: Mapping[str, Any]) -> ModelConfig:
+    """Builds a model section from plain values and checks every key."""
     return config_from({"model": dict(values), "data": {"prefixes": ["none"]}}).model
 
 

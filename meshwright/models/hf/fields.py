@@ -9,8 +9,8 @@ from typing import Any
 from meshwright.errors import UserError
 
 
-def mapping(fields: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The keys and values under `key`; none where it is missing or null."""
+def read_mapping(fields: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Returns the keys and values under `key`; none where it is missing or null."""
     value = fields.get(key)
     if value is None:
         return {}
@@ -19,8 +19,8 @@ def mapping(fields: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
-def number(fields: Mapping[str, Any], key: str) -> float | None:
-    """The number under `key`; None where it is missing or null."""
+def read_number(fields: Mapping[str, Any], key: str) -> float | None:
+    """Returns the number under `key`; None where it is missing or null."""
     value = fields.get(key)
     if value is None:
         return None
@@ -29,9 +29,9 @@ def number(fields: Mapping[str, Any], key: str) -> float | None:
     return float(value)
 
 
-def length(fields: Mapping[str, Any], key: str) -> int | None:
-    """The number of tokens under `key`; None where it is missing or null."""
-    value = number(fields, key)
+def read_length(fields: Mapping[str, Any], key: str) -> int | None:
+    """Returns the number of tokens under `key`; None where it is missing or null."""
+    value = read_number(fields, key)
     if value is not None and (value < 1 or value != int(value)):
         raise UserError(
             f"{key}={fields[key]!r} in config.json must be a whole number above zero, or null for none: correct it, or "

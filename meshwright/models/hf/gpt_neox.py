@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: rotary positions on a part of each head, and attention beside the MLP."""
+"""GPT-NeoX and Pythia: rotary positions on a part of each head, and attention parallel to the MLP."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 from meshwright.config.sections import ModelConfig
 from meshwright.models.hf.family import Family, HFConfig
-from meshwright.models.hf.rotary import read_rotary, rotary_number, write_rotary
+from meshwright.models.hf.rotary import read_rotary, read_rotary_number, write_rotary
 
 LAYER = "gpt_neox.layers.#"
 
 
 def _read(config: HFConfig) -> dict[str, Any]:
-    part = rotary_number(config, "partial_rotary_factor", "rotary_pct")
+    part = read_rotary_number(config, "partial_rotary_factor", "rotary_pct")
     return {"rotary_fraction": 0.25 if part is None else part, **read_rotary(config, "rotary_emb_base")}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 from meshwright.models.hf.family import Family, HFConfig
-from meshwright.models.hf.fields import length
+from meshwright.models.hf.fields import read_length
 from meshwright.models.hf.rotary import read_whole_rotary, write_rotary
 
 LAYER = "model.layers.#"
@@ -29,7 +29,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 
 
 def _window(config: HFConfig) -> int | None:
-    return length(config, "sliding_window")
+    return read_length(config, "sliding_window")
 
 
 def _qwen_window(config: HFConfig) -> int | None:
