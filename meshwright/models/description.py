@@ -65,13 +65,17 @@ def decoder_ends(model: ModelConfig, normal: Init, norm: NormPart) -> tuple[Unit
 MODELS: dict[str, Callable[[ModelConfig], Model]] = {"gpt": gpt}
 
 
-@lru_cache(maxsize=256)
 def describe(model: ModelConfig) -> Model:
     """Returns the description of the model that a config asks for."""
     if model.kind not in MODELS:
         known = ", ".join(MODELS)
         raise UserError(f"model.kind={model.kind} is not known{nearest(model.kind, MODELS)}: the kinds are {known}")
-    return MODELS[model.kind](model)
+    return _described(MODELS[model.kind], model)
+
+
+@lru_cache(maxsize=256)
+def _described(assemble: Callable[[ModelConfig], Model], model: ModelConfig) -> Model:
+    return assemble(model)
 
 
 def split_layers(layers: int, count: int, split: Sequence[int] = ()) -> list[Stage]:

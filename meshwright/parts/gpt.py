@@ -204,7 +204,10 @@ class AttentionPart(Part):
         yield Kept("attention output", tokens * h * d * e)
         if host and self.dropout:  # no fused kernel: copies in float32, and three tensors of scores
             yield Kept("qkv", tokens * (h + 2 * k) * d * e)
-            yield Kept("wide qkv", tokens * (h + 2 * k) * d * (wide - e), core=True)
+            # The core keeps its copies instead of the rotated queries and keys that it would be run again from.
+            rotated = tokens * (h + k) * d * e if self.rope else 0
+            yield Kept("rotated", rotated)
+            yield Kept("wide qkv", tokens * (h + 2 * k) * d * (wide - e) - rotated, core=True)
             yield Kept("scores", 3 * tokens * h * batch.seq * wide, core=True)
             return
         yield Kept("qkv", tokens * (h + 2 * k) * d * e)

@@ -23,7 +23,7 @@ from meshwright.errors import UserError
 from meshwright.models.stage import stage_of
 from meshwright.nn.random import Streams
 from meshwright.nn.weight_grad import Deferred, deferring
-from meshwright.pipeline.output import Totals, as_output
+from meshwright.pipeline.output import LOSS, Totals, as_output
 from meshwright.pipeline.record import Recorder
 from meshwright.pipeline.trace import span_name
 from meshwright.schedule.table import MEANING, RECEIVES, SENDS, SHARDING, Action, Op, Table
@@ -207,6 +207,12 @@ class _Run:
         with torch.set_grad_enabled(self.training):
             result = as_output(e.forward_step(module, batch, received))
         self.totals.add(result)
+        announced = self.training and stage.draws_by_key
+        if announced and any(term.name == LOSS and term.weight != 1 for term in result.terms):
+            raise UserError(
+                "the term 'loss' of a model that computes its gradient in forward must have weight 1: "
+                "give it another name, or scale the other terms"
+            )
         roots = [(term.sum, term.weight * self.seeds.of(term.name)) for term in result.terms]
         if self.training:
             self.roots[key] = [(x, seed) for x, seed in roots if x.requires_grad]

@@ -158,15 +158,22 @@ def parameters(job: Job, held: Sequence[Stage]) -> list[HeldParameter]:
             graded |= (together > 0 and at >= 0) or any(record.trained for record in records)
             fetches = 1 + graded + bool(again)
             for record in records:
-                if record.tied in ties:
-                    first = ties[record.tied]
+                tie = tie_of(unit, number, record)
+                if tie in ties:
+                    first = ties[tie]
                     found[first] = found[first]._replace(fetches=found[first].fetches + fetches)
                     continue
-                if record.tied:
-                    ties[record.tied] = len(found)
+                if tie:
+                    ties[tie] = len(found)
                 found.append(HeldParameter(record, number, fetches))
             number += 1
     return found
+
+
+def tie_of(unit: Unit, number: int, record: ParamRecord) -> str:
+    """Returns the name of a record's tie among a rank's units, empty without one. Ties inside a block are the block's
+    own, since records of all blocks of one kind have the same names here."""
+    return f"unit {number}: {record.tied}" if record.tied and isinstance(unit, BlockUnit) else record.tied
 
 
 @lru_cache(maxsize=20_000)
@@ -257,7 +264,9 @@ def sums(job: Job, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
     ranks know their names. The metrics, which count themselves: 1 all_reduce of (3 x axes of the mesh + 5 phases + 1)
     x 8 over the world.
     """
-    yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", sums_bytes())
+    yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", sums_bytes(max(1, job.terms)))
+    if job.terms:
+        yield _over(job.layout, "sums", "data", "world", "all_reduce", WIDE * job.terms)
     if job.monitored:
         yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * 2 * job.monitored)
     yield _over(job.layout, "metrics", "metrics", "world", "all_reduce", counts_bytes(len(job.layout.step_groups())))

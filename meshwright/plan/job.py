@@ -34,7 +34,8 @@ class Job:
 
     `samples` is the step's global batch (None: the config's, at the end of a ramp). `fields` are those of a dataset
     that is not a token file, name -> dtype, with one element per token. `monitored` is how many values `forward_step`
-    returns beside the loss. `host`: the devices are a machine's processors. `reducer` sums the gradients.
+    returns beside the loss, and `terms` how many terms of the loss are declared. `host`: the devices are a machine's
+    processors. `reducer` sums the gradients.
     """
 
     config: Config
@@ -44,6 +45,7 @@ class Job:
     samples: int | None = None
     fields: Mapping[str, str] | None = None
     monitored: int = 0
+    terms: int = 0
     host: bool = False
     reducer: ReducerPlan = PLAIN_REDUCER
 

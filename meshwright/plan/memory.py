@@ -14,7 +14,7 @@ from meshwright.layout import Layout
 from meshwright.parts.part import BlockUnit, Coordinate, Stage, Unit
 from meshwright.plan.activations import bytes_in_flight, chunks_of
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.communication import HeldParameter, packed, unit_records
+from meshwright.plan.communication import HeldParameter, packed, tie_of, unit_records
 from meshwright.plan.job import Job
 from meshwright.plan.stack import Stack
 from meshwright.sharding.placement import RING, piece_size, shard_axes
@@ -71,9 +71,10 @@ def _buffer_sizes(
     ties: set[str] = set()
     for number, unit in enumerate(units):
         for record in unit_records(unit, at):
-            if record.tied not in ties:
+            tie = tie_of(unit, number, record)
+            if tie not in ties:
                 params.append((HeldParameter(record, number, 0), dtypes[0]))
-            ties |= {record.tied} if record.tied else set()
+            ties |= {tie} if tie else set()
     found = []
     for buffer in packed(params, layout, bucket_mib, zero, dtypes[1]):
         _, data_axes, _, trained = buffer.shared
@@ -88,12 +89,12 @@ def rank_parameters(job: Job, pp_rank: int) -> int:
     once."""
     ties: set[str] = set()
     total = 0
-    for stage in job.chunks[pp_rank]:
-        for unit, count in job.units(stage):
-            for record in unit_records(unit, job.at):
-                if record.tied not in ties:
-                    total += count * record.numel
-                ties |= {record.tied} if record.tied else set()
+    for number, (unit, count) in enumerate(_units(job, pp_rank)):
+        for record in unit_records(unit, job.at):
+            tie = tie_of(unit, number, record)
+            if tie not in ties:
+                total += count * record.numel
+            ties |= {tie} if tie else set()
     return total
 
 
@@ -142,11 +143,13 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
     kept = max(forwards)
     most, buffers = max(total + chunk.loss for total, chunk in zip(forwards, chunks, strict=True)), 0.0
     for number, (total, chunk) in enumerate(zip(backwards, chunks, strict=True)):
-        flying = _gathered(job, pp_rank, number, sizes)
+        flying, waiting = _gathered(job, pp_rank, number, sizes)
         buffers = max(buffers, *flying)
-        # The head's gradients are computed with the loss, and its weights are the last that forward gathers.
+        # The head's gradients are computed with the loss, and its weights are the last that forward gathers. A shared
+        # table's are kept until backward begins, and are then added to the table's place.
         next_weights = _next_weights(job, job.chunks[pp_rank][number])
-        most = max(most, forwards[number] + chunk.loss + flying[-1] - next_weights)
+        with_loss = forwards[number] + chunk.loss + flying[-1] - next_weights - waiting
+        most = max(most, with_loss, forwards[number] + flying[-1])
         for moment in chunk.backward:
             kept = max(kept, total + moment.kept)
             rows = _rows_gradient(job) if job.chunks[pp_rank][number].first and moment.unit == 0 else 0.0
@@ -166,30 +169,32 @@ def _rows_gradient(job: Job) -> float:
     return float(max(record.numel for record in unit_records(job.model.embedding, job.at)) * job.states.param)
 
 
-def _gathered(job: Job, pp_rank: int, chunk: int, sizes: list[BufferSizes]) -> list[float]:
+def _gathered(job: Job, pp_rank: int, chunk: int, sizes: list[BufferSizes]) -> tuple[list[float], float]:
     """Returns the bytes of whole gradients and gathered weights that exist at once while backward works on each unit of
     a chunk, in the order of forward: the unit's own gradients, the last buckets still being reduced, and, in ZeRO stage
-    3, the weights of the unit and of the next one."""
+    3, the weights of the unit and of the next one. The second number is what of these is the gradient of a table that
+    both ends share, which gets the head's gradient first and waits for the embedding's."""
     s, (zero, shards, _) = job.states, job.sharding
     units = [unit for _, _, unit in job.model.units(job.chunks[pp_rank][chunk])]
     if zero < 2 or not job.stack.own:
-        return [0.0] * len(units)
+        return [0.0] * len(units), 0.0
     added = 1.0 + (1.0 / shards if job.micro_batches > 1 else 0.0)  # plus a shard that waits to be added to the sum
     if zero == 2:  # all buckets have one size, whatever their units
         most = max((sum(one.buckets[:IN_FLIGHT_BUCKETS]) for one in sizes if one.stage == 2), default=0)
-        return [most * added * s.grad] * len(units)
+        return [most * added * s.grad] * len(units), 0.0
     buckets = [_unit_buckets(unit, job.at, job.layout) for unit in units]
     graded = [_unit_buckets(unit, job.at, job.layout, frozen=False) for unit in units]
     found: list[float] = []
     flying: list[int] = []
-    # A table shared by both ends gets the head's gradient first, and waits for the embedding's.
-    waiting = max(graded[0], default=0) if job.model.tied and units[0] is job.model.embedding is not units[-1] else 0
+    waiting = 0
+    if job.model.tied and units[0] is job.model.embedding and units[-1] is job.model.head:
+        waiting, graded[-1] = max(graded[0], default=0), graded[-1][1:]  # the head's largest is the embedding's table
     for at in reversed(range(len(units))):
         weights = sum(buckets[at]) + (sum(buckets[at - 1]) if at else 0)
         grads = sum(graded[at]) + added * sum(flying[-IN_FLIGHT_BUCKETS + 1 :]) + (waiting if at else 0)
         found.append(weights * s.param + grads * s.grad)
         flying += graded[at]
-    return found[::-1]
+    return found[::-1], float(waiting * s.grad)
 
 
 def _next_weights(job: Job, stage: Stage) -> float:

@@ -23,6 +23,7 @@ from meshwright.comm.group import Group
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import ZeroConfig
+from meshwright.errors import UserError
 from meshwright.nn.weight_grad import Sink
 from meshwright.sharding.buffers import Bucket, BufferKey, FlatBuffer, Rows, Slot, State, build_buffers
 from meshwright.sharding.placement import Split, shard_axes
@@ -69,6 +70,7 @@ class DataParallel:
             modules, self._split, bucket_mib, number_units(units), grad_dtype, (offload.params, Path(offload.path)),
             seed,
         )  # fmt: skip
+        self._check_ties(slot for buffer in self.buffers for slot in buffer.slots)
         self.weights = WeightGatherer(
             units, slots, self.buffers, lambda buffer: self.groups(buffer).shards, mesh.ledger
         )  # fmt: skip
@@ -149,6 +151,17 @@ class DataParallel:
             for group in groups:
                 row, rows = row * group.size + group.index, rows * group.size
             yield State(f"reducer.{name}", buffer, tensors, Rows(row, rows))
+
+    def _check_ties(self, slots: Iterable[Slot]) -> None:
+        """Refuses a tie that is trained here and frozen on the stage of its other end, which would wait forever."""
+        for slot in slots:
+            ends = [self.mesh.group(axis) for axis in slot.record.copies if slot.record.tied and axis == "embedding"]
+            for group in ends if self._device.type != "meta" else []:
+                if group.agreed(float(not slot.record.trained), self._device) and slot.record.trained:
+                    raise UserError(
+                        f"{slot.record.name} is tied and frozen on one of its two stages only: freeze it in the "
+                        "embedding and in the head, or set model.tied_embeddings=false"
+                    )
 
     def holds_first(self, slot: Slot, apart: Sequence[str] = ()) -> bool:
         """Whether this rank, or a data-parallel replica of it, is the first that holds this content. Ranks along the

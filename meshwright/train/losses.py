@@ -5,10 +5,10 @@ and ranks. A count is known for certain only when the last micro-batch has been 
 
 - One term, named "loss", needs no declaration. Its gradient is stored as a sum with a nominal weight, its count is
   summed together with the loss after backward, and the update divides by it. Nothing is communicated beforehand.
-- Any other list is declared by `loss_counts(sample) -> {name: count}`, a pure function of a sample. At the begin of a
-  step the counts of all its samples are summed over the world, and each term's gradient is divided by its count before
-  it is added to the others'. That costs one small all-reduce, which the host waits for. What forward counts is checked
-  against it.
+- Any other list is declared by `loss_counts(sample) -> {name: count}`, a pure function of a sample. At the beginning
+  of a step the counts of all its samples are summed over the world, and each term's gradient is divided by its count
+  before it is added to the others'. That costs one small all-reduce, which the host waits for, and the reader holds the
+  step's micro-batches meanwhile. What forward counts is checked against it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Normalisation:
 
     def seeds(self) -> Seeds:
         known = self.counts is None or LOSS in self.counts
-        return Seeds(self.seed, self.seed(LOSS) if known else None)
+        # A seed of 0 is not announced: a gradient that was made with it could not be told from one that is missing.
+        return Seeds(self.seed, (self.seed(LOSS) or None) if known else None)
 
     def count(self, tokens: float | Tensor) -> float | Tensor:
         """What the stored gradient is still to be divided by, beside the weight; 0 where nothing was counted."""

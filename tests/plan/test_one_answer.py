@@ -15,6 +15,8 @@ EAGER = "train.compile=false"
 CASES: dict[str, tuple[str, int, str, list[str]]] = {
     "gpt2": ("gpt2-124m", 1, "mb=8", ["train.global_batch=8"]),
     "gpt2-eager": ("gpt2-124m", 8, "mb=4,zero=1", ["train.global_batch=64", EAGER]),
+    "gpt2-zero3": ("gpt2-355m", 8, "zero=3", ["train.global_batch=16"]),
+    "gpt2-zero3-pp": ("gpt2-355m", 8, "zero=3,pp=2", ["train.global_batch=16"]),
     "gpt2-dropout": ("gpt2-124m", 4, "tp=2,sp=true,mb=8", ["train.global_batch=16", "model.dropout=0.1"]),
     "gpt2-cpu": ("gpt2-124m", 2, "tp=2,mb=4", ["train.global_batch=4", "run.device=cpu"]),
     "gpt2-cpu-bf16": ("gpt2-124m", 2, "pp=2,mb=2", ["train.global_batch=8", "run.device=cpu", "train.precision=bf16"]),
@@ -60,8 +62,7 @@ CASES: dict[str, tuple[str, int, str, list[str]]] = {
     "qk-norm": ("llama3-8b", 8, "tp=2,sp=true", ["train.global_batch=8", "model.qk_norm=true"]),
 }  # fmt: skip
 QUICK = {
-    "gpt2", "gpt2-dropout", "gpt2-cpu", "llama2-7b", "llama2-13b-gpipe", "llama3-8b-zero3", "llama3-8b-every",
-    "llama3-8b-chunks", "llama3-8b-offload", "llama3-70b-kept", "neox",
+    "gpt2-zero3", "gpt2-zero3-pp", "gpt2-cpu", "llama2-7b", "llama3-8b-every", "llama3-8b-chunks", "neox",
 }  # fmt: skip
 SHORT = {
     "tp": "layout.tp", "pp": "layout.pp", "chunks": "layout.chunks", "sp": "layout.sequence_parallel",

@@ -18,6 +18,7 @@ from meshwright.config.rules import check
 from meshwright.config.sections import OptimizerConfig
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import state_bytes
+from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.optim.adam import FlatOptimizer
 from meshwright.parts.part import BlockUnit, Model, Unit
@@ -169,6 +170,27 @@ def test_frozen_parameters_are_loaded_saved_sharded_and_planned(tmp_path: Path) 
             }, sections
             said = rank_memory(job, pp_rank)
             assert {kind: getattr(said, kind) for kind in KINDS} == {kind: sizes[kind] for kind in KINDS}, sections
+
+
+def half_a_tie(rank: int, world: int) -> str:
+    def without_embedding(ctx: Any, stage: Any) -> nn.Module:
+        module = model_provider(ctx, stage)
+        if stage.first:
+            module.embedding.requires_grad_(False)  # type: ignore[union-attr, operator]
+        return module
+
+    config = small_config(layout={"pp": 2})
+    ctx = build_context(config, rank, world, Device("cpu"), trains=True)
+    try:
+        Trainer(ctx, build_modules(ctx, without_embedding), forward_step, Made(53, 16))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_tie_that_is_frozen_at_one_end_is_refused() -> None:
+    said = run_ranks(2, half_a_tie, deadline=60.0)
+    assert said[0] == "" and "embedding.weight is tied and frozen on one of its two stages only" in said[1]
 
 
 def test_a_frozen_weight_has_no_master(tmp_path: Path) -> None:

@@ -14,7 +14,10 @@ from meshwright.device import Device
 from meshwright.errors import UserError
 from meshwright.nn.unit import call_unit
 from meshwright.pipeline.output import StageOutput, Term
+from meshwright.plan.communication import stage_calls
+from meshwright.plan.job import job_of
 from meshwright.train.context import build_context
+from meshwright.train.counts import sums_length
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.losses import Normalisation
 from meshwright.train.pretrain import build_modules
@@ -145,6 +148,39 @@ def test_a_term_must_be_declared_and_counted_alike() -> None:
         trainer_of(config_of(), two_terms, twice).step()
     with pytest.raises(UserError, match="returned a Tensor: return a dict"):
         trainer_of(config_of(), lambda ctx, module, batch, received: module(batch), None).step()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_term_that_nobody_counted_leaves_the_others_alone(tied: bool) -> None:
+    """No token counts in the loss of this step, and the other term does."""
+    class Blind(Made):
+        def sample(self, n: int) -> dict[str, Any]:
+            found = super().sample(n)
+            return found | {"loss_mask": np.zeros_like(found["loss_mask"])}
+
+    config = small_config(model={"tied_embeddings": tied})
+    ctx = build_context(config, 0, 1, Device("cpu"), trains=True)
+    data = Blind(config.model.vocab, config.model.seq)
+    trainer = Trainer(ctx, build_modules(ctx, model_provider), two_terms, data, loss_counts=counts)
+    result = trainer.step()
+    assert 0 < result.grad_norm < float("inf") and not result.skipped
+
+
+def test_the_loss_of_a_model_with_a_fused_gradient_has_weight_one() -> None:
+    def weighted(ctx: Any, module: Any, batch: Any, received: Any) -> StageOutput:
+        return StageOutput({}, [Term("loss", module(batch, None), batch["loss_mask"].sum(), 0.5)], {})
+
+    with pytest.raises(UserError, match="must have weight 1"):
+        trainer_of(config_of(), weighted, None).step()
+
+
+def test_declared_terms_are_planned() -> None:
+    """The counts before a step, and the longer sums after it."""
+    trainer = trainer_of(config_of(), two_terms, counts)
+    job = job_of(trainer.ctx.config, 2, terms=2)
+    world = [call for call in stage_calls(job, 0) if call.axis == "world"]
+    assert sorted((call.phase, call.payload) for call in world)[0] == ("data", 16)
+    assert {call.payload for call in world if call.phase == "optimizer"} == {8 * sums_length(2)}
 
 
 def test_a_new_name_while_the_next_step_is_under_way() -> None:
