@@ -104,6 +104,11 @@ class NormPart(Part):
         if self.keeps_output and not (kernels.fused and self.kind == "rmsnorm"):
             yield Kept("output", stream)
 
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """The gradient of the input and the normed input, which a fused RMS norm makes again in one pass."""
+        fused = kernels.fused and self.kind == "rmsnorm" and self.keeps_output
+        return 2.0 * batch.rows(at) * self.width * batch.element if fused else 0.0
+
 
 @dataclass(frozen=True)
 class AttentionPart(Part):

@@ -276,7 +276,9 @@ class BlockUnit(Unit):
         stream = batch.tokens(at) * self.hidden * batch.element
         if not kernels.own:
             return 2.0 * stream if at.splits_tokens else 0.0  # a gathered input and a gradient
-        return super().working(at, batch, kernels) + 3 * stream
+        norms = max(norm.part.working(at, batch, kernels) for norm, _ in self.branches)
+        bodies = max(body.part.working(at, batch, kernels) for _, body in self.branches)
+        return norms + bodies + 3 * stream
 
 
 @dataclass(frozen=True)
