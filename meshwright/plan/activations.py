@@ -170,11 +170,3 @@ def _alibi(job: Job) -> float:
     m = job.config.model
     heads = m.heads // job.layout.tp
     return heads * m.seq**2 * job.batch.element if m.position == "alibi" else 0.0
-
-
-def activations(job: Job, pp_rank: int) -> float:
-    """Returns the most bytes that are kept for backward at once on a rank."""
-    chunks = chunks_of(job, pp_rank)
-    forwards, backwards = bytes_in_flight(job, pp_rank, chunks)
-    during = [total + moment.kept for total, chunk in zip(backwards, chunks, strict=True) for moment in chunk.backward]
-    return max(*forwards, *during)

@@ -176,6 +176,18 @@ def tie_of(unit: Unit, number: int, record: ParamRecord) -> str:
     return f"unit {number}: {record.tied}" if record.tied and isinstance(unit, BlockUnit) else record.tied
 
 
+def records_once(units: Iterable[tuple[Unit, int]], at: Coordinate) -> Iterator[tuple[int, ParamRecord, int]]:
+    """Yields the parameters of a rank's units, given with how many there are of each, as (number of the unit, record,
+    count); tied parameters appear once."""
+    ties: set[str] = set()
+    for number, (unit, count) in enumerate(units):
+        for record in unit_records(unit, at):
+            tie = tie_of(unit, number, record)
+            if tie not in ties:
+                yield number, record, count
+            ties |= {tie} if tie else set()
+
+
 @lru_cache(maxsize=20_000)
 def unit_records(unit: Unit, at: Coordinate) -> tuple[ParamRecord, ...]:
     """Returns the parameters of a unit, which are the same wherever it stands in the model."""

@@ -129,19 +129,26 @@ def _backward_linear(work: Work, where: Setting) -> float:
     return sum(_product_seconds(p, each, where) for p, each in sizes)
 
 
+def _seconds_by_phase(
+    unit: Unit, where: Setting, axis: str, on_node: int, with_repeated: bool = True
+) -> dict[str, float]:
+    """Returns the seconds of a unit's collectives over one axis, in forward and in backward."""
+    times = {"forward": 0.0, "backward": 0.0}
+    for call in unit_collectives(unit, where.at, where.batch):
+        if call.axis == axis and (with_repeated or not call.repeated):
+            seconds = collective_seconds(where.cluster, call.op, call.payload, where.at.size(axis), on_node)
+            times[call.phase] += call.times * seconds
+    return times
+
+
 def _tensor_parallel(unit: Unit, where: Setting, linear: float, again: float) -> tuple[float, float, float]:
     """Returns the exposed forward, exposed backward and hidden seconds of a unit's tp collectives; `again` is the share
     of forward that is recomputed."""
-    size = where.at.size("tp")
-    if size == 1:
+    if where.at.size("tp") == 1:
         return 0.0, 0.0, 0.0
-    stack, cluster = where.stack, where.cluster
-    times = {"forward": 0.0, "backward": 0.0}
-    for call in unit_collectives(unit, where.at, where.batch):
-        # Stacks that hide anything hide all gathers that backward repeats, behind the product for the input's gradient.
-        if call.axis == "tp" and not (call.repeated and stack.hide_tp):
-            seconds = collective_seconds(cluster, call.op, call.payload, size, where.tp_on_node)
-            times[call.phase] += call.times * seconds
+    stack = where.stack
+    # Stacks that hide anything hide all gathers that backward repeats, behind the product for the input's gradient.
+    times = _seconds_by_phase(unit, where, "tp", where.tp_on_node, with_repeated=not stack.hide_tp)
     forward, backward = times["forward"], times["backward"] + again * times["forward"]
     if not isinstance(unit, BlockUnit):  # the embedding and the head have nothing to hide behind
         return forward, backward, 0.0
@@ -155,11 +162,7 @@ def _context_parallel(unit: Unit, where: Setting, attention: float, again: float
     size = where.at.size("cp")
     if size == 1:
         return 0.0, 0.0
-    times = {"forward": 0.0, "backward": 0.0}
-    for call in unit_collectives(unit, where.at, where.batch):
-        if call.axis == "cp":
-            seconds = collective_seconds(where.cluster, call.op, call.payload, size, where.cp_on_node)
-            times[call.phase] += call.times * seconds
+    times = _seconds_by_phase(unit, where, "cp", where.cp_on_node)
     compute = {"forward": attention * (1 + again), "backward": attention * ATTENTION_BACKWARD}
     times["forward"] *= 1 + again
     hidden = sum(min(times[phase], compute[phase] * (size - 1) / size) for phase in times)

@@ -14,7 +14,7 @@ from meshwright.layout import Layout
 from meshwright.parts.part import BlockUnit, Coordinate, Stage, Unit
 from meshwright.plan.activations import bytes_in_flight, chunks_of
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.communication import HeldParameter, packed, tie_of, unit_records
+from meshwright.plan.communication import HeldParameter, packed, records_once, unit_records
 from meshwright.plan.job import Job
 from meshwright.plan.stack import Stack
 from meshwright.sharding.placement import RING, piece_size, shard_axes
@@ -67,14 +67,8 @@ def _buffer_sizes(
     units: tuple[Unit, ...], at: Coordinate, layout: Layout, bucket_mib: float, zero: ZeroConfig,
     dtypes: tuple[str, str],
 ) -> list[BufferSizes]:  # fmt: skip
-    params: list[tuple[HeldParameter, str]] = []
-    ties: set[str] = set()
-    for number, unit in enumerate(units):
-        for record in unit_records(unit, at):
-            tie = tie_of(unit, number, record)
-            if tie not in ties:
-                params.append((HeldParameter(record, number, 0), dtypes[0]))
-            ties |= {tie} if tie else set()
+    records = records_once(((unit, 1) for unit in units), at)
+    params = [(HeldParameter(record, number, 0), dtypes[0]) for number, record, _ in records]
     found = []
     for buffer in packed(params, layout, bucket_mib, zero, dtypes[1]):
         _, data_axes, _, trained = buffer.shared
@@ -87,15 +81,7 @@ def _buffer_sizes(
 def rank_parameters(job: Job, pp_rank: int) -> int:
     """Returns the number of parameters of a rank at this pipeline rank, before ZeRO shards them; tied parameters count
     once."""
-    ties: set[str] = set()
-    total = 0
-    for number, (unit, count) in enumerate(_units(job, pp_rank)):
-        for record in unit_records(unit, job.at):
-            tie = tie_of(unit, number, record)
-            if tie not in ties:
-                total += count * record.numel
-            ties |= {tie} if tie else set()
-    return total
+    return sum(count * record.numel for _, record, count in records_once(_units(job, pp_rank), job.at))
 
 
 def is_offloaded(job: Job, place: str) -> bool:
