@@ -37,11 +37,11 @@ def elide(count: int, limit: int) -> list[int | None]:
 
 
 def draw(layout: Layout, width: int = 100) -> str:
-    """Draws the whole page: the sizes of the world, its grid, its expert grid where ep > 1, and its groups."""
+    """Draws the whole page: the sizes of the world, its grid, its expert grid where it differs, and its groups."""
     lines = [_heading(layout), ""]
     lines += _view(layout, ("dp", "cp"), width)
-    if layout.ep > 1:
-        sizes = _sizes(layout, ("tp", "ep", "edp", "pp"))
+    if layout.ep > 1 or layout.etp != layout.tp:
+        sizes = _sizes(layout, ("etp", "ep", "edp", "pp"))
         lines += ["", f"the same ranks as the experts see them: {sizes}", ""]
         lines += _view(layout, ("edp", "ep"), width)
     lines += ["", *describe_groups(layout, width)]
@@ -64,7 +64,7 @@ def _view(layout: Layout, rows: tuple[str, str], width: int) -> list[str]:
     """Draws the panels of one view, as many side by side as fit; `rows` are the slow and the fast axis going down."""
     drawn = layout.world <= DRAWN_WORLD
     shown = elide(layout.axis_size(rows[0]) * layout.axis_size(rows[1]), 16 if drawn else 6)
-    columns = elide(layout.tp, 16 if drawn else 4)
+    columns = elide(layout.axis_size(_across(rows)), 16 if drawn else 4)
     labels = [_row_label(layout, rows, index) for index in shown]
     names = ["…" if column is None else str(column) for column in columns]
 
@@ -90,6 +90,11 @@ def _view(layout: Layout, rows: tuple[str, str], width: int) -> list[str]:
     return lines
 
 
+def _across(rows: tuple[str, str]) -> str:
+    """Returns the axis that goes across, of the view that the rows' axes are of."""
+    return "etp" if "ep" in rows else "tp"
+
+
 def _row_label(layout: Layout, rows: tuple[str, str], index: int | None) -> str:
     if index is None:
         return "⋮"
@@ -105,7 +110,7 @@ def _rank(
         return None
     slow, fast = rows
     size = layout.axis_size(fast)
-    return layout.rank_at(**{"tp": column, slow: row // size, fast: row % size, "pp": stage})
+    return layout.rank_at(**{_across(rows): column, slow: row // size, fast: row % size, "pp": stage})
 
 
 def _band(layout: Layout, panels: Sequence[Grid], labels: list[str], cell: int) -> list[str]:
