@@ -30,10 +30,42 @@ def context_is_trained(c: Config, world: int) -> str | None:
     return None
 
 
-def experts_are_trained(c: Config, world: int) -> str | None:
-    if c.layout.ep > 1:
-        return f"layout.ep={c.layout.ep}: expert parallelism can't be trained yet, set layout.ep=1"
+def experts_are_cut(c: Config, world: int) -> str | None:
+    """Experts are divided over ep, and each of them over etp; every rank sends its own tokens."""
+    o, experts = c.layout, c.model.experts
+    etp = o.etp or o.tp
+    if not experts.count:
+        if o.ep > 1 or etp != o.tp:
+            key = f"layout.ep={o.ep}" if o.ep > 1 else f"layout.etp={o.etp}"
+            return f"{key} divides experts, and the model has none: set model.experts.count, or leave {key} out"
+        return None
+    if not any(experts.in_block(layer) for layer in range(c.model.layers)):
+        return (
+            f"none of the {c.model.layers} blocks has experts with model.experts.first_dense={experts.first_dense} and "
+            f"every={experts.every}: lower them, or set model.experts.count=0"
+        )
+    if experts.count % o.ep:
+        return f"layout.ep={o.ep} does not divide model.experts.count={experts.count}: try {either(divisors(experts.count))}"
+    if experts.ffn % etp:
+        return f"layout.etp={etp} does not divide model.experts.ffn={experts.ffn}: try {either(divisors(experts.ffn))}"
+    tokens = c.train.micro_batch * c.model.seq
+    if tokens % o.tp:
+        return (
+            f"each of tp={o.tp} ranks routes an equal part of the {tokens} tokens of a micro-batch to experts: change "
+            "model.seq, train.micro_batch or layout.tp"
+        )
     return None
+
+
+def experts_stay_in_their_stage(c: Config, world: int) -> str | None:
+    if c.model.experts.count and not _layout(c, world).views_agree:
+        return f"layout.order={c.layout.order} would put experts on other pipeline stages than their blocks: end it with pp"
+    return None
+
+
+def _layout(c: Config, world: int) -> Layout:
+    o = c.layout
+    return Layout(world, o.tp, o.pp, o.cp, o.ep, o.order, o.node_size or None, etp=o.etp)
 
 
 def world_divides(c: Config, world: int) -> str | None:
@@ -51,9 +83,8 @@ def world_divides(c: Config, world: int) -> str | None:
 
 
 def order_names_axes(c: Config, world: int) -> str | None:
-    o = c.layout
     try:
-        Layout(world, tp=o.tp, pp=o.pp, cp=o.cp, ep=o.ep, order=o.order, node_size=o.node_size or None)
+        _layout(c, world)
     except UserError as error:
         return str(error)
     return None
@@ -169,9 +200,8 @@ def shards_fit_nodes(c: Config, world: int) -> str | None:
             "ranks: lower layout.node_size or set zero.shard_group=dp"
         )
     if c.zero.shard_group == "node" and c.zero.stage and c.layout.node_size and c.layout.cp == 1:
-        o = c.layout
         try:
-            node_parts(Layout(world, tp=o.tp, pp=o.pp, cp=o.cp, ep=o.ep, order=o.order, node_size=o.node_size))
+            node_parts(_layout(c, world))
         except UserError as error:
             return str(error)
     if offload.params != "none" and c.zero.stage != 3:
@@ -234,9 +264,10 @@ def end_token_is_one(c: Config, world: int) -> str | None:
 
 RULES: list[Rule] = [
     context_is_trained,
-    experts_are_trained,
     world_divides,
+    experts_are_cut,
     order_names_axes,
+    experts_stay_in_their_stage,
     tp_divides_heads,
     tp_fits_kv_heads,
     tp_divides_ffn,

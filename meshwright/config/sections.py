@@ -7,7 +7,7 @@ Every key has a default but the model's sizes and `data.prefixes`. A size of 0 m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from meshwright.errors import UserError, divisors, either, nearest
@@ -29,6 +29,76 @@ def _not_negative(section: str, **values: float) -> None:
     for key, value in values.items():
         if not value >= 0:
             raise UserError(f"{section}.{key}={value} must not be negative")
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP of some blocks. With `count` 0 the model is dense."""
+
+    count: int = 0
+    top_k: int = 2  # experts that each token goes to
+    ffn: int = 0  # inner features of one expert; 0: model.ffn
+    shared: int = 0  # experts that every token goes to, as one MLP of `shared` x `ffn` features
+    every: int = 1  # every n-th block has experts: blocks n, 2n, 3n, ...
+    first_dense: int = 0  # blocks before the first that may have experts
+    router: Literal["softmax", "sigmoid"] = "softmax"  # how logits become scores; sigmoid has a balancing bias
+    normalise: bool = True  # the scores of the chosen experts are divided by their sum
+    scale: float = 1.0  # of the chosen experts' scores, after that
+    groups: int = 1  # experts are chosen from the best `groups_used` of so many groups
+    groups_used: int = 1
+    bias_balance: float = 0.0  # per update, how far the balancing bias moves (DeepSeek-V3: 0.001); 0: it stays
+    aux_loss: float = 0.0  # weight of the balance loss
+    aux_level: Literal["sequence", "batch"] = "sequence"  # balance within each sequence, or each rank's micro-batch
+    z_loss: float = 0.0  # weight of the mean squared log-sum of the router's logits
+    capacity: float | None = None  # rows of an expert over its even share; beyond it tokens are dropped. None: dropless
+
+    def __post_init__(self) -> None:
+        _not_negative(
+            "model.experts", count=self.count, ffn=self.ffn, shared=self.shared, first_dense=self.first_dense,
+            bias_balance=self.bias_balance, aux_loss=self.aux_loss, z_loss=self.z_loss,
+        )  # fmt: skip
+        _positive(
+            "model.experts", top_k=self.top_k, every=self.every, scale=self.scale, groups=self.groups,
+            groups_used=self.groups_used,
+        )  # fmt: skip
+        if self.capacity is not None and not self.capacity > 0:
+            raise UserError(
+                f"model.experts.capacity={self.capacity:g} leaves no room for any token: give e.g. 1.25, or leave it "
+                "out to drop none"
+            )
+        if self.count:
+            self._check_choice()
+
+    def _check_choice(self) -> None:
+        if self.top_k > self.count:
+            raise UserError(
+                f"model.experts.top_k={self.top_k} is more than model.experts.count={self.count}: "
+                f"set it to {self.count} or less"
+            )
+        if self.count % self.groups:
+            raise UserError(
+                f"model.experts.groups={self.groups} does not divide model.experts.count={self.count}: "
+                f"try {either(divisors(self.count))}"
+            )
+        if self.groups_used > self.groups:
+            raise UserError(
+                f"model.experts.groups_used={self.groups_used} is more than model.experts.groups={self.groups}: "
+                f"set it to {self.groups} or less"
+            )
+        if self.top_k > self.count // self.groups * self.groups_used:
+            raise UserError(
+                f"model.experts.top_k={self.top_k} is more than the {self.count // self.groups * self.groups_used} "
+                f"experts of {self.groups_used} of {self.groups} groups: raise model.experts.groups_used"
+            )
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias, which balances the experts, is added to the scores that experts are chosen by."""
+        return self.router == "sigmoid" or self.bias_balance > 0
+
+    def in_block(self, layer: int) -> bool:
+        """Whether this block has experts."""
+        return self.count > 0 and layer >= self.first_dense and (layer + 1) % self.every == 0
 
 
 @dataclass(frozen=True)
@@ -61,6 +131,7 @@ class ModelConfig:
     dropout: float = 0.0
     tied_embeddings: bool = True
     init_std: float = 0.02
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
     def __post_init__(self) -> None:
         _positive(
@@ -86,6 +157,8 @@ class ModelConfig:
         }
         for key, value in derived.items():
             object.__setattr__(self, key, value)
+        if self.experts.count and not self.experts.ffn:
+            object.__setattr__(self, "experts", replace(self.experts, ffn=self.ffn))
         if self.heads % self.kv_heads:
             raise UserError(
                 f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}: "
@@ -133,6 +206,7 @@ class LayoutConfig:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    etp: int = 0  # tensor parallelism inside an expert; 0: tp
     order: str = "tp-cp-ep-dp-pp"
     sequence_parallel: bool = False
     chunks: int = 1
@@ -140,7 +214,7 @@ class LayoutConfig:
 
     def __post_init__(self) -> None:
         _positive("layout", tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, chunks=self.chunks)
-        _not_negative("layout", node_size=self.node_size)
+        _not_negative("layout", node_size=self.node_size, etp=self.etp)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ class ParamRecord:
     copies: tuple[str, ...] = ()  # axes (beside the data axes) along which the same content is held
     tied: str = ""  # the tie this parameter belongs to, across stages
     trained: bool = True  # a frozen one has no gradient, master or moments (at run time `requires_grad` decides)
+    wide: bool = False  # in fp32 (in fp64 runs: fp64) whatever the model's precision
 
     @property
     def numel(self) -> int:
@@ -163,31 +164,29 @@ TILE = 128
 
 @dataclass(frozen=True)
 class Tile:
-    """One draw: the seed of a TILE x TILE block, the part of it that is wanted, and where that goes."""
+    """One draw: the seed of a TILE x TILE block, the part of it that is wanted, and its place in the local tensor."""
 
     seed: int
-    rows: slice
-    columns: slice
-    local_rows: slice
-    local_columns: slice
+    wanted: tuple[slice, slice]
+    place: tuple[int | slice, ...]
 
 
 def tiles(record: ParamRecord, seed: int) -> Iterator[Tile]:
-    """Yields the draws that fill `record`'s boxes, which must be of a matrix."""
+    """Yields the draws that fill `record`'s boxes, which must be of a matrix or of several, as experts have them."""
     for box in record.boxes:
-        assert len(box.shape) == 2, f"{record.name}: only matrices are drawn"
-        (r0, c0), (rows, columns), (lr, lc) = box.start, box.shape, box.local_start
-        for i in range(r0 // TILE, -(-(r0 + rows) // TILE)):
-            top, bottom = max(r0, i * TILE), min(r0 + rows, (i + 1) * TILE)
-            for j in range(c0 // TILE, -(-(c0 + columns) // TILE)):
-                left, right = max(c0, j * TILE), min(c0 + columns, (j + 1) * TILE)
-                yield Tile(
-                    stream_seed(seed, record.name, i, j),
-                    slice(top - i * TILE, bottom - i * TILE),
-                    slice(left - j * TILE, right - j * TILE),
-                    slice(lr + top - r0, lr + bottom - r0),
-                    slice(lc + left - c0, lc + right - c0),
-                )
+        assert len(box.shape) in (2, 3), f"{record.name}: only matrices are drawn"
+        (r0, c0), (rows, columns), (lr, lc) = box.start[-2:], box.shape[-2:], box.local_start[-2:]
+        stacked = [((box.start[0] + n,), (box.local_start[0] + n,)) for n in range(box.shape[0])]
+        for which, place in stacked if len(box.shape) == 3 else [((), ())]:
+            for i in range(r0 // TILE, -(-(r0 + rows) // TILE)):
+                top, bottom = max(r0, i * TILE), min(r0 + rows, (i + 1) * TILE)
+                for j in range(c0 // TILE, -(-(c0 + columns) // TILE)):
+                    left, right = max(c0, j * TILE), min(c0 + columns, (j + 1) * TILE)
+                    yield Tile(
+                        stream_seed(seed, record.name, *which, i, j),
+                        (slice(top - i * TILE, bottom - i * TILE), slice(left - j * TILE, right - j * TILE)),
+                        (*place, slice(lr + top - r0, lr + bottom - r0), slice(lc + left - c0, lc + right - c0)),
+                    )
 
 
 def stream_seed(*parts: object) -> int:

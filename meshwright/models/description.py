@@ -13,6 +13,7 @@ from meshwright.errors import UserError, nearest
 from meshwright.layout import Layout, Parts
 from meshwright.layout.params import Init
 from meshwright.layout.shards import node_parts
+from meshwright.parts.experts import ExpertsPart, Routing
 from meshwright.parts.gpt import (
     KV_COPIES,
     KV_GROUPS,
@@ -38,12 +39,27 @@ def gpt(model: ModelConfig) -> Model:
         model.qkv_bias, model.qk_norm, model.norm_eps, model.dropout,
     )  # fmt: skip
     mlp = MLPPart(model.mlp, h, model.ffn, normal, output, model.bias)
-    parts: list[tuple[str, Part]] = [("norm1", norm), ("attention", attention), ("norm2", norm), ("mlp", mlp)]
-    block = BlockUnit(
-        tuple(NamedPart(key, key, part) for key, part in parts), h, model.parallel_residual, model.dropout
-    )  # fmt: skip
+
+    def block(*last: tuple[str, Part]) -> BlockUnit:
+        parts = [("norm1", norm), ("attention", attention), ("norm2", norm), *last]
+        named = tuple(NamedPart(key, key, part) for key, part in parts)
+        return BlockUnit(named, h, model.parallel_residual, model.dropout)
+
+    dense, mixed = block(("mlp", mlp)), block(("experts", experts(model, mlp)))
+    blocks = tuple(mixed if model.experts.in_block(layer) else dense for layer in range(model.layers))
     embedding, head = decoder_ends(model, normal, norm)
-    return Model(embedding, (block,) * model.layers, head, h, model.tied_embeddings)
+    return Model(embedding, blocks, head, h, model.tied_embeddings)
+
+
+def experts(model: ModelConfig, mlp: MLPPart) -> ExpertsPart:
+    """Describes the mixture of experts that stands in an MLP's place. Its products have no biases."""
+    e = model.experts
+    routing = Routing(
+        e.count, e.top_k, e.router, e.normalise, e.scale, e.groups, e.groups_used, e.has_bias, e.bias_balance,
+        e.aux_loss, e.aux_level, e.z_loss, e.capacity,
+    )  # fmt: skip
+    shared = replace(mlp, ffn=e.shared * e.ffn, bias=False) if e.shared else None
+    return ExpertsPart(routing, replace(mlp, ffn=e.ffn, bias=False), shared)
 
 
 def decoder_ends(model: ModelConfig, normal: Init, norm: NormPart) -> tuple[Unit, Unit]:
@@ -106,14 +122,15 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
     c = config.layout
     layout = Layout(
         world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, node_size=c.node_size or node_size or None,
-        parts=kv_parts(config.model, c.tp), ends=ends_of(config.pipeline.schedule, c.pp, c.chunks),
+        parts=kv_parts(config.model, c.tp), ends=ends_of(config.pipeline.schedule, c.pp, c.chunks), etp=c.etp,
     )  # fmt: skip
     if config.zero.stage == 0 or config.zero.shard_group == "dp":
         return layout
     return replace(layout, parts=(*layout.parts, *node_parts(layout)))
 
 
-def fields_read(stage: Stage) -> set[str]:
-    """Returns the fields of a batch that a chunk reads, where the data have them."""
+def fields_read(stage: Stage, model: Model) -> set[str]:
+    """Returns the fields of a batch that a chunk reads, where the data have them. Blocks that add to the loss count the
+    tokens that count in it."""
     ends = ({"tokens"} if stage.first else set()) | ({"labels", "loss_mask"} if stage.last else set())
-    return ends | {"positions", "segments"}
+    return ends | {"positions", "segments"} | ({"loss_mask"} if model.losses else set())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from meshwright.models.stage import Receives
 from meshwright.nn.attention import Alibi, KVCache, causal_mask
 from meshwright.nn.block import Block
 from meshwright.nn.build import build_module
+from meshwright.nn.experts import RoutedInputs, Saved
 from meshwright.nn.linear import Linear
 from meshwright.nn.loss import output_loss
 from meshwright.nn.norm import Norm
@@ -102,18 +104,21 @@ class GPTStage(nn.Module):
             tie_weights(self.head, self.embedding)
         self.micro_batch = config.train.micro_batch
         self._loss_weight: float | None = None
+        self.losses = model.losses  # the terms that blocks add to the loss
+        self.losses_here = sum(1 for layer in stage.layers for _, _, part in model.blocks[layer].parts if any(part.losses()))
         # What `models.stage.StageModule` asks for.
         shapes = {} if stage.first else model.passes(at, MicroBatch(self.micro_batch, c.seq))
         self.receives: Receives = {name: (shape, parallel.dtype) for name, shape in shapes.items()}
-        self.needs: set[str] | None = fields_read(stage)
+        self.needs: set[str] | None = fields_read(stage, model)
         self.draws_by_key = True
 
-    def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
-        """Returns `hidden` for the next chunk or, in the last, the sum of the losses over the unmasked tokens."""
-        hidden = self.trunk(batch, hidden)
+    def forward(self, batch: Batch, hidden: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Returns `hidden` for the next chunk or, in the last, the sum of the losses over the unmasked tokens; and the
+        sums of the terms that blocks add to the loss, if there are any."""
+        hidden, losses = self.trunk(batch, hidden)
         if self.head is None:
-            return hidden
-        return call_unit(self.head, hidden, batch["labels"], batch["loss_mask"], self._loss_weight)
+            return hidden, losses
+        return call_unit(self.head, hidden, batch["labels"], batch["loss_mask"], self._loss_weight), losses
 
     def announce(self, loss_weight: float | None) -> None:
         """What backward will multiply the loss's sum by, where that is known."""
@@ -125,11 +130,14 @@ class GPTStage(nn.Module):
         return [part for part in parts if part is not None]
 
     def compiled_blocks(self) -> list[nn.Module]:
-        return list(self.blocks.values())
+        """Blocks, or their attention where experts, which no compiler can take in, stand beside it."""
+        return [part for block in self.blocks.values() for part in block.compiled_parts()]
 
-    def trunk(self, batch: Batch, hidden: Tensor | None = None, past: dict[str, KVCache] | None = None) -> Tensor:
-        """Returns `hidden` after this chunk's blocks. With `past`, the key-value cache of each block, the batch
-        continues after the tokens in it."""
+    def trunk(
+        self, batch: Batch, hidden: Tensor | None = None, past: dict[str, KVCache] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns `hidden` after this chunk's blocks, and the sums of the terms that they add to the loss, if there are
+        any. With `past`, the key-value cache of each block, the batch continues after the tokens in it."""
         streams = self.parallel.streams
         ids, positions = batch.get("tokens"), batch.get("positions")
         if self.embedding is not None:
@@ -144,15 +152,24 @@ class GPTStage(nn.Module):
         before = next(iter(past.values())).length if past else 0
         shared = BlockInputs(
             sequences, None if self.rotary is None else self.rotary(positions, seq),
-            self._mask(batch, before, seq, hidden.device), past or {}, streams.where,
+            self._mask(batch, before, seq, hidden.device), past or {}, streams.where, self._routed(batch),
         )  # fmt: skip
         layers, run = [int(number) for number in self.blocks], partial(self._run, shared)
         together = self.parallel.recompute.blocks if torch.is_grad_enabled() else 0
         if not together:
-            return run(layers, hidden, False)
+            hidden, *losses = run(layers, hidden, False)
+            return hidden, losses[0] if losses else None
+        total: Tensor | None = None
         for first in range(0, len(layers), together):
-            hidden = recompute(partial(run, layers[first : first + together]), hidden)
-        return hidden
+            hidden, *losses = recompute(partial(run, layers[first : first + together]), hidden)
+            total = _plus(total, losses[0] if losses else None)
+        return hidden, total
+
+    def _routed(self, batch: Batch) -> dict[int, RoutedInputs]:
+        """What the mixtures of experts take beside their input, by layer."""
+        mask = batch.get("loss_mask")
+        counted = None if mask is None else mask.flatten()
+        return {int(n): RoutedInputs(counted, Saved()) for n, block in self.blocks.items() if block.has_experts}
 
     def _mask(self, batch: Batch, before: int, seq: int, device: torch.device) -> Tensor | None:
         """Returns the attention mask, or the bias to add to the scores; None where attention is plainly causal."""
@@ -163,20 +180,24 @@ class GPTStage(nn.Module):
             return self.alibi.causal(seq, device)
         return self.alibi(causal_mask(before + seq, device, seq) if mask is None else mask)
 
-    def _run(self, shared: BlockInputs, layers: list[int], hidden: Tensor, again: bool) -> Tensor:
-        """Returns `hidden` after these blocks. `again` says that they are recomputed: their backward follows at once,
+    def _run(self, shared: BlockInputs, layers: list[int], hidden: Tensor, again: bool) -> tuple[Tensor, ...]:
+        """Returns `hidden` after these blocks and, if they add to the loss, the sums of their terms. `again` says that they are recomputed: their backward follows at once,
         and other micro-batches may have begun since their forward."""
-        streams = self.parallel.streams
+        streams, total = self.parallel.streams, None
         with streams.replaying(shared.where):
             for layer in layers:
                 streams.seed_layer(layer)
                 last = again and layer == layers[-1]
-                past = (shared.past[str(layer)],) if shared.past else ()
-                given = (shared.sequences, shared.rotary, shared.mask, *past)
+                given: tuple[Any, ...] = (shared.sequences, shared.rotary, shared.mask)
+                routed = shared.routed.get(layer)
+                if shared.past or routed is not None:
+                    given = (*given, shared.past.get(str(layer)), routed and replace(routed, again=again))
                 with self.ledger.layer(layer):
-                    hidden = call_unit(self.blocks[str(layer)], hidden, *given, hold=last)
+                    found = call_unit(self.blocks[str(layer)], hidden, *given, hold=last)
+                hidden, losses = found if isinstance(found, tuple) else (found, None)
+                total = _plus(total, losses)
                 self._mark_backward(hidden, layer)
-        return hidden
+        return (hidden,) if total is None else (hidden, total)
 
     def _mark_backward(self, output: Tensor, layer: int | None) -> None:
         """Makes the ledger count a block's backward under its layer. Autograd runs it outside of `ledger.layer`, so a
@@ -193,6 +214,11 @@ class BlockInputs(NamedTuple):
     mask: Tensor | None
     past: dict[str, KVCache]
     where: tuple[int, int, int]
+    routed: dict[int, RoutedInputs]
+
+
+def _plus(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    return more if total is None else total if more is None else total + more
 
 
 def _set_layer(ledger: Ledger, layer: int | None, grad: Tensor) -> None:

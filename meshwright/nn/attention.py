@@ -142,6 +142,7 @@ class Attention(nn.Module):
         rotary: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | None = None,
         past: KVCache | None = None,
+        *unused: object,
     ) -> tuple[Tensor, Tensor]:
         """Returns x [tokens, hidden] of `batch` sequences, for the residual, and attention of its norm. `mask` [batch,
         1 or heads, seq, seq] is true where a query may attend, or is added to the scores; without it, attention is

@@ -10,11 +10,12 @@ from torch import nn
 
 from meshwright.nn.attention import Attention
 from meshwright.nn.embedding import PositionEmbedding, TokenEmbedding
+from meshwright.nn.experts import Experts
 from meshwright.nn.linear import Linear
 from meshwright.nn.mlp import MLP
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
-from meshwright.parts import gpt
+from meshwright.parts import experts, gpt
 from meshwright.parts.part import Part, Records
 
 
@@ -26,6 +27,7 @@ MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
     gpt.NormPart: Norm,
     gpt.AttentionPart: Attention,
     gpt.MLPPart: MLP,
+    experts.ExpertsPart: Experts,
     gpt.TokenEmbeddingPart: TokenEmbedding,
     gpt.PositionEmbeddingPart: PositionEmbedding,
     gpt.OutputLayerPart: _output_layer,

@@ -14,6 +14,16 @@ from meshwright.nn.random import Streams
 
 
 @dataclass(frozen=True)
+class ExpertGroups:
+    """The groups of a mixture of experts: experts are divided over `ep` and each of them over `etp`. `sequence` are the
+    ranks that hold different tokens of the same sequences."""
+
+    etp: Group
+    ep: Group
+    sequence: Group
+
+
+@dataclass(frozen=True)
 class Parallel:
     """How a rank's layers are cut, and in what precision and where they compute."""
 
@@ -27,6 +37,7 @@ class Parallel:
     products: str = ""  # the precision in which linear layers multiply, if not `dtype` (see nn/products.py)
     unallocated: bool = False  # sharding allocates and initialises the parameters later
     host: bool = False  # this is a CPU, or a dry run of one
+    experts: ExpertGroups | None = None  # where the model has experts
 
     @property
     def splits_tokens(self) -> bool:
@@ -42,7 +53,8 @@ class Parallel:
 
     def parameter(self, record: ParamRecord) -> nn.Parameter:
         """Returns an empty parameter that carries its record."""
-        values = torch.empty(record.local_shape, dtype=self.dtype, device=self.device)
+        dtype = torch.promote_types(self.dtype, torch.float32) if record.wide else self.dtype
+        values = torch.empty(record.local_shape, dtype=dtype, device=self.device)
         parameter = nn.Parameter(values, requires_grad=record.trained)
         if self.unallocated:
             parameter.untyped_storage().resize_(0)  # keeps the shape but releases the memory
@@ -83,8 +95,7 @@ def draw_parameter(record: ParamRecord, out: Tensor, seed: int) -> None:
     local = torch.zeros(record.local_shape, dtype=torch.float32)
     for tile in tiles(record, seed):
         generator.manual_seed(tile.seed)
-        drawn = torch.randn(TILE, TILE, generator=generator)
-        local[tile.local_rows, tile.local_columns] = drawn[tile.rows, tile.columns]
+        local[tile.place] = torch.randn(TILE, TILE, generator=generator)[tile.wanted]
     out.copy_(local.mul_(record.init.std))
 
 

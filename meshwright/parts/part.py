@@ -7,6 +7,7 @@ statements, the planner is a fold over them, and the dry run checks that they ar
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -46,7 +47,8 @@ class Coordinate:
         return {name: (size, index) for name, size, index in self.axes}
 
     def size(self, axis: str) -> int:
-        return self._axes.get(axis, (1, 0))[0]
+        """Returns the size of an axis, or of a product of axes as in "tp-cp"."""
+        return math.prod(self._axes.get(word, (1, 0))[0] for word in axis.split("-"))
 
     def index(self, axis: str) -> int:
         return self._axes.get(axis, (1, 0))[1]
@@ -55,6 +57,11 @@ class Coordinate:
     def splits_tokens(self) -> bool:
         """Whether each tp rank holds only its rows of the tokens between the products."""
         return self.sequence_parallel and self.size("tp") > 1
+
+    @property
+    def cuts_experts_alike(self) -> bool:
+        """Whether an expert is divided over the same ranks as everything else."""
+        return self.size("etp") == self.size("tp")
 
 
 def coordinate_of(layout: Layout, rank: int, sequence_parallel: bool) -> Coordinate:
@@ -139,7 +146,8 @@ class Work:
 @dataclass(frozen=True)
 class Collective:
     """One rank's `times` equal calls for one micro-batch; `payload` is the whole logical tensor in bytes. `repeated`:
-    backward repeats a call of forward, and only a weight gradient waits for it."""
+    backward repeats a call of forward, and only a weight gradient waits for it. `replayed`: a recomputation takes what
+    arrived in the first pass instead of calling again."""
 
     phase: str
     axis: str
@@ -147,6 +155,14 @@ class Collective:
     payload: int
     times: int = 1
     repeated: bool = False
+    replayed: bool = False
+
+
+class LossTerm(NamedTuple):
+    """A term that a part adds to the loss: the weight of its mean over the tokens that count in the loss."""
+
+    name: str
+    weight: float
 
 
 class Kept(NamedTuple):
@@ -183,6 +199,10 @@ class Part:
         """Returns the parameters that a rank holds, by their name in the part's module; `name` begins their global
         names."""
         return {}
+
+    def losses(self) -> Iterable[LossTerm]:
+        """Returns the terms that the part adds to the loss."""
+        return ()
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         """Returns what the forward of one micro-batch computes."""
@@ -335,6 +355,12 @@ class Model:
     def kinds(self) -> tuple[tuple[BlockUnit, int], ...]:
         """The kinds of blocks, with how many there are of each."""
         return tuple(Counter(self.blocks).items())
+
+    @cached_property
+    def losses(self) -> tuple[tuple[LossTerm, int], ...]:
+        """The terms that parts add to the loss, with the number of parts that add each."""
+        terms = (term for block in self.blocks for _, _, part in block.parts for term in part.losses())
+        return tuple(Counter(terms).items())
 
     @property
     def whole(self) -> Stage:

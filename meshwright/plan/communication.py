@@ -27,7 +27,7 @@ from meshwright.plan.job import FIELD_BYTES, Job, checked_job
 from meshwright.plan.stack import BYTES
 from meshwright.sharding.placement import backward_order, bucket_elements, buffer_key, grad_bytes, place, shard_axes
 from meshwright.sharding.reducers import PLAIN_REDUCER, ReducerPlan
-from meshwright.train.counts import WIDE, counts_bytes, sums_bytes
+from meshwright.train.counts import WIDE, balance_length, counts_bytes, sums_bytes
 
 
 class Traffic(NamedTuple):
@@ -83,7 +83,7 @@ def batch(job: Job, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
 
     M x (T x fields of this dtype that a chunk of this rank reads x bytes).
     """
-    needs = set().union(*(fields_read(stage) for stage in held))
+    needs = set().union(*(fields_read(stage, job.model) for stage in held))
     dtypes = [dtype for name, dtype in job.data_fields.items() if name in needs]
     for dtype in dict.fromkeys(dtypes):
         payload = job.batch.tokens(job.at) * dtypes.count(dtype) * FIELD_BYTES[dtype]
@@ -97,8 +97,8 @@ def units(job: Job, stage: Stage) -> Iterator[RepeatedCall]:
         again = isinstance(unit, BlockUnit) and job.config.recompute.blocks > 0
         for call in unit_collectives(unit, job.at, job.batch):
             times = count * call.times * job.micro_batches
-            phases = (call.phase, "backward") if again and call.phase == "forward" else (call.phase,)
-            for phase in phases:
+            repeats = again and call.phase == "forward" and not call.replayed
+            for phase in (call.phase, "backward") if repeats else (call.phase,):
                 yield _over(job.layout, "units", phase, call.axis, call.op, call.payload, times)
 
 
@@ -274,9 +274,16 @@ def sums(job: Job, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
     Loss, tokens and squared gradient norm: 1 all_reduce of 3 x 8 over the world. Values to monitor, if there are
     any, and how often each was given: 1 all_reduce of 2 x values x 8 over the world, from the second step on, when all
     ranks know their names. The metrics, which count themselves: 1 all_reduce of (3 x axes of the mesh + 5 phases + 1)
-    x 8 over the world.
+    x 8 over the world. With experts, their rows: 1 all_reduce of (experts + 2) x 8 per block that has them.
     """
-    yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", sums_bytes(max(1, job.terms)))
+    terms = max(1, job.terms) + len(job.model.losses)
+    yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", sums_bytes(terms))
+    experts, layers = job.config.model.experts, range(job.config.model.layers)
+    if experts.count:
+        rows = sum(map(experts.in_block, layers))
+        yield _over(
+            job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * rows * balance_length(experts.count)
+        )
     if job.terms:
         yield _over(job.layout, "sums", "data", "world", "all_reduce", WIDE * job.terms)
     if job.monitored:

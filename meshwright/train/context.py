@@ -14,7 +14,7 @@ from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES, Device, return_freed_memory
 from meshwright.layout import Layout
 from meshwright.models.description import layout_of, stages_of
-from meshwright.nn.parallel import Parallel
+from meshwright.nn.parallel import ExpertGroups, Parallel
 from meshwright.nn.random import Streams
 from meshwright.parts.part import Coordinate, Stage, coordinate_of
 from meshwright.sharding.placement import shard_axes
@@ -78,8 +78,13 @@ def build_context(
         mesh.tp, config.layout.sequence_parallel, PRECISION_DTYPES[config.train.precision], device.torch, streams,
         config.recompute, fused=fuses(config, device), products=products_of(config),
         unallocated=trains and shard_axes(layout, config.zero).stage == 3, host=is_host(config, device),
+        experts=expert_groups(mesh) if config.model.experts.count else None,
     )  # fmt: skip
     return Context(config, layout, mesh, device, parallel)
+
+
+def expert_groups(mesh: Mesh) -> ExpertGroups:
+    return ExpertGroups(mesh.group("etp"), mesh.group("ep"), mesh.group("tp-cp"))
 
 
 def is_host(config: Config, device: Device) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from meshwright.models.gpt import GPTStage
 from meshwright.parts.part import Stage
+from meshwright.pipeline.output import LOSS, StageOutput, Term
 from meshwright.train.context import Context
 from meshwright.train.datasets import datasets_of
 
@@ -21,7 +22,11 @@ def datasets_provider(ctx: Context, samples: tuple[int, int, int]) -> tuple[Any,
 
 
 def forward_step(ctx: Context, module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> Any:
-    out = module(batch, received.get("hidden"))
-    if module.head is None:
-        return {"hidden": out}
-    return out, batch["loss_mask"].sum(), {}
+    out, losses = module(batch, received.get("hidden"))
+    passed = {"hidden": out} if module.head is None else {}
+    terms = [] if module.head is None else [Term(LOSS, out, batch["loss_mask"].sum())]
+    if losses is not None:
+        tokens = batch["loss_mask"].sum()
+        for (term, times), total in zip(module.losses, losses, strict=True):
+            terms.append(Term(term.name, total, tokens * module.losses_here, term.weight * times))
+    return StageOutput(passed, terms)

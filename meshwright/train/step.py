@@ -27,6 +27,7 @@ from meshwright.schedule.verify import verified
 from meshwright.sharding.buffers import State
 from meshwright.sharding.data_parallel import DataParallel
 from meshwright.sharding.reducers import PLAIN_REDUCER, Reducer
+from meshwright.train.balance import ExpertBalance
 from meshwright.train.batches import Dataset, MicroBatches
 from meshwright.train.context import Context, compiles
 from meshwright.train.counts import COUNTS, NEW_NAME, PHASES, counts_bytes
@@ -50,6 +51,7 @@ class StepResult:
     global_batch: int
     losses: dict[str, float] = field(default_factory=dict)
     monitored: dict[str, float] = field(default_factory=dict)
+    experts: dict[str, Any] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     comm: dict[str, dict[str, int]] = field(default_factory=dict)
     step_time_s: float = 0.0
@@ -67,7 +69,7 @@ class StepResult:
             "global_batch": self.global_batch, "step_time_s": self.step_time_s,
             "tokens_per_s": self.tokens / self.step_time_s, "phases": self.phases, "comm": self.comm,
         }  # fmt: skip
-        found = {"losses": self.losses, "monitored": self.monitored}
+        found = {"losses": self.losses, "monitored": self.monitored, "experts": self.experts}
         return out | {name: values for name, values in found.items() if values}
 
 
@@ -82,6 +84,7 @@ class Launched:
     sums: Download
     counts: Download
     monitored: Summing | None
+    balance: Download | None
 
 
 class Trainer:
@@ -114,7 +117,10 @@ class Trainer:
         fields, reader = fields_of(self.modules), ThreadPoolExecutor(1, "meshwright-reader")
         self.train_batches = MicroBatches(ctx, train_data, fields, reader, loss_counts)
         self.valid_batches = MicroBatches(ctx, valid_data, fields, reader) if valid_data is not None else None
-        self.terms = names_of(loss_counts, train_data.sample)
+        self.declared_terms = names_of(loss_counts, train_data.sample)
+        self.blocks = {term.name: count for module in modules for term, count in stage_of(module).losses}
+        self.terms = (*self.declared_terms, *self.blocks)
+        self.balance = ExpertBalance(ctx, self.modules, parallel)
         self.monitored = Monitored(ctx)
         self.step_number = 0
         self.consumed = 0
@@ -166,9 +172,10 @@ class Trainer:
         """One undeclared term is stored with loss scale / nominal tokens, so that gradients have about their true size
         in any precision."""
         if self.train_batches.loss_counts is None:
-            return Normalisation(self.loss_scale.value / (samples * self.ctx.config.model.seq))
+            return Normalisation(self.loss_scale.value / (samples * self.ctx.config.model.seq), None, self.blocks)
         own = self.train_batches.counts(self.consumed, micro_batches)
-        return Normalisation(self.loss_scale.value, counts_over_world(self.ctx, self.terms, own))
+        counts = counts_over_world(self.ctx, self.declared_terms, own)
+        return Normalisation(self.loss_scale.value, counts, self.blocks)
 
     def step(self, stop_requested: bool = False) -> StepResult:
         """One update (or a skipped one): consumes its batch either way. `stop` of the result says whether any rank was
@@ -186,6 +193,7 @@ class Trainer:
         with ledger.phase("optimizer"), self.executor.span("step", "norm and loss"):
             sums = sums_over_world(self.ctx, totals, self.terms, self.data_parallel.square_sum())
             monitored = self.monitored.begin(totals)
+            balance = self.balance.update()
         lr, scale = learning_rate(config, self.step_number + 1), self.loss_scale.value
         self.before_update()
         with self.executor.span("step", UPDATED):
@@ -199,7 +207,7 @@ class Trainer:
             self.step_number, 0.0, 0.0, lr, scale if self.loss_scale.active else None, False, 0, samples
         )
         counts = self._count(totals.seconds, stop_requested, self.monitored.is_new(totals))
-        return Launched(result, begin, totals, normalisation, read, counts, monitored)
+        return Launched(result, begin, totals, normalisation, read, counts, monitored, balance)
 
     def _update(self, lr: float, sums: Tensor, normalisation: Normalisation) -> float:
         """One update, or none if the gradient is not finite or nothing was counted. Returns the seconds that were
@@ -241,6 +249,8 @@ class Trainer:
         new_names = self._read_counts(result, launched.counts.read())
         if launched.monitored is not None:
             result.monitored = launched.monitored.means()
+        if launched.balance is not None:
+            result.experts = self.balance.read(launched.balance)
         if new_names:
             result.monitored |= self.monitored.learn(launched.totals, launched.monitored).means()
         end = time.perf_counter()
@@ -312,7 +322,7 @@ class Trainer:
             return None
         samples = self.ctx.config.run.eval_samples or 4 * self.ctx.config.train.global_batch
         stage = self.data_parallel.stage
-        found = mean_loss(self.ctx, self.executor, self.valid_batches, samples, stage, self.terms)
+        found = mean_loss(self.ctx, self.executor, self.valid_batches, samples, stage, self.declared_terms)
         line = {"step": self.step_number, "loss": found.loss, "tokens": math.ceil(found.tokens), "samples": samples}
         return line | ({"losses": found.losses} if found.losses else {})
 

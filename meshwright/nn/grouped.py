@@ -1,0 +1,150 @@
+"""Products of rows that are sorted by expert with each expert's own matrix, and moving rows to that order and back.
+
+`ends` [experts] says where each expert's rows end; an expert may have none. The products are registered operators, so
+that a dry run sees them and weight gradients go straight into the flat gradient buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.comm.ops import operator
+from meshwright.nn.weight_grad import Sink, now_or_later, sink_of, write_product
+
+
+def _each(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yields the number and the rows of each expert. The host waits for `ends`: this is the way of a CPU."""
+    begin = 0
+    for expert, end in enumerate(ends.tolist()):
+        yield expert, slice(begin, end)
+        begin = end
+
+
+def _in_one_call(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+@operator("meshwright::grouped_product")
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
+    """Returns x_e W_e^T for the rows x_e of every expert e and its weight W_e [out, in]; `transposed`: x_e W_e."""
+    factor = weight if transposed else weight.transpose(1, 2)
+    if _in_one_call(x):
+        return F.grouped_mm(x, factor, offs=ends)
+    out = x.new_empty((x.shape[0], factor.shape[2]))
+    if not x.is_meta:
+        for expert, rows in _each(ends):
+            torch.mm(x[rows], factor[expert], out=out[rows])
+    return out
+
+
+@grouped_product.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[2 if transposed else 1]))
+
+
+def grouped_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """Returns g_e^T x_e for every expert, [experts, out, in]; an expert without rows has zeros."""
+    if _in_one_call(x):
+        return F.grouped_mm(grad.t(), x, offs=ends)
+    out = x.new_zeros((ends.shape[0], grad.shape[1], x.shape[1]))
+    if not x.is_meta:
+        for expert, rows in _each(ends):
+            torch.mm(grad[rows].t(), x[rows], out=out[expert])
+    return out
+
+
+@operator("meshwright::add_grouped_grad", mutates={"sink"})
+def add_grouped_grad(sink: Tensor, grad: Tensor, x: Tensor, ends: Tensor) -> None:
+    """sink += g_e^T x_e for every expert's weight [out, in]."""
+    slot = sink_of(sink)
+    now_or_later(lambda grad, x, ends: _add_grouped(slot, grad, x, ends), grad, x, ends)
+
+
+def _add_grouped(slot: Sink, grad: Tensor, x: Tensor, ends: Tensor) -> None:
+    if _in_one_call(x):
+        slot.add(grouped_weight_grad(grad, x, ends))
+        return
+    slot.prepare()
+    if not x.is_meta:
+        for expert, rows in _each(ends):
+            write_product(slot.view[expert], grad[rows], x[rows], add=not slot.fresh)
+    slot.done()
+
+
+@add_grouped_grad.register_fake
+def _(sink: Tensor, grad: Tensor, x: Tensor, ends: Tensor) -> None:
+    return None
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Returns x[index]; the negative index of a row that is empty gives zeros."""
+    return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0.0)
+
+
+def sum_rows(x: Tensor, places: Tensor) -> Tensor:
+    """Returns, for each row of `places` [n, k], the sum of the rows of x that it lists, in its order and in float32;
+    a negative place gives nothing."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = take_rows(x, places[:, 0]).to(wide)
+    for column in range(1, places.shape[1]):
+        total += take_rows(x, places[:, column])
+    return total.to(x.dtype)
+
+
+class _Spread(torch.autograd.Function):
+    """Copies rows to each of their places: row i of the result is x[index[i]]. `places` [n, k] is its inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return take_rows(x, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return sum_rows(grad, places), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The adjoint of `_Spread`: sums rows that belong together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        return sum_rows(x, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        return take_rows(grad, index), None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Reorders numbers: out[i] = x[index[i]]; `places` is the inverse, and a negative one marks a number left out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return take_rows(x[:, None], index)[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return take_rows(grad[:, None], places)[:, 0], None, None
+
+
+def spread(x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+    return _Spread.apply(x, index, places)
+
+
+def collect(x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+    return _Collect.apply(x, index, places)
+
+
+def permute(x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+    return _Permute.apply(x, index, places)
