@@ -27,7 +27,7 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default 1)")
     parser.add_argument("--cp", type=int, default=1, metavar="N", help="context-parallel size (default 1)")
     parser.add_argument("--ep", type=int, default=1, metavar="N", help="expert-parallel size (default 1)")
-    parser.add_argument("--etp", type=int, default=0, metavar="N", help="tensor parallelism inside experts (default: tp)")
+    parser.add_argument("--etp", type=int, default=0, metavar="N", help="tensor parallelism of experts (default: tp)")
     parser.add_argument(
         "--order", default=Layout.order, help="the axes, fastest-varying first (default %(default)s)"
     )

@@ -45,7 +45,8 @@ def experts_are_cut(c: Config, world: int) -> str | None:
             f"every={experts.every}: lower them, or set model.experts.count=0"
         )
     if experts.count % o.ep:
-        return f"layout.ep={o.ep} does not divide model.experts.count={experts.count}: try {either(divisors(experts.count))}"
+        choices = either(divisors(experts.count))
+        return f"layout.ep={o.ep} does not divide model.experts.count={experts.count}: try {choices}"
     if experts.ffn % etp:
         return f"layout.etp={etp} does not divide model.experts.ffn={experts.ffn}: try {either(divisors(experts.ffn))}"
     tokens = c.train.micro_batch * c.model.seq
@@ -59,7 +60,8 @@ def experts_are_cut(c: Config, world: int) -> str | None:
 
 def experts_stay_in_their_stage(c: Config, world: int) -> str | None:
     if c.model.experts.count and not _layout(c, world).views_agree:
-        return f"layout.order={c.layout.order} would put experts on other pipeline stages than their blocks: end it with pp"
+        order = c.layout.order
+        return f"layout.order={order} would put experts on other pipeline stages than their blocks: end it with pp"
     return None
 
 

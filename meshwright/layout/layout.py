@@ -251,8 +251,8 @@ def _check_sizes(layout: Layout) -> None:
         )
     folded = tp * cp * layout.dp
     if folded % layout.etp:
-        choices = either(divisors(folded))
-        raise UserError(f"etp={layout.etp} does not divide tp*cp*dp={tp}*{cp}*{layout.dp}={folded}: choose etp={choices}")
+        product = f"tp*cp*dp={tp}*{cp}*{layout.dp}={folded}"
+        raise UserError(f"etp={layout.etp} does not divide {product}: choose etp={either(divisors(folded))}")
     shared = folded // layout.etp
     if shared % layout.ep:
         product = f"dp*cp={layout.dp}*{cp}={shared}"

@@ -105,7 +105,8 @@ class GPTStage(nn.Module):
         self.micro_batch = config.train.micro_batch
         self._loss_weight: float | None = None
         self.losses = model.losses  # the terms that blocks add to the loss
-        self.losses_here = sum(1 for layer in stage.layers for _, _, part in model.blocks[layer].parts if any(part.losses()))
+        parts = [part for layer in stage.layers for _, _, part in model.blocks[layer].parts]
+        self.losses_here = sum(any(True for _ in part.losses()) for part in parts)  # blocks of this chunk that add them
         # What `models.stage.StageModule` asks for.
         shapes = {} if stage.first else model.passes(at, MicroBatch(self.micro_batch, c.seq))
         self.receives: Receives = {name: (shape, parallel.dtype) for name, shape in shapes.items()}
@@ -131,7 +132,10 @@ class GPTStage(nn.Module):
 
     def compiled_blocks(self) -> list[nn.Module]:
         """Blocks, or their attention where experts, which no compiler can take in, stand beside it."""
-        return [part for block in self.blocks.values() for part in block.compiled_parts()]
+        return [part for block in self._blocks() for part in block.compiled_parts()]
+
+    def _blocks(self) -> list[Block]:
+        return [block for block in self.blocks.values() if isinstance(block, Block)]
 
     def trunk(
         self, batch: Batch, hidden: Tensor | None = None, past: dict[str, KVCache] | None = None
@@ -169,7 +173,8 @@ class GPTStage(nn.Module):
         """What the mixtures of experts take beside their input, by layer."""
         mask = batch.get("loss_mask")
         counted = None if mask is None else mask.flatten()
-        return {int(n): RoutedInputs(counted, Saved()) for n, block in self.blocks.items() if block.has_experts}
+        layers = [number for number, block in zip(self.blocks, self._blocks(), strict=True) if block.has_experts]
+        return {int(layer): RoutedInputs(counted, Saved()) for layer in layers}
 
     def _mask(self, batch: Batch, before: int, seq: int, device: torch.device) -> Tensor | None:
         """Returns the attention mask, or the bias to add to the scores; None where attention is plainly causal."""
@@ -181,8 +186,9 @@ class GPTStage(nn.Module):
         return self.alibi(causal_mask(before + seq, device, seq) if mask is None else mask)
 
     def _run(self, shared: BlockInputs, layers: list[int], hidden: Tensor, again: bool) -> tuple[Tensor, ...]:
-        """Returns `hidden` after these blocks and, if they add to the loss, the sums of their terms. `again` says that they are recomputed: their backward follows at once,
-        and other micro-batches may have begun since their forward."""
+        """Returns `hidden` after these blocks and, if they add to the loss, the sums of their terms. `again` says that
+        they are recomputed: their backward follows at once, and other micro-batches may have begun since their
+        forward."""
         streams, total = self.parallel.streams, None
         with streams.replaying(shared.where):
             for layer in layers:

@@ -58,7 +58,7 @@ class Block(nn.Module):
         return any(isinstance(getattr(self, body), Experts) for _, body in self.branches)
 
     def compiled_parts(self) -> list[nn.Module]:
-        """The block as one graph; beside experts, whose rows no compiler can count beforehand, only the other bodies."""
+        """The block as one graph; beside experts, whose rows no compiler can count before, only the other bodies."""
         if not self.has_experts:
             return [self]
         bodies = [getattr(self, body) for _, body in self.branches]

@@ -171,6 +171,8 @@ def _weight_grad(sink: Tensor | None, grad: Tensor, x: Tensor, ends: Tensor) -> 
 class Experts(nn.Module):
     """The mixture. Under tp without sequence parallelism, each tp rank routes its part of the tokens."""
 
+    tally: Tensor  # of this step so far: rows by expert, dropped choices, the sum of the routers' entropies
+
     def __init__(self, parallel: Parallel, part: ExpertsPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         assert parallel.experts is not None
@@ -181,7 +183,6 @@ class Experts(nn.Module):
         self.down = ExpertWeights(parallel, records["down.weight"])
         shared = records_under(records, "shared")
         self.shared = MLP(parallel, part.shared, shared) if part.shared is not None else None
-        # Of this step so far: rows by expert, dropped choices, the sum of the routers' entropies.
         tally = torch.zeros(part.routing.count + 2, dtype=torch.float64, device=parallel.device)
         self.register_buffer("tally", tally, persistent=False)
 

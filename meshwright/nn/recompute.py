@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 Run = Callable[[Tensor, bool], tuple[Tensor, ...]]
 
 

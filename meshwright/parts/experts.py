@@ -194,7 +194,7 @@ class ExpertsPart(Part):
             yield from self.shared.kept(at, batch, kernels)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the rows on their way to the experts and back, and of their inner features' gradients."""
+        """Returns the bytes of the rows on their way to experts and back, and of their inner features' gradients."""
         rows, up = self.sent_rows(at, batch), (2 if self.mlp.gated else 1) * self.width(at)
         return float(rows * (3 * self.mlp.hidden + 2 * up) * batch.element)
 

@@ -116,7 +116,8 @@ def unit_bytes(job: Job, unit: Unit) -> KeptBytes:
 def chunks_of(job: Job, pp_rank: int) -> list[ChunkBytes]:
     """Returns the bytes of each chunk of a pipeline rank."""
     held = job.chunks[pp_rank]
-    fields = sum(len(fields_read(stage, job.model) & set(job.data_fields)) for stage in held if stage.first or stage.last)
+    ends = [stage for stage in held if stage.first or stage.last]
+    fields = sum(len(fields_read(stage, job.model) & set(job.data_fields)) for stage in ends)
     return [chunk_bytes(job, stage, fields) for stage in held]
 
 

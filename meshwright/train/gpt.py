@@ -22,11 +22,14 @@ def datasets_provider(ctx: Context, samples: tuple[int, int, int]) -> tuple[Any,
 
 
 def forward_step(ctx: Context, module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> Any:
+    assert isinstance(module, GPTStage)
     out, losses = module(batch, received.get("hidden"))
-    passed = {"hidden": out} if module.head is None else {}
-    terms = [] if module.head is None else [Term(LOSS, out, batch["loss_mask"].sum())]
+    last = module.head is not None
+    terms = [Term(LOSS, out, batch["loss_mask"].sum())] if last else []
     if losses is not None:
-        tokens = batch["loss_mask"].sum()
-        for (term, times), total in zip(module.losses, losses, strict=True):
-            terms.append(Term(term.name, total, tokens * module.losses_here, term.weight * times))
-    return StageOutput(passed, terms)
+        tokens = batch["loss_mask"].sum() * module.losses_here
+        terms += [
+            Term(term.name, total, tokens, term.weight * blocks)
+            for (term, blocks), total in zip(module.losses, losses, strict=True)
+        ]
+    return StageOutput({} if last else {"hidden": out}, terms)

@@ -168,7 +168,7 @@ def test_experts_fold_over_the_ranks_of_tp_cp_and_dp() -> None:
     assert layout.groups("edp")[0] == (0, 4)
     assert Layout(16, tp=2, pp=2, ep=2, etp=4).groups("etp")[0] == (0, 1, 2, 3), "etp crosses dp"
     assert Layout(16, tp=2, pp=2, ep=2).groups("tp-ep")[0] == (0, 1, 2, 3)
-    for broken, told in ((dict(etp=3), "etp=3 does not divide"), (dict(ep=16, etp=1), "choose ep=1, 2, 4 or 8")):
+    for broken, told in (({"etp": 3}, "etp=3 does not divide"), ({"ep": 16, "etp": 1}, "choose ep=1, 2, 4 or 8")):
         with pytest.raises(UserError, match=told):
             Layout(16, tp=4, pp=2, **broken)
 

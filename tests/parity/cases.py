@@ -279,7 +279,8 @@ def _mixture(
     words = [kind, f"ep{ep}", f"etp{etp}" if etp else "", label]
     if cut.get("schedule") == "interleaved":
         keys["model.layers"] = 2 * cut["pp"]
-    return Case(**{**_LLAMA, **cut}, label="-".join(filter(None, words)), extra=tuple(keys.items()), data=tuple((data or {}).items()))
+    label, made = "-".join(filter(None, words)), tuple((data or {}).items())
+    return Case(**{**_LLAMA, **cut}, label=label, extra=tuple(keys.items()), data=made)
 
 
 def _mixtures() -> Iterator[Case]:

@@ -227,8 +227,8 @@ def instead(name: str, replacement: Any) -> tuple[Any, str, Any]:
     return communication, name, replacement
 
 
-def ends_only(stage: Any) -> set[str]:
-    return fields_read(stage) - {"positions", "segments"}
+def ends_only(stage: Any, model: Any) -> set[str]:
+    return fields_read(stage, model) - {"positions", "segments"}
 
 
 MUTATIONS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
@@ -237,7 +237,7 @@ MUTATIONS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
     "gradients in bf16": ("all-bf16", instead("grad_bytes", lambda size, wanted: size)),
     "no gather again": ("tp-sp-fp32", without(gpt, "column_calls", lambda call: call.repeated)),
     "no loss": ("tp", without(gpt.OutputLayerPart, "collectives", lambda call: call.phase == "forward")),
-    "labels everywhere": ("pp-tp-sp-fields", instead("fields_read", lambda stage: set(ALL))),
+    "labels everywhere": ("pp-tp-sp-fields", instead("fields_read", lambda stage, model: set(ALL))),
     "no positions or segments": ("all", instead("fields_read", ends_only)),
     "no further axes": ("kv-copies", without(communication, "gradients", lambda call: call.axis == "tp.kv")),
     "a tie counted once": ("pp", without(communication, "gradients", lambda call: call.axis == "embedding")),
