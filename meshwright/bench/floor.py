@@ -18,6 +18,7 @@ from meshwright.bench.models import job_of_bench, parameters, products
 from meshwright.bench.timing import median_ms, once_ms
 from meshwright.config.sections import Config
 from meshwright.device import Device
+from meshwright.nn.grouped import grouped_product, grouped_weight_grad
 from meshwright.parts.part import Product
 
 OPTIMIZER_BYTES = 28  # fp32 master, gradient and two moments read; master and moments written
@@ -54,10 +55,9 @@ class Floor:
 
 
 def measure(config: Config, device: Device, dtype: torch.dtype, pp_rank: int = 0) -> Floor:
-    tokens = config.train.micro_batch * config.model.seq
     rate = product_rate(device, dtype)
     speed = copy_speed(device)
-    multiplied = product_calls(products(config, pp_rank), tokens, device, dtype)
+    multiplied = product_calls(products(config, pp_rank), device, dtype)
     layers = sum(len(stage.layers) for stage in job_of_bench(config).chunks[pp_rank])
     attended = [(layers, attention_call(config, device, dtype))]
     optimizer = parameters(config, pp_rank) * OPTIMIZER_BYTES / speed / 1e6
@@ -87,12 +87,20 @@ def copy_speed(device: Device) -> float:
     return 2 * x.numel() * x.element_size() / median_ms(device, lambda: y.copy_(x)) / 1e6
 
 
-def product_calls(wanted: list[Product], tokens: int, device: Device, dtype: torch.dtype) -> Calls:
-    """Returns all products of a micro-batch, each with both gradients."""
+def product_calls(wanted: list[Product], device: Device, dtype: torch.dtype) -> Calls:
+    """Returns all products of a micro-batch, each with both gradients. Rows of experts are divided evenly."""
     calls: Calls = []
     for p in wanted:
-        x, y, w = (draw(device, dtype, *shape) for shape in ((tokens, p.k), (tokens, p.n), (p.n, p.k)))
-        three = (lambda x=x, w=w: x @ w.t(), lambda y=y, w=w: y @ w, lambda x=x, y=y: y.t() @ x)
+        x, y = draw(device, dtype, p.m, p.k), draw(device, dtype, p.m, p.n)
+        w = draw(device, dtype, *(() if p.groups == 1 else (p.groups,)), p.n, p.k)
+        three: list[Callable[[], Any]] = [lambda x=x, w=w: x @ w.t(), lambda y=y, w=w: y @ w, lambda x=x, y=y: y.t() @ x]
+        if p.groups > 1:
+            ends = (torch.arange(1, p.groups + 1, device=device.torch) * p.m // p.groups).to(torch.int32)
+            three = [
+                lambda x=x, w=w, ends=ends: grouped_product(x, w, ends),
+                lambda y=y, w=w, ends=ends: grouped_product(y, w, ends, transposed=True),
+                lambda x=x, y=y, ends=ends: grouped_weight_grad(y, x, ends),
+            ]
         calls += [(p.count, call) for call in three]
     return calls
 

@@ -25,7 +25,6 @@ from meshwright.comm.ops import (
     slice_rows,
 )
 from meshwright.layout.params import ParamRecord, records_under
-from meshwright.nn.fused import swiglu, swiglu_backward
 from meshwright.nn.grouped import (
     add_grouped_grad,
     collect,
@@ -35,8 +34,10 @@ from meshwright.nn.grouped import (
     spread,
     sum_rows,
     take_rows,
+    weighted_activation,
+    weighted_activation_backward,
 )
-from meshwright.nn.mlp import ACTIVATIONS, MLP
+from meshwright.nn.mlp import MLP
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.routing import Router, Tokens, picks_of, router_losses
@@ -123,14 +124,14 @@ class _ExpertProducts(torch.autograd.Function):
         inner = grouped_product(take_rows(x, index), up, ends)
         ctx.save_for_backward(x, weights, inner, up, down, index, places, ends)
         ctx.kind, ctx.sinks = kind, sinks
-        return sum_rows(grouped_product(_weighted(inner, weights, kind), down, ends), places)
+        return sum_rows(grouped_product(weighted_activation(inner, weights, kind), down, ends), places)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, inner, up, down, index, places, ends = ctx.saved_tensors
         rows = take_rows(grad, index)
         passed = grouped_product(rows, down, ends, transposed=True)
-        grad_inner, value, grad_weights = _weighted_backward(inner, weights, passed, ctx.kind)
+        grad_inner, value, grad_weights = weighted_activation_backward(inner, weights, passed, ctx.kind)
         grad_down = _weight_grad(ctx.sinks[1], rows, value, ends) if ctx.needs_input_grad[3] else None
         del rows, value, passed
         grad_x = sum_rows(grouped_product(grad_inner, up, ends, transposed=True), places)
@@ -138,27 +139,6 @@ class _ExpertProducts(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_up = _weight_grad(ctx.sinks[0], grad_inner, take_rows(x, index), ends)
         return grad_x, grad_weights, grad_up, grad_down, None, None, None, None, None
-
-
-def _weighted(inner: Tensor, weights: Tensor, kind: str) -> Tensor:
-    """Returns the activation of the inner features times each row's weight, which the last product then carries on."""
-    value = swiglu(inner) if kind == "swiglu" else ACTIVATIONS[kind](inner)
-    return (value * weights[:, None]).to(inner.dtype)
-
-
-def _weighted_backward(inner: Tensor, weights: Tensor, grad: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of the inner features and of the weights, and between them what `_weighted` returned."""
-    passed = (grad * weights[:, None]).to(grad.dtype)
-    if kind == "swiglu":
-        grad_inner, value = swiglu_backward(inner, passed)
-    else:
-        with torch.enable_grad():
-            source = inner.detach().requires_grad_()
-            value = ACTIVATIONS[kind](source)
-        (grad_inner,) = torch.autograd.grad(value, source, passed)
-        value = value.detach()
-    grad_weights = (grad.to(weights.dtype) * value).sum(1)
-    return grad_inner, (value * weights[:, None]).to(inner.dtype), grad_weights
 
 
 def _weight_grad(sink: Tensor | None, grad: Tensor, x: Tensor, ends: Tensor) -> Tensor | None:

@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.comm.ops import operator
+from meshwright.kernels import kernels_take
+from meshwright.nn.fused import swiglu, swiglu_backward
+from meshwright.nn.mlp import ACTIVATIONS
 from meshwright.nn.weight_grad import Sink, now_or_later, sink_of, write_product
 
 
@@ -66,11 +69,12 @@ def add_grouped_grad(sink: Tensor, grad: Tensor, x: Tensor, ends: Tensor) -> Non
 
 
 def _add_grouped(slot: Sink, grad: Tensor, x: Tensor, ends: Tensor) -> None:
-    if _in_one_call(x):
-        slot.add(grouped_weight_grad(grad, x, ends))
-        return
     slot.prepare()
-    if not x.is_meta:
+    if kernels_take(x) and slot.view.dtype == torch.float32:
+        from meshwright.kernels.experts import add_grouped
+
+        add_grouped(slot.view, grad, x, ends, add=not slot.fresh)
+    elif not x.is_meta:
         for expert, rows in _each(ends):
             write_product(slot.view[expert], grad[rows], x[rows], add=not slot.fresh)
     slot.done()
@@ -83,17 +87,60 @@ def _(sink: Tensor, grad: Tensor, x: Tensor, ends: Tensor) -> None:
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """Returns x[index]; the negative index of a row that is empty gives zeros."""
+    if x.is_meta:
+        return x.new_empty((index.shape[0], x.shape[1]))
+    if kernels_take(x):
+        from meshwright.kernels.experts import take_rows as kernel
+
+        return kernel(x, index)
     return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0.0)
 
 
 def sum_rows(x: Tensor, places: Tensor) -> Tensor:
     """Returns, for each row of `places` [n, k], the sum of the rows of x that it lists, in its order and in float32;
     a negative place gives nothing."""
+    if x.is_meta:
+        return x.new_empty((places.shape[0], x.shape[1]))
+    if kernels_take(x):
+        from meshwright.kernels.experts import sum_rows as kernel
+
+        return kernel(x, places)
     wide = torch.promote_types(x.dtype, torch.float32)
     total = take_rows(x, places[:, 0]).to(wide)
     for column in range(1, places.shape[1]):
         total += take_rows(x, places[:, column])
     return total.to(x.dtype)
+
+
+def weighted_activation(inner: Tensor, weights: Tensor, kind: str) -> Tensor:
+    """Returns the activation of the inner features times each row's weight, which the last product then carries on."""
+    if kind == "swiglu" and kernels_take(inner):
+        from meshwright.kernels.experts import weighted_swiglu
+
+        return weighted_swiglu(inner, weights)
+    value = swiglu(inner) if kind == "swiglu" else ACTIVATIONS[kind](inner)
+    return (value * weights[:, None]).to(inner.dtype)
+
+
+def weighted_activation_backward(
+    inner: Tensor, weights: Tensor, grad: Tensor, kind: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradient of the inner features, what `weighted_activation` returned, and the weights' gradient."""
+    if kind == "swiglu" and kernels_take(inner, grad):
+        from meshwright.kernels.experts import weighted_swiglu_backward
+
+        return weighted_swiglu_backward(inner, weights, grad)
+    passed = (grad * weights[:, None]).to(grad.dtype)
+    if kind == "swiglu":
+        grad_inner, value = swiglu_backward(inner, passed)
+    else:
+        with torch.enable_grad():
+            source = inner.detach().requires_grad_()
+            value = ACTIVATIONS[kind](source)
+        (grad_inner,) = torch.autograd.grad(value, source, passed)
+        value = value.detach()
+    grad_weights = (grad.to(weights.dtype) * value).sum(1)
+    return grad_inner, (value * weights[:, None]).to(inner.dtype), grad_weights
 
 
 class _Spread(torch.autograd.Function):

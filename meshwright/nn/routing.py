@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.kernels import kernels_take
 from meshwright.layout.params import ParamRecord
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.weight_grad import add_product_grad
@@ -82,8 +83,12 @@ class Router(nn.Module):
 
 
 def _largest(x: Tensor, k: int) -> Tensor:
-    """Returns the numbers of the k largest columns of each row, the largest first. A stable sort breaks ties by the
-    lower number, on every device."""
+    """Returns the numbers of the k largest columns of each row, the largest first; ties are broken by the lower
+    number, on every device."""
+    if kernels_take(x):
+        from meshwright.kernels.experts import choose
+
+        return choose(x, k)
     return x.sort(dim=1, descending=True, stable=True).indices[:, :k]
 
 

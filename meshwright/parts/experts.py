@@ -126,12 +126,12 @@ class ExpertsPart(Part):
             yield LossTerm("router z", self.routing.z_loss)
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        rows, width, hidden = self.sent_rows(at, batch), self.width(at), self.mlp.hidden
+        rows, width, hidden, local = self.sent_rows(at, batch), self.width(at), self.mlp.hidden, self.experts(at)
         up = 2 * width if self.mlp.gated else width
         products = (
             Product("router", self.own_rows(at, batch), self.routing.count, hidden, precise=True),
-            Product("expert up", rows, up, hidden, precise=True),
-            Product("expert down", rows, hidden, width, precise=True),
+            Product("expert up", rows, up, hidden, precise=True, groups=local),
+            Product("expert down", rows, hidden, width, precise=True, groups=local),
         )
         # Rows are copied to the experts and summed on their way back; the activation reads and writes between.
         moved = float(rows * (up + width + 3 * hidden) * batch.element)

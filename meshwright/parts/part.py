@@ -105,7 +105,8 @@ class Product:
     """`count` equal products [m, k] x [k, n] of one forward pass.
 
     `linear`: one factor is a weight. `scattered`: under sequence parallelism each tp rank keeps only its own rows of
-    the result. `precise`: it runs in bf16 where others run in fp8.
+    the result. `precise`: it runs in bf16 where others run in fp8. `groups`: the m rows are divided among so many
+    weights.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Product:
     linear: bool = True
     scattered: bool = False
     precise: bool = False
+    groups: int = 1
 
     @property
     def flops(self) -> float:
