@@ -93,7 +93,8 @@ def product_calls(wanted: list[Product], device: Device, dtype: torch.dtype) -> 
     for p in wanted:
         x, y = draw(device, dtype, p.m, p.k), draw(device, dtype, p.m, p.n)
         w = draw(device, dtype, *(() if p.groups == 1 else (p.groups,)), p.n, p.k)
-        three: list[Callable[[], Any]] = [lambda x=x, w=w: x @ w.t(), lambda y=y, w=w: y @ w, lambda x=x, y=y: y.t() @ x]
+        three: list[Callable[[], Any]]
+        three = [lambda x=x, w=w: x @ w.t(), lambda y=y, w=w: y @ w, lambda x=x, y=y: y.t() @ x]
         if p.groups > 1:
             ends = (torch.arange(1, p.groups + 1, device=device.torch) * p.m // p.groups).to(torch.int32)
             three = [
