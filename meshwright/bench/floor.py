@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,17 +93,18 @@ def product_calls(wanted: list[Product], device: Device, dtype: torch.dtype) -> 
     calls: Calls = []
     for p in wanted:
         x, y = draw(device, dtype, p.m, p.k), draw(device, dtype, p.m, p.n)
-        w = draw(device, dtype, *(() if p.groups == 1 else (p.groups,)), p.n, p.k)
-        three: list[Callable[[], Any]]
-        three = [lambda x=x, w=w: x @ w.t(), lambda y=y, w=w: y @ w, lambda x=x, y=y: y.t() @ x]
-        if p.groups > 1:
-            ends = (torch.arange(1, p.groups + 1, device=device.torch) * p.m // p.groups).to(torch.int32)
-            three = [
-                lambda x=x, w=w, ends=ends: grouped_product(x, w, ends),
-                lambda y=y, w=w, ends=ends: grouped_product(y, w, ends, transposed=True),
-                lambda x=x, y=y, ends=ends: grouped_weight_grad(y, x, ends),
-            ]
-        calls += [(p.count, call) for call in three]
+        if p.groups == 1:
+            w = draw(device, dtype, p.n, p.k)
+            three = (lambda x=x, w=w: x @ w.t(), lambda y=y, w=w: y @ w, lambda x=x, y=y: y.t() @ x)
+            calls += [(p.count, call) for call in three]
+            continue
+        w = draw(device, dtype, p.groups, p.n, p.k)
+        ends = (torch.arange(1, p.groups + 1, device=device.torch) * p.m // p.groups).to(torch.int32)
+        calls += [
+            (p.count, partial(grouped_product, x, w, ends)),
+            (p.count, partial(grouped_product, y, w, ends, transposed=True)),
+            (p.count, partial(grouped_weight_grad, y, x, ends)),
+        ]
     return calls
 
 
