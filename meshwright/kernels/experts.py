@@ -101,7 +101,7 @@ def weighted_swiglu(x: Tensor, weights: Tensor) -> Tensor:
 
 
 @triton.jit
-def _weighted_swiglu_backward(x, weights, grad, out, value, grad_weights, width, BLOCK: tl.constexpr):
+def _weighted_swiglu_backward(x, weights, grad, grad_weights, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights + row)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -115,22 +115,21 @@ def _weighted_swiglu_backward(x, weights, grad, out, value, grad_weights, width,
         silu = gate * share
         total += g * silu * up
         g *= weight
-        tl.store(value + row * width + at, silu * up * weight, mask=inside)
-        tl.store(out + row * 2 * width + at, g * up * (share + silu * (1.0 - share)), mask=inside)
-        tl.store(out + row * 2 * width + width + at, g * silu, mask=inside)
+        tl.store(grad + row * width + at, silu * up * weight, mask=inside)
+        tl.store(x + row * 2 * width + at, g * up * (share + silu * (1.0 - share)), mask=inside)
+        tl.store(x + row * 2 * width + width + at, g * silu, mask=inside)
     tl.store(grad_weights + row, tl.sum(total, 0))
 
 
-def weighted_swiglu_backward(x: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient of x, the output of `weighted_swiglu` once more, and the gradient of the weights."""
+def weighted_swiglu_backward_(x: Tensor, weights: Tensor, grad: Tensor) -> Tensor:
+    """Overwrites x by its gradient and `grad` by the output of `weighted_swiglu`; returns the gradient of the weights.
+    Both are the largest tensors of a block, and each element is read before it is written."""
     rows, width = grad.shape
-    out, value, grad_weights = torch.empty_like(x), torch.empty_like(grad), torch.empty_like(weights)
+    grad_weights = torch.empty_like(weights)
     if rows:
         block = min(1024, triton.next_power_of_2(width))
-        _weighted_swiglu_backward[(rows,)](
-            x, weights, grad.contiguous(), out, value, grad_weights, width, BLOCK=block, num_warps=4
-        )
-    return out, value, grad_weights
+        _weighted_swiglu_backward[(rows,)](x, weights, grad, grad_weights, width, BLOCK=block, num_warps=4)
+    return grad_weights
 
 
 @triton.jit

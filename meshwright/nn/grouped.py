@@ -114,6 +114,8 @@ def sum_rows(x: Tensor, places: Tensor) -> Tensor:
 
 def weighted_activation(inner: Tensor, weights: Tensor, kind: str) -> Tensor:
     """Returns the activation of the inner features times each row's weight, which the last product then carries on."""
+    if kind == "swiglu" and inner.is_meta:
+        return inner.new_empty((inner.shape[0], inner.shape[1] // 2))
     if kind == "swiglu" and kernels_take(inner):
         from meshwright.kernels.experts import weighted_swiglu
 
@@ -125,11 +127,15 @@ def weighted_activation(inner: Tensor, weights: Tensor, kind: str) -> Tensor:
 def weighted_activation_backward(
     inner: Tensor, weights: Tensor, grad: Tensor, kind: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient of the inner features, what `weighted_activation` returned, and the weights' gradient."""
+    """Returns the gradient of the inner features, what `weighted_activation` returned, and the weights' gradient. On
+    CUDA the first two overwrite `inner` and `grad`, so neither may be used afterwards."""
+    if kind == "swiglu" and inner.is_meta:  # a dry run takes the kernel's memory
+        return inner, grad, torch.empty_like(weights)
     if kind == "swiglu" and kernels_take(inner, grad):
-        from meshwright.kernels.experts import weighted_swiglu_backward
+        from meshwright.kernels.experts import weighted_swiglu_backward_
 
-        return weighted_swiglu_backward(inner, weights, grad)
+        grad_weights = weighted_swiglu_backward_(inner, weights, grad)
+        return inner, grad, grad_weights
     passed = (grad * weights[:, None]).to(grad.dtype)
     if kind == "swiglu":
         grad_inner, value = swiglu_backward(inner, passed)
