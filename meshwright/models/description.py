@@ -40,8 +40,9 @@ def gpt(model: ModelConfig) -> Model:
     )  # fmt: skip
     mlp = MLPPart(model.mlp, h, model.ffn, normal, output, model.bias)
 
-    def block(*last: tuple[str, Part]) -> BlockUnit:
-        parts = [("norm1", norm), ("attention", attention), ("norm2", norm), *last]
+    def block(*last: tuple[str, Part]) -> BlockUnit:  # experts state what they keep of their norm themselves
+        second = replace(norm, keeps_output=False) if last[0][0] == "experts" else norm
+        parts = [("norm1", norm), ("attention", attention), ("norm2", second), *last]
         named = tuple(NamedPart(key, key, part) for key, part in parts)
         return BlockUnit(named, h, model.parallel_residual, model.dropout)
 

@@ -276,10 +276,12 @@ def exchange_counts(order: Sorted, routing: Routing, ep: Group) -> Arrivals:
     capacity fixes them."""
     own = order.counts.view(ep.size, -1)
     rows = order.choices.shape[0]
-    if routing.capacity is not None or own.is_meta:  # a dry run takes the experts to be balanced
-        even = [rows // ep.size + (n < rows % ep.size) for n in range(ep.size)]
+    even = [rows // ep.size + (n < rows % ep.size) for n in range(ep.size)]
+    if routing.capacity is not None:
         return Arrivals(even, even, own)
     arriving = torch.empty_like(own)
     ep.all_to_all(arriving, own.contiguous())
+    if own.is_meta:  # a dry run takes the experts to be balanced
+        return Arrivals(even, even, arriving)
     sends, receives = torch.stack([own.sum(1), arriving.sum(1)]).tolist()
     return Arrivals(sends, receives, arriving)

@@ -186,17 +186,26 @@ class ExpertsPart(Part):
         e, wide, k, count = batch.element, batch.wide, self.routing.top_k, self.routing.count
         own, gathered, rows = self.own_rows(at, batch), self.gathered_rows(at, batch), self.sent_rows(at, batch)
         up = (2 if self.mlp.gated else 1) * self.width(at)
+        row = self.mlp.hidden * e
+        whole = at.cuts_experts_alike and not at.splits_tokens  # every rank has all tokens, and routes a part of them
+        held = batch.tokens(at) if whole else own
+        yield Kept("router input", held * row)
         yield Kept("scores", own * (count + 3 * k) * wide + own * k * INDEX_BYTES)
-        yield Kept("expert inputs", (rows if at.size("ep") > 1 else gathered) * self.mlp.hidden * e)
+        if at.size("ep") > 1:
+            yield Kept("expert inputs", rows * row)
+        elif gathered > held:
+            yield Kept("expert inputs", gathered * row)
         yield Kept("expert features", rows * (up * e + wide))
         yield Kept("expert rows", 3 * rows * INDEX_BYTES)
         if self.shared is not None:
             yield from self.shared.kept(at, batch, kernels)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the rows on their way to experts and back, and of their inner features' gradients."""
-        rows, up = self.sent_rows(at, batch), (2 if self.mlp.gated else 1) * self.width(at)
-        return float(rows * (3 * self.mlp.hidden + 2 * up) * batch.element)
+        """Returns the bytes of the gradient's rows, as they arrive and as the experts take them, and of the gradient of
+        the last product's input. Where the activation is not gated, its own gradient comes on top."""
+        copies = 2 if at.size("ep") > 1 else 1
+        features = self.width(at) * (1 if self.mlp.gated else 4)
+        return float(self.sent_rows(at, batch) * (copies * self.mlp.hidden + features) * batch.element)
 
 
 def _expert_record(

@@ -194,6 +194,11 @@ def unit_records(unit: Unit, at: Coordinate) -> tuple[ParamRecord, ...]:
     return tuple(unit.records(at).values())
 
 
+def dtype_of(record: ParamRecord, precision: str) -> str:
+    """Returns the dtype of a parameter: the run's precision, unless it must be wider."""
+    return "fp32" if record.wide and precision != "fp64" else precision
+
+
 class PackedBuffer(NamedTuple):
     """A flat buffer: the properties that its parameters share (dtype, data axes, further partial axes, whether they are
     trained), the parameters in the order of backward, (start, bucket) of each and (start, stop) of each bucket."""
@@ -298,7 +303,7 @@ def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
     for stage in held:
         calls += units(job, stage)
     calls += pipeline(job, pp_rank, held)
-    params = [(param, c.train.precision) for param in parameters(job, held)]
+    params = [(param, dtype_of(param.record, c.train.precision)) for param in parameters(job, held)]
     calls += gradients(
         params, job.layout, c.comm.bucket_mib, c.zero, job.micro_batches, c.train.grad_dtype, job.reducer
     )

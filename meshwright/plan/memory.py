@@ -14,9 +14,9 @@ from meshwright.layout import Layout
 from meshwright.parts.part import BlockUnit, Coordinate, Stage, Unit
 from meshwright.plan.activations import bytes_in_flight, chunks_of
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.communication import HeldParameter, packed, records_once, unit_records
+from meshwright.plan.communication import HeldParameter, dtype_of, packed, records_once, unit_records
 from meshwright.plan.job import Job
-from meshwright.plan.stack import Stack
+from meshwright.plan.stack import BYTES, Stack
 from meshwright.sharding.placement import RING, piece_size, shard_axes
 
 GIB = 2**30
@@ -47,12 +47,13 @@ class Memory:
 
 class BufferSizes(NamedTuple):
     """The elements of each bucket of a buffer, padding included, in the order of backward; the buffer's ZeRO stage, the
-    number of ranks that shard it, and whether it is trained."""
+    number of ranks that shard it, whether it is trained, and the bytes of an element if not those of other weights."""
 
     buckets: list[int]
     stage: int
     shards: int
     trained: bool
+    element: int = 0
 
 
 def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
@@ -68,13 +69,14 @@ def _buffer_sizes(
     dtypes: tuple[str, str],
 ) -> list[BufferSizes]:  # fmt: skip
     records = records_once(((unit, 1) for unit in units), at)
-    params = [(HeldParameter(record, number, 0), dtypes[0]) for number, record, _ in records]
+    params = [(HeldParameter(record, number, 0), dtype_of(record, dtypes[0])) for number, record, _ in records]
     found = []
     for buffer in packed(params, layout, bucket_mib, zero, dtypes[1]):
-        _, data_axes, _, trained = buffer.shared
+        dtype, data_axes, _, trained = buffer.shared
         stage, axes, _ = shard_axes(layout, zero, data_axes, trained)
         sizes = [stop - start for start, stop in buffer.buckets]
-        found.append(BufferSizes(sizes, stage, layout.size(axes) if axes else 1, trained))
+        element = BYTES[dtype] if dtype != dtypes[0] else 0
+        found.append(BufferSizes(sizes, stage, layout.size(axes) if axes else 1, trained, element))
     return found
 
 
@@ -105,7 +107,7 @@ def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     """Returns the bytes of a buffer's parameters, gradients, masters and moments that persist between steps."""
     s, zero, whole = job.states, sizes.stage, sum(sizes.buckets)
     own = whole / sizes.shards if job.stack.states else whole // sizes.shards
-    parameters = (own if zero == 3 else whole) * s.param if s.keeps_param or zero <= 2 else 0.0
+    parameters = (own if zero == 3 else whole) * (sizes.element or s.param) if s.keeps_param or zero <= 2 else 0.0
     gradients = (own if zero >= 2 else whole) * (s.grad + s.grad_copy)
     gradients += (own if zero >= 1 else whole) * s.step_copy
     master = (own if zero >= 1 else whole) * s.master
