@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from meshwright.config.blocks import ExpertsConfig, LatentConfig, not_negative, positive
 from meshwright.errors import UserError, divisors, either, nearest
 from meshwright.schedule.kinds import training_kinds
 
@@ -17,88 +18,6 @@ Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 LONGEST_S = 365 * 24 * 3600.0
 FP8_UNIT = 16  # products in fp8 take multiples of this
 TRAINING_KEYS = {"preset", "dropout", "init_std"}  # of a model: how it is trained, not what it computes
-
-
-def _positive(section: str, **values: float) -> None:
-    for key, value in values.items():
-        if not value > 0:
-            raise UserError(f"{section}.{key}={value} must be greater than zero")
-
-
-def _not_negative(section: str, **values: float) -> None:
-    for key, value in values.items():
-        if not value >= 0:
-            raise UserError(f"{section}.{key}={value} must not be negative")
-
-
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """A mixture of experts in place of the MLP of some blocks. With `count` 0 the model is dense."""
-
-    count: int = 0
-    top_k: int = 2  # experts that each token goes to
-    ffn: int = 0  # inner features of one expert; 0: model.ffn
-    shared: int = 0  # experts that every token goes to, as one MLP of `shared` x `ffn` features
-    every: int = 1  # every n-th block has experts: blocks n, 2n, 3n, ...
-    first_dense: int = 0  # blocks before the first that may have experts
-    router: Literal["softmax", "sigmoid"] = "softmax"  # how logits become scores; sigmoid has a balancing bias
-    normalise: bool = True  # the scores of the chosen experts are divided by their sum
-    scale: float = 1.0  # of the chosen experts' scores, after that
-    groups: int = 1  # experts are chosen from the best `groups_used` of so many groups
-    groups_used: int = 1
-    bias_balance: float = 0.0  # per update, how far the balancing bias moves (DeepSeek-V3: 0.001); 0: it stays
-    aux_loss: float = 0.0  # weight of the balance loss
-    aux_level: Literal["sequence", "batch"] = "sequence"  # balance within each sequence, or each rank's micro-batch
-    z_loss: float = 0.0  # weight of the mean squared log-sum of the router's logits
-    capacity: float | None = None  # rows of an expert over its even share; beyond it tokens are dropped. None: dropless
-
-    def __post_init__(self) -> None:
-        _not_negative(
-            "model.experts", count=self.count, ffn=self.ffn, shared=self.shared, first_dense=self.first_dense,
-            bias_balance=self.bias_balance, aux_loss=self.aux_loss, z_loss=self.z_loss,
-        )  # fmt: skip
-        _positive(
-            "model.experts", top_k=self.top_k, every=self.every, scale=self.scale, groups=self.groups,
-            groups_used=self.groups_used,
-        )  # fmt: skip
-        if self.capacity is not None and not self.capacity > 0:
-            raise UserError(
-                f"model.experts.capacity={self.capacity:g} leaves no room for any token: give e.g. 1.25, or leave it "
-                "out to drop none"
-            )
-        if self.count:
-            self._check_choice()
-
-    def _check_choice(self) -> None:
-        if self.top_k > self.count:
-            raise UserError(
-                f"model.experts.top_k={self.top_k} is more than model.experts.count={self.count}: "
-                f"set it to {self.count} or less"
-            )
-        if self.count % self.groups:
-            raise UserError(
-                f"model.experts.groups={self.groups} does not divide model.experts.count={self.count}: "
-                f"try {either(divisors(self.count))}"
-            )
-        if self.groups_used > self.groups:
-            raise UserError(
-                f"model.experts.groups_used={self.groups_used} is more than model.experts.groups={self.groups}: "
-                f"set it to {self.groups} or less"
-            )
-        if self.top_k > self.count // self.groups * self.groups_used:
-            raise UserError(
-                f"model.experts.top_k={self.top_k} is more than the {self.count // self.groups * self.groups_used} "
-                f"experts of {self.groups_used} of {self.groups} groups: raise model.experts.groups_used"
-            )
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether a bias, which balances the experts, is added to the scores that experts are chosen by."""
-        return self.router == "sigmoid" or self.bias_balance > 0
-
-    def in_block(self, layer: int) -> bool:
-        """Whether this block has experts."""
-        return self.count > 0 and layer >= self.first_dense and (layer + 1) % self.every == 0
 
 
 @dataclass(frozen=True)
@@ -132,27 +51,29 @@ class ModelConfig:
     tied_embeddings: bool = True
     init_std: float = 0.02
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    latent: LatentConfig = field(default_factory=LatentConfig)
 
     def __post_init__(self) -> None:
-        _positive(
+        positive(
             "model", layers=self.layers, hidden=self.hidden, heads=self.heads, vocab=self.vocab, seq=self.seq,
             norm_eps=self.norm_eps, rope_theta=self.rope_theta, init_std=self.init_std,
         )  # fmt: skip
-        _not_negative(
+        not_negative(
             "model", kv_heads=self.kv_heads, head_dim=self.head_dim, ffn=self.ffn,
             position_offset=self.position_offset,
         )  # fmt: skip
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"model.dropout={self.dropout} must be at least 0 and below 1")
-        if not self.head_dim and self.hidden % self.heads:
+        if not self.head_dim and not self.latent.kv_rank and self.hidden % self.heads:
             raise UserError(
                 f"model.heads={self.heads} does not divide model.hidden={self.hidden}: "
                 "change one of them or give model.head_dim"
             )
         swiglu = -(-8 * self.hidden // 3 // 64) * 64
+        latent_dim = self.latent.nope_dim + self.latent.rope_dim if self.latent.kv_rank else 0
         derived = {
-            "kv_heads": self.kv_heads or self.heads,
-            "head_dim": self.head_dim or self.hidden // self.heads,
+            "kv_heads": self.heads if self.latent.kv_rank else self.kv_heads or self.heads,
+            "head_dim": latent_dim or self.head_dim or self.hidden // self.heads,
             "ffn": self.ffn or (swiglu if self.mlp == "swiglu" else 4 * self.hidden),
         }
         for key, value in derived.items():
@@ -169,7 +90,7 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Elements of a head that rotary positions turn, in pairs."""
-        return int(self.head_dim * self.rotary_fraction)
+        return self.latent.rope_dim if self.latent.kv_rank else int(self.head_dim * self.rotary_fraction)
 
     def _check_positions(self) -> None:
         if not 0.0 < self.rotary_fraction <= 1.0:
@@ -182,6 +103,8 @@ class ModelConfig:
                 f"model.rotary_fraction={self.rotary_fraction} of head_dim={self.head_dim} is less than one pair: "
                 "raise it or use model.position=none"
             )
+        if self.latent.kv_rank and self.position != "rope":
+            raise UserError(f"model.latent needs model.position=rope, not {self.position}: change one of them")
         kinds = (("position_offset", "learned", 0), ("rope_scaling", "rope", ()), ("rotary_fraction", "rope", 1.0))
         for key, of, default in kinds:
             if self.position != of and getattr(self, key) != default:
@@ -213,8 +136,8 @@ class LayoutConfig:
     node_size: int = 0  # 0: as many ranks as a node starts
 
     def __post_init__(self) -> None:
-        _positive("layout", tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, chunks=self.chunks)
-        _not_negative("layout", node_size=self.node_size, etp=self.etp)
+        positive("layout", tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, chunks=self.chunks)
+        not_negative("layout", node_size=self.node_size, etp=self.etp)
 
 
 @dataclass(frozen=True)
@@ -245,8 +168,8 @@ class TrainConfig:
     ramp: tuple[int, ...] = ()  # (first global batch, increment, samples over which it grows)
 
     def __post_init__(self) -> None:
-        _positive("train", steps=self.steps, global_batch=self.global_batch, micro_batch=self.micro_batch)
-        _not_negative("train", seed=self.seed, clip=self.clip)
+        positive("train", steps=self.steps, global_batch=self.global_batch, micro_batch=self.micro_batch)
+        not_negative("train", seed=self.seed, clip=self.clip)
         if self.ramp:
             if len(self.ramp) != 3 or min(self.ramp) <= 0:
                 raise UserError(
@@ -271,7 +194,7 @@ class OffloadConfig:
     buffer_mib: float = 64.0  # size of a piece; a few are held at a time
 
     def __post_init__(self) -> None:
-        _positive("zero.offload", buffer_mib=self.buffer_mib)
+        positive("zero.offload", buffer_mib=self.buffer_mib)
         if "disk" in (self.optimizer, self.params) and not self.path:
             raise UserError("zero.offload.path is empty: name a folder on a fast disk to offload to")
 
@@ -320,8 +243,8 @@ class OptimizerConfig:
     state_dtype: Literal["fp32", "bf16"] = "fp32"  # of the moments; updates are computed in fp32
 
     def __post_init__(self) -> None:
-        _positive("optimizer", lr=self.lr, eps=self.eps)
-        _not_negative("optimizer", weight_decay=self.weight_decay)
+        positive("optimizer", lr=self.lr, eps=self.eps)
+        not_negative("optimizer", weight_decay=self.weight_decay)
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise UserError(f"optimizer.betas={list(self.betas)} must be two numbers in [0, 1), e.g. [0.9, 0.95]")
 
@@ -335,7 +258,7 @@ class LossScaleConfig:
     min: float = 1.0
 
     def __post_init__(self) -> None:
-        _positive("loss_scale", initial=self.initial, window=self.window, min=self.min)
+        positive("loss_scale", initial=self.initial, window=self.window, min=self.min)
         if self.min > self.initial:
             raise UserError(f"loss_scale.min={self.min} must not be above loss_scale.initial={self.initial}")
 
@@ -350,7 +273,7 @@ class LRConfig:
     min: float = 0.0
 
     def __post_init__(self) -> None:
-        _not_negative("lr", warmup=self.warmup, decay=self.decay, min=self.min)
+        not_negative("lr", warmup=self.warmup, decay=self.decay, min=self.min)
 
 
 @dataclass(frozen=True)
@@ -386,7 +309,7 @@ class CommConfig:
     bucket_mib: float = 25.0  # gradients are reduced in pieces of about this size
 
     def __post_init__(self) -> None:
-        _positive("comm", timeout=self.timeout, bucket_mib=self.bucket_mib)
+        positive("comm", timeout=self.timeout, bucket_mib=self.bucket_mib)
         if self.timeout > LONGEST_S:
             raise UserError(f"comm.timeout={self.timeout:g} is more than a year of seconds: lower it")
 
@@ -400,7 +323,7 @@ class CheckpointConfig:
     dir: str = ""  # empty: run.dir/checkpoints
 
     def __post_init__(self) -> None:
-        _not_negative("checkpoint", every=self.every, keep=self.keep)
+        not_negative("checkpoint", every=self.every, keep=self.keep)
 
 
 @dataclass(frozen=True)
@@ -414,8 +337,8 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
 
     def __post_init__(self) -> None:
-        _positive("run", log_every=self.log_every)
-        _not_negative("run", eval_every=self.eval_every, eval_samples=self.eval_samples)
+        positive("run", log_every=self.log_every)
+        not_negative("run", eval_every=self.eval_every, eval_samples=self.eval_samples)
         if not self.dir:
             raise UserError("run.dir is empty: name a folder for the run")
 

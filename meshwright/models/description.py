@@ -24,6 +24,7 @@ from meshwright.parts.gpt import (
     PositionEmbeddingPart,
     TokenEmbeddingPart,
 )
+from meshwright.parts.latent import LatentAttentionPart
 from meshwright.parts.part import BlockUnit, Model, NamedPart, Part, Stage, Unit
 from meshwright.schedule.kinds import ends_of
 
@@ -34,15 +35,14 @@ def gpt(model: ModelConfig) -> Model:
     # Projections back into the residual stream start smaller, as in GPT-2.
     output = Init("normal", model.init_std / math.sqrt(2 * model.layers))
     norm = NormPart(model.norm, h, model.norm_eps, model.norm == "layernorm" and model.bias)
-    attention = AttentionPart(
-        h, model.heads, model.kv_heads, model.head_dim, normal, output, model.position == "rope", model.bias,
-        model.qkv_bias, model.qk_norm, model.norm_eps, model.dropout,
-    )  # fmt: skip
+    attention = attention_part(model, normal, output)
     mlp = MLPPart(model.mlp, h, model.ffn, normal, output, model.bias)
 
-    def block(*last: tuple[str, Part]) -> BlockUnit:  # experts state what they keep of their norm themselves
+    def block(*last: tuple[str, Part]) -> BlockUnit:
+        # Experts and latent attention state themselves what they keep of their norm.
+        first = replace(norm, keeps_output=False) if model.latent.kv_rank else norm
         second = replace(norm, keeps_output=False) if last[0][0] == "experts" else norm
-        parts = [("norm1", norm), ("attention", attention), ("norm2", second), *last]
+        parts = [("norm1", first), ("attention", attention), ("norm2", second), *last]
         named = tuple(NamedPart(key, key, part) for key, part in parts)
         return BlockUnit(named, h, model.parallel_residual, model.dropout)
 
@@ -50,6 +50,20 @@ def gpt(model: ModelConfig) -> Model:
     blocks = tuple(mixed if model.experts.in_block(layer) else dense for layer in range(model.layers))
     embedding, head = decoder_ends(model, normal, norm)
     return Model(embedding, blocks, head, h, model.tied_embeddings)
+
+
+def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
+    """Describes the attention of a block."""
+    short = model.latent
+    if short.kv_rank:
+        return LatentAttentionPart(
+            model.hidden, model.heads, short.q_rank, short.kv_rank, short.nope_dim, short.rope_dim, short.v_dim, normal,
+            output, model.norm_eps, model.dropout,
+        )  # fmt: skip
+    return AttentionPart(
+        model.hidden, model.heads, model.kv_heads, model.head_dim, normal, output, model.position == "rope", model.bias,
+        model.qkv_bias, model.qk_norm, model.norm_eps, model.dropout,
+    )  # fmt: skip
 
 
 def experts(model: ModelConfig, mlp: MLPPart) -> ExpertsPart:

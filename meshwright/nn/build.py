@@ -11,11 +11,12 @@ from torch import nn
 from meshwright.nn.attention import Attention
 from meshwright.nn.embedding import PositionEmbedding, TokenEmbedding
 from meshwright.nn.experts import Experts
+from meshwright.nn.latent import LatentAttention
 from meshwright.nn.linear import Linear
 from meshwright.nn.mlp import MLP
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
-from meshwright.parts import experts, gpt
+from meshwright.parts import experts, gpt, latent
 from meshwright.parts.part import Part, Records
 
 
@@ -26,6 +27,7 @@ def _output_layer(parallel: Parallel, part: gpt.OutputLayerPart, records: Record
 MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
     gpt.NormPart: Norm,
     gpt.AttentionPart: Attention,
+    latent.LatentAttentionPart: LatentAttention,
     gpt.MLPPart: MLP,
     experts.ExpertsPart: Experts,
     gpt.TokenEmbeddingPart: TokenEmbedding,

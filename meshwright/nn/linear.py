@@ -1,6 +1,7 @@
 """Linear layers, written once for every tensor-parallel layout, on activations of shape [tokens, features].
 
-`column` cuts the output features over tp, `row` the input features. With sequence parallelism a column layer gathers
+`column` cuts the output features over tp, `row` the input features; a `whole` layer, which every tp rank applies to the
+tokens it holds, communicates nothing. With sequence parallelism a column layer gathers
 its input's tokens and a row layer scatters its output's; the gathered input is not kept but gathered again in backward.
 """
 
@@ -20,7 +21,7 @@ from meshwright.nn.fused import rms_norm, rms_norm_backward, rms_norm_in_one_pas
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 
-Cut = Literal["column", "row"]
+Cut = Literal["column", "row", "whole"]
 # The sink of the weight gradient, the mode, the name and size of the tp group, and the precision of the products.
 ProductSettings = tuple[Tensor | None, str, str, int, str]
 
@@ -193,7 +194,7 @@ class Linear(nn.Module):
 
 
 def product_mode(parallel: Parallel, cut: Cut) -> str:
-    if parallel.tp.alone:
+    if parallel.tp.alone or cut == "whole":
         return "plain"
     if parallel.splits_tokens:
         return "gather" if cut == "column" else "scatter"

@@ -268,6 +268,10 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# DeepSeek's attention from short vectors.
+LATENT = {"q_rank": 12, "kv_rank": 8, "nope_dim": 6, "rope_dim": 4, "v_dim": 6}
+
+
 def _mixture(
     kind: str, cut: dict[str, Any], ep: int = 1, etp: int = 0, label: str = "", data: dict[str, Any] | None = None,
     **extra: Any,
@@ -312,6 +316,12 @@ def _mixtures() -> Iterator[Case]:
     yield _mixture("deepseek", _cut(2, 2, 1), 4, 1, "masked-rank", {"blind": True})
     yield _mixture("mixtral", _cut(2, 1, 1), 2, 1, "micro-batch-2", train__micro_batch=2, train__global_batch=8)
     yield _mixture("mixtral", _cut(1, 2, 1), 2, 1, "gelu", model__mlp="gelu", model__bias=True)
+    latent = {f"model__latent__{key}": value for key, value in LATENT.items()}
+    yield _mixture("deepseek", _cut(2, 2, 1, sp=True), 2, 1, "latent", **latent)
+    direct = {**latent, "model__latent__q_rank": 0}
+    yield _mixture("deepseek", _cut(1, 2, 2), 2, 1, "latent-q", zero__stage=3, **direct)
+    yield _special("latent", _cut(1, 2, 1, sp=True, **_LLAMA), **latent)
+    yield _special("latent", _cut(2, 2, 1, **_LLAMA), {"segments": True}, **direct)
     yield _mixture("olmoe", _cut(2, 1, 1), 2, 1, "offload", zero__stage=3, **_OFFLOADED)
 
 
