@@ -7,6 +7,7 @@ pieces it is the input without the piece that stays. Groups of one record nothin
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class Ledger:
     """Counts since the last `clear`. The phase and the layer are contexts around the calls, never arguments."""
 
     def __init__(self) -> None:
-        self.entries: dict[LedgerEntry, CallTotals] = {}
+        self.entries: dict[LedgerEntry, CallTotals] = defaultdict(CallTotals)
         self.current_phase = "startup"
         self.current_layer: int | None = None
 
@@ -77,10 +78,7 @@ class Ledger:
     ) -> CallTotals:
         """Counts one call and returns the totals that it was added to. `wire` replaces the ring algorithm's bytes where
         they depend on more than the payload."""
-        entry = LedgerEntry(self.current_phase, axis, op, self.current_layer, crosses_node)
-        tally = self.entries.get(entry)
-        if tally is None:
-            tally = self.entries[entry] = CallTotals()
+        tally = self.entries[LedgerEntry(self.current_phase, axis, op, self.current_layer, crosses_node)]
         tally.calls += 1
         tally.payload_bytes += payload
         tally.wire_bytes += wire_bytes(op, payload, size) if wire is None else wire
@@ -102,13 +100,13 @@ class Ledger:
         finally:
             self.current_layer = before
 
-    def totals(self, by: str = "axis", *, step_only: bool = True) -> dict[str, CallTotals]:
-        """Returns the totals by a field of LedgerEntry, over the phases of training steps or over everything."""
-        sums: dict[str, CallTotals] = {}
+    def totals(self, by: str = "axis") -> dict[str, CallTotals]:
+        """Returns the totals by a field of LedgerEntry, over the phases of training steps."""
+        sums: dict[str, CallTotals] = defaultdict(CallTotals)
         for entry, tally in self.entries.items():
-            if not (step_only and entry.phase in PHASES_OUTSIDE_STEPS):
-                sums.setdefault(str(getattr(entry, by)), CallTotals()).add(tally)
+            if entry.phase not in PHASES_OUTSIDE_STEPS:
+                sums[str(getattr(entry, by))].add(tally)
         return sums
 
     def clear(self) -> None:
-        self.entries = {}
+        self.entries = defaultdict(CallTotals)

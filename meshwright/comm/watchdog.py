@@ -17,10 +17,12 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
-from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -90,7 +92,7 @@ class Watchdog:
         self._alarmed, self._ending = threading.Event(), threading.Lock()
         self._threads: list[threading.Thread] = []
 
-    def start(self) -> Watchdog:
+    def __enter__(self) -> Watchdog:
         if self.world == 1:
             return self
         self._worker, self._heard = threading.get_ident(), time.monotonic()
@@ -101,7 +103,7 @@ class Watchdog:
             self._threads.append(thread)
         return self
 
-    def stop(self, error: BaseException | None = None) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Ends the watch. The others may ask later why this rank is not there: `error` is the answer."""
         if error is not None:
             self._left = f"{type(error).__name__}: {error}".splitlines()[0][:300]
@@ -120,14 +122,6 @@ class Watchdog:
             if silent:
                 self._end(f"{error}; {self._store_silence()}")
 
-    def __enter__(self) -> Watchdog:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop(error)
-
     def state(self) -> State:
         """What this rank tells the others after an alarm."""
         frames = self._stack()
@@ -144,21 +138,16 @@ class Watchdog:
     # The timer's thread.
 
     def _time(self) -> None:
-        pause = self.interval
-        while not self._stopping.wait(pause):
-            held = self.flight.holding(self.timeout)
-            if held is not None:
-                self._overdue = held
-                break
-            pause = self._pause()
-        else:
-            return
+        while (held := self.flight.holding(self.timeout)) is None:
+            if self._stopping.wait(self._pause()):
+                return
+        self._overdue = held
         self._wake.set()
         if self._store is not None and time.monotonic() - self._heard < 3 * self.interval + 1.0:
             # The listener ends the process, unless the store keeps it waiting.
             self._stopping.wait(2 * self.grace + 2.0)
         if not self._stopping.is_set():
-            self._speak_alone(self._overdue)
+            self._speak_alone(held)
 
     def _pause(self) -> float:
         """Returns the seconds until the next look: an interval, or less if a call is about to be overdue."""
@@ -182,7 +171,9 @@ class Watchdog:
                     self._heard = time.monotonic()
             if isinstance(self._error, CommError) and store.check(["alarm"]):
                 self._answer(store)
-            self._say_goodbye(store)
+            # Why this rank is gone. The rank that keeps the store leaves last, where the run ended well.
+            store.set(f"state/{self.rank}", json.dumps({"rank": self.rank, "left": self._left}))
+            self._leave(store, "left", STORE_LINGER_S if self._error is None else 0.0)
         except RuntimeError:  # the store is gone, and with it the rank that kept it
             if self._overdue is not None:
                 self._speak_alone(self._overdue)
@@ -193,10 +184,20 @@ class Watchdog:
             self._answer(store)
             return
         store.set("alarm", str(self.rank))
-        own = self._publish(store)
+        self._publish(store)
         deadline = time.monotonic() + self.grace
-        told = explain(call.plain(), self.rank, self.timeout, _StateReader(store, {self.rank: own}, deadline))
-        self._end(told, store)
+
+        @cache
+        def ask(rank: int) -> State | None:
+            """Returns a rank's state, for which it waits until the deadline that all share."""
+            while not store.check([f"state/{rank}"]):
+                if time.monotonic() >= deadline:
+                    return None
+                time.sleep(0.05)
+            state: State = json.loads(store.get(f"state/{rank}"))
+            return state
+
+        self._end(explain(call.plain(), self.rank, self.timeout, ask), store)
 
     def _answer(self, store: Store) -> None:
         """Publishes this rank's state and stays until the message is out (or the store is gone)."""
@@ -210,16 +211,10 @@ class Watchdog:
             self._end(f"rank {self.rank} ends: another rank raised an alarm and did not say why")
         self._end(None, store)
 
-    def _publish(self, store: Store) -> State:
+    def _publish(self, store: Store) -> None:
         state = self.state()
         store.set(f"state/{self.rank}", json.dumps(state))
         self._write_flight(state)
-        return state
-
-    def _say_goodbye(self, store: Store) -> None:
-        """Tells why this rank is gone. The rank that keeps the store leaves last, where the run ended well."""
-        store.set(f"state/{self.rank}", json.dumps({"rank": self.rank, "left": self._left}))
-        self._leave(store, "left", STORE_LINGER_S if self._error is None else 0.0)
 
     def _leave(self, store: Store, count: str, patience: float) -> None:
         """Counts this rank as gone; the keeper of the store stays until all are, or for `patience` seconds."""
@@ -231,9 +226,8 @@ class Watchdog:
 
     # The end.
 
-    def _speak_alone(self, call: RecordedCall | None) -> None:
+    def _speak_alone(self, call: RecordedCall) -> None:
         """Ends this rank with what it knows by itself, where it can't ask the others."""
-        assert call is not None
         what = f"{call.describe()} of ranks {list(call.ranks)[:16]} did not end within {self.timeout:g} s"
         self._write_flight(self.state())
         self._end(f"{what} on rank {self.rank}; {self._store_silence()}")
@@ -276,33 +270,10 @@ class Watchdog:
     def _stack(self) -> list[tuple[str, bool]]:
         """Returns the main thread's frames, innermost first: e.g. `data/dataset.py:120 sample`, and whether the code is
         ours or the user's."""
-        frame: FrameType | None = sys._current_frames().get(self._worker)
-        out: list[tuple[str, bool]] = []
-        while frame is not None and len(out) < 32:
-            code = frame.f_code
-            out.append((f"{_short(code.co_filename)}:{frame.f_lineno} {code.co_name}", _ours(code.co_filename)))
-            frame = frame.f_back
-        return out
-
-
-class _StateReader:
-    """Reads each rank's state once, waiting for it until the deadline that all share."""
-
-    def __init__(self, store: Store, known: dict[int, State | None], deadline: float) -> None:
-        self._store, self._known, self._deadline = store, known, deadline
-
-    def __call__(self, rank: int) -> State | None:
-        if rank not in self._known:
-            self._known[rank] = self._read(f"state/{rank}")
-        return self._known[rank]
-
-    def _read(self, key: str) -> State | None:
-        while not self._store.check([key]):
-            if time.monotonic() >= self._deadline:
-                return None
-            time.sleep(0.05)
-        state: State = json.loads(self._store.get(key))
-        return state
+        frame = sys._current_frames().get(self._worker)
+        walked = [] if frame is None else itertools.islice(traceback.walk_stack(frame), 32)
+        places = [(at.f_code.co_filename, f"{line} {at.f_code.co_name}") for at, line in walked]
+        return [(f"{_short(file)}:{place}", _ours(file)) for file, place in places]
 
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
