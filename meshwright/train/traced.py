@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from meshwright.pipeline.record import Recorder
-from meshwright.pipeline.trace import Span, trace_json
+from meshwright.pipeline.trace import Recorder, Span, trace_json
 from meshwright.train.loop import Hook
 from meshwright.train.monitor import gather_bytes
 from meshwright.train.step import StepResult, Trainer
