@@ -142,11 +142,11 @@ class Group:
             "all_reduce", x, lambda: dist.all_reduce(x, _OPS[op], self.process_group, async_op=True), wait
         )
 
-    def agreed(self, value: float, device: torch.device, op: str = "max") -> float:
-        """Returns one number on every rank: the largest of theirs, or the sum. For `float(condition)` it tells whether
-        the condition holds on any rank, so that all ranks decide alike."""
+    def agreed(self, value: float, device: torch.device) -> float:
+        """Returns the largest of the ranks' numbers on every rank. For `float(condition)` it tells whether the
+        condition holds on any rank, so that all ranks decide alike."""
         number = torch.tensor([value], dtype=torch.float64, device=device)
-        self.all_reduce(number, op)
+        self.all_reduce(number, "max")
         return float(number.item())
 
     def all_gather(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
@@ -169,8 +169,7 @@ class Group:
         receives: list[int] | None = None,
     ) -> Pending:  # fmt: skip
         """Sends the n-th piece of `x` along dim 0 to place n, and fills `out` with the pieces that arrive, ordered by
-        sender. The pieces are equal unless `sends` and `receives` give their rows. Every rank must call it, even with
-        no rows."""
+        sender. The pieces are equal unless `sends` and `receives` give their rows. Call it even without rows."""
         if self.alone:
             out.copy_(x)
             return DONE

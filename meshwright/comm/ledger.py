@@ -23,13 +23,11 @@ WIRE: dict[str, Callable[[int], tuple[int, int]]] = {
     "send": lambda n: (1, 1),
 }
 
-# Phases that belong to no training step.
 PHASES_OUTSIDE_STEPS = ("startup", "validation")
 
 
 def bus_factor(op: str, size: int) -> float:
-    """Returns the bytes on the wire per byte of payload under the ring algorithm: payload per second times this is a
-    link's rate."""
+    """Returns the bytes on the wire per byte of payload: payload per second times this is a link's rate."""
     over, under = WIRE[op](size)
     return over / under
 
@@ -76,8 +74,7 @@ class Ledger:
     def record(
         self, axis: str, op: str, payload: int, size: int, crosses_node: bool = False, wire: int | None = None
     ) -> CallTotals:
-        """Counts one call and returns the totals that it was added to. `wire` replaces the ring algorithm's bytes where
-        they depend on more than the payload."""
+        """Counts one call; returns the totals that it was added to. `wire` replaces what follows from the payload."""
         tally = self.entries[LedgerEntry(self.current_phase, axis, op, self.current_layer, crosses_node)]
         tally.calls += 1
         tally.payload_bytes += payload
@@ -100,9 +97,9 @@ class Ledger:
         finally:
             self.current_layer = before
 
-    def totals(self, by: str = "axis") -> dict[str, CallTotals]:
+    def totals(self, by: str = "axis") -> defaultdict[str, CallTotals]:
         """Returns the totals by a field of LedgerEntry, over the phases of training steps."""
-        sums: dict[str, CallTotals] = defaultdict(CallTotals)
+        sums: defaultdict[str, CallTotals] = defaultdict(CallTotals)
         for entry, tally in self.entries.items():
             if entry.phase not in PHASES_OUTSIDE_STEPS:
                 sums[str(getattr(entry, by))].add(tally)

@@ -49,8 +49,7 @@ class Mesh:
         self.coordinate = layout.coordinate(rank)
 
     def group(self, axes: str) -> Group:
-        """Returns the group over `axes` that holds this rank. It is made on first use, which all its members must do
-        together."""
+        """Returns the group over `axes` that holds this rank, made on first use, which its members must do together."""
         name = self.layout.without_ones(axes)
         if name not in self.groups:
             self.groups[name] = self._make(name)

@@ -32,25 +32,22 @@ from meshwright.comm.group import CommError
 from meshwright.comm.hang import State, explain
 from meshwright.comm.mesh import Mesh
 
-# sysexits.h's "temporary failure": the same job may succeed if it is started again.
-EXIT_CODE = 75
-# How many of a rank's last calls it publishes in the store; the files hold the whole flight record.
-PUBLISHED_CALLS = 8
-# How long, at most, the rank whose process is the store waits at the end of a run for the others to disconnect.
-STORE_LINGER_S = 30.0
+EXIT_CODE = 75  # sysexits.h's "temporary failure": the same job may succeed if it is started again
+PUBLISHED_CALLS = 8  # how many of its last ones a rank publishes in the store; the files hold the whole flight record
+STORE_LINGER_S = 30.0  # the rank whose process is the store waits at most so long for the others to disconnect
 
 _NUMBERS = itertools.count()
 
 
-def open_store(env: Mapping[str, str] = os.environ, timeout: float = 30.0) -> Store | None:
+def open_store(env: Mapping[str, str] = os.environ) -> Store | None:
     """Opens a separate connection to the store at MASTER_ADDR:MASTER_PORT; returns None if it can't be reached."""
     if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
         return None
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    limit = timedelta(seconds=timeout)
+    limit = timedelta(seconds=30)
     try:
-        with socket.create_connection((host, port), timeout):  # torch would try again and again where nobody listens
-            pass
+        # torch would try again and again where nobody listens.
+        socket.create_connection((host, port), limit.total_seconds()).close()
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     except (RuntimeError, OSError):
         return None
@@ -68,13 +65,7 @@ class Watchdog:
     """Watches one rank: `with Watchdog(mesh, timeout, open_store(), folder=...):` around the run."""
 
     def __init__(
-        self,
-        mesh: Mesh,
-        timeout: float,
-        store: Store | None,
-        *,
-        folder: Path | str | None = None,
-        keeper: int | None = None,
+        self, mesh: Mesh, timeout: float, store: Store | None, folder: Path | None = None, keeper: int | None = None
     ) -> None:
         """`folder`: where `rank-N.json` is written after an alarm. `keeper`: the rank whose process is the store."""
         self.rank, self.world, self.flight = mesh.rank, mesh.layout.world, mesh.flight
@@ -264,12 +255,11 @@ class Watchdog:
             "last": [call.plain() for call in list(self.flight.last)],
         }
         with contextlib.suppress(OSError):
-            Path(self.folder).mkdir(parents=True, exist_ok=True)
-            (Path(self.folder) / f"rank-{self.rank}.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / f"rank-{self.rank}.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
 
     def _stack(self) -> list[tuple[str, bool]]:
-        """Returns the main thread's frames, innermost first: e.g. `data/dataset.py:120 sample`, and whether the code is
-        ours or the user's."""
+        """Returns the main thread's frames, innermost first: e.g. `data/dataset.py:120 sample`, and whether `_ours`."""
         frame = sys._current_frames().get(self._worker)
         walked = [] if frame is None else itertools.islice(traceback.walk_stack(frame), 32)
         places = [(at.f_code.co_filename, f"{line} {at.f_code.co_name}") for at, line in walked]

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from meshwright.comm.group import Group, Pending
-from meshwright.comm.ledger import Ledger
 from meshwright.errors import UserError
 from meshwright.models.stage import stage_of
 from meshwright.nn.random import Streams
@@ -74,15 +73,14 @@ class Executor:
         modules: Sequence[nn.Module],
         pp: Group,
         forward_step: ForwardStep,
-        ledger: Ledger,
         streams: Streams,
         shares: Shares | None = None,
         compiled: bool = False,
     ) -> None:
         self.modules, self.pp, self.forward_step = list(modules), pp, forward_step
         self.stages = [stage_of(module) for module in modules]
-        self.ledger, self.streams, self.shares, self.compiled = ledger, streams, shares, compiled
-        self.rank = max(0, pp.index)
+        self.streams, self.shares, self.compiled = streams, shares, compiled
+        self.rank, self.ledger = max(0, pp.index), pp.ledger
         self.done: list[Action] = []  # of the last run, in the order they ended
         self.recorder: Recorder | None = None  # while a step is traced
 
@@ -131,8 +129,7 @@ class _Run:
         data_before, begin = self.totals.seconds["data"], time.perf_counter()
         with self._phase(name), self.executor.ledger.layer(None):
             self._do(action)
-        spent = time.perf_counter() - begin - (self.totals.seconds["data"] - data_before)
-        self.totals.seconds[name] += spent
+        self.totals.seconds[name] += time.perf_counter() - begin - (self.totals.seconds["data"] - data_before)
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         """What a validation communicates is all counted as such."""

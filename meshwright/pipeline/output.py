@@ -37,8 +37,7 @@ class StageOutput:
 
 
 def as_output(result: Any) -> StageOutput:
-    """`forward_step`'s short forms: a dict is the tensors to pass on, a tuple the loss's sum, its count and a dict of
-    values to monitor."""
+    """Takes `forward_step`'s short forms too: a dict of tensors to pass on; a tuple of loss sum, count, monitored."""
     if isinstance(result, StageOutput):
         return result
     if isinstance(result, tuple) and len(result) == 3:

@@ -28,7 +28,7 @@ from meshwright.show.run_parts import head, phase_bar, phase_legend
 from meshwright.show.terminal import PLAIN_WIDTH, console_for, has_colour, is_terminal, show
 from meshwright.show.units import clock, count, decimals, percent, plural, seconds, size
 from meshwright.train.counts import PHASES
-from meshwright.train.read_run import RunRecord, read_run, traffic_per_step
+from meshwright.train.run_folder import RunRecord, read_run, traffic_per_step
 
 PAGE_LABEL_WIDTH = 12  # columns that the labels take
 MIN_WIDTH, MAX_WIDTH = 40, 120

@@ -27,7 +27,7 @@ from meshwright.show.live import Display
 from meshwright.show.run_page import links, summary
 from meshwright.show.run_parts import sparkline
 from meshwright.show.units import clock, count, plural, seconds, size, ticks
-from meshwright.train.read_run import read_run, traffic_per_step
+from meshwright.train.run_folder import read_run, traffic_per_step
 from meshwright.train.step import StepResult
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
