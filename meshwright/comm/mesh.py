@@ -36,10 +36,9 @@ class Mesh:
         self.ledger, self.flight = Ledger(), FlightRecord()
         self._limit = torch_limit(timeout) if timeout else None
         self._given = {layout.without_ones(name): group for name, group in (made_elsewhere or {}).items()}
-        for name in self._given:
-            if name not in layout.step_groups():
-                known = ", ".join(layout.step_groups())
-                raise UserError(f"process group '{name}' is not used by this layout: name one of {known}")
+        if unused := self._given.keys() - set(layout.step_groups()):
+            known = ", ".join(layout.step_groups())
+            raise UserError(f"process group '{min(unused)}' is not used by this layout: name one of {known}")
         self.groups: dict[str, Group] = {}
         for name in layout.step_groups():
             self.group(name)

@@ -86,7 +86,6 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self.world == 1:
             return self
-        self._worker, self._heard = threading.get_ident(), time.monotonic()
         bodies = {"timer": self._time} | ({"listener": self._listen} if self._store is not None else {})
         for name, body in bodies.items():
             thread = threading.Thread(target=body, name=f"meshwright-watchdog-{name}", daemon=True)

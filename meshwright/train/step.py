@@ -301,7 +301,7 @@ class Trainer:
 def fields_of(modules: Sequence[nn.Module]) -> set[str] | None:
     """The batch's fields that a rank's chunks read; None (all of them) if one doesn't say."""
     needs = [stage_of(module).needs for module in modules]
-    return None if None in needs else set[str]().union(*(fields for fields in needs if fields is not None))
+    return None if None in needs else {name for fields in needs if fields for name in fields}
 
 
 def validation_samples(config: Config) -> int:
