@@ -9,19 +9,41 @@ function of (seed, n): nothing depends on how many samples a run will ask for.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.shuffle import keyed_permutation
 from meshwright.data.token_file import TokenFile
 from meshwright.errors import UserError
 
 EPOCHS_KEPT = 3  # a batch may straddle two epochs, and the later one may need the beginning of the next
 CHECKED_AT_ONCE = 1 << 20  # documents of an index that are checked at once
 MANY_DOCUMENTS = 24  # documents per sample from which on one gather beats a copy per document
+
+
+def keyed_permutation(size: int, *key: int | str) -> NDArray[np.unsignedinteger[Any]]:
+    """Draws a permutation of range(size) from `key` alone, on any machine, with any version of numpy: [size] uint32, or
+    uint64 from 2**32 on.
+
+    Each index gets random high bits from Philox (a counter-based generator whose raw output is fixed by its
+    definition) above its own low bits, and these are sorted: all values differ, so every sorting algorithm gives the
+    same result, and sorting plain integers is several times faster than shuffling.
+    """
+    dtype = np.dtype(np.uint32 if size < 1 << 32 else np.uint64)
+    if size < 2:
+        return np.zeros(size, dtype)
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
+    values = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(size)
+    low = np.uint64((1 << (size - 1).bit_length()) - 1)
+    values &= ~low
+    values |= np.arange(size, dtype=np.uint64)
+    values.sort()
+    values &= low
+    return values.astype(dtype, copy=False)
 
 
 class TooSmall(UserError):
@@ -61,7 +83,7 @@ class GPTDataset:
                 f"documents {low} to {high} of {file.prefix} hold {self.tokens_per_epoch} tokens, one sample takes "
                 f"{seq + 1}: use more data, a shorter sequence, or another split"
             )
-        self._epochs: dict[int, Epoch] = {}
+        self.epoch = lru_cache(EPOCHS_KEPT)(self._draw)  # an epoch's order is drawn when first needed
 
     def first_sample(self, epoch: int) -> int:
         """Returns the number of the first sample that begins in an epoch."""
@@ -96,14 +118,6 @@ class GPTDataset:
         documents = np.concatenate([epoch.order[low:], begun])
         return self._read(documents, skip, int(following.offset[0]) + 1)
 
-    def epoch(self, number: int) -> Epoch:
-        """Returns an epoch's order. It is drawn when first needed, and the few orders used last are kept."""
-        found = self._epochs.pop(number, None) or self._draw(number)
-        self._epochs[number] = found
-        while len(self._epochs) > EPOCHS_KEPT:
-            del self._epochs[next(iter(self._epochs))]
-        return found
-
     def _draw(self, number: int) -> Epoch:
         order = keyed_permutation(len(self._lengths), self.seed, self.stream, "documents", number)
         ends = np.cumsum(self._lengths[order], dtype=np.int64)
@@ -114,9 +128,7 @@ class GPTDataset:
         shuffle = keyed_permutation(after - first, self.seed, self.stream, "samples", number)
         return Epoch(order, position.astype(order.dtype), offset, shuffle)
 
-    def _read(
-        self, documents: NDArray[np.unsignedinteger[Any]], skip: int, last: int
-    ) -> NDArray[np.int64]:
+    def _read(self, documents: NDArray[np.unsignedinteger[Any]], skip: int, last: int) -> NDArray[np.int64]:
         """Joins documents, without the first `skip` tokens of the first and with only `last` tokens of the last."""
         starts = self._pointers[documents] // self._itemsize
         lengths = self._lengths[documents].astype(np.int64)

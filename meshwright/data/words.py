@@ -92,8 +92,11 @@ class WordCache(dict[str, bytes]):
         self._added = re.compile("|".join(map(re.escape, added))) if added else None
 
     def __missing__(self, word: str) -> bytes:
-        tokens = self._model.tokenize(word.translate(self._alphabet))
-        ids = self._bytes([token.id for token in tokens])
+        if word.isascii():
+            tokens = self._model.tokenize(word.translate(self._alphabet))
+            ids = self._bytes([token.id for token in tokens])
+        else:
+            ids = self._library(word)
         if len(word) <= MAX_CACHED:
             self[word] = ids
         return ids
@@ -117,21 +120,13 @@ class WordCache(dict[str, bytes]):
 
     def _mixed(self, text: str) -> bytes:
         """Encodes ASCII text that has other words in it; those go to the library one by one."""
-        parts = []
+        parts: list[bytes] = []
         for plain, chunks in groupby(CUT.split(text), str.isascii):
             if plain:
                 parts.append(self._ascii("".join(chunks)))
             else:
-                parts.extend(map(self._chunk, chunks))
+                parts.extend(map(self.__getitem__, chunks))
         return b"".join(parts)
-
-    def _chunk(self, chunk: str) -> bytes:
-        ids = self.get(chunk)
-        if ids is None:
-            ids = self._library(chunk)
-            if len(chunk) <= MAX_CACHED:
-                self[chunk] = ids
-        return ids
 
     def _library(self, text: str) -> bytes:
         return self._bytes(self._tokenizer.encode(text, add_special_tokens=False).ids)
