@@ -24,7 +24,7 @@ from meshwright.parts.part import parameter_count
 from meshwright.schedule.kinds import placement_of
 from meshwright.show.layout_drawing import written
 from meshwright.show.loss_curve import Point, curve, finite
-from meshwright.show.run_parts import head, phase_bar, phase_legend
+from meshwright.show.run_parts import head, phase_bar
 from meshwright.show.terminal import PLAIN_WIDTH, console_for, has_colour, is_terminal, show
 from meshwright.show.units import clock, count, decimals, percent, plural, seconds, size
 from meshwright.train.counts import PHASES
@@ -122,8 +122,9 @@ def _phases(run: RunRecord, width: int, colour: bool) -> Iterator[tuple[str, Tex
     spent = {p: sum(float(s.get("phases", {}).get(p, 0.0)) for s in run.steps) for p in names}
     if spent:
         total = sum(float(s.get("step_time_s") or 0.0) for s in run.steps)
-        yield "time", phase_bar(spent, total, min(width, PLAIN_WIDTH) - PAGE_LABEL_WIDTH, colour)
-        yield "", phase_legend(spent, total)
+        bar, legend = phase_bar(spent, total, min(width, PLAIN_WIDTH) - PAGE_LABEL_WIDTH, colour)
+        yield "time", bar
+        yield "", legend
 
 
 def _skipped(run: RunRecord) -> Iterator[tuple[str, Text]]:
