@@ -38,7 +38,9 @@ class Made:
     With `blind`, every sample with an odd number is masked whole: a data-parallel rank may be left without a token.
     """
 
-    def __init__(self, vocab: int, seq: int, holes: bool = True, segments: bool = False, blind: bool = False) -> None:
+    def __init__(
+        self, vocab: int, seq: int, holes: bool = True, segments: bool = False, blind: bool = False
+    ) -> None:
         self.vocab, self.seq, self.holes, self.segments, self.blind = vocab, seq, holes, segments, blind
 
     def sample(self, n: int) -> dict[str, np.ndarray]:
@@ -181,6 +183,7 @@ class Reference:
     moments: Whole
     validation: float
     losses: list[float]
+
 
     def of_kind(self, kind: str) -> Whole:
         """First or second moments alone: their sizes are not alike."""
