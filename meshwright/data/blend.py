@@ -23,11 +23,9 @@ MAX_PERIOD = 1 << 16
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Returns weights above 0 as whole numbers without a common divisor, whose sum is at most MAX_PERIOD.
-
-    They are exact for weights as people write them (0.3 and 0.7, 5 and 2); others are rounded to the nearest
-    1 / MAX_PERIOD of their sum, though never to zero.
-    """
+    """Returns weights above 0 as whole numbers without a common divisor, whose sum is at most MAX_PERIOD. They are
+    exact for weights as people write them (0.3 and 0.7, 5 and 2); others are rounded to the nearest 1 / MAX_PERIOD of
+    their sum, though never to zero."""
     assert all(weight > 0 for weight in weights), weights
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]

@@ -53,8 +53,7 @@ class DocumentPart:
 
 
 def find_files(inputs: Iterable[str]) -> list[ByteRange]:
-    """Returns the whole of every file that the inputs name, in the order given and sorted within a folder; finding none
-    is an error."""
+    """Returns every file that the inputs name, whole, in the order given and sorted within a folder."""
     files: list[ByteRange] = []
     for name in inputs:
         found = list(_files_of(name))

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from meshwright.data.documents import ByteRange, Task, find_files, plan_tasks, read_documents
-from meshwright.data.token_file import METADATA_FORMAT, token_dtype
+from meshwright.data.token_file import METADATA_FORMAT
 from meshwright.data.token_writer import SIDE_FILES, TokenFileWriter
 from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer, train_tokenizer, trained_size
 from meshwright.data.workers import map_in_order
@@ -78,8 +78,7 @@ def encode_task(tokenizer: Tokenizer, field: str, task: Task) -> Encoded:
                 pieces.append(piece)
             else:
                 empty += 1
-    dtype = token_dtype(tokenizer.vocab_size)
-    end = np.array([tokenizer.eod], dtype=dtype).tobytes()
+    end = np.array([tokenizer.eod], dtype=tokenizer.dtype).tobytes()
     parts, lengths = [], []
     for piece, ids in zip(pieces, tokenizer.encode_batch([piece.text for piece in pieces]), strict=True):
         parts.append(ids.tobytes())
@@ -106,11 +105,8 @@ def prepare(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Summary:
-    """Writes OUT.bin, OUT.idx and OUT.json (and OUT.tokenizer.json with `train:SIZE`) from the inputs.
-
-    With more than one worker a script must guard its entry with `if __name__ == "__main__"`, as for any module that
-    starts processes.
-    """
+    """Writes OUT.bin, OUT.idx and OUT.json (and OUT.tokenizer.json with `train:SIZE`) from the inputs. With more than
+    one worker a script must guard its entry with `if __name__ == "__main__"`, as any that starts processes."""
     if workers is not None and workers < 1:
         raise UserError(f"--workers {workers} does not work: give 1 or more")
     _check_out(out, force)
@@ -125,15 +121,14 @@ def prepare(
         side_files[".tokenizer.json"] = made.recipe.content
     total = sum(file.size for file in files)
     workers = workers or _default_workers(total, made)
-    dtype = token_dtype(made.vocab_size)
-    with _sequential_library(), TokenFileWriter(out, dtype) as writer:
+    with _sequential_library(), TokenFileWriter(out, made.dtype) as writer:
         empty, replaced = _encode(writer, files, made, field, workers, progress)
         side_files[".json"] = _metadata(made, writer, trained=".tokenizer.json" in side_files)
         writer.finish(side_files)
     seconds = time.perf_counter() - begin
     return Summary(
         prefix=out, files=[out + suffix for suffix in (".bin", ".idx", *side_files)],
-        tokenizer=made.recipe.spec, vocab_size=made.vocab_size, eod=made.eod, dtype=dtype.name,
+        tokenizer=made.recipe.spec, vocab_size=made.vocab_size, eod=made.eod, dtype=made.dtype.name,
         documents=writer.document_count, tokens=writer.token_count, empty=empty, replaced=replaced,
         input_files=len(files), input_bytes=total, workers=workers,
         seconds=seconds, mb_per_s=total / 1e6 / seconds,
@@ -167,7 +162,7 @@ def _metadata(tokenizer: Tokenizer, writer: TokenFileWriter, trained: bool) -> b
     found = {
         "format": METADATA_FORMAT, "version": 1,
         "tokenizer": spec, "tokenizer_file": spec if trained else None, "tokenizer_digest": tokenizer.recipe.digest,
-        "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod, "dtype": writer.dtype.name,
+        "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod, "dtype": tokenizer.dtype.name,
         "documents": writer.document_count, "tokens": writer.token_count,
     }  # fmt: skip
     return json.dumps(found, indent=1).encode() + b"\n"

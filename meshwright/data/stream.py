@@ -40,17 +40,12 @@ class SampleOptions:
 class SampleStream:
     """The samples of one part of the data. Sample n, and so every batch, is a pure function of the seed and n."""
 
-    def __init__(
-        self, source: GPTDataset | Blend, options: SampleOptions | None = None, vocab_needed: int | None = None
-    ) -> None:
-        self.source, self.seq = source, source.seq
-        self.options = options or SampleOptions()
-        self.vocab_needed = vocab_needed
-        assert self.options.eod is not None or not self.options.need_eod, "these options need an end token"
+    def __init__(self, source: GPTDataset | Blend, options: SampleOptions, vocab_needed: int | None = None) -> None:
+        assert options.eod is not None or not options.need_eod, "these options need an end token"
+        self.source, self.seq, self.options, self.vocab_needed = source, source.seq, options, vocab_needed
 
     def sample(self, n: int) -> dict[str, NDArray[np.int64]]:
-        """Returns tokens, labels (already shifted), loss_mask (0 or 1) and, by option, positions and segments, each
-        [seq]."""
+        """Returns tokens, shifted labels, loss_mask (0 or 1) and, by option, positions and segments: [seq] each."""
         text = self.source.sample(n)
         tokens, labels = text[:-1].copy(), text[1:].copy()
         found = {"tokens": tokens, "labels": labels, "loss_mask": np.ones(self.seq, np.int64)}
@@ -86,10 +81,8 @@ class OneEpoch:
 
 
 def split_documents(count: int, split: Sequence[float]) -> list[tuple[int, int]]:
-    """Returns the documents [low, high) of each part, in order; `split` are shares of the number of documents.
-
-    While there are enough documents, a part with a share above 0 gets at least one.
-    """
+    """Returns the documents [low, high) of each part, in order; `split` are shares of the number of documents. While
+    there are enough documents, a part with a share above 0 gets at least one."""
     shares = [share / sum(split) for share in split]
     left = sum(share > 0 for share in shares)  # parts that still need documents
     least = int(count >= left)
@@ -113,10 +106,8 @@ def build_datasets(
     seed: int,
     options: SampleOptions | None = None,
 ) -> list[SampleStream | None]:
-    """Returns the train, valid and test streams of token files, blended by `weights` (None: by their tokens).
-
-    Each file is split by documents; a part whose share is 0 is None.
-    """
+    """Returns the train, valid and test streams of token files, blended by `weights` (None: by their tokens). Each file
+    is split by documents; a part whose share is 0 is None."""
     files = [TokenFile(prefix) for prefix in prefixes]
     found = [file.metadata() for file in files]
     _check_tokenizers(files, found)

@@ -56,10 +56,8 @@ def read_metadata(prefix: str) -> dict[str, Any] | None:
 
 class TokenFile:
     """A token file, opened read-only and memory-mapped. Opening it touches only the header and the last entries.
-
     `tokens` is the whole of PREFIX.bin as one flat array; `sizes` int32[S], `pointers` int64[S] (bytes) and
-    `document_indices` int64[D+1] are views of PREFIX.idx.
-    """
+    `document_indices` int64[D+1] are views of PREFIX.idx."""
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)

@@ -12,6 +12,7 @@ import fcntl
 import os
 from array import array
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -25,10 +26,8 @@ SIDE_FILES = (".json", ".tokenizer.json")  # a pair's metadata, and the tokenize
 
 
 class TokenFileWriter:
-    """Writes PREFIX.bin and PREFIX.idx; use as a context manager, and call `finish` when every document is in.
-
-    Leaving the context without `finish` removes what was written. The writer holds 4 bytes per document in memory.
-    """
+    """Writes PREFIX.bin and PREFIX.idx; use as a context manager, and call `finish` when every document is in. Leaving
+    without `finish` removes what was written. The writer holds 4 bytes per document in memory."""
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike) -> None:
         self.prefix = os.fspath(prefix)
@@ -59,11 +58,9 @@ class TokenFileWriter:
         return len(self._sizes)
 
     def add_documents(self, tokens: bytes, lengths: Sequence[int], last_open: bool = False) -> None:
-        """Appends documents whose `tokens`, in the file's dtype, lie back to back, with one length each.
-
-        With `last_open` the last one goes on in the next call, whose first length is then added to it: this is how
-        a document larger than memory is written.
-        """
+        """Appends documents whose `tokens`, in the file's dtype, lie back to back, with one length each. With
+        `last_open` the last one goes on in the next call, whose first length is then added to it: this is how a
+        document larger than memory is written."""
         count = sum(lengths)
         assert len(tokens) == count * self.dtype.itemsize, f"{len(tokens)} bytes, lengths say {count} tokens"
         if not lengths:
@@ -94,7 +91,7 @@ class TokenFileWriter:
             for suffix, content in extra.items():
                 self._write_partial(suffix, [content])
             self._write_partial(".idx", self._index())
-            _unlink(self.prefix + ".idx")
+            Path(self.prefix + ".idx").unlink(missing_ok=True)
             self._remove_stale(extra)
             self._sync_folder()
             for suffix in (".bin", *extra):
@@ -127,7 +124,7 @@ class TokenFileWriter:
     def _remove_partials(self, suffixes: Sequence[str]) -> None:
         """Removes what this run, or an earlier one that was killed, has left under temporary names."""
         for suffix in suffixes:
-            _unlink(self.prefix + suffix + PARTIAL)
+            Path(self.prefix + suffix + PARTIAL).unlink(missing_ok=True)
 
     def _remove_stale(self, kept: Mapping[str, bytes]) -> None:
         """Removes the files that describe an older pair of this name; files of other programs stay."""
@@ -137,7 +134,7 @@ class TokenFileWriter:
             return
         if ours:
             for suffix in set(SIDE_FILES) - set(kept):
-                _unlink(self.prefix + suffix)
+                Path(self.prefix + suffix).unlink(missing_ok=True)
 
     def _index(self) -> list[Any]:
         """Returns the index in parts, in the order in which they are written."""
@@ -157,13 +154,12 @@ class TokenFileWriter:
 
     def _sync_folder(self) -> None:
         """Makes the renames so far durable. Some file systems can't sync a folder: the order is then theirs."""
-        try:
-            handle = os.open(os.path.dirname(self.prefix) or ".", os.O_RDONLY)
-        except OSError:
-            return
         with contextlib.suppress(OSError):
-            os.fsync(handle)
-        os.close(handle)
+            handle = os.open(os.path.dirname(self.prefix) or ".", os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
 
     def _failed(self, error: OSError) -> UserError:
         return UserError(
@@ -174,8 +170,3 @@ class TokenFileWriter:
 def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _unlink(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)

@@ -62,28 +62,31 @@ class Tokenizer(Protocol):
     recipe: Recipe
     vocab_size: int
     eod: int
-    cut: re.Pattern[bytes] | None
+    cut: re.Pattern[bytes] | None = None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of ids in a token file."""
+        return token_dtype(self.vocab_size)
 
     def encode(self, text: str) -> list[int]: ...
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
-        """Encodes with the special tokens that the tokenizer's own files put around a text, as models trained elsewhere
-        expect."""
-        ...
+        """Encodes with the special tokens that the tokenizer's own files put around a text, as its models expect."""
+        return self.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Returns the ids of each text, in the token file's dtype."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Its ids are the 256 byte values of UTF-8 text, and 256 ends a document."""
 
     vocab_size = 257
     eod = 256
-    cut: re.Pattern[bytes] | None = re.compile(rb"\n")
+    cut = re.compile(rb"\n")
 
     def __init__(self, recipe: Recipe) -> None:
         if recipe.eod is not None:
@@ -93,19 +96,15 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_with_special_tokens(self, text: str) -> list[int]:
-        return self.encode(text)
-
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        dtype = token_dtype(self.vocab_size)
-        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(dtype) for text in texts]
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text; ends of documents, and ids that only a padded vocabulary has, are left out."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
-class JsonTokenizer:
+class JsonTokenizer(Tokenizer):
     """A Hugging Face tokenizer.json. It encodes through the word cache where that is exact."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -126,8 +125,7 @@ class JsonTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         self.eod = _end_token(vocabulary, recipe)
         pattern = ascii_words(self._library)
-        self._dtype = token_dtype(self.vocab_size)
-        self._words = WordCache(self._library, pattern, self._dtype) if pattern else None
+        self._words = WordCache(self._library, pattern, self.dtype) if pattern else None
         self.cut = CUT_BYTES if pattern else None
 
     def encode(self, text: str) -> list[int]:
@@ -140,16 +138,14 @@ class JsonTokenizer:
         if self._words is not None:
             return [self._words.encode(text) for text in texts]
         encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
+        return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._library.decode(list(map(int, ids)), skip_special_tokens=True))
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece .model."""
-
-    cut: re.Pattern[bytes] | None = None
 
     def __init__(self, recipe: Recipe) -> None:
         try:
@@ -165,7 +161,6 @@ class SentencePieceTokenizer:
         pieces = {self._library.id_to_piece(i): i for i in range(self.vocab_size)}
         own = int(self._library.eos_id())
         self.eod = own if recipe.eod is None and own >= 0 else _end_token(pieces, recipe)
-        self._dtype = token_dtype(self.vocab_size)
 
     def encode(self, text: str) -> list[int]:
         return list(self._library.encode(text, out_type=int))
@@ -176,7 +171,7 @@ class SentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         lists = self._library.encode(list(texts), out_type=int, num_threads=1)
-        return [np.array(ids, dtype=self._dtype) for ids in lists]
+        return [np.array(ids, dtype=self.dtype) for ids in lists]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._library.decode(list(map(int, ids))))

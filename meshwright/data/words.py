@@ -62,13 +62,10 @@ def ascii_words(tokenizer: Tokenizer) -> str | None:
             return None
         if config.get("normalizer") and not token["content"].isascii():
             return None
-    return _pattern(config.get("pre_tokenizer") or {})
-
-
-def _pattern(config: dict[str, Any]) -> str | None:
-    if config.get("type") == "ByteLevel":
-        return GPT2_WORDS if config.get("use_regex", True) and not config["add_prefix_space"] else None
-    steps = config.get("pretokenizers", [])
+    cutter = config.get("pre_tokenizer") or {}
+    if cutter.get("type") == "ByteLevel":
+        return GPT2_WORDS if cutter.get("use_regex", True) and not cutter["add_prefix_space"] else None
+    steps = cutter.get("pretokenizers", [])
     if [step.get("type") for step in steps] != ["Split", "ByteLevel"]:
         return None
     split, level = steps

@@ -35,8 +35,7 @@ def note(text: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], words: tuple[int, ...] = (), marked: int | None = None) -> str:
-    """Returns a table of text whose first row is the header; the columns `words` may wrap, and the row `marked` is
-    highlighted."""
+    """Returns a table of text under a header row; the columns `words` may wrap, the row `marked` is highlighted."""
 
     def cell(text: str, column: int, tag: str) -> str:
         kind = ' class="words"' if column in words else ""

@@ -95,7 +95,10 @@ class Display:
         bad = result.skipped or not math.isfinite(result.loss)
         if self.terminal:
             if bad:
-                self._print((f"{BAD} step {result.step}  ", "bad"), self._complaint(result))
+                why = f"{result.why_skipped}, the update was skipped" if result.skipped else "the loss is not finite"
+                scale = f" (loss scale {count(result.loss_scale)})" if result.loss_scale is not None else ""
+                complaint = f"loss {decimals(result.loss, 4)}  {why}{scale}"
+                self._print((f"{BAD} step {result.step}  ", "bad"), complaint)
         elif bad or result.step % self.config.run.log_every == 0 or result.step == self.steps:
             self._print(self._plain_line(result))
 
@@ -105,8 +108,6 @@ class Display:
         self._print((f"validation at step {line['step']}  ", "dim"), (f"loss {decimals(line['loss'], 4)}", "valid"))
 
     def finished(self) -> None:
-        with self._lock:
-            self.validating = False
         self.close()
         done = self.last.step if self.last else 0
         skipped = f", {self.skipped} skipped" if self.skipped else ""
@@ -130,8 +131,7 @@ class Display:
 
     @property
     def seconds_left(self) -> float:
-        """Estimates the remaining seconds from the time between the ends of recent steps, so that validation counts
-        too."""
+        """Estimates the remaining seconds from the time between ends of recent steps, so that validation counts too."""
         if self.last is None:
             return math.nan
         each = self.last.step_time_s
@@ -142,11 +142,6 @@ class Display:
     def _print(self, *pieces: str | tuple[str, str]) -> None:
         """Prints one line, above the live block if there is one."""
         show(self.console, Text.assemble(*pieces))
-
-    def _complaint(self, result: StepResult) -> str:
-        why = f"{result.why_skipped}, the update was skipped" if result.skipped else "the loss is not finite"
-        scale = f" (loss scale {count(result.loss_scale)})" if result.loss_scale is not None else ""
-        return f"loss {decimals(result.loss, 4)}  {why}{scale}"
 
     def _plain_line(self, r: StepResult) -> str:
         parts = [

@@ -48,8 +48,7 @@ def layout_line(config: Config, layout: Layout) -> str:
 
 
 def small_drawing(layout: Layout) -> str:
-    """Draws `[0 1] [2 3] → [4 5] [6 7]`: each replica is a box of tensor-parallel ranks, and arrows go from stage to
-    stage."""
+    """Draws `[0 1] [2 3] → [4 5] [6 7]`: a replica is a box of tensor-parallel ranks, arrows go from stage to stage."""
     stages: list[list[str]] = [[] for _ in range(layout.pp)]
     for group in layout.groups("tp-cp"):
         stages[layout.coordinate(group[0])["pp"]].append(f"[{' '.join(map(str, group))}]")

@@ -12,7 +12,6 @@ from meshwright.schedule.simulate import Simulation, Timed
 from meshwright.schedule.table import MEANING, Op, Table
 from meshwright.show.units import plural, ticks
 
-RESET = "\x1b[0m"
 SINGLE_CHUNK = 0.3  # position between the two shades that a single chunk takes
 
 Colour = tuple[int, int, int]
@@ -104,7 +103,7 @@ def _glyph(op: Op, chunk: int, chunks: int) -> str:
 
 def _paint(op: Op, chunk: int, text: str) -> str:
     shades = LOOKS[op].backgrounds
-    return f"\x1b[38;5;16;48;5;{shades[chunk % len(shades)]}m{text}{RESET}"
+    return f"\x1b[38;5;16;48;5;{shades[chunk % len(shades)]}m{text}\x1b[0m"
 
 
 def _block(timed: Timed, width: int, chunks: int, colour: bool) -> str:

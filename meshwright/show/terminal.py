@@ -54,8 +54,7 @@ def encodable(text: str, stream: TextIO) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns untrusted `text` with every character that could move the cursor or change the terminal replaced by a
-    question mark."""
+    """Returns untrusted `text` with a question mark for every character that could change the terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 

@@ -37,7 +37,7 @@ class Fixed:
 
 
 def one(tokens: list[int], **options: bool) -> dict[str, list[int]]:
-    found = SampleStream(Fixed(tokens), SampleOptions(eod=0, **options)).sample(0)
+    found = SampleStream(Fixed(tokens), SampleOptions(eod=0, **options)).sample(0)  # type: ignore[arg-type]
     assert all(value.dtype == np.int64 for value in found.values())
     return {name: value.tolist() for name, value in found.items()}
 
@@ -73,7 +73,7 @@ def test_resets_against_a_plain_loop(tokens: list[int]) -> None:
 
 
 def test_a_sample_may_be_changed_by_who_asked_for_it() -> None:
-    stream = SampleStream(Fixed([1, 2, 3]))
+    stream = SampleStream(Fixed([1, 2, 3]), SampleOptions())  # type: ignore[arg-type]
     stream.sample(0)["tokens"][:] = 9
     assert stream.sample(0)["labels"].tolist() == [2, 3] and stream.sample(0)["tokens"].tolist() == [1, 2]
 
