@@ -21,7 +21,6 @@ from meshwright.data.token_file import token_dtype
 from meshwright.errors import UserError
 
 END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
-TRAINED_END = END_TOKENS[0]
 SMALLEST_TRAINED = 257
 LARGEST_TRAINED = 2**24
 SPEC_FORMS = "bytes, PATH/tokenizer.json, PATH.model or train:SIZE"
@@ -215,7 +214,7 @@ def train_tokenizer(texts: Iterable[str], size: int, spec: str, eod: str | None 
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    end = eod or TRAINED_END
+    end = eod or END_TOKENS[0]
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()

@@ -10,14 +10,10 @@ from collections.abc import Iterable, Sequence
 from meshwright.layout.layout import GROUP_KINDS, Layout
 from meshwright.show.units import plural
 
-CORNERS = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"
-"""The box character of a vertex, by the walls that meet there: up 1, down 2, left 4, right 8."""
-
+CORNERS = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"  # of a vertex, by the walls that meet there: up 1, down 2, left 4, right 8
 GAP = "   "
-SMALL_WORLD = 64
-"""Up to this many ranks every group is written out."""
-DRAWN_WORLD = 256
-"""Up to this many ranks the grid is drawn in full, where it is not very long in one direction."""
+SMALL_WORLD = 64  # up to this many ranks every group is written out
+DRAWN_WORLD = 256  # up to this many ranks the grid is drawn in full, where it is not very long in one direction
 
 
 def elide(count: int, limit: int) -> list[int | None]:
@@ -95,7 +91,7 @@ def _beside(left: list[str], panels: Sequence[list[str]]) -> list[str]:
     gutter, widths = max(map(len, left)), [max(map(len, panel)) for panel in panels]
     lines = []
     for number, (label, *pieces) in enumerate(zip(left, *panels, strict=True)):
-        if number in (0, 1) or number % 2 or any("─" in piece for piece in pieces):
+        if number == 0 or number % 2 or any("─" in piece for piece in pieces):
             padded = (piece.ljust(size) for piece, size in zip(pieces, widths, strict=True))
             lines.append(f"{label:>{gutter}} {GAP.join(padded)}".rstrip())
     return lines
