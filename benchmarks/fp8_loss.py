@@ -20,10 +20,10 @@ from meshwright.bench.models import LLAMA
 from meshwright.config.load import config_from
 from meshwright.device import Device
 from meshwright.dryrun.stand_ins import draw_on_device
-from meshwright.train.ahead import Ahead
 from meshwright.train.context import build_context
 from meshwright.train.datasets import datasets_of
 from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.loop import Ahead
 from meshwright.train.pretrain import build_modules
 from meshwright.train.step import Trainer
 

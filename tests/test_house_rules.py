@@ -43,7 +43,7 @@ WITHOUT_TORCH = [
     "layout", "layout.params", "layout.shards", "layout.rows", "layout.redistribute", "config.load",
     "config.rules", "models.description", "parts.part", "parts.gpt", "parts.loss_pieces",
     "optim.schedules", "comm.ledger", "schedule.table", "schedule.kinds", "schedule.verify",
-    "schedule.simulate", "train.read_run", "bench.models", "bench.fit", "bench.profile", "bench.request",
+    "schedule.simulate", "train.run_folder", "bench.models", "bench.fit", "bench.profile", "bench.request",
     "cli.bench", "cli.comm", "models.hf", "checkpoint.format",
     "checkpoint.verify", "cli.main", "cli.layout", "cli.schedule", "cli.config", "cli.data", "cli.eval",
     "cli.export", "cli.generate", "cli.import_", "cli.inspect", "cli.train", "pipeline.trace", "cli.cost", "cli.plan",

@@ -16,9 +16,9 @@ from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.absent_ranks import stand_in
 from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device, release
-from meshwright.train.ahead import Ahead
 from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.loop import Ahead
 from meshwright.train.pretrain import build_modules
 from meshwright.train.step import Trainer
 
