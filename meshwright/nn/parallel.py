@@ -81,10 +81,9 @@ def draw_parameter(record: ParamRecord, out: Tensor, seed: int) -> None:
         return
     generator = torch.Generator()
     local = torch.zeros(record.local_shape, dtype=torch.float32)
-    for tile in tiles(record, seed):
-        generator.manual_seed(tile.seed)
-        drawn = torch.randn(TILE, TILE, generator=generator)
-        local[tile.local_rows, tile.local_columns] = drawn[tile.rows, tile.columns]
+    for tile_seed, wanted, place in tiles(record, seed):
+        generator.manual_seed(tile_seed)
+        local[place] = torch.randn(TILE, TILE, generator=generator)[wanted]
     out.copy_(local.mul_(record.init.std))
 
 
