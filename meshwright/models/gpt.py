@@ -21,9 +21,8 @@ from meshwright.nn.loss import output_loss
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
-from meshwright.nn.recompute import recompute
 from meshwright.nn.rotary import Rotary
-from meshwright.nn.unit import call_unit
+from meshwright.nn.unit import call_unit, recompute
 from meshwright.parts.part import BlockUnit as Description
 from meshwright.parts.part import Coordinate, MicroBatch, Records, Stage, Unit
 

@@ -70,24 +70,20 @@ class QKV(nn.Module):
 
     def __init__(self, parallel: Parallel, records: dict[str, ParamRecord]) -> None:
         super().__init__()
-        self.parts = [part for part in ("qkv", "q", "kv") if f"{part}.weight" in records]
-        for part in self.parts:
-            self.add_module(part, Linear(parallel, records[f"{part}.weight"], records.get(f"{part}.bias"), "column"))
-
-    def linear(self, part: str) -> Linear:
-        found = self._modules[part]
-        assert isinstance(found, Linear)
-        return found
+        self.linears: list[Linear] = []
+        for part in (part for part in ("qkv", "q", "kv") if f"{part}.weight" in records):
+            linear = Linear(parallel, records[f"{part}.weight"], records.get(f"{part}.bias"), "column")
+            self.add_module(part, linear)
+            self.linears.append(linear)
 
     def forward(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """Returns x, for the residual, and the projection of its norm."""
-        linears = [self.linear(part) for part in self.parts]
-        if len(linears) == 1:
-            return linears[0].after_norm(x, norm)
-        weight = torch.cat(tuple(linear.weight for linear in linears))
-        biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+        if len(self.linears) == 1:
+            return self.linears[0].after_norm(x, norm)
+        weight = torch.cat(tuple(linear.weight for linear in self.linears))
+        biases: list[Tensor] = [linear.bias for linear in self.linears if linear.bias is not None]
         bias = torch.cat(biases) if biases else None
-        return norm_product(x, norm, weight, bias, (None, *linears[0].settings[1:]))
+        return norm_product(x, norm, weight, bias, (None, *self.linears[0].settings[1:]))
 
 
 class KVCache:

@@ -39,13 +39,11 @@ class Block(nn.Module):
         for norm, body in self.branches:
             given = x if total is None or self.parallel_residual else total
             given, change = getattr(self, body)(given, getattr(self, norm), batch, rotary, mask, past)
-            change = self._drop(change)
+            if self.p and self.training:
+                change = dropout(change, self.p, self.stream)
             if total is None:
                 x, total = given, given + change
             else:
                 total = (total if self.parallel_residual else given) + change
         assert total is not None
         return total
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return dropout(x, self.p, self.stream) if self.p and self.training else x

@@ -153,11 +153,6 @@ def add_product_grad(sink: Tensor, grad: Tensor, x: Tensor) -> None:
     now_or_later(lambda grad, x: add_product(slot, grad, x), grad, x)
 
 
-@add_product_grad.register_fake
-def _(sink: Tensor, grad: Tensor, x: Tensor) -> None:
-    return None
-
-
 def dense_rows_grad(grad: Tensor, rows: Tensor, size: int) -> Tensor:
     """Returns the gradient of an embedding of `size` rows as one dense tensor."""
     grad = grad.masked_fill((rows < 0)[:, None], 0.0)
@@ -190,8 +185,3 @@ def _add_rows(slot: Sink, grad: Tensor, rows: Tensor) -> None:
         kept = rows >= 0
         sink.index_add_(0, rows[kept], grad[kept].to(sink.dtype))
     slot.done()
-
-
-@add_rows_grad.register_fake
-def _(sink: Tensor, grad: Tensor, rows: Tensor) -> None:
-    return None
