@@ -48,8 +48,7 @@ class Atom(NamedTuple):
 
 
 class AxisProduct(NamedTuple):
-    """A product of axes: the atoms inside a group, those between groups, and the ranks of a group relative to its
-    first."""
+    """A product of axes: the atoms inside a group, those between groups, and a group's ranks relative to its first."""
 
     inside: tuple[Atom, ...]
     between: tuple[Atom, ...]
@@ -138,8 +137,7 @@ class Layout:
         return len(_product(self, name).offsets)
 
     def canonical(self, name: str) -> str:
-        """Returns the canonical spelling of a product: words in the order string's order, and an axis for all of its
-        parts."""
+        """Returns the canonical spelling of a product: words as in the order string, an axis for all of its parts."""
         if name in SPECIAL_GROUPS:
             return name
         inside = _product(self, name).inside
@@ -151,8 +149,7 @@ class Layout:
         return "-".join(words)
 
     def without_ones(self, name: str) -> str:
-        """Returns the name of the same groups without axes of one rank: dp-cp is dp where cp is 1, and so is edp where
-        ep is 1 too."""
+        """Returns the name without axes of one rank: dp-cp is dp where cp is 1, and so is edp where ep is 1 too."""
         if name in SPECIAL_GROUPS:
             return name
         if "edp" in name.split("-") and self.ep == 1 and self.views_agree:  # experts then have the usual copies

@@ -17,8 +17,7 @@ from meshwright.parts import gpt
 
 
 class Alibi(nn.Module):
-    """ALiBi lowers a score in proportion to the distance to the key, with a slope per head. A rank has its heads'
-    slopes."""
+    """ALiBi lowers a score in proportion to the distance to the key. A rank has its own heads' slopes."""
 
     slopes: Tensor
 
@@ -87,8 +86,7 @@ class QKV(nn.Module):
 
 
 class KVCache:
-    """The keys and values of one layer's earlier tokens. The first call may add many tokens (the prompt), and each
-    later call adds one."""
+    """The keys and values of one layer's earlier tokens. The first call may add many (the prompt), later ones one."""
 
     def __init__(self, longest: int) -> None:
         self.longest, self.length = longest, 0

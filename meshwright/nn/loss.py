@@ -25,8 +25,7 @@ from meshwright.parts.loss_pieces import piece_rows
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """This rank's columns of the logits: the first `columns` belong to tokens from number `first` on, and the others
-    are padding."""
+    """This rank's columns of the logits: `columns` of them belong to tokens from number `first` on; more is padding."""
 
     first: int
     columns: int
@@ -173,8 +172,7 @@ def output_loss(
     x: Tensor, output: Linear, labels: Tensor, mask: Tensor, vocab: int, parallel: Parallel, scale: float | None = None
 ) -> Tensor:
     """Returns the sum of -log p(label) over the unmasked tokens, from hidden states x [tokens, hidden]. `vocab` is the
-    true size of the vocabulary, and columns beyond it are padding; `scale` announces the gradient of this sum, if
-    known."""
+    true size of the vocabulary, beyond which columns are padding; `scale` announces this sum's gradient, if known."""
     vocabulary = Vocabulary.of(output.weight.shape[0], vocab, parallel)
     sink = output.sinks.get("weight")
     record = record_of(output.weight)

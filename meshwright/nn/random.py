@@ -32,8 +32,7 @@ class Streams:
 
     @contextmanager
     def replaying(self, where: tuple[int, int, int]) -> Iterator[None]:
-        """Draws the numbers of an earlier place again, for blocks that are recomputed after other micro-batches
-        began."""
+        """Draws the numbers of an earlier place again, for blocks recomputed after other micro-batches began."""
         before, self.where = self.where, where
         try:
             yield

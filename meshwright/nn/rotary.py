@@ -57,8 +57,7 @@ def scaled_frequency(frequency: Tensor, scaling: tuple[float, ...]) -> Tensor:
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates x [batch, seq, heads, head_dim], computing in the tables' precision; elements beyond the tables' width
-    stay as they are."""
+    """Rotates x [batch, seq, heads, head_dim], in the tables' precision; what is beyond the tables' width stays."""
     cos, sin = tables
     half = cos.shape[-1]
     a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
@@ -100,6 +99,5 @@ class _RotateQKV(torch.autograd.Function):
 
 
 def rotate_qkv(qkv: Tensor, tables: Tables, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
-    """Returns the rotated queries, the rotated keys and the values of qkv [batch, seq, heads + 2 kv_heads,
-    head_dim]."""
+    """Returns the rotated queries and keys, and the values, of qkv [batch, seq, heads + 2 kv_heads, head_dim]."""
     return _RotateQKV.apply(qkv, *tables, heads, kv_heads)

@@ -127,8 +127,7 @@ def add_product(slot: Sink, grad: Tensor, x: Tensor, last: bool = True) -> None:
 
 def write_product(out: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
     """Computes out (+)= grad^T x, where `out` may be wider than the factors: on CUDA the product itself then
-    accumulates in float32. In a dry run (a `meta` tensor) it returns at once, so that no intermediate result is
-    counted."""
+    accumulates in float32. In a dry run (a `meta` tensor) it returns at once, so no intermediate result is counted."""
     if out.is_meta:
         return
     left = grad.t()

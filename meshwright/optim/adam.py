@@ -84,10 +84,6 @@ class FlatState:
     def master(self) -> list[Tensor]:
         return self.stores[0].shares
 
-    @property
-    def moments(self) -> list[list[Tensor]]:
-        return [store.shares for store in self.stores[1:]]
-
     def _find_ranges(self) -> Iterator[DecayRange]:
         """Yields the ranges to update, joined across buckets where possible, so that few fused calls update everything.
 
@@ -141,16 +137,9 @@ class FlatState:
         if late:
             yield [], list(reversed(self.buffer.buckets))
 
-    def publish(self) -> None:
-        """Copies the masters, which a load has set, to the model's weights that this rank owns."""
-        if not self.in_place:
-            for bucket, master in zip(self.buffer.buckets, self.master, strict=True):
-                bucket.own_params.copy_(master)
-
 
 def _from(share: Tensor, low: int, high: int) -> Tensor:
-    """Returns elements low to high, counted from the share's first. They may reach into the next shares in memory,
-    which a slice could not."""
+    """Returns elements low to high of a share. Unlike a slice, they may reach into the next shares in memory."""
     return share.as_strided((high - low,), (1,), share.storage_offset() + low)
 
 
@@ -190,7 +179,9 @@ class FlatOptimizer:
     def publish(self) -> None:
         """Brings the model's weights up to date after a load has set the masters."""
         for state in self.states:
-            state.publish()
+            if not state.in_place:
+                for bucket, master in zip(state.buffer.buckets, state.master, strict=True):
+                    bucket.own_params.copy_(master)
             for bucket in reversed(state.buffer.buckets):
                 self.updated(bucket)
 

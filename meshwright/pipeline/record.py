@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from meshwright.device import Device
+from meshwright.device import Clock, Device
 from meshwright.pipeline.trace import Span
 
 
@@ -15,7 +15,7 @@ class Recorder:
 
     def __init__(self, rank: int, device: Device) -> None:
         self.rank, self.device = rank, device
-        self.clock = device.clock()
+        self.clock = Clock(device)
         self._marks: list[tuple[str, str, Any, Any, dict[str, Any]]] = []
 
     @contextmanager

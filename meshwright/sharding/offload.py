@@ -64,8 +64,7 @@ class StateFile:
         weakref.finalize(self, os.close, self._handle)
 
     def _create(self) -> tuple[int, mmap.mmap]:
-        """Creates a file of full size, filled with zeros. Its space is reserved, so a disk that is too small is found
-        now."""
+        """Creates a file of zeros in full size. Its space is reserved, so a disk that is too small is found now."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             plain, name = tempfile.mkstemp(dir=self.folder, prefix="states-")
@@ -122,12 +121,11 @@ class StateStore:
     `on_device` says whether it takes the device's memory: host memory does where the device is a CPU."""
 
     def __init__(
-        self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device, place: str, folder: Path | None = None
+        self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device, place: str, folder: Path = Path()
     ) -> None:
         self.file: StateFile | None = None
         self.dtype, self.on_device = dtype, place == "none" or (place, device.type) == ("cpu", "cpu")
         if place == "disk" and device.type != "meta":
-            assert folder is not None
             self.file = StateFile(folder, sizes, dtype)
             self.shares = self.file.shares
         elif place == "none" or accelerator(device) is None:

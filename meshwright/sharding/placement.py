@@ -24,8 +24,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def grad_bytes(param_bytes: int, wanted: int = 4) -> int:
-    """Returns the bytes of one element's gradient, which accumulates in float32 unless the model's precision is asked
-    for."""
+    """Returns the bytes of one element's gradient, in float32 unless the model's precision is asked for."""
     return max(wanted, param_bytes)
 
 
@@ -81,8 +80,7 @@ class Split:
 
 
 class Division(NamedTuple):
-    """The ZeRO stage of a buffer, the axes over which its buckets are sharded, and those over which the shards are
-    replicated."""
+    """The ZeRO stage of a buffer, the axes over which its buckets are sharded, and those that replicate the shards."""
 
     stage: int
     shards: str | None
@@ -120,17 +118,14 @@ def place(
     for i, size in enumerate(sizes):
         places.append((at, len(buckets)))
         at += -(-size // ALIGN) * ALIGN
-        full = at - begin >= bucket_elements if units is None else i + 1 == len(sizes) or units[i + 1] != units[i]
-        if full:
+        last = i + 1 == len(sizes)
+        if last or (at - begin >= bucket_elements if units is None else units[i + 1] != units[i]):
             at = begin + padded(at - begin, ranks)
             buckets.append((begin, at))
             begin = at
-    if at > begin:
-        buckets.append((begin, begin + padded(at - begin, ranks)))
     return places, buckets
 
 
 def piece_size(most: int, shares: Sequence[int]) -> int:
-    """Returns the elements of a piece: at most `most`, no more than the largest share, and whole pages in any
-    precision."""
+    """Returns a piece's elements: at most `most`, no more than the largest share, whole pages in any precision."""
     return min(max(1, most // PAGE), -(-max(shares) // PAGE)) * PAGE
