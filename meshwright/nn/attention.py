@@ -12,7 +12,7 @@ from meshwright.layout.params import ParamRecord, records_under
 from meshwright.nn.linear import Linear, norm_product
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
-from meshwright.nn.rotary import rotate, rotate_qkv
+from meshwright.nn.rotary import Tables, rotate, rotate_qkv
 from meshwright.parts import gpt
 
 
@@ -129,13 +129,7 @@ class Attention(nn.Module):
         )  # fmt: skip
 
     def forward(
-        self,
-        x: Tensor,
-        norm: Norm,
-        batch: int,
-        rotary: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | None = None,
-        past: KVCache | None = None,
+        self, x: Tensor, norm: Norm, batch: int, rotary: Tables | None, mask: Tensor | None, past: KVCache | None
     ) -> tuple[Tensor, Tensor]:
         """Returns x [tokens, hidden] of `batch` sequences, for the residual, and attention of its norm. `mask` [batch,
         1 or heads, seq, seq] is true where a query may attend, or is added to the scores; without it, attention is

@@ -13,7 +13,7 @@ from meshwright.config.sections import ModelConfig
 from meshwright.kernels import kernels_take
 from meshwright.nn.parallel import Parallel
 
-Tables = tuple[Tensor, Tensor]
+Tables = tuple[Tensor, Tensor]  # cosines and sines
 
 
 class Rotary(nn.Module):
@@ -33,7 +33,7 @@ class Rotary(nn.Module):
         for name, table in (("cos", angle.cos()), ("sin", angle.sin())):
             self.register_buffer(name, table.to(parallel.device, dtype), persistent=False)
 
-    def forward(self, positions: Tensor | None, seq: int) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor | None, seq: int) -> Tables:
         """Returns the tables of cosines and sines, [1 or batch, seq, 1, rotary_dim / 2]."""
         if positions is None:
             return self.cos[None, :seq, None], self.sin[None, :seq, None]
@@ -56,7 +56,7 @@ def scaled_frequency(frequency: Tensor, scaling: tuple[float, ...]) -> Tensor:
     return keep * frequency + (1 - keep) * frequency / factor
 
 
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, tables: Tables) -> Tensor:
     """Rotates x [batch, seq, heads, head_dim], in the tables' precision; what is beyond the tables' width stays."""
     cos, sin = tables
     half = cos.shape[-1]

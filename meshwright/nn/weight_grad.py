@@ -53,8 +53,7 @@ class Sink:
 
 # Registered operators take tensors but no Python objects, so a layer passes the view of its gradient and the operator
 # looks up the sink here by the view's address. The table is process-wide, but two trainers in one process can't
-# collide, since no two live tensors share an address. It holds sinks weakly, so a trainer that is gone leaves nothing
-# behind.
+# collide, since no two live tensors share an address. It is weak, so a trainer that is gone leaves nothing behind.
 _SINKS: WeakValueDictionary[tuple[int, int], Sink] = WeakValueDictionary()
 
 

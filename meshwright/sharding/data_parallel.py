@@ -77,8 +77,7 @@ class DataParallel:
         self.buckets = [bucket for buffer in self.trained for bucket in buffer.buckets]
         slots = {at: slot for at, slot in slots.items() if slot.record.trained}
         own_weights = list(_own_weights(modules, slots))
-        # Contributions per micro-batch: one from each layer that adds its own; a parameter not listed gets one from
-        # autograd.
+        # Contributions per micro-batch: one from each layer that adds its own; autograd makes one to those not listed.
         uses = Counter(id(slot.parameter) for _, slot in own_weights)
         # The chunk whose backward is the last that can fill a bucket of a foreign module: the first that uses it.
         late = {id(b): unit.chunk for unit in reversed(units) if unit.whole_chunk for b in unit.buckets}

@@ -199,29 +199,25 @@ class Prefetcher:
 
     def run(self, order: Sequence[StatePiece]) -> Iterator[tuple[StatePiece, list[Tensor]]]:
         """Yields each piece with one tensor per store, to be updated in place before the next is asked for."""
-        coming = self._fetch(order[0], 0) if order else []
+        places = range(len(self.stores))
+        fetches = ([self._fetch(at, piece, number) for at in places] for number, piece in enumerate(order))
+        coming = next(fetches, [])
         for number, piece in enumerate(order):
-            now = coming
-            if number + 1 < len(order):
-                coming = self._fetch(order[number + 1], number + 1)
+            now, coming = coming, next(fetches, [])
             yield piece, [wait() for wait in now]
             self._copy_back(piece, number)
-            while len(self._writes) > 1:  # a buffer that is being written from is read into again two pieces later
-                self._wait_for_oldest_write()
-        while self._writes:
-            self._wait_for_oldest_write()
+            self._finish_writes(left=1)  # a buffer that is being written from is read into again two pieces later
+        self._finish_writes(left=0)
         for stream in self._streams:
             stream.synchronize()
 
-    def _wait_for_oldest_write(self) -> None:
-        for write in self._writes.popleft():
-            write.result()
+    def _finish_writes(self, left: int) -> None:
+        while len(self._writes) > left:
+            for write in self._writes.popleft():
+                write.result()
 
-    def _fetch(self, piece: StatePiece, number: int) -> list[Callable[[], Tensor]]:
-        """Begins to copy a piece of every store; calling what it returns waits for one and gives its tensor."""
-        return [self._fetch_from(at, piece, number) for at in range(len(self.stores))]
-
-    def _fetch_from(self, at: int, piece: StatePiece, number: int) -> Callable[[], Tensor]:
+    def _fetch(self, at: int, piece: StatePiece, number: int) -> Callable[[], Tensor]:
+        """Begins to copy a piece of a store; calling what it returns waits for it and gives its tensor."""
         store, size = self.stores[at], piece.high - piece.low
         stored = store.shares[piece.share][piece.low : piece.high]
         if not self._rings[at]:
