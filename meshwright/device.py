@@ -207,10 +207,9 @@ class Clock:
 
 class SideStream:
     """Within `with stream:`, work is launched on a stream of its own, beside the computation; leaving it waits for it.
-
     On a CPU it does nothing. Streams belong to a thread's context in torch, so the thread that copies enters it, while
-    the thread that launched the computation constructs it: the new stream must be ordered after that thread's stream.
-    """
+    the thread that launched the computation constructs it: the new stream must be ordered after that thread's
+    stream."""
 
     def __init__(self, device: Device) -> None:
         self.module = device.module

@@ -42,11 +42,9 @@ def build_module(part: Part, parallel: Parallel, records: Records) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Adds to x [tokens, hidden], for each branch, a body of a norm: of the sum so far or, if parallel, of x itself.
-
-    A body takes (x, norm, batch, rotary, mask, past) and returns x and its result. The residual uses the returned x: a
-    body that fuses the norm with its first product also adds the residual's gradient in that kernel's backward.
-    """
+    """Adds to x [tokens, hidden], for each branch, a body of a norm: of the sum so far or, if parallel, of x itself. A
+    body takes (x, norm, batch, rotary, mask, past) and returns x and its result. The residual uses the returned x: a
+    body that fuses the norm with its first product also adds the residual's gradient in that kernel's backward."""
 
     def __init__(self, parallel: Parallel, block: BlockUnit, records: Records) -> None:
         super().__init__()

@@ -96,18 +96,17 @@ def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype
 def _multiply(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool, out: Tensor | None
 ) -> Tensor:
-    if a.is_cuda:
-        if a_scale.dim():
-            a_scale, b_scale = a_scale[:, None], b_scale[None, :]
-            if dtype == torch.float32 and not scaled_rows_are_wide(a.device):
-                narrow = torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
-                return narrow.float() if out is None else out.copy_(narrow)
-        kwargs = {} if out is None else {"out": out}
-        return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast, **kwargs)
-    wide = (a.float() * (a_scale[:, None] if a_scale.dim() else a_scale)) @ (
-        b.float() * (b_scale[:, None] if b_scale.dim() else b_scale)
-    ).t()
-    return wide.to(dtype) if out is None else out.copy_(wide)
+    by_rows = a_scale.dim() > 0
+    if by_rows:
+        a_scale, b_scale = a_scale[:, None], b_scale[None, :]
+    if not a.is_cuda:
+        wide = (a.float() * a_scale) @ (b.t().float() * b_scale)
+        return wide.to(dtype) if out is None else out.copy_(wide)
+    if by_rows and dtype == torch.float32 and not scaled_rows_are_wide(a.device):
+        narrow = torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        return narrow.float() if out is None else out.copy_(narrow)
+    kwargs = {} if out is None else {"out": out}
+    return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast, **kwargs)
 
 
 @operator("meshwright::add_fp8_product_grad", mutates={"sink"})

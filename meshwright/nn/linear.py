@@ -65,11 +65,9 @@ class _SwigluProduct(torch.autograd.Function):
 
 
 class _NormProduct(torch.autograd.Function):
-    """Returns x itself and y = rms_norm(x) W^T. Only x is kept; backward recomputes its norm.
-
-    x is returned so that the residual branch takes it from here: its gradient then arrives in this backward as
-    `passed`, and one kernel adds it to the norm's gradient instead of autograd in a pass of its own.
-    """
+    """Returns x itself and y = rms_norm(x) W^T. Only x is kept; backward recomputes its norm. x is returned so that the
+    residual branch takes it from here: its gradient then arrives in this backward as `passed`, and one kernel adds it
+    to the norm's gradient instead of autograd in a pass of its own."""
 
     @staticmethod
     def forward(

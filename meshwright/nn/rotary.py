@@ -41,11 +41,9 @@ class Rotary(nn.Module):
 
 
 def scaled_frequency(frequency: Tensor, scaling: tuple[float, ...]) -> Tensor:
-    """Rotary frequencies for sequences longer than those a model was first trained on.
-
-    One number slows all by that factor. Llama 3.1's (factor, low, high, length) slows those that turn fewer than `low`
-    times over `length` positions, leaves those that turn more than `high` times, and blends between.
-    """
+    """Rotary frequencies for sequences longer than those a model was first trained on. One number slows all by that
+    factor. Llama 3.1's (factor, low, high, length) slows those that turn fewer than `low` times over `length`
+    positions, leaves those that turn more than `high` times, and blends between."""
     if not scaling:
         return frequency
     if len(scaling) == 1:

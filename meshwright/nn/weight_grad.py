@@ -68,11 +68,9 @@ def sink_of(view: Tensor) -> Sink:
 
 
 class Deferred:
-    """Weight gradients that are still to be computed, each a call with the tensors that it needs.
-
-    `copies`: those tensors are copied first. Compiled backwards need that, since they write other results over a
-    tensor's memory once the operator that read it has returned.
-    """
+    """Weight gradients that are still to be computed, each a call with the tensors that it needs. `copies`: those
+    tensors are copied first. Compiled backwards need that, since they write other results over a tensor's memory once
+    the operator that read it has returned."""
 
     def __init__(self, copies: bool = False) -> None:
         self.copies = copies

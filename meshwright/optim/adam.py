@@ -47,10 +47,8 @@ class DecayRange(NamedTuple):
 
 class FlatState:
     """The masters and moments of one buffer. Each is a store with one tensor per bucket, of this rank's share of it.
-
     `in_place` says that the model's own weights are the masters, `ready` that updates use all stores as they are; else
-    a prefetcher copies them in pieces.
-    """
+    a prefetcher copies them in pieces."""
 
     def __init__(self, buffer: FlatBuffer, config: OptimizerConfig, offload: OffloadConfig) -> None:
         self.buffer = buffer
@@ -86,10 +84,8 @@ class FlatState:
 
     def _find_ranges(self) -> Iterator[DecayRange]:
         """Yields the ranges to update, joined across buckets where possible, so that few fused calls update everything.
-
         A range can continue into the next bucket where this rank owns whole buckets and the states are ready in place:
-        the buckets are then adjacent in memory (except in stage 3, whose store may be a file with gaps).
-        """
+        the buckets are then adjacent in memory (except in stage 3, whose store may be a file with gaps)."""
         split = self.buffer.split
         for decay in (True, False):
             runs = self.buffer.runs(slot for slot in self.buffer.slots if slot.record.decay == decay)

@@ -277,11 +277,9 @@ def build_buffers(
     seed: int = 0,
 ) -> tuple[list[FlatBuffer], dict[int, Slot]]:
     """Builds buffers for every parameter of the chunks, in the order of backward. Returns each parameter's slot too.
-
     `split_of` says how the ranks divide a buffer; `units` gives the number of a parameter's unit, by its id. A
     parameter without a record (of a module that is not ours) is taken to be whole, and the same on every rank.
-    `requires_grad` decides whether a parameter is trained, and the record of its slot says the same.
-    """
+    `requires_grad` decides whether a parameter is trained, and the record of its slot says the same."""
     named: dict[int, NamedParameter] = {}
     for chunk, module in enumerate(modules):
         for name, parameter in module.named_parameters():

@@ -43,10 +43,8 @@ class DataGroups(NamedTuple):
 
 
 class DataParallel:
-    """The gradients of one rank's chunks, from the first contribution of a step to the reduced sum.
-
-    `buffers` are all of them, `trained` those with gradients, `buckets` the latter's buckets.
-    """
+    """The gradients of one rank's chunks, from the first contribution of a step to the reduced sum. `buffers` are all
+    of them, `trained` those with gradients, `buckets` the latter's buckets."""
 
     def __init__(
         self,

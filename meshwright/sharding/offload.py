@@ -46,11 +46,8 @@ def _bytes(values: Tensor) -> memoryview:
 
 class StateFile:
     """One flat state in a file, cut into shares that begin at pages. `shares` are views of the mapped file, for readers
-    that want all of it (checkpoints); updates read and write the file directly.
-
-    The file is unlinked as soon as it is open: no other run can mistake it for its own, and its disk space is free
-    again however the process ends.
-    """
+    that want all of it (checkpoints); updates read and write the file directly. The file is unlinked as soon as it is
+    open: no other run can mistake it for its own, and its disk space is free again however the process ends."""
 
     def __init__(self, folder: Path, sizes: Sequence[int], dtype: torch.dtype) -> None:
         self.folder, self.dtype = folder, dtype

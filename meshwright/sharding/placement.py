@@ -47,11 +47,6 @@ def backward_order(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Ke
     return keyed
 
 
-def padded(size: int, ranks: int) -> int:
-    unit = ALIGN * ranks
-    return -(-size // unit) * unit
-
-
 @dataclass(frozen=True)
 class Split:
     """How a buffer is divided among its data-parallel ranks: each of `shards` ranks owns a share of every bucket, and
@@ -107,11 +102,9 @@ def shard_axes(layout: Layout, zero: ZeroConfig, data_axes: str = DATA_AXES, tra
 def place(
     sizes: Sequence[int], ranks: int, bucket_elements: int, units: Sequence[int] | None = None
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Returns (start, bucket) of each parameter and (start, stop) of each bucket.
-
-    A bucket is closed by the parameter that fills it; no parameter is cut. With `units`, the number of the unit that
-    each parameter belongs to, a bucket holds one unit instead, which is gathered at once.
-    """
+    """Returns (start, bucket) of each parameter and (start, stop) of each bucket. A bucket is closed by the parameter
+    that fills it; no parameter is cut. With `units`, the number of the unit that each parameter belongs to, a bucket
+    holds one unit instead, which is gathered at once."""
     places: list[tuple[int, int]] = []
     buckets: list[tuple[int, int]] = []
     begin = at = 0
@@ -120,7 +113,7 @@ def place(
         at += -(-size // ALIGN) * ALIGN
         last = i + 1 == len(sizes)
         if last or (at - begin >= bucket_elements if units is None else units[i + 1] != units[i]):
-            at = begin + padded(at - begin, ranks)
+            at = begin + -(-(at - begin) // (ALIGN * ranks)) * ALIGN * ranks
             buckets.append((begin, at))
             begin = at
     return places, buckets

@@ -38,10 +38,7 @@ def find_units(modules: Sequence[nn.Module]) -> list[GatedUnit]:
     found: list[GatedUnit] = []
     for chunk, module in enumerate(modules):
         named = stage_of(module).units()
-        if named is None:
-            found.append(GatedUnit(module, chunk, whole_chunk=True))
-        else:
-            found += [GatedUnit(part, chunk, whole_chunk=False) for part in named]
+        found += [GatedUnit(part, chunk, named is None) for part in ([module] if named is None else named)]
     return found
 
 
