@@ -22,8 +22,7 @@ class Streams:
 
     def __init__(self, seed: int, data_rank: int, tp_rank: int, device: torch.device, pp_rank: int = 0) -> None:
         self.seed, self.data_rank, self.tp_rank, self.pp_rank = seed, data_rank, tp_rank, pp_rank
-        self.same = generator(device)
-        self.own = generator(device)
+        self.same, self.own = generator(device), generator(device)
         self.active = False
         self.where: tuple[int, int, int] = (0, 0, 0)
 

@@ -26,11 +26,8 @@ class Sink:
     def __init__(
         self, view: Tensor, arrived: Callable[[Sink], None], prepare: Callable[[], None] = lambda: None
     ) -> None:
-        self.view = view
-        self.fresh = True
-        self.contributions = 0
-        self.prepare = prepare
-        self._arrived = arrived
+        self.view, self.prepare, self._arrived = view, prepare, arrived
+        self.fresh, self.contributions = True, 0
         _SINKS[_address(view)] = self
 
     def reset(self) -> None:

@@ -212,11 +212,6 @@ class FlatBuffer:
             bucket.own_params.copy_(bucket.params.tensor[low - bucket.start : high - bucket.start])
             bucket.release_params()
 
-    def owned(self, slot: Slot) -> tuple[int, int]:
-        """Returns the range of a parameter's elements that this rank owns; the end may lie before the start: none."""
-        low, high = self.buckets[slot.bucket].share
-        return max(low, slot.start) - slot.start, min(high, slot.stop) - slot.start
-
     def runs(self, wanted: Iterable[Slot]) -> list[tuple[Bucket, int, int]]:
         """Returns ranges of this rank's shares that cover the wanted slots: (bucket, start, stop), counted from the
         share's first element. Neighbours are joined across the padding between them, which is zero."""
@@ -255,16 +250,21 @@ class State(NamedTuple):
     additive: Rows | None = None
 
     def holds(self, slot: Slot) -> tuple[int, int]:
-        """Returns the range of a parameter's elements that this rank holds; the end may lie before the start: none."""
-        bucket = self.buffer.buckets[slot.bucket]
-        whole = self.tensors[slot.bucket].numel() == bucket.stop - bucket.start
-        return (0, slot.record.numel) if whole else self.buffer.owned(slot)
+        """Returns the range of a parameter's elements that this rank holds; it is empty if the second is not above the
+        first."""
+        low, high = self._covered(slot)
+        return max(low, slot.start) - slot.start, min(high, slot.stop) - slot.start
 
     def values(self, slot: Slot, low: int, high: int) -> Tensor:
         """Returns elements low to high of a parameter, which this rank must hold."""
-        bucket, tensor = self.buffer.buckets[slot.bucket], self.tensors[slot.bucket]
-        begin = bucket.start if tensor.numel() == bucket.stop - bucket.start else bucket.share[0]
-        return tensor[slot.start - begin + low : slot.start - begin + high]
+        at = slot.start - self._covered(slot)[0]
+        return self.tensors[slot.bucket][at + low : at + high]
+
+    def _covered(self, slot: Slot) -> tuple[int, int]:
+        """The range of the buffer that the tensor of the slot's bucket covers: the bucket, or this rank's share."""
+        bucket = self.buffer.buckets[slot.bucket]
+        whole = self.tensors[slot.bucket].numel() == bucket.stop - bucket.start
+        return (bucket.start, bucket.stop) if whole else bucket.share
 
 
 def build_buffers(
@@ -306,5 +306,4 @@ def regions(record: ParamRecord, low: int, high: int, values: Tensor) -> Iterato
 
 def foreign_record(name: str, parameter: nn.Parameter) -> ParamRecord:
     """Returns a record for a parameter of a module that is not ours, taken to be whole and the same on every rank."""
-    shape = tuple(parameter.shape)
-    return whole(name, shape, Init("given"), decay=parameter.dim() > 1, copies=("tp",))
+    return whole(name, tuple(parameter.shape), Init("given"), decay=parameter.dim() > 1, copies=("tp",))

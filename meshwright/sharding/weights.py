@@ -114,8 +114,7 @@ class WeightGatherer:
     def open(self, unit: GatedUnit) -> None:
         self._gather_unit(unit)
         for bucket in unit.buckets:
-            pending = self._gathering.pop(id(bucket), None)
-            if pending is not None:
+            if (pending := self._gathering.pop(id(bucket), None)) is not None:
                 pending.wait()
         if self._action is None:
             return
