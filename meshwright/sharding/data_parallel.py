@@ -64,11 +64,10 @@ class DataParallel:
         self._counted: list[Tensor] | None = None
         self._device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
         units = find_units(modules)
-        offload = self._zero.offload
+        params_at = (self._zero.offload.params, Path(self._zero.offload.path))
         self.buffers, slots = build_buffers(
-            modules, self._split, bucket_mib, number_units(units), grad_dtype, (offload.params, Path(offload.path)),
-            seed,
-        )  # fmt: skip
+            modules, self._split, bucket_mib, number_units(units), grad_dtype, params_at, seed
+        )
         self._check_ties()
         self.weights = WeightGatherer(units, slots, self.buffers, lambda each: self.groups(each).shards, mesh.ledger)
         self.trained = [buffer for buffer in self.buffers if buffer.key.trained]
@@ -77,7 +76,7 @@ class DataParallel:
         own_weights = list(_own_weights(modules, slots))
         # Contributions per micro-batch: one from each layer that adds its own; autograd makes one to those not listed.
         uses = Counter(id(slot.parameter) for _, slot in own_weights)
-        # The chunk whose backward is the last that can fill a bucket of a foreign module: the first that uses it.
+        # The chunk whose backward is the last that can fill a foreign module's bucket: the first, so it is set last.
         late = {id(b): unit.chunk for unit in reversed(units) if unit.whole_chunk for b in unit.buckets}
         self._once = OncePerStep([bucket for bucket in self.buckets if bucket.stage < 2], self._launch)
         scattered = [bucket for bucket in self.buckets if bucket.stage >= 2]

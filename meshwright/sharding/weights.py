@@ -44,11 +44,8 @@ def find_units(modules: Sequence[nn.Module]) -> list[GatedUnit]:
 
 def number_units(units: Sequence[GatedUnit]) -> dict[int, int]:
     """Returns the number of the first unit that a parameter belongs to, by the parameter's id."""
-    numbers: dict[int, int] = {}
-    for number, unit in enumerate(units):
-        for parameter in unit.module.parameters():
-            numbers.setdefault(id(parameter), number)
-    return numbers
+    numbered = reversed(list(enumerate(units)))  # so that the first is set last
+    return {id(parameter): number for number, unit in numbered for parameter in unit.module.parameters()}
 
 
 class WeightGatherer:
