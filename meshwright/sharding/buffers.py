@@ -151,9 +151,9 @@ class FlatBuffer:
         named: list[NamedParameter],
         split: Split,
         bucket_bytes: float,
-        grad_dtype: torch.dtype = torch.float32,
-        params_at: tuple[str, Path] = ("none", Path()),
-        seed: int = 0,
+        grad_dtype: torch.dtype,
+        params_at: tuple[str, Path],
+        seed: int,
     ) -> None:
         """`params_at` says where owned weights are stored in stage 3: on the device, in host memory or in a file."""
         self.key, self.split = key, split
