@@ -251,7 +251,7 @@ class Saver:
         )  # fmt: skip
         self.saved_step, self._error = trainer.step_number, None
         self._staged.clear()
-        copies = trainer.ctx.device.side_stream()  # made here, so that it sees the update that was just launched
+        copies = SideStream(trainer.ctx.device)  # made here, so that it sees the update that was just launched
         self._thread = threading.Thread(
             target=self._write, args=(snapshot, index, copies), name="checkpoint", daemon=True
         )

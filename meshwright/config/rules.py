@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.config.sections import FP8_UNIT, Config
 from meshwright.errors import UserError, divisors, either
-from meshwright.layout import Layout
-from meshwright.layout.shards import node_parts
+from meshwright.layout import Layout, node_parts
 from meshwright.schedule.kinds import KINDS, LARGEST_TABLE, training_kinds
 
 Rule = Callable[[Config, int], str | None]

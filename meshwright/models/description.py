@@ -10,9 +10,8 @@ from functools import lru_cache
 
 from meshwright.config.sections import Config, ModelConfig
 from meshwright.errors import UserError, nearest
-from meshwright.layout import Layout, Parts
+from meshwright.layout import Layout, Parts, node_parts
 from meshwright.layout.params import Init
-from meshwright.layout.shards import node_parts
 from meshwright.parts.gpt import (
     KV_COPIES,
     KV_GROUPS,

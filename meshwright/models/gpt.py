@@ -14,16 +14,14 @@ from meshwright.layout.params import records_under
 from meshwright.models.description import describe, fields_read
 from meshwright.models.stage import Receives
 from meshwright.nn.attention import Alibi, KVCache, causal_mask
-from meshwright.nn.block import Block
-from meshwright.nn.build import build_module
+from meshwright.nn.build import Block, build_module
 from meshwright.nn.linear import Linear
 from meshwright.nn.loss import output_loss
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
-from meshwright.nn.recompute import recompute
 from meshwright.nn.rotary import Rotary
-from meshwright.nn.unit import call_unit
+from meshwright.nn.unit import call_unit, recompute
 from meshwright.parts.part import BlockUnit as Description
 from meshwright.parts.part import Coordinate, MicroBatch, Records, Stage, Unit
 
