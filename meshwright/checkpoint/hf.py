@@ -177,7 +177,7 @@ def export_folder(
     for ours, mapped in chosen.tensors(model).items():
         for source, shape in mapped.source_shapes().items():
             planned.append(_exported_tensor(reader, stored, source, shape, ours, mapped, dtype, source))
-            head = f"{chosen.head}.weight"
+            head = chosen.head
             if ours == "embedding.weight" and model.tied_embeddings and head in stored:
                 planned.append(_exported_tensor(reader, stored, head, shape, ours, mapped, dtype, source))
     config = chosen.config_of(model, base or None)

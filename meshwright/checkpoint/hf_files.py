@@ -55,7 +55,7 @@ class HFFolder:
                     f"{list(shape)}: its files don't fit its config.json"
                 )
             stored[name] = found
-        head = f"{self.family.head}.weight"
+        head = self.family.head
         if self.model.tied_embeddings and head in self.file_of:
             stored[head] = head
         unread = set(self.file_of) - set(stored.values())
