@@ -133,13 +133,13 @@ class Family:
             raise UserError(
                 f"{self.activation_key}={theirs} in config.json can't be imported: use a model with {known}"
             )
-        for ours, what in self.differing.items():
-            first, second = self.keys[ours]
-            if config.get(second, config[first]) != config[first]:
-                raise UserError(
-                    f"{second}={config[second]} differs from {first}={config[first]} in config.json: {what} can't be "
-                    "imported"
-                )
+        for ours, (first, *others) in self.keys.items():
+            for other in others:
+                if config.get(other, config.get(first)) != config.get(first):
+                    raise UserError(
+                        f"{other}={config[other]} differs from {first}={config.get(first)} in config.json: "
+                        f"{self.differing[ours]} can't be imported"
+                    )
 
     def misfits(self, model: ModelConfig) -> list[str]:
         """Returns what this family can't express of a model, as `key=value` words."""
