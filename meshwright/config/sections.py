@@ -19,16 +19,16 @@ FP8_UNIT = 16  # products in fp8 take multiples of this
 TRAINING_KEYS = {"preset", "dropout", "init_std"}  # of a model: how it is trained, not what it computes
 
 
-def _positive(section: str, **values: float) -> None:
-    for key, value in values.items():
-        if not value > 0:
-            raise UserError(f"{section}.{key}={value} must be greater than zero")
+def _positive(section: str, values: object, *keys: str) -> None:
+    for key in keys:
+        if not getattr(values, key) > 0:
+            raise UserError(f"{section}.{key}={getattr(values, key)} must be greater than zero")
 
 
-def _not_negative(section: str, **values: float) -> None:
-    for key, value in values.items():
-        if not value >= 0:
-            raise UserError(f"{section}.{key}={value} must not be negative")
+def _not_negative(section: str, values: object, *keys: str) -> None:
+    for key in keys:
+        if not getattr(values, key) >= 0:
+            raise UserError(f"{section}.{key}={getattr(values, key)} must not be negative")
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,8 @@ class ModelConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        _positive(
-            "model", layers=self.layers, hidden=self.hidden, heads=self.heads, vocab=self.vocab, seq=self.seq,
-            norm_eps=self.norm_eps, rope_theta=self.rope_theta, init_std=self.init_std,
-        )  # fmt: skip
-        _not_negative(
-            "model", kv_heads=self.kv_heads, head_dim=self.head_dim, ffn=self.ffn,
-            position_offset=self.position_offset,
-        )  # fmt: skip
+        _positive("model", self, "layers", "hidden", "heads", "vocab", "seq", "norm_eps", "rope_theta", "init_std")
+        _not_negative("model", self, "kv_heads", "head_dim", "ffn", "position_offset")
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"model.dropout={self.dropout} must be at least 0 and below 1")
         if not self.head_dim and self.hidden % self.heads:
@@ -139,8 +133,8 @@ class LayoutConfig:
     node_size: int = 0  # 0: as many ranks as a node starts
 
     def __post_init__(self) -> None:
-        _positive("layout", tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, chunks=self.chunks)
-        _not_negative("layout", node_size=self.node_size)
+        _positive("layout", self, "tp", "pp", "cp", "ep", "chunks")
+        _not_negative("layout", self, "node_size")
 
 
 @dataclass(frozen=True)
@@ -171,8 +165,8 @@ class TrainConfig:
     ramp: tuple[int, ...] = ()  # (first global batch, increment, samples over which it grows)
 
     def __post_init__(self) -> None:
-        _positive("train", steps=self.steps, global_batch=self.global_batch, micro_batch=self.micro_batch)
-        _not_negative("train", seed=self.seed, clip=self.clip)
+        _positive("train", self, "steps", "global_batch", "micro_batch")
+        _not_negative("train", self, "seed", "clip")
         if self.ramp:
             if len(self.ramp) != 3 or min(self.ramp) <= 0:
                 raise UserError(
@@ -197,7 +191,7 @@ class OffloadConfig:
     buffer_mib: float = 64.0  # size of a piece; a few are held at a time
 
     def __post_init__(self) -> None:
-        _positive("zero.offload", buffer_mib=self.buffer_mib)
+        _positive("zero.offload", self, "buffer_mib")
         if "disk" in (self.optimizer, self.params) and not self.path:
             raise UserError("zero.offload.path is empty: name a folder on a fast disk to offload to")
 
@@ -246,8 +240,8 @@ class OptimizerConfig:
     state_dtype: Literal["fp32", "bf16"] = "fp32"  # of the moments; updates are computed in fp32
 
     def __post_init__(self) -> None:
-        _positive("optimizer", lr=self.lr, eps=self.eps)
-        _not_negative("optimizer", weight_decay=self.weight_decay)
+        _positive("optimizer", self, "lr", "eps")
+        _not_negative("optimizer", self, "weight_decay")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise UserError(f"optimizer.betas={list(self.betas)} must be two numbers in [0, 1), e.g. [0.9, 0.95]")
 
@@ -261,7 +255,7 @@ class LossScaleConfig:
     min: float = 1.0
 
     def __post_init__(self) -> None:
-        _positive("loss_scale", initial=self.initial, window=self.window, min=self.min)
+        _positive("loss_scale", self, "initial", "window", "min")
         if self.min > self.initial:
             raise UserError(f"loss_scale.min={self.min} must not be above loss_scale.initial={self.initial}")
 
@@ -276,7 +270,7 @@ class LRConfig:
     min: float = 0.0
 
     def __post_init__(self) -> None:
-        _not_negative("lr", warmup=self.warmup, decay=self.decay, min=self.min)
+        _not_negative("lr", self, "warmup", "decay", "min")
 
 
 @dataclass(frozen=True)
@@ -312,7 +306,7 @@ class CommConfig:
     bucket_mib: float = 25.0  # gradients are reduced in pieces of about this size
 
     def __post_init__(self) -> None:
-        _positive("comm", timeout=self.timeout, bucket_mib=self.bucket_mib)
+        _positive("comm", self, "timeout", "bucket_mib")
         if self.timeout > LONGEST_S:
             raise UserError(f"comm.timeout={self.timeout:g} is more than a year of seconds: lower it")
 
@@ -326,7 +320,7 @@ class CheckpointConfig:
     dir: str = ""  # empty: run.dir/checkpoints
 
     def __post_init__(self) -> None:
-        _not_negative("checkpoint", every=self.every, keep=self.keep)
+        _not_negative("checkpoint", self, "every", "keep")
 
 
 @dataclass(frozen=True)
@@ -340,8 +334,8 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
 
     def __post_init__(self) -> None:
-        _positive("run", log_every=self.log_every)
-        _not_negative("run", eval_every=self.eval_every, eval_samples=self.eval_samples)
+        _positive("run", self, "log_every")
+        _not_negative("run", self, "eval_every", "eval_samples")
         if not self.dir:
             raise UserError("run.dir is empty: name a folder for the run")
 

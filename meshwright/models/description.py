@@ -28,36 +28,28 @@ from meshwright.schedule.kinds import ends_of
 
 def gpt(model: ModelConfig) -> Model:
     """Describes a decoder-only transformer of the config's sizes."""
-    h, normal = model.hidden, Init("normal", model.init_std)
+    h, tied, normal = model.hidden, model.tied_embeddings, Init("normal", model.init_std)
     # Projections back into the residual stream start smaller, as in GPT-2.
-    output = Init("normal", model.init_std / math.sqrt(2 * model.layers))
+    small = Init("normal", model.init_std / math.sqrt(2 * model.layers))
     norm = NormPart(model.norm, h, model.norm_eps, model.norm == "layernorm" and model.bias)
     attention = AttentionPart(
-        h, model.heads, model.kv_heads, model.head_dim, normal, output, model.position == "rope", model.bias,
+        h, model.heads, model.kv_heads, model.head_dim, normal, small, model.position == "rope", model.bias,
         model.qkv_bias, model.qk_norm, model.norm_eps, model.dropout,
     )  # fmt: skip
-    mlp = MLPPart(model.mlp, h, model.ffn, normal, output, model.bias)
+    mlp = MLPPart(model.mlp, h, model.ffn, normal, small, model.bias)
     parts: list[tuple[str, Part]] = [("norm1", norm), ("attention", attention), ("norm2", norm), ("mlp", mlp)]
-    block = BlockUnit(
-        tuple(NamedPart(key, key, part) for key, part in parts), h, model.parallel_residual, model.dropout
-    )  # fmt: skip
-    embedding, head = decoder_ends(model, normal, norm)
-    return Model(embedding, (block,) * model.layers, head, h, model.tied_embeddings)
-
-
-def decoder_ends(model: ModelConfig, normal: Init, norm: NormPart) -> tuple[Unit, Unit]:
-    """Returns the embedding and the head of a decoder."""
-    h, tied, ended = model.hidden, model.tied_embeddings, replace(norm, keeps_output=False)
-    tokens = TokenEmbeddingPart(model.vocab, h, normal, tied, model.dropout)
-    first = [NamedPart("tokens", "embedding", tokens)]
+    named = tuple(NamedPart(key, key, part) for key, part in parts)
+    block = BlockUnit(named, h, model.parallel_residual, model.dropout)
+    first = [NamedPart("tokens", "embedding", TokenEmbeddingPart(model.vocab, h, normal, tied, model.dropout))]
     if model.position == "learned":
         positions = PositionEmbeddingPart(model.seq, h, normal, model.position_offset)
         first.append(NamedPart("positions", "position", positions))
+    ended = replace(norm, keeps_output=False)
     if model.embedding_norm:
         first.append(NamedPart("norm", "embedding_norm", ended))
     output = OutputLayerPart(model.vocab, h, normal, tied)
     last = (NamedPart("norm", "final_norm", ended), NamedPart("output", "embedding" if tied else "head", output))
-    return Unit(tuple(first)), Unit(last)
+    return Model(Unit(tuple(first)), (block,) * model.layers, Unit(last), h, tied)
 
 
 # Kinds of models, by the config's `model.kind`. A program may add its own.

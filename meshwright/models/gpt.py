@@ -97,7 +97,8 @@ class GPTStage(nn.Module):
         self.rotary = Rotary(c, parallel) if c.position == "rope" else None
         self.alibi = Alibi(c, parallel) if c.position == "alibi" else None
         if model.tied and self.embedding is not None and self.head is not None:
-            tie_weights(self.head, self.embedding)
+            # Across stages, each end holds a copy and the gradients are summed.
+            self.head.output.weight = self.embedding.tokens.get_parameter("weight")
         self.micro_batch = config.train.micro_batch
         self._loss_weight: float | None = None
         # What `models.stage.StageModule` asks for.
@@ -195,11 +196,6 @@ class BlockInputs(NamedTuple):
 
 def _set_layer(ledger: Ledger, layer: int | None, grad: Tensor) -> None:
     ledger.current_layer = layer
-
-
-def tie_weights(head: Head, embedding: Embedding) -> None:
-    """Makes both use one parameter. (Across stages, each end holds a copy and the gradients are summed.)"""
-    head.output.weight = embedding.tokens.get_parameter("weight")
 
 
 def segment_mask(segments: Tensor) -> Tensor:
