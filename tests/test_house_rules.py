@@ -40,7 +40,7 @@ WITHOUT_TORCH = [
         for path in sorted((PACKAGE / room).glob("*.py"))
         if path.stem != "__init__"
     ),
-    "layout", "layout.params", "layout.shards", "layout.rows", "layout.redistribute", "config.load",
+    "layout", "layout.params", "layout.rows", "layout.redistribute", "config.load",
     "config.rules", "models.description", "parts.part", "parts.gpt", "parts.loss_pieces",
     "optim.schedules", "comm.ledger", "schedule.table", "schedule.kinds", "schedule.verify",
     "schedule.simulate", "train.run_folder", "bench.models", "bench.fit", "bench.profile", "bench.request",

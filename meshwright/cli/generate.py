@@ -88,7 +88,7 @@ def check_cut(config: Config, nproc: int) -> None:
 
     def broken(ranks: int) -> Rule | None:
         cut = replace(config, layout=replace(config.layout, tp=ranks))
-        return next((rule for rule in reasons if rule(cut, ranks)), None)
+        return next((rule for rule in reasons if any(rule(cut, ranks))), None)
 
     rule = broken(nproc)
     if rule is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.format import Index, find_checkpoint, read_index
-from meshwright.checkpoint.verify import element_bytes, verify_checkpoint
+from meshwright.checkpoint.verify import ELEMENT_BYTES, verify_checkpoint
 from meshwright.show.progress import progress
 from meshwright.show.terminal import table
 from meshwright.show.units import plural, size
@@ -48,7 +48,7 @@ def describe(path: Path, index: Index) -> dict[str, Any]:
         count = math.prod(tensor["shape"])
         state["tensors"] += 1
         state["elements"] += count
-        state["bytes"] += count * element_bytes(tensor["dtype"])
+        state["bytes"] += count * ELEMENT_BYTES.get(tensor["dtype"], 0)
         if tensor["dtype"] not in state["dtypes"]:
             state["dtypes"].append(tensor["dtype"])
     train, model = index.config.get("train", {}), index.config.get("model", {})

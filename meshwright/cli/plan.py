@@ -103,7 +103,7 @@ def _space(config: Config, words: list[str]) -> SearchSpace:
     fixed = fixed_keys(words)
     space = space_of(config, fixed)
     probe = replace(config, layout=replace(config.layout, cp=2))
-    if "layout.cp" not in fixed and context_is_trained(probe, 2) is None:
+    if "layout.cp" not in fixed and not any(context_is_trained(probe, 2)):
         space = replace(space, cp=(1, 2, 4, 8))
     return space
 

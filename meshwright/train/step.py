@@ -18,8 +18,7 @@ from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES, Device, Download
 from meshwright.models.stage import stage_of
 from meshwright.optim.adam import FlatOptimizer
-from meshwright.optim.loss_scale import LossScale
-from meshwright.optim.scaling import gradient_scaling
+from meshwright.optim.scaling import LossScale, gradient_scaling
 from meshwright.optim.schedules import global_batch, learning_rate
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.output import LOSS, Totals
