@@ -37,29 +37,33 @@ def page(title: str, reasons: list[str], candidates: list[Candidate], limit_gib:
     return html.page(title, reasons, sections)
 
 
+def ranking_cells(candidate: Candidate) -> tuple[str, ...]:
+    """Returns a candidate's layout, step, tokens/s/device, MFU, bubble and GiB, for the page and for the terminal."""
+    cost = candidate.cost
+    return (
+        layout_words(layout_of_cost(cost)), seconds(cost.step_s), f"{cost.tokens_per_s_device:,.0f}",
+        percent(cost.mfu), percent(cost.bubble), f"{candidate.memory_gib:.1f}",
+    )  # fmt: skip
+
+
 def _ranking(candidates: list[Candidate]) -> str:
     rows = [["#", "layout", "step", "tokens/s/device", "MFU", "bubble", "memory GiB", "loses against the best"]]
     for number, candidate in enumerate(candidates, 1):
-        cost = candidate.cost
-        rows.append([
-            str(number), layout_words(layout_of_cost(cost)), seconds(cost.step_s),
-            f"{cost.tokens_per_s_device:,.0f}", percent(cost.mfu), percent(cost.bubble),
-            f"{candidate.memory_gib:.1f}", "" if number == 1 else against(candidates[0].cost, cost),
-        ])  # fmt: skip
+        loses = "" if number == 1 else against(candidates[0].cost, candidate.cost)
+        rows.append([str(number), *ranking_cells(candidate), loses])
     return html.table(rows, words=(1, 7), marked=1)
 
 
 def _times(candidates: list[Candidate]) -> str:
-    longest = max(candidate.cost.step_s for candidate in candidates)
     costs = [candidate.cost for candidate in candidates]
+    longest = max(cost.step_s for cost in costs)
     return html.bars([(parts_of(cost), longest, seconds(cost.step_s)) for cost in costs], TIME_COLOURS, "s")
 
 
 def _memory(candidates: list[Candidate], limit: float) -> str:
     rows = []
     for candidate in candidates:
-        cost = candidate.cost
-        found = memory_json(cost)
+        found = memory_json(candidate.cost)
         parts = {name: found[name] / GIB for name in MEMORY_COLOURS}
         rows.append((parts, max(limit, sum(parts.values())), f"{candidate.memory_gib:.1f} GiB"))
     return html.bars(rows, MEMORY_COLOURS, "GiB")
