@@ -5,8 +5,8 @@ turns that into a memory rate and, on a CPU, into microseconds per kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -68,9 +68,6 @@ class Rates:
     memory_gib: float
     host_gib: float
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def measure_rates(mesh: Mesh, device: Device, local_world: int, seconds: float, say: Callable[[str], None]) -> Rates:
     """Measures the rates; every rank calls this together."""
@@ -85,18 +82,14 @@ def measure_rates(mesh: Mesh, device: Device, local_world: int, seconds: float, 
     passing = 0.0
     if units == 1:
         peak[precision], passing = processor_products(precision, time)
-    attention = attention_tflops(device, precision, time)
-    copy = copy_gb_s(device, time)
+    attention, copy = attention_tflops(device, precision, time), copy_gb_s(device, time)
     references = REFERENCE if units == 1 else REFERENCE_ACCELERATOR
     configs = [reference_config(device, precision, shape) for shape in references]
-    steps, optimizer = [], 0.0
-    for config in configs:
-        took, optimizer = reference_step(config, device, time)
-        steps.append(took)
+    steps, updates = zip(*(reference_step(config, device, time) for config in configs), strict=True)
     host = host_bytes()
     memory = host / local_world if device.kind == "cpu" else device.memory_bytes()
     rates = Rates(
-        device.name, precision, units, peak, passing, attention, copy, copy, 0.0, optimizer,
+        device.name, precision, units, peak, passing, attention, copy, copy, 0.0, updates[-1],
         contention(mesh, device, precision, seconds), 1e6 * wait(mesh, device, precision, seconds), 0.0,
         memory / 2**30, host / 2**30,
     )  # fmt: skip
@@ -129,8 +122,7 @@ def processor_products(precision: str, time: Callable[..., float]) -> tuple[floa
 
 def attention_tflops(device: Device, precision: str, time: Callable[..., float]) -> float:
     batch, heads, seq, width = (2, 6, 160, 64) if device.kind == "cpu" else (4, 16, 4096, 128)
-    shape = (batch, seq, heads, width)
-    dtype = PRECISION_DTYPES[precision]
+    shape, dtype = (batch, seq, heads, width), PRECISION_DTYPES[precision]
     q, k, v = (torch.randn(*shape, device=device.torch).to(dtype).requires_grad_() for _ in range(3))
     grad = torch.randn_like(q).transpose(1, 2)
 
@@ -211,7 +203,6 @@ def reference_step(config: Config, device: Device, time: Callable[..., float]) -
     data = RandomTokens(config.model.vocab, config.model.seq)
     trainer = Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
     both = time(trainer.gradients)
-
     one = torch.ones((), dtype=torch.float64, device=device.torch)
 
     def update() -> None:
@@ -228,7 +219,7 @@ def reference_step(config: Config, device: Device, time: Callable[..., float]) -
     return both, rate
 
 
-def fit_steps(rates: Rates, configs: list[Config], steps: list[float]) -> Rates:
+def fit_steps(rates: Rates, configs: Sequence[Config], steps: Sequence[float]) -> Rates:
     """Fits the memory rate and, on a CPU, the microseconds per kernel that explain the times of the reference steps
     when products and attention take what they take alone."""
     free = replace(rates, step_gb_s=1e12, kernel_us=0.0)

@@ -28,10 +28,6 @@ def median_ms(device: Device, work: Callable[[], Any], repeats: int = 10, warm: 
     return statistics.median(times_ms(device, work, repeats))
 
 
-def once_ms(device: Device, work: Callable[[], Any]) -> float:
-    return times_ms(device, work, 1)[0]
-
-
 def times_ms(device: Device, work: Callable[[], Any], repeats: int) -> list[float]:
     """Times `repeats` calls, one after another. The host doesn't wait for the device in between, so launch time counts
     only for the first call."""

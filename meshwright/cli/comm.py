@@ -79,7 +79,8 @@ def prepare(args: argparse.Namespace, world: int, local_world: int) -> None:
     if sizes[-1] > memory // 8:
         fix = "lower the upper end"
         raise UserError(f"--sizes goes up to {size(sizes[-1])}, too much for {size(memory)} per rank: {fix}")
-    axes, name = parse_axes(layout, args.axis), args.out.stem if args.out else "measured"
+    axes = parse_axes(layout, args.axis)
+    name = args.out.stem if args.out else "measured"
     args.request = Request(layout, axes, ops, sizes, args.seconds, name, args.device, args.backend)
 
 
