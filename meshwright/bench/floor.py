@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.bench.models import job_of_bench, parameters, products
-from meshwright.bench.timing import median_ms, times_ms
+from meshwright.bench.timing import copy_gb_s, draw, median_ms, times_ms
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.parts.part import Product
@@ -53,7 +52,9 @@ class Floor:
 
 
 def measure(config: Config, device: Device, dtype: torch.dtype) -> Floor:
-    rate, speed = product_rate(device, dtype), copy_speed(device)
+    rate = product_rate(device, dtype)
+    elements = 1 << (30 if device.kind != "cpu" else 22)
+    speed = copy_gb_s(device, elements, lambda copy: median_ms(device, copy) / 1e3)
     multiplied = product_calls(products(config), config.train.micro_batch * config.model.seq, device, dtype)
     layers = sum(len(stage.layers) for stage in job_of_bench(config).chunks[0])
     attended = [(layers, attention_call(config, device, dtype))]
@@ -66,22 +67,10 @@ def measure(config: Config, device: Device, dtype: torch.dtype) -> Floor:
     return Floor(rested, products_ms, products_loaded, attention_ms, loaded, optimizer, rate, speed)
 
 
-def draw(device: Device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Returns a random tensor, since products of zeros run faster."""
-    return torch.randn(*shape, device=device.torch).to(dtype)
-
-
 def product_rate(device: Device, dtype: torch.dtype) -> float:
     side = BIG if device.kind != "cpu" else 512
     a, b = draw(device, dtype, side, side), draw(device, dtype, side, side)
     return 2 * side**3 / median_ms(device, lambda: a @ b) / 1e9
-
-
-def copy_speed(device: Device) -> float:
-    """Returns the GB/s of a copy, counting bytes read and written."""
-    x = torch.empty(1 << (30 if device.kind != "cpu" else 22), dtype=torch.float32, device=device.torch)
-    y = torch.empty_like(x)
-    return 2 * x.numel() * x.element_size() / median_ms(device, lambda: y.copy_(x)) / 1e6
 
 
 def product_calls(wanted: list[Product], tokens: int, device: Device, dtype: torch.dtype) -> Calls:

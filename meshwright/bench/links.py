@@ -57,22 +57,16 @@ def call_of(op: str, group: Group, payload: int, device: Device) -> Callable[[],
 
 
 def there_and_back(group: Group, x: Tensor) -> None:
-    """Exchanges between neighbours in pairs: the first sends and then receives. The last rank of an odd number has no
-    partner."""
+    """Sends to a neighbour and back, in pairs of ranks. The last rank of an odd number has no partner."""
     other = group.index ^ 1
     if other >= group.size:
         return
-    if group.index < other:
-        group.send(x, other).wait()
-        group.receive(x, other).wait()
-    else:
-        group.receive(x, other).wait()
-        group.send(x, other).wait()
+    for call in (group.send, group.receive) if group.index < other else (group.receive, group.send):
+        call(x, other).wait()
 
 
 def _filled(elements: int, device: Device) -> Tensor:
-    """Returns zeros that were really written: untouched memory maps to a single page of zeros, which is never
-    fetched."""
+    """Returns zeros that were really written: untouched memory is one page of zeros, which is never fetched."""
     return torch.empty(elements, dtype=torch.float32, device=device.torch).zero_()
 
 

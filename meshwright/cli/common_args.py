@@ -27,7 +27,7 @@ def _target_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="key=value", help="config keys, as for train")
 
 
-def target_from_args(name: str, words: Sequence[str], layout: str = "", as_run: bool = True) -> Target:
+def _target_of(name: str, words: Sequence[str], layout: str, as_run: bool = True) -> Target:
     """Returns the target of a planning command, and says on stderr where its preset only approximates a model."""
     target = target_of(name, words, layout, as_run)
     if difference := APPROXIMATE_PRESETS.get(target.config.model.preset):
@@ -41,11 +41,14 @@ def world_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=int, metavar="N", help=ranks)
 
 
-def world_from_args(args: argparse.Namespace, target: Target) -> int:
+def world_from_args(args: argparse.Namespace, layout: str = "") -> tuple[Target, int]:
+    """Returns what to plan, and on how many ranks."""
+    target = _target_of(args.target, args.words, layout)
     c, zero = target.config.layout, target.config.zero
     if zero.stage and zero.shard_group == "node" and not c.node_size:
         raise UserError("zero.shard_group=node: give layout.node_size, the number of ranks on a node")
-    return args.world if args.world is not None else int(target.run.get("devices", 0)) or c.tp * c.cp * c.pp
+    default = int(target.run.get("devices", 0)) or c.tp * c.cp * c.pp
+    return target, default if args.world is None else args.world
 
 
 def cluster_arguments(parser: argparse.ArgumentParser, default: str = "Meshwright's own, as the config runs") -> None:
@@ -58,7 +61,7 @@ def planned_from_args(
     args: argparse.Namespace, words: Sequence[str], layout: str = "", as_run: bool = True
 ) -> tuple[Target, Cluster, Stack]:
     """Returns what to plan; with `as_run` it has the layout and the stack of a preset's published run."""
-    target = target_from_args(args.target, words, layout, as_run)
+    target = _target_of(args.target, words, layout, as_run)
     cluster = cluster_for(target, args.cluster)
     target = with_supported_precision(target, cluster)
     stack = args.stack or (target.run.get("stack") if as_run else None)

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli.common_args import target_from_args, world_arguments, world_from_args
+from meshwright.cli.common_args import world_arguments, world_from_args
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
+from meshwright.plan.communication import Line, Traffic, by_axis
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import Expected, expected
 from meshwright.show.terminal import table
@@ -47,8 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    target = target_from_args(args.target, args.words, layout=args.layout)
-    world = world_from_args(args, target)
+    target, world = world_from_args(args, args.layout)
     config = _step_of(target.config, world, args.micro_batches)
     ranks = _ranks(args.ranks, world)
     from meshwright.device import Device
@@ -90,8 +90,7 @@ def _place(coordinate: Mapping[str, int]) -> str:
 
 
 def _step_of(config: Config, world: int, micro_batches: int | None) -> Config:
-    """Returns the config of the step to run: the one after the batch-size ramp, with the global batch that
-    `micro_batches` asks for."""
+    """Returns the config of the step to run: after the batch-size ramp, with as many micro-batches as asked for."""
     train = replace(config.train, ramp=())
     if micro_batches is not None:
         if micro_batches < 1:
@@ -146,11 +145,8 @@ def _pairs(ran: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, dict
 
 
 def _by_axis(calls: Mapping[tuple[str, str, str], Mapping[str, int]]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
-    for (_, axis, _), counts in sorted(calls.items(), key=lambda item: item[0][1]):
-        sums = found.get(axis, dict.fromkeys(COUNTS, 0))
-        found[axis] = {name: sums[name] + counts[name] for name in COUNTS}
-    return found
+    sums = by_axis({Line(*line): Traffic(**counts) for line, counts in calls.items()})
+    return {axis: traffic._asdict() for axis, traffic in sums.items()}
 
 
 def report(one: Mapping[str, Any], world: int) -> str:

@@ -48,20 +48,16 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc > 1:
         warm_up()
     args.source = resolve(args.source)
+    args.sections = sections_of([f"layout.tp={args.nproc}"], args.nproc)
     args.ids = preflight(args)
     return start(args.nproc, generate_rank, args)
-
-
-def sections(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Returns the keys that differ from the run's: one pipeline stage, tp over all ranks, and one sequence."""
-    return sections_of([f"layout.tp={args.nproc}"], args.nproc)
 
 
 def preflight(args: argparse.Namespace) -> list[int]:
     """Checks everything that can be checked without ranks and without weights, and returns the prompt's ids."""
     from meshwright.train.evaluate import config_with, open_model
 
-    config = config_with(open_model(args.source)[1], sections(args))
+    config = config_with(open_model(args.source)[1], args.sections)
     check_cut(config, args.nproc)
     rules.check(config, args.nproc, rules.READING_RULES)
     return prompt_ids(args, tokenizer_of(Path(args.source), config), config.model.vocab)
@@ -156,7 +152,7 @@ def generate_rank(args: argparse.Namespace) -> None:
             print(f"(stopped: the model's context of {model.seq} tokens is full)", file=sys.stderr)
         show(args, tokens, tokenizer, ends)
 
-    with_model(args.source, sections(args), use)
+    with_model(args.source, args.sections, use)
 
 
 def show(args: argparse.Namespace, tokens: list[int], tokenizer: Any, ends: set[int]) -> None:

@@ -1,5 +1,4 @@
-"""The `meshwright` command: it imports only the file of the command that was called, and turns mistakes into
-one-sentence errors."""
+"""The `meshwright` command: it imports only the file of the command called, and tells mistakes in one sentence."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ def run(argv: list[str]) -> int:
         print(meshwright.__version__ if name == "--version" else usage())
         return 0
     if name not in COMMANDS:
-        known = ", ".join(COMMANDS)
-        raise UserError(f"unknown command '{name}'{nearest(name, COMMANDS)}: the commands are {known}")
+        raise UserError(f"unknown command '{name}'{nearest(name, COMMANDS)}: the commands are {', '.join(COMMANDS)}")
     reserved = "_" if keyword.iskeyword(name) else ""  # a module can't be called `import`
     module = importlib.import_module(f"meshwright.cli.{name}{reserved}")
     parser = Parser(

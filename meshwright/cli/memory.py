@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from meshwright.cli.common_args import target_from_args, world_arguments, world_from_args
+from meshwright.cli.common_args import world_arguments, world_from_args
 from meshwright.errors import UserError
 from meshwright.plan.job import checked_job
 from meshwright.plan.memory import largest
@@ -26,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    target = target_from_args(args.target, args.words)
-    world = world_from_args(args, target)
+    target, world = world_from_args(args)
     if world < 1:
         raise UserError(f"--world {world} is no number of ranks: give at least 1")
     job = checked_job(target.config, world)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from meshwright.plan.account import axes_of, layout_of_cost, layout_words, memory_json
 from meshwright.plan.cost import Cost, blocked_times, timeline_of
 from meshwright.plan.explain import against, parts_of
-from meshwright.plan.job import Job
 from meshwright.plan.memory import GIB
 from meshwright.plan.search import Candidate
 from meshwright.show import html
@@ -79,22 +78,16 @@ def _communication(cost: Cost) -> str:
     return html.table(rows)
 
 
-def shortened(job: Job) -> Job:
-    """Returns the same pipeline with few enough micro-batches to draw; a multiple of pp stays a multiple."""
-    pp = job.layout.pp
-    shown = max(2 * pp, SHOWN_MICRO_BATCHES // pp * pp)
-    if job.micro_batches <= shown:
-        return job
-    return replace(job, samples=shown * job.dp * job.config.train.micro_batch)
-
-
 def _timeline(cost: Cost) -> str:
-    if cost.job.layout.pp == 1:
+    job, pp, total = cost.job, cost.job.layout.pp, cost.job.micro_batches
+    if pp == 1:
         return html.note("There is one stage: micro-batches follow each other without a bubble.")
-    job, total = shortened(cost.job), cost.job.micro_batches
+    shown = max(2 * pp, SHOWN_MICRO_BATCHES // pp * pp)  # some schedules take only multiples of pp
+    if total > shown:
+        job = replace(job, samples=shown * job.dp * job.config.train.micro_batch)
     timeline = timeline_of(job, blocked_times(job, cost.chunk_times, cost.send_s), cost.send_s)
     drawn = html.drawing(timeline_svg(timeline))
-    if job.micro_batches == total:
+    if total <= shown:
         return drawn
-    left_out = f"The first {job.micro_batches} of {total} micro-batches, as if there were no more; the middle repeats."
+    left_out = f"The first {shown} of {total} micro-batches, as if there were no more; the middle repeats."
     return html.note(left_out) + drawn
