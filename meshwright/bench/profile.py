@@ -54,7 +54,7 @@ def shares(near: Link, far: Link) -> dict[str, float]:
     """Returns each op's rate relative to the link's own; where both classes were measured, a value between the two."""
     ops = {**near.rates, **far.rates}
     known = {op: [link.rates[op] / link.rate for link in (near, far) if op in link.rates] for op in ops}
-    return {op: math.exp(sum(map(math.log, shares)) / len(shares)) for op, shares in known.items()}
+    return {op: math.exp(sum(map(math.log, each)) / len(each)) for op, each in known.items()}
 
 
 def sources(rates: Rates, inside: Link | None, across: Link | None) -> dict[str, str]:

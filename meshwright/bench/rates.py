@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -156,9 +157,7 @@ def wait(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
     """Returns how much longer an all_reduce takes between computations than right after another one."""
     small = torch.empty(SMALL_BYTES // 4, device=device.torch).zero_()
     products = many_products(mesh, device, precision, SECONDS_BETWEEN)
-
-    def meet() -> None:
-        mesh.world.all_reduce(small)
+    meet = partial(mesh.world.all_reduce, small)
 
     def between() -> None:
         products()

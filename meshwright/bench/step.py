@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -20,15 +20,6 @@ from meshwright.train.ahead import Ahead
 from meshwright.train.step import Trainer
 
 
-@dataclass
-class StepTimes:
-    step_ms: float
-    peak_gib: float | None
-    losses: list[float]
-    kinds: dict[str, float]
-    kernels: list[tuple[str, float, float]]
-
-
 def make_trainer(config: Config, device: Device) -> Trainer:
     """Builds the trainer of the first rank of a job without data parallelism, inside a `fake_world` of the others."""
     world = config.layout.tp * config.layout.pp
@@ -36,8 +27,9 @@ def make_trainer(config: Config, device: Device) -> Trainer:
     return make_rank(config, world, 0, device)
 
 
-def measure(trainer: Trainer, steps: int, warm: int = 3) -> StepTimes:
-    """Times `steps` steps after the warm-up and profiles two more; the trainer can't be used afterwards."""
+def measure(trainer: Trainer, steps: int, warm: int = 3) -> dict[str, Any]:
+    """Times `steps` steps after the warm-up and profiles two more. Returns the measured part of the command's document;
+    the trainer can't be used afterwards."""
     ahead = Ahead(trainer, lambda step: step in (warm, warm + steps))
     losses = [ahead.next(False).loss for _ in range(warm)]
     results = [ahead.next(False) for _ in range(steps)]
@@ -49,27 +41,25 @@ def measure(trainer: Trainer, steps: int, warm: int = 3) -> StepTimes:
     kinds, kernels = by_kind(trainer.ctx.device, two_steps, 2)
     peak = trainer.ctx.device.peak_bytes()
     release(trainer)
-    return StepTimes(
-        1e3 * statistics.median(r.step_time_s for r in results), None if peak is None else peak / 2**30,
-        losses + [r.loss for r in results], kinds, kernels,
-    )  # fmt: skip
+    return {
+        "step_ms": 1e3 * statistics.median(r.step_time_s for r in results),
+        "peak_gib": None if peak is None else peak / 2**30, "kinds_ms": kinds,
+        "kernels": [{"name": name, "calls": calls, "ms": ms} for name, calls, ms in kernels[:40]],
+        "losses": losses + [r.loss for r in results],
+    }  # fmt: skip
 
 
-def as_json(config: Config, device: Device, measured: StepTimes, floor: Floor) -> dict[str, Any]:
+def as_json(config: Config, device: Device, measured: dict[str, Any], floor: Floor) -> dict[str, Any]:
     """Returns what the command prints as JSON."""
     tokens = config.train.global_batch * config.model.seq
-    seconds = measured.step_ms / 1e3
+    seconds = measured["step_ms"] / 1e3
     tflops = flops(config, tokens) / seconds / 1e12
     sheet = next((rate for part, rate in DATASHEET.items() if part in device.name), None)
     count = config.train.global_batch // config.train.micro_batch
     return {
         "device": device.name, "torch": torch.__version__, "precision": config.train.precision, "micro_batches": count,
-        "tp": config.layout.tp, "pp": config.layout.pp,
-        "step_ms": measured.step_ms, "tokens_per_s": tokens / seconds, "tflops": tflops,
+        "tp": config.layout.tp, "pp": config.layout.pp, "tokens_per_s": tokens / seconds, "tflops": tflops,
         "mfu": tflops / sheet if sheet else None, "mfu_measured": tflops / floor.product_tflops,
-        "peak_gib": measured.peak_gib, "floor_ms": floor.step_ms(count),
-        "floor_loaded_ms": floor.step_ms(count, loaded=True), "of_floor": floor.step_ms(count) / measured.step_ms,
-        "floor": asdict(floor), "kinds_ms": measured.kinds,
-        "kernels": [{"name": n, "calls": c, "ms": ms} for n, c, ms in measured.kernels[:40]],
-        "losses": measured.losses,
+        "floor_ms": floor.step_ms(count), "floor_loaded_ms": floor.step_ms(count, loaded=True),
+        "of_floor": floor.step_ms(count) / measured["step_ms"], "floor": asdict(floor), **measured,
     }  # fmt: skip

@@ -57,22 +57,18 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc > 1:
         warm_up()
     args.source = resolve(args.source)
-    preflight(args, find_place().world if args.nproc == 1 else args.nproc)
+    from meshwright.train.evaluate import config_with, open_model
+
+    world = find_place().world if args.nproc == 1 else args.nproc
+    config = config_with(open_model(args.source)[1], sections_of(args.overrides, world, args.data))
+    check(config, world, READING_RULES)
+    data_of(args, config, 0)  # finds mistakes before ranks start; this draws no sample yet
     return start(args.nproc, evaluate_rank, args)
 
 
 def resolve(source: str) -> str:
     """Returns the folder to read: a checkpoint, or a Hugging Face folder unchanged."""
     return source if (Path(source) / "config.json").is_file() else str(find_checkpoint(source))
-
-
-def preflight(args: argparse.Namespace, world: int) -> None:
-    """Checks everything that can be checked without ranks and without weights."""
-    from meshwright.train.evaluate import config_with, open_model
-
-    config = config_with(open_model(args.source)[1], sections_of(args.overrides, world, args.data))
-    check(config, world, READING_RULES)
-    data_of(args, config, 0)  # this draws no sample yet
 
 
 def sections_of(words: Sequence[str], nproc: int, prefixes: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:

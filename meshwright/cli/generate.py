@@ -49,18 +49,13 @@ def run(args: argparse.Namespace) -> int:
         warm_up()
     args.source = resolve(args.source)
     args.sections = sections_of([f"layout.tp={args.nproc}"], args.nproc)
-    args.ids = preflight(args)
-    return start(args.nproc, generate_rank, args)
-
-
-def preflight(args: argparse.Namespace) -> list[int]:
-    """Checks everything that can be checked without ranks and without weights, and returns the prompt's ids."""
     from meshwright.train.evaluate import config_with, open_model
 
     config = config_with(open_model(args.source)[1], args.sections)
     check_cut(config, args.nproc)
     rules.check(config, args.nproc, rules.READING_RULES)
-    return prompt_ids(args, tokenizer_of(Path(args.source), config), config.model.vocab)
+    args.ids = prompt_ids(args, tokenizer_of(Path(args.source), config), config.model.vocab)
+    return start(args.nproc, generate_rank, args)
 
 
 def check_cut(config: Config, nproc: int) -> None:

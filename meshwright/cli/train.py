@@ -13,6 +13,7 @@ from meshwright.config.load import load_config
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
+from meshwright.train.datasets import datasets_of
 from meshwright.train.launch import warm_up
 from meshwright.train.processes import find_place
 from meshwright.train.run_folder import refuse_finished
@@ -46,24 +47,18 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--restarts {args.restarts} must not be negative")
     if args.nproc != 1:
         warm_up()
+    from meshwright.device import check_machine
+
     ranks = args.nproc or local_devices(config.run.device, least=1)
-    preflight(config, ranks, args.source)
+    check(config, ranks, TRAINING_RULES)
+    check_machine(config.run.device, config.comm.backend, config.train.precision, ranks)
+    refuse_finished(config, args.source)
+    datasets_of(config)
     return start(ranks, train, args, args.restarts, stops=True)
 
 
 def config_of(args: argparse.Namespace) -> Config:
     return load_config(args.config, args.overrides)
-
-
-def preflight(config: Config, world: int, source: str | None) -> None:
-    """Checks everything that can be checked without ranks."""
-    from meshwright.device import check_machine
-    from meshwright.train.datasets import datasets_of
-
-    check(config, world, TRAINING_RULES)
-    check_machine(config.run.device, config.comm.backend, config.train.precision, world)
-    refuse_finished(config, source)
-    datasets_of(config)
 
 
 def train(args: argparse.Namespace) -> None:
