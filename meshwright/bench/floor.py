@@ -91,7 +91,7 @@ def attention_call(config: Config, device: Device, dtype: torch.dtype) -> Callab
     grad = torch.randn_like(q)
 
     def both(backend: SDPBackend | None = None) -> None:
-        with sdpa_kernel(backend) if backend else nullcontext():
+        with nullcontext() if backend is None else sdpa_kernel(backend):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv != heads)
             torch.autograd.grad(y, (q, k, v), grad)
 
