@@ -186,7 +186,7 @@ def stuck(folder: Path, workers: int) -> Iterator[subprocess.Popen[str]]:
     os.mkfifo(folder / "z.txt")
     inputs = [str(folder / name) for name in ("a.txt", "z.txt")]
     command = ["data", "prepare", *inputs, "--out", str(folder / "out"), "--workers", str(workers)]
-    command = [sys.executable, "-m", "meshwright.cli.main", *command]
+    command = [sys.executable, "-m", "meshwright", *command]
     # A test run in a shell's background ignores SIGINT, and its children would too.
     listen = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
     run = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=listen)
