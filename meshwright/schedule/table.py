@@ -6,10 +6,12 @@ same one; none of them knows a schedule by its name, and what an operation means
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 
@@ -75,11 +77,8 @@ SHARDING = (Op.GATHER, Op.FREE, Op.REDUCE)
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One line of a rank's list.
-
-    `chunk` is always this rank's own: on a send the chunk that produced the tensor, on a receive the chunk
-    that will consume it. `peer` is the pipeline rank of the other end of a transfer, None for a compute.
-    """
+    """One line of a rank's list. `chunk` is always this rank's own: on a send the chunk that produced the tensor, on a
+    receive the one that will consume it. `peer` is the rank of a transfer's other end, None for a compute."""
 
     op: Op
     micro_batch: int
@@ -101,9 +100,8 @@ Placement = tuple[Place, ...]
 class Table:
     """A whole schedule: `ranks[r]` is the ordered list of pipeline rank r.
 
-    The model is cut into `pp * chunks` consecutive stages; `placement[stage]` is the (rank, chunk) that holds
-    it, and a rank numbers its chunks in the order of their stages. Neighbouring stages on one rank hand over locally:
-    there are no transfers between them.
+    The model is cut into `pp * chunks` consecutive stages; `placement[stage]` is the (rank, chunk) that holds it, and a
+    rank numbers its chunks in the order of their stages. Between neighbouring stages on one rank nothing is sent.
     """
 
     kind: str
@@ -112,10 +110,6 @@ class Table:
     chunks: int
     ranks: tuple[tuple[Action, ...], ...]
     placement: Placement
-
-    @property
-    def stages(self) -> int:
-        return self.pp * self.chunks
 
     @cached_property
     def computes(self) -> tuple[Op, ...]:
@@ -128,17 +122,9 @@ class Table:
         """Whether gradients are computed, so that activations are held until they are released."""
         return any(WEIGHT in MEANING[op].produces for op in self.computes)
 
-    @cached_property
-    def _stage_of(self) -> dict[Place, int]:
-        return {place: stage for stage, place in enumerate(self.placement)}
-
     def stage(self, rank: int, chunk: int) -> int:
         """The position in the pipeline of a rank's chunk, 0 at the embedding."""
-        return self._stage_of[rank, chunk]
-
-    def place(self, stage: int) -> Place:
-        """The (rank, chunk) that holds a stage."""
-        return self.placement[stage]
+        return self.placement.index((rank, chunk))
 
     def beside(self, step: int, rank: int, chunk: int) -> Place | None:
         """The (rank, chunk) `step` stages further on (1) or back (-1); None beyond the ends, and where a result goes
@@ -147,11 +133,10 @@ class Table:
 
     @cached_property
     def _beside(self) -> dict[tuple[int, int, int], Place | None]:
-        padded = (None, *self.placement, None)
+        ahead, behind = (*self.placement[1:], None), (None, *self.placement[:-1])
         found: dict[tuple[int, int, int], Place | None] = {}
-        for stage, (rank, chunk) in enumerate(self.placement):
-            found |= {(step, rank, chunk): padded[1 + stage + step] for step in (1, -1)}
-            found[0, rank, chunk] = None
+        for place, after, before in zip(self.placement, ahead, behind, strict=True):
+            found |= {(1, *place): after, (-1, *place): before, (0, *place): None}
         return found
 
 
@@ -163,17 +148,11 @@ def held(op: Op) -> int:
 
 def most_held(actions: Iterable[Action]) -> int:
     """The most activations, of one chunk and micro-batch each, that a rank holds at once in a training step."""
-    alive = most = 0
-    for action in actions:
-        alive += held(action.op)
-        most = max(most, alive)
-    return most
+    return max(accumulate((held(action.op) for action in actions), initial=0))
 
 
 def action_counts(actions: Iterable[Action]) -> dict[str, int]:
     """How many actions of each kind, and `in_flight`: the most activations that were held at once."""
     actions = tuple(actions)
-    counts: dict[str, int] = {}
-    for action in actions:
-        counts[action.op.value] = counts.get(action.op.value, 0) + 1
+    counts = Counter(action.op.value for action in actions)
     return dict(sorted(counts.items())) | {"in_flight": most_held(actions)}
