@@ -14,8 +14,7 @@ from meshwright.bench.timing import by_kind
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device
-from meshwright.dryrun.absent_ranks import stand_in
-from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device, release
+from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device, release, stand_in
 from meshwright.train.ahead import Ahead
 from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
