@@ -81,7 +81,7 @@ def shortened(job: Job) -> Job:
     shown = max(2 * pp, SHOWN_MICRO_BATCHES // pp * pp)
     if job.micro_batches <= shown:
         return job
-    return replace(job, samples=shown * job.dp * job.config.train.micro_batch)
+    return replace(job, samples=shown * job.layout.dp * job.config.train.micro_batch)
 
 
 def _timeline(cost: Cost) -> str:

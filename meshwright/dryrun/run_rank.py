@@ -78,8 +78,7 @@ def make_rank(config: Config, world: int, rank: int, device: Device) -> Trainer:
 
 
 def samples_of(ctx: Context) -> RandomTokens:
-    """Returns random tokens whose embeddings this rank holds: for the others it sees rows of zeros, which norms blow
-    up."""
+    """Returns random tokens whose embeddings this rank holds: others are rows of zeros to it, which norms blow up."""
     c, tp_rank = ctx.config, max(0, ctx.mesh.tp.index)
     rows = vocabulary_rows(c.model.vocab, ctx.at)
     first = min(tp_rank * rows, c.model.vocab - 1)

@@ -1,5 +1,4 @@
-"""What a single rank gets in place of the other ranks, of a dataset and of seeded weights, and how its memory is
-released."""
+"""What a single rank gets in place of the other ranks, of a dataset and of seeded weights; how its memory is freed."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ def _fill(group: Any) -> None:
 
 
 class RandomTokens:
-    """Samples of random ids, from `first` on. `fields` names further arrays of a sample, each of which counts up from
-    0."""
+    """Samples of random ids, from `first` on. `fields` names further arrays of a sample, which count up from 0."""
 
     def __init__(self, vocab: int, seq: int, first: int = 0, fields: Sequence[str] = ()) -> None:
         self.vocab, self.seq, self.first, self.fields = vocab, seq, first, fields

@@ -1,5 +1,4 @@
-"""A predicted step reported in full: as JSON, as tables for people, and as the days and cost of a whole run. No
-torch."""
+"""A predicted step in full: as JSON, as tables for people, and as the days and cost of a whole run. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def layout_of_cost(cost: Cost) -> dict[str, Any]:
     """Returns the choices that a plan makes, by the names that --layout uses."""
     c = cost.job.config
     return {
-        "tp": c.layout.tp, "pp": c.layout.pp, "dp": cost.job.dp, "cp": c.layout.cp, "chunks": c.layout.chunks,
+        "tp": c.layout.tp, "pp": c.layout.pp, "dp": cost.job.layout.dp, "cp": c.layout.cp, "chunks": c.layout.chunks,
         "order": c.layout.order, "sequence_parallel": c.layout.sequence_parallel and c.layout.tp > 1,
         "schedule": c.pipeline.schedule, "micro_batch": c.train.micro_batch, "zero": c.zero.stage,
         "recompute": c.recompute.mode, "split": list(c.pipeline.split),

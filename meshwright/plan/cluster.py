@@ -41,8 +41,7 @@ class DeviceSpec:
         return hash((self.name, self.memory_gib, self.memory_gb_s))
 
     def rate(self, precision: str) -> float:
-        """Returns the peak FLOP/s; a precision that the device lacks runs in the next wider one that it has, if there
-        is one."""
+        """Returns the peak FLOP/s; a precision that the device lacks runs in the next wider one that it has."""
         for name in (precision, *WIDER_PRECISION.get(precision, ())):
             if name in self.peak:
                 return self.peak[name] * 1e12

@@ -89,8 +89,7 @@ def batch(job: Job, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
 
 
 def units(job: Job, stage: Stage) -> Iterator[RepeatedCall]:
-    """The collectives that the parts of a stage declare, once per micro-batch. If blocks are recomputed, backward
-    repeats what their forward sends."""
+    """What the parts of a stage declare, once per micro-batch. Recomputation repeats a block's forward in backward."""
     for unit, count in job.units(stage):
         again = isinstance(unit, BlockUnit) and job.config.recompute.blocks > 0
         for call in unit_collectives(unit, job.at, job.batch):
@@ -110,21 +109,29 @@ def passed_bytes(job: Job) -> int:
     return sum(math.prod(shape) for shape in shapes) * job.batch.element
 
 
-def pipeline(job: Job, pp_rank: int, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
+def crossings(job: Job, pp_rank: int) -> list[tuple[int, int]]:
+    """Returns, by chunk of a pipeline rank, whether its forward and its backward send to another rank."""
+    places = job.placement
+
+    def crosses(index: int) -> int:
+        return int(0 <= index < len(places) and places[index][0] != pp_rank)
+
+    return [(crosses(stage.index + 1), crosses(stage.index - 1)) for stage in job.chunks[pp_rank]]
+
+
+def pipeline(job: Job, pp_rank: int) -> Iterator[RepeatedCall]:
     """Each chunk sends its output on and its input's gradient back, unless the neighbour is on the same rank.
 
     M sends of H (H / t with split tokens) in either direction for each boundary between virtual stages: over all ranks
     2 M (p chunks - 1) x world / p sends where p > 1, under every schedule that goes round the ranks. A program that
     scatters its sends gathers each one over tp after receiving it.
     """
-    payload, tp = passed_bytes(job), job.layout.tp
-    scatters = job.stack.scatter_sends and tp > 1 and not job.at.splits_tokens
-    for step, phase in ((1, "forward"), (-1, "backward")):
-        others = [stage.index + step for stage in held if 0 <= stage.index + step < len(job.placement)]
-        crossing = sum(job.placement[other][0] != pp_rank for other in others) * job.micro_batches
-        yield _over(job.layout, "pipeline", phase, "pp", "send", payload // tp if scatters else payload, crossing)
-        if scatters:
-            yield _over(job.layout, "pipeline", phase, "tp", "all_gather", payload, crossing)
+    payload, divided = passed_bytes(job), job.layout.tp if job.scatters_sends else 1
+    for side, phase in enumerate(("forward", "backward")):
+        times = sum(crosses[side] for crosses in crossings(job, pp_rank)) * job.micro_batches
+        yield _over(job.layout, "pipeline", phase, "pp", "send", payload // divided, times)
+        if job.scatters_sends:
+            yield _over(job.layout, "pipeline", phase, "tp", "all_gather", payload, times)
 
 
 class HeldParameter(NamedTuple):
@@ -174,8 +181,7 @@ def tie_of(unit: Unit, number: int, record: ParamRecord) -> str:
 
 
 def records_once(units: Iterable[tuple[Unit, int]], at: Coordinate) -> Iterator[tuple[int, ParamRecord, int]]:
-    """Yields the parameters of a rank's units, given with how many there are of each, as (number of the unit, record,
-    count); tied parameters appear once."""
+    """Yields (number of the unit, record, count) of a rank's units with their counts; tied parameters appear once."""
     ties: set[str] = set()
     for number, (unit, count) in enumerate(units):
         for record in unit_records(unit, at):
@@ -265,12 +271,11 @@ def _over(layout: Layout, source: str, phase: str, axes: str, op: str, payload: 
 
 
 def sums(job: Job) -> Iterator[RepeatedCall]:
-    """The small vectors, once per step.
+    """The small vectors, each 1 all_reduce over the world per step.
 
-    Loss, tokens and squared gradient norm: 1 all_reduce of 3 x 8 over the world. Values to monitor, if there are
-    any, and how often each was given: 1 all_reduce of 2 x values x 8 over the world, from the second step on, when all
-    ranks know their names. The metrics, which count themselves: 1 all_reduce of (3 x axes of the mesh + 5 phases + 1)
-    x 8 over the world.
+    Loss, tokens and squared gradient norm: 3 x 8. Values to monitor, if there are any, and how often each was given:
+    2 x values x 8, from the second step on, when all ranks know their names. The metrics, which count themselves:
+    (3 x axes of the mesh + 5 phases + 1) x 8.
     """
     yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", sums_bytes(max(1, job.terms)))
     if job.terms:
@@ -284,7 +289,7 @@ def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
     """Returns all calls in one step of any rank of a pipeline stage: all ranks of a stage send the same."""
     held, c = job.chunks[pp_rank], job.config
     params = [(param, c.train.precision) for param in parameters(job, held)]
-    calls = [*batch(job, held), *(call for stage in held for call in units(job, stage)), *pipeline(job, pp_rank, held)]
+    calls = [*batch(job, held), *(call for stage in held for call in units(job, stage)), *pipeline(job, pp_rank)]
     calls += gradients(
         params, job.layout, c.comm.bucket_mib, c.zero, job.micro_batches, c.train.grad_dtype, job.reducer
     )

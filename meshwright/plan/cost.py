@@ -9,7 +9,7 @@ from functools import cached_property
 
 from meshwright.parts.part import BlockUnit
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.communication import Traffic, by_axis, by_line, passed_bytes, stage_calls, unit_records
+from meshwright.plan.communication import Traffic, by_axis, by_line, crossings, passed_bytes, stage_calls, unit_records
 from meshwright.plan.compute import Setting, setting_of, unit_time
 from meshwright.plan.efficiency import collective_seconds, wait_seconds
 from meshwright.plan.flops import model_flops, recomputed_flops
@@ -76,14 +76,13 @@ class Cost:
 
 
 def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = LARGEST_SIMULATED) -> Cost:
-    """Predicts the cost of one step. With `exact` the pipeline is timed by its own table if that has at most `largest`
-    computes."""
+    """Predicts a step. With `exact` the pipeline is timed by its own table if that has at most `largest` computes."""
     where = setting_of(job, cluster)
     axes = {name: AxisTime() for name in ("tp", "cp", "dp", "pp", "embedding")}
     chunk_times, stages = _stages(job, where, axes)
     send = _send_seconds(job, cluster)
     pipeline, bubble, idle, simulated = _pipeline_seconds(job, chunk_times, send, largest if exact else 0)
-    sends = job.micro_batches * max(sum(map(sum, _sends(job, rank))) for rank in range(job.layout.pp))
+    sends = job.micro_batches * max(sum(map(sum, crossings(job, rank))) for rank in range(job.layout.pp))
     axes["pp"].add(sends * send, sends * send * job.stack.hide_pp)
     reduce = reduce_seconds(job, cluster, stages, axes)
     optimizer = _optimizer_seconds(job, cluster, max(stage.params for stage in stages))
@@ -139,8 +138,7 @@ def _stage(job: Job, where: Setting, pp_rank: int) -> tuple[RankTimes, StageCost
 
 def _compute_only(job: Job, where: Setting, pp_rank: int) -> float:
     """Returns the compute seconds of one micro-batch on a pipeline rank."""
-    units = (pair for stage in job.chunks[pp_rank] for pair in job.units(stage))
-    return sum(count * unit_time(unit, where).computed for unit, count in units)
+    return sum(count * unit_time(unit, where).computed for unit, count in job.rank_units(pp_rank))
 
 
 def _send_seconds(job: Job, cluster: Cluster) -> float:
@@ -148,28 +146,15 @@ def _send_seconds(job: Job, cluster: Cluster) -> float:
     layout = job.layout
     if layout.pp == 1:
         return 0.0
-    payload = float(passed_bytes(job))
-    scattered = job.stack.scatter_sends and layout.tp > 1 and not job.at.splits_tokens
-    if scattered:
-        payload /= layout.tp
+    payload = passed_bytes(job) / (layout.tp if job.scatters_sends else 1)
     away = senders_across(layout, job.config.layout.chunks > 1)
     # Those that send to another node do so at once, each with its share of the node's adapters.
     share = min(1.0, away / cluster.node.devices) if away else 1.0
     seconds = collective_seconds(cluster, "send", payload * share, 2, 1 if away else 2)
-    if scattered:
+    if job.scatters_sends:
         on_node = ranks_per_node(layout, "tp")
         seconds += collective_seconds(cluster, "all_gather", payload * layout.tp, layout.tp, on_node)
     return seconds
-
-
-def _sends(job: Job, pp_rank: int) -> list[tuple[int, int]]:
-    """Returns, by chunk of a pipeline rank, whether its forward and its backward send to another rank."""
-    places = job.placement
-
-    def crosses(index: int) -> int:
-        return int(0 <= index < len(places) and places[index][0] != pp_rank)
-
-    return [(crosses(stage.index + 1), crosses(stage.index - 1)) for stage in job.chunks[pp_rank]]
 
 
 def _pipeline_seconds(job: Job, times: ChunkTimes, send: float, largest: int) -> tuple[float, float, float, bool]:
@@ -195,7 +180,7 @@ def blocked_times(job: Job, times: ChunkTimes, blocked: float, slow: dict[int, f
     return tuple(
         tuple(
             (f / left.get(rank, 1.0) + sends[0] * blocked, b / left.get(rank, 1.0) + sends[1] * blocked)
-            for (f, b), sends in zip(row, _sends(job, rank), strict=True)
+            for (f, b), sends in zip(row, crossings(job, rank), strict=True)
         )
         for rank, row in enumerate(times)
     )

@@ -75,7 +75,7 @@ def _buffer_sizes(
 
 def rank_parameters(job: Job, pp_rank: int) -> int:
     """Returns the parameters of a rank at this pipeline rank, before ZeRO shards them; tied ones count once."""
-    return sum(count * record.numel for _, record, count in records_once(_units(job, pp_rank), job.at))
+    return sum(count * record.numel for _, record, count in records_once(job.rank_units(pp_rank), job.at))
 
 
 def is_offloaded(job: Job, place: str) -> bool:
@@ -199,7 +199,7 @@ def gathered_bytes(job: Job, pp_rank: int) -> float:
     fixed buckets; and the activations that pass between stages."""
     s, zero = job.states, job.sharding[0]
     params, layer, layers = rank_parameters(job, pp_rank), 0, 0
-    for unit, count in _units(job, pp_rank):
+    for unit, count in job.rank_units(pp_rank):
         if isinstance(unit, BlockUnit):
             size = sum(record.numel for record in unit_records(unit, job.at))
             layer, layers = max(layer, size), layers + count * size
@@ -212,10 +212,6 @@ def gathered_bytes(job: Job, pp_rank: int) -> float:
     if zero == 3:
         return 2 * layer * s.param + layer * s.grad + ends * s.param + passed
     return passed + (2 * layer * s.grad if zero == 2 else 0.0)
-
-
-def _units(job: Job, pp_rank: int) -> list[tuple[Unit, int]]:
-    return [pair for stage in job.chunks[pp_rank] for pair in job.units(stage)]
 
 
 def largest(job: Job) -> Memory:

@@ -1,5 +1,4 @@
-"""What one rank holds and does in a step, computed from the config alone: the shared source for `plan`, `cost`,
-`memory` and `dryrun`. No torch."""
+"""What one rank holds and does in a step, for `plan`, `cost`, `memory` and `dryrun`. No torch."""
 
 from __future__ import annotations
 

@@ -23,17 +23,14 @@ Order = Callable[[int, int, int, int], list[Action]]  # of one rank's computes: 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of schedule, and all that anybody has to know of it.
-
-    `order(pp, micro_batches, chunks, rank)` lists what a rank computes; `placement(pp, chunks)` gives the (rank, chunk)
-    of each stage, a rank's chunks numbered in the order of their stages; `chunks` are the numbers of chunks per rank
-    that it can run (empty: any). `in_flight(pp, micro_batches, chunks, rank)` is, where there is a closed formula, the
-    number of chunk activations that a rank holds at most; without one they are counted in the table.
-    """
+    """One kind of schedule, and all that anybody has to know of it. `placement(pp, chunks)` gives the (rank, chunk) of
+    each stage, a rank's chunks numbered in the order of their stages. `in_flight(pp, micro_batches, chunks, rank)` is,
+    where there is a closed formula, the number of chunk activations that a rank holds at most; without one they are
+    counted in the table."""
 
     order: Order
     placement: Callable[[int, int], Placement] = looped
-    chunks: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()  # the numbers of chunks per rank that it can run (empty: any)
     trains: bool = True
     in_flight: Callable[[int, int, int, int], int] | None = None
 

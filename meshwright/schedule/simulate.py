@@ -1,8 +1,8 @@
 """The timeline of a schedule table: makespan, bubble and peak activations, without running anything.
 
-Model: a rank computes one action at a time, in the order of its list. A result leaves the moment it is
-produced, travels `send` long while both ends go on computing, and is waited for only by the compute that
-takes it in. So only the computes' order matters here; where the list posts its receives does not.
+Model: a rank computes one action at a time, in the order of its list. A result leaves the moment it is produced,
+travels `send` long while both ends go on computing, and is waited for only by the compute that takes it in. So only the
+order of the computes matters here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""A pipeline schedule as plain data: for every pipeline rank, the list of actions it takes, in order.
-
-Generators write these tables, and the executor, the verifier, the simulator and the drawing all read the
-same one; none of them knows a schedule by its name, and what an operation means stands in `MEANING`.
-"""
+"""A pipeline schedule as plain data: for every pipeline rank, the list of actions it takes, in order. Generators write
+these tables, and the executor, the verifier, the simulator and the drawing read them; none of these knows a schedule by
+its name, and what an operation means stands in `MEANING`."""
 
 from __future__ import annotations
 
@@ -35,22 +33,17 @@ class Op(StrEnum):
 
 
 class Compute(NamedTuple):
-    """What a compute means for one micro-batch and chunk.
-
-    `needs`, `produces` and `releases` name what the chunk holds: its activations and the two halves of its gradient.
-    `direction` says where the result goes: 1 to the next stage (which needs it for its own compute of that direction),
-    -1 to the stage before, 0 nowhere. `phase` is the part of a step that it counts as, `share` its part of that
-    phase's time, and `uses_weights` says whether the chunk's weights must be there.
-    """
+    """What a compute means for one micro-batch and chunk. `needs`, `produces` and `releases` name what the chunk holds:
+    its activations and the two halves of its gradient."""
 
     letter: str
-    phase: Literal["forward", "backward"]
-    direction: int
+    phase: Literal["forward", "backward"]  # the part of a step that it counts as
+    direction: int  # of its result: 1 to the next stage, for the same direction's compute there, -1 back, 0 nowhere
     needs: tuple[str, ...]
     produces: tuple[str, ...]
     releases: tuple[str, ...]
-    share: float = 1.0
-    uses_weights: bool = True
+    share: float = 1.0  # of the phase's time
+    uses_weights: bool = True  # the chunk's weights must be there
 
 
 ACTIVATIONS, INPUT, WEIGHT = "activations", "input gradient", "weight gradient"
@@ -127,8 +120,7 @@ class Table:
         return self.placement.index((rank, chunk))
 
     def beside(self, step: int, rank: int, chunk: int) -> Place | None:
-        """The (rank, chunk) `step` stages further on (1) or back (-1); None beyond the ends, and where a result goes
-        nowhere (0)."""
+        """The (rank, chunk) `step` stages further on (1) or back (-1); None beyond the ends and for a step of 0."""
         return self._beside[step, rank, chunk]
 
     @cached_property
