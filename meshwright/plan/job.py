@@ -44,7 +44,10 @@ class Job:
     def replaced(self, **sections: Mapping[str, Any]) -> Job:
         """Returns the same job with some keys of its config changed, section by section."""
         changed = {name: replace(getattr(self.config, name), **keys) for name, keys in sections.items()}
-        return replace(self, config=replace(self.config, **changed))
+        job = replace(self, config=replace(self.config, **changed))
+        if sections.keys() <= {"zero", "recompute"}:  # the search tries many of these, and the stages stay as they are
+            vars(job).update(chunks=self.chunks, representative_ranks=self.representative_ranks)
+        return job
 
     @cached_property
     def layout(self) -> Layout:
