@@ -138,12 +138,10 @@ def _variants(plain: Job, space: SearchSpace) -> Iterator[Job]:
 
 
 def search(
-    base: Job, cluster: Cluster, fit_gib: float = 0.0, space: SearchSpace | None = None, best_only: bool = False,
-    rules: bool = True,
-) -> SearchResult:  # fmt: skip
+    base: Job, cluster: Cluster, fit_gib: float = 0.0, space: SearchSpace | None = None, best_only: bool = False
+) -> SearchResult:
     """Ranks all layouts of `base`'s model and batch on its devices; `fit_gib` 0 means the device's own memory. Layouts
-    that break a rule are not ranked (unless `rules` is false), and their times prune nothing. With `best_only`, layouts
-    that can't be the best are not even counted."""
+    that break a rule are not ranked. With `best_only`, layouts that can't be the best are not even counted."""
     space = space or SearchSpace()
     limit = fit_gib or cluster.device.memory_gib
     found = SearchResult()
@@ -154,7 +152,7 @@ def search(
         if best_only and bound > BEST_ONLY_RATIO * best:
             continue
         for zero in _stages(shape, space):
-            why = _refused(shape, zero) if rules else None
+            why = _refused(shape, zero)
             if why:
                 found.broken += len(space.recompute)
                 found.refused = found.refused or why
@@ -220,9 +218,8 @@ def _first_that_fits(
 
 
 def why_nothing(
-    base: Job, cluster: Cluster, found: SearchResult, limit: float, space: SearchSpace | None = None,
-    fixed: Sequence[str] = (), rules: bool = True,
-) -> UserError:  # fmt: skip
+    base: Job, cluster: Cluster, found: SearchResult, limit: float, space: SearchSpace, fixed: Sequence[str]
+) -> UserError:
     """Returns the error for a model that fits nowhere: the rule that all layouts break, or the nearest layout, what it
     lacks, and what would help. `fixed` are the `a.b=c` words that left only `space`."""
     devices, batch = base.world, base.global_batch
@@ -237,12 +234,12 @@ def why_nothing(
             + "change --devices or --global-batch, e.g. to a power of two"
         )
     needed, job = found.nearest
-    c, enough, space = job.config, "", space or SearchSpace()
+    c, enough = job.config, ""
     # The part of the space that needs the least memory: the most sharding and the most recomputation.
     least = replace(space, zero=space.zero[-1:], recompute=space.recompute[-1:])
     for factor in (2, 4, 8, 16, 32, 64):
         grown = replace(base.replaced(train={"global_batch": batch * factor}), world=devices * factor)
-        if search(grown, cluster, limit, least, rules=rules).candidates:
+        if search(grown, cluster, limit, least).candidates:
             enough = f", or {devices * factor} of these devices with a global batch of {batch * factor}"
             break
     return UserError(
