@@ -117,18 +117,20 @@ Flying = frozenset[tuple[tuple[int, ...], int]]  # (micro-batches of each chunk 
 
 @lru_cache(maxsize=20_000)
 def in_flight(kind: str, pp: int, micro_batches: int, chunks: int, rank: int) -> tuple[Flying, Flying]:
-    """Returns what is in flight on a rank, following its schedule: with the chunk of each forward as that ends, and
-    with the chunk of each backward as that begins."""
+    """Returns the most that is in flight on a rank, following its schedule: with the chunk of each forward as that
+    ends, and with the chunk of each backward as that begins."""
     flying = [0] * chunks
-    forwards, backwards = set(), set()
+    seen: tuple[set[tuple[tuple[int, ...], int]], ...] = (set(), set())
     for action in computes(kind, pp, micro_batches, chunks, rank):
         direction = MEANING[action.op].direction
         if direction < 0:
-            backwards.add((tuple(flying), action.chunk))
+            seen[1].add((tuple(flying), action.chunk))
         flying[action.chunk] += held(action.op)
         if direction > 0:
-            forwards.add((tuple(flying), action.chunk))
-    return frozenset(forwards), frozenset(backwards)
+            seen[0].add((tuple(flying), action.chunk))
+    # With equal numbers of the other chunks, only the most of the chunk itself counts: it comes last and stays.
+    most = [{(at, each[:at], each[at + 1 :]): (each, at) for each, at in sorted(found)} for found in seen]
+    return frozenset(most[0].values()), frozenset(most[1].values())
 
 
 def micro_batches_to_steady_state(job: Job) -> int:

@@ -46,7 +46,6 @@ class SearchResult:
     candidates: list[Candidate] = field(default_factory=list)
     layouts: int = 0  # valid combinations
     fitting: int = 0
-    timed: int = 0
     nearest: tuple[float, Job] | None = None  # the least GiB needed by a layout that doesn't fit, and its job
     broken: int = 0  # combinations that break a config rule, not counted above
     refused: str = ""  # the rule that the most promising one of them breaks
@@ -164,7 +163,6 @@ def search(
             found.fitting += 1
             if bound > PRUNE_RATIO * best:
                 continue
-            found.timed += 1
             rough.append(Candidate(predict_cost(fitting[0], cluster, exact=False), fitting[1]))
             best = min(best, rough[-1].cost.step_s)
     rough.sort(key=lambda candidate: candidate.cost.step_s)
