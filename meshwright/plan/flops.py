@@ -33,7 +33,7 @@ def _model_sequence(model: ModelConfig) -> tuple[tuple[float, float], tuple[floa
 
 
 def model_flops(model: ModelConfig, tokens: float, causal: bool = False) -> float:
-    """Returns the FLOPs of `tokens` tokens without recomputation; attention counts in full unless `causal`."""
+    """Returns the forward and backward FLOPs of `tokens` tokens, nothing recomputed; attention in full or `causal`."""
     (products, core), (head, _) = _model_sequence(model)
     return 3.0 * (products + core * (1 if causal else 2) + head) * tokens / model.seq
 
