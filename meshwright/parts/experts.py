@@ -177,8 +177,8 @@ class ExpertsPart(Part):
         gradients of all three go the other way."""
         row = self.mlp.hidden * batch.element
         return (
-            Exchange("forward", row), Exchange("forward", batch.wide), Exchange("forward", row, back=True),
-            Exchange("backward", row), Exchange("backward", batch.wide, back=True), Exchange("backward", row, back=True),
+            Exchange("forward", row), Exchange("forward", batch.wide), Exchange("forward", row, True),
+            Exchange("backward", row), Exchange("backward", batch.wide, True), Exchange("backward", row, True),
         )  # fmt: skip
 
     def _entering(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:

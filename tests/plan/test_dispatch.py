@@ -173,13 +173,12 @@ def test_calls_and_payloads_are_known_before(case: Case) -> None:
 def random_routers(rank: int, world: int, layouts: list[dict[str, Any]], seeds: int) -> list[list[int]]:
     from tests.support.oracle import Made, make_trainer
 
-    return [
-        [
-            make_trainer(config, rank, world, Made(config.model.vocab, config.model.seq)).step().comm["ep"]["wire_bytes"]
-            for config in (many_tokens(layout, seed) for seed in range(seeds))
-        ]
-        for layout in layouts
-    ]  # fmt: skip
+    def wire(config: Config) -> int:
+        data = Made(config.model.vocab, config.model.seq)
+        sent: int = make_trainer(config, rank, world, data).step().comm["ep"]["wire_bytes"]
+        return sent
+
+    return [[wire(many_tokens(layout, seed)) for seed in range(seeds)] for layout in layouts]
 
 
 def many_tokens(layout: dict[str, Any], seed: int) -> Config:
