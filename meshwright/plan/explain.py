@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.config.load import config_from, dump_yaml, to_mapping
 from meshwright.plan.account import layout_of_cost, layout_words
-from meshwright.plan.cost import Cost
+from meshwright.plan.cost import TIMED_AXES, Cost
 from meshwright.plan.job import ranks_per_node
 from meshwright.plan.search import Candidate
 from meshwright.show.units import percent, seconds
@@ -21,7 +21,7 @@ ALWAYS_WRITTEN = {
 def parts_of(cost: Cost) -> dict[str, float]:
     """Returns where a step's seconds go; they add up to the step."""
     found = {"compute": cost.compute_s, "optimizer": cost.optimizer_s, "idle": cost.idle_s}
-    for name in ("tp", "cp", "dp", "pp", "embedding"):
+    for name in TIMED_AXES:
         found[name] = cost.axes[name].exposed if name in cost.axes else 0.0
     return found | {"waiting and the rest": max(0.0, cost.step_s - sum(found.values()))}
 
@@ -43,7 +43,7 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
     shares = sorted(((value / cost.step_s, name) for name, value in parts_of(cost).items()), reverse=True)
     spent = ", ".join(f"{name} {percent(share)}" for share, name in shares if share > 0.004)
     lines = [
-        f"{found_layouts:,} combinations were looked at, {fitting:,} layouts fit; "
+        f"{found_layouts:,} combinations were looked at, {fitting:,} of those that may be fast fit; "
         f"the best takes {seconds(cost.step_s)} per step at {percent(cost.mfu)} MFU in {c.train.precision}.",
         f"The busiest rank's time: {spent}.",
     ]
