@@ -23,6 +23,7 @@ from meshwright.comm.group import DONE, group_named
 from meshwright.nn.routing import Router
 from meshwright.nn.weight_grad import Sink
 from meshwright.parts.experts import EXPERT_DATA_AXES
+from meshwright.pipeline.output import as_output
 from meshwright.schedule.table import Op, Table
 from meshwright.sharding.data_parallel import DataParallel
 from meshwright.sharding.reducers import PlainReducer
@@ -139,8 +140,8 @@ def _mean_of_means(trainer: Trainer) -> Iterator[None]:
     real = trainer.executor.forward_step
 
     def fake(module: Any, batch: Any, received: Any) -> Any:
-        out = real(module, batch, received)
-        return (out[0] * 12.0 / out[1], *out[1:]) if isinstance(out, tuple) else out
+        out = as_output(real(module, batch, received))
+        return replace(out, terms=[replace(term, sum=term.sum * 12.0 / term.count) for term in out.terms])
 
     trainer.executor.forward_step = fake
     yield
@@ -288,6 +289,19 @@ def _counts_of_another_rank(trainer: Trainer) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _bias_moved_by_own_rows(trainer: Trainer) -> Iterator[None]:
+    """Every rank moves the balancing bias by the rows that it routed itself."""
+    world = trainer.ctx.mesh.world
+    real = world.all_reduce
+
+    def fake(x: torch.Tensor, *more: Any, **named: Any) -> Any:
+        return DONE if x.dim() == 2 else real(x, *more, **named)
+
+    with mock.patch.object(world, "all_reduce", fake):
+        yield
+
+
 @dataclass(frozen=True)
 class Bug:
     case: Case
@@ -333,6 +347,7 @@ BUGS = {
     "router-losses-times-tp": Bug(EP_TP, _router_losses_times_tp, "gradients"),
     "norm-misses-experts": Bug(EP_TP, _norm_without_experts, "norm"),
     "routing-recomputed": Bug(RECOMPUTED, _routing_recomputed, "gradients"),
+    "bias-moved-by-own-rows": Bug(EP_DP, _bias_moved_by_own_rows, "parameters"),
     "counts-of-another-rank": Bug(EP_DP, _counts_of_another_rank, "gradients"),
 }
 
