@@ -16,14 +16,14 @@ import statistics
 
 import torch
 
-from meshwright.bench.models import LLAMA
+from meshwright.bench.models import LLAMA_ARCHITECTURE
 from meshwright.config.load import config_from
 from meshwright.device import Device
 from meshwright.dryrun.stand_ins import draw_on_device
-from meshwright.train.ahead import Ahead
 from meshwright.train.context import build_context
 from meshwright.train.datasets import datasets_of
 from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.loop import Ahead
 from meshwright.train.pretrain import build_modules
 from meshwright.train.step import Trainer
 
@@ -37,7 +37,7 @@ RUNS = {
 
 def losses(prefix: str, train: dict[str, str], args: argparse.Namespace) -> list[float]:
     config = config_from({
-        "model": LLAMA | {
+        "model": LLAMA_ARCHITECTURE | {
             "layers": args.layers, "hidden": args.hidden, "heads": args.hidden // 64, "kv_heads": args.hidden // 128,
             "vocab": 2048, "seq": args.seq,
         },

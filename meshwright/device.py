@@ -68,8 +68,7 @@ class Device:
 
     @staticmethod
     def choose(wanted: str = "auto", local_rank: int = 0) -> Device:
-        """Returns the device of a local rank and makes it current. Ranks share devices if there are more ranks than
-        devices."""
+        """Returns the device of a local rank and makes it current. More ranks than devices share them."""
         kind = Device.find(wanted).kind
         if kind in WITHOUT_STREAMS:
             return Device(kind)
@@ -125,8 +124,7 @@ class Device:
         return int(getattr(torch, self.kind).get_device_properties(self.index).total_memory)
 
     def units(self) -> int:
-        """Returns the number of multiprocessors, over which the tiles of a matrix product are distributed; 1 on a
-        CPU."""
+        """Returns the number of multiprocessors, over which a matrix product's tiles are distributed; 1 on a CPU."""
         if self.kind == "cpu":
             return 1
         return int(getattr(getattr(torch, self.kind).get_device_properties(self.index), "multi_processor_count", 32))
@@ -149,21 +147,13 @@ class Device:
             return x.pin_memory()
 
     def upload(self, x: Tensor) -> Tensor:
-        """Returns a copy on this device. The host does not wait for it: pinned memory is copied by the device
-        itself."""
+        """Returns a copy on this device. The host does not wait: the device itself copies pinned memory."""
         if self.module is None:
             return x.to(self.torch)
         return (x if x.is_pinned() else x.pin_memory()).to(self.torch, non_blocking=True)
 
     def download(self, x: Tensor) -> Download:
         return Download(self, x)
-
-    def side_stream(self) -> SideStream:
-        """Returns a stream for copies beside the computation. It is ordered after everything launched so far."""
-        return SideStream(self)
-
-    def clock(self) -> Clock:
-        return Clock(self)
 
     def peak_bytes(self) -> int | None:
         """Returns the peak memory of tensors on this device since `reset_peak`, or None where it is not counted."""
@@ -194,8 +184,7 @@ class Download:
 
 
 class Clock:
-    """Marks points in the device's stream of work and tells when the device reached them, in seconds of the host's
-    clock."""
+    """Marks points in the device's stream of work and tells when it reached them, in seconds of the host's clock."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -217,12 +206,10 @@ class Clock:
 
 
 class SideStream:
-    """Within `with stream:`, work is launched on a stream of its own, beside the computation; leaving it waits for that
-    work.
-
+    """Within `with stream:`, work is launched on a stream of its own, beside the computation; leaving it waits for it.
     On a CPU it does nothing. Streams belong to a thread's context in torch, so the thread that copies enters it, while
-    the thread that launched the computation constructs it: the new stream must be ordered after that thread's stream.
-    """
+    the thread that launched the computation constructs it: the new stream must be ordered after that thread's
+    stream."""
 
     def __init__(self, device: Device) -> None:
         self.module = device.module
@@ -260,8 +247,7 @@ def pin(tensor: torch.Tensor, device: torch.device) -> None:
 
 @cache
 def scaled_rows_are_wide(device: torch.device) -> bool:
-    """Whether torch's fp8 product with a scale for each row can have a float32 result: cuBLAS's on Hopper, from CUDA
-    12.9 on."""
+    """Whether torch's fp8 product with row scales can have a float32 result: cuBLAS's on Hopper, from CUDA 12.9 on."""
     cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
     return torch.cuda.get_device_capability(device) == (9, 0) and cuda >= (12, 9)
 

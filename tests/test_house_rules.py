@@ -40,11 +40,11 @@ WITHOUT_TORCH = [
         for path in sorted((PACKAGE / room).glob("*.py"))
         if path.stem != "__init__"
     ),
-    "layout", "layout.params", "layout.shards", "layout.rows", "layout.redistribute", "config.load",
+    "layout", "layout.params", "layout.rows", "layout.redistribute", "config.load",
     "config.rules", "models.description", "parts.part", "parts.gpt", "parts.loss_pieces",
     "optim.schedules", "comm.ledger", "schedule.table", "schedule.kinds", "schedule.verify",
-    "schedule.simulate", "train.read_run", "bench.models", "bench.fit", "bench.profile", "bench.request",
-    "cli.bench", "cli.comm", "models.hf", "checkpoint.format",
+    "schedule.simulate", "train.run_folder", "bench.models", "bench.fit", "bench.profile", "bench.request",
+    "cli.bench", "cli.comm", "cli.ranks", "models.hf", "checkpoint.format",
     "checkpoint.verify", "cli.main", "cli.layout", "cli.schedule", "cli.config", "cli.data", "cli.eval",
     "cli.export", "cli.generate", "cli.import_", "cli.inspect", "cli.train", "pipeline.trace", "cli.cost", "cli.plan",
     "cli.predict", "cli.memory", "cli.simulate", "cli.scaling", "cli.common_args", "cli.files", "cli.dryrun",

@@ -1,11 +1,10 @@
-"""One rank of `meshwright comm bench`: it joins the world, measures together with the others, and returns one
-document."""
+"""One rank of `meshwright comm bench`: it joins the world and measures together with the others."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -41,8 +40,11 @@ def joined(request: Request) -> Iterator[tuple[Mesh, Device, Place]]:
 
 def measure(request: Request, mesh: Mesh, device: Device, local_world: int, quiet: bool = False) -> dict[str, Any]:
     """Returns all that the command prints, the same on every rank; the planner's cluster is under `cluster`."""
-    reports = mesh.rank == 0 and not quiet
-    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True) if reports else None  # noqa: E731
+
+    def say(text: str) -> None:
+        if mesh.rank == 0 and not quiet:
+            print(text, file=sys.stderr, flush=True)
+
     largest = request.sizes[-1]
     if device.kind != "cpu" and largest > device.memory_bytes() // PAYLOAD_SHARE:
         raise UserError(f"--sizes goes up to {largest} bytes, too much for {device.name}: lower the upper end")
@@ -56,7 +58,7 @@ def measure(request: Request, mesh: Mesh, device: Device, local_world: int, quie
         "world": request.layout.world, "node_size": request.node_size, "layout": axes | {"order": request.layout.order},
         "points": [measurement_json(point) for point in points],
         "links": {name: link_json(link) for name, link in (("in_node", inside), ("across_nodes", across))},
-        "rates": rates.as_json(), "ledger": ledger,
+        "rates": asdict(rates), "ledger": ledger,
         "cluster": cluster_fields(request.name, rates, request.node_size, inside, across),
     }  # fmt: skip
 
@@ -74,18 +76,17 @@ def counted(mesh: Mesh, axes: tuple[str, ...]) -> dict[str, dict[str, dict[str, 
 
 def measurement_json(point: Measurement) -> dict[str, Any]:
     factor = bus_factor(point.op, point.ranks)
-    more = {
+    return asdict(point) | {
         "link": "across_nodes" if point.across else "in_node", "bus_factor": factor,
         "wire_bytes": point.payload * factor, "algorithm_gb_s": point.algorithm_gb_s, "bus_gb_s": point.bus_gb_s,
     }  # fmt: skip
-    return asdict(point) | more
 
 
 def link_json(link: Link | None) -> dict[str, Any] | None:
     if link is None:
         return None
-    rates = {op: rate / 1e9 for op, rate in link.rates.items()}
     return {
-        "latency_us": link.latency * 1e6, "gb_s": link.rate / 1e9, "gb_s_by_op": rates, "error": link.error,
-        "worst_error": link.worst, "points": link.points,
+        "latency_us": link.latency * 1e6, "gb_s": link.rate / 1e9,
+        "gb_s_by_op": {op: rate / 1e9 for op, rate in link.rates.items()},
+        "error": link.error, "worst_error": link.worst, "points": link.points,
     }  # fmt: skip

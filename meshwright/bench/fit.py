@@ -25,8 +25,7 @@ MAX_RATE_RATIO = 1.1
 
 @dataclass(frozen=True)
 class Measurement:
-    """One op with one payload, measured over all groups of an axis at once; `seconds` is the median call of the slowest
-    rank."""
+    """One op with one payload over all groups of an axis at once; `seconds` is the slowest rank's median call."""
 
     axis: str
     op: str
@@ -116,8 +115,7 @@ def robust(rows: NDArray[np.float64], values: NDArray[np.float64], scale: NDArra
 
 
 def _above_zero(rows: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Solves least squares; coefficients that come out below zero are held at nearly nothing, and the others are fitted
-    again."""
+    """Solves least squares. Coefficients below zero are held at nearly nothing, and the others are fitted again."""
     free = np.ones(rows.shape[1], dtype=bool)
     found = np.full(rows.shape[1], MIN_COEFFICIENT)
     while free.any():

@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.bench.models import job_of_bench, parameters, products
-from meshwright.bench.timing import median_ms, once_ms
+from meshwright.bench.timing import copy_gb_s, draw, median_ms, times_ms
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.nn.grouped import grouped_product, grouped_weight_grad
@@ -51,17 +51,15 @@ class Floor:
         each = (self.products_loaded_ms if loaded else self.products_ms) + self.attention_ms
         return micro_batches * each + self.optimizer_ms
 
-    def as_json(self) -> dict[str, float]:
-        return asdict(self)
 
-
-def measure(config: Config, device: Device, dtype: torch.dtype, pp_rank: int = 0) -> Floor:
+def measure(config: Config, device: Device, dtype: torch.dtype) -> Floor:
     rate = product_rate(device, dtype)
-    speed = copy_speed(device)
-    multiplied = product_calls(products(config, pp_rank), device, dtype)
-    layers = sum(len(stage.layers) for stage in job_of_bench(config).chunks[pp_rank])
+    elements = 1 << (30 if device.kind != "cpu" else 22)
+    speed = copy_gb_s(device, elements, lambda copy: median_ms(device, copy) / 1e3)
+    multiplied = product_calls(products(config), device, dtype)
+    layers = sum(len(stage.layers) for stage in job_of_bench(config).chunks[0])
     attended = [(layers, attention_call(config, device, dtype))]
-    optimizer = parameters(config, pp_rank) * OPTIMIZER_BYTES / speed / 1e6
+    optimizer = parameters(config) * OPTIMIZER_BYTES / speed / 1e6
     products_ms, attention_ms = alone(device, multiplied), alone(device, attended)
     rested = products_ms + attention_ms
     if device.kind != "cpu":
@@ -70,22 +68,10 @@ def measure(config: Config, device: Device, dtype: torch.dtype, pp_rank: int = 0
     return Floor(rested, products_ms, products_loaded, attention_ms, loaded, optimizer, rate, speed)
 
 
-def draw(device: Device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Returns a random tensor, since products of zeros run faster."""
-    return torch.randn(*shape, device=device.torch).to(dtype)
-
-
 def product_rate(device: Device, dtype: torch.dtype) -> float:
     side = BIG if device.kind != "cpu" else 512
     a, b = draw(device, dtype, side, side), draw(device, dtype, side, side)
     return 2 * side**3 / median_ms(device, lambda: a @ b) / 1e9
-
-
-def copy_speed(device: Device) -> float:
-    """Returns the GB/s of a copy, counting bytes read and written."""
-    x = torch.empty(1 << (30 if device.kind != "cpu" else 22), dtype=torch.float32, device=device.torch)
-    y = torch.empty_like(x)
-    return 2 * x.numel() * x.element_size() / median_ms(device, lambda: y.copy_(x)) / 1e6
 
 
 def product_calls(wanted: list[Product], device: Device, dtype: torch.dtype) -> Calls:
@@ -115,20 +101,14 @@ def attention_call(config: Config, device: Device, dtype: torch.dtype) -> Callab
     q, k, v = (draw(device, dtype, batch, n, m.seq, m.head_dim).requires_grad_() for n in (heads, kv, kv))
     grad = torch.randn_like(q)
 
-    def both() -> None:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv != heads)
-        torch.autograd.grad(y, (q, k, v), grad)
-
-    def by(backend: SDPBackend) -> Callable[[], None]:
-        def call() -> None:
-            with sdpa_kernel(backend):
-                both()
-
-        return call
+    def both(backend: SDPBackend | None = None) -> None:
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv != heads)
+            torch.autograd.grad(y, (q, k, v), grad)
 
     ways: list[Callable[[], None]] = [both]
     if device.kind != "cpu":
-        ways += [by(SDPBackend.CUDNN_ATTENTION), by(SDPBackend.FLASH_ATTENTION)]
+        ways += [partial(both, each) for each in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)]
     times = []
     for way in ways:
         try:
@@ -159,7 +139,7 @@ def under_load(device: Device, calls: Calls) -> float:
             for _ in range(count):
                 call()
 
-    once = once_ms(device, back_to_back)
+    once = times_ms(device, back_to_back, 1)[0]
     if device.kind == "cpu":
         return once
     rounds = max(1, int(1e3 * LOAD_S / once))

@@ -44,59 +44,41 @@ def _round(world: Group, device: Device, work: Callable[[], Any], calls: int) ->
 def call_of(op: str, group: Group, payload: int, device: Device) -> Callable[[], Any]:
     """Returns one call of `op` with this payload, whose number of elements is a multiple of the group's size."""
     whole, piece = (_filled(payload // ELEMENT // parts, device) for parts in (1, group.size))
-    if op == "all_reduce":
-        return lambda: group.all_reduce(whole)
-    if op == "all_gather":
-        return lambda: group.all_gather(whole, piece)
-    if op == "reduce_scatter":
-        return lambda: group.reduce_scatter(piece, whole)
-    if op == "all_to_all":
-        other = _filled(payload // ELEMENT, device)
-        return lambda: group.all_to_all(other, whole)
-    if op == "broadcast":
-        return lambda: group.broadcast(whole)
-    return lambda: there_and_back(group, whole)
+    other = _filled(payload // ELEMENT if op == "all_to_all" else 0, device)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: group.all_reduce(whole),
+        "all_gather": lambda: group.all_gather(whole, piece),
+        "reduce_scatter": lambda: group.reduce_scatter(piece, whole),
+        "all_to_all": lambda: group.all_to_all(other, whole),
+        "broadcast": lambda: group.broadcast(whole),
+        "send": lambda: there_and_back(group, whole),
+    }
+    return calls[op]
 
 
 def there_and_back(group: Group, x: Tensor) -> None:
-    """Exchanges between neighbours in pairs: the first sends and then receives. The last rank of an odd number has no
-    partner."""
+    """Sends to a neighbour and back, in pairs of ranks. The last rank of an odd number has no partner."""
     other = group.index ^ 1
     if other >= group.size:
         return
-    if group.index < other:
-        group.send(x, other).wait()
-        group.receive(x, other).wait()
-    else:
-        group.receive(x, other).wait()
-        group.send(x, other).wait()
+    for call in (group.send, group.receive) if group.index < other else (group.receive, group.send):
+        call(x, other).wait()
 
 
 def _filled(elements: int, device: Device) -> Tensor:
-    """Returns zeros that were really written: untouched memory maps to a single page of zeros, which is never
-    fetched."""
+    """Returns zeros that were really written: untouched memory is one page of zeros, which is never fetched."""
     return torch.empty(elements, dtype=torch.float32, device=device.torch).zero_()
 
 
-def payload_of(size: int, ranks: int) -> int:
-    """Rounds a size up to the next one that divides evenly among the ranks."""
-    unit = ELEMENT * ranks
-    return -(-size // unit) * unit
-
-
 def measure_links(
-    mesh: Mesh,
-    device: Device,
-    axes: Sequence[str],
-    ops: Sequence[str],
-    sizes: Sequence[int],
-    seconds: float,
+    mesh: Mesh, device: Device, axes: Sequence[str], ops: Sequence[str], sizes: Sequence[int], seconds: float,
     say: Callable[[str], None],
-) -> list[Measurement]:
+) -> list[Measurement]:  # fmt: skip
     """Times every op with every size, on all groups of an axis at the same time, as a training step uses them."""
     layout, points = mesh.layout, []
     for axis in axes:
         group = mesh.group(axis)
+        unit = ELEMENT * group.size  # payloads are rounded up so that they divide evenly among the ranks
         node = layout.node_size or layout.world
         # The group that spans the most nodes decides which links its axis uses.
         per_node = min(max(sum(r // node == n for r in ranks) for n in {r // node for r in ranks})
@@ -104,9 +86,8 @@ def measure_links(
         for op in ops:
             say(f"measuring {axis} {op}, {len(sizes)} sizes")
             for size in sizes:
-                payload = payload_of(size, group.size)
+                payload = -(-size // unit) * unit
                 took = timed(mesh.world, device, call_of(op, group, payload, device), seconds)
-                # A send is timed as a round trip.
-                each = took / 2 if op == "send" else took
+                each = took / 2 if op == "send" else took  # a send is timed as a round trip
                 points.append(Measurement(axis, op, group.size, per_node, payload, each))
     return points

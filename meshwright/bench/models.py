@@ -46,10 +46,8 @@ def bench_config(
     model: str, precision: str = "bf16", micro_batches: int = 1, micro_batch: int = MICRO_BATCH, **sections: Any
 ) -> Config:
     """Returns the config of the run that a bench measures; `sections` override it."""
-    train = {
-        "precision": precision, "micro_batch": micro_batch, "global_batch": micro_batch * micro_batches,
-        "steps": 10**6,
-    } | sections.pop("train", {})  # fmt: skip
+    train = {"precision": precision, "micro_batch": micro_batch, "global_batch": micro_batch * micro_batches}
+    train |= {"steps": 10**6} | sections.pop("train", {})
     shape = LLAMA_ARCHITECTURE | BENCH_MODELS[model]
     base = {"model": shape, "data": {"prefixes": ["made"]}, "lr": {"schedule": "constant"}}
     return config_from(base | {"train": train} | sections)
@@ -60,24 +58,24 @@ def job_of_bench(config: Config) -> Job:
     return job_of(config, config.layout.tp * config.layout.pp, COMPILED)
 
 
-def work_of(config: Config, pp_rank: int = 0) -> list[tuple[Work, int]]:
-    """Returns the work of one rank's units for one micro-batch, with the number of units of each kind."""
+def work_of(config: Config) -> list[tuple[Work, int]]:
+    """Returns the work of the first rank's units for one micro-batch, with the number of units of each kind."""
     job = job_of_bench(config)
-    units = [pair for stage in job.chunks[pp_rank] for pair in job.units(stage)]
+    units = [pair for stage in job.chunks[0] for pair in job.units(stage)]
     return [(unit_work(unit, job.at, job.batch, job.kernels), count) for unit, count in units]
 
 
-def products(config: Config, pp_rank: int = 0) -> list[Product]:
-    """Returns the products with weights of one rank and one micro-batch."""
-    return [replace(p, count=count * p.count) for work, count in work_of(config, pp_rank) for p in work.products]
+def products(config: Config) -> list[Product]:
+    """Returns the products with weights of the first rank and one micro-batch."""
+    return [replace(p, count=count * p.count) for work, count in work_of(config) for p in work.products]
 
 
-def parameters(config: Config, pp_rank: int = 0) -> int:
-    return rank_parameters(job_of_bench(config), pp_rank)
+def parameters(config: Config) -> int:
+    return rank_parameters(job_of_bench(config), 0)
 
 
-def flops(config: Config, tokens: int, pp_rank: int = 0) -> float:
-    """Returns the FLOPs of one rank: three times the products of forward, and only those attention scores that the
-    causal mask leaves. An embedding is looked up, not multiplied."""
-    forward = sum(count * work.flops for work, count in work_of(config, pp_rank))
+def flops(config: Config, tokens: int) -> float:
+    """Returns the FLOPs of the first rank: three times the products of forward, with only those attention scores that
+    the causal mask leaves. An embedding is looked up, not multiplied."""
+    forward = sum(count * work.flops for work, count in work_of(config))
     return 3.0 * forward * tokens / (config.train.micro_batch * config.model.seq)

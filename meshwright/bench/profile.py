@@ -1,5 +1,4 @@
-"""A measured machine as the planner's cluster: the numbers in the file are what `meshwright comm bench` measured. No
-torch."""
+"""A measured machine as the planner's cluster: its file has what `meshwright comm bench` measured. No torch."""
 
 from __future__ import annotations
 
@@ -53,11 +52,9 @@ def cluster_fields(name: str, rates: Rates, node_size: int, inside: Link | None,
 
 def shares(near: Link, far: Link) -> dict[str, float]:
     """Returns each op's rate relative to the link's own; where both classes were measured, a value between the two."""
-    found = {}
-    for op in {**near.rates, **far.rates}:
-        known = [link.rates[op] / link.rate for link in (near, far) if op in link.rates]
-        found[op] = math.exp(sum(math.log(share) for share in known) / len(known))
-    return found
+    ops = {**near.rates, **far.rates}
+    known = {op: [link.rates[op] / link.rate for link in (near, far) if op in link.rates] for op in ops}
+    return {op: math.exp(sum(map(math.log, each)) / len(each)) for op, each in known.items()}
 
 
 def sources(rates: Rates, inside: Link | None, across: Link | None) -> dict[str, str]:

@@ -5,8 +5,9 @@ turns that into a memory rate and, on a CPU, into microseconds per kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from meshwright.bench.links import timed
 from meshwright.bench.models import LLAMA_ARCHITECTURE
 from meshwright.bench.profile import lone_cluster
 from meshwright.bench.request import host_bytes
+from meshwright.bench.timing import copy_gb_s, draw
 from meshwright.comm.mesh import Mesh
 from meshwright.config.load import config_from
 from meshwright.config.sections import CommConfig, Config
@@ -68,9 +70,6 @@ class Rates:
     memory_gib: float
     host_gib: float
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def measure_rates(mesh: Mesh, device: Device, local_world: int, seconds: float, say: Callable[[str], None]) -> Rates:
     """Measures the rates; every rank calls this together."""
@@ -86,17 +85,14 @@ def measure_rates(mesh: Mesh, device: Device, local_world: int, seconds: float, 
     if units == 1:
         peak[precision], passing = processor_products(precision, time)
     attention = attention_tflops(device, precision, time)
-    copy = copy_gb_s(device, time)
+    copy = copy_gb_s(device, 1 << (24 if device.kind == "cpu" else 28), time)
     references = REFERENCE if units == 1 else REFERENCE_ACCELERATOR
     configs = [reference_config(device, precision, shape) for shape in references]
-    steps, optimizer = [], 0.0
-    for config in configs:
-        took, optimizer = reference_step(config, device, time)
-        steps.append(took)
+    steps, updates = zip(*(reference_step(config, device, time) for config in configs), strict=True)
     host = host_bytes()
     memory = host / local_world if device.kind == "cpu" else device.memory_bytes()
     rates = Rates(
-        device.name, precision, units, peak, passing, attention, copy, copy, 0.0, optimizer,
+        device.name, precision, units, peak, passing, attention, copy, copy, 0.0, updates[-1],
         contention(mesh, device, precision, seconds), 1e6 * wait(mesh, device, precision, seconds), 0.0,
         memory / 2**30, host / 2**30,
     )  # fmt: skip
@@ -107,7 +103,7 @@ def product_tflops(device: Device, precision: str, units: int, time: Callable[..
     """Returns the rate of a large product, corrected by the share of it that the planner expects for its shape."""
     # Many CPUs multiply 16-bit floats very slowly.
     side = 8192 if device.kind != "cpu" else 512 if precision in ("fp32", "fp64") else 128
-    a, b = (torch.randn(side, side, device=device.torch).to(PRECISION_DTYPES[precision]) for _ in range(2))
+    a, b = (draw(device, PRECISION_DTYPES[precision], side, side) for _ in range(2))
     return 2 * side**3 / time(lambda: a @ b.t()) / tile_share(side, side, side, 1, units) / 1e12
 
 
@@ -129,9 +125,8 @@ def processor_products(precision: str, time: Callable[..., float]) -> tuple[floa
 
 def attention_tflops(device: Device, precision: str, time: Callable[..., float]) -> float:
     batch, heads, seq, width = (2, 6, 160, 64) if device.kind == "cpu" else (4, 16, 4096, 128)
-    shape = (batch, seq, heads, width)
     dtype = PRECISION_DTYPES[precision]
-    q, k, v = (torch.randn(*shape, device=device.torch).to(dtype).requires_grad_() for _ in range(3))
+    q, k, v = (draw(device, dtype, batch, seq, heads, width).requires_grad_() for _ in range(3))
     grad = torch.randn_like(q).transpose(1, 2)
 
     def both() -> None:
@@ -142,15 +137,8 @@ def attention_tflops(device: Device, precision: str, time: Callable[..., float])
     return 2.0 * batch * heads * width * seq * seq * (1 + ATTENTION_BACKWARD) / time(both) / 1e12
 
 
-def copy_gb_s(device: Device, time: Callable[..., float]) -> float:
-    x = torch.ones(1 << (24 if device.kind == "cpu" else 28), dtype=torch.float32, device=device.torch)
-    y = torch.empty_like(x)
-    return 2 * x.nbytes / time(lambda: y.copy_(x)) / 1e9
-
-
 def contention(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
-    """Returns the share of a gradient bucket's all_reduce that concurrent products lose: 0 where the links work by
-    themselves."""
+    """Returns the share of a bucket's all_reduce that concurrent products lose: 0 if the links work by themselves."""
     group = mesh.samples if not mesh.samples.alone else mesh.world
     bucket = torch.empty(BUCKET_BYTES // 4, device=device.torch).zero_()
     alone = timed(mesh.world, device, lambda: group.all_reduce(bucket), WAIT_TIME_FACTOR * seconds)
@@ -169,9 +157,7 @@ def wait(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
     """Returns how much longer an all_reduce takes between computations than right after another one."""
     small = torch.empty(SMALL_BYTES // 4, device=device.torch).zero_()
     products = many_products(mesh, device, precision, SECONDS_BETWEEN)
-
-    def meet() -> None:
-        mesh.world.all_reduce(small)
+    meet = partial(mesh.world.all_reduce, small)
 
     def between() -> None:
         products()
@@ -185,7 +171,7 @@ def wait(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
 def many_products(mesh: Mesh, device: Device, precision: str, seconds: float) -> Callable[[], None]:
     """Returns a call that computes products for about `seconds`, the same number on every rank."""
     side = 384 if device.kind == "cpu" else 4096
-    a, b = (torch.randn(side, side, device=device.torch).to(PRECISION_DTYPES[precision]) for _ in range(2))
+    a, b = (draw(device, PRECISION_DTYPES[precision], side, side) for _ in range(2))
     count = max(1, round(seconds / timed(mesh.world, device, lambda: a @ b, 0.05)))
 
     def products() -> None:
@@ -211,7 +197,6 @@ def reference_step(config: Config, device: Device, time: Callable[..., float]) -
     data = RandomTokens(config.model.vocab, config.model.seq)
     trainer = Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
     both = time(trainer.gradients)
-
     one = torch.ones((), dtype=torch.float64, device=device.torch)
 
     def update() -> None:
@@ -228,7 +213,7 @@ def reference_step(config: Config, device: Device, time: Callable[..., float]) -
     return both, rate
 
 
-def fit_steps(rates: Rates, configs: list[Config], steps: list[float]) -> Rates:
+def fit_steps(rates: Rates, configs: Sequence[Config], steps: Sequence[float]) -> Rates:
     """Fits the memory rate and, on a CPU, the microseconds per kernel that explain the times of the reference steps
     when products and attention take what they take alone."""
     free = replace(rates, step_gb_s=1e12, kernel_us=0.0)

@@ -45,8 +45,7 @@ def parse_ops(text: str) -> tuple[str, ...]:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Parses sizes: `1K:64M` means 1 KiB, 2 KiB, ... 64 MiB; `1K,3M` means just these. At least two are needed for a
-    fit."""
+    """Parses sizes: `1K:64M` means 1 KiB, 2 KiB, ... 64 MiB; `1K,3M` means just these. A fit needs two or more."""
     try:
         if ":" in text:
             first, last = (_bytes(part) for part in text.split(":"))
@@ -79,8 +78,7 @@ def parse_axes(layout: Layout, text: str | None) -> tuple[str, ...]:
     axes = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     for axis in axes:
         if axis not in AXES:
-            known = ", ".join(AXES)
-            raise UserError(f"--axis has the unknown axis '{axis}'{nearest(axis, AXES)}: choose of {known}")
+            raise UserError(f"--axis has the unknown axis '{axis}'{nearest(axis, AXES)}: choose of {', '.join(AXES)}")
         if layout.size(axis) == 1:
             sizes = ", ".join(f"{name}={layout.size(name)}" for name in AXES)
             raise UserError(f"--axis {axis} has one rank, with nobody to talk to: choose a larger one of {sizes}")

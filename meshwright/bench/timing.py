@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.device import Device
 
@@ -28,8 +29,16 @@ def median_ms(device: Device, work: Callable[[], Any], repeats: int = 10, warm: 
     return statistics.median(times_ms(device, work, repeats))
 
 
-def once_ms(device: Device, work: Callable[[], Any]) -> float:
-    return times_ms(device, work, 1)[0]
+def draw(device: Device, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Returns a random tensor, since products of zeros run faster."""
+    return torch.randn(*shape, device=device.torch).to(dtype)
+
+
+def copy_gb_s(device: Device, elements: int, seconds: Callable[[Callable[[], Any]], float]) -> float:
+    """Returns the GB/s of a copy that `seconds` times, counting bytes read and written."""
+    x = torch.ones(elements, dtype=torch.float32, device=device.torch)
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / seconds(lambda: y.copy_(x)) / 1e9
 
 
 def times_ms(device: Device, work: Callable[[], Any], repeats: int) -> list[float]:

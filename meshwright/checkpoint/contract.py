@@ -47,20 +47,15 @@ class Checkpointed(Protocol):
     @property
     def writes(self) -> bool:
         """Whether this is the one rank that makes and removes checkpoints' folders."""
-        ...
 
     def states(self) -> Iterator[State]:
         """Yields this rank's tensors, which a save reads and a load fills."""
-        ...
 
     def counters(self) -> Mapping[str, float | None]:
         """Returns the numbers that are saved beside the tensors: updates made, the loss scale."""
-        ...
 
     def restore(self, step: int, consumed: int, counters: Mapping[str, Any]) -> None:
         """Sets the values that `counters` returned, after the tensors have been filled."""
-        ...
 
     def publish(self) -> None:
         """Copies the loaded state to the model's weights. Every rank calls it after all have filled their tensors."""
-        ...

@@ -19,10 +19,10 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
@@ -38,8 +38,7 @@ class DamagedCheckpoint(UserError):
     """A checkpoint that must not be used; the message names the file."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedBlock:
+class SavedBlock(NamedTuple):
     """A rectangle of a global tensor: which file holds it, under which key, and the CRC-32 of its bytes."""
 
     tensor: str
@@ -48,6 +47,12 @@ class SavedBlock:
     file: str
     key: str
     crc32: int
+
+    @classmethod
+    def read(cls, row: Sequence[Any]) -> SavedBlock:
+        """Returns the block that a list in a JSON file stands for."""
+        tensor, start, shape, *rest = row
+        return cls(tensor, tuple(start), tuple(shape), *rest)
 
 
 @dataclass
@@ -63,12 +68,12 @@ class Index:
     files: dict[str, int] = field(default_factory=dict)  # name -> bytes
     blocks: list[SavedBlock] = field(default_factory=list)
 
-    def blocks_of(self, tensor: str) -> list[SavedBlock]:
-        if not hasattr(self, "_by_tensor"):
-            self._by_tensor: dict[str, list[SavedBlock]] = {}
-            for block in self.blocks:
-                self._by_tensor.setdefault(block.tensor, []).append(block)
-        return self._by_tensor.get(tensor, [])
+    def incomplete(self) -> list[str]:
+        """Returns the tensors that the blocks don't hold whole: they don't overlap, so counting elements is enough."""
+        left = {name: math.prod(tensor["shape"]) for name, tensor in self.tensors.items()}
+        for block in self.blocks:
+            left[block.tensor] = left.get(block.tensor, 0) - math.prod(block.shape)
+        return [name for name, count in left.items() if count]
 
 
 def checkpoint_folder(config: Config) -> Path:
@@ -166,9 +171,7 @@ def sync_folder(path: Path) -> None:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    value = {f.name: getattr(index, f.name) for f in fields(Index)}
-    value["blocks"] = [[b.tensor, b.start, b.shape, b.file, b.key, b.crc32] for b in index.blocks]
-    head = json.dumps({"format": FORMAT, "version": FORMAT_VERSION} | value).encode()[:-1]
+    head = json.dumps({"format": FORMAT, "version": FORMAT_VERSION} | vars(index)).encode()[:-1]
     write_whole(folder / INDEX, head + SEAL + f"{zlib.crc32(head)}}}".encode())
 
 
@@ -192,24 +195,20 @@ def read_index(folder: Path) -> Index:
     if value.pop("crc32", None) != zlib.crc32(head):
         raise DamagedCheckpoint(f"{path} is damaged (wrong checksum): use another checkpoint")
     try:
-        rows = value.pop("blocks")
-        index = Index(**value, blocks=[SavedBlock(t, tuple(a), tuple(n), f, k, c) for t, a, n, f, k, c in rows])
+        value["blocks"] = [SavedBlock.read(row) for row in value["blocks"]]
+        index = Index(**value)
     except (TypeError, ValueError, KeyError):
         raise DamagedCheckpoint(f"{path} lacks a part of the index: use another checkpoint") from None
     strange = any(os.path.basename(name) != name for name in index.files)
     if strange or any(block.file not in index.files for block in index.blocks):
         raise DamagedCheckpoint(f"{path} names files that are not the checkpoint's: use another checkpoint")
-    for name, size in index.files.items():
-        _check_file(folder / name, size)
+    for path, size in ((folder / name, size) for name, size in index.files.items()):
+        if not path.is_file():
+            raise DamagedCheckpoint(f"{path} is missing: use another checkpoint")
+        found = path.stat().st_size
+        if found != size:
+            raise DamagedCheckpoint(f"{path} has {found} bytes where {size} were written: use another checkpoint")
     return index
-
-
-def _check_file(path: Path, size: int) -> None:
-    if not path.is_file():
-        raise DamagedCheckpoint(f"{path} is missing: use another checkpoint")
-    found = path.stat().st_size
-    if found != size:
-        raise DamagedCheckpoint(f"{path} has {found} bytes where {size} were written: use another checkpoint")
 
 
 def block_ranges(shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[int, int]]:
@@ -223,8 +222,7 @@ def keep_newest(folder: Path, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints (0: keeps all). A removed one loses its name first."""
     found = list_checkpoints(folder)
     for step, path in found[: max(0, len(found) - keep)] if keep else ():
-        aside = folder / f".old-{folder_name(step)}"
-        path.rename(aside)
+        path.rename(folder / f".old-{folder_name(step)}")
     remove_old(folder)
 
 
@@ -244,14 +242,10 @@ def find_checkpoint(source: str) -> Path:
         if wanted and step_of(path) != int(wanted):
             raise UserError(f"{path} is one checkpoint, not a run's folder: leave @{wanted} out")
         return path
-    folder = path if list_checkpoints(path) else path / "checkpoints"
-    found = list_checkpoints(folder)
+    found = dict(list_checkpoints(path) or list_checkpoints(path / "checkpoints"))
     if not found:
         raise UserError(f"there is no complete checkpoint in {path}: name a run's folder or a checkpoint's")
-    if not wanted:
-        return found[-1][1]
-    for number, candidate in found:
-        if number == int(wanted):
-            return candidate
-    steps = ", ".join(str(number) for number, _ in found)
-    raise UserError(f"{path} has no checkpoint of step {wanted}: it has {steps}")
+    step = int(wanted) if wanted else max(found)
+    if step not in found:
+        raise UserError(f"{path} has no checkpoint of step {wanted}: it has {', '.join(map(str, found))}")
+    return found[step]

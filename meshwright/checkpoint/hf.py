@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,14 @@ from meshwright.checkpoint import tensor_file
 from meshwright.checkpoint.format import Index, SavedBlock, block_ranges
 from meshwright.checkpoint.hf_files import PRECISION_CODES, SHARDED_INDEX, SINGLE_FILE, HFFolder
 from meshwright.checkpoint.load import Reader
-from meshwright.checkpoint.save import check_cover
 from meshwright.checkpoint.tensor_file import DTYPE_CODES, TORCH_DTYPES, TensorEntry
+from meshwright.checkpoint.verify import SAFETENSORS_DTYPES
 from meshwright.config.sections import ModelConfig
 from meshwright.data.token_file import read_metadata
 from meshwright.errors import UserError
 from meshwright.layout.params import Box, Init, ParamRecord
 from meshwright.models.hf import FAMILIES, family_for
-from meshwright.models.hf.family import Mapped, model_section
+from meshwright.models.hf.family import Family, Mapped, model_section
 
 ORIGIN = "hf_origin.json"
 NO_DATA = "imported"
@@ -74,20 +74,17 @@ def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0) -> Mode
         entries: list[TensorEntry] = []
         for name, mapped in folder.tensors.items():
             sources = [folder.dtype(each) for each in mapped.source_shapes()]
-            stored = "F64" if "F64" in sources else "F32"
-            if dtype:
-                stored = PRECISION_CODES[dtype]
-            kind = str(TORCH_DTYPES[stored]).removeprefix("torch.")
+            stored = PRECISION_CODES[dtype] if dtype else "F64" if "F64" in sources else "F32"
+            kind, size = SAFETENSORS_DTYPES[stored]
             index.tensors[f"param/{name}"] = {"shape": list(mapped.shape), "dtype": kind}
-            for low, high in block_ranges(mapped.shape, TORCH_DTYPES[stored].itemsize):
-                shape = (high - low, *mapped.shape[1:])
-                start = (low, *(0 for _ in mapped.shape[1:]))
+            for low, high in block_ranges(mapped.shape, size):
+                start, shape = (low, *(0 for _ in mapped.shape[1:])), (high - low, *mapped.shape[1:])
                 index.blocks.append(SavedBlock(f"param/{name}", start, shape, WEIGHTS_FILE, str(len(entries)), 0))
                 entries.append(TensorEntry(str(len(entries)), stored, shape))
         sums = tensor_file.write_tensors(aside / WEIGHTS_FILE, entries, _values(folder, index.blocks, entries))
         index.files[WEIGHTS_FILE] = (aside / WEIGHTS_FILE).stat().st_size
-        index.blocks = [replace(block, crc32=crc) for block, crc in zip(index.blocks, sums, strict=True)]
-        check_cover(index)
+        index.blocks = [block._replace(crc32=crc) for block, crc in zip(index.blocks, sums, strict=True)]
+        assert not index.incomplete(), f"not all elements of {index.incomplete()} were written"
         tensors = {full: [stored, folder.dtype(full)] for full, stored in folder.stored.items()}
         fmt.write_json(aside / ORIGIN, {"config": folder.config, "tensors": tensors})
         copy_extra_files(source, aside)
@@ -173,13 +170,7 @@ def export_folder(
     if base.get("model_type") != chosen.model_type:
         origin, base = None, {}
     stored = origin.tensors if origin is not None else {}
-    planned: list[ExportedTensor] = []
-    for ours, mapped in chosen.tensors(model).items():
-        for source, shape in mapped.source_shapes().items():
-            planned.append(_exported_tensor(reader, stored, source, shape, ours, mapped, dtype, source))
-            head = f"{chosen.head}.weight"
-            if ours == "embedding.weight" and model.tied_embeddings and head in stored:
-                planned.append(_exported_tensor(reader, stored, head, shape, ours, mapped, dtype, source))
+    planned = list(_planned(reader, chosen, model, stored, dtype))
     config = chosen.config_of(model, base or None)
     with written_aside(to) as aside:
         beside = copy_extra_files(origin.folder, aside) if origin else copy_tokenizer(reader, aside)
@@ -198,15 +189,20 @@ def export_folder(
     }  # fmt: skip
 
 
-def _exported_tensor(
-    reader: Reader, stored: dict[str, list[str]], name: str, shape: tuple[int, ...], ours: str, mapped: Mapped,
-    dtype: str, source: str,
-) -> ExportedTensor:  # fmt: skip
-    held = reader.index.tensors.get(f"param/{ours}")
-    if held is None:
-        raise UserError(f"{reader.folder} has no param/{ours}: it is not a whole model of its model section")
-    actual, kind = stored.get(name, [name, DTYPE_CODES[getattr(torch, held["dtype"])]])
-    return ExportedTensor(TensorEntry(actual, PRECISION_CODES[dtype] if dtype else kind, shape), ours, mapped, source)
+def _planned(
+    reader: Reader, family: Family, model: ModelConfig, stored: dict[str, list[str]], dtype: str
+) -> Iterator[ExportedTensor]:
+    """Yields the tensors to write. A tied model's output layer is written if its origin had one."""
+    for ours, mapped in family.tensors(model).items():
+        held = reader.index.tensors.get(f"param/{ours}")
+        if held is None:
+            raise UserError(f"{reader.folder} has no param/{ours}: it is not a whole model of its model section")
+        twice = ours == "embedding.weight" and model.tied_embeddings and family.head in stored
+        for source, shape in mapped.source_shapes().items():
+            for name in (source, family.head) if twice else (source,):
+                actual, kind = stored.get(name, [name, DTYPE_CODES[getattr(torch, held["dtype"])]])
+                entry = TensorEntry(actual, PRECISION_CODES[dtype] if dtype else kind, shape)
+                yield ExportedTensor(entry, ours, mapped, source)
 
 
 def _dtype_word(planned: list[ExportedTensor]) -> str:

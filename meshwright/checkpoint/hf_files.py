@@ -35,8 +35,10 @@ class HFFolder:
         self.family: Family = family_named(self.config.get("model_type"))
         self.model: ModelConfig = self.family.model_of(self.config, seq)
         self.tensors: dict[str, Mapped] = self.family.tensors(self.model)
-        self.file_of = _weight_map(folder)
-        self._open: dict[str, Any] = {}
+        self.file_of: dict[str, Any] = {}
+        for file in _weight_files(folder):
+            opened = _opened(folder / file)
+            self.file_of |= dict.fromkeys(opened.keys(), opened)
         self.stored = self._locate()  # their full name -> the name in this folder
 
     def _locate(self) -> dict[str, str]:
@@ -55,7 +57,7 @@ class HFFolder:
                     f"{list(shape)}: its files don't fit its config.json"
                 )
             stored[name] = found
-        head = f"{self.family.head}.weight"
+        head = self.family.head
         if self.model.tied_embeddings and head in self.file_of:
             stored[head] = head
         unread = set(self.file_of) - set(stored.values())
@@ -69,13 +71,7 @@ class HFFolder:
 
     def slice(self, name: str) -> Any:
         """Returns a handle on a stored tensor, from which parts can be read."""
-        file = self.file_of[name]
-        try:
-            if file not in self._open:
-                self._open[file] = safe_open(self.folder / file, framework="pt")
-            return self._open[file].get_slice(name)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{self.folder / file} can't be read ({error}): get it again") from None
+        return self.file_of[name].get_slice(name)
 
     def dtype(self, name: str) -> str:
         found = str(self.slice(self.stored[name]).get_dtype())
@@ -121,32 +117,30 @@ def _json(path: Path, folder: Path) -> dict[str, Any]:
     return value
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    """Returns the name of each tensor's file."""
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} can't be read ({error}): get it again") from None
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Returns the names of the files that hold the weights."""
     if (folder / SHARDED_INDEX).is_file():
         found = _json(folder / SHARDED_INDEX, folder).get("weight_map")
         files = sorted(set(found.values())) if isinstance(found, dict) else []
-        missing = [name for name in files if os.path.basename(name) != name or not (folder / name).is_file()]
-        if missing or not files:
-            what = f"{SHARDED_INDEX} names no files"
-            if missing:
-                what = f"{missing[0]}, which {SHARDED_INDEX} names, is missing"
-            raise UserError(f"{folder} is incomplete: {what}")
-    elif (folder / SINGLE_FILE).is_file():
-        files = [SINGLE_FILE]
-    else:
-        pickles = sorted(path.name for path in folder.glob("*.bin"))
-        if pickles:
-            raise UserError(
-                f"{folder} holds its weights as {pickles[0]}, a pickle, which is never read here: load it with "
-                "transformers and save it again with save_pretrained(DIR, safe_serialization=True)"
-            )
-        raise UserError(f"{folder} has no {SINGLE_FILE}: name a folder that transformers saved a model in")
-    names: dict[str, str] = {}
-    for file in files:
-        try:
-            with safe_open(folder / file, framework="pt") as opened:
-                names |= dict.fromkeys(opened.keys(), file)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{folder / file} can't be read ({error}): get it again") from None
-    return names
+        if not files:
+            raise UserError(f"{folder} is incomplete: {SHARDED_INDEX} names no files")
+        for name in files:
+            if os.path.basename(name) != name or not (folder / name).is_file():
+                raise UserError(f"{folder} is incomplete: {name}, which {SHARDED_INDEX} names, is missing")
+        return files
+    if (folder / SINGLE_FILE).is_file():
+        return [SINGLE_FILE]
+    pickles = sorted(path.name for path in folder.glob("*.bin"))
+    if pickles:
+        raise UserError(
+            f"{folder} holds its weights as {pickles[0]}, a pickle, which is never read here: load it with "
+            "transformers and save it again with save_pretrained(DIR, safe_serialization=True)"
+        )
+    raise UserError(f"{folder} has no {SINGLE_FILE}: name a folder that transformers saved a model in")

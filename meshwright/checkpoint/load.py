@@ -32,6 +32,9 @@ class Reader:
         self.folder = folder
         self.index: Index = fmt.read_index(folder)
         self.states = {name.split("/", 1)[0] for name in self.index.tensors}  # param, and what its optimizer kept
+        self._blocks: dict[str, list[SavedBlock]] = {}
+        for block in self.index.blocks:
+            self._blocks.setdefault(block.tensor, []).append(block)
         self._files: dict[str, TensorFile] = {}
         self._last: tuple[SavedBlock, Tensor] | None = None
 
@@ -74,7 +77,7 @@ class Reader:
         filled = 0
         found_in = regions(record, low, high, values)
         wanted = [(replace(box, local_start=(0,) * len(box.shape)), region) for box, region in found_in]
-        for block in self.index.blocks_of(tensor):
+        for block in self._blocks.get(tensor, []):
             for box, region in wanted:
                 where = overlap(block.start, block.shape, box)
                 if where is not None:

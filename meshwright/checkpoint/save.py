@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import shutil
@@ -37,7 +36,7 @@ from meshwright.sharding.buffers import Slot, State, regions
 from meshwright.sharding.data_parallel import DataParallel
 
 POLL_S = 0.02
-FAILED = ".failed"
+FAILED = ".failed"  # marks that a rank could not write its part: the save never counts, and no rank waits for it
 
 
 def part_file(folder: Path, rank: int) -> Path:
@@ -49,17 +48,11 @@ def part_list(folder: Path, rank: int) -> Path:
     return part_file(folder, rank).with_suffix(".json")
 
 
-def failed_mark(folder: Path, rank: int) -> Path:
-    """Returns the path of the mark that a rank could not write its part. The save then never counts, and no rank waits
-    for it."""
-    return part_file(folder, rank).with_suffix(FAILED)
-
-
 def mark_failed(folder: Path, rank: int) -> None:
     """Tells the other ranks that the save failed on this one, and removes its part."""
     with contextlib.suppress(OSError):
         part_file(folder, rank).unlink(missing_ok=True)
-        failed_mark(folder, rank).touch()
+        part_file(folder, rank).with_suffix(FAILED).touch()
 
 
 def remove_failed(folder: Path, rank: int) -> None:
@@ -130,7 +123,7 @@ def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
     entries = [tensor_file.TensorEntry.of(str(n), values) for n, values in enumerate(held)]
     sums = tensor_file.write_tensors(file, entries, held) if held else []
     blocks = [
-        [tensor, list(start), list(values.shape), file.name, str(n), crc]
+        SavedBlock(tensor, start, tuple(values.shape), file.name, str(n), crc)
         for n, ((tensor, start, values), crc) in enumerate(zip(snapshot.blocks, sums, strict=True))
     ]
     size = file.stat().st_size if blocks else 0
@@ -148,8 +141,8 @@ def commit(folder: Path, step: int, index: Index, keep: int, patience: float) ->
         if part["blocks"]:
             index.files[part["file"]] = part["bytes"]
         index.tensors |= part["tensors"]
-        index.blocks += [SavedBlock(t, tuple(a), tuple(n), f, k, c) for t, a, n, f, k, c in part["blocks"]]
-    check_cover(index)
+        index.blocks += [SavedBlock.read(row) for row in part["blocks"]]
+    assert not index.incomplete(), f"not all elements of {index.incomplete()} were written"
     fmt.write_index(aside, index)
     for path in parts:
         path.unlink()
@@ -177,16 +170,6 @@ def wait_for(paths: list[Path], patience: float) -> None:
                     "see whether a rank has stopped, or raise comm.timeout"
                 )
             time.sleep(POLL_S)
-
-
-def check_cover(index: Index) -> None:
-    """Checks that the blocks hold every element of every tensor: they don't overlap, so counting is enough."""
-    held: dict[str, int] = {}
-    for block in index.blocks:
-        held[block.tensor] = held.get(block.tensor, 0) + math.prod(block.shape)
-    for name, tensor in index.tensors.items():
-        wanted = math.prod(tensor["shape"])
-        assert held.get(name, 0) == wanted, f"{name}: {held.get(name, 0)} of {wanted} elements were written"
 
 
 FINAL_WAIT_S = 60.0  # how long a run that ends with an error waits for its save under way
@@ -251,7 +234,7 @@ class Saver:
         )  # fmt: skip
         self.saved_step, self._error = trainer.step_number, None
         self._staged.clear()
-        copies = trainer.ctx.device.side_stream()  # made here, so that it sees the update that was just launched
+        copies = SideStream(trainer.ctx.device)  # made here, so that it sees the update that was just launched
         self._thread = threading.Thread(
             target=self._write, args=(snapshot, index, copies), name="checkpoint", daemon=True
         )

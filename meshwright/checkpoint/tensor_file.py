@@ -21,12 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-DTYPE_CODES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-    torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_CODES.items()}
-LONGEST_HEADER = 1 << 30
+from meshwright.checkpoint.verify import SAFETENSORS_DTYPES, read_header
+
+TORCH_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, (name, _) in SAFETENSORS_DTYPES.items()}
+DTYPE_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 PIECES_AHEAD = 4  # pieces that may be written before their checksums are known
 
 
@@ -89,15 +87,12 @@ def write_tensors(
     return sums
 
 
-def _write_all(handle: int, data: memoryview) -> None:
-    while len(data):
-        data = data[os.write(handle, data) :]
-
-
 def _write_out(handle: int, data: memoryview, at: int) -> int:
     """Writes data and returns the position after it. The advice makes the system flush to disk now, not all at the
     end."""
-    _write_all(handle, data)
+    left = data
+    while len(left):
+        left = left[os.write(handle, left) :]
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, at, len(data), os.POSIX_FADV_DONTNEED)
     return at + len(data)
@@ -107,16 +102,10 @@ class TensorFile:
     """One mapped file. Raises ValueError for anything that is not a whole safetensors file."""
 
     def __init__(self, path: Path) -> None:
-        size = path.stat().st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, LONGEST_HEADER):
-                raise ValueError("its header is cut off")
-            self.header = json.loads(file.read(length))
-        if not isinstance(self.header, dict):
-            raise ValueError("its header is no table")
-        self._begin = 8 + length
-        self._data = np.memmap(path, dtype=np.uint8, mode="c") if size > self._begin else np.empty(0, np.uint8)
+            self.header, self._begin = read_header(file)
+        empty = path.stat().st_size == self._begin
+        self._data = np.empty(0, np.uint8) if empty else np.memmap(path, dtype=np.uint8, mode="c")
 
     def get(self, key: str) -> Tensor:
         """Returns a tensor as a view of the mapped file."""
@@ -125,7 +114,7 @@ class TensorFile:
             dtype, shape, (start, stop) = TORCH_DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"it has no tensor '{key}' of a known kind") from None
-        wanted = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
+        wanted = math.prod(shape) * dtype.itemsize
         if start < 0 or stop - start != wanted or self._begin + stop > len(self._data):
             raise ValueError(f"tensor '{key}' lies outside of it")
         data = self._data[self._begin + start : self._begin + stop]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +20,7 @@ SAFETENSORS_DTYPES = {
 }  # fmt: skip
 ELEMENT_BYTES = dict(SAFETENSORS_DTYPES.values())
 READ_BYTES = 4 * 2**20
-
-
-def element_bytes(dtype: str) -> int:
-    return ELEMENT_BYTES.get(dtype, 0)
+LONGEST_HEADER = 1 << 30
 
 
 def verify_checkpoint(folder: Path, index: Index, advance: Callable[[int], None] = lambda count: None) -> int:
@@ -31,53 +29,49 @@ def verify_checkpoint(folder: Path, index: Index, advance: Callable[[int], None]
 
     Raises DamagedCheckpoint, which names the first file that is not as it was written.
     """
+    if lacking := index.incomplete():
+        raise DamagedCheckpoint(f"{folder} lacks a part of {lacking[0]}: use another checkpoint")
     by_file: dict[str, list[SavedBlock]] = {name: [] for name in index.files}
-    left = {name: math.prod(tensor["shape"]) for name, tensor in index.tensors.items()}
     for block in index.blocks:
         by_file[block.file].append(block)
-        left[block.tensor] = left.get(block.tensor, 0) - math.prod(block.shape)
-    for name, count in left.items():
-        if count:
-            raise DamagedCheckpoint(f"{folder} lacks a part of {name}: use another checkpoint")
     total = 0
     for name, blocks in by_file.items():
-        path = folder / name
         try:
-            with path.open("rb") as file:
-                head = _header(file)
-                for block in blocks:
-                    total += _check(file, head, block, index.tensors[block.tensor]["dtype"], path, advance)
+            total += _verify_file(folder / name, blocks, index, advance)
+        except DamagedCheckpoint:
+            raise
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-            if isinstance(error, DamagedCheckpoint):
-                raise
-            raise DamagedCheckpoint(f"{path} can't be read ({error}): use another checkpoint") from None
+            raise DamagedCheckpoint(f"{folder / name} can't be read ({error}): use another checkpoint") from None
     return total
 
 
-def _header(file: BinaryIO) -> dict[str, Any]:
-    """Returns a safetensors header, with `data`: the position where the tensors' bytes begin."""
-    size = int.from_bytes(file.read(8), "little")
-    if size > 100 * 2**20:
-        raise ValueError("its header is too large")
-    head: dict[str, Any] = json.loads(file.read(size))
-    return head | {"data": 8 + size}
+def _verify_file(path: Path, blocks: list[SavedBlock], index: Index, advance: Callable[[int], None]) -> int:
+    total = 0
+    with path.open("rb") as file:
+        head, data = read_header(file)
+        for block in blocks:
+            entry, dtype = head[block.key], index.tensors[block.tensor]["dtype"]
+            (begin, end), (name, size) = entry["data_offsets"], SAFETENSORS_DTYPES[entry["dtype"]]
+            length = math.prod(block.shape) * size
+            right = name == dtype and tuple(entry["shape"]) == block.shape and end - begin == length
+            crc, left = 0, length if right else 0
+            file.seek(data + begin)
+            while left and (piece := file.read(min(left, READ_BYTES))):
+                crc, left = zlib.crc32(piece, crc), left - len(piece)
+                advance(len(piece))
+            if not right or left or crc != block.crc32:
+                raise DamagedCheckpoint(f"{path} is damaged in {block.tensor} (wrong checksum): use another checkpoint")
+            total += length
+    return total
 
 
-def _check(
-    file: BinaryIO, head: dict[str, Any], block: SavedBlock, dtype: str, path: Path, advance: Callable[[int], None]
-) -> int:
-    entry = head[block.key]
-    (begin, end), (name, size) = entry["data_offsets"], SAFETENSORS_DTYPES[entry["dtype"]]
-    length = math.prod(block.shape) * size
-    right = name == dtype and tuple(entry["shape"]) == block.shape and end - begin == length
-    crc, left = 0, length if right else 0
-    file.seek(head["data"] + begin)
-    while left:
-        data = file.read(min(left, READ_BYTES))
-        if not data:
-            break
-        crc, left = zlib.crc32(data, crc), left - len(data)
-        advance(len(data))
-    if not right or left or crc != block.crc32:
-        raise DamagedCheckpoint(f"{path} is damaged in {block.tensor} (wrong checksum): use another checkpoint")
-    return length
+def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Returns a safetensors file's table, and the position where the tensors' bytes begin. Raises ValueError for a file
+    that has none."""
+    size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(size - 8, LONGEST_HEADER):
+        raise ValueError("its header is cut off")
+    head = json.loads(file.read(length))
+    if not isinstance(head, dict):
+        raise ValueError("its header is no table")
+    return head, 8 + length

@@ -24,21 +24,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["step"], help="what to measure: the training step")
     parser.add_argument("--model", default="1b", help=f"{', '.join(BENCH_MODELS)} (default: 1b)")
     parser.add_argument("--precision", default="bf16", help="train.precision (default: bf16)")
-    parser.add_argument(
-        "--micro-batch", type=int, default=MICRO_BATCH, help=f"sequences of a micro-batch (default: {MICRO_BATCH})"
-    )
+    sequences = f"sequences of a micro-batch (default: {MICRO_BATCH})"
+    parser.add_argument("--micro-batch", type=int, default=MICRO_BATCH, help=sequences)
     parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches of a step (default: 1)")
     parser.add_argument("--tp", type=int, default=1, help="measure one rank's share of this many tp ranks (default: 1)")
     parser.add_argument("--pp", type=int, default=1, help="measure the first of this many stages (default: 1)")
     parser.add_argument("--steps", type=int, default=10, help="steps to time after the warm-up (default: 10)")
     parser.add_argument("--compile", default="auto", choices=["auto", "true", "false"], help="train.compile")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "npu"], help="run.device")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     if args.model not in BENCH_MODELS:
-        choices = ', '.join(BENCH_MODELS)
+        choices = ", ".join(BENCH_MODELS)
         raise UserError(f"unknown model '{args.model}'{nearest(args.model, BENCH_MODELS)}: choose {choices}")
     for name in ("micro_batch", "micro_batches", "steps", "tp", "pp"):
         if getattr(args, name) < 1:
@@ -61,7 +59,6 @@ def run(args: argparse.Namespace) -> int:
     least = floor.measure(config, device, PRECISION_DTYPES[args.precision])
     found = {"model": args.model} | step.as_json(config, device, measured, least)
     print(json.dumps(found) if args.json else report(found))
-    return 0
 
 
 def tflops(rate: float) -> str:

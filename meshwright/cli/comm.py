@@ -12,11 +12,13 @@ from meshwright.bench.profile import as_yaml
 from meshwright.bench.request import OPS, Request, host_bytes, parse_axes, parse_ops, parse_sizes
 from meshwright.cli.files import write
 from meshwright.cli.layout import add_axes
+from meshwright.cli.ranks import local_devices, place_in_launcher, run_as_rank
 from meshwright.errors import UserError
 from meshwright.layout.layout import Layout
 from meshwright.show.chart import Chart, check_svg, svg
 from meshwright.show.terminal import table
 from meshwright.show.units import percent, plural, seconds, size
+from meshwright.train.launch import launch, warm_up
 
 EXAMPLES = """example:
   meshwright comm bench --nproc 2 --out here.yaml --svg curves.svg
@@ -41,56 +43,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="auto", choices=["auto", "gloo", "nccl", "hccl"], help="default: auto")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the profile, a cluster for the planner")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw bus bandwidth over size")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(args: argparse.Namespace) -> int:
-    from meshwright.train.processes import find_place
-
-    place = find_place()
-    if place.launched:
-        if args.nproc is not None:
-            raise UserError("--nproc starts ranks, and this process is already one rank of a launcher: leave it out")
-        return as_rank(args, place.local_rank, place.world, place.local_world)
+    if place := place_in_launcher(args):
+        return run_as_rank(place, lambda at: prepare(args, at.world, at.local_world), bench, args, stops=False)
     if args.nproc is not None and args.nproc < 2:
         raise UserError(f"--nproc {args.nproc} leaves nobody to talk to: start 2 ranks or more")
-    check_outputs(args)
-    ranks = args.nproc or devices(args.device)
-    request = requested(args, ranks, ranks)
-    from meshwright.train.launch import launch, warm_up
-
+    ranks = args.nproc or local_devices(args.device, least=2)
+    prepare(args, ranks, ranks)
     warm_up()
     from meshwright.device import check_machine
 
     check_machine(args.device, args.backend, "fp32", ranks)
-    return launch(ranks, 0, bench, request, args.json, args.out, args.svg)
+    return launch(ranks, 0, bench, args)
 
 
-def as_rank(args: argparse.Namespace, local_rank: int, world: int, local_world: int) -> int:
-    """Runs as one rank started by torchrun or srun. A mistake is the same on every rank, so one rank per machine
-    reports it."""
-    from meshwright.train.launch import guarded
-
-    try:
-        check_outputs(args)
-        request = requested(args, world, local_world)
-    except UserError:
-        if local_rank == 0:
-            raise
-        return 2
-    guarded(None, False, bench, request, args.json, args.out, args.svg)
-    return 0
-
-
-def devices(kind: str) -> int:
-    if kind == "cpu":
-        return 2
-    from meshwright import device
-
-    return max(2, device.accelerator_count())
-
-
-def check_outputs(args: argparse.Namespace) -> None:
+def prepare(args: argparse.Namespace, world: int, local_world: int) -> None:
+    """Notes in `args` what to measure, or raises the error that says why it can't be measured."""
     check_svg("--svg", args.svg)
     for name in ("out", "svg"):
         path = getattr(args, name)
@@ -98,10 +68,6 @@ def check_outputs(args: argparse.Namespace) -> None:
             raise UserError(f"--{name} {path} can't be written: name a file in a folder that exists")
         if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
             raise UserError(f"--{name} {path} can't be written: choose a place where you may write")
-
-
-def requested(args: argparse.Namespace, world: int, local_world: int) -> Request:
-    """Returns what to measure, or raises the error that says why it can't be measured."""
     ops, sizes = parse_ops(args.ops), parse_sizes(args.sizes)
     if not 0 < args.seconds <= 60:
         raise UserError(f"--seconds {args.seconds} must be above 0 and at most 60")
@@ -113,22 +79,22 @@ def requested(args: argparse.Namespace, world: int, local_world: int) -> Request
     if sizes[-1] > memory // 8:
         fix = "lower the upper end"
         raise UserError(f"--sizes goes up to {size(sizes[-1])}, too much for {size(memory)} per rank: {fix}")
+    axes = parse_axes(layout, args.axis)
     name = args.out.stem if args.out else "measured"
-    return Request(layout, parse_axes(layout, args.axis), ops, sizes, args.seconds, name, args.device, args.backend)
+    args.request = Request(layout, axes, ops, sizes, args.seconds, name, args.device, args.backend)
 
 
-def bench(request: Request, as_json: bool, out: Path | None, drawn: Path | None) -> None:
+def bench(args: argparse.Namespace) -> None:
     """Runs the whole bench on one rank; the first rank writes and prints."""
     from meshwright.bench.comm import joined, measure
 
-    with joined(request) as (mesh, device, place):
-        found = measure(request, mesh, device, place.local_world)
+    with joined(args.request) as (mesh, device, place):
+        found = measure(args.request, mesh, device, place.local_world)
     if place.rank:
         return
-    curves = chart(found)
-    write(out, lambda: as_yaml(found["cluster"]))
-    write(drawn, lambda: svg(curves))
-    print(json.dumps(found | {"profile": out and str(out)}) if as_json else report(found), flush=True)
+    write(args.out, lambda: as_yaml(found["cluster"]))
+    write(args.svg, lambda: svg(chart(found)))
+    print(json.dumps(found | {"profile": args.out and str(args.out)}) if args.json else report(found), flush=True)
 
 
 def chart(found: dict[str, Any]) -> Chart:

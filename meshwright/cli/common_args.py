@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from collections.abc import Sequence
 
 from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster, known_clusters
 from meshwright.plan.job import Job
-from meshwright.plan.stack import STACKS
+from meshwright.plan.stack import STACKS, Stack
 from meshwright.plan.target import (
     Target,
     cluster_for,
@@ -22,48 +22,59 @@ from meshwright.plan.target import (
 )
 
 
-def job_arguments(parser: argparse.ArgumentParser) -> None:
+def _target_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="CONFIG|PRESET", help="a config file, or the name of a model")
     parser.add_argument("words", nargs="*", metavar="key=value", help="config keys, as for train")
 
 
-def target_from_args(name: str, words: list[str], **how: Any) -> Target:
+def _target_of(name: str, words: Sequence[str], layout: str, as_run: bool = True) -> Target:
     """Returns the target of a planning command, and says on stderr where its preset only approximates a model."""
-    target = target_of(name, words, **how)
+    target = target_of(name, words, layout, as_run)
     if difference := APPROXIMATE_PRESETS.get(target.config.model.preset):
         print(f"meshwright: {target.config.model.preset} is planned by an approximation: {difference}", file=sys.stderr)
     return target
 
 
-def world_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--world", type=int, metavar="N", help="number of ranks (default: the preset's run's, else tp x cp x pp)"
-    )
+def world_arguments(parser: argparse.ArgumentParser) -> None:
+    _target_arguments(parser)
+    ranks = "number of ranks (default: the preset's run's, else tp x cp x pp)"
+    parser.add_argument("--world", type=int, metavar="N", help=ranks)
 
 
-def world_from_args(args: argparse.Namespace, target: Target) -> int:
+def world_from_args(args: argparse.Namespace, layout: str = "") -> tuple[Target, int]:
+    """Returns what to plan, and on how many ranks."""
+    target = _target_of(args.target, args.words, layout)
     c, zero = target.config.layout, target.config.zero
     if zero.stage and zero.shard_group == "node" and not c.node_size:
         raise UserError("zero.shard_group=node: give layout.node_size, the number of ranks on a node")
-    return args.world if args.world is not None else int(target.run.get("devices", 0)) or c.tp * c.cp * c.pp
+    default = int(target.run.get("devices", 0)) or c.tp * c.cp * c.pp
+    return target, default if args.world is None else args.world
 
 
 def cluster_arguments(parser: argparse.ArgumentParser, default: str = "Meshwright's own, as the config runs") -> None:
+    _target_arguments(parser)
     parser.add_argument("--cluster", metavar="NAME|FILE", help=f"a YAML file, or one of {', '.join(known_clusters())}")
     parser.add_argument("--stack", metavar="NAME", help=f"the software stack: {', '.join(STACKS)} (default: {default})")
 
 
+def planned_from_args(
+    args: argparse.Namespace, words: Sequence[str], layout: str = "", as_run: bool = True
+) -> tuple[Target, Cluster, Stack]:
+    """Returns what to plan; with `as_run` it has the layout and the stack of a preset's published run."""
+    target = _target_of(args.target, words, layout, as_run)
+    cluster = cluster_for(target, args.cluster)
+    target = with_supported_precision(target, cluster)
+    stack = args.stack or (target.run.get("stack") if as_run else None)
+    return target, cluster, stack_for(target.config, cluster, stack)
+
+
 def step_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of a command about one step of one layout."""
-    job_arguments(parser)
     cluster_arguments(parser, "that of the preset's published run, else Meshwright's own")
     parser.add_argument("--devices", type=int, metavar="N", help="number of devices")
     parser.add_argument("--layout", default="", metavar="tp=8,pp=16,...", help="the layout, in short words")
 
 
 def step_from_args(args: argparse.Namespace) -> tuple[Target, Job, Cluster]:
-    target = target_from_args(args.target, args.words, layout=args.layout)
-    cluster = cluster_for(target, args.cluster)
-    target = with_supported_precision(target, cluster)
-    stack = stack_for(target.config, cluster, args.stack or target.run.get("stack"))
+    target, cluster, stack = planned_from_args(args, args.words, args.layout)
     return target, on_cluster(target, devices_for(target, args.devices), cluster, stack), cluster

@@ -13,28 +13,23 @@ EXAMPLES = """example:
   meshwright config show examples/demo.yaml train.steps=10
   meshwright config check examples/demo.yaml --world 8"""
 
-MIXED = True
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["show", "check"], help="print the resolved config, or check it")
     parser.add_argument("config", metavar="CONFIG.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to change")
-    parser.add_argument(
-        "--world", type=int, help="the number of ranks to check against (default: the smallest that fits)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--world", type=int, help="number of ranks to check against (default: the smallest that fits)")
 
 
 def run(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
     world = args.world if args.world is not None else config.layout.tp * config.layout.pp * config.layout.cp
     check(config, world, TRAINING_RULES if args.action == "check" else RULES)
-    if args.action == "check":
-        tp, pp = config.layout.tp, config.layout.pp
-        dp = world // (tp * pp * config.layout.cp)
-        answer = {"ok": True, "world": world, "dp": dp, "tp": tp, "pp": pp}
-        words = f"{args.config} is right for {plural(world, 'rank')}: dp={dp} tp={tp} pp={pp}"
-        print(json.dumps(answer) if args.json else words)
+    if args.action == "show":
+        print(json.dumps(to_mapping(config)) if args.json else to_yaml(config).rstrip())
         return
-    print(json.dumps(to_mapping(config)) if args.json else to_yaml(config).rstrip())
+    tp, pp = config.layout.tp, config.layout.pp
+    dp = world // (tp * pp * config.layout.cp)
+    answer = {"ok": True, "world": world, "dp": dp, "tp": tp, "pp": pp}
+    words = f"{args.config} is right for {plural(world, 'rank')}: dp={dp} tp={tp} pp={pp}"
+    print(json.dumps(answer) if args.json else words)

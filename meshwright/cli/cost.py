@@ -10,7 +10,6 @@ from meshwright.errors import UserError
 from meshwright.plan.account import as_json, report
 from meshwright.plan.cost import predict_cost
 
-MIXED = True
 EXAMPLES = """example:
   meshwright cost gpt3-175b --cluster a100-80g-dgx --devices 1024 --layout tp=8,pp=16,recompute=full \\
       train.global_batch=1536 --tokens 300e9
@@ -21,15 +20,13 @@ EXAMPLES = """example:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     step_arguments(parser)
     parser.add_argument("--tokens", metavar="N", help="tokens of the whole run: its days and price too")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     _, job, cluster = step_from_args(args)
     cost = predict_cost(job, cluster)
     tokens = _number(args.tokens) if args.tokens else None
     print(json.dumps(as_json(cost, tokens)) if args.json else report(cost, tokens))
-    return 0
 
 
 def _number(text: str) -> float:

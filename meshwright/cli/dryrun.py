@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli.common_args import job_arguments, target_from_args, world_argument, world_from_args
+from meshwright.cli.common_args import world_arguments, world_from_args
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
+from meshwright.plan.communication import Line, Traffic, by_axis
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import Expected, expected
 from meshwright.show.terminal import table
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from meshwright.device import Device
     from meshwright.dryrun.run_rank import RankRun
 
-MIXED = True
 EXAMPLES = """example:
   meshwright dryrun mt-nlg-530b --world 4480 --ranks 0,2240,4479
   meshwright dryrun gpt3-175b --world 1024 --layout tp=8,pp=16 train.global_batch=1536
@@ -40,18 +40,15 @@ planned nearly: the ratio is planned / run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    job_arguments(parser)
-    world_argument(parser)
+    world_arguments(parser)
     parser.add_argument("--ranks", metavar="R,R,...", help="which ranks to run (default: first, middle and last)")
     parser.add_argument("--layout", default="", metavar="tp=8,pp=16,...", help="the layout, in short words")
     parser.add_argument("--micro-batches", type=int, metavar="M", help="of a rank (default: as the global batch says)")
     parser.add_argument("--device", default="meta", choices=["meta", "cpu", "cuda", "npu"], help="default: meta")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(args: argparse.Namespace) -> int:
-    target = target_from_args(args.target, args.words, layout=args.layout)
-    world = world_from_args(args, target)
+    target, world = world_from_args(args, args.layout)
     config = _step_of(target.config, world, args.micro_batches)
     ranks = _ranks(args.ranks, world)
     from meshwright.device import Device
@@ -63,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"model": target.name, "world": world, "device": device.name, "equal": equal, "ranks": found}))
     else:
-        print("\n\n".join([*(report(one, world) for one in found), _verdict(equal)]))
+        verdict = "What was run is " + ("what was planned." if equal else "not what was planned: see `differs`.")
+        print("\n\n".join([*(report(one, world) for one in found), verdict]))
     return 0 if equal else 1
 
 
@@ -92,14 +90,12 @@ def _place(coordinate: Mapping[str, int]) -> str:
 
 
 def _step_of(config: Config, world: int, micro_batches: int | None) -> Config:
-    """Returns the config of the step to run: the one after the batch-size ramp, with the global batch that
-    `micro_batches` asks for."""
+    """Returns the config of the step to run: after the batch-size ramp, with as many micro-batches as asked for."""
     train = replace(config.train, ramp=())
     if micro_batches is not None:
         if micro_batches < 1:
             raise UserError(f"--micro-batches {micro_batches} must be at least 1")
-        c = config.layout
-        dp = max(1, world // (c.tp * c.pp * c.cp))
+        dp = max(1, world // (config.layout.tp * config.layout.pp * config.layout.cp))
         train = replace(train, global_batch=micro_batches * train.micro_batch * dp)
     config = replace(config, train=train, run=replace(config.run, eval_samples=0))
     check(config, world)
@@ -125,11 +121,8 @@ def compare(rank: int, ran: RankRun, said: Expected) -> dict[str, Any]:
         {"phase": line[0], "axis": line[1], "op": line[2]} | _pair(ran.calls.get(line), said.calls.get(line))
         for line in sorted({*ran.calls, *said.calls})
     ]
-    parameters = _pair(ran.parameters, said.parameters)
-    states, schedule, comm = (
-        _pairs(ran.states, said.states), _pairs(ran.schedule, said.schedule),
-        _pairs(_by_axis(ran.calls), _by_axis(said.calls)),
-    )  # fmt: skip
+    parameters, states = _pair(ran.parameters, said.parameters), _pairs(ran.states, said.states)
+    schedule, comm = _pairs(ran.schedule, said.schedule), _pairs(_by_axis(ran.calls), _by_axis(said.calls))
     exact = [parameters, *states.values(), *schedule.values(), *comm.values(), *calls]
     return {
         "rank": rank, "coordinate": said.coordinate, "layers": said.layers, "micro_batches": said.micro_batches,
@@ -152,26 +145,21 @@ def _pairs(ran: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, dict
 
 
 def _by_axis(calls: Mapping[tuple[str, str, str], Mapping[str, int]]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
-    for (_, axis, _), counts in sorted(calls.items(), key=lambda item: item[0][1]):
-        sums = found.setdefault(axis, dict.fromkeys(COUNTS, 0))
-        for name in COUNTS:
-            sums[name] += counts[name]
-    return found
+    sums = by_axis({Line(*line): Traffic(**counts) for line, counts in calls.items()})
+    return {axis: traffic._asdict() for axis, traffic in sums.items()}
 
 
 def report(one: Mapping[str, Any], world: int) -> str:
     """Returns one rank's table: each figure as run, as planned, and whether they are equal."""
-    head = f"rank {one['rank']} of {world} ({_place(one['coordinate'])}): {_layers(one['layers'])}"
-    head += f", {one['micro_batches']} micro-batches"
-    if one["step_s"] is not None:
-        head += f", {seconds(one['step_s'])} per step"
+    step = "" if one["step_s"] is None else f", {seconds(one['step_s'])} per step"
+    work = f"{_layers(one['layers'])}, {one['micro_batches']} micro-batches{step}"
+    head = f"rank {one['rank']} of {world} ({_place(one['coordinate'])}): {work}"
     rows = [("", "run", "planned", ""), _row("parameters", one["parameters"])]
     rows += [_row(f"bytes of {kind}", pair) for kind, pair in one["bytes"].items()]
     for axis, pair in one["comm"].items():
         for name in COUNTS:
-            parts = {side: (pair[side] or {}).get(name) for side in ("ran", "planned")}
-            rows.append(_row(f"{axis} {name.replace('_', ' ')}", parts | {"equal": parts["ran"] == parts["planned"]}))
+            sides = ((pair[side] or {}).get(name) for side in ("ran", "planned"))
+            rows.append(_row(f"{axis} {name.replace('_', ' ')}", _pair(*sides)))
     rows += [_row(f"schedule, {name.replace('_', ' ')}", pair) for name, pair in one["schedule"].items()]
     for name, pair in one["most"].items():
         ratio = "" if pair["ratio"] is None else f"{pair['ratio']:.4f}"
@@ -192,7 +180,3 @@ def _layers(numbers: list[int]) -> str:
 def _row(name: str, pair: Mapping[str, Any]) -> tuple[str, str, str, str]:
     ran, planned = ("-" if pair[side] is None else f"{pair[side]:,}" for side in ("ran", "planned"))
     return name, ran, planned, "=" if pair["equal"] else "differs"
-
-
-def _verdict(equal: bool) -> str:
-    return "What was run is what was planned." if equal else "What was run is not what was planned: see `differs`."

@@ -17,29 +17,23 @@ EXAMPLES = """example:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN|CHECKPOINT[@STEP]", help="a run's folder, or a checkpoint's")
     parser.add_argument("--to", required=True, metavar="DIR", help="the folder to write, a new one")
-    parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16", "fp64"), default="",
-        help="of the weights (default: as in the folder that the model was imported from, or as in the checkpoint)",
-    )  # fmt: skip
+    dtype = "of the weights (default: as in the folder that the model was imported from, or as in the checkpoint)"
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), default="", help=dtype)
     parser.add_argument("--family", choices=tuple(FAMILIES), default="", help="default: the first that fits")
-    parser.add_argument(
-        "--like", metavar="DIR", help="a Hugging Face folder or imported checkpoint, whose config and tokenizer to use"
-    )
-    parser.add_argument("--json", action="store_true", help="print what was written as one JSON document")
+    like = "a Hugging Face folder or imported checkpoint, whose config and tokenizer to use"
+    parser.add_argument("--like", type=Path, metavar="DIR", help=like)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from meshwright.checkpoint.format import find_checkpoint
     from meshwright.checkpoint.hf import export_folder
 
-    like = Path(args.like) if args.like else None
-    written = export_folder(find_checkpoint(args.source), Path(args.to), args.dtype, args.family, like)
+    written = export_folder(find_checkpoint(args.source), Path(args.to), args.dtype, args.family, args.like)
     if args.json:
         print(json.dumps({"folder": args.to, **written}))
-        return 0
+        return
     beside = f" and {', '.join(written['beside'])}" if written["beside"] else "; no tokenizer is known"
     print(
         f"{args.to}: {written['family']} of step {written['step']}, {written['tensors']} tensors, "
         f"{written['bytes'] / 1e6:,.1f} MB in {len(written['files'])} file(s){beside}"
     )
-    return 0

@@ -9,13 +9,13 @@ from pathlib import Path
 from meshwright.errors import UserError
 
 
-def write(path: Path | None, make: Callable[[], str | bytes]) -> None:
+def write(path: Path | None, make: Callable[[], str]) -> None:
     """Writes a file if a path was given, and says so on stderr."""
     if path is None:
         return
-    made = make()
+    text = make()
     try:
-        path.write_bytes(made if isinstance(made, bytes) else made.encode("utf-8"))
+        path.write_text(text, encoding="utf-8", newline="")
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror}): name a file in a folder that exists") from error
     print(f"wrote {path}", file=sys.stderr)

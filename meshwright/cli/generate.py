@@ -8,39 +8,37 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from meshwright.cli.eval import resolve, sections_of
+from meshwright.cli.ranks import start
+from meshwright.config import rules
+from meshwright.config.sections import Config
+from meshwright.data.token_file import read_metadata
+from meshwright.data.tokenizers import load_tokenizer
 from meshwright.errors import UserError, either
-from meshwright.schedule.kinds import default_kind
-
-if TYPE_CHECKING:
-    from meshwright.config.rules import Rule
-    from meshwright.config.sections import Config
+from meshwright.train.launch import warm_up
 
 EXAMPLES = """example:
   meshwright generate runs/demo --prompt "def main(" --max-tokens 64
   meshwright generate runs/mine@100 --prompt-tokens 5,17,2 --temperature 0.8 --top-p 0.9 --nproc 2 --json"""
-
 
 MIN_TEMPERATURE = 1e-4  # below this, sampling always takes the likeliest token
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN|CHECKPOINT[@STEP]|HF-FOLDER")
-    start = parser.add_mutually_exclusive_group(required=True)
-    start.add_argument("--prompt", metavar="TEXT")
-    start.add_argument("--prompt-tokens", metavar="1,2,3")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt-tokens", metavar="1,2,3")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) takes the likeliest token")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that hold this share")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nproc", type=int, default=1, help="cut the model over this many tensor-parallel ranks")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(args: argparse.Namespace) -> int:
-    from meshwright.train.launch import launch, warm_up
-
     if args.nproc < 1 or args.max_tokens < 1:
         raise UserError("--nproc and --max-tokens must be at least 1")
     if not (args.temperature == 0 or MIN_TEMPERATURE <= args.temperature < float("inf")) or not 0 < args.top_p <= 1:
@@ -50,57 +48,36 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc > 1:
         warm_up()
     args.source = resolve(args.source)
-    args.ids = preflight(vars(args))
-    if args.nproc == 1:
-        generate_rank(vars(args))
-        return 0
-    return launch(args.nproc, 0, generate_rank, vars(args))
-
-
-def resolve(source: str) -> str:
-    """Returns the folder to read: a checkpoint, or a Hugging Face folder unchanged."""
-    from meshwright.checkpoint.format import find_checkpoint
-
-    return source if (Path(source) / "config.json").is_file() else str(find_checkpoint(source))
-
-
-def preflight(args: dict[str, Any]) -> list[int]:
-    """Checks everything that can be checked without ranks and without weights, and returns the prompt's ids."""
-    from meshwright.config.rules import READING_RULES, check
+    args.sections = sections_of([f"layout.tp={args.nproc}"], args.nproc)
     from meshwright.train.evaluate import config_with, open_model
 
-    config = config_with(open_model(args["source"])[1], sections_of(args["nproc"]))
-    check_cut(config, args["nproc"])
-    check(config, args["nproc"], READING_RULES)
-    return prompt_ids(args, tokenizer_of(Path(args["source"]), config), config.model.vocab)
+    config = config_with(open_model(args.source)[1], args.sections)
+    check_cut(config, args.nproc)
+    rules.check(config, args.nproc, rules.READING_RULES)
+    args.ids = prompt_ids(args, tokenizer_of(Path(args.source), config), config.model.vocab)
+    return start(args.nproc, generate_rank, args)
 
 
 def check_cut(config: Config, nproc: int) -> None:
     """Checks that the model can be split over that many ranks; errors use the words of this command."""
-    from meshwright.config import rules
-
     model = config.model
-    reasons: dict[Rule, str] = {
+    reasons: dict[rules.Rule, str] = {
         rules.tp_divides_heads: f"does not divide the model's {model.heads} heads",
         rules.tp_fits_kv_heads: f"neither divides the model's {model.kv_heads} key-value heads nor is a multiple",
         rules.tp_divides_ffn: f"does not divide the model's ffn of {model.ffn}",
     }
 
-    def broken(ranks: int) -> Rule | None:
+    def broken(ranks: int) -> rules.Rule | None:
         cut = replace(config, layout=replace(config.layout, tp=ranks))
-        return next((rule for rule in reasons if rule(cut, ranks)), None)
+        return next((rule for rule in reasons if any(rule(cut, ranks))), None)
 
-    rule = broken(nproc)
-    if rule is not None:
+    if rule := broken(nproc):
         fitting = either(n for n in range(1, model.heads + 1) if broken(n) is None)
         raise UserError(f"--nproc {nproc} {reasons[rule]}: try --nproc {fitting}")
 
 
-def tokenizer_of(path: Path, config: Any) -> Any:
+def tokenizer_of(path: Path, config: Config) -> Any:
     """Returns the tokenizer beside a checkpoint, or the one used for the run's data; None if there is none."""
-    from meshwright.data.token_file import read_metadata
-    from meshwright.data.tokenizers import load_tokenizer
-
     for name in ("tokenizer.json", "tokenizer.model"):
         if (path / name).is_file():
             return load_tokenizer(str(path / name))
@@ -114,15 +91,13 @@ def tokenizer_of(path: Path, config: Any) -> Any:
 
 
 def end_tokens(path: Path, tokenizer: Any) -> set[int]:
-    """Returns the tokens that end a text: those that the model's own files name, else the run's end-of-document
-    token."""
+    """Returns the tokens that end a text: those that the model's own files name, else the tokenizer's own."""
     from meshwright.checkpoint.hf import origin_of
 
     origin = origin_of(path)
-    told: list[Any] = []
+    told: list[Any] = [] if origin is None else [origin.config]
     with contextlib.suppress(OSError, ValueError):  # the file is optional
-        told.append(json.loads((path / "generation_config.json").read_text(encoding="utf-8")))
-    told += [origin.config] if origin is not None else []
+        told.insert(0, json.loads((path / "generation_config.json").read_text(encoding="utf-8")))
     for each in told:
         found = each.get("eos_token_id") if isinstance(each, dict) else None
         if found is not None:
@@ -130,70 +105,58 @@ def end_tokens(path: Path, tokenizer: Any) -> set[int]:
     return set() if tokenizer is None else {tokenizer.eod}
 
 
-def prompt_ids(args: dict[str, Any], tokenizer: Any, vocab: int) -> list[int]:
+def prompt_ids(args: argparse.Namespace, tokenizer: Any, vocab: int) -> list[int]:
     from meshwright.checkpoint.hf import origin_of
 
-    if args["prompt_tokens"] is not None:
+    if args.prompt_tokens is not None:
         try:
-            ids = [int(word) for word in args["prompt_tokens"].split(",")]
+            ids = [int(word) for word in args.prompt_tokens.split(",")]
         except ValueError:
-            raise UserError(f"--prompt-tokens {args['prompt_tokens']} must be numbers, e.g. 5,17,2") from None
+            raise UserError(f"--prompt-tokens {args.prompt_tokens} must be numbers, e.g. 5,17,2") from None
         if min(ids) < 0 or max(ids) >= vocab:
             raise UserError(f"--prompt-tokens must lie between 0 and {vocab - 1}, the model's vocabulary")
         return ids
     if tokenizer is None:
         raise UserError("no tokenizer is known for this model: give --prompt-tokens instead of --prompt")
     try:
-        args["prompt"].encode()
+        args.prompt.encode()
     except UnicodeEncodeError:
         raise UserError("--prompt is not UTF-8: write the text in UTF-8, or give --prompt-tokens") from None
-    encode = tokenizer.encode if origin_of(Path(args["source"])) is None else tokenizer.encode_with_special_tokens
-    ids = list(encode(args["prompt"])) or [tokenizer.eod]
+    encode = tokenizer.encode if origin_of(Path(args.source)) is None else tokenizer.encode_with_special_tokens
+    ids = list(encode(args.prompt)) or [tokenizer.eod]
     if max(ids) >= vocab:  # a model split over ranks would read it as a row of zeros
-        raise UserError(
-            f"the prompt has token {max(ids)}, beyond the model's {vocab}: the tokenizer is another model's"
-        )
+        beyond = f"beyond the model's {vocab}: the tokenizer is another model's"
+        raise UserError(f"the prompt has token {max(ids)}, {beyond}")
     return ids
 
 
-def sections_of(nproc: int) -> dict[str, dict[str, Any]]:
-    """Returns the keys that differ from the run's: one pipeline stage, tp over all ranks, and one sequence."""
-    return {
-        "layout": {"tp": nproc, "pp": 1, "chunks": 1, "sequence_parallel": False},
-        "pipeline": {"schedule": default_kind(1), "split": []},
-        "train": {"micro_batch": 1, "global_batch": 1, "ramp": [], "compile": "false"},
-        "run": {"eval_samples": 0, "device": "auto"},
-        "comm": {"backend": "auto"},
-    }
-
-
-def generate_rank(args: dict[str, Any]) -> None:
+def generate_rank(args: argparse.Namespace) -> None:
     from meshwright.models.generate import Generator, generate
     from meshwright.train.evaluate import with_model
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
-        model, path, prompt = ctx.config.model, Path(args["source"]), args["ids"]
+        model, path, prompt = ctx.config.model, Path(args.source), args.ids
         tokenizer = tokenizer_of(path, ctx.config)
         ends = end_tokens(path, tokenizer)
-        generator = Generator(modules[0], model.vocab, min(model.seq, len(prompt) + args["max_tokens"]))
-        most = min(args["max_tokens"], max(1, model.seq - len(prompt) + 1))  # the last token is never fed back
-        words = (generator, prompt, most, args["temperature"], args["top_p"], args["seed"], ends)
-        tokens = list(generate(*words))
-        if place.rank == 0:
-            if len(tokens) == most < args["max_tokens"] and tokens[-1] not in ends:
-                print(f"(stopped: the model's context of {model.seq} tokens is full)", file=sys.stderr)
-            show(args, prompt, tokens, tokenizer, ends)
+        generator = Generator(modules[0], model.vocab, min(model.seq, len(prompt) + args.max_tokens))
+        most = min(args.max_tokens, max(1, model.seq - len(prompt) + 1))  # the last token is never fed back
+        tokens = list(generate(generator, prompt, most, args.temperature, args.top_p, args.seed, ends))
+        if place.rank:
+            return
+        if len(tokens) == most < args.max_tokens and tokens[-1] not in ends:
+            print(f"(stopped: the model's context of {model.seq} tokens is full)", file=sys.stderr)
+        show(args, tokens, tokenizer, ends)
 
-    with_model(args["source"], sections_of(args["nproc"]), use)
+    with_model(args.source, args.sections, use)
 
 
-def show(args: dict[str, Any], prompt: list[int], tokens: list[int], tokenizer: Any, ends: set[int]) -> None:
+def show(args: argparse.Namespace, tokens: list[int], tokenizer: Any, ends: set[int]) -> None:
     kept = tokens[:-1] if tokens[-1] in ends else tokens
     text = tokenizer.decode(kept) if tokenizer is not None else None
-    if args["json"]:
-        print(json.dumps({"prompt_tokens": prompt, "tokens": tokens, "text": text}), flush=True)
+    if args.json:
+        print(json.dumps({"prompt_tokens": args.ids, "tokens": tokens, "text": text}), flush=True)
     elif text is None:
         print(",".join(map(str, tokens)), flush=True)
     else:
-        print((args["prompt"] or "") + text, flush=True)
+        print((args.prompt or "") + text, flush=True)
         print(f"({len(tokens)} tokens)", file=sys.stderr)

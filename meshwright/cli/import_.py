@@ -8,6 +8,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import yaml
+
 from meshwright.errors import UserError
 
 EXAMPLES = """example:
@@ -19,17 +21,12 @@ EXAMPLES = """example:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="a folder that transformers saved a model in (safetensors)")
     parser.add_argument("--to", required=True, metavar="CHECKPOINT", help="the checkpoint's folder, a new one")
-    parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16", "fp64"), default="",
-        help="of the checkpoint (default: fp32, and fp64 where the folder has it)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--seq", type=int, default=0, metavar="N", help="context length, where it is not the model's own"
-    )
-    parser.add_argument("--json", action="store_true", help="print the model section as one JSON document")
+    dtype = "of the checkpoint (default: fp32, and fp64 where the folder has it)"
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), default="", help=dtype)
+    parser.add_argument("--seq", type=int, default=0, metavar="N", help="context length, if not the model's own")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     if args.seq < 0:
         raise UserError(f"--seq {args.seq} must be greater than zero")
     from meshwright.checkpoint.hf import import_folder
@@ -37,10 +34,7 @@ def run(args: argparse.Namespace) -> int:
     model = asdict(import_folder(Path(args.folder), Path(args.to), args.dtype, args.seq))
     if args.json:
         print(json.dumps({"checkpoint": args.to, "model": model}))
-        return 0
-    import yaml
-
+        return
     print(f"{args.folder} is imported as {args.to}; the model section for a config:", file=sys.stderr)
     shown = {key: list(value) if isinstance(value, tuple) else value for key, value in model.items() if key != "preset"}
     print(yaml.safe_dump({"model": shown}, sort_keys=False), end="")
-    return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.format import Index, find_checkpoint, read_index
-from meshwright.checkpoint.verify import element_bytes, verify_checkpoint
+from meshwright.checkpoint.verify import ELEMENT_BYTES, verify_checkpoint
 from meshwright.show.progress import progress
 from meshwright.show.terminal import table
 from meshwright.show.units import plural, size
@@ -23,11 +23,10 @@ EXAMPLES = """example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="CKPT|RUN[@STEP]", help="a checkpoint's folder, or a run's (its newest one)")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--no-verify", action="store_true", help="don't read the tensors to compare their checksums")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     path = find_checkpoint(args.source)
     index = read_index(path)
     found = describe(path, index)
@@ -37,7 +36,6 @@ def run(args: argparse.Namespace) -> int:
             found["verified_bytes"] = verify_checkpoint(path, index, advance)
         found["verify_seconds"] = time.perf_counter() - begin
     print(json.dumps(found) if args.json else "\n".join(page(found)))
-    return 0
 
 
 def describe(path: Path, index: Index) -> dict[str, Any]:
@@ -48,7 +46,7 @@ def describe(path: Path, index: Index) -> dict[str, Any]:
         count = math.prod(tensor["shape"])
         state["tensors"] += 1
         state["elements"] += count
-        state["bytes"] += count * element_bytes(tensor["dtype"])
+        state["bytes"] += count * ELEMENT_BYTES.get(tensor["dtype"], 0)
         if tensor["dtype"] not in state["dtypes"]:
             state["dtypes"].append(tensor["dtype"])
     train, model = index.config.get("train", {}), index.config.get("model", {})

@@ -18,7 +18,6 @@ EXAMPLES = """example:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
     add_axes(parser)
-    parser.add_argument("--json", action="store_true", help="print all groups as one JSON document")
 
 
 def add_axes(parser: argparse.ArgumentParser) -> None:
@@ -28,23 +27,12 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cp", type=int, default=1, metavar="N", help="context-parallel size (default 1)")
     parser.add_argument("--ep", type=int, default=1, metavar="N", help="expert-parallel size (default 1)")
     parser.add_argument("--etp", type=int, default=0, metavar="N", help="tensor parallelism of experts (default: tp)")
-    parser.add_argument(
-        "--order", default=Layout.order, help="the axes, fastest-varying first (default %(default)s)"
-    )
+    parser.add_argument("--order", default=Layout.order, help="the axes, fastest-varying first (default %(default)s)")
     parser.add_argument("--node-size", type=int, metavar="N", help="ranks on a node: shows what crosses")
 
 
-def run(args: argparse.Namespace) -> int:
-    layout = Layout(
-        world=args.world,
-        tp=args.tp,
-        pp=args.pp,
-        cp=args.cp,
-        ep=args.ep,
-        order=args.order,
-        node_size=args.node_size,
-        etp=args.etp,
-    )
+def run(args: argparse.Namespace) -> None:
+    layout = Layout(args.world, args.tp, args.pp, args.cp, args.ep, args.order, args.node_size, etp=args.etp)
     if not layout.views_agree:
         print(
             f"note: order {layout.order} gives ranks another tp or pp position among the experts than in the "
@@ -53,7 +41,5 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.json:
         print(json.dumps({name: layout.groups(name) for name in GROUP_KINDS}))
-        return 0
-    text = draw(layout, width=max(60, min(terminal_width(100), 160)))
-    print(encodable(text, sys.stdout))
-    return 0
+    else:
+        print(encodable(draw(layout, width=max(60, min(terminal_width(100), 160))), sys.stdout))

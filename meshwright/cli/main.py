@@ -1,5 +1,4 @@
-"""The `meshwright` command: it imports only the file of the command that was called, and turns mistakes into
-one-sentence errors."""
+"""The `meshwright` command: it imports only the file of the command called, and tells mistakes in one sentence."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ import keyword
 import os
 import sys
 
+import meshwright
 from meshwright.errors import UserError, nearest
 
 # The errors of a wrong path.
@@ -36,6 +36,8 @@ COMMANDS = {
     "cost": "predict time, communication and memory of a training step on a cluster",
     "predict": "predict published runs and compare with what was measured",
 }
+# Those that take key=value words, which may stand before and after an option.
+MIXED = {"train", "eval", "config", "plan", "simulate", "dryrun", "memory", "scaling", "cost"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,29 +60,21 @@ def usage() -> str:
 
 
 def run(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
-        print(usage())
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help", "--version"):
+        print(meshwright.__version__ if name == "--version" else usage())
         return 0
-    if argv[0] == "--version":
-        import meshwright
-
-        print(meshwright.__version__)
-        return 0
-    name = argv[0]
     if name not in COMMANDS:
-        known = ", ".join(COMMANDS)
-        raise UserError(f"unknown command '{name}'{nearest(name, COMMANDS)}: the commands are {known}")
+        raise UserError(f"unknown command '{name}'{nearest(name, COMMANDS)}: the commands are {', '.join(COMMANDS)}")
     reserved = "_" if keyword.iskeyword(name) else ""  # a module can't be called `import`
     module = importlib.import_module(f"meshwright.cli.{name}{reserved}")
     parser = Parser(
-        prog=f"meshwright {name}",
-        description=COMMANDS[name][0].upper() + COMMANDS[name][1:] + ".",
-        epilog=module.EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+        prog=f"meshwright {name}", description=COMMANDS[name][0].upper() + COMMANDS[name][1:] + ".",
+        epilog=module.EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     module.add_arguments(parser)
-    # key=value words may stand before and after an option; argparse allows that only without subcommands.
-    parse = parser.parse_intermixed_args if getattr(module, "MIXED", False) else parser.parse_args
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parse = parser.parse_intermixed_args if name in MIXED else parser.parse_args
     return int(module.run(parse(argv[1:])) or 0)
 
 
@@ -101,7 +95,3 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"meshwright: {error.filename}: {error.strerror}: use another path", file=sys.stderr)
         return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

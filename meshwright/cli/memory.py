@@ -1,12 +1,11 @@
-"""`meshwright memory`: the bytes of one rank by kind, for any world size, without starting a process. Needs no
-torch."""
+"""`meshwright memory`: the bytes of one rank by kind, for any world size, without starting a process. No torch."""
 
 from __future__ import annotations
 
 import argparse
 import json
 
-from meshwright.cli.common_args import job_arguments, target_from_args, world_argument, world_from_args
+from meshwright.cli.common_args import world_arguments, world_from_args
 from meshwright.errors import UserError
 from meshwright.plan.job import checked_job
 from meshwright.plan.memory import largest
@@ -14,24 +13,20 @@ from meshwright.plan.rank import MEMORY_KINDS, rank_json
 from meshwright.show.terminal import table
 from meshwright.show.units import size
 
-MIXED = True
 EXAMPLES = """example:
   meshwright memory config.yaml --world 64 zero.stage=1
   meshwright memory gpt3-175b layout.tp=8 layout.pp=16 train.global_batch=1536 --world 1024 --rank 0 --json
 
-`buffers` holds what is gathered or in flight; `peak` is the most at once in a step, not a sum."""
+`buffers` holds what is gathered or in flight; `peak` is the most at once in a step, not a sum. --json has bytes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    job_arguments(parser)
-    world_argument(parser)
+    world_arguments(parser)
     parser.add_argument("--rank", type=int, metavar="R", help="this rank (default: the one with the largest peak)")
-    parser.add_argument("--json", action="store_true", help="print one JSON document, integers in bytes")
 
 
-def run(args: argparse.Namespace) -> int:
-    target = target_from_args(args.target, args.words)
-    world = world_from_args(args, target)
+def run(args: argparse.Namespace) -> None:
+    target, world = world_from_args(args)
     if world < 1:
         raise UserError(f"--world {world} is no number of ranks: give at least 1")
     job = checked_job(target.config, world)
@@ -41,9 +36,8 @@ def run(args: argparse.Namespace) -> int:
     bytes_by_kind = found["memory"]
     if args.json:
         print(json.dumps({**found, **bytes_by_kind, "rank": rank, "rank_parameters": found["parameters"]}))
-        return 0
+        return
     how = {"compiled": "compiled blocks", "eager": "uncompiled blocks"}.get(job.stack.name, "blocks on a CPU")
     rows = [(f"rank {rank} of {world} (pipeline rank {pp_rank}, {how})", "bytes", "")]
     rows += [(kind, f"{bytes_by_kind[kind]:,}", size(bytes_by_kind[kind])) for kind in MEMORY_KINDS]
     print(table(rows))
-    return 0

@@ -1,5 +1,4 @@
-"""`meshwright plan`: searches the layouts of a model on a cluster and writes the config of the best one. Needs no
-torch."""
+"""`meshwright plan`: searches the layouts of a model on a cluster and writes the config of the best one. No torch."""
 
 from __future__ import annotations
 
@@ -11,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common_args import cluster_arguments, job_arguments, target_from_args
+from meshwright.cli.common_args import cluster_arguments, planned_from_args
 from meshwright.cli.files import write
-from meshwright.cli.plan_page import page
+from meshwright.cli.plan_page import page, ranking_cells
 from meshwright.config.rules import context_is_trained
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
@@ -27,11 +26,10 @@ from meshwright.plan.memory import needed_gib
 from meshwright.plan.rank import rank_json
 from meshwright.plan.search import SPACE_FIELDS, Candidate, SearchSpace, fixed_keys, search, space_of, why_nothing
 from meshwright.plan.stack import Stack
-from meshwright.plan.target import Target, cluster_for, devices_for, stack_for, target_of, with_supported_precision
+from meshwright.plan.target import Target, devices_for, target_of
 from meshwright.show.terminal import table
 from meshwright.show.units import percent, seconds
 
-MIXED = True
 # Keys that narrow the search, which its error names if no layout is found.
 NARROWING_KEYS = (*SPACE_FIELDS, "zero.shard_group", "train.ramp", "run.eval_samples")
 EXAMPLES = """example:
@@ -44,37 +42,31 @@ pipeline.schedule=1f1b; a config file's own are searched like the rest. What `tr
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    job_arguments(parser)
     cluster_arguments(parser)
     parser.add_argument("--devices", type=int, metavar="N", help="number of devices")
     parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step")
     parser.add_argument("--seq", type=int, metavar="S", help="tokens of a sequence (default: the model's)")
     parser.add_argument("--fit", type=float, metavar="GiB", help="memory to fit (default: the device's)")
     parser.add_argument("--top", type=int, default=10, metavar="K", help="how many to show (default 10)")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE",
-        help="the best layout's config (default NAME-plan.yaml, or the next free number; with --json none)",
-    )
+    out = "the best layout's config (default NAME-plan.yaml, or the next free number; with --json none)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=out)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report that needs no network")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     words = list(args.words)
     words += [f"train.global_batch={args.global_batch}"] if args.global_batch is not None else []
     words += [f"model.seq={args.seq}"] if args.seq is not None else []
-    target = target_from_args(args.target, words, as_run=False)
-    cluster = cluster_for(target, args.cluster)
-    target = with_supported_precision(target, cluster)
-    c = target.config
-    stack = stack_for(c, cluster, args.stack)
+    target, cluster, stack = planned_from_args(args, words, as_run=False)
     devices = devices_for(target, args.devices)
     if (args.fit is not None and not 0 < args.fit < float("inf")) or args.top < 1:
         raise UserError("--fit must be a number of GiB above zero, and --top at least 1")
-    _refuse_unsearched(args.words)
-    base = Job(c, devices, stack, min(cluster.node.devices, devices), host=cluster.device.units == 1)
+    for word in args.words:
+        if word.startswith("pipeline.split="):  # one in a config file is ignored
+            raise UserError(f"{word} would have no effect: leave it out, the search splits the layers itself")
+    base = Job(target.config, devices, stack, min(cluster.node.devices, devices), host=cluster.device.units == 1)
     limit = args.fit or cluster.device.memory_gib
-    space = _space(c, args.words)
+    space = _space(target.config, args.words)
     found = search(base, cluster, limit, space)
     if not found.candidates:
         fixed = [word for word in args.words if word.partition("=")[0] in NARROWING_KEYS]
@@ -86,16 +78,10 @@ def run(args: argparse.Namespace) -> int:
     known = known_run(target, cluster, stack, base)
     if known:
         reasons.append(_of_known(target.name, known, shown[0]))
-    _write(args, target.name, shown, reasons, limit)
+    write(args.out or (None if args.json else _free(f"{target.name}-plan")), lambda: signed(yaml_of(shown[0])))
+    title = f"{target.name} on {devices} x {cluster.device.name}"
+    write(args.html, lambda: page(title, reasons, shown, limit))
     print(json.dumps(_json(shown, known)) if args.json else _text(shown, reasons))
-    return 0
-
-
-def _refuse_unsearched(words: list[str]) -> None:
-    """Refuses a split given as a word: the search splits layers by itself. A split in a config file is ignored."""
-    for word in words:
-        if word.startswith("pipeline.split="):
-            raise UserError(f"{word} would have no effect: leave it out, the search splits the layers itself")
 
 
 def _space(config: Config, words: list[str]) -> SearchSpace:
@@ -103,7 +89,7 @@ def _space(config: Config, words: list[str]) -> SearchSpace:
     fixed = fixed_keys(words)
     space = space_of(config, fixed)
     probe = replace(config, layout=replace(config.layout, cp=2))
-    if "layout.cp" not in fixed and context_is_trained(probe, 2) is None:
+    if "layout.cp" not in fixed and not any(context_is_trained(probe, 2)):
         space = replace(space, cp=(1, 2, 4, 8))
     return space
 
@@ -124,14 +110,6 @@ def _of_known(name: str, known: Candidate, best: Candidate) -> str:
     text = f"The layout that {name} ran with ({layout_words(layout_of_cost(known.cost))}) would take "
     text += f"{seconds(known.cost.step_s)} here, {percent(slower)} more"
     return text + (f": it loses {against(best.cost, known.cost)}." if slower > 0.02 else ".")
-
-
-def _write(args: argparse.Namespace, name: str, shown: list[Candidate], reasons: list[str], limit: float) -> None:
-    text = signed(yaml_of(shown[0]))
-    write(args.out or (None if args.json else _free(f"{name}-plan")), lambda: text)
-    best = shown[0].cost
-    title = f"{name} on {best.job.world} x {best.cluster.device.name}"
-    write(args.html, lambda: page(title, reasons, shown, limit))
 
 
 SIGNATURE = "# Replaced by the next plan unless somebody changes it: "
@@ -175,15 +153,7 @@ def _json(shown: list[Candidate], known: Candidate | None) -> dict[str, Any]:
 
 
 def _text(shown: list[Candidate], reasons: list[str]) -> str:
-    rows = [("layout", "step", "tokens/s/device", "MFU", "bubble", "GiB")]
-    for candidate in shown:
-        cost = candidate.cost
-        rows.append(
-            (
-                layout_words(layout_of_cost(cost)), seconds(cost.step_s), f"{cost.tokens_per_s_device:,.0f}",
-                percent(cost.mfu), percent(cost.bubble), f"{candidate.memory_gib:.1f}",
-            )
-        )  # fmt: skip
+    rows = [("layout", "step", "tokens/s/device", "MFU", "bubble", "GiB"), *map(ranking_cells, shown)]
     lines = [*reasons, "", table(rows), "", "What the next ones lose on:"]
     for candidate in shown[1:5]:
         lines.append(f"  {layout_words(layout_of_cost(candidate.cost))}: {against(shown[0].cost, candidate.cost)}")

@@ -7,7 +7,6 @@ from dataclasses import replace
 from meshwright.plan.account import axes_of, layout_of_cost, layout_words, memory_json
 from meshwright.plan.cost import Cost, blocked_times, timeline_of
 from meshwright.plan.explain import against, parts_of
-from meshwright.plan.job import Job
 from meshwright.plan.memory import GIB
 from meshwright.plan.search import Candidate
 from meshwright.show import html
@@ -37,29 +36,33 @@ def page(title: str, reasons: list[str], candidates: list[Candidate], limit_gib:
     return html.page(title, reasons, sections)
 
 
+def ranking_cells(candidate: Candidate) -> tuple[str, ...]:
+    """Returns a candidate's layout, step, tokens/s/device, MFU, bubble and GiB, for the page and for the terminal."""
+    cost = candidate.cost
+    return (
+        layout_words(layout_of_cost(cost)), seconds(cost.step_s), f"{cost.tokens_per_s_device:,.0f}",
+        percent(cost.mfu), percent(cost.bubble), f"{candidate.memory_gib:.1f}",
+    )  # fmt: skip
+
+
 def _ranking(candidates: list[Candidate]) -> str:
     rows = [["#", "layout", "step", "tokens/s/device", "MFU", "bubble", "memory GiB", "loses against the best"]]
     for number, candidate in enumerate(candidates, 1):
-        cost = candidate.cost
-        rows.append([
-            str(number), layout_words(layout_of_cost(cost)), seconds(cost.step_s),
-            f"{cost.tokens_per_s_device:,.0f}", percent(cost.mfu), percent(cost.bubble),
-            f"{candidate.memory_gib:.1f}", "" if number == 1 else against(candidates[0].cost, cost),
-        ])  # fmt: skip
+        loses = "" if number == 1 else against(candidates[0].cost, candidate.cost)
+        rows.append([str(number), *ranking_cells(candidate), loses])
     return html.table(rows, words=(1, 7), marked=1)
 
 
 def _times(candidates: list[Candidate]) -> str:
-    longest = max(candidate.cost.step_s for candidate in candidates)
     costs = [candidate.cost for candidate in candidates]
+    longest = max(cost.step_s for cost in costs)
     return html.bars([(parts_of(cost), longest, seconds(cost.step_s)) for cost in costs], TIME_COLOURS, "s")
 
 
 def _memory(candidates: list[Candidate], limit: float) -> str:
     rows = []
     for candidate in candidates:
-        cost = candidate.cost
-        found = memory_json(cost)
+        found = memory_json(candidate.cost)
         parts = {name: found[name] / GIB for name in MEMORY_COLOURS}
         rows.append((parts, max(limit, sum(parts.values())), f"{candidate.memory_gib:.1f} GiB"))
     return html.bars(rows, MEMORY_COLOURS, "GiB")
@@ -75,22 +78,16 @@ def _communication(cost: Cost) -> str:
     return html.table(rows)
 
 
-def shortened(job: Job) -> Job:
-    """Returns the same pipeline with few enough micro-batches to draw; a multiple of pp stays a multiple."""
-    pp = job.layout.pp
-    shown = max(2 * pp, SHOWN_MICRO_BATCHES // pp * pp)
-    if job.micro_batches <= shown:
-        return job
-    return replace(job, samples=shown * job.dp * job.config.train.micro_batch)
-
-
 def _timeline(cost: Cost) -> str:
-    if cost.job.layout.pp == 1:
+    job, pp, total = cost.job, cost.job.layout.pp, cost.job.micro_batches
+    if pp == 1:
         return html.note("There is one stage: micro-batches follow each other without a bubble.")
-    job, total = shortened(cost.job), cost.job.micro_batches
+    shown = max(2 * pp, SHOWN_MICRO_BATCHES // pp * pp)  # some schedules take only multiples of pp
+    if total > shown:
+        job = replace(job, samples=shown * job.dp * job.config.train.micro_batch)
     timeline = timeline_of(job, blocked_times(job, cost.chunk_times, cost.send_s), cost.send_s)
     drawn = html.drawing(timeline_svg(timeline))
-    if job.micro_batches == total:
+    if total <= shown:
         return drawn
-    left_out = f"The first {job.micro_batches} of {total} micro-batches, as if there were no more; the middle repeats."
+    left_out = f"The first {shown} of {total} micro-batches, as if there were no more; the middle repeats."
     return html.note(left_out) + drawn

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 from meshwright.errors import UserError
 
@@ -22,17 +21,12 @@ Needs a checkout of the repository, whose benchmarks/predict.py reads the table 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", type=Path, required=True, metavar="FILE", help="a table of runs, one per line")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the predictions here, as CSV")
-    parser.add_argument("--json", action="store_true", help="print the summary as one JSON document")
 
 
 def run(args: argparse.Namespace) -> int:
-    return int(script().run(args))
-
-
-def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("meshwright_benchmarks_predict", SCRIPT)
     if spec is None or spec.loader is None or not SCRIPT.is_file():
         raise UserError("meshwright predict needs benchmarks/predict.py: install from a checkout of the repository")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    return int(module.run(args))

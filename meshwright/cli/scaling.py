@@ -7,18 +7,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common_args import cluster_arguments, job_arguments, target_from_args
+from meshwright.cli.common_args import cluster_arguments, planned_from_args
 from meshwright.cli.files import write
 from meshwright.errors import UserError
 from meshwright.plan.account import layout_of_cost, layout_words
 from meshwright.plan.job import Job
 from meshwright.plan.scaling import WAYS, ScalingPoint, device_counts, sweep
-from meshwright.plan.target import cluster_for, stack_for, with_supported_precision
 from meshwright.show.chart import Chart, check_svg, svg
 from meshwright.show.terminal import table
 from meshwright.show.units import percent
 
-MIXED = True
 SEARCHED = (
     "layout.", "pipeline.", "zero.stage", "zero.shard_group", "recompute.", "train.global_batch", "train.micro_batch",
 )  # fmt: skip
@@ -31,21 +29,16 @@ Strong: it stays --global-batch (default 2048). The layouts of each point are se
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    job_arguments(parser)
     cluster_arguments(parser)
     parser.add_argument("--devices", default="8:1024", metavar="A:B", help="from A to B, doubling, or a list a,b,c")
     parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step")
     parser.add_argument("--mode", choices=("weak", "strong", "both"), default="both", help="default: both")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw tokens/s over devices")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     check_svg("--svg", args.svg)
-    target = target_from_args(args.target, args.words, as_run=False)
-    cluster = cluster_for(target, args.cluster)
-    target = with_supported_precision(target, cluster)
-    stack = stack_for(target.config, cluster, args.stack)
+    target, cluster, stack = planned_from_args(args, args.words, as_run=False)
     counts = device_counts(args.devices)
     searched = [word for word in args.words if word.startswith(SEARCHED)]
     if searched:
@@ -65,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({mode: [_json(p) for p in points] for mode, points in found.items()}))
     else:
         print(_text(found))
-    return 0
 
 
 def _lines(found: dict[str, list[ScalingPoint]]) -> dict[str, list[tuple[float, float]]]:
@@ -93,13 +85,10 @@ def _text(found: dict[str, list[ScalingPoint]]) -> str:
     for mode, points in found.items():
         rows = [(f"{mode} scaling", "devices", "batch", "tokens/s", "efficiency", "exposed comm", "layout")]
         for p in points:
-            if p.best is None:
-                rows.append((p.way, str(p.devices), str(p.global_batch), "-", "-", "-", "can't be or doesn't fit"))
-                continue
-            words = layout_words(layout_of_cost(p.best.cost))
-            rows.append(
-                (p.way, str(p.devices), str(p.global_batch), f"{p.tokens_per_s:,.0f}", percent(p.efficiency),
-                 percent(p.comm_share), words)
-            )  # fmt: skip
+            cells = ("-", "-", "-", "can't be or doesn't fit")
+            if p.best:
+                figures = (f"{p.tokens_per_s:,.0f}", percent(p.efficiency), percent(p.comm_share))
+                cells = (*figures, layout_words(layout_of_cost(p.best.cost)))
+            rows.append((p.way, str(p.devices), str(p.global_batch), *cells))
         blocks.append(table(rows, left=(0, 6)))
     return "\n\n".join(blocks)

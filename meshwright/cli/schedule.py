@@ -28,38 +28,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=int, required=True, help="pipeline ranks")
     parser.add_argument("--micro-batches", type=int, required=True, help="micro-batches of a step")
     parser.add_argument("--chunks", type=int, default=1, help="stages each rank holds (default: 1)")
-    parser.add_argument(
-        "--forward", type=float, default=1.0, help="time of a rank's forward of one micro-batch (default: 1)"
-    )
-    parser.add_argument(
-        "--backward", type=float, default=2.0, help="time of its backward (default: 2)"
-    )
+    forward = "time of a rank's forward of one micro-batch (default: 1)"
+    parser.add_argument("--forward", type=float, default=1.0, help=forward)
+    parser.add_argument("--backward", type=float, default=2.0, help="time of its backward (default: 2)")
     parser.add_argument("--send", type=float, default=0.0, help="time of one transfer (default: 0)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the drawing to FILE too")
-    parser.add_argument("--json", action="store_true", help="print figures and timed actions as JSON")
 
 
-def run(args: argparse.Namespace) -> int | None:
+def run(args: argparse.Namespace) -> None:
     check_svg("--svg", args.svg)
     built = build(args.kind, args.pp, args.micro_batches, args.chunks)
     verify(built)
     simulation = simulate(built, args.forward, args.backward, args.send)
     write(args.svg, lambda: timeline_svg(simulation))
-    if args.json:
-        print(json.dumps(as_json(simulation)))
-    else:
-        print(report(simulation, args))
-    return 0
+    print(json.dumps(as_json(simulation)) if args.json else report(simulation, args))
 
 
 def as_json(simulation: Simulation) -> dict[str, Any]:
     """Returns the simulation as JSON: unrounded times, and each rank's actions in the order of the table."""
     return {
-        "makespan": simulation.makespan,
-        "bubble": simulation.bubble,
+        "makespan": simulation.makespan, "bubble": simulation.bubble,
         "peak_activations": list(simulation.peak_activations),
         "actions": [[_action(timed) for timed in row] for row in simulation.ranks],
-    }
+    }  # fmt: skip
 
 
 def _action(timed: Timed) -> dict[str, Any]:
@@ -77,26 +68,16 @@ def report(simulation: Simulation, args: argparse.Namespace) -> str:
     for rank in range(drawn.pp):
         busy = simulation.busy[rank]
         idle = max(0.0, simulation.makespan - busy)
+        left = f"{idle:.6g}" if idle > 1e-9 * busy else "0"  # mere rounding error is shown as 0
         share = idle / simulation.makespan if simulation.makespan else 0.0
         stages = " ".join(str(drawn.stage(rank, chunk)) for chunk in range(drawn.chunks))
         peak = f"{simulation.peak_activations[rank]:.4g}"
-        rows.append((str(rank), stages, f"{busy:.6g}", _small(idle, busy), percent(share, 2), peak))
-    return "\n".join(
-        [
-            f"{title(drawn)}   (forward {args.forward:g}, backward {args.backward:g}, send {args.send:g})",
-            "",
-            timeline_text(simulation, terminal_width(140), has_colour(sys.stdout)),
-            "",
-            table(rows, left=(), indent=""),
-            "",
-            f"makespan          {simulation.makespan:.6g}",
-            f"bubble            {simulation.bubble:.6f} ({percent(simulation.bubble, 2)})",
-            f"peak activations  {max(simulation.peak_activations):.4g} (micro-batches of a rank's whole share)",
-            "verified          complete, every transfer matched, free of deadlock",
-        ]
-    )
-
-
-def _small(value: float, beside: float) -> str:
-    """Formats a difference of sums; mere rounding error is shown as 0."""
-    return f"{value:.6g}" if value > 1e-9 * beside else "0"
+        rows.append((str(rank), stages, f"{busy:.6g}", left, percent(share, 2), peak))
+    return "\n".join([
+        f"{title(drawn)}   (forward {args.forward:g}, backward {args.backward:g}, send {args.send:g})", "",
+        timeline_text(simulation, terminal_width(140), has_colour(sys.stdout)), "", table(rows, left=(), indent=""), "",
+        f"makespan          {simulation.makespan:.6g}",
+        f"bubble            {simulation.bubble:.6f} ({percent(simulation.bubble, 2)})",
+        f"peak activations  {max(simulation.peak_activations):.4g} (micro-batches of a rank's whole share)",
+        "verified          complete, every transfer matched, free of deadlock",
+    ])  # fmt: skip

@@ -1,5 +1,4 @@
-"""`meshwright simulate`: one step on every pipeline rank, drawn or as a trace, optionally with a slow part. No
-torch."""
+"""`meshwright simulate`: one step on every pipeline rank, drawn or as a trace, also with a slow part. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ from meshwright.show.schedule_drawing import timeline_svg
 from meshwright.show.terminal import table
 from meshwright.show.units import percent, seconds
 
-MIXED = True
 EXAMPLES = """example:
   meshwright simulate bloom-176b --svg step.svg --trace step.json
   meshwright simulate config.yaml --cluster h100-80g-dgx --devices 64 --what-if slow-rank=3:0.7
@@ -33,10 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--what-if", action="append", default=[], metavar="CHANGE", help=changes)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the drawing")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     check_svg("--svg", args.svg)
     target, job, cluster = step_from_args(args)
     changes = [parse_change(text) for text in args.what_if]
@@ -52,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"steps": [{"what": name, **_json(step)} for name, step in steps]}))
     else:
         print(_text(steps))
-    return 0
 
 
 def _json(step: SimulatedStep) -> dict[str, Any]:
@@ -68,10 +64,6 @@ def _text(steps: list[tuple[str, SimulatedStep]]) -> str:
     first = steps[0][1]
     for name, step in steps:
         against = "" if step is first else f"{100 * (step.tokens_per_s / first.tokens_per_s - 1):+.1f} %"
-        rows.append(
-            (
-                name, seconds(step.seconds), seconds(step.timeline.makespan), percent(step.timeline.bubble),
-                f"{step.tokens_per_s:,.0f}", against,
-            )
-        )  # fmt: skip
+        times = (seconds(step.seconds), seconds(step.timeline.makespan), percent(step.timeline.bubble))
+        rows.append((name, *times, f"{step.tokens_per_s:,.0f}", against))
     return table(rows)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.cli.ranks import local_devices, place_in_launcher, run_as_rank, start
 from meshwright.config.load import load_config
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
+from meshwright.train.datasets import datasets_of
+from meshwright.train.launch import warm_up
+from meshwright.train.processes import find_place
 from meshwright.train.run_folder import refuse_finished
 
 EXAMPLES = """example:
@@ -23,94 +26,52 @@ EXAMPLES = """example:
   meshwright train CONFIG.yaml run.dir=runs/tuned --from runs/first@1000
   srun -N 2 --ntasks-per-node 8 meshwright train CONFIG.yaml"""
 
-MIXED = True
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG.yaml", help="the run's config file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to change, e.g. train.steps=100")
-    parser.add_argument(
-        "--from",
-        dest="source",
-        metavar="PATH[@STEP]",
-        help="a run or checkpoint to start from: its weights for a new run, all of its state within the same run",
-    )
+    source = "a run or checkpoint to start from: its weights for a new run, all of its state within the same run"
+    parser.add_argument("--from", dest="source", metavar="PATH[@STEP]", help=source)
     again = "times to start again from the last checkpoint when a rank dies (under torchrun: its --max-restarts)"
     parser.add_argument("--restarts", type=int, default=0, metavar="N", help=again)
-    parser.add_argument("--json", action="store_true", help="print the summary as one JSON document")
     parser.add_argument("--nproc", type=int, help="local ranks to start (default: the number of GPUs, or 1)")
 
 
 def run(args: argparse.Namespace) -> int:
-    from meshwright.train.processes import find_place
-
-    place = find_place()
-    if place.launched:
-        if args.nproc is not None:
-            raise UserError("--nproc starts ranks, and this process is already one rank of a launcher: leave it out")
-        return as_rank(args, place.local_rank, place.world)
-    config = load_config(args.config, args.overrides)
+    if place := place_in_launcher(args):
+        return run_as_rank(place, lambda at: check(config_of(args), at.world, TRAINING_RULES), train, args, stops=True)
+    config = config_of(args)
     if args.nproc is not None and args.nproc < 1:
         raise UserError(f"--nproc {args.nproc} must be at least 1")
     if args.restarts < 0:
         raise UserError(f"--restarts {args.restarts} must not be negative")
-    from meshwright.train.launch import launch, warm_up
-
     if args.nproc != 1:
         warm_up()
-    ranks = args.nproc or _devices(config)
-    preflight(config, ranks, args.source)
-    if ranks == 1 and not args.restarts:
-        train(args.config, args.overrides, args.source, args.json)
-        return 0
-    words = (args.config, args.overrides, args.source, args.json)
-    return launch(ranks, args.restarts, train, *words, stops=True)
-
-
-def as_rank(args: argparse.Namespace, local_rank: int, world: int) -> int:
-    """Runs as one rank started by torchrun or srun. A mistake is the same on every rank, so one rank per machine
-    reports it."""
-    from meshwright.train.launch import guarded
-
-    try:
-        check(load_config(args.config, args.overrides), world, TRAINING_RULES)
-    except UserError:
-        if local_rank == 0:
-            raise
-        return 2
-    guarded(None, True, train, args.config, args.overrides, args.source, args.json)
-    return 0
-
-
-def _devices(config: Config) -> int:
-    from meshwright import device
-
-    return 1 if config.run.device == "cpu" else max(1, device.accelerator_count())
-
-
-def preflight(config: Config, world: int, source: str | None) -> None:
-    """Checks everything that can be checked without ranks."""
     from meshwright.device import check_machine
-    from meshwright.train.datasets import datasets_of
 
-    check(config, world, TRAINING_RULES)
-    check_machine(config.run.device, config.comm.backend, config.train.precision, world)
-    refuse_finished(config, source)
+    ranks = args.nproc or local_devices(config.run.device, least=1)
+    check(config, ranks, TRAINING_RULES)
+    check_machine(config.run.device, config.comm.backend, config.train.precision, ranks)
+    refuse_finished(config, args.source)
     datasets_of(config)
+    return start(ranks, train, args, args.restarts, stops=True)
 
 
-def train(path: str, overrides: Sequence[str], source: str | None, as_json: bool) -> None:
+def config_of(args: argparse.Namespace) -> Config:
+    return load_config(args.config, args.overrides)
+
+
+def train(args: argparse.Namespace) -> None:
     """Runs one rank of the whole run."""
     from meshwright.show.live import Display
     from meshwright.show.run_page import summary
     from meshwright.train.gpt import datasets_provider, forward_step, model_provider
     from meshwright.train.pretrain import pretrain
-    from meshwright.train.processes import find_place
 
-    config = load_config(path, overrides)
+    config = config_of(args)
     with Display(config, find_place().world) as display:
-        trainer = pretrain(config, model_provider, datasets_provider, forward_step, source=source, watcher=display)
-    if trainer.writes and as_json:
+        trainer = pretrain(config, model_provider, datasets_provider, forward_step, source=args.source, watcher=display)
+    if trainer.writes and args.json:
         print(json.dumps(figures_of(config.run.dir)), flush=True)
     elif trainer.writes:
         summary(config.run.dir)

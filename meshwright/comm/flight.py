@@ -21,12 +21,12 @@ class RecordedCall:
     group: str
     axis: str
     op: str
-    number: int
     phase: str
     layer: int | None
     payload: int
     ranks: Sequence[int] = ()
     peer: int | None = None
+    number: int = 0
     started: float = field(default_factory=time.monotonic)
     ended: float | None = None
     # Since when this call holds up the program: while it is being launched, and while the program waits for it.
@@ -39,8 +39,7 @@ class RecordedCall:
 
     def plain(self) -> dict[str, Any]:
         """Returns the call as values that JSON can hold."""
-        now = time.monotonic()
-        since = self.since
+        now, since = time.monotonic(), self.since
         return {
             "group": self.group, "axis": self.axis, "op": self.op, "number": self.number, "phase": self.phase,
             "layer": self.layer, "payload": self.payload, "ranks": list(self.ranks), "peer": self.peer,
@@ -79,19 +78,9 @@ class FlightRecord:
         self.numbers: dict[str, int] = {}
         self.spare_events: list[Any] = []
 
-    def begin(
-        self,
-        group: str,
-        axis: str,
-        op: str,
-        phase: str,
-        layer: int | None,
-        payload: int,
-        ranks: Sequence[int] = (),
-        peer: int | None = None,
-    ) -> RecordedCall:
-        number = self.numbers[group] = self.numbers.get(group, 0) + 1
-        call = RecordedCall(group, axis, op, number, phase, layer, payload, ranks, peer)
+    def begin(self, call: RecordedCall) -> RecordedCall:
+        """Numbers a call and notes it as under way."""
+        call.number = self.numbers[call.group] = self.numbers.get(call.group, 0) + 1
         call.since = call.started
         if len(self.last) == self.last.maxlen:
             forgotten = self.last[0]

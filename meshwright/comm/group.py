@@ -10,6 +10,7 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -77,87 +78,75 @@ class _Done(Pending):
 DONE = _Done()
 
 
+@dataclass(eq=False)
 class Group:
     """One group of ranks. `index` is this rank's place in it; peers are named by their place too."""
 
-    def __init__(
-        self,
-        axis: str,
-        ranks: Sequence[int],
-        rank: int,
-        process_group: Any,
-        ledger: Ledger,
-        flight: FlightRecord,
-        crosses_node: bool = False,
-    ) -> None:
-        self.axis = axis
-        self.ranks = tuple(ranks)
-        self.index = self.ranks.index(rank) if rank in self.ranks else -1
+    axis: str
+    ranks: tuple[int, ...]
+    rank: int
+    process_group: Any
+    ledger: Ledger
+    flight: FlightRecord
+    crosses_node: bool = False
+
+    def __post_init__(self) -> None:
+        self.index = self.ranks.index(self.rank) if self.rank in self.ranks else -1
         self.size = len(self.ranks)
-        self.process_group = process_group
-        self.ledger = ledger
-        self.flight = flight
-        self.crosses_node = crosses_node
-        self.name = f"{axis}/{next(_NUMBERS)}"
-        self.label = f"{axis}:{self.ranks[0]}" if self.ranks else axis
+        self.alone = self.size <= 1
+        self.name = f"{self.axis}/{next(_NUMBERS)}"
+        self.label = f"{self.axis}:{self.ranks[0]}" if self.ranks else self.axis
         _BY_NAME[self.name] = self
 
-    def __repr__(self) -> str:
-        return f"Group({self.axis}, ranks={list(self.ranks)}, index={self.index})"
-
-    @property
-    def alone(self) -> bool:
-        return self.size <= 1
-
     def _call(
-        self, op: str, whole: Tensor, launch: Callable[[], Any], peer: int | None = None, tag: int = 0,
+        self, op: str, whole: Tensor, launch: Callable[[], Any], wait: bool = False, peer: int | None = None,
         wire: int | None = None,
     ) -> Pending:  # fmt: skip
         """Counts, notes and launches a call whose payload is `whole`. With a `peer` (its rank) it is one end of a
         transfer: the flight record counts those by direction, so that both ends give a message the same number.
         `wire`: the bytes that this rank sends, where the ledger can't derive them from the payload."""
-        ledger, payload = self.ledger, _bytes(whole)
+        ledger, payload = self.ledger, whole.nbytes
         tally = None if op == "receive" else ledger.record(self.axis, op, payload, self.size, self.crosses_node, wire)
         label, ranks = self.label, self.ranks
         if peer is not None:
-            me = self.ranks[self.index]
-            ranks = (me, peer) if op == "send" else (peer, me)
-            label = f"{label} {ranks[0]}>{ranks[1]}" + (f" tag {tag}" if tag else "")
+            ranks = (self.rank, peer) if op == "send" else (peer, self.rank)
+            label = f"{label} {ranks[0]}>{ranks[1]}"
         phase, layer = ledger.current_phase, ledger.current_layer
-        call = self.flight.begin(label, self.axis, op, phase, layer, payload, ranks, peer)
+        call = self.flight.begin(RecordedCall(label, self.axis, op, phase, layer, payload, ranks, peer))
         try:
             work = launch()
         except RuntimeError as error:
             raise self._failed(call, error) from error
         call.since = None
-        return Pending(self, call, work, tally, whole.device)
+        pending = Pending(self, call, work, tally, whole.device)
+        if wait:
+            pending.wait()
+        return pending
 
     def _failed(self, call: RecordedCall, error: RuntimeError) -> CommError:
-        """Returns the error for a call that torch gave up, and ends its record: the watchdog need not wait for it any
-        more."""
+        """Returns the error for a call that torch gave up, and ends its record: the watchdog need not wait for it."""
         self.flight.end(call)
         # The reason alone, without the position in torch's source before it and the advice after it.
         text = re.sub(r"^\[\S*\]\s*", "", str(error).strip()) or type(error).__name__
         reason = text.splitlines()[0].split(". ")[0][:200]
         gone = any(word in reason.lower() for word in _GONE)
         guess = "another rank has probably stopped" if gone else "torch refused it"
-        me = self.ranks[self.index]
-        return CommError(f"{call.describe()} of ranks {list_ranks(self.ranks)} failed on rank {me}: {guess} ({reason})")
+        where = f"of ranks {list_ranks(self.ranks)} failed on rank {self.rank}"
+        return CommError(f"{call.describe()} {where}: {guess} ({reason})")
 
     def all_reduce(self, x: Tensor, op: str = "sum", wait: bool = True) -> Pending:
         """Reduces `x` in place."""
         if self.alone:
             return DONE
-        return _finish(
-            self._call("all_reduce", x, lambda: dist.all_reduce(x, _OPS[op], self.process_group, async_op=True)),
-            wait,
+        return self._call(
+            "all_reduce", x, lambda: dist.all_reduce(x, _OPS[op], self.process_group, async_op=True), wait
         )
 
-    def agreed(self, value: float, device: torch.device, op: str = "max") -> float:
-        """Returns one number on every rank: the largest of theirs, or the sum. For `float(condition)` it tells whether
-        the condition holds on any rank, so that all ranks decide alike."""
+    def agreed(self, value: float, device: torch.device) -> float:
+        """Returns the largest of the ranks' numbers on every rank. For `float(condition)` it tells whether the
+        condition holds on any rank, so that all ranks decide alike."""
         number = torch.tensor([value], dtype=torch.float64, device=device)
-        self.all_reduce(number, op)
+        self.all_reduce(number, "max")
         return float(number.item())
 
     def all_gather(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
@@ -165,9 +154,7 @@ class Group:
         if self.alone:
             out.copy_(x)
             return DONE
-        return _finish(
-            self._call("all_gather", out, lambda: _all_gather(out, x, self.process_group, async_op=True)), wait
-        )
+        return self._call("all_gather", out, lambda: _all_gather(out, x, self.process_group, async_op=True), wait)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
         """Fills `out` with this rank's piece, along dim 0, of the sum of all `x`."""
@@ -175,52 +162,40 @@ class Group:
             out.copy_(x)
             return DONE
         launch = lambda: _reduce_scatter(out, x, dist.ReduceOp.SUM, self.process_group, async_op=True)  # noqa: E731
-        return _finish(self._call("reduce_scatter", x, launch), wait)
+        return self._call("reduce_scatter", x, launch, wait)
 
     def all_to_all(
         self, out: Tensor, x: Tensor, wait: bool = True, sends: list[int] | None = None,
         receives: list[int] | None = None,
     ) -> Pending:  # fmt: skip
         """Sends the n-th piece of `x` along dim 0 to place n, and fills `out` with the pieces that arrive, ordered by
-        sender. The pieces are equal unless `sends` and `receives` give their rows. Every rank must call it, even with
-        no rows."""
+        sender. The pieces are equal unless `sends` and `receives` give their rows. Call it even without rows."""
         if self.alone:
             out.copy_(x)
             return DONE
         launch = lambda: dist.all_to_all_single(out, x, receives, sends, self.process_group, async_op=True)  # noqa: E731
-        wire = None if sends is None else _bytes(x) - _bytes(x[: sends[self.index]])
-        return _finish(self._call("all_to_all", x, launch, wire=wire), wait)
+        wire = None if sends is None else x.nbytes - x[: sends[self.index]].nbytes
+        return self._call("all_to_all", x, launch, wait, wire=wire)
 
     def broadcast(self, x: Tensor, source: int = 0, wait: bool = True) -> Pending:
         """Fills `x` from the rank at place `source`. The ledger counts it on every rank that takes part."""
         if self.alone:
             return DONE
         launch = lambda: dist.broadcast(x, self.ranks[source], self.process_group, async_op=True)  # noqa: E731
-        return _finish(self._call("broadcast", x, launch), wait)
+        return self._call("broadcast", x, launch, wait)
 
-    def send(self, x: Tensor, to: int, tag: int = 0) -> Pending:
+    def send(self, x: Tensor, to: int) -> Pending:
         assert x.is_contiguous()
-        launch = lambda: dist.isend(x, self.ranks[to], self.process_group, tag)  # noqa: E731
-        return self._call("send", x, launch, self.ranks[to], tag)
+        peer = self.ranks[to]
+        return self._call("send", x, lambda: dist.isend(x, peer, self.process_group), peer=peer)
 
-    def receive(self, x: Tensor, source: int, tag: int = 0) -> Pending:
+    def receive(self, x: Tensor, source: int) -> Pending:
         """Receives into `x`. Only the sender's ledger counts the transfer."""
-        launch = lambda: dist.irecv(x, self.ranks[source], self.process_group, tag)  # noqa: E731
-        return self._call("receive", x, launch, self.ranks[source], tag)
+        peer = self.ranks[source]
+        return self._call("receive", x, lambda: dist.irecv(x, peer, self.process_group), peer=peer)
 
 
 def list_ranks(ranks: Sequence[int], most: int = 16) -> str:
     """Returns e.g. `[0, 1, 5]`, shortened where there are many ranks."""
     shown = ", ".join(map(str, ranks[:most]))
     return f"[{shown}]" if len(ranks) <= most else f"[{shown} and {len(ranks) - most} more]"
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
-def _finish(pending: Pending, wait: bool) -> Pending:
-    if wait:
-        pending.wait()
-        return DONE
-    return pending

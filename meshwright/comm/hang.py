@@ -17,10 +17,8 @@ State = dict[str, Any]
 Ask = Callable[[int], State | None]
 Key = tuple[str, int]
 
-# How many calls are followed at most, including the first.
-MAX_FOLLOWED = 8
-# The other end of a transfer, by this end's op.
-OTHER_END = {"send": "receive", "receive": "send"}
+MAX_FOLLOWED = 8  # calls, including the first
+OTHER_END = {"send": "receive", "receive": "send"}  # of a transfer, by this end's op
 
 
 def explain(call: dict[str, Any], rank: int, timeout: float, ask: Ask) -> str:
@@ -75,17 +73,13 @@ def _place(state: State | None) -> str:
 
 
 def _nobody_missing(call: dict[str, Any], states: dict[int, State | None]) -> str:
+    expected = OTHER_END.get(call["op"], call["op"])
     for rank, state in states.items():
-        other = _same_number(state, call)
-        expected = OTHER_END.get(call["op"], call["op"])
+        calls = [] if state is None else state.get("last", [])
+        other = next((c for c in calls if _key(c) == _key(call)), None)
         if other and (other["op"] != expected or other["payload"] != call["payload"]):
             return f"rank {rank} has called {describe_call(other)} there, so the ranks disagree"
     return "every rank of it arrived, so the network or a device is probably stuck"
-
-
-def _same_number(state: State | None, call: dict[str, Any]) -> dict[str, Any] | None:
-    calls = [] if state is None else state.get("last", [])
-    return next((c for c in calls if _key(c) == _key(call)), None)
 
 
 def _arrived(state: State | None, call: dict[str, Any]) -> bool:
@@ -93,8 +87,8 @@ def _arrived(state: State | None, call: dict[str, Any]) -> bool:
 
 
 def _waits_in(state: State | None, call: dict[str, Any]) -> bool:
-    held = state and state.get("holding")
-    return bool(held) and _key(held) == _key(call)  # type: ignore[arg-type]
+    held = (state or {}).get("holding")
+    return held is not None and _key(held) == _key(call)
 
 
 def _key(call: dict[str, Any]) -> Key:

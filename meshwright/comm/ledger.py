@@ -7,6 +7,7 @@ pieces it is the input without the piece that stays. Groups of one record nothin
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,13 +23,11 @@ WIRE: dict[str, Callable[[int], tuple[int, int]]] = {
     "send": lambda n: (1, 1),
 }
 
-# Phases that belong to no training step.
 PHASES_OUTSIDE_STEPS = ("startup", "validation")
 
 
 def bus_factor(op: str, size: int) -> float:
-    """Returns the bytes on the wire per byte of payload under the ring algorithm: payload per second times this is a
-    link's rate."""
+    """Returns the bytes on the wire per byte of payload: payload per second times this is a link's rate."""
     over, under = WIRE[op](size)
     return over / under
 
@@ -68,19 +67,15 @@ class Ledger:
     """Counts since the last `clear`. The phase and the layer are contexts around the calls, never arguments."""
 
     def __init__(self) -> None:
-        self.entries: dict[LedgerEntry, CallTotals] = {}
+        self.entries: dict[LedgerEntry, CallTotals] = defaultdict(CallTotals)
         self.current_phase = "startup"
         self.current_layer: int | None = None
 
     def record(
         self, axis: str, op: str, payload: int, size: int, crosses_node: bool = False, wire: int | None = None
     ) -> CallTotals:
-        """Counts one call and returns the totals that it was added to. `wire` replaces the ring algorithm's bytes where
-        they depend on more than the payload."""
-        entry = LedgerEntry(self.current_phase, axis, op, self.current_layer, crosses_node)
-        tally = self.entries.get(entry)
-        if tally is None:
-            tally = self.entries[entry] = CallTotals()
+        """Counts one call; returns the totals that it was added to. `wire` replaces what follows from the payload."""
+        tally = self.entries[LedgerEntry(self.current_phase, axis, op, self.current_layer, crosses_node)]
         tally.calls += 1
         tally.payload_bytes += payload
         tally.wire_bytes += wire_bytes(op, payload, size) if wire is None else wire
@@ -102,13 +97,13 @@ class Ledger:
         finally:
             self.current_layer = before
 
-    def totals(self, by: str = "axis", *, step_only: bool = True) -> dict[str, CallTotals]:
-        """Returns the totals by a field of LedgerEntry, over the phases of training steps or over everything."""
-        sums: dict[str, CallTotals] = {}
+    def totals(self, by: str = "axis") -> defaultdict[str, CallTotals]:
+        """Returns the totals by a field of LedgerEntry, over the phases of training steps."""
+        sums: defaultdict[str, CallTotals] = defaultdict(CallTotals)
         for entry, tally in self.entries.items():
-            if not (step_only and entry.phase in PHASES_OUTSIDE_STEPS):
-                sums.setdefault(str(getattr(entry, by)), CallTotals()).add(tally)
+            if entry.phase not in PHASES_OUTSIDE_STEPS:
+                sums[str(getattr(entry, by))].add(tally)
         return sums
 
     def clear(self) -> None:
-        self.entries = {}
+        self.entries = defaultdict(CallTotals)

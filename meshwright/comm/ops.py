@@ -31,53 +31,52 @@ def operator(name: str, mutates: Iterable[str] = ()) -> Callable[[Callable[..., 
     return register
 
 
+def _rows_like(x: Tensor, rows: int) -> Tensor:
+    return x.new_empty((rows, *x.shape[1:]))
+
+
 @operator("meshwright::all_reduce_", mutates={"x"})
 def all_reduce_(x: Tensor, group: str, op: str) -> None:
     group_named(group).all_reduce(x, op)
-
-
-@all_reduce_.register_fake
-def _(x: Tensor, group: str, op: str) -> None:
-    return None
 
 
 @operator("meshwright::all_gather")
 def all_gather(x: Tensor, group: str, size: int, again: bool = False) -> Tensor:
     """Gathers the rows of all ranks. `again` marks the second gather of a tensor, in backward: otherwise the compiler
     would merge two equal calls into one and keep the result, which is just what gathering again avoids."""
-    out = x.new_empty((x.shape[0] * size, *x.shape[1:]))
+    out = _rows_like(x, x.shape[0] * size)
     group_named(group).all_gather(out, x.contiguous())
     return out
 
 
 @all_gather.register_fake
 def _(x: Tensor, group: str, size: int, again: bool = False) -> Tensor:
-    return x.new_empty((x.shape[0] * size, *x.shape[1:]))
+    return _rows_like(x, x.shape[0] * size)
 
 
 @operator("meshwright::reduce_scatter")
 def reduce_scatter(x: Tensor, group: str, size: int) -> Tensor:
-    out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    out = _rows_like(x, x.shape[0] // size)
     group_named(group).reduce_scatter(out, x.contiguous())
     return out
 
 
 @reduce_scatter.register_fake
 def _(x: Tensor, group: str, size: int) -> Tensor:
-    return x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    return _rows_like(x, x.shape[0] // size)
 
 
 @operator("meshwright::all_to_all")
 def all_to_all(x: Tensor, group: str, sends: list[int], receives: list[int]) -> Tensor:
     """Sends `sends[n]` rows of x to place n of the group, and receives `receives[n]` rows from there."""
-    out = x.new_empty((sum(receives), *x.shape[1:]))
+    out = _rows_like(x, sum(receives))
     group_named(group).all_to_all(out, x.contiguous(), sends=sends, receives=receives)
     return out
 
 
 @all_to_all.register_fake
 def _(x: Tensor, group: str, sends: list[int], receives: list[int]) -> Tensor:
-    return x.new_empty((sum(receives), *x.shape[1:]))
+    return _rows_like(x, sum(receives))
 
 
 def _keep_counts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -90,11 +89,6 @@ def _send_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
 
 
 all_to_all.register_autograd(_send_back, setup_context=_keep_counts)
-
-
-def _apply(function: type[torch.autograd.Function], x: Tensor, *args: Any) -> Tensor:
-    result: Tensor = function.apply(x, *args)  # which torch does not annotate
-    return result
 
 
 class _ReduceFrom(torch.autograd.Function):
@@ -184,30 +178,31 @@ class _SliceRows(torch.autograd.Function):
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
     """Returns x, which all ranks hold and use in their own ways; backward sums the gradient over them."""
-    return x if group.alone else _apply(_CopyTo, x, group.name)
+    return x if group.alone else _CopyTo.apply(x, group.name)  # type: ignore[no-untyped-call]
 
 
 def gather_from(x: Tensor, group: Group) -> Tensor:
     """Returns the rows of all ranks, which each uses in its own way; backward sums the gradient and scatters it."""
-    return x if group.alone else _apply(_GatherFrom, x, group.name, group.size)
+    return x if group.alone else _GatherFrom.apply(x, group.name, group.size)  # type: ignore[no-untyped-call]
 
 
 def gather_rows(x: Tensor, group: Group) -> Tensor:
     """Returns the rows of all ranks, which all use alike; backward takes this rank's rows and communicates nothing."""
-    return x if group.alone else _apply(_GatherRows, x, group.name, group.size, group.index)
+    place = (group.name, group.size, group.index)
+    return x if group.alone else _GatherRows.apply(x, *place)  # type: ignore[no-untyped-call]
 
 
 def slice_rows(x: Tensor, group: Group) -> Tensor:
     """Returns this rank's rows of a tensor that all ranks hold; backward gathers the gradient's."""
-    return x if group.alone else _apply(_SliceRows, x, group.name, group.size, group.index)
+    place = (group.name, group.size, group.index)
+    return x if group.alone else _SliceRows.apply(x, *place)  # type: ignore[no-untyped-call]
 
 
 def reduce_from(x: Tensor, group: Group) -> Tensor:
-    """Returns the sum of all ranks' tensors. Every rank has the same gradient of it, so backward communicates
-    nothing."""
-    return x if group.alone else _apply(_ReduceFrom, x, group.name)
+    """Returns the sum of all ranks' tensors. All have the same gradient of it, so backward communicates nothing."""
+    return x if group.alone else _ReduceFrom.apply(x, group.name)  # type: ignore[no-untyped-call]
 
 
 def reduce_scatter_from(x: Tensor, group: Group) -> Tensor:
     """Returns this rank's rows of the sum of all ranks' tensors; backward gathers the gradient."""
-    return x if group.alone else _apply(_ReduceScatter, x, group.name, group.size)
+    return x if group.alone else _ReduceScatter.apply(x, group.name, group.size)  # type: ignore[no-untyped-call]

@@ -17,10 +17,12 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
-from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -30,25 +32,22 @@ from meshwright.comm.group import CommError
 from meshwright.comm.hang import State, explain
 from meshwright.comm.mesh import Mesh
 
-# sysexits.h's "temporary failure": the same job may succeed if it is started again.
-EXIT_CODE = 75
-# How many of a rank's last calls it publishes in the store; the files hold the whole flight record.
-PUBLISHED_CALLS = 8
-# How long, at most, the rank whose process is the store waits at the end of a run for the others to disconnect.
-STORE_LINGER_S = 30.0
+EXIT_CODE = 75  # sysexits.h's "temporary failure": the same job may succeed if it is started again
+PUBLISHED_CALLS = 8  # how many of its last ones a rank publishes in the store; the files hold the whole flight record
+STORE_LINGER_S = 30.0  # the rank whose process is the store waits at most so long for the others to disconnect
 
 _NUMBERS = itertools.count()
 
 
-def open_store(env: Mapping[str, str] = os.environ, timeout: float = 30.0) -> Store | None:
+def open_store(env: Mapping[str, str] = os.environ) -> Store | None:
     """Opens a separate connection to the store at MASTER_ADDR:MASTER_PORT; returns None if it can't be reached."""
     if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
         return None
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    limit = timedelta(seconds=timeout)
+    limit = timedelta(seconds=30)
     try:
-        with socket.create_connection((host, port), timeout):  # torch would try again and again where nobody listens
-            pass
+        # torch would try again and again where nobody listens.
+        socket.create_connection((host, port), limit.total_seconds()).close()
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     except (RuntimeError, OSError):
         return None
@@ -66,13 +65,7 @@ class Watchdog:
     """Watches one rank: `with Watchdog(mesh, timeout, open_store(), folder=...):` around the run."""
 
     def __init__(
-        self,
-        mesh: Mesh,
-        timeout: float,
-        store: Store | None,
-        *,
-        folder: Path | str | None = None,
-        keeper: int | None = None,
+        self, mesh: Mesh, timeout: float, store: Store | None, folder: Path | None = None, keeper: int | None = None
     ) -> None:
         """`folder`: where `rank-N.json` is written after an alarm. `keeper`: the rank whose process is the store."""
         self.rank, self.world, self.flight = mesh.rank, mesh.layout.world, mesh.flight
@@ -90,10 +83,9 @@ class Watchdog:
         self._alarmed, self._ending = threading.Event(), threading.Lock()
         self._threads: list[threading.Thread] = []
 
-    def start(self) -> Watchdog:
+    def __enter__(self) -> Watchdog:
         if self.world == 1:
             return self
-        self._worker, self._heard = threading.get_ident(), time.monotonic()
         bodies = {"timer": self._time} | ({"listener": self._listen} if self._store is not None else {})
         for name, body in bodies.items():
             thread = threading.Thread(target=body, name=f"meshwright-watchdog-{name}", daemon=True)
@@ -101,7 +93,7 @@ class Watchdog:
             self._threads.append(thread)
         return self
 
-    def stop(self, error: BaseException | None = None) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Ends the watch. The others may ask later why this rank is not there: `error` is the answer."""
         if error is not None:
             self._left = f"{type(error).__name__}: {error}".splitlines()[0][:300]
@@ -120,14 +112,6 @@ class Watchdog:
             if silent:
                 self._end(f"{error}; {self._store_silence()}")
 
-    def __enter__(self) -> Watchdog:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop(error)
-
     def state(self) -> State:
         """What this rank tells the others after an alarm."""
         frames = self._stack()
@@ -144,21 +128,16 @@ class Watchdog:
     # The timer's thread.
 
     def _time(self) -> None:
-        pause = self.interval
-        while not self._stopping.wait(pause):
-            held = self.flight.holding(self.timeout)
-            if held is not None:
-                self._overdue = held
-                break
-            pause = self._pause()
-        else:
-            return
+        while (held := self.flight.holding(self.timeout)) is None:
+            if self._stopping.wait(self._pause()):
+                return
+        self._overdue = held
         self._wake.set()
         if self._store is not None and time.monotonic() - self._heard < 3 * self.interval + 1.0:
             # The listener ends the process, unless the store keeps it waiting.
             self._stopping.wait(2 * self.grace + 2.0)
         if not self._stopping.is_set():
-            self._speak_alone(self._overdue)
+            self._speak_alone(held)
 
     def _pause(self) -> float:
         """Returns the seconds until the next look: an interval, or less if a call is about to be overdue."""
@@ -182,7 +161,9 @@ class Watchdog:
                     self._heard = time.monotonic()
             if isinstance(self._error, CommError) and store.check(["alarm"]):
                 self._answer(store)
-            self._say_goodbye(store)
+            # Why this rank is gone. The rank that keeps the store leaves last, where the run ended well.
+            store.set(f"state/{self.rank}", json.dumps({"rank": self.rank, "left": self._left}))
+            self._leave(store, "left", STORE_LINGER_S if self._error is None else 0.0)
         except RuntimeError:  # the store is gone, and with it the rank that kept it
             if self._overdue is not None:
                 self._speak_alone(self._overdue)
@@ -193,10 +174,20 @@ class Watchdog:
             self._answer(store)
             return
         store.set("alarm", str(self.rank))
-        own = self._publish(store)
+        self._publish(store)
         deadline = time.monotonic() + self.grace
-        told = explain(call.plain(), self.rank, self.timeout, _StateReader(store, {self.rank: own}, deadline))
-        self._end(told, store)
+
+        @cache
+        def ask(rank: int) -> State | None:
+            """Returns a rank's state, for which it waits until the deadline that all share."""
+            while not store.check([f"state/{rank}"]):
+                if time.monotonic() >= deadline:
+                    return None
+                time.sleep(0.05)
+            state: State = json.loads(store.get(f"state/{rank}"))
+            return state
+
+        self._end(explain(call.plain(), self.rank, self.timeout, ask), store)
 
     def _answer(self, store: Store) -> None:
         """Publishes this rank's state and stays until the message is out (or the store is gone)."""
@@ -210,16 +201,10 @@ class Watchdog:
             self._end(f"rank {self.rank} ends: another rank raised an alarm and did not say why")
         self._end(None, store)
 
-    def _publish(self, store: Store) -> State:
+    def _publish(self, store: Store) -> None:
         state = self.state()
         store.set(f"state/{self.rank}", json.dumps(state))
         self._write_flight(state)
-        return state
-
-    def _say_goodbye(self, store: Store) -> None:
-        """Tells why this rank is gone. The rank that keeps the store leaves last, where the run ended well."""
-        store.set(f"state/{self.rank}", json.dumps({"rank": self.rank, "left": self._left}))
-        self._leave(store, "left", STORE_LINGER_S if self._error is None else 0.0)
 
     def _leave(self, store: Store, count: str, patience: float) -> None:
         """Counts this rank as gone; the keeper of the store stays until all are, or for `patience` seconds."""
@@ -231,9 +216,8 @@ class Watchdog:
 
     # The end.
 
-    def _speak_alone(self, call: RecordedCall | None) -> None:
+    def _speak_alone(self, call: RecordedCall) -> None:
         """Ends this rank with what it knows by itself, where it can't ask the others."""
-        assert call is not None
         what = f"{call.describe()} of ranks {list(call.ranks)[:16]} did not end within {self.timeout:g} s"
         self._write_flight(self.state())
         self._end(f"{what} on rank {self.rank}; {self._store_silence()}")
@@ -270,39 +254,15 @@ class Watchdog:
             "last": [call.plain() for call in list(self.flight.last)],
         }
         with contextlib.suppress(OSError):
-            Path(self.folder).mkdir(parents=True, exist_ok=True)
-            (Path(self.folder) / f"rank-{self.rank}.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / f"rank-{self.rank}.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
 
     def _stack(self) -> list[tuple[str, bool]]:
-        """Returns the main thread's frames, innermost first: e.g. `data/dataset.py:120 sample`, and whether the code is
-        ours or the user's."""
-        frame: FrameType | None = sys._current_frames().get(self._worker)
-        out: list[tuple[str, bool]] = []
-        while frame is not None and len(out) < 32:
-            code = frame.f_code
-            out.append((f"{_short(code.co_filename)}:{frame.f_lineno} {code.co_name}", _ours(code.co_filename)))
-            frame = frame.f_back
-        return out
-
-
-class _StateReader:
-    """Reads each rank's state once, waiting for it until the deadline that all share."""
-
-    def __init__(self, store: Store, known: dict[int, State | None], deadline: float) -> None:
-        self._store, self._known, self._deadline = store, known, deadline
-
-    def __call__(self, rank: int) -> State | None:
-        if rank not in self._known:
-            self._known[rank] = self._read(f"state/{rank}")
-        return self._known[rank]
-
-    def _read(self, key: str) -> State | None:
-        while not self._store.check([key]):
-            if time.monotonic() >= self._deadline:
-                return None
-            time.sleep(0.05)
-        state: State = json.loads(self._store.get(key))
-        return state
+        """Returns the main thread's frames, innermost first: e.g. `data/dataset.py:120 sample`, and whether `_ours`."""
+        frame = sys._current_frames().get(self._worker)
+        walked = [] if frame is None else itertools.islice(traceback.walk_stack(frame), 32)
+        places = [(at.f_code.co_filename, f"{line} {at.f_code.co_name}") for at, line in walked]
+        return [(f"{_short(file)}:{place}", _ours(file)) for file, place in places]
 
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep

@@ -8,16 +8,16 @@ from typing import Literal
 from meshwright.errors import UserError, divisors, either
 
 
-def positive(section: str, **values: float) -> None:
-    for key, value in values.items():
-        if not value > 0:
-            raise UserError(f"{section}.{key}={value} must be greater than zero")
+def positive(section: str, values: object, *keys: str) -> None:
+    for key in keys:
+        if not getattr(values, key) > 0:
+            raise UserError(f"{section}.{key}={getattr(values, key)} must be greater than zero")
 
 
-def not_negative(section: str, **values: float) -> None:
-    for key, value in values.items():
-        if not value >= 0:
-            raise UserError(f"{section}.{key}={value} must not be negative")
+def not_negative(section: str, values: object, *keys: str) -> None:
+    for key in keys:
+        if not getattr(values, key) >= 0:
+            raise UserError(f"{section}.{key}={getattr(values, key)} must not be negative")
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,9 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         not_negative(
-            "model.experts", count=self.count, ffn=self.ffn, shared=self.shared, first_dense=self.first_dense,
-            bias_balance=self.bias_balance, aux_loss=self.aux_loss, z_loss=self.z_loss,
-        )  # fmt: skip
-        positive(
-            "model.experts", top_k=self.top_k, every=self.every, scale=self.scale, groups=self.groups,
-            groups_used=self.groups_used,
-        )  # fmt: skip
+            "model.experts", self, "count", "ffn", "shared", "first_dense", "bias_balance", "aux_loss", "z_loss"
+        )
+        positive("model.experts", self, "top_k", "every", "scale", "groups", "groups_used")
         if self.capacity is not None and not self.capacity > 0:
             raise UserError(
                 f"model.experts.capacity={self.capacity:g} leaves no room for any token: give e.g. 1.25, or leave it "
@@ -102,8 +98,8 @@ class LatentConfig:
     v_dim: int = 128  # elements of a value's head
 
     def __post_init__(self) -> None:
-        not_negative("model.latent", kv_rank=self.kv_rank, q_rank=self.q_rank)
-        positive("model.latent", nope_dim=self.nope_dim, rope_dim=self.rope_dim, v_dim=self.v_dim)
+        not_negative("model.latent", self, "kv_rank", "q_rank")
+        positive("model.latent", self, "nope_dim", "rope_dim", "v_dim")
         if self.kv_rank and self.rope_dim % 2:
             raise UserError(f"model.latent.rope_dim={self.rope_dim} must be even: positions turn pairs of elements")
         if self.kv_rank and self.v_dim > self.nope_dim + self.rope_dim:

@@ -1,68 +1,64 @@
-"""Rules across sections: a flat list of small named checks. Each returns a sentence with the fix, or None."""
+"""Rules across sections: small named checks that yield what is wrong, with the fix. The first sentence is reported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.config.sections import FP8_UNIT, Config
 from meshwright.errors import UserError, divisors, either
-from meshwright.layout import Layout
-from meshwright.layout.shards import node_parts
+from meshwright.layout import Layout, node_parts
 from meshwright.schedule.kinds import KINDS, LARGEST_TABLE, training_kinds
 
-Rule = Callable[[Config, int], str | None]
+Rule = Callable[[Config, int], Iterator[str]]
 
 
-def preset_is_its_model(c: Config, world: int) -> str | None:
+def preset_is_its_model(c: Config, world: int) -> Iterator[str]:
     reason = APPROXIMATE_PRESETS.get(c.model.preset)
     if reason:
-        return (
+        yield (
             f"model.preset={c.model.preset} can't be trained yet ({reason}): choose another preset, or train the "
             "approximation with model.preset empty and the keys of `meshwright config show`"
         )
-    return None
 
 
-def context_is_trained(c: Config, world: int) -> str | None:
+def context_is_trained(c: Config, world: int) -> Iterator[str]:
     if c.layout.cp > 1:
-        return f"layout.cp={c.layout.cp}: context parallelism can't be trained yet, set layout.cp=1"
-    return None
+        yield f"layout.cp={c.layout.cp}: context parallelism can't be trained yet, set layout.cp=1"
 
 
-def experts_are_cut(c: Config, world: int) -> str | None:
+def experts_are_cut(c: Config, world: int) -> Iterator[str]:
     """Experts are divided over ep, and each of them over etp; every rank sends its own tokens."""
     o, experts = c.layout, c.model.experts
     etp = o.etp or o.tp
     if not experts.count:
         if o.ep > 1 or etp != o.tp:
             key = f"layout.ep={o.ep}" if o.ep > 1 else f"layout.etp={o.etp}"
-            return f"{key} divides experts, and the model has none: set model.experts.count, or leave {key} out"
-        return None
+            yield f"{key} divides experts, and the model has none: set model.experts.count, or leave {key} out"
+        return
     if not any(experts.in_block(layer) for layer in range(c.model.layers)):
-        return (
+        yield (
             f"none of the {c.model.layers} blocks has experts with model.experts.first_dense={experts.first_dense} and "
             f"every={experts.every}: lower them, or set model.experts.count=0"
         )
     if experts.count % o.ep:
         choices = either(divisors(experts.count))
-        return f"layout.ep={o.ep} does not divide model.experts.count={experts.count}: try {choices}"
+        yield f"layout.ep={o.ep} does not divide model.experts.count={experts.count}: try {choices}"
     if experts.ffn % etp:
-        return f"layout.etp={etp} does not divide model.experts.ffn={experts.ffn}: try {either(divisors(experts.ffn))}"
+        yield f"layout.etp={etp} does not divide model.experts.ffn={experts.ffn}: try {either(divisors(experts.ffn))}"
     tokens = c.train.micro_batch * c.model.seq
     if tokens % o.tp:
-        return (
+        yield (
             f"each of tp={o.tp} ranks routes an equal part of the {tokens} tokens of a micro-batch to experts: change "
             "model.seq, train.micro_batch or layout.tp"
         )
-    return None
 
 
-def experts_stay_in_their_stage(c: Config, world: int) -> str | None:
+def experts_stay_in_their_stage(c: Config, world: int) -> Iterator[str]:
     if c.model.experts.count and not _layout(c, world).views_agree:
         order = c.layout.order
-        return f"layout.order={order} would put experts on other pipeline stages than their blocks: end it with pp"
-    return None
+        yield f"layout.order={order} would put experts on other pipeline stages than their blocks: end it with pp"
 
 
 def _layout(c: Config, world: int) -> Layout:
@@ -70,134 +66,123 @@ def _layout(c: Config, world: int) -> Layout:
     return Layout(world, o.tp, o.pp, o.cp, o.ep, o.order, o.node_size or None, etp=o.etp)
 
 
-def world_divides(c: Config, world: int) -> str | None:
+def world_divides(c: Config, world: int) -> Iterator[str]:
     model = c.layout.tp * c.layout.pp * c.layout.cp
     if world < 1:
-        return f"a world of {world} ranks can't train: start at least {model}"
+        yield f"a world of {world} ranks can't train: start at least {model}"
     if world % model:
         lower, upper = world // model * model, -(-world // model) * model
         sizes = f"{lower} or {upper}" if lower else str(upper)
-        return (
+        yield (
             f"a world of {world} ranks is not divisible by tp x cp x pp = {c.layout.tp} x {c.layout.cp} x "
             f"{c.layout.pp} = {model}: start {sizes} ranks or change the layout"
         )
-    return None
 
 
-def order_names_axes(c: Config, world: int) -> str | None:
+def order_names_axes(c: Config, world: int) -> Iterator[str]:
     try:
         _layout(c, world)
     except UserError as error:
-        return str(error)
-    return None
+        yield str(error)
 
 
-def tp_divides_heads(c: Config, world: int) -> str | None:
+def tp_divides_heads(c: Config, world: int) -> Iterator[str]:
     heads = c.model.heads
     if heads % c.layout.tp:
-        return f"tp={c.layout.tp} does not divide heads={heads}: try layout.tp={either(divisors(heads))}"
-    return None
+        yield f"tp={c.layout.tp} does not divide heads={heads}: try layout.tp={either(divisors(heads))}"
 
 
-def tp_fits_kv_heads(c: Config, world: int) -> str | None:
+def tp_fits_kv_heads(c: Config, world: int) -> Iterator[str]:
     tp, kv = c.layout.tp, c.model.kv_heads
     if kv % tp and tp % kv:
-        return f"tp={tp} neither divides kv_heads={kv} nor is a multiple of it: try layout.tp={either(divisors(kv))}"
-    return None
+        yield f"tp={tp} neither divides kv_heads={kv} nor is a multiple of it: try layout.tp={either(divisors(kv))}"
 
 
-def tp_divides_ffn(c: Config, world: int) -> str | None:
+def tp_divides_ffn(c: Config, world: int) -> Iterator[str]:
     if c.model.ffn % c.layout.tp:
         up = -(-c.model.ffn // c.layout.tp) * c.layout.tp
-        return f"tp={c.layout.tp} does not divide ffn={c.model.ffn}: try model.ffn={up}"
-    return None
+        yield f"tp={c.layout.tp} does not divide ffn={c.model.ffn}: try model.ffn={up}"
 
 
-def sequence_parallel_splits(c: Config, world: int) -> str | None:
+def sequence_parallel_splits(c: Config, world: int) -> Iterator[str]:
     tokens = c.train.micro_batch * c.model.seq
     if c.layout.sequence_parallel and tokens % c.layout.tp:
-        return (
+        yield (
             f"sequence parallelism cuts the {tokens} tokens of a micro-batch into tp={c.layout.tp} equal parts: "
             "change model.seq or train.micro_batch, or set layout.sequence_parallel=false"
         )
-    return None
 
 
-def cp_cuts_sequences(c: Config, world: int) -> str | None:
+def cp_cuts_sequences(c: Config, world: int) -> Iterator[str]:
     """Each rank holds an early and a late piece of a sequence, so that causal attention is the same work on every
     rank."""
     parts, seq = 2 * c.layout.cp, c.model.seq
     if c.layout.cp > 1 and seq % parts:
         up = -(-seq // parts) * parts
-        return f"layout.cp={c.layout.cp} cuts model.seq={seq} into {parts} equal parts: try model.seq={up}"
-    return None
+        yield f"layout.cp={c.layout.cp} cuts model.seq={seq} into {parts} equal parts: try model.seq={up}"
 
 
-def layers_fill_stages(c: Config, world: int) -> str | None:
+def layers_fill_stages(c: Config, world: int) -> Iterator[str]:
     stages = c.layout.pp * c.layout.chunks
     if c.pipeline.split:
         if len(c.pipeline.split) != stages or sum(c.pipeline.split) != c.model.layers:
-            return (
+            yield (
                 f"pipeline.split={list(c.pipeline.split)} must name pp x chunks = {stages} numbers that add up to "
                 f"layers={c.model.layers}"
             )
         if 0 in c.pipeline.split[1:-1]:
-            return f"pipeline.split={list(c.pipeline.split)} leaves a stage in the middle without layers: give it one"
+            yield f"pipeline.split={list(c.pipeline.split)} leaves a stage in the middle without layers: give it one"
     elif stages > c.model.layers:
-        return (
+        yield (
             f"pp x chunks = {stages} stages need at least as many layers, and model.layers={c.model.layers}: "
             "lower layout.pp or layout.chunks"
         )
-    return None
 
 
-def schedule_takes_chunks(c: Config, world: int) -> str | None:
+def schedule_takes_chunks(c: Config, world: int) -> Iterator[str]:
     if not KINDS[c.pipeline.schedule].takes(c.layout.chunks):
-        return (
+        yield (
             f"layout.chunks={c.layout.chunks} needs pipeline.schedule={either(training_kinds(c.layout.chunks))}, "
             f"not {c.pipeline.schedule}: change one of them"
         )
-    return None
 
 
-def _beyond_the_table(c: Config, key: str, samples: int, unit: int) -> str | None:
+def _table_fits(c: Config, key: str, samples: int, unit: int) -> Iterator[str]:
     """Checks that the pipeline's table for `samples` samples, `unit` of them per micro-batch, is not too large."""
     most = LARGEST_TABLE // (c.layout.pp * c.layout.chunks) * unit
-    return f"{key}={samples} needs too large a table of the pipeline: use {most} at most" if samples > most else None
+    if samples > most:
+        yield f"{key}={samples} needs too large a table of the pipeline: use {most} at most"
 
 
-def batch_divides(c: Config, world: int) -> str | None:
+def batch_divides(c: Config, world: int) -> Iterator[str]:
     dp = world // (c.layout.tp * c.layout.pp * c.layout.cp)
     unit = dp * c.train.micro_batch
-    beyond = _beyond_the_table(c, "train.global_batch", c.train.global_batch, unit)
-    if beyond:
-        return beyond
+    yield from _table_fits(c, "train.global_batch", c.train.global_batch, unit)
     sizes = [c.train.global_batch]
     if c.train.ramp:
         sizes = list(range(c.train.ramp[0], c.train.global_batch + 1, c.train.ramp[1]))
     for size in sizes:
         if size % unit:
             where = "train.ramp passes through" if c.train.ramp else "train.global_batch ="
-            return (
+            yield (
                 f"{where} {size} samples, which is not a multiple of dp x micro_batch = {dp} x "
                 f"{c.train.micro_batch} = {unit}: try {max(unit, size // unit * unit)} or {-(-size // unit) * unit}"
             )
-    return None
 
 
-def eval_divides(c: Config, world: int) -> str | None:
+def eval_divides(c: Config, world: int) -> Iterator[str]:
     unit = world // (c.layout.tp * c.layout.pp * c.layout.cp) * c.train.micro_batch
     if c.run.eval_samples % unit:
         up = -(-c.run.eval_samples // unit) * unit
-        return f"run.eval_samples={c.run.eval_samples} is not a multiple of dp x micro_batch = {unit}: try {up}"
-    return _beyond_the_table(c, "run.eval_samples", c.run.eval_samples, unit)
+        yield f"run.eval_samples={c.run.eval_samples} is not a multiple of dp x micro_batch = {unit}: try {up}"
+    yield from _table_fits(c, "run.eval_samples", c.run.eval_samples, unit)
 
 
-def shards_fit_nodes(c: Config, world: int) -> str | None:
+def shards_fit_nodes(c: Config, world: int) -> Iterator[str]:
     """The ranks of a node must divide what `zero` shards evenly, and offloaded parameters need stage 3."""
     offload = c.zero.offload
     if c.zero.shard_group == "node" and c.zero.stage and c.layout.node_size > world:
-        return (
+        yield (
             f"zero.shard_group=node with layout.node_size={c.layout.node_size} is larger than the world of {world} "
             "ranks: lower layout.node_size or set zero.shard_group=dp"
         )
@@ -205,89 +190,64 @@ def shards_fit_nodes(c: Config, world: int) -> str | None:
         try:
             node_parts(_layout(c, world))
         except UserError as error:
-            return str(error)
+            yield str(error)
     if offload.params != "none" and c.zero.stage != 3:
-        return f"zero.offload.params={offload.params} needs zero.stage=3, not {c.zero.stage}: change one of them"
-    return None
+        yield f"zero.offload.params={offload.params} needs zero.stage=3, not {c.zero.stage}: change one of them"
 
 
-def dtypes_fit_precision(c: Config, world: int) -> str | None:
+def dtypes_fit_precision(c: Config, world: int) -> Iterator[str]:
     precision = c.train.precision
     if c.train.grad_dtype not in ("fp32", precision):
-        return f"train.grad_dtype={c.train.grad_dtype} is neither fp32 nor the precision {precision}: set one of these"
+        yield f"train.grad_dtype={c.train.grad_dtype} is neither fp32 nor the precision {precision}: set one of these"
     if c.optimizer.master_dtype == "bf16" and precision != "bf16":
-        return f"optimizer.master_dtype=bf16 needs train.precision=bf16, not {precision}: change one of them"
-    return None
+        yield f"optimizer.master_dtype=bf16 needs train.precision=bf16, not {precision}: change one of them"
 
 
-def fp8_fits_tokens(c: Config, world: int) -> str | None:
+def fp8_fits_tokens(c: Config, world: int) -> Iterator[str]:
     tokens = c.train.micro_batch * c.model.seq
     if c.train.precision == "fp8" and tokens % FP8_UNIT:
-        return (
+        yield (
             f"train.precision=fp8 multiplies multiples of {FP8_UNIT} tokens, and train.micro_batch x model.seq is "
             f"{tokens}: change one of them, or set train.precision=bf16"
         )
-    return None
 
 
-def lr_fits_steps(c: Config, world: int) -> str | None:
+def lr_fits_steps(c: Config, world: int) -> Iterator[str]:
     if c.lr.warmup > c.train.steps:
-        return f"lr.warmup={c.lr.warmup} is longer than train.steps={c.train.steps}: lower it"
+        yield f"lr.warmup={c.lr.warmup} is longer than train.steps={c.train.steps}: lower it"
     if c.lr.min > c.optimizer.lr:
-        return f"lr.min={c.lr.min} is above the peak optimizer.lr={c.optimizer.lr}: lower it"
-    return None
+        yield f"lr.min={c.lr.min} is above the peak optimizer.lr={c.optimizer.lr}: lower it"
 
 
-def compiles_without_dropout(c: Config, world: int) -> str | None:
+def compiles_without_dropout(c: Config, world: int) -> Iterator[str]:
     if c.train.compile == "true" and c.model.dropout:
-        return "train.compile=true can't be combined with dropout: set train.compile=auto or model.dropout=0"
-    return None
+        yield "train.compile=true can't be combined with dropout: set train.compile=auto or model.dropout=0"
 
 
-def backend_fits_device(c: Config, world: int) -> str | None:
+def backend_fits_device(c: Config, world: int) -> Iterator[str]:
     if c.run.device == "cpu" and c.comm.backend not in ("auto", "gloo"):
-        return f"comm.backend={c.comm.backend} does not work on run.device=cpu: set comm.backend=auto"
+        yield f"comm.backend={c.comm.backend} does not work on run.device=cpu: set comm.backend=auto"
     if c.run.device in ("cuda", "npu") and c.comm.backend == "gloo" and c.layout.pp > 1:
-        return f"comm.backend=gloo can't send between {c.run.device} devices: set comm.backend=auto or layout.pp=1"
-    return None
+        yield f"comm.backend=gloo can't send between {c.run.device} devices: set comm.backend=auto or layout.pp=1"
 
 
-def positions_to_reset(c: Config, world: int) -> str | None:
+def positions_to_reset(c: Config, world: int) -> Iterator[str]:
     if c.data.reset_positions and c.model.position in ("none", "alibi"):
-        return f"data.reset_positions=true has no effect with model.position={c.model.position}: drop one of them"
-    return None
+        yield f"data.reset_positions=true has no effect with model.position={c.model.position}: drop one of them"
 
 
-def end_token_is_one(c: Config, world: int) -> str | None:
+def end_token_is_one(c: Config, world: int) -> Iterator[str]:
     if c.data.eod >= c.model.vocab:
-        return f"data.eod={c.data.eod} is no token of model.vocab={c.model.vocab}: use one below that"
-    return None
+        yield f"data.eod={c.data.eod} is no token of model.vocab={c.model.vocab}: use one below that"
 
 
 RULES: list[Rule] = [
-    context_is_trained,
-    world_divides,
-    experts_are_cut,
-    order_names_axes,
-    experts_stay_in_their_stage,
-    tp_divides_heads,
-    tp_fits_kv_heads,
-    tp_divides_ffn,
-    sequence_parallel_splits,
-    cp_cuts_sequences,
-    layers_fill_stages,
-    schedule_takes_chunks,
-    batch_divides,
-    eval_divides,
-    shards_fit_nodes,
-    dtypes_fit_precision,
-    fp8_fits_tokens,
-    lr_fits_steps,
-    positions_to_reset,
-    end_token_is_one,
-    compiles_without_dropout,
+    context_is_trained, world_divides, experts_are_cut, order_names_axes, experts_stay_in_their_stage,
+    tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits, cp_cuts_sequences,
+    layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes, dtypes_fit_precision,
+    fp8_fits_tokens, lr_fits_steps, positions_to_reset, end_token_is_one, compiles_without_dropout,
     backend_fits_device,
-]
+]  # fmt: skip
 
 # The rules about how tp cuts a model's sizes.
 TENSOR_PARALLEL_RULES: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn]
@@ -304,7 +264,7 @@ READING_RULES = [rule for rule in RULES if rule is not fp8_fits_tokens]
 
 def first_broken_rule(config: Config, world: int, rules: Sequence[Rule] = RULES) -> str | None:
     """Returns the sentence of the first rule that `config` breaks on `world` ranks, or None."""
-    return next(filter(None, (rule(config, world) for rule in rules)), None)
+    return next(chain.from_iterable(rule(config, world) for rule in rules), None)
 
 
 def check(config: Config, world: int, rules: Sequence[Rule] = RULES) -> None:

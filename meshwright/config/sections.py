@@ -54,14 +54,8 @@ class ModelConfig:
     latent: LatentConfig = field(default_factory=LatentConfig)
 
     def __post_init__(self) -> None:
-        positive(
-            "model", layers=self.layers, hidden=self.hidden, heads=self.heads, vocab=self.vocab, seq=self.seq,
-            norm_eps=self.norm_eps, rope_theta=self.rope_theta, init_std=self.init_std,
-        )  # fmt: skip
-        not_negative(
-            "model", kv_heads=self.kv_heads, head_dim=self.head_dim, ffn=self.ffn,
-            position_offset=self.position_offset,
-        )  # fmt: skip
+        positive("model", self, "layers", "hidden", "heads", "vocab", "seq", "norm_eps", "rope_theta", "init_std")
+        not_negative("model", self, "kv_heads", "head_dim", "ffn", "position_offset")
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"model.dropout={self.dropout} must be at least 0 and below 1")
         if not self.head_dim and not self.latent.kv_rank and self.hidden % self.heads:
@@ -136,8 +130,8 @@ class LayoutConfig:
     node_size: int = 0  # 0: as many ranks as a node starts
 
     def __post_init__(self) -> None:
-        positive("layout", tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, chunks=self.chunks)
-        not_negative("layout", node_size=self.node_size, etp=self.etp)
+        positive("layout", self, "tp", "pp", "cp", "ep", "chunks")
+        not_negative("layout", self, "node_size", "etp")
 
 
 @dataclass(frozen=True)
@@ -168,8 +162,8 @@ class TrainConfig:
     ramp: tuple[int, ...] = ()  # (first global batch, increment, samples over which it grows)
 
     def __post_init__(self) -> None:
-        positive("train", steps=self.steps, global_batch=self.global_batch, micro_batch=self.micro_batch)
-        not_negative("train", seed=self.seed, clip=self.clip)
+        positive("train", self, "steps", "global_batch", "micro_batch")
+        not_negative("train", self, "seed", "clip")
         if self.ramp:
             if len(self.ramp) != 3 or min(self.ramp) <= 0:
                 raise UserError(
@@ -194,7 +188,7 @@ class OffloadConfig:
     buffer_mib: float = 64.0  # size of a piece; a few are held at a time
 
     def __post_init__(self) -> None:
-        positive("zero.offload", buffer_mib=self.buffer_mib)
+        positive("zero.offload", self, "buffer_mib")
         if "disk" in (self.optimizer, self.params) and not self.path:
             raise UserError("zero.offload.path is empty: name a folder on a fast disk to offload to")
 
@@ -243,8 +237,8 @@ class OptimizerConfig:
     state_dtype: Literal["fp32", "bf16"] = "fp32"  # of the moments; updates are computed in fp32
 
     def __post_init__(self) -> None:
-        positive("optimizer", lr=self.lr, eps=self.eps)
-        not_negative("optimizer", weight_decay=self.weight_decay)
+        positive("optimizer", self, "lr", "eps")
+        not_negative("optimizer", self, "weight_decay")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise UserError(f"optimizer.betas={list(self.betas)} must be two numbers in [0, 1), e.g. [0.9, 0.95]")
 
@@ -258,7 +252,7 @@ class LossScaleConfig:
     min: float = 1.0
 
     def __post_init__(self) -> None:
-        positive("loss_scale", initial=self.initial, window=self.window, min=self.min)
+        positive("loss_scale", self, "initial", "window", "min")
         if self.min > self.initial:
             raise UserError(f"loss_scale.min={self.min} must not be above loss_scale.initial={self.initial}")
 
@@ -273,7 +267,7 @@ class LRConfig:
     min: float = 0.0
 
     def __post_init__(self) -> None:
-        not_negative("lr", warmup=self.warmup, decay=self.decay, min=self.min)
+        not_negative("lr", self, "warmup", "decay", "min")
 
 
 @dataclass(frozen=True)
@@ -309,7 +303,7 @@ class CommConfig:
     bucket_mib: float = 25.0  # gradients are reduced in pieces of about this size
 
     def __post_init__(self) -> None:
-        positive("comm", timeout=self.timeout, bucket_mib=self.bucket_mib)
+        positive("comm", self, "timeout", "bucket_mib")
         if self.timeout > LONGEST_S:
             raise UserError(f"comm.timeout={self.timeout:g} is more than a year of seconds: lower it")
 
@@ -323,7 +317,7 @@ class CheckpointConfig:
     dir: str = ""  # empty: run.dir/checkpoints
 
     def __post_init__(self) -> None:
-        not_negative("checkpoint", every=self.every, keep=self.keep)
+        not_negative("checkpoint", self, "every", "keep")
 
 
 @dataclass(frozen=True)
@@ -337,8 +331,8 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
 
     def __post_init__(self) -> None:
-        positive("run", log_every=self.log_every)
-        not_negative("run", eval_every=self.eval_every, eval_samples=self.eval_samples)
+        positive("run", self, "log_every")
+        not_negative("run", self, "eval_every", "eval_samples")
         if not self.dir:
             raise UserError("run.dir is empty: name a folder for the run")
 

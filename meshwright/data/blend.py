@@ -13,58 +13,33 @@ import heapq
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.shuffle import keyed_permutation
-from meshwright.errors import UserError
+from meshwright.data.dataset import GPTDataset, keyed_permutation
 
 MAX_PERIOD = 1 << 16
 
 
-class SampleSource(Protocol):
-    """What a blend needs of a dataset: endless numbered samples of seq + 1 tokens."""
-
-    seq: int
-
-    @property
-    def epoch_samples(self) -> int: ...
-
-    def own_labels(self, n: int) -> int: ...
-
-    def sample(self, n: int) -> NDArray[np.int64]: ...
-
-
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Returns the weights as whole numbers without a common divisor, whose sum is at most MAX_PERIOD.
-
-    They are exact for weights as people write them (0.3 and 0.7, 5 and 2); others are rounded to the nearest
-    1 / MAX_PERIOD of their sum, though never to zero.
-    """
-    for weight in weights:
-        if not (math.isfinite(weight) and weight >= 0):
-            raise UserError(f"the weight {weight} does not work: weights are numbers from 0 up")
+    """Returns weights above 0 as whole numbers without a common divisor, whose sum is at most MAX_PERIOD. They are
+    exact for weights as people write them (0.3 and 0.7, 5 and 2); others are rounded to the nearest 1 / MAX_PERIOD of
+    their sum, though never to zero."""
+    assert all(weight > 0 for weight in weights), weights
     exact = [Fraction(str(weight)) for weight in weights]
-    total = sum(exact)
-    if not total:
-        raise UserError("every weight is 0: give at least one dataset a weight above 0")
-    scale = math.lcm(*(share.denominator for share in exact))
-    whole = [int(share * scale) for share in exact]
-    divisor = math.gcd(*whole)
-    whole = [count // divisor for count in whole]
-    if sum(whole) <= MAX_PERIOD:
-        return whole
-    ideal = [share * MAX_PERIOD / total for share in exact]
-    whole = [max(1, math.floor(share)) if share else 0 for share in ideal]
+    shares = [weight / sum(exact) for weight in exact]
+    period = math.lcm(*(share.denominator for share in shares))
+    if period <= MAX_PERIOD:
+        return [int(share * period) for share in shares]
+    ideal = [share * MAX_PERIOD for share in shares]
+    whole = [max(1, math.floor(count)) for count in ideal]
     while (missing := MAX_PERIOD - sum(whole)) != 0:
         step = 1 if missing > 0 else -1
-        owed = [(step * (share - count), count, d) for d, (share, count) in enumerate(zip(ideal, whole, strict=True))]
-        _, _, d = max(entry for entry in owed if ideal[entry[2]] and whole[entry[2]] + step > 0)
+        owed = [(step * (count - given), given, d) for d, (count, given) in enumerate(zip(ideal, whole, strict=True))]
+        _, _, d = max(entry for entry in owed if entry[1] + step > 0)
         whole[d] += step
-    divisor = math.gcd(*whole)
-    return [count // divisor for count in whole]
+    return whole_weights(whole)  # without what may be a common divisor now
 
 
 def blend_pattern(weights: Sequence[int], seed: int = 0) -> NDArray[np.int32]:
@@ -89,7 +64,7 @@ def blend_pattern(weights: Sequence[int], seed: int = 0) -> NDArray[np.int32]:
 class Blend:
     """Draws samples from several datasets in proportion to their weights, each dataset's in its own order."""
 
-    def __init__(self, datasets: Sequence[SampleSource], weights: Sequence[float], seed: int) -> None:
+    def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float], seed: int) -> None:
         assert len(datasets) == len(weights) > 0, (len(datasets), len(weights))
         assert len({dataset.seq for dataset in datasets}) == 1, "datasets of one sequence length"
         self.datasets, self.seq = list(datasets), datasets[0].seq
@@ -111,9 +86,8 @@ class Blend:
         """The number of samples before one of the datasets begins its second epoch."""
         begins = []
         for d, weight in enumerate(self.weights):
-            if weight:
-                periods, rank = divmod(self.datasets[d].epoch_samples, weight)
-                begins.append(periods * self.period + int(np.flatnonzero(self._dataset == d)[rank]))
+            periods, rank = divmod(self.datasets[d].epoch_samples, weight)
+            begins.append(periods * self.period + int(np.flatnonzero(self._dataset == d)[rank]))
         return min(begins)
 
     def own_labels(self, n: int) -> int:

@@ -9,19 +9,38 @@ function of (seed, n): nothing depends on how many samples a run will ask for.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.shuffle import keyed_permutation
 from meshwright.data.token_file import TokenFile
 from meshwright.errors import UserError
 
 EPOCHS_KEPT = 3  # a batch may straddle two epochs, and the later one may need the beginning of the next
 CHECKED_AT_ONCE = 1 << 20  # documents of an index that are checked at once
 MANY_DOCUMENTS = 24  # documents per sample from which on one gather beats a copy per document
+
+
+def keyed_permutation(size: int, *key: int | str) -> NDArray[np.unsignedinteger[Any]]:
+    """Draws a permutation of range(size) from `key` alone, on any machine, with any version of numpy: [size] uint32, or
+    uint64 from 2**32 on. Each index gets random high bits from Philox (a counter-based generator whose raw output is
+    fixed by its definition) above its own low bits, and these are sorted: all values differ, so every sorting algorithm
+    gives the same result, and sorting plain integers is several times faster than shuffling."""
+    dtype = np.dtype(np.uint32 if size < 1 << 32 else np.uint64)
+    if size < 2:
+        return np.zeros(size, dtype)
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
+    values = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(size)
+    low = np.uint64((1 << (size - 1).bit_length()) - 1)
+    values &= ~low
+    values |= np.arange(size, dtype=np.uint64)
+    values.sort()
+    values &= low
+    return values.astype(dtype, copy=False)
 
 
 class TooSmall(UserError):
@@ -39,10 +58,8 @@ class Epoch:
 
 
 class GPTDataset:
-    """Packs documents [documents[0], documents[1]) of a token file into samples; by default all documents.
-
-    `stream` keeps datasets with the same seed apart. An epoch in use holds 4 bytes per document and 16 per sample.
-    """
+    """Packs documents [documents[0], documents[1]) of a token file into samples; by default all documents. `stream`
+    keeps datasets with the same seed apart. An epoch in use holds 4 bytes per document and 16 per sample."""
 
     def __init__(
         self, file: TokenFile, seq: int, seed: int, documents: tuple[int, int] | None = None, stream: str = ""
@@ -51,9 +68,7 @@ class GPTDataset:
         low, high = (0, file.document_count) if documents is None else documents
         assert 0 <= low <= high <= file.document_count, (low, high)
         self.file, self.seq, self.seed, self.stream = file, seq, seed, stream
-        self._tokens, self._itemsize = file.tokens, file.dtype.itemsize
         self._pointers, self._lengths = _document_table(file, low, high)
-        _check_table(file, self._pointers, self._lengths)
         self.documents = (low, high)
         self.tokens_per_epoch = int(self._lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch < seq + 1:
@@ -61,7 +76,7 @@ class GPTDataset:
                 f"documents {low} to {high} of {file.prefix} hold {self.tokens_per_epoch} tokens, one sample takes "
                 f"{seq + 1}: use more data, a shorter sequence, or another split"
             )
-        self._epochs: dict[int, Epoch] = {}
+        self.epoch = lru_cache(EPOCHS_KEPT)(self._draw)  # an epoch's order is drawn when first needed
 
     def first_sample(self, epoch: int) -> int:
         """Returns the number of the first sample that begins in an epoch."""
@@ -96,14 +111,6 @@ class GPTDataset:
         documents = np.concatenate([epoch.order[low:], begun])
         return self._read(documents, skip, int(following.offset[0]) + 1)
 
-    def epoch(self, number: int) -> Epoch:
-        """Returns an epoch's order. It is drawn when first needed, and the few orders used last are kept."""
-        found = self._epochs.pop(number, None) or self._draw(number)
-        self._epochs[number] = found
-        while len(self._epochs) > EPOCHS_KEPT:
-            del self._epochs[next(iter(self._epochs))]
-        return found
-
     def _draw(self, number: int) -> Epoch:
         order = keyed_permutation(len(self._lengths), self.seed, self.stream, "documents", number)
         ends = np.cumsum(self._lengths[order], dtype=np.int64)
@@ -114,50 +121,45 @@ class GPTDataset:
         shuffle = keyed_permutation(after - first, self.seed, self.stream, "samples", number)
         return Epoch(order, position.astype(order.dtype), offset, shuffle)
 
-    def _read(
-        self, documents: NDArray[np.unsignedinteger[Any]], skip: int, last: int
-    ) -> NDArray[np.int64]:
+    def _read(self, documents: NDArray[np.unsignedinteger[Any]], skip: int, last: int) -> NDArray[np.int64]:
         """Joins documents, without the first `skip` tokens of the first and with only `last` tokens of the last."""
-        starts = self._pointers[documents] // self._itemsize
+        tokens = self.file.tokens
+        starts = self._pointers[documents] // tokens.itemsize
         lengths = self._lengths[documents].astype(np.int64)
         lengths[-1] = last
         starts[0] += skip
         lengths[0] -= skip
         if len(documents) < MANY_DOCUMENTS:
-            tokens = self._tokens
             parts = [tokens[a : a + n] for a, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
             sample = np.concatenate(parts, dtype=np.int64)
         else:
             begin = np.cumsum(lengths) - lengths
             at = np.repeat(starts - begin, lengths) + np.arange(self.seq + 1)
-            sample = self._tokens[at].astype(np.int64)
+            sample = tokens[at].astype(np.int64)
         if len(sample) != self.seq + 1:
             raise UserError(f"{self.file.idx_path} is damaged (a document reaches past the end): prepare it again")
         return sample
 
 
-def _check_table(file: TokenFile, pointers: NDArray[np.int64], lengths: NDArray[Any]) -> None:
-    """Checks that documents follow one another in the file: a page of the index that a copy lost would otherwise give
-    one document's tokens to another."""
-    size = file.dtype.itemsize
+def _document_table(file: TokenFile, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Returns the byte at which each document begins and its number of tokens: views of the index, where every document
+    is one sequence. It checks that documents follow one another in the file: a page of the index that a copy lost would
+    otherwise give one document's tokens to another."""
+    size, bounds = file.dtype.itemsize, file.document_indices[low : high + 1]
+    begin, end = int(bounds[0]), int(bounds[-1])
+    if end - begin == high - low and np.array_equal(bounds, np.arange(begin, end + 1)):
+        pointers, lengths = file.pointers[begin:end], file.sizes[begin:end]
+    elif (np.diff(bounds) < 0).any() or begin < 0 or end > len(file):
+        raise UserError(f"{file.idx_path} is damaged (its documents and sequences disagree): prepare it again")
+    else:
+        edges = np.append(file.pointers, file.token_count * size)[bounds]
+        pointers, lengths = edges[:-1], np.diff(edges) // size
     good = len(pointers) == 0 or (pointers[0] >= 0 and pointers[0] % size == 0)
-    for low in range(0, len(pointers), CHECKED_AT_ONCE):
-        at = pointers[low : low + CHECKED_AT_ONCE + 1]
-        length = lengths[low : low + CHECKED_AT_ONCE]
+    for first in range(0, len(pointers), CHECKED_AT_ONCE):
+        at = pointers[first : first + CHECKED_AT_ONCE + 1]
+        length = lengths[first : first + CHECKED_AT_ONCE]
         ends = at[: len(length)] + length.astype(np.int64) * size
         good = good and (length >= 0).all() and (at[1:] == ends[: len(at) - 1]).all()
     if not good:
         raise UserError(f"{file.idx_path} is damaged (its documents do not follow one another): prepare it again")
-
-
-def _document_table(file: TokenFile, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Returns the byte at which each document begins and its number of tokens: views of the index, where every document
-    is one sequence."""
-    bounds = file.document_indices[low : high + 1]
-    begin, end = int(bounds[0]), int(bounds[-1])
-    if end - begin == high - low and np.array_equal(bounds, np.arange(begin, end + 1)):
-        return file.pointers[begin:end], file.sizes[begin:end]
-    if (np.diff(bounds) < 0).any() or begin < 0 or end > len(file):
-        raise UserError(f"{file.idx_path} is damaged (its documents and sequences disagree): prepare it again")
-    edges = np.append(file.pointers, file.token_count * file.dtype.itemsize)[bounds]
-    return edges[:-1], np.diff(edges) // file.dtype.itemsize
+    return pointers, lengths

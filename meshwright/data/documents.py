@@ -5,12 +5,13 @@ several byte ranges where its tokenizer allows, the last of which ends the docum
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.errors import UserError
 
@@ -20,27 +21,23 @@ LINE_END = re.compile(rb"\n")
 STDLIB = "stdlib"
 STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 SUFFIXES = {".txt": False, ".jsonl": True}
-BOM = "\ufeff"
-
-
-@dataclass(frozen=True)
-class Source:
-    """One input file. With `lines`, every line is a JSON document; otherwise the whole file is one document."""
-
-    path: str
-    lines: bool
-    size: int
+LONE_SURROGATES = re.compile("[\ud800-\udfff]")  # halves of pairs, which JSON can name and UTF-8 can't hold
 
 
 @dataclass(frozen=True)
 class ByteRange:
-    """The bytes [start, end) of a file. With `last`, a document ends where the range does."""
+    """The bytes [start, end) of a file. With `lines`, every line is a JSON document; otherwise the whole file is one
+    document. With `last`, a document ends where the range does."""
 
     path: str
     lines: bool
     start: int
     end: int
     last: bool = True
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
 
 
 Task = tuple[ByteRange, ...]
@@ -55,28 +52,26 @@ class DocumentPart:
     replaced: bool
 
 
-def find_sources(inputs: Iterable[str]) -> list[Source]:
-    """Returns every file that the inputs name, in the order given and sorted within a folder; finding none is an
-    error."""
-    sources: list[Source] = []
+def find_files(inputs: Iterable[str]) -> list[ByteRange]:
+    """Returns every file that the inputs name, whole, in the order given and sorted within a folder."""
+    files: list[ByteRange] = []
     for name in inputs:
-        found = list(_sources_of(name))
+        found = list(_files_of(name))
         if not found:
             raise UserError(f"no .txt or .jsonl files in {name}: check the folder")
-        sources.extend(found)
-    if not sources:
+        files.extend(found)
+    if not files:
         raise UserError("no input: name .txt or .jsonl files, folders of them, or the word stdlib")
-    return sources
+    return files
 
 
-def _sources_of(name: str) -> Iterator[Source]:
+def _files_of(name: str) -> Iterator[ByteRange]:
     if name == STDLIB:
-        root = sysconfig.get_paths()["stdlib"]
-        for path in _walk(root, (".py",), STDLIB_SKIPPED):
-            yield _source(path, lines=False)
+        for path in _walk(sysconfig.get_paths()["stdlib"], (".py",), STDLIB_SKIPPED):
+            yield _whole_file(path, lines=False)
     elif os.path.isdir(name):
         for path in _walk(name, tuple(SUFFIXES), frozenset()):
-            yield _source(path, SUFFIXES[os.path.splitext(path)[1]])
+            yield _whole_file(path, SUFFIXES[os.path.splitext(path)[1]])
     elif not os.path.exists(name):
         raise UserError(f"no such input '{name}': give a .txt or .jsonl file, a folder, or the word stdlib")
     else:
@@ -85,7 +80,7 @@ def _sources_of(name: str) -> Iterator[Source]:
             raise UserError(
                 f"cannot tell what '{name}' holds: name it .txt (one document) or .jsonl (one JSON object per line)"
             )
-        yield _source(name, SUFFIXES[suffix])
+        yield _whole_file(name, SUFFIXES[suffix])
 
 
 def _walk(root: str, suffixes: tuple[str, ...], skipped: frozenset[str]) -> Iterator[str]:
@@ -105,21 +100,21 @@ def _walk(root: str, suffixes: tuple[str, ...], skipped: frozenset[str]) -> Iter
                 yield os.path.join(folder, name)
 
 
-def _source(path: str, lines: bool) -> Source:
+def _whole_file(path: str, lines: bool) -> ByteRange:
     try:
-        return Source(path, lines, os.path.getsize(path))
+        return ByteRange(path, lines, 0, os.path.getsize(path))
     except OSError as error:
         raise _unreadable(path, error) from None
 
 
-def plan_tasks(sources: Iterable[Source], cut: re.Pattern[bytes] | None) -> Iterator[Task]:
+def plan_tasks(files: Iterable[ByteRange], cut: re.Pattern[bytes] | None) -> Iterator[Task]:
     """Yields tasks of about TASK_BYTES, in order. `cut` matches where the tokenizer lets a document be split."""
     task: list[ByteRange] = []
     size = 0
-    for source in sources:
-        for span in _byte_ranges(source, LINE_END if source.lines else cut):
+    for whole in files:
+        for span in _pieces(whole, LINE_END if whole.lines else cut):
             task.append(span)
-            size += span.end - span.start
+            size += span.size
             if size >= TASK_BYTES:
                 yield tuple(task)
                 task, size = [], 0
@@ -127,21 +122,21 @@ def plan_tasks(sources: Iterable[Source], cut: re.Pattern[bytes] | None) -> Iter
         yield tuple(task)
 
 
-def _byte_ranges(source: Source, cut: re.Pattern[bytes] | None) -> Iterator[ByteRange]:
-    if cut is None or source.size <= 2 * TASK_BYTES:
-        yield ByteRange(source.path, source.lines, 0, source.size)
+def _pieces(whole: ByteRange, cut: re.Pattern[bytes] | None) -> Iterator[ByteRange]:
+    if cut is None or whole.size <= 2 * TASK_BYTES:
+        yield whole
         return
     start = 0
     try:
-        with open(source.path, "rb") as file:
-            while start < source.size:
-                end = source.size
+        with open(whole.path, "rb") as file:
+            while start < whole.end:
+                end = whole.end
                 if end - start > 2 * TASK_BYTES:
-                    end = _next_cut(file.fileno(), start + TASK_BYTES, source.size, cut)
-                yield ByteRange(source.path, source.lines, start, end, last=source.lines or end == source.size)
+                    end = _next_cut(file.fileno(), start + TASK_BYTES, whole.end, cut)
+                yield replace(whole, start=start, end=end, last=whole.lines or end == whole.end)
                 start = end
     except OSError as error:
-        raise _unreadable(source.path, error) from None
+        raise _unreadable(whole.path, error) from None
 
 
 def _next_cut(handle: int, position: int, size: int, cut: re.Pattern[bytes]) -> int:
@@ -162,14 +157,16 @@ def read_documents(span: ByteRange, field: str) -> Iterator[DocumentPart]:
     try:
         with open(span.path, "rb") as file:
             file.seek(span.start)
-            data = file.read(span.end - span.start)
+            data = file.read(span.size)
     except OSError as error:
         raise _unreadable(span.path, error) from None
+    if not span.start:
+        data = data.removeprefix(codecs.BOM_UTF8)
     if span.lines:
         yield from _lines(span, data, field)
-        return
-    text, replaced = _decode(data)
-    yield DocumentPart(text if span.start else text.removeprefix(BOM), span.last, replaced)
+    else:
+        text, replaced = _decode(data)
+        yield DocumentPart(text, span.last, replaced)
 
 
 def _lines(span: ByteRange, data: bytes, field: str) -> Iterator[DocumentPart]:
@@ -177,8 +174,6 @@ def _lines(span: ByteRange, data: bytes, field: str) -> Iterator[DocumentPart]:
         if not line.strip():
             continue
         text, replaced = _decode(line)
-        if not number and not span.start:
-            text = text.removeprefix(BOM)
         try:
             found = json.loads(text)[field]
         except (ValueError, RecursionError) as error:
@@ -190,8 +185,8 @@ def _lines(span: ByteRange, data: bytes, field: str) -> Iterator[DocumentPart]:
             ) from None
         if not isinstance(found, str):
             raise UserError(f"{_place(span, number)}: field '{field}' is not text: name another with --field")
-        clean, halved = _encodable(found)
-        yield DocumentPart(clean, True, replaced or halved)
+        clean = found if found.isascii() else LONE_SURROGATES.sub("\ufffd", found)
+        yield DocumentPart(clean, True, replaced or clean != found)
 
 
 def _decode(data: bytes) -> tuple[str, bool]:
@@ -199,16 +194,6 @@ def _decode(data: bytes) -> tuple[str, bool]:
         return data.decode("utf-8"), False
     except UnicodeDecodeError:
         return data.decode("utf-8", "replace"), True
-
-
-def _encodable(text: str) -> tuple[str, bool]:
-    """Replaces halves of surrogate pairs, which JSON can name and UTF-8 can't hold; says whether there were any."""
-    try:
-        if not text.isascii():
-            text.encode("utf-8")
-        return text, False
-    except UnicodeEncodeError:
-        return re.sub("[\ud800-\udfff]", "\ufffd", text), True
 
 
 def _place(span: ByteRange, line: int) -> str:

@@ -10,13 +10,14 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from meshwright.data.documents import Source, Task, find_sources, plan_tasks, read_documents
-from meshwright.data.token_file import METADATA_FORMAT, token_dtype
+from meshwright.data.documents import ByteRange, Task, find_files, plan_tasks, read_documents
+from meshwright.data.token_file import METADATA_FORMAT
 from meshwright.data.token_writer import SIDE_FILES, TokenFileWriter
 from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer, train_tokenizer, trained_size
 from meshwright.data.workers import map_in_order
@@ -25,14 +26,12 @@ from meshwright.errors import UserError
 QUICK_BYTES, SLOW_BYTES = 16 << 20, 2 << 20  # input per process: less is not worth another process
 TRAINING_BYTES = 512 << 20
 
-
 # progress(label, total) is a context that yields the function to call with each further number of bytes done.
 Progress = Callable[[str, int], contextlib.AbstractContextManager[Callable[[int], None]]]
 
 
 @contextlib.contextmanager
 def no_progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows nothing."""
     yield lambda count: None
 
 
@@ -69,7 +68,7 @@ class Summary:
     mb_per_s: float
 
 
-def encode_task(tokenizer: Tokenizer, task: Task, field: str) -> Encoded:
+def encode_task(tokenizer: Tokenizer, field: str, task: Task) -> Encoded:
     """Reads and encodes a task. A document without text is left out; an empty end of a long document is not."""
     pieces, replaced, empty = [], 0, 0
     for span in task:
@@ -79,35 +78,20 @@ def encode_task(tokenizer: Tokenizer, task: Task, field: str) -> Encoded:
                 pieces.append(piece)
             else:
                 empty += 1
-    dtype = token_dtype(tokenizer.vocab_size)
-    end = np.array([tokenizer.eod], dtype=dtype).tobytes()
-    parts: list[bytes] = []
-    lengths = []
+    end = np.array([tokenizer.eod], dtype=tokenizer.dtype).tobytes()
+    parts, lengths = [], []
     for piece, ids in zip(pieces, tokenizer.encode_batch([piece.text for piece in pieces]), strict=True):
         parts.append(ids.tobytes())
         if piece.last:
             parts.append(end)
         lengths.append(len(ids) + piece.last)
     last_open = bool(pieces) and not pieces[-1].last
-    size = sum(span.end - span.start for span in task)
-    return Encoded(b"".join(parts), lengths, last_open, empty, replaced, size)
+    return Encoded(b"".join(parts), lengths, last_open, empty, replaced, sum(span.size for span in task))
 
 
 def make_encoder(recipe: Recipe, field: str) -> Callable[[Task], Encoded]:
     """Makes, in a worker process, the function that its tasks go through."""
-    tokenizer = recipe.make()
-    return lambda task: encode_task(tokenizer, task, field)
-
-
-def encode_tasks(
-    tokenizer: Tokenizer, tasks: Iterator[Task], field: str, workers: int
-) -> Generator[Encoded, None, None]:
-    """Yields the results of the tasks, in their order."""
-    if workers > 1:
-        yield from map_in_order(make_encoder, (tokenizer.recipe, field), tasks, workers)
-        return
-    for task in tasks:
-        yield encode_task(tokenizer, task, field)
+    return partial(encode_task, recipe.make(), field)
 
 
 def prepare(
@@ -121,63 +105,49 @@ def prepare(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Summary:
-    """Writes OUT.bin, OUT.idx and OUT.json (and OUT.tokenizer.json with `train:SIZE`) from the inputs.
-
-    `progress(label, total)` is a context that yields the function to call with each further number of bytes done.
-    With more than one worker a script must guard its entry with `if __name__ == "__main__"`, as for any module that
-    starts processes.
-    """
+    """Writes OUT.bin, OUT.idx and OUT.json (and OUT.tokenizer.json with `train:SIZE`) from the inputs. With more than
+    one worker a script must guard its entry with `if __name__ == "__main__"`, as any that starts processes."""
     if workers is not None and workers < 1:
         raise UserError(f"--workers {workers} does not work: give 1 or more")
     _check_out(out, force)
     size = trained_size(tokenizer)
     made = None if size is not None else load_tokenizer(tokenizer, eod)
-    sources = find_sources(inputs)
+    files = find_files(inputs)
     begin = time.perf_counter()
     side_files: dict[str, bytes] = {}
     if made is None:
         assert size is not None
-        made = _train(sources, size, field, f"{os.path.basename(out)}.tokenizer.json", eod, progress)
-        assert isinstance(made.recipe.content, str)
-        side_files[".tokenizer.json"] = made.recipe.content.encode()
-    total = sum(source.size for source in sources)
+        made = _train(files, size, field, f"{os.path.basename(out)}.tokenizer.json", eod, progress)
+        side_files[".tokenizer.json"] = made.recipe.content
+    total = sum(file.size for file in files)
     workers = workers or _default_workers(total, made)
-    dtype = token_dtype(made.vocab_size)
-    with _sequential_library(), TokenFileWriter(out, dtype) as writer:
-        empty, replaced = _encode(writer, sources, made, field, workers, progress)
+    with _sequential_library(), TokenFileWriter(out, made.dtype) as writer:
+        empty, replaced = _encode(writer, files, made, field, workers, progress)
         side_files[".json"] = _metadata(made, writer, trained=".tokenizer.json" in side_files)
         writer.finish(side_files)
     seconds = time.perf_counter() - begin
     return Summary(
-        prefix=out,
-        files=[out + suffix for suffix in (".bin", ".idx", *side_files)],
-        tokenizer=made.recipe.spec,
-        vocab_size=made.vocab_size,
-        eod=made.eod,
-        dtype=dtype.name,
-        documents=writer.document_count,
-        tokens=writer.token_count,
-        empty=empty,
-        replaced=replaced,
-        input_files=len(sources),
-        input_bytes=total,
-        workers=workers,
-        seconds=seconds,
-        mb_per_s=total / 1e6 / seconds,
-    )
+        prefix=out, files=[out + suffix for suffix in (".bin", ".idx", *side_files)],
+        tokenizer=made.recipe.spec, vocab_size=made.vocab_size, eod=made.eod, dtype=made.dtype.name,
+        documents=writer.document_count, tokens=writer.token_count, empty=empty, replaced=replaced,
+        input_files=len(files), input_bytes=total, workers=workers,
+        seconds=seconds, mb_per_s=total / 1e6 / seconds,
+    )  # fmt: skip
 
 
 def _encode(
-    writer: TokenFileWriter, sources: list[Source], tokenizer: Tokenizer, field: str, workers: int, progress: Progress
+    writer: TokenFileWriter, files: list[ByteRange], tokenizer: Tokenizer, field: str, workers: int, progress: Progress
 ) -> tuple[int, int]:
     """Encodes everything into the writer; returns the numbers of empty documents and of those with bad bytes."""
-    tasks = plan_tasks(sources, tokenizer.cut)
+    tasks = plan_tasks(files, tokenizer.cut)
+    if workers > 1:
+        results = map_in_order(make_encoder, (tokenizer.recipe, field), tasks, workers)
+    else:
+        results = (encode_task(tokenizer, field, task) for task in tasks)
     empty = replaced = 0
-    results = contextlib.closing(encode_tasks(tokenizer, tasks, field, workers))
-    with progress("encoding", sum(source.size for source in sources)) as advance, results as found:
-        for result in found:
-            tokens = np.frombuffer(result.tokens, dtype=writer.dtype)
-            writer.add_documents(tokens, result.lengths, result.last_open)
+    with progress("encoding", sum(file.size for file in files)) as advance, contextlib.closing(results):
+        for result in results:
+            writer.add_documents(result.tokens, result.lengths, result.last_open)
             empty += result.empty
             replaced += result.replaced
             advance(result.size)
@@ -190,36 +160,28 @@ def _metadata(tokenizer: Tokenizer, writer: TokenFileWriter, trained: bool) -> b
     """Returns the content of PREFIX.json: what a model and a sampler need to know about the tokens."""
     spec = tokenizer.recipe.spec
     found = {
-        "format": METADATA_FORMAT,
-        "version": 1,
-        "tokenizer": spec,
-        "tokenizer_file": spec if trained else None,
-        "tokenizer_digest": tokenizer.recipe.digest,
-        "vocab_size": tokenizer.vocab_size,
-        "eod": tokenizer.eod,
-        "dtype": writer.dtype.name,
-        "documents": writer.document_count,
-        "tokens": writer.token_count,
-    }
+        "format": METADATA_FORMAT, "version": 1,
+        "tokenizer": spec, "tokenizer_file": spec if trained else None, "tokenizer_digest": tokenizer.recipe.digest,
+        "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod, "dtype": tokenizer.dtype.name,
+        "documents": writer.document_count, "tokens": writer.token_count,
+    }  # fmt: skip
     return json.dumps(found, indent=1).encode() + b"\n"
 
 
-def _train(
-    sources: list[Source], size: int, field: str, spec: str, eod: str | None, progress: Progress
-) -> Tokenizer:
+def _train(files: list[ByteRange], size: int, field: str, spec: str, eod: str | None, progress: Progress) -> Tokenizer:
     """Trains a tokenizer on the input; of more than TRAINING_BYTES it reads tasks that are spread evenly over it."""
     from meshwright.data.words import CUT_BYTES
 
-    total = sum(source.size for source in sources)
+    total = sum(file.size for file in files)
     step = -(-total // TRAINING_BYTES) or 1
 
     def texts(advance: Callable[[int], None]) -> Iterator[str]:
-        for number, task in enumerate(plan_tasks(sources, CUT_BYTES)):
+        for number, task in enumerate(plan_tasks(files, CUT_BYTES)):
             if number % step == 0:
                 for span in task:
                     for piece in read_documents(span, field):
                         yield piece.text
-            advance(sum(span.end - span.start for span in task))
+            advance(sum(span.size for span in task))
 
     with progress("training the tokenizer", total) as advance:
         return train_tokenizer(texts(advance), size, spec, eod)
@@ -260,7 +222,6 @@ def _sequential_library() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
+        del os.environ[name]
+        if before is not None:
             os.environ[name] = before

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.blend import Blend, SampleSource
+from meshwright.data.blend import Blend
 from meshwright.data.dataset import GPTDataset, TooSmall
 from meshwright.data.token_file import TokenFile
 from meshwright.errors import UserError
@@ -40,17 +40,12 @@ class SampleOptions:
 class SampleStream:
     """The samples of one part of the data. Sample n, and so every batch, is a pure function of the seed and n."""
 
-    def __init__(
-        self, source: SampleSource, options: SampleOptions | None = None, vocab_needed: int | None = None
-    ) -> None:
-        self.source, self.seq = source, source.seq
-        self.options = options or SampleOptions()
-        self.vocab_needed = vocab_needed
-        assert self.options.eod is not None or not self.options.need_eod, "these options need an end token"
+    def __init__(self, source: GPTDataset | Blend, options: SampleOptions, vocab_needed: int | None = None) -> None:
+        assert options.eod is not None or not options.need_eod, "these options need an end token"
+        self.source, self.seq, self.options, self.vocab_needed = source, source.seq, options, vocab_needed
 
     def sample(self, n: int) -> dict[str, NDArray[np.int64]]:
-        """Returns tokens, labels (already shifted), loss_mask (0 or 1) and, by option, positions and segments, each
-        [seq]."""
+        """Returns tokens, shifted labels, loss_mask (0 or 1) and, by option, positions and segments: [seq] each."""
         text = self.source.sample(n)
         tokens, labels = text[:-1].copy(), text[1:].copy()
         found = {"tokens": tokens, "labels": labels, "loss_mask": np.ones(self.seq, np.int64)}
@@ -85,25 +80,11 @@ class OneEpoch:
         return found
 
 
-def parse_split(split: str | Sequence[float]) -> tuple[float, float, float]:
-    """Returns the shares of train, valid and test, summing to 1, from "969,30,1" or [0.9, 0.1]; a missing one is 0."""
-    try:
-        values = [float(value) for value in (split.split(",") if isinstance(split, str) else split)]
-    except (TypeError, ValueError):
-        raise UserError(f"the split '{split}' is not numbers: write for example 969,30,1") from None
-    total = sum(values)
-    if len(values) > 3 or min(values, default=-1) < 0 or not 0 < total < float("inf"):
-        raise UserError(f"the split '{split}' does not work: give up to three shares from 0 up, for example 969,30,1")
-    values += [0.0] * (3 - len(values))
-    return values[0] / total, values[1] / total, values[2] / total
-
-
-def split_documents(count: int, shares: Sequence[float]) -> list[tuple[int, int]]:
-    """Returns the documents [low, high) of each part, in order; a share is one of the number of documents.
-
-    While there are enough documents, a part with a share above 0 gets at least one.
-    """
-    left = sum(share > 0 for share in shares)  # splits that still need documents
+def split_documents(count: int, split: Sequence[float]) -> list[tuple[int, int]]:
+    """Returns the documents [low, high) of each part, in order; `split` are shares of the number of documents. While
+    there are enough documents, a part with a share above 0 gets at least one."""
+    shares = [share / sum(split) for share in split]
+    left = sum(share > 0 for share in shares)  # parts that still need documents
     least = int(count >= left)
     ranges, low, total = [], 0, 0.0
     for share in shares:
@@ -120,19 +101,13 @@ def split_documents(count: int, shares: Sequence[float]) -> list[tuple[int, int]
 def build_datasets(
     prefixes: Sequence[str],
     weights: Sequence[float] | None,
-    split: str | Sequence[float],
+    split: Sequence[float],
     seq: int,
     seed: int,
     options: SampleOptions | None = None,
-) -> tuple[SampleStream | None, SampleStream | None, SampleStream | None]:
-    """Returns the train, valid and test streams of token files, blended by `weights` (None: by their tokens).
-
-    Each file is split by documents; a part whose share is 0 is None.
-    """
-    if not prefixes:
-        raise UserError("no data: name at least one token file prefix")
-    if weights is not None and len(weights) != len(prefixes):
-        raise UserError(f"{len(weights)} weights for {len(prefixes)} token files: give one weight for each")
+) -> list[SampleStream | None]:
+    """Returns the train, valid and test streams of token files, blended by `weights` (None: by their tokens). Each file
+    is split by documents; a part whose share is 0 is None."""
     files = [TokenFile(prefix) for prefix in prefixes]
     found = [file.metadata() for file in files]
     _check_tokenizers(files, found)
@@ -140,29 +115,21 @@ def build_datasets(
     vocab = max((int(entry["vocab_size"]) for entry in found if entry), default=None)
     if weights is None:
         weights = [file.token_count for file in files]
-    shares = parse_split(split)
     streams: list[SampleStream | None] = []
     for part, name in enumerate(SPLIT_NAMES):
-        if not shares[part]:
+        if not split[part]:
             streams.append(None)
             continue
-        datasets: list[SampleSource] = []
+        datasets = []
         for number, file in enumerate(files):
-            documents = split_documents(file.document_count, shares)[part]
-            datasets.append(_part(file, seq, seed, documents, name, number))
+            documents = split_documents(file.document_count, split)[part]
+            try:
+                datasets.append(GPTDataset(file, seq, seed, documents, stream=f"{name}/{number}"))
+            except TooSmall as error:
+                raise UserError(f"the {name} part is too small: {error}") from None
         source = datasets[0] if len(datasets) == 1 else Blend(datasets, weights, seed)
         streams.append(SampleStream(source, options, vocab))
-    train, valid, test = streams
-    return train, valid, test
-
-
-def _part(
-    file: TokenFile, seq: int, seed: int, documents: tuple[int, int], name: str, number: int
-) -> GPTDataset:
-    try:
-        return GPTDataset(file, seq, seed, documents, stream=f"{name}/{number}")
-    except TooSmall as error:
-        raise UserError(f"the {name} part is too small: {error}") from None
+    return streams
 
 
 def _check_tokenizers(files: Sequence[TokenFile], found: Sequence[dict[str, Any] | None]) -> None:
@@ -188,4 +155,4 @@ def _with_eod(
         raise UserError(f"{files[0].prefix}.json does not name the end-of-document token: set data.eod to its id")
     if len(known) > 1:
         raise UserError(f"the token files end documents with different tokens {sorted(known)}: set data.eod to one")
-    return SampleOptions(known.pop(), options.mask_eod, options.reset_positions, options.reset_attention)
+    return replace(options, eod=known.pop())

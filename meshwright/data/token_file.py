@@ -29,19 +29,11 @@ from meshwright.errors import UserError
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-TOKEN_DTYPES: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"),
-    2: np.dtype("i1"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    8: np.dtype("<u2"),
-}
+DTYPE_NAMES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+TOKEN_DTYPES: dict[int, np.dtype[Any]] = {code: np.dtype(name) for code, name in DTYPE_NAMES.items()}
 FLOAT_CODES = (6, 7)
 CODES = {dtype: code for code, dtype in TOKEN_DTYPES.items()}
 METADATA_FORMAT = "meshwright tokens"
-
-Tokens = NDArray[np.integer[Any]]
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -49,13 +41,9 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
-def metadata_path(prefix: str) -> str:
-    return f"{prefix}.json"
-
-
 def read_metadata(prefix: str) -> dict[str, Any] | None:
     """Returns what `data prepare` wrote beside a token file, or None where it wrote nothing (a file of Megatron's)."""
-    path = metadata_path(prefix)
+    path = f"{prefix}.json"
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
@@ -63,24 +51,20 @@ def read_metadata(prefix: str) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path} ({error}): prepare the data again, or remove that file") from None
-    if not isinstance(found, dict) or found.get("format") != METADATA_FORMAT:
-        return None
-    return found
+    return found if isinstance(found, dict) and found.get("format") == METADATA_FORMAT else None
 
 
 class TokenFile:
     """A token file, opened read-only and memory-mapped. Opening it touches only the header and the last entries.
-
     `tokens` is the whole of PREFIX.bin as one flat array; `sizes` int32[S], `pointers` int64[S] (bytes) and
-    `document_indices` int64[D+1] are views of PREFIX.idx.
-    """
+    `document_indices` int64[D+1] are views of PREFIX.idx."""
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
         self.idx_path, self.bin_path = f"{self.prefix}.idx", f"{self.prefix}.bin"
         self._check_present()
-        sequences, boundaries = self._read_header()
         index = self._map(self.idx_path, np.dtype("u1"))
+        sequences, boundaries = self._read_header(index)
         offset = HEADER.size
         arrays = []
         for dtype, count in (("<i4", sequences), ("<i8", sequences), ("<i8", boundaries)):
@@ -88,7 +72,7 @@ class TokenFile:
             offset += arrays[-1].nbytes
         self.sizes, self.pointers, self.document_indices = arrays
         self._check_index()
-        self.tokens: Tokens = self._map(self.bin_path, self.dtype)
+        self.tokens: NDArray[np.integer[Any]] = self._map(self.bin_path, self.dtype)
 
     def __len__(self) -> int:
         return int(self.sizes.shape[0])
@@ -103,26 +87,13 @@ class TokenFile:
             return 0
         return int(self.pointers[-1]) // self.dtype.itemsize + int(self.sizes[-1])
 
-    def get(self, i: int, offset: int = 0, length: int | None = None) -> Tokens:
-        """Returns tokens [offset, offset + length) of sequence i as a view; without `length`, up to its end."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"sequence {i} of {len(self)} in {self.prefix}")
-        size = int(self.sizes[i])
-        if length is None:
-            length = size - offset
-        if offset < 0 or length < 0 or offset + length > size:
-            raise IndexError(f"tokens [{offset}, {offset + length}) of sequence {i}, which has {size}")
-        start = int(self.pointers[i]) // self.dtype.itemsize + offset
-        return self.tokens[start : start + length]
-
     def metadata(self) -> dict[str, Any] | None:
         """Returns the metadata beside the file if `data prepare` wrote them, with at least `vocab_size` and `eod`."""
         found = read_metadata(self.prefix)
         for key in ("vocab_size", "eod"):
             if found is not None and type(found.get(key)) is not int:
-                path = metadata_path(self.prefix)
                 raise UserError(
-                    f"{path} is damaged (it has no number {key}): prepare the data again, or remove that file"
+                    f"{self.prefix}.json is damaged (it has no number {key}): prepare the data again, or remove it"
                 )
         return found
 
@@ -131,9 +102,7 @@ class TokenFile:
         if has_idx and has_bin:
             return
         if has_bin:
-            raise UserError(
-                f"{self.idx_path} is missing, so {self.bin_path} is not complete: prepare the data again"
-            )
+            raise UserError(f"{self.idx_path} is missing, so {self.bin_path} is not complete: prepare the data again")
         if has_idx:
             raise UserError(
                 f"{self.bin_path} is missing beside {self.idx_path}: copy it there or prepare the data again"
@@ -146,15 +115,9 @@ class TokenFile:
             f"`meshwright data prepare INPUT --out {self.prefix}`"
         )
 
-    def _read_header(self) -> tuple[int, int]:
+    def _read_header(self, index: NDArray[np.uint8]) -> tuple[int, int]:
         """Sets `dtype` and returns the numbers of sequences and of document boundaries, for which the file has room."""
-        path = self.idx_path
-        try:
-            with open(path, "rb") as file:
-                head = file.read(HEADER.size)
-                length = os.fstat(file.fileno()).st_size
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        path, head = self.idx_path, index[: HEADER.size].tobytes()
         if not head.startswith(MAGIC):
             raise UserError(
                 f"{path} is not a token index (it does not begin with MMIDIDX): "
@@ -173,9 +136,9 @@ class TokenFile:
             raise UserError(f"{path} has the unknown dtype code {code}: prepare the data again")
         self.dtype = TOKEN_DTYPES[code]
         needed = HEADER.size + 12 * sequences + 8 * boundaries
-        if length < needed:
+        if len(index) < needed:
             raise UserError(
-                f"{path} is truncated ({length} bytes of {needed}): copy it again or prepare the data again"
+                f"{path} is truncated ({len(index)} bytes of {needed}): copy it again or prepare the data again"
             )
         return sequences, boundaries
 

@@ -12,11 +12,11 @@ import fcntl
 import os
 from array import array
 from collections.abc import Mapping, Sequence
-from types import TracebackType
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from meshwright.data.token_file import CODES, HEADER, MAGIC, VERSION, read_metadata
 from meshwright.errors import UserError
@@ -26,26 +26,18 @@ SIDE_FILES = (".json", ".tokenizer.json")  # a pair's metadata, and the tokenize
 
 
 class TokenFileWriter:
-    """Writes PREFIX.bin and PREFIX.idx; use as a context manager, and call `finish` when every document is in.
-
-    Leaving the context without `finish` removes what was written. It holds 4 bytes per document in memory.
-    """
+    """Writes PREFIX.bin and PREFIX.idx; use as a context manager, and call `finish` when every document is in. Leaving
+    without `finish` removes what was written. The writer holds 4 bytes per document in memory."""
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        if self.dtype not in CODES:
-            known = ", ".join(str(known.name) for known in CODES)
-            raise UserError(f"a token file cannot hold {self.dtype.name}: choose one of {known}")
-        self._limits = np.iinfo(self.dtype)
+        assert self.dtype in CODES, f"a token file cannot hold {self.dtype.name}"
         self._sizes = array("i")  # tokens of each document; a document is one sequence of the file
         self._open = 0  # tokens of a document that is still growing
-        self._tokens = 0
-        self._finished = False
-        folder = os.path.dirname(self.prefix)
+        self.token_count = 0
         try:
-            if folder:
-                os.makedirs(folder, exist_ok=True)
+            os.makedirs(os.path.dirname(self.prefix) or ".", exist_ok=True)
             self._bin = self._open_locked(self.prefix + ".bin" + PARTIAL)
             self._remove_partials((".idx", *SIDE_FILES))
         except OSError as error:
@@ -54,31 +46,30 @@ class TokenFileWriter:
     def __enter__(self) -> TokenFileWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._finished:
-            self.abort()
+    def __exit__(self, *exception: object) -> None:
+        """Unless `finish` has closed it, removes the partial files; nothing that has its final name is touched."""
+        if not self._bin.closed:
+            self._remove_partials((".bin", ".idx", *SIDE_FILES))
+            with contextlib.suppress(OSError):  # on a full disk flushing the last buffer fails too
+                self._bin.close()
 
     @property
     def document_count(self) -> int:
         return len(self._sizes)
 
-    @property
-    def token_count(self) -> int:
-        return self._tokens
-
-    def add_documents(self, tokens: ArrayLike, lengths: Sequence[int], last_open: bool = False) -> None:
-        """Appends documents whose `tokens` lie back to back, with one length each.
-
-        With `last_open` the last one goes on in the next call, whose first length is then added to it: this is how
-        a document larger than memory is written.
-        """
-        values = self._values(tokens)
-        assert values.size == sum(lengths), f"{values.size} tokens, lengths say {sum(lengths)}"
+    def add_documents(self, tokens: bytes, lengths: Sequence[int], last_open: bool = False) -> None:
+        """Appends documents whose `tokens`, in the file's dtype, lie back to back, with one length each. With
+        `last_open` the last one goes on in the next call, whose first length is then added to it: this is how a
+        document larger than memory is written."""
+        count = sum(lengths)
+        assert len(tokens) == count * self.dtype.itemsize, f"{len(tokens)} bytes, lengths say {count} tokens"
         if not lengths:
             return
-        self._write(values)
+        try:
+            self._bin.write(tokens)
+        except OSError as error:
+            raise self._failed(error) from None
+        self.token_count += count
         closed = list(lengths)
         closed[0] += self._open
         self._open = closed.pop() if last_open else 0
@@ -100,7 +91,7 @@ class TokenFileWriter:
             for suffix, content in extra.items():
                 self._write_partial(suffix, [content])
             self._write_partial(".idx", self._index())
-            _unlink(self.prefix + ".idx")
+            Path(self.prefix + ".idx").unlink(missing_ok=True)
             self._remove_stale(extra)
             self._sync_folder()
             for suffix in (".bin", *extra):
@@ -110,15 +101,7 @@ class TokenFileWriter:
             self._sync_folder()
             self._bin.close()
         except OSError as error:
-            self.abort()
             raise self._failed(error) from None
-        self._finished = True
-
-    def abort(self) -> None:
-        """Removes the partial files; nothing that has its final name is touched."""
-        self._remove_partials((".bin", ".idx", *SIDE_FILES))
-        with contextlib.suppress(OSError):  # on a full disk flushing the last buffer fails too
-            self._bin.close()
 
     def _open_locked(self, path: str) -> BinaryIO:
         """Opens the partial .bin empty and locked: what a killed run left there is overwritten, a live one's is not."""
@@ -141,7 +124,7 @@ class TokenFileWriter:
     def _remove_partials(self, suffixes: Sequence[str]) -> None:
         """Removes what this run, or an earlier one that was killed, has left under temporary names."""
         for suffix in suffixes:
-            _unlink(self.prefix + suffix + PARTIAL)
+            Path(self.prefix + suffix + PARTIAL).unlink(missing_ok=True)
 
     def _remove_stale(self, kept: Mapping[str, bytes]) -> None:
         """Removes the files that describe an older pair of this name; files of other programs stay."""
@@ -151,28 +134,7 @@ class TokenFileWriter:
             return
         if ours:
             for suffix in set(SIDE_FILES) - set(kept):
-                _unlink(self.prefix + suffix)
-
-    def _values(self, tokens: ArrayLike) -> NDArray[Any]:
-        """Returns a one-dimensional array of the file's dtype, after a check that every id fits."""
-        values = np.asarray(tokens)
-        if values.dtype == self.dtype or values.size == 0:
-            return values.astype(self.dtype, copy=False).reshape(-1)
-        assert values.ndim == 1 and values.dtype.kind in "iu", f"token ids, not {values.dtype} {values.shape}"
-        low, high = int(values.min()), int(values.max())
-        if low < self._limits.min or high > self._limits.max:
-            wrong = low if low < self._limits.min else high
-            raise UserError(
-                f"token id {wrong} does not fit {self.dtype.name}: write {self.prefix} with a larger dtype"
-            )
-        return values.astype(self.dtype)
-
-    def _write(self, values: NDArray[Any]) -> None:
-        try:
-            self._bin.write(np.ascontiguousarray(values).data)
-        except OSError as error:
-            raise self._failed(error) from None
-        self._tokens += int(values.size)
+                Path(self.prefix + suffix).unlink(missing_ok=True)
 
     def _index(self) -> list[Any]:
         """Returns the index in parts, in the order in which they are written."""
@@ -192,13 +154,12 @@ class TokenFileWriter:
 
     def _sync_folder(self) -> None:
         """Makes the renames so far durable. Some file systems can't sync a folder: the order is then theirs."""
-        try:
-            handle = os.open(os.path.dirname(self.prefix) or ".", os.O_RDONLY)
-        except OSError:
-            return
         with contextlib.suppress(OSError):
-            os.fsync(handle)
-        os.close(handle)
+            handle = os.open(os.path.dirname(self.prefix) or ".", os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
 
     def _failed(self, error: OSError) -> UserError:
         return UserError(
@@ -209,8 +170,3 @@ class TokenFileWriter:
 def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _unlink(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)

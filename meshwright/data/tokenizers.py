@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +21,6 @@ from meshwright.data.token_file import token_dtype
 from meshwright.errors import UserError
 
 END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
-TRAINED_END = END_TOKENS[0]
 SMALLEST_TRAINED = 257
 LARGEST_TRAINED = 2**24
 SPEC_FORMS = "bytes, PATH/tokenizer.json, PATH.model or train:SIZE"
@@ -29,40 +28,30 @@ SPEC_FORMS = "bytes, PATH/tokenizer.json, PATH.model or train:SIZE"
 Ids = NDArray[np.integer[Any]]
 
 
-def _canonical(text: str) -> str:
-    """Returns a tokenizer.json without what writing or loading it changes: blanks, the order of keys, and padding."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return text
-    if isinstance(found, dict):
-        found = {key: value for key, value in found.items() if key not in ("truncation", "padding")}
-    return json.dumps(found, sort_keys=True)
-
-
 @dataclass(frozen=True)
 class Recipe:
-    """What it takes to make a tokenizer: `kind` is bytes, json (`content` is the file's text) or model (its bytes)."""
+    """What it takes to make a tokenizer: `kind` is bytes, json or model, and `content` what is in its file."""
 
     kind: str
-    content: str | bytes = ""
-    eod: str | None = None
-    spec: str = "bytes"
+    content: bytes
+    eod: str | None
+    spec: str
 
     @property
     def digest(self) -> str:
-        """A hash of what turns text into ids: files with the same digest have the same ids for the same text."""
-        content = self.content if isinstance(self.content, bytes) else _canonical(self.content).encode()
+        """A hash of what turns text into ids: files with the same digest have the same ids for the same text. It leaves
+        out what writing or loading a tokenizer.json changes: blanks, the order of keys, and padding."""
+        content = self.content
+        if self.kind == "json":
+            found = json.loads(content.decode("utf-8", "replace"))
+            kept = {key: value for key, value in found.items() if key not in ("truncation", "padding")}
+            content = json.dumps(kept, sort_keys=True).encode()
         return f"{self.kind}:{hashlib.sha256(content).hexdigest()}"
 
     def make(self) -> Tokenizer:
-        if self.kind == "json":
-            assert isinstance(self.content, str)
-            return JsonTokenizer(self.content, self.eod, self.spec)
-        if self.kind == "model":
-            assert isinstance(self.content, bytes)
-            return SentencePieceTokenizer(self.content, self.eod, self.spec)
-        return ByteTokenizer(self.eod)
+        kinds: dict[str, Callable[[Recipe], Tokenizer]]
+        kinds = {"bytes": ByteTokenizer, "json": JsonTokenizer, "model": SentencePieceTokenizer}
+        return kinds[self.kind](self)
 
 
 class Tokenizer(Protocol):
@@ -72,117 +61,108 @@ class Tokenizer(Protocol):
     recipe: Recipe
     vocab_size: int
     eod: int
-    cut: re.Pattern[bytes] | None
+    cut: re.Pattern[bytes] | None = None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of ids in a token file."""
+        return token_dtype(self.vocab_size)
 
     def encode(self, text: str) -> list[int]: ...
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
-        """Encodes with the special tokens that the tokenizer's own files put around a text, as models trained elsewhere
-        expect."""
-        ...
+        """Encodes with the special tokens that the tokenizer's own files put around a text, as its models expect."""
+        return self.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Returns the ids of each text, in the token file's dtype."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Its ids are the 256 byte values of UTF-8 text, and 256 ends a document."""
 
     vocab_size = 257
     eod = 256
-    cut: re.Pattern[bytes] | None = re.compile(rb"\n")
+    cut = re.compile(rb"\n")
 
-    def __init__(self, eod: str | None = None) -> None:
-        if eod is not None:
+    def __init__(self, recipe: Recipe) -> None:
+        if recipe.eod is not None:
             raise UserError("the bytes tokenizer ends documents with its own token, 256: leave out --eod")
-        self.recipe = Recipe("bytes")
+        self.recipe = recipe
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_with_special_tokens(self, text: str) -> list[int]:
-        return self.encode(text)
-
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        dtype = token_dtype(self.vocab_size)
-        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(dtype) for text in texts]
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text; ends of documents, and ids that only a padded vocabulary has, are left out."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
-class JsonTokenizer:
+class JsonTokenizer(Tokenizer):
     """A Hugging Face tokenizer.json. It encodes through the word cache where that is exact."""
 
-    def __init__(self, content: str, eod: str | None, spec: str) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         from tokenizers import Tokenizer as Library
 
         from meshwright.data.words import CUT_BYTES, WordCache, ascii_words
 
         try:
-            self._library = Library.from_str(content)
+            self._library: Any = Library.from_str(recipe.content.decode("utf-8", "replace"))
         except Exception as error:  # the library raises plain Exception
-            raise UserError(f"{spec} is not a readable tokenizer.json ({error}): check the file") from None
+            raise UserError(f"{recipe.spec} is not a readable tokenizer.json ({error}): check the file") from None
         self._library.no_truncation()
         self._library.no_padding()
         vocabulary = self._library.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise UserError(f"{spec} has an empty vocabulary: check the file")
-        self.recipe = Recipe("json", content, eod, spec)
+            raise UserError(f"{recipe.spec} has an empty vocabulary: check the file")
+        self.recipe = recipe
         self.vocab_size = max(vocabulary.values()) + 1
-        self.eod = _end_token(vocabulary, eod, spec)
+        self.eod = _end_token(vocabulary, recipe)
         pattern = ascii_words(self._library)
-        self._dtype = token_dtype(self.vocab_size)
-        self._words = WordCache(self._library, pattern, self._dtype) if pattern else None
+        self._words = WordCache(self._library, pattern, self.dtype) if pattern else None
         self.cut = CUT_BYTES if pattern else None
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
-        return ids
+        return list(self._library.encode(text, add_special_tokens=False).ids)
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
-        ids: list[int] = self._library.encode(text).ids
-        return ids
+        return list(self._library.encode(text).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         if self._words is not None:
             return [self._words.encode(text) for text in texts]
         encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
+        return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._library.decode(list(map(int, ids)), skip_special_tokens=True)
-        return text
+        return str(self._library.decode(list(map(int, ids)), skip_special_tokens=True))
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece .model."""
 
-    cut: re.Pattern[bytes] | None = None
-
-    def __init__(self, content: bytes, eod: str | None, spec: str) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         try:
             import sentencepiece
         except ImportError:
-            raise UserError(f"{spec} needs SentencePiece: pip install meshwright[sentencepiece]") from None
+            raise UserError(f"{recipe.spec} needs SentencePiece: pip install meshwright[sentencepiece]") from None
         try:
-            self._library = sentencepiece.SentencePieceProcessor(model_proto=content)
+            self._library: Any = sentencepiece.SentencePieceProcessor(model_proto=recipe.content)
         except Exception as error:  # RuntimeError or ValueError, by version
-            raise UserError(f"{spec} is not a SentencePiece model ({error}): check the file") from None
-        self.recipe = Recipe("model", content, eod, spec)
+            raise UserError(f"{recipe.spec} is not a SentencePiece model ({error}): check the file") from None
+        self.recipe = recipe
         self.vocab_size = int(self._library.get_piece_size())
         pieces = {self._library.id_to_piece(i): i for i in range(self.vocab_size)}
         own = int(self._library.eos_id())
-        self.eod = own if eod is None and own >= 0 else _end_token(pieces, eod, spec)
-        self._dtype = token_dtype(self.vocab_size)
+        self.eod = own if recipe.eod is None and own >= 0 else _end_token(pieces, recipe)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._library.encode(text, out_type=int)
-        return ids
+        return list(self._library.encode(text, out_type=int))
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
         begin = int(self._library.bos_id())
@@ -190,23 +170,28 @@ class SentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         lists = self._library.encode(list(texts), out_type=int, num_threads=1)
-        return [np.array(ids, dtype=self._dtype) for ids in lists]
+        return [np.array(ids, dtype=self.dtype) for ids in lists]
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._library.decode(list(map(int, ids)))
-        return text
+        return str(self._library.decode(list(map(int, ids))))
 
 
 def load_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
     """Returns the tokenizer that a spec names: `bytes`, a tokenizer.json (or its folder), or a SentencePiece .model."""
     if spec == "bytes":
-        return ByteTokenizer(eod)
+        return Recipe("bytes", b"", eod, spec).make()
     path = os.path.join(spec, "tokenizer.json") if os.path.isdir(spec) else spec
-    if path.endswith(".json"):
-        return JsonTokenizer(_read(path, spec).decode("utf-8", "replace"), eod, path)
-    if path.endswith(".model"):
-        return SentencePieceTokenizer(_read(path, spec), eod, path)
-    raise UserError(f"unknown tokenizer '{spec}': give {SPEC_FORMS}")
+    kind = os.path.splitext(path)[1].removeprefix(".")
+    if kind not in ("json", "model"):
+        raise UserError(f"unknown tokenizer '{spec}': give {SPEC_FORMS}")
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+    except FileNotFoundError:
+        raise UserError(f"no tokenizer at '{path}': give {SPEC_FORMS}") from None
+    except OSError as error:
+        raise UserError(f"cannot read the tokenizer {spec}: {error.strerror}") from None
+    return Recipe(kind, content, eod, path).make()
 
 
 def trained_size(spec: str) -> int | None:
@@ -218,52 +203,35 @@ def trained_size(spec: str) -> int | None:
     except ValueError:
         raise UserError(f"'{spec}' does not name a vocabulary size: write for example train:8192") from None
     if size < SMALLEST_TRAINED:
-        raise UserError(
-            f"'{spec}' is too small: 256 bytes and an end token need train:{SMALLEST_TRAINED} at least"
-        )
+        raise UserError(f"'{spec}' is too small: 256 bytes and an end token need train:{SMALLEST_TRAINED} at least")
     if size > LARGEST_TRAINED:
         raise UserError(f"'{spec}' is too large: a trained vocabulary has at most {LARGEST_TRAINED} entries")
     return size
 
 
-def train_tokenizer(texts: Iterable[str], size: int, spec: str, eod: str | None = None) -> JsonTokenizer:
+def train_tokenizer(texts: Iterable[str], size: int, spec: str, eod: str | None = None) -> Tokenizer:
     """Trains a byte-level BPE of at most `size` entries, the end token included; the same texts give the same one."""
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    end = eod or TRAINED_END
+    end = eod or END_TOKENS[0]
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[end],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=size, special_tokens=[end], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     library.train_from_iterator(texts, trainer)
-    return JsonTokenizer(library.to_str(), end, spec)
+    return Recipe("json", library.to_str().encode(), end, spec).make()
 
 
-def _read(path: str, spec: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except FileNotFoundError:
-        raise UserError(f"no tokenizer at '{path}': give {SPEC_FORMS}") from None
-    except OSError as error:
-        raise UserError(f"cannot read the tokenizer {spec}: {error.strerror}") from None
-
-
-def _end_token(vocabulary: dict[str, int], eod: str | None, spec: str) -> int:
-    if eod is not None:
-        if eod not in vocabulary:
-            raise UserError(f"{spec} has no token '{eod}': name one it has with --eod TOKEN")
-        return vocabulary[eod]
-    for token in END_TOKENS:
+def _end_token(vocabulary: dict[str, int], recipe: Recipe) -> int:
+    for token in END_TOKENS if recipe.eod is None else (recipe.eod,):
         if token in vocabulary:
             return vocabulary[token]
+    if recipe.eod is not None:
+        raise UserError(f"{recipe.spec} has no token '{recipe.eod}': name one it has with --eod TOKEN")
+    usual = ", ".join(END_TOKENS)
     raise UserError(
-        f"{spec} has none of the usual end-of-document tokens ({', '.join(END_TOKENS)}): "
-        "name its own with --eod TOKEN"
+        f"{recipe.spec} has none of the usual end-of-document tokens ({usual}): name its own with --eod TOKEN"
     )

@@ -62,13 +62,10 @@ def ascii_words(tokenizer: Tokenizer) -> str | None:
             return None
         if config.get("normalizer") and not token["content"].isascii():
             return None
-    return _pattern(config.get("pre_tokenizer") or {})
-
-
-def _pattern(config: dict[str, Any]) -> str | None:
-    if config.get("type") == "ByteLevel":
-        return GPT2_WORDS if config.get("use_regex", True) and not config["add_prefix_space"] else None
-    steps = config.get("pretokenizers", [])
+    cutter = config.get("pre_tokenizer") or {}
+    if cutter.get("type") == "ByteLevel":
+        return GPT2_WORDS if cutter.get("use_regex", True) and not cutter["add_prefix_space"] else None
+    steps = cutter.get("pretokenizers", [])
     if [step.get("type") for step in steps] != ["Split", "ByteLevel"]:
         return None
     split, level = steps
@@ -92,8 +89,11 @@ class WordCache(dict[str, bytes]):
         self._added = re.compile("|".join(map(re.escape, added))) if added else None
 
     def __missing__(self, word: str) -> bytes:
-        tokens = self._model.tokenize(word.translate(self._alphabet))
-        ids = self._bytes([token.id for token in tokens])
+        if word.isascii():
+            tokens = self._model.tokenize(word.translate(self._alphabet))
+            ids = self._bytes([token.id for token in tokens])
+        else:
+            ids = self._library(word)
         if len(word) <= MAX_CACHED:
             self[word] = ids
         return ids
@@ -117,21 +117,13 @@ class WordCache(dict[str, bytes]):
 
     def _mixed(self, text: str) -> bytes:
         """Encodes ASCII text that has other words in it; those go to the library one by one."""
-        parts = []
+        parts: list[bytes] = []
         for plain, chunks in groupby(CUT.split(text), str.isascii):
             if plain:
                 parts.append(self._ascii("".join(chunks)))
             else:
-                parts.extend(map(self._chunk, chunks))
+                parts.extend(map(self.__getitem__, chunks))
         return b"".join(parts)
-
-    def _chunk(self, chunk: str) -> bytes:
-        ids = self.get(chunk)
-        if ids is None:
-            ids = self._library(chunk)
-            if len(chunk) <= MAX_CACHED:
-                self[chunk] = ids
-        return ids
 
     def _library(self, text: str) -> bytes:
         return self._bytes(self._tokenizer.encode(text, add_special_tokens=False).ids)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from meshwright.errors import UserError
 
 RESULTS_AHEAD = 4  # results per worker that may wait for an earlier one
+DIED = "a worker process ended early (the machine may be out of memory): try fewer with --workers"
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -36,11 +37,8 @@ class Worker:
 
 def map_in_order(make: Make[T, R], args: tuple[Any, ...], tasks: Iterator[T], count: int) -> Generator[R, None, None]:
     """Yields the tasks' results, in order. `make(*args)` runs once in each of `count` processes and returns the
-    function that is called with the tasks.
-
-    `make`, `args`, tasks and results are sent by pickle. A UserError in a worker is raised here; closing the generator
-    ends the workers at once.
-    """
+    function that is called with the tasks. `make`, `args`, tasks and results are sent by pickle. A UserError in a
+    worker is raised here; closing the generator ends the workers at once."""
     context = multiprocessing.get_context("forkserver")
     workers: list[Worker] = []
     try:
@@ -87,23 +85,19 @@ def _send(worker: Worker, task: Any) -> None:
     try:
         worker.pipe.send(task)
     except OSError:
-        raise _worker_died() from None
+        raise UserError(DIED) from None
 
 
 def _receive(worker: Worker) -> Any:
     try:
         kind, value = worker.pipe.recv()
     except (EOFError, OSError):
-        raise _worker_died() from None
+        raise UserError(DIED) from None
     if kind == "mistake":
         raise UserError(value)
     if kind == "failure":
         raise RuntimeError(f"a worker failed:\n{value}")
     return value
-
-
-def _worker_died() -> UserError:
-    return UserError("a worker process ended early (the machine may be out of memory): try fewer with --workers")
 
 
 def _serve(pipe: Connection[Any, Any], make: Make[Any, Any], args: tuple[Any, ...]) -> None:

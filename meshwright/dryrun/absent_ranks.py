@@ -45,8 +45,8 @@ def _fill(group: Any) -> None:
     """Wraps the calls that leave their output unwritten: it is filled after the call was made and counted as usual."""
     take, scatter = group.receive, group.reduce_scatter
 
-    def receive(x: Tensor, source: int, tag: int = 0) -> Pending:
-        pending: Pending = take(x, source, tag)
+    def receive(x: Tensor, source: int) -> Pending:
+        pending: Pending = take(x, source)
         x.normal_(0.0, 1e-2)
         return pending
 

@@ -34,8 +34,7 @@ def _add_rows(out, grad, ids, order, tokens, width, ROWS_AT_ONCE: tl.constexpr, 
 
 
 def add_rows(out: Tensor, grad: Tensor, rows: Tensor) -> None:
-    """out[rows] += grad, for `out` [vocabulary, hidden] in float32 and rows [tokens], which may repeat;
-    negative ones are left out."""
+    """out[rows] += grad, for float32 `out` [vocabulary, hidden]; rows [tokens] may repeat, negatives don't count."""
     ids, order = torch.sort(rows, stable=True)
     tokens, width = grad.shape
     block = min(1024, triton.next_power_of_2(width))

@@ -84,8 +84,7 @@ def _cast(
 
 
 def largest_magnitudes(x: Tensor, lines: bool, rows_wanted: bool, columns_wanted: bool) -> tuple[Tensor, Tensor]:
-    """Returns the largest magnitudes of the rows and of the columns; without `lines`, that of the whole tensor,
-    twice."""
+    """Returns the largest magnitudes of the rows and of the columns; without `lines`, the whole tensor's, twice."""
     rows, columns = x.shape
     if not lines:
         out = torch.zeros((), dtype=torch.float32, device=x.device)

@@ -16,7 +16,7 @@ from math import prod
 from typing import NamedTuple
 
 from meshwright.errors import UserError, divisors, either, nearest
-from meshwright.layout.params import REPLICA
+from meshwright.layout.params import REPLICA, SHARD
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DENSE_AXES = ("tp", "cp", "dp", "pp")
@@ -50,8 +50,7 @@ class Atom(NamedTuple):
 
 
 class AxisProduct(NamedTuple):
-    """A product of axes: the atoms inside a group, those between groups, and the ranks of a group relative to its
-    first."""
+    """A product of axes: the atoms inside a group, those between groups, and a group's ranks relative to its first."""
 
     inside: tuple[Atom, ...]
     between: tuple[Atom, ...]
@@ -114,9 +113,7 @@ class Layout:
 
     def axis_size(self, axis: str) -> int:
         """The size of one of tp, cp, ep, dp, pp, etp, edp."""
-        size = getattr(self, axis)
-        assert isinstance(size, int)
-        return size
+        return int(getattr(self, axis))
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
         """Returns all groups of an axis, a part, a product of them ("tp-pp", words in any order), or a special one.
@@ -129,10 +126,7 @@ class Layout:
         if name in SPECIAL_GROUPS:
             return tuple(_ends(self, name, stages) for stages in self.groups("pp"))
         product = _product(self, name)
-        offsets = product.offsets
-        if len(offsets) == 1:
-            return tuple((first,) for first in range(self.world))
-        return tuple(tuple([first + step for step in offsets]) for first in _offsets(product.between))
+        return tuple(tuple([first + step for step in product.offsets]) for first in _offsets(product.between))
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
         """Returns the group of `name` that holds `rank`, or () where no embedding group holds it."""
@@ -153,8 +147,7 @@ class Layout:
         return len(_product(self, name).offsets)
 
     def canonical(self, name: str) -> str:
-        """Returns the canonical spelling of a product: words in the order string's order, and an axis for all of its
-        parts."""
+        """Returns the canonical spelling of a product: words as in the order string, an axis for all of its parts."""
         if name in SPECIAL_GROUPS:
             return name
         inside = _product(self, name).inside
@@ -196,32 +189,15 @@ class Layout:
         return _coordinate(self, EXPERT_AXES, rank)
 
     def rank_at(self, **coordinates: int) -> int:
-        """Returns the rank at these coordinates of one view; an axis that is not named counts as 0.
-
-        The inverse of `coordinate` and `expert_coordinate`. Parts may be given instead of their axis, or
-        beside it where they say the same.
-        """
-        axes = _view_of(self, "-".join(coordinates), list(coordinates)) if coordinates else DENSE_AXES
-        strides = _strides(self, axes)
-        atoms = {atom.name: atom for atom in _atoms(self, axes)}
-        given_parts = [name for name in coordinates if name not in axes]
-        rank = 0
+        """Returns the rank at these coordinates of one view; an axis that is not named counts as 0. The inverse of
+        `coordinate` and `expert_coordinate`. Parts may be given instead of their axis; beside it they don't count."""
+        axes = _view_of(self, "-".join(coordinates), list(coordinates))
+        parts = {atom.name: atom.stride for atom in _atoms(self, axes) if atom.axis not in coordinates}
+        strides = parts | _strides(self, axes)
         for name, value in coordinates.items():
-            size = self.axis_size(name) if name in axes else atoms[name].size
-            if not 0 <= value < size:
-                raise UserError(f"{name}={value} is outside this layout: choose 0 to {size - 1}")
-            if name in axes:
-                rank += value * strides[name]
-            elif atoms[name].axis not in coordinates:
-                rank += value * atoms[name].stride
-        for name in given_parts:
-            if atoms[name].at(rank) != coordinates[name]:
-                axis = atoms[name].axis
-                raise UserError(
-                    f"{axis}={coordinates[axis]} has {name}={atoms[name].at(rank)}, "
-                    f"not {coordinates[name]}: give {axis} or its parts, not both"
-                )
-        return rank
+            if not 0 <= value < self.size(name):
+                raise UserError(f"{name}={value} is outside this layout: choose 0 to {self.size(name) - 1}")
+        return sum(value * strides.get(name, 0) for name, value in coordinates.items())
 
     def crosses_node(self, ranks: Sequence[int]) -> bool:
         """Whether these ranks stand on more than one node; False where `node_size` is not known."""
@@ -286,8 +262,7 @@ def _check_parts(layout: Layout) -> None:
     for axis, parts in layout.parts:
         if axis not in (*AXES, *EXPERT_AXES):
             raise UserError(
-                f"parts of the unknown axis '{axis}'{nearest(axis, AXES)}: "
-                f"split one of {', '.join(AXES)}, etp or edp"
+                f"parts of the unknown axis '{axis}'{nearest(axis, AXES)}: split one of {', '.join(AXES)}, etp or edp"
             )
         if axis in split:
             raise UserError(f"parts name {axis} twice: list all of its parts together")
@@ -385,13 +360,26 @@ def _product(layout: Layout, name: str) -> AxisProduct:
 def _coordinate(layout: Layout, axes: tuple[str, ...], rank: int) -> dict[str, int]:
     strides = _strides(layout, axes)
     found = {axis: rank // strides[axis] % layout.axis_size(axis) for axis in axes}
-    for atom in _atoms(layout, axes):
-        if atom.name not in found:
-            found[atom.name] = atom.at(rank)
-    return found
+    return found | {atom.name: atom.at(rank) for atom in _atoms(layout, axes)}
 
 
 def _ends(layout: Layout, name: str, stages: tuple[int, ...]) -> tuple[int, ...]:
     """The ranks of one pipeline that hold an embedding: word embeddings stand on the first and on the last stage."""
     first, last = layout.first_and_last
     return tuple(sorted({stages[first], stages[last]})) if name == "embedding" else (stages[first],)
+
+
+def node_parts(layout: Layout) -> Parts:
+    """Returns the parts of dp where weights are sharded inside a node and replicated across nodes."""
+    ranks = layout.group("dp", 0)
+    inside = sum(rank < (layout.node_size or layout.world) for rank in ranks)
+    neighbours = (group[at : at + inside] for group in layout.groups("dp") for at in range(0, len(ranks), inside))
+    uneven = any(map(layout.crosses_node, neighbours))
+    if inside == len(ranks) and not uneven:
+        return ()
+    if inside == 1 or len(ranks) % inside or uneven:
+        raise UserError(
+            f"zero.shard_group=node: a node of layout.node_size={layout.node_size} holds {inside} of the {len(ranks)} "
+            "data-parallel ranks, which divides nothing evenly: set zero.shard_group=dp, or lower layout.tp or pp"
+        )
+    return (("dp", ((SHARD, inside), (REPLICA, len(ranks) // inside))),)

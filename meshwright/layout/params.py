@@ -1,6 +1,5 @@
 """Records of where each parameter lives: plain data that initialisation, gradient buffers, the grad norm, checkpoints
-and the memory model all read. No torch.
-"""
+and the memory model all read. No torch."""
 
 from __future__ import annotations
 
@@ -8,10 +7,14 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 DATA_AXES = "dp-cp"  # every dense gradient is a partial sum over these
 SHARD, REPLICA = "dp.shard", "dp.replica"  # parts of dp, where states are divided inside a node
+TILE = 128  # weights are drawn in tiles of so many rows and columns (see `tiles`)
+
+Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,9 @@ class Init:
 
 @dataclass(frozen=True)
 class ParamRecord:
-    """The place of one local parameter in the model that all ranks hold together.
-
-    Several local parameters may hold boxes of one global tensor (`name`); rows of the local tensor that no
-    box covers are padding, stay zero and never enter the loss.
-    """
+    """The place of one local parameter in the model that all ranks hold together. Several local parameters may hold
+    boxes of one global tensor (`name`); rows of the local tensor that no box covers are padding, stay zero and never
+    enter the loss."""
 
     name: str
     shape: tuple[int, ...]
@@ -95,20 +96,14 @@ def global_boxes(record: ParamRecord, start: int, stop: int) -> Iterator[Box]:
     """Yields the boxes of the global tensor that a range of the local tensor's elements holds; padding is in none."""
     for piece in rectangles(record.local_shape, start, stop):
         for box in record.boxes:
-            low = tuple(max(a, b) for a, b in zip(piece.local_start, box.local_start, strict=True))
-            high = tuple(
-                min(a + n, b + m)
-                for a, n, b, m in zip(piece.local_start, piece.shape, box.local_start, box.shape, strict=True)
-            )
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                shape = tuple(b - a for a, b in zip(low, high, strict=True))
-                at = tuple(g + a - b for g, a, b in zip(box.start, low, box.local_start, strict=True))
-                yield Box(at, shape, low)
+            # The piece is of the local tensor, so here the local and the global tensor change places.
+            if where := overlap(piece.start, piece.shape, Box(box.local_start, box.shape, box.start)):
+                inside, found = where
+                local = tuple(start + part.start for start, part in zip(piece.start, inside, strict=True))
+                yield Box(tuple(part.start for part in found), tuple(part.stop - part.start for part in found), local)
 
 
-def overlap(
-    a_start: tuple[int, ...], a_shape: tuple[int, ...], b: Box
-) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def overlap(a_start: tuple[int, ...], a_shape: tuple[int, ...], b: Box) -> tuple[Slices, Slices] | None:
     """Returns the overlap of the region (a_start, a_shape) of a global tensor with box `b`, as slices within the region
     and within b's local tensor; None if they don't overlap."""
     inside, local = [], []
@@ -157,36 +152,18 @@ def records_under(records: dict[str, ParamRecord], prefix: str) -> dict[str, Par
     return {key[len(head) :]: record for key, record in records.items() if key.startswith(head)}
 
 
-# Weights are drawn in fixed tiles of the global tensor, so that a rank draws only the tiles it holds a part of
-# and every layout starts from the same model.
-TILE = 128
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One draw: the seed of a TILE x TILE block, the part of it that is wanted, and its place in the local tensor."""
-
-    seed: int
-    wanted: tuple[slice, slice]
-    place: tuple[int | slice, ...]
-
-
-def tiles(record: ParamRecord, seed: int) -> Iterator[Tile]:
-    """Yields the draws that fill `record`'s boxes, which must be of a matrix or of several, as experts have them."""
+def tiles(record: ParamRecord, seed: int) -> Iterator[tuple[int, Slices, Slices]]:
+    """Yields the draws that fill `record`'s boxes, which must be of a matrix or, as experts have them, of several: the
+    seed of a TILE x TILE block, the part of it that is wanted, and where that goes. The tiles are those of the global
+    tensor, so that a rank draws only the ones it holds a part of and every layout starts from the same model."""
     for box in record.boxes:
-        assert len(box.shape) in (2, 3), f"{record.name}: only matrices are drawn"
-        (r0, c0), (rows, columns), (lr, lc) = box.start[-2:], box.shape[-2:], box.local_start[-2:]
-        stacked = [((box.start[0] + n,), (box.local_start[0] + n,)) for n in range(box.shape[0])]
-        for which, place in stacked if len(box.shape) == 3 else [((), ())]:
-            for i in range(r0 // TILE, -(-(r0 + rows) // TILE)):
-                top, bottom = max(r0, i * TILE), min(r0 + rows, (i + 1) * TILE)
-                for j in range(c0 // TILE, -(-(c0 + columns) // TILE)):
-                    left, right = max(c0, j * TILE), min(c0 + columns, (j + 1) * TILE)
-                    yield Tile(
-                        stream_seed(seed, record.name, *which, i, j),
-                        (slice(top - i * TILE, bottom - i * TILE), slice(left - j * TILE, right - j * TILE)),
-                        (*place, slice(lr + top - r0, lr + bottom - r0), slice(lc + left - c0, lc + right - c0)),
-                    )
+        assert len(box.shape) >= 2, f"{record.name}: only matrices are drawn"
+        sides = (*(1 for _ in box.shape[2:]), TILE, TILE)
+        each = zip(box.start, box.shape, sides, strict=True)
+        for tile in product(*(range(at // side, -(-(at + n) // side)) for at, n, side in each)):
+            start = tuple(i * side for i, side in zip(tile, sides, strict=True))
+            if where := overlap(start, sides, box):
+                yield stream_seed(seed, record.name, *tile), *where
 
 
 def stream_seed(*parts: object) -> int:

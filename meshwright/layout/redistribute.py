@@ -78,11 +78,9 @@ class Redistribution:
 
 
 def redistribution(before: Sequence[Ownership], after: Sequence[Ownership]) -> Redistribution:
-    """Plans how every box of `after` is filled from the boxes of `before`; both list one ownership per tensor.
-
-    A rank takes from itself whatever it holds. The rest comes from any rank that holds it: where there are several, the
-    largest boxes are assigned first, each to the rank that has the least to send so far.
-    """
+    """Plans how every box of `after` is filled from the boxes of `before`; both list one ownership per tensor. A rank
+    takes from itself whatever it holds. The rest comes from any rank that holds it: where there are several, the
+    largest boxes are assigned first, each to the rank that has the least to send so far."""
     ranks = len(before[0])
     wanted: list[tuple[int, int, Region, Box, dict[int, Box]]] = []
     for tensor, (old, new) in enumerate(zip(before, after, strict=True)):

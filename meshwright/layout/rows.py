@@ -89,11 +89,9 @@ def causal_work(rows: int, lengths: Sequence[int] | None = None) -> Integers:
 
 
 def by_key(keys: ArrayLike, ranks: int, keys_per_rank: int = 1) -> RowTable:
-    """Sorts rows by key, in their given order within a key; rank r holds the keys from r * keys_per_rank on.
-
-    With the number of a row's expert as its key this is the order in which experts compute; with the number of its
-    rank as its key it makes a table from any assignment of rows to ranks.
-    """
+    """Sorts rows by key, in their given order within a key; rank r holds the keys from r * keys_per_rank on. With the
+    number of a row's expert as its key this is the order in which experts compute; with the number of its rank as its
+    key it makes a table from any assignment of rows to ranks."""
     found = np.asarray(keys, np.int64)
     assert not len(found) or 0 <= found.min() <= found.max() < ranks * keys_per_rank, "a key that no rank holds"
     # numpy sorts 16-bit integers by radix, several times faster than wider ones.
@@ -119,11 +117,9 @@ def zigzag(rows: int, ranks: int) -> RowTable:
 
 
 def by_documents(lengths: Sequence[int], ranks: int) -> RowTable:
-    """Cuts each document by a zigzag of its own, for attention that does not cross documents.
-
-    Nothing is padded: where 2 x `ranks` does not divide a length, some parts have one row more. Which parts these are
-    is shifted by the rows before the document, so that many short documents spread over all ranks.
-    """
+    """Cuts each document by a zigzag of its own, for attention that does not cross documents. Nothing is padded: where
+    2 x `ranks` does not divide a length, some parts have one row more. Which parts these are is shifted by the rows
+    before the document, so that many short documents spread over all ranks."""
     sizes = np.asarray(lengths, np.int64)
     parts = 2 * ranks
     before = np.cumsum(sizes) - sizes
@@ -135,10 +131,8 @@ def by_documents(lengths: Sequence[int], ranks: int) -> RowTable:
 
 
 def packed(lengths: Sequence[int], capacity: int) -> RowTable:
-    """Packs whole documents into as few sequences of `capacity` rows as best-fit decreasing finds.
-
-    The ranks of this table are the sequences of a batch; rows that a sequence lacks to `capacity` are padding.
-    """
+    """Packs whole documents into as few sequences of `capacity` rows as best-fit decreasing finds. The ranks of this
+    table are the sequences of a batch; rows that a sequence lacks to `capacity` are padding."""
     assert max(lengths, default=0) <= capacity, f"a document is longer than {capacity} rows"
     room: list[tuple[int, int]] = []  # the free rows of each sequence, and its number; sorted
     sequence = np.zeros(len(lengths), np.int64)

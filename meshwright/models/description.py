@@ -10,9 +10,8 @@ from functools import lru_cache
 
 from meshwright.config.sections import Config, ModelConfig
 from meshwright.errors import UserError, nearest
-from meshwright.layout import Layout, Parts
+from meshwright.layout import Layout, Parts, node_parts
 from meshwright.layout.params import Init
-from meshwright.layout.shards import node_parts
 from meshwright.parts.experts import ExpertsPart, Routing
 from meshwright.parts.gpt import (
     KV_COPIES,
@@ -31,12 +30,12 @@ from meshwright.schedule.kinds import ends_of
 
 def gpt(model: ModelConfig) -> Model:
     """Describes a decoder-only transformer of the config's sizes."""
-    h, normal = model.hidden, Init("normal", model.init_std)
+    h, tied, normal = model.hidden, model.tied_embeddings, Init("normal", model.init_std)
     # Projections back into the residual stream start smaller, as in GPT-2.
-    output = Init("normal", model.init_std / math.sqrt(2 * model.layers))
+    small = Init("normal", model.init_std / math.sqrt(2 * model.layers))
     norm = NormPart(model.norm, h, model.norm_eps, model.norm == "layernorm" and model.bias)
-    attention = attention_part(model, normal, output)
-    mlp = MLPPart(model.mlp, h, model.ffn, normal, output, model.bias)
+    attention = attention_part(model, normal, small)
+    mlp = MLPPart(model.mlp, h, model.ffn, normal, small, model.bias)
 
     def block(*last: tuple[str, Part]) -> BlockUnit:
         # Experts and latent attention state themselves what they keep of their norm.
@@ -48,8 +47,16 @@ def gpt(model: ModelConfig) -> Model:
 
     dense, mixed = block(("mlp", mlp)), block(("experts", experts(model, mlp)))
     blocks = tuple(mixed if model.experts.in_block(layer) else dense for layer in range(model.layers))
-    embedding, head = decoder_ends(model, normal, norm)
-    return Model(embedding, blocks, head, h, model.tied_embeddings)
+    first = [NamedPart("tokens", "embedding", TokenEmbeddingPart(model.vocab, h, normal, tied, model.dropout))]
+    if model.position == "learned":
+        positions = PositionEmbeddingPart(model.seq, h, normal, model.position_offset)
+        first.append(NamedPart("positions", "position", positions))
+    ended = replace(norm, keeps_output=False)
+    if model.embedding_norm:
+        first.append(NamedPart("norm", "embedding_norm", ended))
+    output = OutputLayerPart(model.vocab, h, normal, tied)
+    last = (NamedPart("norm", "final_norm", ended), NamedPart("output", "embedding" if tied else "head", output))
+    return Model(Unit(tuple(first)), blocks, Unit(last), h, tied)
 
 
 def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
@@ -75,21 +82,6 @@ def experts(model: ModelConfig, mlp: MLPPart) -> ExpertsPart:
     )  # fmt: skip
     shared = replace(mlp, ffn=e.shared * e.ffn, bias=False) if e.shared else None
     return ExpertsPart(routing, replace(mlp, ffn=e.ffn, bias=False), shared)
-
-
-def decoder_ends(model: ModelConfig, normal: Init, norm: NormPart) -> tuple[Unit, Unit]:
-    """Returns the embedding and the head of a decoder."""
-    h, tied, ended = model.hidden, model.tied_embeddings, replace(norm, keeps_output=False)
-    tokens = TokenEmbeddingPart(model.vocab, h, normal, tied, model.dropout)
-    first = [NamedPart("tokens", "embedding", tokens)]
-    if model.position == "learned":
-        positions = PositionEmbeddingPart(model.seq, h, normal, model.position_offset)
-        first.append(NamedPart("positions", "position", positions))
-    if model.embedding_norm:
-        first.append(NamedPart("norm", "embedding_norm", ended))
-    output = OutputLayerPart(model.vocab, h, normal, tied)
-    last = (NamedPart("norm", "final_norm", ended), NamedPart("output", "embedding" if tied else "head", output))
-    return Unit(tuple(first)), Unit(last)
 
 
 # Kinds of models, by the config's `model.kind`. A program may add its own.

@@ -15,17 +15,15 @@ from meshwright.layout.params import records_under
 from meshwright.models.description import describe, fields_read
 from meshwright.models.stage import Receives
 from meshwright.nn.attention import Alibi, KVCache, causal_mask
-from meshwright.nn.block import Block
-from meshwright.nn.build import build_module
+from meshwright.nn.build import Block, build_module
 from meshwright.nn.experts import RoutedInputs, Saved
 from meshwright.nn.linear import Linear
 from meshwright.nn.loss import output_loss
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
-from meshwright.nn.recompute import recompute
 from meshwright.nn.rotary import Rotary
-from meshwright.nn.unit import call_unit
+from meshwright.nn.unit import call_unit, recompute
 from meshwright.parts.part import BlockUnit as Description
 from meshwright.parts.part import Coordinate, MicroBatch, Records, Stage, Unit
 
@@ -101,7 +99,8 @@ class GPTStage(nn.Module):
         self.rotary = Rotary(c, parallel) if c.position == "rope" else None
         self.alibi = Alibi(c, parallel) if c.position == "alibi" else None
         if model.tied and self.embedding is not None and self.head is not None:
-            tie_weights(self.head, self.embedding)
+            # Across stages, each end holds a copy and the gradients are summed.
+            self.head.output.weight = self.embedding.tokens.get_parameter("weight")
         self.micro_batch = config.train.micro_batch
         self._loss_weight: float | None = None
         self.losses = model.losses  # the terms that blocks add to the loss
@@ -229,11 +228,6 @@ def _plus(total: Tensor | None, more: Tensor | None) -> Tensor | None:
 
 def _set_layer(ledger: Ledger, layer: int | None, grad: Tensor) -> None:
     ledger.current_layer = layer
-
-
-def tie_weights(head: Head, embedding: Embedding) -> None:
-    """Makes both use one parameter. (Across stages, each end holds a copy and the gradients are summed.)"""
-    head.output.weight = embedding.tokens.get_parameter("weight")
 
 
 def segment_mask(segments: Tensor) -> Tensor:

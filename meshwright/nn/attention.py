@@ -12,13 +12,12 @@ from meshwright.layout.params import ParamRecord, records_under
 from meshwright.nn.linear import Linear, norm_product
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
-from meshwright.nn.rotary import rotate, rotate_qkv
+from meshwright.nn.rotary import Tables, rotate, rotate_qkv
 from meshwright.parts import gpt
 
 
 class Alibi(nn.Module):
-    """ALiBi lowers a score in proportion to the distance to the key, with a slope per head. A rank has its heads'
-    slopes."""
+    """ALiBi lowers a score in proportion to the distance to the key. A rank has its own heads' slopes."""
 
     slopes: Tensor
 
@@ -70,29 +69,24 @@ class QKV(nn.Module):
 
     def __init__(self, parallel: Parallel, records: dict[str, ParamRecord]) -> None:
         super().__init__()
-        self.parts = [part for part in ("qkv", "q", "kv") if f"{part}.weight" in records]
-        for part in self.parts:
-            self.add_module(part, Linear(parallel, records[f"{part}.weight"], records.get(f"{part}.bias"), "column"))
-
-    def linear(self, part: str) -> Linear:
-        found = self._modules[part]
-        assert isinstance(found, Linear)
-        return found
+        self.linears: list[Linear] = []
+        for part in (part for part in ("qkv", "q", "kv") if f"{part}.weight" in records):
+            linear = Linear(parallel, records[f"{part}.weight"], records.get(f"{part}.bias"), "column")
+            self.add_module(part, linear)
+            self.linears.append(linear)
 
     def forward(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """Returns x, for the residual, and the projection of its norm."""
-        linears = [self.linear(part) for part in self.parts]
-        if len(linears) == 1:
-            return linears[0].after_norm(x, norm)
-        weight = torch.cat(tuple(linear.weight for linear in linears))
-        biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+        if len(self.linears) == 1:
+            return self.linears[0].after_norm(x, norm)
+        weight = torch.cat(tuple(linear.weight for linear in self.linears))
+        biases: list[Tensor] = [linear.bias for linear in self.linears if linear.bias is not None]
         bias = torch.cat(biases) if biases else None
-        return norm_product(x, norm, weight, bias, (None, *linears[0].settings[1:]))
+        return norm_product(x, norm, weight, bias, (None, *self.linears[0].settings[1:]))
 
 
 class KVCache:
-    """The keys and values of one layer's earlier tokens. The first call may add many tokens (the prompt), and each
-    later call adds one."""
+    """The keys and values of one layer's earlier tokens. The first call may add many (the prompt), later ones one."""
 
     def __init__(self, longest: int) -> None:
         self.longest, self.length = longest, 0
@@ -135,13 +129,7 @@ class Attention(nn.Module):
         )  # fmt: skip
 
     def forward(
-        self,
-        x: Tensor,
-        norm: Norm,
-        batch: int,
-        rotary: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | None = None,
-        past: KVCache | None = None,
+        self, x: Tensor, norm: Norm, batch: int, rotary: Tables | None, mask: Tensor | None, past: KVCache | None,
         *unused: object,
     ) -> tuple[Tensor, Tensor]:
         """Returns x [tokens, hidden] of `batch` sequences, for the residual, and attention of its norm. `mask` [batch,

@@ -20,8 +20,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rows: Tensor, cut: bool, sink: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.sink = sink
-        ctx.size = weight.shape[0]
+        ctx.sink, ctx.size = sink, weight.shape[0]
         if not cut:
             return weight[rows]
         return weight[rows.clamp(min=0)].masked_fill_((rows < 0)[:, None], 0.0)

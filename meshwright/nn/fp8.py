@@ -21,7 +21,6 @@ from meshwright.kernels import kernels_take
 from meshwright.nn.weight_grad import Sink, now_or_later, sink_of
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
-FP8_KINDS = ("fp8", "fp8-row")
 
 
 class Quantised(NamedTuple):
@@ -52,11 +51,8 @@ def quantise(x: Tensor, kind: str, dtype: torch.dtype, straight: bool = True, ac
 def _quantise(
     x: Tensor, lines: bool, gradient: bool, straight: bool, across: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dtype = GRADIENTS if gradient else VALUES
-    limit = torch.finfo(dtype).max
-    rows, columns = x.shape
-    value = torch.empty((rows, columns) if straight else (0, 0), dtype=dtype, device=x.device)
-    turned = torch.empty((columns, rows) if across else (0, 0), dtype=dtype, device=x.device)
+    value, turned = _empty_pair(x, gradient, straight, across)
+    limit = torch.finfo(value.dtype).max
     x = x.contiguous()
     if kernels_take(x):
         from meshwright.kernels.fp8 import cast, largest_magnitudes
@@ -75,25 +71,24 @@ def _quantise(
 
 @_quantise.register_fake
 def _(x: Tensor, lines: bool, gradient: bool, straight: bool, across: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dtype = GRADIENTS if gradient else VALUES
-    rows, columns = x.shape
-    value = x.new_empty((rows, columns) if straight else (0, 0), dtype=dtype)
-    turned = x.new_empty((columns, rows) if across else (0, 0), dtype=dtype)
-    of_rows, of_columns = (x.new_empty((n,) if lines else (), dtype=torch.float32) for n in (rows, columns))
+    value, turned = _empty_pair(x, gradient, straight, across)
+    of_rows, of_columns = (x.new_empty((n,) if lines else (), dtype=torch.float32) for n in x.shape)
     return value, of_rows, turned, of_columns
 
 
-def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool) -> Tensor:
-    """Returns a b^T, [lines of a, lines of b]. On CUDA, `fast` accumulates in fewer bits than float32 has."""
-    return _product(a.value, a.scale, b.value, b.scale, dtype, fast)
+def _empty_pair(x: Tensor, gradient: bool, straight: bool, across: bool) -> tuple[Tensor, Tensor]:
+    dtype, (rows, columns) = GRADIENTS if gradient else VALUES, x.shape
+    sizes = ((rows, columns) if straight else (0, 0), (columns, rows) if across else (0, 0))
+    return x.new_empty(sizes[0], dtype=dtype), x.new_empty(sizes[1], dtype=dtype)
 
 
 @custom_op("meshwright::fp8_product", mutates_args=())
-def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    """Returns a b^T, [lines of a, lines of b]. On CUDA, `fast` accumulates in fewer bits than float32 has."""
     return _multiply(a, a_scale, b, b_scale, dtype, fast, None)
 
 
-@_product.register_fake
+@product.register_fake
 def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
@@ -101,18 +96,17 @@ def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype
 def _multiply(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool, out: Tensor | None
 ) -> Tensor:
-    if a.is_cuda:
-        if a_scale.dim():
-            a_scale, b_scale = a_scale[:, None], b_scale[None, :]
-            if dtype == torch.float32 and not scaled_rows_are_wide(a.device):
-                narrow = torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
-                return narrow.float() if out is None else out.copy_(narrow)
-        kwargs = {} if out is None else {"out": out}
-        return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast, **kwargs)
-    wide = (a.float() * (a_scale[:, None] if a_scale.dim() else a_scale)) @ (
-        b.float() * (b_scale[:, None] if b_scale.dim() else b_scale)
-    ).t()
-    return wide.to(dtype) if out is None else out.copy_(wide)
+    by_rows = a_scale.dim() > 0
+    if by_rows:
+        a_scale, b_scale = a_scale[:, None], b_scale[None, :]
+    if not a.is_cuda:
+        wide = (a.float() * a_scale) @ (b.t().float() * b_scale)
+        return wide.to(dtype) if out is None else out.copy_(wide)
+    if by_rows and dtype == torch.float32 and not scaled_rows_are_wide(a.device):
+        narrow = torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        return narrow.float() if out is None else out.copy_(narrow)
+    kwargs = {} if out is None else {"out": out}
+    return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast, **kwargs)
 
 
 @operator("meshwright::add_fp8_product_grad", mutates={"sink"})
@@ -129,8 +123,3 @@ def _add_product(slot: Sink, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scal
         slot.done()
     else:
         slot.add(_multiply(grad, grad_scale, x, x_scale, slot.view.dtype, False, None))
-
-
-@add_fp8_product_grad.register_fake
-def _(sink: Tensor, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor) -> None:
-    return None

@@ -177,18 +177,22 @@ class _Collect(torch.autograd.Function):
         return take_rows(grad, index), None, None
 
 
+def _take_numbers(x: Tensor, index: Tensor) -> Tensor:
+    return x[index.clamp(min=0)].masked_fill_(index < 0, 0.0)
+
+
 class _Permute(torch.autograd.Function):
     """Reorders numbers: out[i] = x[index[i]]; `places` is the inverse, and a negative one marks a number left out."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)
-        return take_rows(x[:, None], index)[:, 0]
+        return _take_numbers(x, index)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (places,) = ctx.saved_tensors
-        return take_rows(grad[:, None], places)[:, 0], None, None
+        return _take_numbers(grad, places), None, None
 
 
 def spread(x: Tensor, index: Tensor, places: Tensor) -> Tensor:

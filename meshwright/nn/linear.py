@@ -21,8 +21,8 @@ from meshwright.nn.fused import rms_norm, rms_norm_backward, rms_norm_in_one_pas
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 
-Cut = Literal["column", "row", "whole"]
-# The sink of the weight gradient, the mode, the name and size of the tp group, and the precision of the products.
+# The sink of the weight gradient, the mode (see `_Product`), the name and size of the tp group, and the precision of
+# the products (see `products`).
 ProductSettings = tuple[Tensor | None, str, str, int, str]
 
 
@@ -30,113 +30,99 @@ class _Product(torch.autograd.Function):
     """y = x W^T with its collectives. `mode` says which collectives it needs:
 
     plain: none. column: the input gradient is summed. row: the output is summed. gather: the tokens are gathered before
-    the product. scatter: the output is summed and its tokens are scattered. `kind` names the precision of the products
-    (see `products`).
+    the product. scatter: the output is summed and its tokens are scattered.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Tensor | None, mode: str, group: str, size: int,
-        kind: str,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # The sink is the weight's place in the gradient buffer, which other micro-batches write to between this forward
-        # and its backward. save_for_backward would refuse a tensor that changed in the meantime, so it is kept as an
-        # attribute.
-        ctx.sink = sink
-        ctx.mode, ctx.group, ctx.size, ctx.kind, ctx.has_bias = mode, group, size, kind, bias is not None
-        return _forward(x, weight, bias, mode, group, size, kind)
+        return _forward(ctx, x, weight, bias, settings)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad = _whole_grad(ctx, grad)
-        prepared = products.prepare_grad(grad, weight, ctx.kind, needs_x, needs_weight)
+        prepared = _prepare_grad(ctx, grad, weight, needs_x, needs_weight)
         grad_x = _input_grad(ctx, prepared, weight) if needs_x else None
         grad_weight = _weight_grad(ctx, prepared, x) if needs_weight else None
-        grad_bias = grad.sum(0) if ctx.has_bias and needs_bias else None
-        return grad_x, grad_weight, grad_bias, *_NONE
+        return grad_x, grad_weight, prepared[0].sum(0) if needs_bias else None, *_NONE
 
 
 class _SwigluProduct(torch.autograd.Function):
     """y = swiglu(x) W^T. Only x is kept; backward recomputes its SwiGLU in the kernel that computes the gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, sink: Tensor | None, mode: str, group: str, size: int, kind: str
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, *settings: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sink = sink
-        ctx.mode, ctx.group, ctx.size, ctx.kind = mode, group, size, kind
-        return _forward(swiglu(x), weight, None, mode, group, size, kind)
+        return _forward(ctx, swiglu(x), weight, None, settings)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad = _whole_grad(ctx, grad)
-        prepared = products.prepare_grad(grad, weight, ctx.kind)
+        prepared = _prepare_grad(ctx, grad, weight)
         grad_x, value = swiglu_backward(x, _input_grad(ctx, prepared, weight))
         grad_weight = _weight_grad(ctx, prepared, value) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, *_NONE
 
 
 class _NormProduct(torch.autograd.Function):
-    """Returns x itself and y = rms_norm(x) W^T. Only x is kept; backward recomputes its norm.
-
-    x is returned so that the residual branch takes it from here: its gradient then arrives in this backward as
-    `passed`, and one kernel adds it to the norm's gradient instead of autograd in a pass of its own.
-    """
+    """Returns x itself and y = rms_norm(x) W^T. Only x is kept; backward recomputes its norm. x is returned so that the
+    residual branch takes it from here: its gradient then arrives in this backward as `passed`, and one kernel adds it
+    to the norm's gradient instead of autograd in a pass of its own."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: Tensor, eps: float, weight: Tensor, bias: Tensor | None, sink: Tensor | None,
-        mode: str, group: str, size: int, kind: str,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any, x: Tensor, scale: Tensor, eps: float, weight: Tensor, bias: Tensor | None, *settings: Any
+    ) -> tuple[Tensor, Tensor]:
+        _, mode, _, _, kind = settings
         # Where x is a sum that no product takes in, the compiler makes that sum and its norm in one pass.
         # A dry run counts no intermediate results of a norm, since no compiled one has any.
         one_pass = x.is_meta or (x.is_cuda and mode == "plain" and not kind)
         norm = rms_norm_in_one_pass if one_pass else rms_norm
         normed, rstd = norm(x, scale, eps)
         ctx.save_for_backward(x, rstd, scale, weight)
-        ctx.sink = sink
-        ctx.mode, ctx.group, ctx.size, ctx.kind, ctx.has_bias = mode, group, size, kind, bias is not None
-        return x.view_as(x), _forward(normed, weight, bias, mode, group, size, kind)
+        return x.view_as(x), _forward(ctx, normed, weight, bias, settings)
 
     @staticmethod
     def backward(ctx: Any, passed: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, scale, weight = ctx.saved_tensors
-        grad = _whole_grad(ctx, grad)
-        prepared = products.prepare_grad(grad, weight, ctx.kind)
+        prepared = _prepare_grad(ctx, grad, weight)
         back = _input_grad(ctx, prepared, weight)
         grad_x, normed, grad_scale = rms_norm_backward(x, rstd, scale, back, passed)
         grad_weight = _weight_grad(ctx, prepared, normed) if ctx.needs_input_grad[3] else None
-        grad_bias = grad.sum(0) if ctx.has_bias else None
+        grad_bias = prepared[0].sum(0) if ctx.needs_input_grad[4] else None
         return grad_x, grad_scale.to(scale.dtype), None, grad_weight, grad_bias, *_NONE
 
 
-_NONE = (None, None, None, None, None)  # the gradients of sink, mode, group, size and kind: there are none
+_NONE = (None,) * 5  # the gradients of the settings: there are none
 
 
-def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, mode: str, group: str, size: int, kind: str
-) -> Tensor:
-    full = all_gather(x, group, size) if mode == "gather" else x
-    y = products.forward(full, weight, bias, kind)
-    if mode == "row":
-        all_reduce_(y, group, "sum")
-    elif mode == "scatter":
-        y = reduce_scatter(y, group, size)
+def _forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: ProductSettings) -> Tensor:
+    """Returns the product with its collectives, and keeps the settings for backward."""
+    # The sink is the weight's place in the gradient buffer, which other micro-batches write to between this forward and
+    # its backward. save_for_backward would refuse a tensor that changed in the meantime, so it is kept as an attribute.
+    ctx.sink, ctx.mode, ctx.group, ctx.size, ctx.kind = settings
+    full = all_gather(x, ctx.group, ctx.size) if ctx.mode == "gather" else x
+    y = products.forward(full, weight, bias, ctx.kind)
+    if ctx.mode == "row":
+        all_reduce_(y, ctx.group, "sum")
+    elif ctx.mode == "scatter":
+        y = reduce_scatter(y, ctx.group, ctx.size)
     return y
 
 
-def _whole_grad(ctx: Any, grad: Tensor) -> Tensor:
-    """Returns the output's gradient for all tokens: gathered, where the forward scattered the output."""
-    return all_gather(grad, ctx.group, ctx.size) if ctx.mode == "scatter" else grad
+def _prepare_grad(ctx: Any, grad: Tensor, weight: Tensor, *needs: bool) -> products.Prepared:
+    """Prepares the output's gradient, gathered where the forward scattered the output."""
+    full = all_gather(grad, ctx.group, ctx.size) if ctx.mode == "scatter" else grad
+    return products.prepare_grad(full, weight, ctx.kind, *needs)
 
 
 def _input_grad(ctx: Any, grad: products.Prepared, weight: Tensor) -> Tensor:
-    grad_x = products.input_grad(grad, weight, ctx.kind)
+    return sum_input_grad(ctx, products.input_grad(grad, weight, ctx.kind))
+
+
+def sum_input_grad(ctx: Any, grad_x: Tensor) -> Tensor:
+    """Sums the input's gradient over the ranks that cut the output features, for the tokens that this rank holds."""
     if ctx.mode == "column":
         all_reduce_(grad_x, ctx.group, "sum")
     elif ctx.mode == "gather":
@@ -153,12 +139,16 @@ def _weight_grad(ctx: Any, grad: products.Prepared, x: Tensor) -> Tensor | None:
 class Linear(nn.Module):
     """A product and its bias. A row layer's bias is added after the sum, by every rank to its own tokens."""
 
-    def __init__(self, parallel: Parallel, weight: ParamRecord, bias: ParamRecord | None, cut: Cut) -> None:
+    def __init__(
+        self, parallel: Parallel, weight: ParamRecord, bias: ParamRecord | None, cut: Literal["column", "row", "whole"]
+    ) -> None:
         super().__init__()
         self.weight = parallel.parameter(weight)
         self.bias = parallel.parameter(bias) if bias is not None else None
         self.sinks: dict[str, Tensor] = {}
-        self.mode = product_mode(parallel, cut)
+        self.mode: str = "plain" if parallel.tp.alone or cut == "whole" else cut
+        if parallel.splits_tokens and cut != "whole":
+            self.mode = "gather" if cut == "column" else "scatter"
         self.group, self.size = parallel.tp.name, parallel.tp.size
         self.kind, self.fuses = parallel.products, parallel.fused
         if self.kind and not fp8.sizes_fit_fp8(*weight.local_shape):
@@ -174,9 +164,7 @@ class Linear(nn.Module):
     def after_norm(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """Returns x and the product of its norm. Whatever else needs x must use the returned one, so that its gradient
         is added in this layer's backward."""
-        if not norm.fuses:
-            return x, self(norm(x))
-        x, y = _NormProduct.apply(x, norm.weight, norm.eps, self.weight, self._inside, *self.settings)
+        x, y = norm_product(x, norm, self.weight, self._inside, self.settings)
         return x, self._biased(y)
 
     def after_swiglu(self, x: Tensor) -> Tensor:
@@ -193,22 +181,10 @@ class Linear(nn.Module):
         return y if self.bias is None or self._inside is not None else y + self.bias
 
 
-def product_mode(parallel: Parallel, cut: Cut) -> str:
-    if parallel.tp.alone or cut == "whole":
-        return "plain"
-    if parallel.splits_tokens:
-        return "gather" if cut == "column" else "scatter"
-    return cut
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, settings: ProductSettings) -> Tensor:
-    return _Product.apply(x, weight, bias, *settings)
-
-
 def norm_product(
     x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, settings: ProductSettings
 ) -> tuple[Tensor, Tensor]:
-    """x and the product of its norm, as in `Linear.after_norm`."""
+    """Returns x and the product of its norm, as `Linear.after_norm` does."""
     if not norm.fuses:
-        return x, product(norm(x), weight, bias, settings)
+        return x, _Product.apply(norm(x), weight, bias, *settings)
     return _NormProduct.apply(x, norm.weight, norm.eps, weight, bias, *settings)

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
+from meshwright.comm.ops import all_gather, all_reduce_
 from meshwright.kernels import kernels_take
-from meshwright.nn.linear import Linear
+from meshwright.nn.linear import Linear, sum_input_grad
 from meshwright.nn.parallel import Parallel, record_of
 from meshwright.nn.weight_grad import add_product, sink_of, write_product
 from meshwright.parts.loss_pieces import piece_rows
@@ -25,8 +25,7 @@ from meshwright.parts.loss_pieces import piece_rows
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """This rank's columns of the logits: the first `columns` belong to tokens from number `first` on, and the others
-    are padding."""
+    """This rank's columns of the logits: `columns` of them belong to tokens from number `first` on; more is padding."""
 
     first: int
     columns: int
@@ -130,9 +129,7 @@ class _OutputLoss(torch.autograd.Function):
         if needs_weight and not direct:
             kept = torch.empty(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
         total = full.new_zeros((), dtype=_wide(full.dtype))
-        factor = None
-        if training:
-            factor = 1.0 if scale is None else scale
+        factor = (1.0 if scale is None else scale) if training else None
         rows = piece_rows(len(full), weight.shape[0])
         for begin in range(0, len(full), rows):
             part = slice(begin, begin + rows)
@@ -160,10 +157,7 @@ class _OutputLoss(torch.autograd.Function):
         if grad_x is not None:
             if not ctx.direct:  # in float32: a factor rounded to bf16 would bias every gradient before this layer
                 grad_x = (grad_x.to(_wide(grad_x.dtype)) * ratio).to(grad_x.dtype)
-            if ctx.mode == "column":
-                all_reduce_(grad_x, ctx.group, "sum")
-            elif ctx.mode == "gather":
-                grad_x = reduce_scatter(grad_x, ctx.group, ctx.size)
+            grad_x = sum_input_grad(ctx, grad_x)
         grad_weight = None
         if kept is not None:
             kept = kept.mul_(ratio.to(kept.dtype))
@@ -178,8 +172,7 @@ def output_loss(
     x: Tensor, output: Linear, labels: Tensor, mask: Tensor, vocab: int, parallel: Parallel, scale: float | None = None
 ) -> Tensor:
     """Returns the sum of -log p(label) over the unmasked tokens, from hidden states x [tokens, hidden]. `vocab` is the
-    true size of the vocabulary, and columns beyond it are padding; `scale` announces the gradient of this sum, if
-    known."""
+    true size of the vocabulary, beyond which columns are padding; `scale` announces this sum's gradient, if known."""
     vocabulary = Vocabulary.of(output.weight.shape[0], vocab, parallel)
     sink = output.sinks.get("weight")
     record = record_of(output.weight)

@@ -11,11 +11,7 @@ from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.parts import gpt
 
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-}
+ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
 
 
 class MLP(nn.Module):

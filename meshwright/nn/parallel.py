@@ -83,19 +83,17 @@ def initialise(module: nn.Module, seed: int) -> None:
 @torch.no_grad()
 def draw_parameter(record: ParamRecord, out: Tensor, seed: int) -> None:
     """Sets a parameter's first values, which follow from the seed and its global name alone."""
-    if record.init.kind == "given":
-        return
-    if record.init.kind == "ones":
-        out.fill_(1.0)
-        return
-    out.zero_()
-    if record.init.kind == "zeros" or out.is_meta:
+    kind = record.init.kind
+    if kind != "given":
+        out.fill_(1.0 if kind == "ones" else 0.0)
+    if kind != "normal" or out.is_meta:
         return
     generator = torch.Generator()
     local = torch.zeros(record.local_shape, dtype=torch.float32)
-    for tile in tiles(record, seed):
-        generator.manual_seed(tile.seed)
-        local[tile.place] = torch.randn(TILE, TILE, generator=generator)[tile.wanted]
+    sides = (*(1 for _ in record.shape[2:]), TILE, TILE)
+    for tile_seed, wanted, place in tiles(record, seed):
+        generator.manual_seed(tile_seed)
+        local[place] = torch.randn(sides, generator=generator)[wanted]
     out.copy_(local.mul_(record.init.std))
 
 

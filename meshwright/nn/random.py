@@ -22,8 +22,7 @@ class Streams:
 
     def __init__(self, seed: int, data_rank: int, tp_rank: int, device: torch.device, pp_rank: int = 0) -> None:
         self.seed, self.data_rank, self.tp_rank, self.pp_rank = seed, data_rank, tp_rank, pp_rank
-        self.same = generator(device)
-        self.own = generator(device)
+        self.same, self.own = generator(device), generator(device)
         self.active = False
         self.where: tuple[int, int, int] = (0, 0, 0)
 
@@ -32,8 +31,7 @@ class Streams:
 
     @contextmanager
     def replaying(self, where: tuple[int, int, int]) -> Iterator[None]:
-        """Draws the numbers of an earlier place again, for blocks that are recomputed after other micro-batches
-        began."""
+        """Draws the numbers of an earlier place again, for blocks recomputed after other micro-batches began."""
         before, self.where = self.where, where
         try:
             yield

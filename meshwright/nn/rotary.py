@@ -13,7 +13,7 @@ from meshwright.config.sections import ModelConfig
 from meshwright.kernels import kernels_take
 from meshwright.nn.parallel import Parallel
 
-Tables = tuple[Tensor, Tensor]
+Tables = tuple[Tensor, Tensor]  # cosines and sines
 
 
 class Rotary(nn.Module):
@@ -33,7 +33,7 @@ class Rotary(nn.Module):
         for name, table in (("cos", angle.cos()), ("sin", angle.sin())):
             self.register_buffer(name, table.to(parallel.device, dtype), persistent=False)
 
-    def forward(self, positions: Tensor | None, seq: int) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor | None, seq: int) -> Tables:
         """Returns the tables of cosines and sines, [1 or batch, seq, 1, rotary_dim / 2]."""
         if positions is None:
             return self.cos[None, :seq, None], self.sin[None, :seq, None]
@@ -41,11 +41,9 @@ class Rotary(nn.Module):
 
 
 def scaled_frequency(frequency: Tensor, scaling: tuple[float, ...]) -> Tensor:
-    """Rotary frequencies for sequences longer than those a model was first trained on.
-
-    One number slows all by that factor. Llama 3.1's (factor, low, high, length) slows those that turn fewer than `low`
-    times over `length` positions, leaves those that turn more than `high` times, and blends between.
-    """
+    """Rotary frequencies for sequences longer than those a model was first trained on. One number slows all by that
+    factor. Llama 3.1's (factor, low, high, length) slows those that turn fewer than `low` times over `length`
+    positions, leaves those that turn more than `high` times, and blends between."""
     if not scaling:
         return frequency
     if len(scaling) == 1:
@@ -56,9 +54,8 @@ def scaled_frequency(frequency: Tensor, scaling: tuple[float, ...]) -> Tensor:
     return keep * frequency + (1 - keep) * frequency / factor
 
 
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates x [batch, seq, heads, head_dim], computing in the tables' precision; elements beyond the tables' width
-    stay as they are."""
+def rotate(x: Tensor, tables: Tables) -> Tensor:
+    """Rotates x [batch, seq, heads, head_dim], in the tables' precision; what is beyond the tables' width stays."""
     cos, sin = tables
     half = cos.shape[-1]
     a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
@@ -100,6 +97,5 @@ class _RotateQKV(torch.autograd.Function):
 
 
 def rotate_qkv(qkv: Tensor, tables: Tables, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
-    """Returns the rotated queries, the rotated keys and the values of qkv [batch, seq, heads + 2 kv_heads,
-    head_dim]."""
+    """Returns the rotated queries and keys, and the values, of qkv [batch, seq, heads + 2 kv_heads, head_dim]."""
     return _RotateQKV.apply(qkv, *tables, heads, kv_heads)

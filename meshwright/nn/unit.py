@@ -1,7 +1,7 @@
 """A unit is a part of the model whose weights are gathered and released together: the embedding, a block, the head.
 
 Sharding puts a `gate` on each unit's module, and a model calls its units with `call_unit`, which opens and closes the
-gate. Without a gate that is a plain call.
+gate. Without a gate that is a plain call. Units that are called through `recompute` keep only their input for backward.
 """
 
 from __future__ import annotations
@@ -56,3 +56,31 @@ def call_unit(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Any
     if any(result.requires_grad for result in results):
         results = _CallInBackward.apply(gate.open, *results)
     return results if isinstance(y, tuple) else results[0]
+
+
+Run = Callable[[Tensor, bool], tuple[Tensor, ...]]
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Run) -> tuple[Tensor, ...]:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        return run(x, False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
+        (saved,) = ctx.saved_tensors
+        x = saved.detach().requires_grad_()
+        with torch.enable_grad():
+            ys = ctx.run(x, True)
+        torch.autograd.backward(ys, grads)
+        return x.grad, None
+
+
+def recompute(run: Run, x: Tensor) -> tuple[Tensor, ...]:
+    """Returns run(x, again=False), of which only x is kept, and calls run(x, again=True) in backward. `run` itself must
+    repeat its random numbers and collectives."""
+    # Autograd skips the backward of a function none of whose inputs needs a gradient, and the weights inside `run` are
+    # no inputs. So x gets one even where it needs none, as after a frozen embedding.
+    return _Recompute.apply(x if x.requires_grad else x.detach().requires_grad_(), run)

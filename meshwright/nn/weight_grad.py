@@ -26,11 +26,8 @@ class Sink:
     def __init__(
         self, view: Tensor, arrived: Callable[[Sink], None], prepare: Callable[[], None] = lambda: None
     ) -> None:
-        self.view = view
-        self.fresh = True
-        self.contributions = 0
-        self.prepare = prepare
-        self._arrived = arrived
+        self.view, self.prepare, self._arrived = view, prepare, arrived
+        self.fresh, self.contributions = True, 0
         _SINKS[_address(view)] = self
 
     def reset(self) -> None:
@@ -53,8 +50,7 @@ class Sink:
 
 # Registered operators take tensors but no Python objects, so a layer passes the view of its gradient and the operator
 # looks up the sink here by the view's address. The table is process-wide, but two trainers in one process can't
-# collide, since no two live tensors share an address. It holds sinks weakly, so a trainer that is gone leaves nothing
-# behind.
+# collide, since no two live tensors share an address. It is weak, so a trainer that is gone leaves nothing behind.
 _SINKS: WeakValueDictionary[tuple[int, int], Sink] = WeakValueDictionary()
 
 
@@ -69,11 +65,9 @@ def sink_of(view: Tensor) -> Sink:
 
 
 class Deferred:
-    """Weight gradients that are still to be computed, each a call with the tensors that it needs.
-
-    `copies`: those tensors are copied first. Compiled backwards need that, since they write other results over a
-    tensor's memory once the operator that read it has returned.
-    """
+    """Weight gradients that are still to be computed, each a call with the tensors that it needs. `copies`: those
+    tensors are copied first. Compiled backwards need that, since they write other results over a tensor's memory once
+    the operator that read it has returned."""
 
     def __init__(self, copies: bool = False) -> None:
         self.copies = copies
@@ -127,8 +121,7 @@ def add_product(slot: Sink, grad: Tensor, x: Tensor, last: bool = True) -> None:
 
 def write_product(out: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
     """Computes out (+)= grad^T x, where `out` may be wider than the factors: on CUDA the product itself then
-    accumulates in float32. In a dry run (a `meta` tensor) it returns at once, so that no intermediate result is
-    counted."""
+    accumulates in float32. In a dry run (a `meta` tensor) it returns at once, so no intermediate result is counted."""
     if out.is_meta:
         return
     left = grad.t()
@@ -151,11 +144,6 @@ def add_product_grad(sink: Tensor, grad: Tensor, x: Tensor) -> None:
     """sink += grad^T x, for a linear layer's weight [out, in], grad [tokens, out], x [tokens, in]."""
     slot = sink_of(sink)
     now_or_later(lambda grad, x: add_product(slot, grad, x), grad, x)
-
-
-@add_product_grad.register_fake
-def _(sink: Tensor, grad: Tensor, x: Tensor) -> None:
-    return None
 
 
 def dense_rows_grad(grad: Tensor, rows: Tensor, size: int) -> Tensor:
@@ -190,8 +178,3 @@ def _add_rows(slot: Sink, grad: Tensor, rows: Tensor) -> None:
         kept = rows >= 0
         sink.index_add_(0, rows[kept], grad[kept].to(sink.dtype))
     slot.done()
-
-
-@add_rows_grad.register_fake
-def _(sink: Tensor, grad: Tensor, rows: Tensor) -> None:
-    return None

@@ -47,10 +47,8 @@ class DecayRange(NamedTuple):
 
 class FlatState:
     """The masters and moments of one buffer. Each is a store with one tensor per bucket, of this rank's share of it.
-
     `in_place` says that the model's own weights are the masters, `ready` that updates use all stores as they are; else
-    a prefetcher copies them in pieces.
-    """
+    a prefetcher copies them in pieces."""
 
     def __init__(self, buffer: FlatBuffer, config: OptimizerConfig, offload: OffloadConfig) -> None:
         self.buffer = buffer
@@ -84,16 +82,10 @@ class FlatState:
     def master(self) -> list[Tensor]:
         return self.stores[0].shares
 
-    @property
-    def moments(self) -> list[list[Tensor]]:
-        return [store.shares for store in self.stores[1:]]
-
     def _find_ranges(self) -> Iterator[DecayRange]:
         """Yields the ranges to update, joined across buckets where possible, so that few fused calls update everything.
-
         A range can continue into the next bucket where this rank owns whole buckets and the states are ready in place:
-        the buckets are then adjacent in memory (except in stage 3, whose store may be a file with gaps).
-        """
+        the buckets are then adjacent in memory (except in stage 3, whose store may be a file with gaps)."""
         split = self.buffer.split
         for decay in (True, False):
             runs = self.buffer.runs(slot for slot in self.buffer.slots if slot.record.decay == decay)
@@ -141,16 +133,9 @@ class FlatState:
         if late:
             yield [], list(reversed(self.buffer.buckets))
 
-    def publish(self) -> None:
-        """Copies the masters, which a load has set, to the model's weights that this rank owns."""
-        if not self.in_place:
-            for bucket, master in zip(self.buffer.buckets, self.master, strict=True):
-                bucket.own_params.copy_(master)
-
 
 def _from(share: Tensor, low: int, high: int) -> Tensor:
-    """Returns elements low to high, counted from the share's first. They may reach into the next shares in memory,
-    which a slice could not."""
+    """Returns elements low to high of a share. Unlike a slice, they may reach into the next shares in memory."""
     return share.as_strided((high - low,), (1,), share.storage_offset() + low)
 
 
@@ -190,7 +175,9 @@ class FlatOptimizer:
     def publish(self) -> None:
         """Brings the model's weights up to date after a load has set the masters."""
         for state in self.states:
-            state.publish()
+            if not state.in_place:
+                for bucket, master in zip(state.buffer.buckets, state.master, strict=True):
+                    bucket.own_params.copy_(master)
             for bucket in reversed(state.buffer.buckets):
                 self.updated(bucket)
 

@@ -84,7 +84,8 @@ class LatentAttentionPart(Part):
         yield Kept("short vectors", rows * (2 * self.q_rank + 2 * self.kv_rank + self.rope) * e)
         yield Kept("short norms", rows * (2 if self.q_rank else 1) * wide)
         yield Kept("qkv", 3 * tokens * heads * self.head_dim * e)
-        yield Kept("attention output", tokens * heads * (self.head_dim + self.value) * e)
+        yield Kept("padded output", tokens * heads * self.head_dim * e, core=True)
+        yield Kept("attention output", tokens * heads * self.value * e)
         yield Kept("log-sums", tokens * heads * wide, core=True)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:

@@ -18,20 +18,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from meshwright.comm.group import Group, Pending
-from meshwright.comm.ledger import Ledger
 from meshwright.errors import UserError
 from meshwright.models.stage import stage_of
 from meshwright.nn.random import Streams
 from meshwright.nn.weight_grad import Deferred, deferring
 from meshwright.pipeline.output import LOSS, Totals, as_output
-from meshwright.pipeline.record import Recorder
-from meshwright.pipeline.trace import span_name
+from meshwright.pipeline.trace import Recorder, span_name
 from meshwright.schedule.table import MEANING, RECEIVES, SENDS, SHARDING, Action, Op, Table
 
 Named = dict[str, Tensor]
 ForwardStep = Callable[[nn.Module, Named, Named], Any]  # returns what `as_output` takes
-
-PARTS = ("data", "forward", "backward", "reduce")
 
 # Sends under way at most, since what is sent is held as long. The tables run without deadlock even if every send waits
 # for its receive, so waiting for the oldest is always safe.
@@ -77,15 +73,14 @@ class Executor:
         modules: Sequence[nn.Module],
         pp: Group,
         forward_step: ForwardStep,
-        ledger: Ledger,
         streams: Streams,
         shares: Shares | None = None,
         compiled: bool = False,
     ) -> None:
         self.modules, self.pp, self.forward_step = list(modules), pp, forward_step
         self.stages = [stage_of(module) for module in modules]
-        self.ledger, self.streams, self.shares, self.compiled = ledger, streams, shares, compiled
-        self.rank = max(0, pp.index)
+        self.streams, self.shares, self.compiled = streams, shares, compiled
+        self.rank, self.ledger = max(0, pp.index), pp.ledger
         self.done: list[Action] = []  # of the last run, in the order they ended
         self.recorder: Recorder | None = None  # while a step is traced
 
@@ -110,9 +105,8 @@ class _Run:
         self, executor: Executor, table: Table, batches: Callable[[int], Named], step: int, seeds: Seeds
     ) -> None:
         self.executor, self.table, self.batches = executor, table, batches
-        self.step, self.seeds = step, seeds
-        self.training = table.trains
-        self.totals = Totals(dict.fromkeys(PARTS, 0.0))
+        self.step, self.seeds, self.training = step, seeds, table.trains
+        self.totals = Totals()
         self.loaded: dict[int, tuple[Named, int]] = {}
         self.arriving: dict[tuple[int, int, int], tuple[Named, list[Pending]]] = {}  # by direction, micro-batch, chunk
         self.inputs: dict[tuple[int, int], Named] = {}
@@ -133,12 +127,14 @@ class _Run:
         direction = SENDS.get(action.op) or RECEIVES.get(action.op)
         name = MEANING[action.op].phase if direction is None else "forward" if direction > 0 else "backward"
         data_before, begin = self.totals.seconds["data"], time.perf_counter()
-        ledger = self.executor.ledger
-        phase = ledger.current_phase if ledger.current_phase == "validation" else name
-        with ledger.phase(phase), ledger.layer(None):
+        with self._phase(name), self.executor.ledger.layer(None):
             self._do(action)
-        spent = time.perf_counter() - begin - (self.totals.seconds["data"] - data_before)
-        self.totals.seconds[name] += spent
+        self.totals.seconds[name] += time.perf_counter() - begin - (self.totals.seconds["data"] - data_before)
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        """What a validation communicates is all counted as such."""
+        ledger = self.executor.ledger
+        return ledger.phase(ledger.current_phase if ledger.current_phase == "validation" else name)
 
     def _do(self, action: Action) -> None:
         span, name = self.executor.span, span_name(action)
@@ -179,9 +175,8 @@ class _Run:
         """Loads a micro-batch, once for all of this rank's chunks."""
         if micro_batch in self.loaded:
             return
-        begin, ledger = time.perf_counter(), self.executor.ledger
-        phase = ledger.current_phase if ledger.current_phase == "validation" else "data"
-        with ledger.phase(phase), ledger.layer(None), self.executor.span("wait", f"for batch {micro_batch}"):
+        begin = time.perf_counter()
+        with self._phase("data"), self.executor.span("wait", f"for batch {micro_batch}"):
             self.loaded[micro_batch] = (self.batches(micro_batch), len(self.executor.modules))
         self.totals.seconds["data"] += time.perf_counter() - begin
 
@@ -227,16 +222,13 @@ class _Run:
     def backward(self, action: Action, received: Named) -> None:
         key = (action.micro_batch, action.chunk)
         outputs = self.outputs.pop(key)
-        begin: list[Any] = [x for x, _ in self.roots[key]]
-        grads = [torch.full_like(x, seed) for x, seed in self.roots.pop(key)]
-        passed_on = [(edge, received[name]) for name in received if (edge := outputs[name].edge) is not None]
-        begin += [edge for edge, _ in passed_on]
-        grads += [grad for _, grad in passed_on]
+        begin: list[tuple[Any, Tensor]] = [(x, torch.full_like(x, seed)) for x, seed in self.roots.pop(key)]
+        begin += [(edge, grad) for name, grad in received.items() if (edge := outputs[name].edge) is not None]
         if begin:
-            torch.autograd.backward(begin, grads)
-        inputs = self.inputs.pop(key)
-        if inputs:
-            self.grads[key] = {name: _gradient(x) for name, x in inputs.items() if x.is_floating_point()}
+            torch.autograd.backward([x for x, _ in begin], [grad for _, grad in begin])
+        if inputs := self.inputs.pop(key):
+            with_grad = {name: x for name, x in inputs.items() if x.is_floating_point()}
+            self.grads[key] = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in with_grad.items()}
             self._hand_over(action, self.grads[key])
 
     def input_grad(self, action: Action, received: Named) -> None:
@@ -292,20 +284,13 @@ class _Run:
     def receive(self, action: Action) -> None:
         """Posts the receive; the compute that needs the tensors waits for them."""
         assert action.peer is not None
-        direction = RECEIVES[action.op]
-        buffers = self._inputs_to_come(action) if direction > 0 else self._gradients_to_come(action)
-        pendings = [self.executor.pp.receive(x, action.peer) for _, x in sorted(buffers.items())]
+        direction, e = RECEIVES[action.op], self.executor
+        if direction > 0:
+            device = next(e.modules[action.chunk].parameters()).device
+            receives = e.stages[action.chunk].receives.items()
+            buffers = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in receives}
+        else:
+            outputs = self.outputs[action.micro_batch, action.chunk].items()
+            buffers = {name: x.empty_gradient() for name, x in outputs if x.dtype.is_floating_point}
+        pendings = [e.pp.receive(x, action.peer) for _, x in sorted(buffers.items())]
         self.arriving[direction, action.micro_batch, action.chunk] = (buffers, pendings)
-
-    def _inputs_to_come(self, action: Action) -> Named:
-        device = next(self.executor.modules[action.chunk].parameters()).device
-        receives = self.executor.stages[action.chunk].receives
-        return {name: torch.empty(s, dtype=d, device=device) for name, (s, d) in receives.items()}
-
-    def _gradients_to_come(self, action: Action) -> Named:
-        outputs = self.outputs[action.micro_batch, action.chunk]
-        return {n: o.empty_gradient() for n, o in outputs.items() if o.dtype.is_floating_point}
-
-
-def _gradient(x: Tensor) -> Tensor:
-    return torch.zeros_like(x) if x.grad is None else x.grad

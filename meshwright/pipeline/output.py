@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,8 +37,7 @@ class StageOutput:
 
 
 def as_output(result: Any) -> StageOutput:
-    """`forward_step`'s short forms: a dict is the tensors to pass on, a tuple the loss's sum, its count and a dict of
-    values to monitor."""
+    """Takes `forward_step`'s short forms too: a dict of tensors to pass on; a tuple of loss sum, count, monitored."""
     if isinstance(result, StageOutput):
         return result
     if isinstance(result, tuple) and len(result) == 3:
@@ -69,17 +69,17 @@ class TermTotal:
 class Totals:
     """What this rank's stages found, summed over its micro-batches."""
 
-    seconds: dict[str, float]
-    terms: dict[str, TermTotal] = field(default_factory=dict)
-    monitored: dict[str, Number] = field(default_factory=dict)
-    times: dict[str, int] = field(default_factory=dict)  # that each of them was given
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    terms: dict[str, TermTotal] = field(default_factory=lambda: defaultdict(TermTotal))
+    monitored: dict[str, Number] = field(default_factory=lambda: defaultdict(float))
+    times: Counter[str] = field(default_factory=Counter)  # that each of them was given
 
     def add(self, output: StageOutput) -> None:
         for term in output.terms:
-            self.terms.setdefault(term.name, TermTotal()).add(term)
+            self.terms[term.name].add(term)
         for name, value in output.monitored.items():
-            self.monitored[name] = self.monitored.get(name, 0.0) + _wide(value)
-            self.times[name] = self.times.get(name, 0) + 1
+            self.monitored[name] = self.monitored[name] + _wide(value)
+            self.times[name] += 1
 
 
 def _wide(value: Any) -> Number:

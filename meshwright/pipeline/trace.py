@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.schedule.simulate import Simulation
 from meshwright.schedule.table import MEANING, RECEIVES, SENDS, Action
+
+if TYPE_CHECKING:
+    from meshwright.device import Device
 
 TRACKS = {"compute": 0, "send": 1, "step": 2, "wait": 3}
 MICROSECONDS = 1e6
@@ -33,6 +37,28 @@ class Span:
     args: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Recorder:
+    """What one pipeline rank does in a step, with the times at which its device did it."""
+
+    def __init__(self, rank: int, device: Device) -> None:
+        from meshwright.device import Clock  # loads torch, which reading a trace must not
+
+        self.rank, self.device, self.clock = rank, device, Clock(device)
+        self._marks: list[tuple[str, str, Any, Any, dict[str, Any]]] = []
+
+    @contextmanager
+    def span(self, track: str, name: str, **args: Any) -> Iterator[None]:
+        begin = self.clock.mark()
+        yield
+        self._marks.append((track, name, begin, self.clock.mark(), args))
+
+    def spans(self) -> list[Span]:
+        """All that was recorded, in seconds of this machine's clock."""
+        self.device.synchronize()
+        read = self.clock.read
+        return [Span(self.rank, track, name, read(a), read(b), args) for track, name, a, b, args in self._marks]
+
+
 def span_name(action: Action) -> str:
     letter = MEANING[action.op].letter if action.op in MEANING else f"{action.op.value} "
     return f"{letter}{action.micro_batch}"
@@ -48,34 +74,21 @@ def spans_of(simulation: Simulation) -> Iterator[Span]:
             args = {"micro_batch": action.micro_batch, "chunk": action.chunk}
             if action.op in SENDS:
                 args["to"] = action.peer if action.peer is not None else -1
-                yield Span(rank, "send", span_name(action), timed.start, timed.end, args)
-            else:
-                yield Span(rank, "compute", span_name(action), timed.start, timed.end, args)
-
-
-def trace(spans: Iterable[Span], name: str = "") -> dict[str, Any]:
-    """The document: complete events ("X") in microseconds, and the names of processes and tracks ("M")."""
-    events: list[dict[str, Any]] = []
-    seen: set[tuple[int, str]] = set()
-    for span in spans:
-        tid = TRACKS[span.track]
-        events.append(
-            {
-                "ph": "X", "pid": span.rank, "tid": tid, "name": span.name, "cat": span.track,
-                "ts": span.start * MICROSECONDS, "dur": (span.end - span.start) * MICROSECONDS, "args": dict(span.args),
-            }
-        )  # fmt: skip
-        seen.add((span.rank, span.track))
-    for rank in sorted({rank for rank, _ in seen}):
-        events.append(_meta("process_name", rank, 0, f"pipeline rank {rank}"))
-    for rank, track in sorted(seen):
-        events.append(_meta("thread_name", rank, TRACKS[track], track))
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"name": name}}
-
-
-def _meta(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": kind, "args": {"name": name}}
+            track = "send" if action.op in SENDS else "compute"
+            yield Span(rank, track, span_name(action), timed.start, timed.end, args)
 
 
 def trace_json(spans: Iterable[Span], name: str = "") -> str:
-    return json.dumps(trace(spans, name))
+    """The document: complete events ("X") in microseconds, and the names of processes and tracks ("M")."""
+    events: list[dict[str, Any]] = []
+    names: dict[tuple[int, int, str], str] = {}
+    for span in spans:
+        tid = TRACKS[span.track]
+        start, took = span.start * MICROSECONDS, (span.end - span.start) * MICROSECONDS
+        what = {"name": span.name, "cat": span.track, "ts": start, "dur": took, "args": dict(span.args)}
+        events.append({"ph": "X", "pid": span.rank, "tid": tid} | what)
+        names[span.rank, 0, "process_name"] = f"pipeline rank {span.rank}"
+        names[span.rank, tid, "thread_name"] = span.track
+    for (pid, tid, kind), text in sorted(names.items()):
+        events.append({"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": kind, "args": {"name": text}})
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"name": name}})

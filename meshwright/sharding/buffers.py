@@ -48,8 +48,7 @@ class NamedParameter(NamedTuple):
 @dataclass
 class Slot:
     """One parameter's place in its buffer. `view` and `grad` are its whole value and gradient. In stage 3 the value,
-    and from stage 2 on the gradient, has memory only while it is used. A frozen parameter has an empty gradient and no
-    sink."""
+    and from stage 2 on the gradient, has memory only while it is used. A frozen one has an empty gradient, no sink."""
 
     name: str
     parameter: nn.Parameter
@@ -129,8 +128,7 @@ class Bucket:
             slot.parameter.data = slot.view
 
     def release_params(self) -> None:
-        """Releases the whole weights. The parameters become empty, so that a read fails instead of
-        reading released memory."""
+        """Releases the whole weights. The parameters become empty, so that no read finds released memory."""
         for slot in self.slots:
             slot.parameter.data = slot.view.new_empty(0)
         self.params.release()
@@ -153,9 +151,9 @@ class FlatBuffer:
         named: list[NamedParameter],
         split: Split,
         bucket_bytes: float,
-        grad_dtype: torch.dtype = torch.float32,
-        params_at: tuple[str, Path] = ("none", Path()),
-        seed: int = 0,
+        grad_dtype: torch.dtype,
+        params_at: tuple[str, Path],
+        seed: int,
     ) -> None:
         """`params_at` says where owned weights are stored in stage 3: on the device, in host memory or in a file."""
         self.key, self.split = key, split
@@ -169,18 +167,15 @@ class FlatBuffer:
         # Memory that is never released: for everything, or for this rank's shares, one after the other.
         sizes = [(stop - start) // split.shards for start, stop in bounds]
         self.store = StateStore(sizes, key.dtype, self.device, *params_at) if split.stage == 3 else None
-        self.params = self._flat(key.dtype, 0 if split.stage == 3 else self.size)
-        graded = self.size if key.trained else 0
-        self.grads = self._flat(dtype, graded // split.shards if split.stage >= 2 else graded)
+        self.params = torch.zeros(0 if split.stage == 3 else self.size, dtype=key.dtype, device=self.device)
+        graded = (self.size // split.shards if split.stage >= 2 else self.size) if key.trained else 0
+        self.grads = torch.zeros(graded, dtype=dtype, device=self.device)
         self.buckets: list[Bucket] = []
         placed = list(zip(named, places, strict=True))
         for number, (start, stop) in enumerate(bounds):
             bucket = self._bucket(number, start, stop)
             self.buckets.append(bucket)
             self._add_parameters(bucket, [(item, at) for item, (at, where) in placed if where == number], seed)
-
-    def _flat(self, dtype: torch.dtype, size: int) -> Tensor:
-        return torch.zeros(size, dtype=dtype, device=self.device)
 
     def _bucket(self, index: int, start: int, stop: int) -> Bucket:
         low, high = share = self.split.share(start, stop)
@@ -200,9 +195,8 @@ class FlatBuffer:
         not keep is then released, so that no more than one bucket is whole at any time."""
         for item, start in named:
             at = slice(start - bucket.start, start - bucket.start + item.record.numel)
-            view, grad = bucket.params.tensor[at].view(item.record.local_shape), bucket.grads.tensor[:0]
-            if self.key.trained:
-                grad = bucket.grads.tensor[at].view(item.record.local_shape)
+            view = bucket.params.tensor[at].view(item.record.local_shape)
+            grad = bucket.grads.tensor[at].view(item.record.local_shape if self.key.trained else (0,))
             if is_unallocated(item.parameter):
                 draw_parameter(item.record, view, seed)
             else:
@@ -217,12 +211,6 @@ class FlatBuffer:
             low, high = bucket.share
             bucket.own_params.copy_(bucket.params.tensor[low - bucket.start : high - bucket.start])
             bucket.release_params()
-
-    def owned(self, slot: Slot) -> tuple[int, int]:
-        """Returns the range of the parameter's elements that this rank owns; it is empty if the second is not above the
-        first."""
-        low, high = self.buckets[slot.bucket].share
-        return max(low, slot.start) - slot.start, min(high, slot.stop) - slot.start
 
     def runs(self, wanted: Iterable[Slot]) -> list[tuple[Bucket, int, int]]:
         """Returns ranges of this rank's shares that cover the wanted slots: (bucket, start, stop), counted from the
@@ -264,15 +252,19 @@ class State(NamedTuple):
     def holds(self, slot: Slot) -> tuple[int, int]:
         """Returns the range of a parameter's elements that this rank holds; it is empty if the second is not above the
         first."""
-        bucket = self.buffer.buckets[slot.bucket]
-        whole = self.tensors[slot.bucket].numel() == bucket.stop - bucket.start
-        return (0, slot.record.numel) if whole else self.buffer.owned(slot)
+        low, high = self._covered(slot)
+        return max(low, slot.start) - slot.start, min(high, slot.stop) - slot.start
 
     def values(self, slot: Slot, low: int, high: int) -> Tensor:
         """Returns elements low to high of a parameter, which this rank must hold."""
-        bucket, tensor = self.buffer.buckets[slot.bucket], self.tensors[slot.bucket]
-        begin = bucket.start if tensor.numel() == bucket.stop - bucket.start else bucket.share[0]
-        return tensor[slot.start - begin + low : slot.start - begin + high]
+        at = slot.start - self._covered(slot)[0]
+        return self.tensors[slot.bucket][at + low : at + high]
+
+    def _covered(self, slot: Slot) -> tuple[int, int]:
+        """The range of the buffer that the tensor of the slot's bucket covers: the bucket, or this rank's share."""
+        bucket = self.buffer.buckets[slot.bucket]
+        whole = self.tensors[slot.bucket].numel() == bucket.stop - bucket.start
+        return (bucket.start, bucket.stop) if whole else bucket.share
 
 
 def build_buffers(
@@ -284,13 +276,10 @@ def build_buffers(
     params_at: tuple[str, Path] = ("none", Path()),
     seed: int = 0,
 ) -> tuple[list[FlatBuffer], dict[int, Slot]]:
-    """Builds buffers for every parameter of the chunks, in the order of backward, and returns the slot of each
-    parameter too.
-
+    """Builds buffers for every parameter of the chunks, in the order of backward. Returns each parameter's slot too.
     `split_of` says how the ranks divide a buffer; `units` gives the number of a parameter's unit, by its id. A
     parameter without a record (of a module that is not ours) is taken to be whole, and the same on every rank.
-    `requires_grad` decides whether a parameter is trained, and the record of its slot says the same.
-    """
+    `requires_grad` decides whether a parameter is trained, and the record of its slot says the same."""
     named: dict[int, NamedParameter] = {}
     for chunk, module in enumerate(modules):
         for name, parameter in module.named_parameters():
@@ -317,5 +306,4 @@ def regions(record: ParamRecord, low: int, high: int, values: Tensor) -> Iterato
 
 def foreign_record(name: str, parameter: nn.Parameter) -> ParamRecord:
     """Returns a record for a parameter of a module that is not ours, taken to be whole and the same on every rank."""
-    shape = tuple(parameter.shape)
-    return whole(name, shape, Init("given"), decay=parameter.dim() > 1, copies=("tp",))
+    return whole(name, tuple(parameter.shape), Init("given"), decay=parameter.dim() > 1, copies=("tp",))

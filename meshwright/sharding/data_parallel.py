@@ -11,6 +11,7 @@ Each buffer has a stage and groups of its own, since its records say over which 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from meshwright.sharding.buffers import Bucket, BufferKey, FlatBuffer, Rows, Slo
 from meshwright.sharding.placement import Split, shard_axes
 from meshwright.sharding.reducers import PLAIN_REDUCER, PendingReduction, Reducer
 from meshwright.sharding.reduction import EveryMicroBatch, OncePerStep
-from meshwright.sharding.weights import GatedUnit, WeightGatherer, find_units, number_units
+from meshwright.sharding.weights import WeightGatherer, find_units, number_units
 
 NORM_PIECE = 1 << 15
 
@@ -42,10 +43,8 @@ class DataGroups(NamedTuple):
 
 
 class DataParallel:
-    """The gradients of one rank's chunks, from the first contribution of a step to the reduced sum.
-
-    `buffers` are all of them, `trained` those with gradients, `buckets` the latter's buckets.
-    """
+    """The gradients of one rank's chunks, from the first contribution of a step to the reduced sum. `buffers` are all
+    of them, `trained` those with gradients, `buckets` the latter's buckets."""
 
     def __init__(
         self,
@@ -64,29 +63,30 @@ class DataParallel:
         self._counted: list[Tensor] | None = None
         self._device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
         units = find_units(modules)
-        offload = self._zero.offload
+        params_at = (self._zero.offload.params, Path(self._zero.offload.path))
         self.buffers, slots = build_buffers(
-            modules, self._split, bucket_mib, number_units(units), grad_dtype, (offload.params, Path(offload.path)),
-            seed,
-        )  # fmt: skip
+            modules, self._split, bucket_mib, number_units(units), grad_dtype, params_at, seed
+        )
         self.stage = max((buffer.split.stage for buffer in self.buffers), default=0)
-        self._check_ties(slot for buffer in self.buffers for slot in buffer.slots)
-        self.weights = WeightGatherer(
-            units, slots, self.buffers, lambda buffer: self.groups(buffer).shards, mesh.ledger
-        )  # fmt: skip
+        self._check_ties()
+        self.weights = WeightGatherer(units, slots, self.buffers, lambda each: self.groups(each).shards, mesh.ledger)
         self.trained = [buffer for buffer in self.buffers if buffer.key.trained]
         self.buckets = [bucket for buffer in self.trained for bucket in buffer.buckets]
         slots = {at: slot for at, slot in slots.items() if slot.record.trained}
-        whole = [bucket for bucket in self.buckets if bucket.stage < 2]
+        own_weights = list(_own_weights(modules, slots))
+        # Contributions per micro-batch: one from each layer that adds its own; autograd makes one to those not listed.
+        uses = Counter(id(slot.parameter) for _, slot in own_weights)
+        # The chunk whose backward is the last that can fill a foreign module's bucket: the first, so it is set last.
+        late = {id(b): unit.chunk for unit in reversed(units) if unit.whole_chunk for b in unit.buckets}
+        self._once = OncePerStep([bucket for bucket in self.buckets if bucket.stage < 2], self._launch)
         scattered = [bucket for bucket in self.buckets if bucket.stage >= 2]
-        uses = _contributions(modules, slots)
-        self._once = OncePerStep(whole, self._launch)
-        self._each = EveryMicroBatch(scattered, self._launch, uses, _late(units))
+        self._each = EveryMicroBatch(scattered, self._launch, uses, late)
         for bucket in self.buckets:
             for slot in bucket.slots:
                 slot.sink = (self._once if bucket.stage < 2 else self._each).sink(bucket, slot)
                 slot.parameter.register_post_accumulate_grad_hook(partial(_take_gradient, slot.sink))
-        _attach_sinks(modules, slots)
+        for sinks, slot in own_weights:
+            sinks["weight"] = slot.sink.view
         reducer.prepare(self.trained)
 
     def groups(self, buffer: FlatBuffer) -> DataGroups:
@@ -103,12 +103,12 @@ class DataParallel:
         """Begins a step; called before its first micro-batch."""
         self._once.begin(micro_batches)
         self._each.begin(micro_batches)
-        for slot in (slot for bucket in self.buckets for slot in bucket.slots):
-            slot.sink.reset()
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                slot.sink.reset()
 
     def _launch(self, bucket: Bucket, out: Tensor) -> PendingReduction:
-        """Begins the reduction of a bucket: over the ranks that share it, or, where each holds it whole, over all of
-        them."""
+        """Begins the reduction of a bucket: over the ranks that share it or, where each holds it whole, over all."""
         shards, replicas = self.groups(bucket.buffer)
         grads, ledger = bucket.grads.tensor, self.mesh.ledger
         with ledger.phase("reduce"), ledger.layer(None):
@@ -147,10 +147,9 @@ class DataParallel:
         if bucket.stage < 3:
             slot.view.add_(change)
             return
-        low, high = buffer.owned(slot)
-        if low < high:
-            at = slot.start - bucket.share[0] + low
-            bucket.own_params[at : at + high - low] += flat[low:high].to(bucket.own_params.device)
+        low, high = (min(max(at, slot.start), slot.stop) for at in bucket.share)
+        own = slice(low - bucket.share[0], high - bucket.share[0])
+        bucket.own_params[own] += flat[low - slot.start : high - slot.start].to(bucket.own_params.device)
 
     def reducer_states(self) -> Iterator[State]:
         """Yields the reducer's states, as a checkpoint holds them."""
@@ -164,15 +163,15 @@ class DataParallel:
                 row, rows = row * group.size + group.index, rows * group.size
             yield State(f"reducer.{name}", buffer, tensors, Rows(row, rows))
 
-    def _check_ties(self, slots: Iterable[Slot]) -> None:
+    def _check_ties(self) -> None:
         """Refuses a tie that is trained here and frozen on the stage of its other end, which would wait forever."""
-        for slot in slots:
-            ends = [self.mesh.group(axis) for axis in slot.record.copies if slot.record.tied and axis == "embedding"]
-            for group in ends if self._device.type != "meta" else []:
-                if group.agreed(float(not slot.record.trained), self._device) and slot.record.trained:
+        for record in (slot.record for buffer in self.buffers for slot in buffer.slots):
+            if record.tied and "embedding" in record.copies and self._device.type != "meta":
+                frozen = self.mesh.group("embedding").agreed(float(not record.trained), self._device)
+                if frozen and record.trained:
                     raise UserError(
-                        f"{slot.record.name} is tied and frozen on one of its two stages only: freeze it in the "
-                        "embedding and in the head, or set model.tied_embeddings=false"
+                        f"{record.name} is tied and frozen on one of its two stages only: freeze it in the embedding "
+                        "and in the head, or set model.tied_embeddings=false"
                     )
 
     def holds_first(self, slot: Slot, apart: Sequence[str] = ()) -> bool:
@@ -203,8 +202,7 @@ class DataParallel:
 
 
 class _Counted:
-    """A reduction under way whose calls in `wait` are counted in the phase `reduce`, whatever is computed at that
-    time."""
+    """A reduction under way whose calls in `wait` are counted in the phase `reduce`, whatever is computed then."""
 
     def __init__(self, work: PendingReduction, ledger: Ledger) -> None:
         self._work, self._ledger = work, ledger
@@ -237,32 +235,8 @@ def _take_gradient(sink: Sink, parameter: Tensor) -> None:
 
 
 def _own_weights(modules: Sequence[nn.Module], slots: dict[int, Slot]) -> Iterable[tuple[dict[str, Tensor], Slot]]:
-    """Yields the weights of layers that add their own weight gradients (they have `sinks`), each with its layer's
-    table."""
+    """Yields the weights of layers that add their own weight gradients, each with its layer's table of `sinks`."""
     for layer in (layer for module in modules for layer in module.modules()):
         sinks, weight = getattr(layer, "sinks", None), getattr(layer, "weight", None)
         if isinstance(sinks, dict) and id(weight) in slots:
             yield sinks, slots[id(weight)]
-
-
-def _contributions(modules: Sequence[nn.Module], slots: dict[int, Slot]) -> dict[int, int]:
-    """Returns the contributions per micro-batch to each weight, by its id: one from each layer that adds its own. A
-    parameter that is not listed gets one from autograd."""
-    uses: dict[int, int] = {}
-    for _, slot in _own_weights(modules, slots):
-        uses[id(slot.parameter)] = uses.get(id(slot.parameter), 0) + 1
-    return uses
-
-
-def _attach_sinks(modules: Sequence[nn.Module], slots: dict[int, Slot]) -> None:
-    for sinks, slot in _own_weights(modules, slots):
-        sinks["weight"] = slot.sink.view
-
-
-def _late(units: Sequence[GatedUnit]) -> dict[int, int]:
-    """Returns, for each bucket of a foreign module by its id, the chunk whose backward is the last that can fill it."""
-    late: dict[int, int] = {}
-    for unit in (unit for unit in units if unit.whole_chunk):
-        for bucket in unit.buckets:
-            late[id(bucket)] = min(unit.chunk, late.get(id(bucket), unit.chunk))
-    return late

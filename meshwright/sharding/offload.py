@@ -46,11 +46,8 @@ def _bytes(values: Tensor) -> memoryview:
 
 class StateFile:
     """One flat state in a file, cut into shares that begin at pages. `shares` are views of the mapped file, for readers
-    that want all of it (checkpoints); updates read and write the file directly.
-
-    The file is unlinked as soon as it is open: no other run can mistake it for its own, and its disk space is free
-    again however the process ends.
-    """
+    that want all of it (checkpoints); updates read and write the file directly. The file is unlinked as soon as it is
+    open: no other run can mistake it for its own, and its disk space is free again however the process ends."""
 
     def __init__(self, folder: Path, sizes: Sequence[int], dtype: torch.dtype) -> None:
         self.folder, self.dtype = folder, dtype
@@ -64,8 +61,7 @@ class StateFile:
         weakref.finalize(self, os.close, self._handle)
 
     def _create(self) -> tuple[int, mmap.mmap]:
-        """Creates a file of full size, filled with zeros. Its space is reserved, so a disk that is too small is found
-        now."""
+        """Creates a file of zeros in full size. Its space is reserved, so a disk that is too small is found now."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             plain, name = tempfile.mkstemp(dir=self.folder, prefix="states-")
@@ -122,12 +118,11 @@ class StateStore:
     `on_device` says whether it takes the device's memory: host memory does where the device is a CPU."""
 
     def __init__(
-        self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device, place: str, folder: Path | None = None
+        self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device, place: str, folder: Path = Path()
     ) -> None:
         self.file: StateFile | None = None
         self.dtype, self.on_device = dtype, place == "none" or (place, device.type) == ("cpu", "cpu")
         if place == "disk" and device.type != "meta":
-            assert folder is not None
             self.file = StateFile(folder, sizes, dtype)
             self.shares = self.file.shares
         elif place == "none" or accelerator(device) is None:
@@ -201,29 +196,25 @@ class Prefetcher:
 
     def run(self, order: Sequence[StatePiece]) -> Iterator[tuple[StatePiece, list[Tensor]]]:
         """Yields each piece with one tensor per store, to be updated in place before the next is asked for."""
-        coming = self._fetch(order[0], 0) if order else []
+        places = range(len(self.stores))
+        fetches = ([self._fetch(at, piece, number) for at in places] for number, piece in enumerate(order))
+        coming = next(fetches, [])
         for number, piece in enumerate(order):
-            now = coming
-            if number + 1 < len(order):
-                coming = self._fetch(order[number + 1], number + 1)
+            now, coming = coming, next(fetches, [])
             yield piece, [wait() for wait in now]
             self._copy_back(piece, number)
-            while len(self._writes) > 1:  # a buffer that is being written from is read into again two pieces later
-                self._wait_for_oldest_write()
-        while self._writes:
-            self._wait_for_oldest_write()
+            self._finish_writes(left=1)  # a buffer that is being written from is read into again two pieces later
+        self._finish_writes(left=0)
         for stream in self._streams:
             stream.synchronize()
 
-    def _wait_for_oldest_write(self) -> None:
-        for write in self._writes.popleft():
-            write.result()
+    def _finish_writes(self, left: int) -> None:
+        while len(self._writes) > left:
+            for write in self._writes.popleft():
+                write.result()
 
-    def _fetch(self, piece: StatePiece, number: int) -> list[Callable[[], Tensor]]:
-        """Begins to copy a piece of every store; calling what it returns waits for one and gives its tensor."""
-        return [self._fetch_from(at, piece, number) for at in range(len(self.stores))]
-
-    def _fetch_from(self, at: int, piece: StatePiece, number: int) -> Callable[[], Tensor]:
+    def _fetch(self, at: int, piece: StatePiece, number: int) -> Callable[[], Tensor]:
+        """Begins to copy a piece of a store; calling what it returns waits for it and gives its tensor."""
         store, size = self.stores[at], piece.high - piece.low
         stored = store.shares[piece.share][piece.low : piece.high]
         if not self._rings[at]:

@@ -24,8 +24,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def grad_bytes(param_bytes: int, wanted: int = 4) -> int:
-    """Returns the bytes of one element's gradient, which accumulates in float32 unless the model's precision is asked
-    for."""
+    """Returns the bytes of one element's gradient, in float32 unless the model's precision is asked for."""
     return max(wanted, param_bytes)
 
 
@@ -46,11 +45,6 @@ def backward_order(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Ke
     for item in reversed(list(items)):
         keyed.setdefault(key(item), []).append(item)
     return keyed
-
-
-def padded(size: int, ranks: int) -> int:
-    unit = ALIGN * ranks
-    return -(-size // unit) * unit
 
 
 @dataclass(frozen=True)
@@ -81,8 +75,7 @@ class Split:
 
 
 class Division(NamedTuple):
-    """The ZeRO stage of a buffer, the axes over which its buckets are sharded, and those over which the shards are
-    replicated."""
+    """The ZeRO stage of a buffer, the axes over which its buckets are sharded, and those that replicate the shards."""
 
     stage: int
     shards: str | None
@@ -109,28 +102,23 @@ def shard_axes(layout: Layout, zero: ZeroConfig, data_axes: str = DATA_AXES, tra
 def place(
     sizes: Sequence[int], ranks: int, bucket_elements: int, units: Sequence[int] | None = None
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Returns (start, bucket) of each parameter and (start, stop) of each bucket.
-
-    A bucket is closed by the parameter that fills it; no parameter is cut. With `units`, the number of the unit that
-    each parameter belongs to, a bucket holds one unit instead, which is gathered at once.
-    """
+    """Returns (start, bucket) of each parameter and (start, stop) of each bucket. A bucket is closed by the parameter
+    that fills it; no parameter is cut. With `units`, the number of the unit that each parameter belongs to, a bucket
+    holds one unit instead, which is gathered at once."""
     places: list[tuple[int, int]] = []
     buckets: list[tuple[int, int]] = []
     begin = at = 0
     for i, size in enumerate(sizes):
         places.append((at, len(buckets)))
         at += -(-size // ALIGN) * ALIGN
-        full = at - begin >= bucket_elements if units is None else i + 1 == len(sizes) or units[i + 1] != units[i]
-        if full:
-            at = begin + padded(at - begin, ranks)
+        last = i + 1 == len(sizes)
+        if last or (at - begin >= bucket_elements if units is None else units[i + 1] != units[i]):
+            at = begin + -(-(at - begin) // (ALIGN * ranks)) * ALIGN * ranks
             buckets.append((begin, at))
             begin = at
-    if at > begin:
-        buckets.append((begin, begin + padded(at - begin, ranks)))
     return places, buckets
 
 
 def piece_size(most: int, shares: Sequence[int]) -> int:
-    """Returns the elements of a piece: at most `most`, no more than the largest share, and whole pages in any
-    precision."""
+    """Returns a piece's elements: at most `most`, no more than the largest share, whole pages in any precision."""
     return min(max(1, most // PAGE), -(-max(shares) // PAGE)) * PAGE

@@ -28,7 +28,6 @@ class ReducerPlan(Protocol):
     def calls(self, op: str, elements: int, element_bytes: int, ranks: int) -> Iterable[tuple[str, int]]:
         """The (op, payload bytes) that one rank's ledger counts when `op`, all_reduce or reduce_scatter, is asked of
         this reducer for so many gradients over a group of so many ranks."""
-        ...
 
 
 class Reducer(ReducerPlan, Protocol):
@@ -37,23 +36,19 @@ class Reducer(ReducerPlan, Protocol):
 
     def prepare(self, buffers: Sequence[FlatBuffer]) -> None:
         """Called once, before any gradient exists: the place to allocate states."""
-        ...
 
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
         """Begins to replace `grads` by their sum over `group`. In ZeRO stage 0 these are the whole bucket's; where
         shards are replicated (`zero.shard_group=node`) they are this rank's share, already summed inside the node."""
-        ...
 
     def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> PendingReduction:
         """Begins to set `out` to this rank's share of the sum over `group` of `grads`, the whole bucket's: once per
         step in ZeRO stage 1, once per micro-batch in stages 2 and 3. Nobody else uses `grads` before `wait` returns."""
-        ...
 
     def states(self) -> Iterator[tuple[str, FlatBuffer, list[Tensor]]]:
         """Yields what a checkpoint must hold: a name, a buffer, and one tensor per bucket, of the whole bucket or of
         this rank's share. Such a state is *additive*: what counts is its sum over the ranks that hold an element. A
         checkpoint stores one row for each of them, and the ranks of another layout add up the rows assigned to them."""
-        ...
 
 
 class PlainReducer:

@@ -31,8 +31,8 @@ class OncePerStep:
     def __init__(self, buckets: Sequence[Bucket], launch: Launch) -> None:
         self.buckets, self._launch = list(buckets), launch
         self._index = {id(bucket): i for i, bucket in enumerate(self.buckets)}
-        self._expected: dict[int, int] = {}
-        self._learned = False
+        self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        self._expected: dict[int, int] = {}  # contributions per micro-batch, by the slot's id, once they are known
         self._micro_batches = 0
         self._pending: list[PendingReduction] = []
         self._launched = 0
@@ -47,10 +47,10 @@ class OncePerStep:
         self._waiting = [len(bucket.slots) for bucket in self.buckets]
 
     def _arrived(self, bucket: Bucket, slot: Slot, sink: Sink) -> None:
-        if not self._learned:
+        if not self._expected:
             return
         index = self._index[id(bucket)]
-        expected = self._expected.get(id(slot), 0) * self._micro_batches
+        expected = self._expected[id(slot)] * self._micro_batches
         if sink.contributions == expected:
             self._waiting[index] -= 1
             while self._launched < len(self.buckets) and self._waiting[self._launched] <= 0:
@@ -65,7 +65,7 @@ class OncePerStep:
         self._launched += 1
 
     def finish(self) -> None:
-        for slot in (slot for bucket in self.buckets for slot in bucket.slots):
+        for slot in self._slots:
             if slot.sink.fresh:  # no contribution came, so it still holds the gradient of the step before
                 slot.sink.view.zero_()
         while self._launched < len(self.buckets):
@@ -73,20 +73,15 @@ class OncePerStep:
         for pending in self._pending:
             pending.wait()
         self._pending = []
-        if not self._learned:
-            self._learn()
-
-    def _learn(self) -> None:
-        for slot in (slot for bucket in self.buckets for slot in bucket.slots):
-            each, rest = divmod(slot.sink.contributions, self._micro_batches)
-            self._expected[id(slot)] = each if not rest else -1
-        self._learned = True
+        if not self._expected:
+            for slot in self._slots:
+                each, rest = divmod(slot.sink.contributions, self._micro_batches)
+                self._expected[id(slot)] = each if not rest else -1
 
 
 class EveryMicroBatch:
     """Reduces each bucket once per micro-batch (stages 2 and 3), for which alone whole gradients exist. A bucket is
-    complete when all contributions of a micro-batch have arrived: `uses` per parameter, by its id (one if it is not
-    listed).
+    complete when all contributions of a micro-batch have arrived: `uses` per parameter, by its id (one if not listed).
 
     Which parameters a module that is not ours uses may depend on the data, so its buckets wait for the end of a
     backward: `late` gives, by the bucket's id, the chunk whose backward is the last that can fill it.
@@ -99,9 +94,8 @@ class EveryMicroBatch:
         self._index = {id(bucket): i for i, bucket in enumerate(self.buckets)}
         self._late = {index: late[at] for at, index in self._index.items() if at in late}
         self._whole = [sum(uses.get(id(slot.parameter), 1) for slot in bucket.slots) for bucket in self.buckets]
-        self._arrivals = [0] * len(self.buckets)
-        self._has_sum = [False] * len(self.buckets)
         self._in_flight: deque[tuple[Bucket, PendingReduction, Tensor | None]] = deque()
+        self.begin(0)
 
     def sink(self, bucket: Bucket, slot: Slot) -> Sink:
         return Sink(slot.grad, partial(self._arrived, bucket), partial(self._prepare, bucket))
@@ -126,8 +120,7 @@ class EveryMicroBatch:
             self._scatter(bucket)
 
     def _scatter(self, bucket: Bucket) -> None:
-        """Begins the reduction of what has arrived in a bucket. The first of a step goes straight to where the sum is
-        kept."""
+        """Begins to reduce what has arrived in a bucket. The first of a step goes straight to where the sum is kept."""
         index = self._index[id(bucket)]
         for slot in bucket.slots:
             if slot.sink.fresh:

@@ -38,20 +38,14 @@ def find_units(modules: Sequence[nn.Module]) -> list[GatedUnit]:
     found: list[GatedUnit] = []
     for chunk, module in enumerate(modules):
         named = stage_of(module).units()
-        if named is None:
-            found.append(GatedUnit(module, chunk, whole_chunk=True))
-        else:
-            found += [GatedUnit(part, chunk, whole_chunk=False) for part in named]
+        found += [GatedUnit(part, chunk, named is None) for part in ([module] if named is None else named)]
     return found
 
 
 def number_units(units: Sequence[GatedUnit]) -> dict[int, int]:
     """Returns the number of the first unit that a parameter belongs to, by the parameter's id."""
-    numbers: dict[int, int] = {}
-    for number, unit in enumerate(units):
-        for parameter in unit.module.parameters():
-            numbers.setdefault(id(parameter), number)
-    return numbers
+    numbered = reversed(list(enumerate(units)))  # so that the first is set last
+    return {id(parameter): number for number, unit in numbered for parameter in unit.module.parameters()}
 
 
 class WeightGatherer:
@@ -117,8 +111,7 @@ class WeightGatherer:
     def open(self, unit: GatedUnit) -> None:
         self._gather_unit(unit)
         for bucket in unit.buckets:
-            pending = self._gathering.pop(id(bucket), None)
-            if pending is not None:
+            if (pending := self._gathering.pop(id(bucket), None)) is not None:
                 pending.wait()
         if self._action is None:
             return

@@ -38,13 +38,6 @@ class Chart:
         up = math.log(y / y0) / math.log(y1 / y0)
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
-    def ticks(self) -> tuple[list[float], list[float]]:
-        x0, x1, y0, y1 = self.box
-        xs = sorted({x for line in self.lines.values() for x, _ in line})
-        step = max(1, -(-len(xs) // 8))
-        ys = [10.0**n * f for n in range(-12, 15) for f in (1, 3) if y0 <= 10.0**n * f <= y1]
-        return [x for x in xs[::step] if x0 <= x <= x1], ys
-
 
 def check_svg(option: str, path: Path | None) -> None:
     """Raises unless `path` names an SVG: every chart is one, which a browser shows and prints."""
@@ -66,15 +59,17 @@ def svg(chart: Chart) -> str:
         f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 10}" text-anchor="middle">{escape(chart.x)}</text>',
         f'<text x="14" y="{TOP - 6}">{escape(chart.y)}</text>',
     ]  # fmt: skip
-    x0, _, y0, _ = chart.box
-    xs, ys = chart.ticks()
+    x0, _, y0, y1 = chart.box
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    for x in xs:
+    xs = sorted({x for line in chart.lines.values() for x, _ in line})
+    for x in xs[:: max(1, -(-len(xs) // 8))]:
         px, _ = chart.at(x, y0)
         label = escape(_short(chart.label(x)))
         out.append(f'<path d="M{px:.1f} {TOP}V{bottom}" stroke="#e6eaee"/>')
         out.append(f'<text x="{px:.1f}" y="{bottom + 18}" text-anchor="middle">{label}</text>')
-    for y in ys:
+    for y in (10.0**n * factor for n in range(-12, 15) for factor in (1, 3)):
+        if not y0 <= y <= y1:
+            continue
         _, py = chart.at(x0, y)
         label = _short(count(y)) if y >= 1 else f"{y:g}"
         out.append(f'<path d="M{LEFT} {py:.1f}H{right}" stroke="#e6eaee"/>')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
@@ -36,8 +35,7 @@ def note(text: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], words: tuple[int, ...] = (), marked: int | None = None) -> str:
-    """Returns a table of text whose first row is the header; the columns `words` may wrap, and the row `marked` is
-    highlighted."""
+    """Returns a table of text under a header row; the columns `words` may wrap, the row `marked` is highlighted."""
 
     def cell(text: str, column: int, tag: str) -> str:
         kind = ' class="words"' if column in words else ""
@@ -51,9 +49,7 @@ def table(rows: Sequence[Sequence[str]], words: tuple[int, ...] = (), marked: in
     return f"<table>{''.join(found)}</table>"
 
 
-def bars(
-    rows: Iterable[tuple[Mapping[str, float], float, str]], colours: Mapping[str, str], unit: str
-) -> str:
+def bars(rows: Iterable[tuple[Mapping[str, float], float, str]], colours: Mapping[str, str], unit: str) -> str:
     """Returns a legend and, numbered from 1, one bar per row of (parts, the value of a full bar, a label)."""
     legend = (f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in colours.items())
     lines = []
@@ -73,4 +69,4 @@ def bars(
 
 def drawing(svg: str) -> str:
     """Embeds an SVG in the page."""
-    return f'<div class="drawing">{re.sub(r"<[?]xml.*?[?]>", "", svg)}</div>'
+    return f'<div class="drawing">{svg}</div>'

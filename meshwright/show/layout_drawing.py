@@ -4,29 +4,16 @@ are shown, and the last one to show where the count ends."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from meshwright.layout.layout import GROUP_KINDS, Layout
 from meshwright.show.units import plural
 
-CORNERS = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"
-"""The box character of a vertex, by the walls that meet there: up 1, down 2, left 4, right 8."""
-
+CORNERS = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"  # of a vertex, by the walls that meet there: up 1, down 2, left 4, right 8
 GAP = "   "
-SMALL_WORLD = 64
-"""Up to this many ranks every group is written out."""
-DRAWN_WORLD = 256
-"""Up to this many ranks the grid is drawn in full, where it is not very long in one direction."""
-
-
-class Grid(NamedTuple):
-    """One pipeline stage: its ranks by row and column, with None for omitted rows and columns. A grid without columns
-    stands for omitted stages."""
-
-    title: str
-    columns: list[str]
-    cells: list[list[int | None]]
+SMALL_WORLD = 64  # up to this many ranks every group is written out
+DRAWN_WORLD = 256  # up to this many ranks the grid is drawn in full, where it is not very long in one direction
 
 
 def elide(count: int, limit: int) -> list[int | None]:
@@ -63,78 +50,50 @@ def _heading(layout: Layout) -> str:
 def _view(layout: Layout, rows: tuple[str, str], width: int) -> list[str]:
     """Draws the panels of one view, as many side by side as fit; `rows` are the slow and the fast axis going down."""
     drawn = layout.world <= DRAWN_WORLD
-    shown = elide(layout.axis_size(rows[0]) * layout.axis_size(rows[1]), 16 if drawn else 6)
-    columns = elide(layout.axis_size(_across(rows)), 16 if drawn else 4)
-    labels = [_row_label(layout, rows, index) for index in shown]
-    names = ["…" if column is None else str(column) for column in columns]
+    (slow, fast), across = rows, "etp" if "ep" in rows else "tp"
+    size = layout.axis_size(fast)
+    shown = elide(layout.axis_size(slow) * size, 16 if drawn else 6)
+    columns = elide(layout.axis_size(across), 16 if drawn else 4)
 
-    def grid(stage: int | None) -> Grid:
+    def label(row: int | None) -> str:
+        if row is None:
+            return "⋮"
+        return f"{slow} {row // size}" + (f" {fast} {row % size}" if size > 1 else "")
+
+    def rank(row: int | None, column: int | None, stage: int) -> int | None:
+        if row is None or column is None:
+            return None
+        return layout.rank_at(**{across: column, slow: row // size, fast: row % size, "pp": stage})
+
+    def panel(stage: int | None) -> list[str]:
         if stage is None:
-            return Grid("…", [], [[] for _ in shown])
-        cells = [[_rank(layout, rows, row, column, stage) for column in columns] for row in shown]
-        return Grid(f"stage {stage}", names, cells)
+            return [" … ", *[""] * (2 * len(shown) + 2)]
+        names = ["…" if column is None else str(column) for column in columns]
+        return _panel(layout, f"stage {stage}", names, [[rank(row, col, stage) for col in columns] for row in shown])
 
-    cell = max(len(str(layout.world - 1)), 2)
-    last = grid(layout.pp - 1)
-    panel_width = max(map(len, _panel(layout, last, cell, set())))
-    gutter = max(map(len, labels))
-    across = max(1, (width - gutter - 1 - len(GAP)) // (panel_width + len(GAP)))
-    bands: list[list[Grid]] = [[]]
-    for stage in elide(layout.pp, 8 if drawn else max(3, min(across + 1, 8))):
-        if stage is not None and sum(bool(panel.columns) for panel in bands[-1]) == across:
+    left = ["", across, *(text for row in shown for text in ("", label(row))), ""]
+    room = width - max(map(len, left)) - 1 - len(GAP)
+    beside = max(1, room // (max(map(len, panel(layout.pp - 1))) + len(GAP)))
+    bands: list[list[int | None]] = [[]]
+    for stage in elide(layout.pp, 8 if drawn else max(3, min(beside + 1, 8))):
+        if stage is not None and sum(other is not None for other in bands[-1]) == beside:
             bands.append([])
-        bands[-1].append(grid(stage))
+        bands[-1].append(stage)
     lines: list[str] = []
     for band in bands:
-        lines += [""] * bool(lines) + _band(layout, band, labels, cell)
+        lines += [""] * bool(lines) + _beside(left, [panel(stage) for stage in band])
     return lines
 
 
-def _across(rows: tuple[str, str]) -> str:
-    """Returns the axis that goes across, of the view that the rows' axes are of."""
-    return "etp" if "ep" in rows else "tp"
-
-
-def _row_label(layout: Layout, rows: tuple[str, str], index: int | None) -> str:
-    if index is None:
-        return "⋮"
-    slow, fast = rows
-    size = layout.axis_size(fast)
-    return f"{slow} {index // size}" + (f" {fast} {index % size}" if size > 1 else "")
-
-
-def _rank(
-    layout: Layout, rows: tuple[str, str], row: int | None, column: int | None, stage: int | None
-) -> int | None:
-    if row is None or column is None or stage is None:
-        return None
-    slow, fast = rows
-    size = layout.axis_size(fast)
-    return layout.rank_at(**{_across(rows): column, slow: row // size, fast: row % size, "pp": stage})
-
-
-def _band(layout: Layout, panels: Sequence[Grid], labels: list[str], cell: int) -> list[str]:
-    """Draws panels side by side, with the row labels at their left."""
-    height = len(labels)
-    walls = {0, height} | {
-        row
-        for panel in panels
-        for row in range(1, height)
-        if any(_wall(layout, *pair) for pair in zip(panel.cells[row - 1], panel.cells[row], strict=True))
-    }
-    gutter = max(len(label) for label in labels)
-    left = ["", "tp"]
-    for row in range(height + 1):
-        if row in walls:
-            left.append("")
-        if row < height:
-            left.append(labels[row])
-    blocks = [_panel(layout, panel, cell, walls) for panel in panels]
-    widths = [max(map(len, block)) for block in blocks]
+def _beside(left: list[str], panels: Sequence[list[str]]) -> list[str]:
+    """Puts panels side by side, with the row labels at their left. Every second line is for walls and is left out where
+    there are none."""
+    gutter, widths = max(map(len, left)), [max(map(len, panel)) for panel in panels]
     lines = []
-    for index, label in enumerate(left):
-        pieces = [block[index].ljust(size) for block, size in zip(blocks, widths, strict=True)]
-        lines.append(f"{label:>{gutter}} {GAP.join(pieces)}".rstrip())
+    for number, (label, *pieces) in enumerate(zip(left, *panels, strict=True)):
+        if number == 0 or number % 2 or any("─" in piece for piece in pieces):
+            padded = (piece.ljust(size) for piece, size in zip(pieces, widths, strict=True))
+            lines.append(f"{label:>{gutter}} {GAP.join(padded)}".rstrip())
     return lines
 
 
@@ -143,31 +102,26 @@ def _wall(layout: Layout, one: int | None, other: int | None) -> bool:
     return one is not None and other is not None and layout.crosses_node((one, other))
 
 
-def _panel(layout: Layout, grid: Grid, cell: int, walls: set[int]) -> list[str]:
-    """Draws one stage: its title, column numbers, then rows; there is a wall above every row in `walls`."""
-    height, width = len(grid.cells), len(grid.columns)
-    if not width:
-        return [f" {grid.title} ", *[""] * (height + len(walls) + 1)]
-    between = zip(grid.cells, grid.cells[1:], strict=False)
+def _panel(layout: Layout, title: str, columns: list[str], rows: list[list[int | None]]) -> list[str]:
+    """Draws one stage: its title, column numbers, then its ranks by row and column (None for omitted ones), with a line
+    of walls above every row and below the last."""
+    height, width, cell = len(rows), len(columns), max(len(str(layout.world - 1)), 2)
+    between = zip(rows, rows[1:], strict=False)
     across = [[_wall(layout, *pair) for pair in zip(*pairs, strict=True)] for pairs in between]
     across = [[True] * width, *across, [True] * width]
     for wall in across:
         for col in range(1, width - 1):
-            if grid.columns[col] == "…":
+            if columns[col] == "…":
                 wall[col] = wall[col - 1] and wall[col + 1]
     upright = [
-        [col in (0, width) or _wall(layout, cells[col - 1], cells[col]) for col in range(width + 1)]
-        for cells in grid.cells
+        [col in (0, width) or _wall(layout, cells[col - 1], cells[col]) for col in range(width + 1)] for cells in rows
     ]
-    lines = [" " + grid.title, " " + "".join(f" {name:>{cell}}  " for name in grid.columns).rstrip()]
+    lines = [" " + title, " " + "".join(f" {name:>{cell}}  " for name in columns).rstrip()]
     for row in range(height + 1):
-        if row in walls:
-            lines.append(_wall_line(across, upright, row, cell))
+        lines.append(_wall_line(across, upright, row, cell))
         if row < height:
-            cells = grid.cells[row]
-            text = "".join(
-                f"{'│' if upright[row][col] else ' '} {_text(cells, col):>{cell}} " for col in range(width)
-            )
+            cells = rows[row]
+            text = "".join(f"{'│' if upright[row][col] else ' '} {_text(cells, col):>{cell}} " for col in range(width))
             lines.append(f"{text}│{_nodes(layout, cells)}")
     return lines
 
@@ -222,7 +176,12 @@ def describe_groups(layout: Layout, width: int = 100) -> list[str]:
             lines.append(f"{text}, the same as {same}")
         else:
             limits = (count, size) if layout.world <= SMALL_WORLD else (4, 8)
-            lines += [text, *_wrap(written(groups, *limits), width, " " * indent)]
+            # A group is never broken: textwrap knows only plain spaces, and not the no-break spaces within it.
+            whole = " ".join(group.replace(" ", "\xa0") for group in written(groups, *limits))
+            wrapped = textwrap.fill(
+                whole, width, initial_indent=" " * indent, subsequent_indent=" " * indent, break_long_words=False
+            )
+            lines += [text, wrapped.replace("\xa0", " ")]
     if layout.world > SMALL_WORLD:
         lines += ["", "… stands for what is left out: --json lists every group"]
     return lines
@@ -247,13 +206,3 @@ def written(groups: Sequence[Sequence[int]], most: int, longest: int, between: s
         ranks = between.join("…" if at is None else str(group[at]) for at in elide(len(group), longest))
         pieces.append("…" if index is None else f"[{ranks}]" if between == " " else ranks)
     return pieces
-
-
-def _wrap(pieces: Iterable[str], width: int, indent: str) -> list[str]:
-    """Wraps the pieces to lines of at most `width`; a piece is never broken."""
-    lines = [""]
-    for piece in pieces:
-        if lines[-1] and len(indent) + len(lines[-1]) + 1 + len(piece) > width:
-            lines.append("")
-        lines[-1] += f" {piece}" if lines[-1] else piece
-    return [indent + line for line in lines]

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from meshwright.config.sections import Config
 from meshwright.optim.schedules import consumed_after
-from meshwright.show.run_parts import BAD, head, phase_bar, phase_legend, sparkline
+from meshwright.show.run_parts import BAD, head, phase_bar, sparkline
 from meshwright.show.terminal import console_for, has_colour, is_terminal, printable, show
 from meshwright.show.units import clock, count, decimals, percent, plural, seconds
 
@@ -39,8 +39,8 @@ class Display:
     """A `Watcher` that shows a run on `stream`. Use it as a context manager, so that an exception leaves the terminal
     as it was; otherwise the terminal is restored when the process ends."""
 
-    def __init__(self, config: Config, world: int, stream: TextIO | None = None, *, own_model: bool = False) -> None:
-        self.config, self.world, self.own_model = config, world, own_model
+    def __init__(self, config: Config, world: int, stream: TextIO | None = None) -> None:
+        self.config, self.world = config, world
         self.stream = sys.stderr if stream is None else stream
         self.terminal, self.colour = is_terminal(self.stream), has_colour(self.stream)
         self.console = console_for(self.stream, None if self.terminal else HEAD_WIDTH)
@@ -68,7 +68,7 @@ class Display:
     def started(self, ctx: Context | None = None) -> None:
         self.begin = time.monotonic()
         device = getattr(getattr(ctx, "device", None), "kind", "")
-        show(self.console, head(self.config, self.world, own_model=self.own_model, device=device))
+        show(self.console, head(self.config, self.world, device))
         if self.terminal:
             ours = self.stream is sys.stderr  # rich then prints other output above the block
             self.live = Live(
@@ -95,7 +95,10 @@ class Display:
         bad = result.skipped or not math.isfinite(result.loss)
         if self.terminal:
             if bad:
-                self._print((f"{BAD} step {result.step}  ", "bad"), self._complaint(result))
+                why = f"{result.why_skipped}, the update was skipped" if result.skipped else "the loss is not finite"
+                scale = f" (loss scale {count(result.loss_scale)})" if result.loss_scale is not None else ""
+                complaint = f"loss {decimals(result.loss, 4)}  {why}{scale}"
+                self._print((f"{BAD} step {result.step}  ", "bad"), complaint)
         elif bad or result.step % self.config.run.log_every == 0 or result.step == self.steps:
             self._print(self._plain_line(result))
 
@@ -105,8 +108,6 @@ class Display:
         self._print((f"validation at step {line['step']}  ", "dim"), (f"loss {decimals(line['loss'], 4)}", "valid"))
 
     def finished(self) -> None:
-        with self._lock:
-            self.validating = False
         self.close()
         done = self.last.step if self.last else 0
         skipped = f", {self.skipped} skipped" if self.skipped else ""
@@ -130,8 +131,7 @@ class Display:
 
     @property
     def seconds_left(self) -> float:
-        """Estimates the remaining seconds from the time between the ends of recent steps, so that validation counts
-        too."""
+        """Estimates the remaining seconds from the time between ends of recent steps, so that validation counts too."""
         if self.last is None:
             return math.nan
         each = self.last.step_time_s
@@ -143,11 +143,6 @@ class Display:
         """Prints one line, above the live block if there is one."""
         show(self.console, Text.assemble(*pieces))
 
-    def _complaint(self, result: StepResult) -> str:
-        why = f"{result.why_skipped}, the update was skipped" if result.skipped else "the loss is not finite"
-        scale = f" (loss scale {count(result.loss_scale)})" if result.loss_scale is not None else ""
-        return f"loss {decimals(result.loss, 4)}  {why}{scale}"
-
     def _plain_line(self, r: StepResult) -> str:
         parts = [
             f"step {r.step:>{len(str(self.steps))}}/{self.steps}", f"loss {decimals(r.loss, 4)}",
@@ -156,7 +151,7 @@ class Display:
         ]  # fmt: skip
         if r.loss_scale is not None:
             parts.append(f"scale {count(r.loss_scale)}")
-        parts += [f"{printable(name)} {value:.4g}" for name, value in r.monitored.items()]
+        parts += [f"{printable(name)} {value:.4g}" for name, value in r.shown.items()]
         if r.skipped:
             parts.append(f"SKIPPED: {r.why_skipped}")
         elif not math.isfinite(r.loss):
@@ -182,8 +177,9 @@ class Display:
             grid.add_row("loss", self._loss_line(r, room))
             grid.add_row("speed", "   ".join(speed))
             grid.add_row("update", self._update(r))
-            grid.add_row("time", phase_bar(r.phases, r.step_time_s, room, self.colour))
-            grid.add_row("", phase_legend(r.phases, r.step_time_s))
+            bar, legend = phase_bar(r.phases, r.step_time_s, room, self.colour)
+            grid.add_row("time", bar)
+            grid.add_row("", legend)
         return grid
 
     def _step_bar(self, r: StepResult, elapsed: float) -> Table:
@@ -214,5 +210,5 @@ class Display:
             parts.append(Text(f"scale {count(r.loss_scale)}"))
         if self.skipped:
             parts.append(Text(f"{BAD} {self.skipped} skipped", "bad"))
-        parts += [Text(f"{printable(name)} {value:.4g}") for name, value in r.monitored.items()]
+        parts += [Text(f"{printable(name)} {value:.4g}") for name, value in r.shown.items()]
         return Text("   ").join(parts)

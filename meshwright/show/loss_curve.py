@@ -106,8 +106,8 @@ def _rows(drawn: Canvas, each: Canvas, diamonds: set[tuple[int, int]]) -> list[T
 def _step_axis(canvas: Canvas, bad: set[int]) -> list[Text]:
     """Draws the axis with ticks, a cross where a loss was not finite, and the step numbers below."""
     left, right = canvas.x
-    steps = [left] if left == right else [t for t in ticks(left, right, max(2, canvas.columns // 10)) if t == int(t)]
-    at = {round(canvas.place(t, 0.0)[0]) // 2: f"{int(t):,}" for t in steps}
+    steps = ticks(left, right, max(2, canvas.columns // 10))
+    at = {round(canvas.place(t, 0.0)[0]) // 2: f"{int(t):,}" for t in steps if t == int(t)}
     rule = Text().append(" " * (GUTTER - 1) + "└", "dim")
     labels = " " * GUTTER
     for column in range(canvas.columns):

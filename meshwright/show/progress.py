@@ -21,7 +21,7 @@ def progress(label: str, total: int, stream: TextIO | None = None) -> Iterator[C
     number of bytes. A bar is erased at the end, so that later output begins on a clean line."""
     stream = sys.stderr if stream is None else stream
     if not is_terminal(stream):
-        yield _Log(label, max(total, 1), stream).advance
+        yield _log(label, max(total, 1), stream)
         return
     from rich import progress as bars
 
@@ -33,24 +33,19 @@ def progress(label: str, total: int, stream: TextIO | None = None) -> Iterator[C
         yield partial(drawn.advance, drawn.add_task(label, total=max(total, 1)))
 
 
-class _Log:
-    def __init__(self, label: str, total: int, stream: TextIO) -> None:
-        self._label, self._total, self._stream = label, total, stream
-        self._done = 0
-        self._begin = self._last = time.monotonic()
+def _log(label: str, total: int, stream: TextIO) -> Callable[[int], None]:
+    done = 0
+    begin = last = time.monotonic()
 
-    def advance(self, count: int) -> None:
-        self._done += count
+    def advance(count: int) -> None:
+        nonlocal done, last
+        done += count
         now = time.monotonic()
-        if now - self._last >= LOG_SECONDS:
-            self._last = now
-            self._stream.write(self._line(max(now - self._begin, 1e-9)) + "\n")
-            self._stream.flush()
+        if now - last >= LOG_SECONDS:
+            last, share, seconds = now, min(done / total, 1.0), now - begin
+            left = seconds * (1 - share) / share if share else 0.0
+            amount = f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {done / 1e6 / seconds:.1f} MB/s"
+            stream.write(f"{label} {percent(share, 0)}, {amount}, {clock(left)} left\n")
+            stream.flush()
 
-    def _line(self, seconds: float) -> str:
-        share = min(self._done / self._total, 1.0)
-        left = seconds * (1 - share) / share if share else 0.0
-        return (
-            f"{self._label} {percent(share, 0)}, {self._done / 1e6:,.1f} of {self._total / 1e6:,.1f} MB, "
-            f"{self._done / 1e6 / seconds:.1f} MB/s, {clock(left)} left"
-        )
+    return advance

@@ -24,11 +24,11 @@ from meshwright.parts.part import parameter_count
 from meshwright.schedule.kinds import placement_of
 from meshwright.show.layout_drawing import written
 from meshwright.show.loss_curve import Point, curve, finite
-from meshwright.show.run_parts import head, phase_bar, phase_legend
-from meshwright.show.terminal import PLAIN_WIDTH, console_for, has_colour, is_terminal, show
+from meshwright.show.run_parts import head, phase_bar
+from meshwright.show.terminal import PLAIN_WIDTH, console_for, has_colour, show
 from meshwright.show.units import clock, count, decimals, percent, plural, seconds, size
 from meshwright.train.counts import PHASES
-from meshwright.train.read_run import RunRecord, read_run, traffic_per_step
+from meshwright.train.run_folder import RunRecord, read_run, traffic_per_step
 
 PAGE_LABEL_WIDTH = 12  # columns that the labels take
 MIN_WIDTH, MAX_WIDTH = 40, 120
@@ -48,16 +48,10 @@ CARGO = {
 }
 
 
-def summary(
-    run_dir: str | Path, stream: TextIO | None = None, *, world: int | None = None, width: int | None = None
-) -> None:
-    """Prints the summary. `world` is needed only for folders without a run.json."""
+def summary(run_dir: str | Path, stream: TextIO | None = None) -> None:
     stream = sys.stdout if stream is None else stream
-    run = read_run(run_dir, world)
-    if width is None:
-        width = min(console_for(stream).width, MAX_WIDTH) if is_terminal(stream) else PLAIN_WIDTH
-    width = max(MIN_WIDTH, width)
-    show(console_for(stream, width), *page(run, width, has_colour(stream)))
+    width = max(MIN_WIDTH, min(console_for(stream).width, MAX_WIDTH))
+    show(console_for(stream, width), *page(read_run(run_dir), width, has_colour(stream)))
 
 
 def page(run: RunRecord, width: int, colour: bool) -> Iterator[RenderableType]:
@@ -122,8 +116,9 @@ def _phases(run: RunRecord, width: int, colour: bool) -> Iterator[tuple[str, Tex
     spent = {p: sum(float(s.get("phases", {}).get(p, 0.0)) for s in run.steps) for p in names}
     if spent:
         total = sum(float(s.get("step_time_s") or 0.0) for s in run.steps)
-        yield "time", phase_bar(spent, total, min(width, PLAIN_WIDTH) - PAGE_LABEL_WIDTH, colour)
-        yield "", phase_legend(spent, total)
+        bar, legend = phase_bar(spent, total, min(width, PLAIN_WIDTH) - PAGE_LABEL_WIDTH, colour)
+        yield "time", bar
+        yield "", legend
 
 
 def _skipped(run: RunRecord) -> Iterator[tuple[str, Text]]:
@@ -204,8 +199,7 @@ def _written(words: str, groups: Sequence[Sequence[int]], between: str, width: i
 
 def links(config: Config, layout: Layout, axes: Mapping[str, Mapping[str, float]]) -> dict[tuple[int, int], float]:
     """Returns the wire bytes per step from rank to rank: a collective goes round its group as a ring, a pipeline
-    from stage to stage and back. The run's folder has only the sum per axis, so its bytes are spread evenly over its
-    links."""
+    from stage to stage and back. The run's folder has only the sum per axis, which is spread evenly over its links."""
     sent: dict[tuple[int, int], float] = defaultdict(float)
     for axis, counts in axes.items():
         ways: list[tuple[int, int]] = []
@@ -223,7 +217,6 @@ def links(config: Config, layout: Layout, axes: Mapping[str, Mapping[str, float]
 
 
 def _matrix(sent: Mapping[tuple[int, int], float], world: int) -> Iterator[RenderableType]:
-    """Returns the links as a table."""
     if not sent:
         return
     yield ""

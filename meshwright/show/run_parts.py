@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
@@ -14,18 +14,17 @@ from meshwright.models.description import describe, layout_of
 from meshwright.parts.part import parameter_count
 from meshwright.show.terminal import printable
 from meshwright.show.units import count, percent, plural
-from meshwright.train.counts import PHASES
 
 DRAWN_RANKS = 16  # up to this many ranks the head draws the layout
 BARS = "▁▂▃▄▅▆▇█"
 BAD = "×"
 
 
-def head(config: Config, world: int | None, *, own_model: bool = False, device: str = "") -> Table:
-    """Returns the header: what runs, where and how. For an `own_model` only the config's sizes are known."""
+def head(config: Config, world: int | None, device: str = "") -> Table:
+    """Returns the header: what runs, where and how."""
     m, t = config.model, config.train
     grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-    number = "" if own_model else f"{count(parameter_count(describe(m)))} parameters  "
+    number = f"{count(parameter_count(describe(m)))} parameters  "
     sizes = [plural(m.layers, "layer"), f"hidden {m.hidden}", plural(m.heads, "head")]
     shape = " · ".join([*sizes, f"vocab {m.vocab}", f"seq {m.seq}"])
     grid.add_row(Text("meshwright", "title"), Text.assemble((number, "bold"), (shape, "dim")))
@@ -49,8 +48,7 @@ def layout_line(config: Config, layout: Layout) -> str:
 
 
 def small_drawing(layout: Layout) -> str:
-    """Draws `[0 1] [2 3] → [4 5] [6 7]`: each replica is a box of tensor-parallel ranks, and arrows go from stage to
-    stage."""
+    """Draws `[0 1] [2 3] → [4 5] [6 7]`: a replica is a box of tensor-parallel ranks, arrows go from stage to stage."""
     stages: list[list[str]] = [[] for _ in range(layout.pp)]
     for group in layout.groups("tp-cp"):
         stages[layout.coordinate(group[0])["pp"]].append(f"[{' '.join(map(str, group))}]")
@@ -80,30 +78,13 @@ def sparkline(values: Sequence[float]) -> Text:
     return line
 
 
-def phase_bar(phases: Mapping[str, float], total: float, width: int, colour: bool) -> Text:
-    """Draws the seconds of a step as one bar, with a thin line for time outside all phases. Without colour each phase
-    is drawn by its initial."""
-    whole = max(total, sum(phases.values()))
-    line, reached = Text(), 0.0
-    for name in _in_order(phases):
-        reached += phases[name] / whole if whole > 0 else 0.0
-        line.append(("━" if colour else name[:1]) * (round(reached * width) - len(line)), _style(name))
-    return line.append("─" * (width - len(line)), "dim")
-
-
-def phase_legend(phases: Mapping[str, float], total: float) -> Text:
+def phase_bar(phases: Mapping[str, float], total: float, width: int, colour: bool) -> tuple[Text, Text]:
+    """Draws the seconds of a step as one bar, with a thin line for time outside all phases, and a legend. Without
+    colour each phase is drawn by its initial. Every phase has a style of its name."""
     whole = max(total, sum(phases.values())) or 1.0
-    parts = [
-        Text.assemble((name, _style(name)), (f" {percent(phases[name] / whole, 0)}", "dim"))
-        for name in _in_order(phases)
-    ]
-    return Text("  ").join(parts)
-
-
-def _style(phase: str) -> str:
-    return phase if phase in PHASES else ""
-
-
-def _in_order(phases: Iterable[str]) -> list[str]:
-    known = list(phases)
-    return [*(p for p in PHASES if p in known), *(p for p in known if p not in PHASES)]
+    bar, legend, reached = Text(), [], 0.0
+    for name, spent in phases.items():
+        reached += spent / whole
+        bar.append(("━" if colour else name[:1]) * (round(reached * width) - len(bar)), name)
+        legend.append(Text.assemble((name, name), (f" {percent(spent / whole, 0)}", "dim")))
+    return bar.append("─" * (width - len(bar)), "dim"), Text("  ").join(legend)

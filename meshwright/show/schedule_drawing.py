@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from statistics import median_low
+from string import ascii_lowercase
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from meshwright.schedule.simulate import Simulation, Timed
 from meshwright.schedule.table import MEANING, Op, Table
-from meshwright.show.units import plural, round_step
+from meshwright.show.units import plural, ticks
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-RESET = "\x1b[0m"
 SINGLE_CHUNK = 0.3  # position between the two shades that a single chunk takes
 
 Colour = tuple[int, int, int]
@@ -83,14 +82,14 @@ def _windows(simulation: Simulation, room: int) -> tuple[float, list[Window]]:
 
 
 def _row(simulation: Simulation, rank: int, scale: float, window: Window, colour: bool) -> str:
-    row, (at, stop) = [], window
+    row, idle, (at, stop) = "", " " if colour else ".", window
     for timed in _computes(simulation, rank):
         first, last = max(round(timed.start * scale), at), min(round(timed.end * scale), stop)
         if last > first:
             block = _block(timed, last - first, simulation.table.chunks, colour)
-            row.append(_idle(first - at, colour) + block)
+            row += idle * (first - at) + block
             at = last
-    return "".join(row) + _idle(stop - at, colour)
+    return row + idle * (stop - at)
 
 
 def _glyph(op: Op, chunk: int, chunks: int) -> str:
@@ -98,13 +97,13 @@ def _glyph(op: Op, chunk: int, chunks: int) -> str:
     direction = MEANING[op].direction
     if chunks == 1 or not direction:
         return LOOKS[op].fill
-    letter = LETTERS[chunk % len(LETTERS)]
+    letter = ascii_lowercase[chunk % len(ascii_lowercase)]
     return letter if direction > 0 else letter.upper()
 
 
 def _paint(op: Op, chunk: int, text: str) -> str:
     shades = LOOKS[op].backgrounds
-    return f"\x1b[38;5;16;48;5;{shades[chunk % len(shades)]}m{text}{RESET}"
+    return f"\x1b[38;5;16;48;5;{shades[chunk % len(shades)]}m{text}\x1b[0m"
 
 
 def _block(timed: Timed, width: int, chunks: int, colour: bool) -> str:
@@ -117,17 +116,13 @@ def _block(timed: Timed, width: int, chunks: int, colour: bool) -> str:
     return text.ljust(width, _glyph(action.op, action.chunk, chunks))
 
 
-def _idle(width: int, colour: bool) -> str:
-    return (" " if colour else ".") * width
-
-
 def _text_axis(simulation: Simulation, scale: float, window: Window, windows: int) -> tuple[str, str]:
     """Draws an axis with its ticks and the times below it, both one column longer than the window."""
     start, stop = window
     width = stop - start + (stop == round(simulation.makespan * scale))
     rule, labels = "-" * width, ""
-    shown = simulation.makespan * min(1.0, windows * width / max(1.0, simulation.makespan * scale))
-    for tick in _times(simulation.makespan, shown, max(2, windows * width // 10)):
+    share = min(1.0, windows * width / max(1.0, simulation.makespan * scale))  # of the timeline that is shown
+    for tick in ticks(0.0, simulation.makespan, max(2, windows * width // 10) / share):
         column, text = round(tick * scale) - start, f"{tick:g}"
         if 0 <= column < width:
             rule = rule[:column] + "+" + rule[column + 1 :]
@@ -147,14 +142,6 @@ def _legend(table: Table, colour: bool) -> str:
     parts.append("idle" if colour else "idle ...")
     parts.append("(micro-batch 3" + (f", chunks 0 to {table.chunks - 1})" if table.chunks > 1 else ")"))
     return "   ".join(parts)
-
-
-def _times(makespan: float, span: float, most: int) -> list[float]:
-    """Returns round times from 0 to the makespan, at most `most` of them per `span`."""
-    if not span:
-        return [0.0]
-    step = round_step(span, most)
-    return [step * i for i in range(int(makespan / step + 1e-9) + 1)]
 
 
 LEFT, RIGHT, TOP, ROW, GAP, DIGIT = 84, 92, 104, 32, 7, 7.2
@@ -224,7 +211,7 @@ def _svg_heading(simulation: Simulation) -> Iterator[str]:
 
 def _svg_axis(simulation: Simulation, chart: float) -> Iterator[str]:
     bottom = TOP + simulation.table.pp * (ROW + GAP)
-    for tick in _times(simulation.makespan, simulation.makespan, max(2, int(chart // 70))):
+    for tick in ticks(0.0, simulation.makespan, max(2, int(chart // 70))):
         x = LEFT + (tick / simulation.makespan * chart if simulation.makespan else 0.0)
         yield f'<line class="grid" x1="{x:.2f}" y1="{TOP - 4}" x2="{x:.2f}" y2="{bottom + 4}"/>'
         yield f'<text class="tick" x="{x:.2f}" y="{bottom + 19}">{tick:g}</text>'

@@ -7,6 +7,7 @@ import io
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, TextIO, cast
 
@@ -53,8 +54,7 @@ def encodable(text: str, stream: TextIO) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns untrusted `text` with every character that could move the cursor or change the terminal replaced by a
-    question mark."""
+    """Returns untrusted `text` with a question mark for every character that could change the terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -103,7 +103,6 @@ def show(console: Console, *parts: RenderableType) -> None:
 def table(rows: Sequence[Sequence[str]], left: tuple[int, ...] = (0,), indent: str = "  ") -> str:
     """Formats rows of cells, of which the first is the header; the columns `left` are left-aligned, all others
     right-aligned. On a terminal that is too narrow the words of the left columns are wrapped."""
-    from rich.console import Console
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
@@ -114,5 +113,5 @@ def table(rows: Sequence[Sequence[str]], left: tuple[int, ...] = (0,), indent: s
         grid.add_row(*row)
     width = terminal_width(80) - len(indent) if is_terminal(sys.stdout) else UNLIMITED
     out = io.StringIO()
-    Console(file=out, width=width, color_system=None, markup=False, highlight=False, emoji=False).print(grid)
-    return "\n".join((indent + line).rstrip() for line in out.getvalue().splitlines())
+    show(console_for(out, width), grid)
+    return textwrap.indent(out.getvalue(), indent).removesuffix("\n")

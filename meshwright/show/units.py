@@ -61,15 +61,11 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
-def round_step(span: float, most: int) -> float:
-    """Returns the smallest round number (1, 2 or 5 times a power of ten) that divides `span` into at most `most`
-    parts."""
-    rough = span / most
+def ticks(low: float, high: float, most: float) -> list[float]:
+    """Returns round numbers (1, 2 or 5 times a power of ten apart) from `low` to `high`, about `most` of them."""
+    if low == high:
+        return [low]
+    rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
-
-
-def ticks(low: float, high: float, most: int) -> list[float]:
-    """Returns round numbers from `low` to `high`, about `most` of them."""
-    step = round_step(high - low, most)
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
     return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
@@ -37,9 +37,9 @@ class Read(NamedTuple):
 class MicroBatches:
     """Loads what this rank's chunks need; `fields` are the names of the batch's tensors that they read.
 
-    Samples are read, packed and pinned by the `reader`'s one thread, a micro-batch ahead if `prefetch` was called; the
-    copy to the device and the broadcast happen in `load`, on the caller's thread, in the order in which all ranks call
-    it. An error in reading is raised by the `load` that asks for what could not be read.
+    Samples are read, packed and pinned by the `reader`'s one thread, in `of_step` a micro-batch ahead; the copy to the
+    device and the broadcast happen in `load`, on the caller's thread, in the order in which all ranks call it. An error
+    in reading is raised by the `load` that asks for what could not be read.
     """
 
     def __init__(
@@ -54,13 +54,12 @@ class MicroBatches:
         self.size = ctx.config.train.micro_batch
         self.reads = ctx.mesh.tp.index <= 0
         self._coming: dict[tuple[int, int], Future[Read]] = {}
-        probe = dataset.sample(0)
-        names = [name for name in sorted(probe) if fields is None or name in fields]
         # One broadcast per dtype: fields of one dtype travel packed.
         self.packs: dict[torch.dtype, list[tuple[str, tuple[int, ...]]]] = {}
-        for name in names:
-            value = torch.as_tensor(probe[name])
-            self.packs.setdefault(value.dtype, []).append((name, tuple(value.shape)))
+        for name, array in sorted(dataset.sample(0).items()):
+            if fields is None or name in fields:
+                value = torch.as_tensor(array)
+                self.packs.setdefault(value.dtype, []).append((name, tuple(value.shape)))
 
     def load(self, consumed: int, micro_batch: int) -> dict[str, Tensor]:
         """A micro-batch of the step that begins at sample `consumed`, on the device."""
@@ -84,10 +83,18 @@ class MicroBatches:
                 batch[name] = part.view(self.size, *shape)
         return batch
 
-    def prefetch(self, consumed: int, micro_batch: int) -> None:
-        """Begins to read what `load` will be asked for."""
-        if self.reads and self.packs:
-            self._ask(consumed, micro_batch)
+    def of_step(self, consumed: int, count: int, following: int | None = None) -> Callable[[int], dict[str, Tensor]]:
+        """`load` for the `count` micro-batches of a step, which begins to read the next one each time: after the last
+        the first of the step that begins at `following`."""
+
+        def batch(micro_batch: int) -> dict[str, Tensor]:
+            found = self.load(consumed, micro_batch)
+            step, coming = (consumed, micro_batch + 1) if micro_batch + 1 < count else (following, 0)
+            if step is not None and self.reads and self.packs:
+                self._ask(step, coming)
+            return found
+
+        return batch
 
     def counts(self, consumed: int, micro_batches: int) -> Mapping[str, float]:
         """What the loss's terms count in this data-parallel rank's samples of a step; nothing on ranks that leave that

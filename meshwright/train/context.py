@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES, Device, return_freed_memory
 from meshwright.layout import Layout
-from meshwright.models.description import layout_of, stages_of
+from meshwright.models.description import layout_of
 from meshwright.nn.parallel import ExpertGroups, Parallel
 from meshwright.nn.random import Streams
-from meshwright.parts.part import Coordinate, Stage, coordinate_of
+from meshwright.parts.part import Coordinate, coordinate_of
 from meshwright.sharding.placement import shard_axes
 
 
@@ -39,10 +37,6 @@ class Context:
         return self.mesh.ledger
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.parallel.dtype
-
-    @property
     def pp_rank(self) -> int:
         return self.mesh.coordinate["pp"]
 
@@ -50,10 +44,6 @@ class Context:
     def at(self) -> Coordinate:
         """Where this rank stands, for the parts of its model."""
         return coordinate_of(self.layout, self.mesh.rank, self.config.layout.sequence_parallel)
-
-    def stages(self) -> list[Stage]:
-        """All chunks of the pipeline, in the order of the layers."""
-        return stages_of(self.config)
 
 
 def build_context(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from meshwright.checkpoint.format import find_checkpoint
 from meshwright.checkpoint.hf import config_of
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader, load_weights
-from meshwright.config.load import config_from
 from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
@@ -25,6 +25,7 @@ from meshwright.train.context import Context, build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
 from meshwright.train.processes import Place, enter, find_place, leave
+from meshwright.train.run_folder import own_config
 from meshwright.train.step import fields_of, mean_loss
 
 ONLY_TRAINING = ("zero", "recompute", "optimizer", "loss_scale", "lr")  # sections
@@ -43,10 +44,9 @@ def config_with(found: dict[str, Any], sections: dict[str, dict[str, Any]]) -> C
     """A checkpoint's config, some keys changed; foreign sections are left out, and what only training uses."""
     raw = {name: dict(keys) for name, keys in found.items() if name not in ONLY_TRAINING}
     raw.get("train", {}).pop("grad_dtype", None)
-    known = set(Config.__dataclass_fields__) - {"extra"}
     for name, keys in sections.items():
         raw[name] = raw.get(name, {}) | keys
-    return config_from({name: keys for name, keys in raw.items() if name in known})
+    return own_config(raw)
 
 
 def with_model(
@@ -83,11 +83,10 @@ class First:
 
 def evaluate(ctx: Context, modules: list[nn.Module], dataset: Dataset, samples: int) -> dict[str, Any]:
     """Mean loss and perplexity over the first `samples` samples, on however many data-parallel ranks."""
-    step = lambda module, batch, received: forward_step(ctx, module, batch, received)  # noqa: E731
-    executor = Executor(modules, ctx.mesh.pp, step, ctx.ledger, ctx.parallel.streams)
+    executor = Executor(modules, ctx.mesh.pp, partial(forward_step, ctx), ctx.parallel.streams)
     unit = ctx.mesh.samples.size * ctx.config.train.micro_batch
     batches = MicroBatches(ctx, First(dataset, samples), fields_of(modules), ThreadPoolExecutor(1))
-    found = mean_loss(ctx, executor, batches, -(-samples // unit) * unit)
+    found = mean_loss(executor, batches, -(-samples // unit) * unit)
     if not found.tokens:
         raise UserError("no token of the data counts in the loss: check data.mask_eod and data.eod")
     perplexity, tokens = math.exp(min(found.loss, 700.0)), math.ceil(found.tokens)

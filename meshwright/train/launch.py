@@ -24,7 +24,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.train.processes import OWN_RUN
-from meshwright.train.signals import STOP_SIGNALS, StopRequests
+from meshwright.train.signals import STOP_SIGNALS, StopRequests, stops_handled_by
 
 PRELOAD = ["torch._dynamo", "meshwright.train.pretrain", "meshwright.train.gpt", "meshwright.show.live"]
 
@@ -39,15 +39,8 @@ def warm_up() -> None:
     the server all ranks would look dead.
     """
     multiprocessing.set_forkserver_preload(PRELOAD)
-    if threading.current_thread() is not threading.main_thread():
+    with stops_handled_by(signal.SIG_IGN):
         multiprocessing.forkserver.ensure_running()
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def guarded(folder: str | None, stops: bool, main: Callable[..., None], *args: object) -> None:
@@ -155,30 +148,22 @@ def _meet_on_loopback() -> None:
     """The ranks' store listens on this machine alone. (torch's own would listen on every interface, and its dynamic
     rendezvous unpickles what it finds there.)"""
     from torch.distributed import TCPStore
-    from torch.distributed.elastic.rendezvous import (
-        RendezvousHandler,
-        RendezvousParameters,
-        rendezvous_handler_registry,
-    )
+    from torch.distributed.elastic import rendezvous
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
     class Loopback(StaticTCPRendezvous):
         def get_backend(self) -> str:
             return "loopback"
 
-    def handler(given: RendezvousParameters) -> RendezvousHandler:
-        listening = socket.socket()
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        port = listening.getsockname()[1]
-        meeting = Loopback("127.0.0.1", port, 0, 1, given.run_id, 900)
-        meeting._store = TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
+    def handler(given: rendezvous.RendezvousParameters) -> rendezvous.RendezvousHandler:
+        server = socket.create_server(("127.0.0.1", 0))
+        host, port = server.getsockname()
+        meeting = Loopback(host, port, 0, 1, given.run_id, 900)
+        meeting._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
         return meeting
 
     with contextlib.suppress(ValueError):  # registered by an earlier launch of this process
-        rendezvous_handler_registry.register("loopback", handler)
+        rendezvous.rendezvous_handler_registry.register("loopback", handler)
 
 
 def _pass_on_stop_requests(folder: Path) -> None:

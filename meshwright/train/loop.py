@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.checkpoint.save import Saver
 from meshwright.errors import UserError
-from meshwright.train.ahead import Ahead
+from meshwright.pipeline.trace import Recorder, Span, trace_json
 from meshwright.train.context import Context
-from meshwright.train.run_folder import RunFolder
+from meshwright.train.monitor import gather_bytes
+from meshwright.train.run_folder import RunFolder, is_validated
 from meshwright.train.signals import StopRequests
-from meshwright.train.step import StepResult, Trainer
+from meshwright.train.step import Launched, StepResult, Trainer
 
 MAX_SKIPPED_STEPS = 25  # in a row, after which a run gives up
+TRACED = 3  # the third step of a process: the first ones make what later ones reuse
 
 
 class Hook:
-    """Something that happens beside training. Every rank has the same hooks, called in one order, so a hook may
-    communicate."""
+    """What happens beside training. Every rank has the same hooks, called in one order: a hook may communicate."""
 
     def pauses(self, step: int) -> bool:
         """Whether the hook needs the trainer as this step leaves it: then the next one is not begun before."""
@@ -38,6 +43,28 @@ class Watcher(Protocol):
     def stepped(self, result: StepResult) -> None: ...
     def validated(self, line: Mapping[str, Any]) -> None: ...
     def finished(self) -> None: ...
+
+
+class Ahead:
+    """Launches step N + 1 before the host waits for step N's numbers. `pauses(step)` says after which steps somebody
+    needs the trainer as that step left it (to validate, to save): there nothing runs ahead."""
+
+    def __init__(self, trainer: Trainer, pauses: Callable[[int], bool]) -> None:
+        self.trainer, self.pauses = trainer, pauses
+        self._waiting: Launched | None = None
+        self._stop = False
+
+    def next(self, stop_requested: bool) -> StepResult:
+        """The next step's result. A request to stop that is seen in a result whose successor already runs is passed on
+        to that one, so that the trainer stands where the last result says."""
+        current = self._waiting or self.trainer.launch(stop_requested)
+        self._waiting = None
+        if self.trainer.runs_ahead and not self._stop and not self.pauses(current.result.step):
+            self._waiting = self.trainer.launch(stop_requested)
+        result = self.trainer.read(current)
+        self._stop |= result.stop
+        result.stop = self._stop and self._waiting is None
+        return result
 
 
 def train(trainer: Trainer, hooks: Sequence[Hook], requests: StopRequests) -> None:
@@ -117,7 +144,7 @@ class Validating(Hook):
         """After a resume: validates if the run was ended between saving and validating."""
         ctx, step = self.trainer.ctx, self.trainer.step_number
         if step and self.pauses(step):
-            missing = self.folder is not None and not self.folder.validated(step)
+            missing = self.folder is not None and not is_validated(self.folder.path, step)
             if ctx.mesh.world.agreed(float(missing), ctx.device.torch):
                 self.validate()
 
@@ -127,3 +154,45 @@ class Validating(Hook):
             self.folder.validation(line)
         if line and self.watcher:
             self.watcher.validated(line)
+
+
+class TracedStep(Hook):
+    """`run.trace`: traces one step, whose number is `number` (0: none), in the form of `meshwright simulate --trace`.
+
+    Of each pipeline rank one rank records; the one that writes the run's folder gets all their spans. Times are those
+    of the machines' clocks, which several machines must have set alike.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        ctx = trainer.ctx
+        self.trainer, self.path = trainer, Path(ctx.config.run.dir) / "trace.json"
+        on, steps = ctx.config.run.trace, ctx.config.train.steps
+        self.number = min(trainer.step_number + TRACED, steps) if on else 0
+        self.records = on and ctx.mesh.is_first("dp", "cp", "tp")
+
+    def pauses(self, step: int) -> bool:
+        """Nothing else may run while the step is traced."""
+        return self.number in (step, step + 1)
+
+    def before(self, step: int) -> None:
+        if step == self.number and self.records:
+            self.trainer.executor.recorder = Recorder(self.trainer.ctx.pp_rank, self.trainer.ctx.device)
+
+    def after(self, result: StepResult, last: bool) -> None:
+        """Writes the file. One that can't be written is no reason to stop a run."""
+        ctx, recorder = self.trainer.ctx, self.trainer.executor.recorder
+        if result.step != self.number or recorder is None:
+            return
+        self.trainer.executor.recorder = None
+        own = json.dumps([asdict(span) for span in recorder.spans()]).encode()
+        with ctx.ledger.phase("metrics"):
+            everyone = gather_bytes(ctx.mesh.pp, own, ctx)
+        if not self.trainer.writes:
+            return
+        spans = [Span(**fields) for text in everyone for fields in json.loads(text)]
+        first = min(span.start for span in spans)
+        moved = (replace(span, start=span.start - first, end=span.end - first) for span in spans)
+        try:
+            self.path.write_text(trace_json(moved, f"{self.path.parent.name}, step {self.number}"), encoding="utf-8")
+        except OSError as error:
+            warnings.warn(f"the step's trace can't be written to {self.path}: {error.strerror}", stacklevel=2)

@@ -1,7 +1,6 @@
-"""The loss as a list of terms, each divided by its own count over the whole global batch.
+"""The loss as a list of terms: the sum over them of weight x sum / count, which are those of the whole global batch.
 
-loss = sum over terms of weight x (sum of the term) / (count of the term), with sums and counts over all micro-batches
-and ranks. A count is known for certain only when the last micro-batch has been through. So there are two ways:
+A count is known for certain only when the last micro-batch has been through. So there are two ways:
 
 - One term, named "loss", needs no declaration. Its gradient is stored as a sum with a nominal weight, its count is
   summed together with the loss after backward, and the update divides by it. Nothing is communicated beforehand.
@@ -68,11 +67,6 @@ class Normalisation:
 _DECLARE = "pass loss_counts to pretrain, which says from a sample what each term counts"
 
 
-def names_of(loss_counts: LossCounts | None, sample: Callable[[int], Mapping[str, Any]]) -> tuple[str, ...]:
-    """The terms of the loss, in one order on every rank. The first one's count is what a run reports as its tokens."""
-    return (LOSS,) if loss_counts is None else tuple(loss_counts(sample(0)))
-
-
 def counts_over_world(ctx: Context, names: Sequence[str], own: Mapping[str, float]) -> dict[str, float]:
     """The declared counts of a step. Of each pipeline one rank counts; the others give nothing."""
     vector = torch.tensor([own.get(name, 0.0) for name in names], dtype=torch.float64)
@@ -82,9 +76,7 @@ def counts_over_world(ctx: Context, names: Sequence[str], own: Mapping[str, floa
     return dict(zip(names, vector.tolist(), strict=True))
 
 
-def sums_over_world(
-    ctx: Context, totals: Totals, names: Sequence[str] = (LOSS,), squares: Tensor | float = 0.0
-) -> Tensor:
+def sums_over_world(ctx: Context, totals: Totals, names: Sequence[str], squares: Tensor | float = 0.0) -> Tensor:
     """One small all-reduce of the terms' weighted sums, their counts, the squared gradient norm and, where there are
     several terms, their plain sums. All tensor-parallel ranks of a stage know its terms, and one of them gives them."""
     vector = torch.zeros(sums_length(len(names)), dtype=torch.float64, device=ctx.device.torch)

@@ -21,6 +21,7 @@ from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout.params import stream_seed
+from meshwright.models.description import stages_of
 from meshwright.models.stage import stage_of
 from meshwright.nn.parallel import initialise, record_of, share_tied_parameters
 from meshwright.optim.schedules import consumed_after
@@ -29,13 +30,12 @@ from meshwright.schedule.kinds import placement_of
 from meshwright.sharding.buffers import foreign_record
 from meshwright.sharding.reducers import PLAIN_REDUCER, Reducer
 from meshwright.train.context import Context, build_context, compiles
-from meshwright.train.loop import GivingUp, Hook, Recording, Saving, Validating, Watcher, train
+from meshwright.train.loop import GivingUp, Hook, Recording, Saving, TracedStep, Validating, Watcher, train
 from meshwright.train.losses import LossCounts
 from meshwright.train.processes import enter, find_place, joined_place, leave
 from meshwright.train.run_folder import RunFolder, refuse_finished
 from meshwright.train.signals import StopRequests
-from meshwright.train.step import ForwardStep, Trainer
-from meshwright.train.traced import TracedStep
+from meshwright.train.step import ForwardStep, Trainer, validation_samples
 
 ModelProvider = Callable[[Context, Stage], nn.Module]
 DatasetsProvider = Callable[[Context, tuple[int, int, int]], tuple[Any, Any, Any]]
@@ -61,9 +61,9 @@ def pretrain(
 
     - `model_provider(ctx, stage)` returns the module of one chunk. It needs `receives`, the named tensors it takes from
       the chunk before (name -> (shape, dtype)); `needs`, the batch's fields it reads, is optional, as is the rest of
-      `models.stage.StageModule`. Its parameters are
-      taken to be whole on every rank and are named by their stage in a checkpoint, which then loads into the same
-      pp x chunks only; one that has a `record` (`layout.params`) is drawn, reduced and saved by that instead.
+      `models.stage.StageModule`. Its parameters are taken to be whole on every rank and are named by their stage in a
+      checkpoint, which then loads into the same pp x chunks only; one that has a `record` (`layout.params`) is drawn,
+      reduced and saved by that instead.
     - `datasets_provider(ctx, (train, valid, test))` gets the samples that the run will ask for and returns three
       objects with `sample(n) -> dict of arrays` (or None for valid and test).
     - `forward_step(ctx, module, batch, received)` returns the named tensors to send on or, on the last stage, the
@@ -83,15 +83,16 @@ def pretrain(
         config = load_config(config, sections=sections)
     place = joined_place() or find_place()
     check(config, place.world, TRAINING_RULES)
-    device, own_world = enter(
-        place, config.run.device, config.comm.backend, config.comm.timeout, config.train.precision
-    )
+    comm = config.comm
+    device, own_world = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
     ctx = build_context(config, place.rank, place.world, device, place.local_world, process_groups, trains=True)
     store = open_store() if place.world > 1 else None
     keeper = store_keeper() if own_world else None
-    with Watchdog(ctx.mesh, config.comm.timeout, store, folder=Path(config.run.dir) / "flight", keeper=keeper):
+    with Watchdog(ctx.mesh, comm.timeout, store, folder=Path(config.run.dir) / "flight", keeper=keeper):
         modules = build_modules(ctx, model_provider)
-        train_data, valid_data, _ = datasets_provider(ctx, sample_counts(config))
+        validated = validation_samples(config)
+        samples = (consumed_after(config, config.train.steps), validated, validated)
+        train_data, valid_data, _ = datasets_provider(ctx, samples)
         trainer = Trainer(ctx, modules, forward_step, train_data, valid_data, reducer, loss_counts)
         run(trainer, source, watcher, hooks)
     if own_world:  # after an error the process ends, and leaving could wait for peers that are gone
@@ -104,12 +105,11 @@ def build_modules(
 ) -> list[nn.Module]:
     """This rank's chunks, drawn from the seed and the global names alone."""
     config, modules = ctx.config, []
-    stages = ctx.stages()
     placement = placement_of(config.pipeline.schedule, config.layout.pp, config.layout.chunks)
-    for index, (rank, _) in enumerate(placement):
+    for index, ((rank, _), stage) in enumerate(zip(placement, stages_of(config), strict=True)):
         if rank == ctx.pp_rank:
             torch.manual_seed(stream_seed(config.train.seed, "stage", index))  # stages must not begin alike
-            module = model_provider(ctx, stages[index]).to(ctx.device.torch)
+            module = model_provider(ctx, stage).to(ctx.device.torch)
             for name, parameter in module.named_parameters():
                 if record_of(parameter) is None:
                     # Two stages of a foreign module may use one name for different parameters.
@@ -139,17 +139,8 @@ def compile_blocks(module: nn.Module) -> None:
         block.compile(fullgraph=True)
 
 
-def sample_counts(config: Config) -> tuple[int, int, int]:
-    """The samples that a run will ask for; every validation looks at the same ones."""
-    each = config.run.eval_samples or 4 * config.train.global_batch
-    return consumed_after(config, config.train.steps), each, each
-
-
-def run(
-    trainer: Trainer, source: str | None = None, watcher: Watcher | None = None, hooks: Sequence[Hook] = ()
-) -> None:
-    """Resumes, trains and closes the run. One rank, the first of the last stage, writes the run's folder and drives the
-    display."""
+def run(trainer: Trainer, source: str | None, watcher: Watcher | None, hooks: Sequence[Hook]) -> None:
+    """Resumes, trains and closes the run. One rank writes the run's folder and drives the display."""
     ctx, config = trainer.ctx, trainer.ctx.config
     agree(ctx, (lambda: refuse_finished(config, source)) if trainer.writes else None)
     check_shared(trainer, checkpoint_folder(config))
@@ -160,9 +151,12 @@ def run(
     watcher = watcher if folder else None
     if watcher:
         watcher.started(ctx)
-    saver, validation = _saver(trainer), Validating(trainer, folder, watcher)
+    c, offload = config.checkpoint, config.zero.offload
+    # A copy of states that live on disk would need the memory that is not there.
+    asynchronous = c.asynchronous and "disk" not in (offload.optimizer, offload.params)
+    saver = Saver(trainer, checkpoint_folder(config), asynchronous, c.busy, c.keep)
+    saving, validation = Saving(saver, c.every), Validating(trainer, folder, watcher)
     # In this order after each step: a step is recorded before it is saved, and saved before anything else can fail.
-    saving = Saving(saver, config.checkpoint.every)
     all_hooks = [TracedStep(trainer), Recording(folder, watcher), GivingUp(), saving, validation, *hooks]
     with StopRequests() as requests, saver:
         validation.catch_up()
@@ -174,37 +168,29 @@ def run(
         watcher.finished()
 
 
-def _saver(trainer: Trainer) -> Saver:
-    config = trainer.ctx.config
-    c, offload = config.checkpoint, config.zero.offload
-    # A copy of states that live on disk would need the memory that is not there.
-    in_memory = "disk" not in (offload.optimizer, offload.params)
-    return Saver(trainer, checkpoint_folder(config), c.asynchronous and in_memory, c.busy, c.keep)
-
-
 def check_shared(trainer: Trainer, folder: Path) -> None:
     """Every rank must see the folder that one rank made, or a checkpoint would wait for ever for the others' parts."""
-    ctx = trainer.ctx
-    mark = folder / ".seen-by-all"
-    agree(ctx, partial(_make_mark, mark) if trainer.writes else None)
-    end = time.monotonic() + SHARED_S
-    while not mark.exists() and time.monotonic() < end:
-        time.sleep(0.1)
-    agree(ctx, None if mark.exists() else partial(_refuse_unshared, folder, ctx.rank))
+    ctx, mark = trainer.ctx, folder / ".seen-by-all"
+
+    def make() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        except OSError as error:
+            raise UserError(f"{folder} can't be written: {error.strerror}") from None
+
+    def look() -> None:
+        end = time.monotonic() + SHARED_S
+        while not mark.exists():
+            if time.monotonic() >= end:
+                fix = "put run.dir on a disk that all share"
+                raise UserError(f"rank {ctx.rank} does not see {folder}, which another rank made: {fix}")
+            time.sleep(0.1)
+
+    agree(ctx, make if trainer.writes else None)
+    agree(ctx, look)
     if trainer.writes:
         mark.unlink()
-
-
-def _make_mark(mark: Path) -> None:
-    try:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-    except OSError as error:
-        raise UserError(f"{mark.parent} can't be written: {error.strerror}") from None
-
-
-def _refuse_unshared(folder: Path, rank: int) -> None:
-    raise UserError(f"rank {rank} does not see {folder}, which another rank made: put run.dir on a disk that all share")
 
 
 def agree(ctx: Context, action: Callable[[], Any] | None) -> Any:
@@ -214,9 +200,6 @@ def agree(ctx: Context, action: Callable[[], Any] | None) -> Any:
         result = action() if action else None
     except UserError as caught:
         error = caught
-    failed = ctx.mesh.world.agreed(float(error is not None), ctx.device.torch)
-    if error:
-        raise error
-    if failed:
-        raise SystemExit(2)
+    if ctx.mesh.world.agreed(float(error is not None), ctx.device.torch):
+        raise error or SystemExit(2)
     return result

@@ -89,8 +89,12 @@ def first_host(nodes: str) -> str:
 
 
 def enter(place: Place, kind: str, backend: str, timeout: float, precision: str | None = None) -> tuple[Device, bool]:
-    """This rank's device, and the world joined; whether `leave` is ours to call. What the device can't do is told
-    before."""
+    """This rank's device, and the world joined, unless this process is alone or somebody did it already; whether
+    `leave` is ours to call. What the device can't do is told before."""
+    import torch.distributed as dist
+
+    from meshwright.comm.mesh import torch_limit
+    from meshwright.comm.watchdog import open_store, store_keeper
     from meshwright.device import Device, limit_threads
 
     limit_threads(place.local_world)
@@ -99,19 +103,10 @@ def enter(place: Place, kind: str, backend: str, timeout: float, precision: str 
         device.check_precision(precision)
     if place.world > 1:
         device.check_backend(backend)
-    device.check_sharing(device.backend(backend), place.local_world)
-    return device, join(place, device.backend(backend), timeout)
-
-
-def join(place: Place, backend: str, timeout: float) -> bool:
-    """Joins the world, unless this process is alone or somebody did it already; whether `leave` is ours to call."""
-    import torch.distributed as dist
-
-    from meshwright.comm.mesh import torch_limit
-    from meshwright.comm.watchdog import open_store, store_keeper
-
+    backend = device.backend(backend)
+    device.check_sharing(backend, place.local_world)
     if place.world == 1 or dist.is_initialized():
-        return False
+        return device, False
     host, port = rendezvous()
     os.environ.update({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
     limit = torch_limit(timeout)
@@ -126,15 +121,14 @@ def join(place: Place, backend: str, timeout: float) -> bool:
             dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=limit)
     except dist.DistError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            raise UserError(
-                f"port {port} on {host} is taken: choose another with --master_port or MASTER_PORT"
-            ) from None
+            fix = "choose another with --master_port or MASTER_PORT"
+            raise UserError(f"port {port} on {host} is taken: {fix}") from None
         reason = str(error).splitlines()[0]
         raise UserError(
             f"rank {place.rank} of {place.world} did not meet the others at {host}:{port} ({reason}): "
             "start all ranks, with the same MASTER_ADDR and MASTER_PORT"
         ) from None
-    return True
+    return device, True
 
 
 def leave() -> None:

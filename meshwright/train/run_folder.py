@@ -1,4 +1,4 @@
-"""The folder of a run: the resolved config, one line per step, validation losses, TensorBoard events.
+"""The folder of a run, written and read: the resolved config, one line per step, validation losses, TensorBoard events.
 
 Torch is imported only for the events.
 """
@@ -6,23 +6,25 @@ Torch is imported only for the events.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from meshwright.checkpoint.format import (
-    DamagedCheckpoint,
-    checkpoint_folder,
-    list_checkpoints,
-    read_index,
-    was_restarted,
-)
-from meshwright.config.load import to_yaml
+from meshwright.checkpoint import format as fmt
+from meshwright.config.load import config_from, parse_yaml, to_yaml
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.models.description import layout_of
+from meshwright.train.counts import COUNTS
+
+CHARTED = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "global_batch")  # by TensorBoard, of each step
+
+Lines = list[dict[str, Any]]
 
 
 def refuse_finished(config: Config, source: str | None = None) -> None:
@@ -33,18 +35,20 @@ def refuse_finished(config: Config, source: str | None = None) -> None:
     folder = Path(config.run.dir)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run.dir={folder} is a file: name a folder")
-    found = list_checkpoints(checkpoint_folder(config))
-    if source is None and found and found[-1][0] >= config.train.steps and not was_restarted():
-        try:
-            read_index(found[-1][1])
-        except DamagedCheckpoint:
-            return  # the run goes on from the one before it
-        if found[-1][0] == config.train.steps and _lacks_last_validation(folder, found[-1][0]):
-            return
-        raise UserError(
-            f"run.dir={folder} holds a run that is complete at step {found[-1][0]}: raise train.steps to go on, "
-            "or choose another folder"
-        )
+    found = fmt.list_checkpoints(fmt.checkpoint_folder(config))
+    if source is not None or not found or found[-1][0] < config.train.steps or fmt.was_restarted():
+        return
+    step, last = found[-1]
+    try:
+        fmt.read_index(last)
+    except fmt.DamagedCheckpoint:
+        return  # the run goes on from the one before it
+    if step == config.train.steps and _read_note(folder, "validates") and not is_validated(folder, step):
+        return  # it was ended between its last save and the validation after it
+    raise UserError(
+        f"run.dir={folder} holds a run that is complete at step {step}: raise train.steps to go on, "
+        "or choose another folder"
+    )
 
 
 class RunFolder:
@@ -54,7 +58,7 @@ class RunFolder:
         """`step` is the one that the run goes on from: lines of later steps, which will be trained again, move to
         lost.jsonl, so that the history has each step once."""
         self.path = Path(config.run.dir)
-        try:
+        with self._written():
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
             notes = json.dumps({"world": world, "validates": validates})
@@ -63,35 +67,28 @@ class RunFolder:
                 _set_lost_aside(self.path / name, step)
             self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
             self._validation = (self.path / "validation.jsonl").open("a", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"run.dir={self.path} can't be written: {error.strerror}") from None
-        _make_writable(checkpoint_folder(config))
-        self._events = _event_writer(self.path) if config.run.tensorboard else None
+        self._events: Any = _event_writer(self.path) if config.run.tensorboard else None
 
     def step(self, line: dict[str, Any]) -> None:
-        with self._written():
-            self._step(line)
-
-    def _step(self, line: dict[str, Any]) -> None:
-        _write(self._metrics, line)
-        if self._events is not None:
-            for key in ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "global_batch"):
-                if line[key] is not None:
-                    self._events.add_scalar(f"train/{key}", line[key], line["step"])
-            for key, value in line.get("monitored", {}).items():
-                self._events.add_scalar(f"monitored/{key}", value, line["step"])
-            for axis, counts in line["comm"].items():
-                self._events.add_scalar(f"comm_wire_bytes/{axis}", counts["wire_bytes"], line["step"])
+        values = {f"train/{key}": line[key] for key in CHARTED if line[key] is not None}
+        for group in ("losses", "monitored"):
+            values |= {f"{group}/{key}": value for key, value in line.get(group, {}).items()}
+        for key, value in line.get("experts", {}).items():
+            if key != "rows":
+                values[f"experts/{key}"] = max(value) if isinstance(value, list) else value
+        values |= {f"comm_wire_bytes/{axis}": counts["wire_bytes"] for axis, counts in line["comm"].items()}
+        self._write(self._metrics, line, values)
 
     def validation(self, line: dict[str, Any]) -> None:
-        with self._written():
-            _write(self._validation, line)
-            if self._events is not None:
-                self._events.add_scalar("validation/loss", line["loss"], line["step"])
+        self._write(self._validation, line, {"validation/loss": line["loss"]})
 
-    def validated(self, step: int) -> bool:
-        """Whether the validation after this step is written."""
-        return step in _steps(self.path / "validation.jsonl")
+    def _write(self, file: TextIO, line: dict[str, Any], charted: dict[str, float]) -> None:
+        """One line of strict JSON, where a number that is not finite is null, and TensorBoard's events."""
+        with self._written():
+            file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+            file.flush()
+            for name, value in charted.items() if self._events is not None else ():
+                self._events.add_scalar(name, value, line["step"])
 
     def close(self) -> None:
         with self._written():
@@ -109,32 +106,9 @@ class RunFolder:
             raise UserError(f"run.dir={self.path} can't be written: {error.strerror}") from None
 
 
-def _make_writable(folder: Path) -> None:
-    """Known before the first step, rather than at the first save."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        trial = folder / f".trial-{os.getpid()}"
-        trial.touch()
-        trial.unlink()
-    except OSError as error:
-        raise UserError(f"checkpoints can't be written to {folder}: {error.strerror}") from None
-
-
-def _steps(path: Path) -> set[int]:
-    found = set()
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            found.add(json.loads(line)["step"])
-    return found
-
-
-def _lacks_last_validation(folder: Path, step: int) -> bool:
-    """Whether a run was ended between its last save and the validation after it."""
-    try:
-        validates = json.loads((folder / "run.json").read_text(encoding="utf-8"))["validates"]
-    except (OSError, ValueError, TypeError, KeyError):
-        return False
-    return bool(validates) and step not in _steps(folder / "validation.jsonl")
+def is_validated(folder: Path, step: int) -> bool:
+    """Whether the validation after this step is written."""
+    return any(line["step"] == step for line in _read_lines(folder / "validation.jsonl"))
 
 
 def _set_lost_aside(path: Path, step: int) -> None:
@@ -157,12 +131,6 @@ def _set_lost_aside(path: Path, step: int) -> None:
         aside.replace(path)
 
 
-def _write(file: TextIO, line: dict[str, Any]) -> None:
-    """One line of strict JSON: a number that is not finite is null."""
-    file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
-    file.flush()
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
@@ -175,3 +143,81 @@ def _event_writer(folder: Path) -> Any:
     except ImportError:
         return None
     return SummaryWriter(str(folder / "tensorboard"))
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run's folder as it was read. `layout` is None where nothing tells how many ranks there were."""
+
+    path: Path
+    config: Config
+    steps: Lines
+    validations: Lines
+    layout: Layout | None
+
+    @property
+    def world(self) -> int | None:
+        return self.layout.world if self.layout else None
+
+
+def own_config(raw: Mapping[str, Any]) -> Config:
+    """The config of a run, without the sections that another program added."""
+    known = {field.name for field in dataclasses.fields(Config)} - {"extra"}
+    return config_from({name: section for name, section in raw.items() if name in known})
+
+
+def read_run(run_dir: str | Path, world: int | None = None) -> RunRecord:
+    """Reads a run's folder. `world` is needed only for a folder without a run.json."""
+    path = Path(run_dir)
+    file = path / "config.yaml"
+    if not file.is_file():
+        raise UserError(f"{path} holds no run: name the folder that run.dir named")
+    raw = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    if not isinstance(raw, Mapping):
+        raise UserError(f"{file} holds no config: name the folder of a run")
+    config = own_config(raw)
+    steps = _read_lines(path / "metrics.jsonl")
+    world = world or _read_note(path, "world") or _least_world(config, steps)
+    layout = layout_of(config, world) if world else None
+    return RunRecord(path, config, steps, _read_lines(path / "validation.jsonl"), layout)
+
+
+def _read_note(run_dir: Path, key: str) -> Any:
+    """What run.json notes under this key, or None."""
+    try:
+        return json.loads((run_dir / "run.json").read_text(encoding="utf-8"))[key]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _read_lines(path: Path) -> Lines:
+    """The records by step. Of a step that was written twice (the run was resumed) the later one counts, and a line that
+    was cut off by a kill does not."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict) and "step" in value and "loss" in value:
+            value["loss"] = math.nan if value["loss"] is None else value["loss"]  # null: not finite
+            found[value["step"]] = value
+    return [found[step] for step in sorted(found)]
+
+
+def _least_world(config: Config, steps: Lines) -> int | None:
+    """The world of a run in which no gradient was reduced: then there was one replica."""
+    c = config.layout
+    data = any("dp" in axis.split("-") for line in steps for axis in line.get("comm", {}))
+    return c.tp * c.cp * c.pp if steps and not data else None
+
+
+def traffic_per_step(steps: Lines) -> dict[str, dict[str, float]]:
+    """By axis, the calls and bytes of a mean step, summed over all ranks."""
+    axes: dict[str, dict[str, float]] = {}
+    for line in steps:
+        for axis, counts in line.get("comm", {}).items():
+            into = axes.setdefault(axis, dict.fromkeys(COUNTS, 0.0))
+            for key in into:
+                into[key] += counts.get(key, 0)
+    return {axis: {key: count / len(steps) for key, count in sums.items()} for axis, sums in axes.items()}

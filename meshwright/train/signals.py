@@ -9,21 +9,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
-# A scheduler may signal a launcher and its ranks, and the launcher passes on what it gets: within so many seconds all
-# of them are one request.
+# A scheduler may signal a launcher and its ranks, and the launcher passes it on: within so many seconds all are one.
 SAME_REQUEST_S = 5.0
 BLOCKED_S = 1.0  # a main thread that has not handled a signal by then is waiting for something that may never come
 
 
 class StopRequests:
-    """While entered, `seen` says whether one of the signals has come. One that comes later than the first request ends
-    the process as usual, also while it waits for a peer and handles nothing. What an outer one has seen, an inner one
-    knows."""
+    """While entered, `seen` says whether one of the signals has come, to this one or an outer one. One that comes later
+    than the first request ends the process as usual, also while it waits for a peer and handles nothing."""
 
     handled = 0.0  # when the main thread of this process last handled a request
 
@@ -45,9 +43,8 @@ class StopRequests:
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
-                before = self._before[number] = signal.signal(number, self._note)
-                outer = getattr(before, "__self__", None)
-                if isinstance(outer, StopRequests) and outer.seen:
+                self._before[number] = signal.signal(number, self._note)
+                if _has_seen(self._before[number]):
                     self.request()
             self._listen()
         return self
@@ -90,9 +87,7 @@ class StopRequests:
             os.kill(os.getpid(), number)
         self.request()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bell is not None:
             signal.set_wakeup_fd(-1)
             self._bell[1].close()  # the other end hears that, and ends
@@ -101,19 +96,31 @@ class StopRequests:
             signal.signal(number, before if self._after is None else self._after)
 
 
+def _has_seen(handler: Any) -> bool:
+    """Whether a handler of the signals is that of a `StopRequests` to which one has come."""
+    requests = getattr(handler, "__self__", None)
+    return isinstance(requests, StopRequests) and requests.seen
+
+
+@contextmanager
+def stops_handled_by(handler: Any) -> Iterator[dict[int, Any]]:
+    """Meanwhile the signals have this handler, in the main thread, which alone can set it; gives those before it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield {}
+        return
+    before: dict[int, Any] = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    try:
+        yield before
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
 @contextmanager
 def ends_at_once() -> Iterator[None]:
     """Where nothing can be lost yet and a wait may be long, the first request ends the process."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
-    for number, handler in before.items():
-        noted = getattr(handler, "__self__", None)
-        if isinstance(noted, StopRequests) and noted.seen:
-            os.kill(os.getpid(), number)
-    try:
-        yield
-    finally:
+    with stops_handled_by(signal.SIG_DFL) as before:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if _has_seen(handler):
+                os.kill(os.getpid(), number)
+        yield

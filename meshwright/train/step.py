@@ -7,17 +7,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm.ledger import wire_bytes
+from meshwright.comm.ledger import CallTotals, wire_bytes
+from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES, Device, Download
 from meshwright.models.stage import stage_of
 from meshwright.optim.adam import FlatOptimizer
-from meshwright.optim.loss_scale import LossScale
-from meshwright.optim.scaling import gradient_scaling
+from meshwright.optim.scaling import LossScale, gradient_scaling
 from meshwright.optim.schedules import global_batch, learning_rate
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.output import LOSS, Totals
@@ -31,7 +32,7 @@ from meshwright.train.balance import ExpertBalance
 from meshwright.train.batches import Dataset, MicroBatches
 from meshwright.train.context import Context, compiles
 from meshwright.train.counts import COUNTS, NEW_NAME, PHASES, counts_bytes
-from meshwright.train.losses import LossCounts, Normalisation, Sums, counts_over_world, names_of, sums_over_world
+from meshwright.train.losses import LossCounts, Normalisation, Sums, counts_over_world, sums_over_world
 from meshwright.train.monitor import Monitored, Summing
 
 ForwardStep = Callable[[Context, nn.Module, dict[str, Tensor], dict[str, Tensor]], Any]
@@ -60,6 +61,18 @@ class StepResult:
     @property
     def why_skipped(self) -> str:
         return "the gradient was not finite" if self.tokens else "no token counted in the loss"
+
+    @property
+    def shown(self) -> dict[str, float]:
+        """What is shown of a step beside its loss and norm: terms of the loss, the busiest expert and rank over the
+        mean, dropped choices, monitored values."""
+        found = {name: value for name, value in self.losses.items() if name != LOSS}
+        for key, name in (("busiest", "busiest expert"), ("busiest_rank", "busiest rank")):
+            if max(self.experts.get(key, [1.0])) > 1.0:
+                found[name] = max(self.experts[key])
+        if self.experts.get("dropped"):
+            found["dropped"] = self.experts["dropped"]
+        return found | self.monitored
 
     def line(self) -> dict[str, Any]:
         """The line of metrics.jsonl, numbers unrounded."""
@@ -109,28 +122,25 @@ class Trainer:
         self.data_parallel = parallel
         self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, parallel.weights.updated, offload)
         self.loss_scale = LossScale(config.loss_scale, config.train.precision == "fp16")
-        step = lambda module, batch, received: forward_step(ctx, module, batch, received)  # noqa: E731
-        self.executor = Executor(
-            self.modules, ctx.mesh.pp, step, ctx.ledger, ctx.parallel.streams, parallel, compiles(config, ctx.device)
-        )
+        forward, streams = partial(forward_step, ctx), ctx.parallel.streams
+        compiled = compiles(config, ctx.device)
+        self.executor = Executor(self.modules, ctx.mesh.pp, forward, streams, parallel, compiled)
         # One thread reads for both: they may be one dataset, which need not be made for two.
         fields, reader = fields_of(self.modules), ThreadPoolExecutor(1, "meshwright-reader")
         self.train_batches = MicroBatches(ctx, train_data, fields, reader, loss_counts)
         self.valid_batches = MicroBatches(ctx, valid_data, fields, reader) if valid_data is not None else None
-        self.declared_terms = names_of(loss_counts, train_data.sample)
+        # The terms of the loss, in one order on every rank; the first one's count is what a run reports as its tokens.
+        self.declared_terms = (LOSS,) if loss_counts is None else tuple(loss_counts(train_data.sample(0)))
         self.blocks = {term.name: count for module in modules for term, count in stage_of(module).losses}
         self.terms = (*self.declared_terms, *self.blocks)
         self.balance = ExpertBalance(ctx, self.modules, parallel)
         self.monitored = Monitored(ctx)
-        self.step_number = 0
-        self.consumed = 0
-        self._read_at = 0.0
+        self.step_number, self.consumed, self._read_at = 0, 0, 0.0
         self.before_update: Callable[[], object] = lambda: None
 
     @property
     def writes(self) -> bool:
-        """Whether this is the one rank that writes the run's folder and drives its display: the first of those that
-        hold the last stage."""
+        """Whether this is the one rank that writes the run's folder: the first of those that hold the last stage."""
         return self.ctx.pp_rank == self.ctx.layout.first_and_last[1] and self.ctx.mesh.is_first("tp", "dp", "cp")
 
     @property
@@ -144,23 +154,14 @@ class Trainer:
         return verified(c.pipeline.schedule, c.layout.pp, micro_batches, c.layout.chunks, self.data_parallel.stage)
 
     def gradients(self) -> tuple[Totals, Normalisation]:
-        """Forward and backward of the next global batch and the reduced gradients; and how these become the true
-        ones."""
+        """Forward, backward and reduction for the next global batch; and how the gradients become the true ones."""
         samples, count, consumed = global_batch(self.ctx.config, self.consumed), self.micro_batches, self.consumed
         normalisation = self._normalisation(samples, count)
         for module in self.modules:
             module.train()
         self.data_parallel.begin(count)
         last = self.step_number + 1 == self.ctx.config.train.steps
-
-        def batch(micro_batch: int) -> dict[str, Tensor]:
-            found = self.train_batches.load(consumed, micro_batch)
-            if micro_batch + 1 < count:
-                self.train_batches.prefetch(consumed, micro_batch + 1)
-            elif not last:
-                self.train_batches.prefetch(consumed + samples, 0)
-            return found
-
+        batch = self.train_batches.of_step(consumed, count, None if last else consumed + samples)
         totals = self.executor.run(self.table(count), batch, self.step_number + 1, normalisation.seeds())
         begin = time.perf_counter()
         with self.executor.span("step", REDUCED):
@@ -169,8 +170,7 @@ class Trainer:
         return totals, normalisation
 
     def _normalisation(self, samples: int, micro_batches: int) -> Normalisation:
-        """One undeclared term is stored with loss scale / nominal tokens, so that gradients have about their true size
-        in any precision."""
+        """One undeclared term is stored with loss scale / nominal tokens: gradients then have about their true size."""
         if self.train_batches.loss_counts is None:
             return Normalisation(self.loss_scale.value / (samples * self.ctx.config.model.seq), None, self.blocks)
         own = self.train_batches.counts(self.consumed, micro_batches)
@@ -194,7 +194,8 @@ class Trainer:
             sums = sums_over_world(self.ctx, totals, self.terms, self.data_parallel.square_sum())
             monitored = self.monitored.begin(totals)
             balance = self.balance.update()
-        lr, scale = learning_rate(config, self.step_number + 1), self.loss_scale.value
+        lr = learning_rate(config, self.step_number + 1)
+        scale = self.loss_scale.value if self.loss_scale.active else None  # that of this step, before the update
         self.before_update()
         with self.executor.span("step", UPDATED):
             waited = self._update(lr, sums, normalisation)
@@ -203,15 +204,12 @@ class Trainer:
         totals.seconds["optimizer"] = time.perf_counter() - update - waited
         self.step_number += 1
         self.consumed += samples
-        result = StepResult(
-            self.step_number, 0.0, 0.0, lr, scale if self.loss_scale.active else None, False, 0, samples
-        )
+        result = StepResult(self.step_number, 0.0, 0.0, lr, scale, False, 0, samples)
         counts = self._count(totals.seconds, stop_requested, self.monitored.is_new(totals))
         return Launched(result, begin, totals, normalisation, read, counts, monitored, balance)
 
     def _update(self, lr: float, sums: Tensor, normalisation: Normalisation) -> float:
-        """One update, or none if the gradient is not finite or nothing was counted. Returns the seconds that were
-        waited for what a device still computed."""
+        """One update, or none if the gradient is not finite or nothing was counted. Returns the seconds waited."""
         weight, clip, terms = normalisation.weight, self.ctx.config.train.clip, len(self.terms)
         if self.runs_ahead:
             count = torch.as_tensor(normalisation.count(sums[terms]), dtype=sums.dtype, device=sums.device)
@@ -229,19 +227,16 @@ class Trainer:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the host can go on to the next step before it knows this one's numbers. (A dynamic loss scale needs
-        them first.)"""
+        """Whether the host can go on before it knows this step's numbers. (A dynamic loss scale needs them first.)"""
         return self.optimizer.on_device and not self.loss_scale.active
 
     def read(self, launched: Launched) -> StepResult:
         """Waits until the device has finished a launched step and returns its result."""
-        result, normalisation = launched.result, launched.normalisation
+        result, how = launched.result, launched.normalisation
         found = Sums.read(launched.sums.read(), self.terms)
-        if normalisation.counts is not None:
-            found.check_counts(normalisation.counts)
-        scaling = gradient_scaling(
-            float(normalisation.count(found.tokens)), found.squares, normalisation.weight, clip=0.0
-        )
+        if how.counts is not None:
+            found.check_counts(how.counts)
+        scaling = gradient_scaling(float(how.count(found.tokens)), found.squares, how.weight, clip=0.0)
         result.loss, result.tokens = found.loss if scaling.counts else math.nan, math.ceil(found.tokens)
         result.losses = found.losses
         result.grad_norm = scaling.norm if math.isfinite(scaling.norm) else math.inf
@@ -265,15 +260,13 @@ class Trainer:
         axes = mesh.layout.step_groups()
         totals = self.ctx.ledger.totals("axis")
         assert set(totals) <= set(axes), f"a step used the groups {set(totals) - set(axes)}, which no step has"
-        rows = [[t.calls, t.payload_bytes, t.wire_bytes] if (t := totals.get(a)) else [0, 0, 0] for a in axes]
-        micros = [int(seconds.get(name, 0.0) * 1e6) for name in PHASES]
         payload = counts_bytes(len(axes))
         if not mesh.world.alone:
-            own = rows[axes.index("world")]
-            own[0], own[1] = own[0] + 1, own[1] + payload
-            own[2] += wire_bytes("all_reduce", payload, mesh.world.size)
+            totals["world"].add(CallTotals(1, payload, wire_bytes("all_reduce", payload, mesh.world.size)))
+        counts = [getattr(totals[axis], count) for axis in axes for count in COUNTS]
+        micros = [int(seconds.get(name, 0.0) * 1e6) for name in PHASES]
         asks = int(stop_requested) + NEW_NAME * int(new_names)
-        vector = torch.tensor([*(n for row in rows for n in row), *micros, asks], dtype=torch.int64)
+        vector = torch.tensor([*counts, *micros, asks], dtype=torch.int64)
         if mesh.world.alone:
             return Device("cpu").download(vector)
         vector = self.ctx.device.upload(vector)
@@ -320,22 +313,21 @@ class Trainer:
         """The loss over the first samples of the validation data, or None without any."""
         if self.valid_batches is None:
             return None
-        samples = self.ctx.config.run.eval_samples or 4 * self.ctx.config.train.global_batch
-        stage = self.data_parallel.stage
-        found = mean_loss(self.ctx, self.executor, self.valid_batches, samples, stage, self.declared_terms)
+        samples = validation_samples(self.ctx.config)
+        found = mean_loss(self.executor, self.valid_batches, samples, self.data_parallel.stage, self.declared_terms)
         line = {"step": self.step_number, "loss": found.loss, "tokens": math.ceil(found.tokens), "samples": samples}
         return line | ({"losses": found.losses} if found.losses else {})
 
 
 def fields_of(modules: Sequence[nn.Module]) -> set[str] | None:
     """The batch's fields that a rank's chunks read; None (all of them) if one doesn't say."""
-    found: set[str] = set()
-    for module in modules:
-        needs = stage_of(module).needs
-        if needs is None:
-            return None
-        found |= needs
-    return found
+    needs = [stage_of(module).needs for module in modules]
+    return None if None in needs else {name for fields in needs if fields for name in fields}
+
+
+def validation_samples(config: Config) -> int:
+    """Every validation looks at the same samples, the first ones."""
+    return config.run.eval_samples or 4 * config.train.global_batch
 
 
 def micro_batches(ctx: Context, samples: int) -> int:
@@ -344,27 +336,16 @@ def micro_batches(ctx: Context, samples: int) -> int:
 
 @torch.no_grad()
 def mean_loss(
-    ctx: Context,
-    executor: Executor,
-    batches: MicroBatches,
-    samples: int,
-    zero_stage: int = 0,
-    terms: Sequence[str] = (LOSS,),
+    executor: Executor, batches: MicroBatches, samples: int, zero_stage: int = 0, terms: Sequence[str] = (LOSS,)
 ) -> Sums:
     """The loss and the number of tokens of the first `samples` samples, without a backward."""
-    c = ctx.config
+    ctx, c = batches.ctx, batches.ctx.config
     count = micro_batches(ctx, samples)
     table = verified(c.pipeline.schedule, c.layout.pp, count, c.layout.chunks, zero_stage, validation=True)
     for module in executor.modules:
         module.eval()
-
-    def batch(micro_batch: int) -> dict[str, Tensor]:
-        found = batches.load(0, micro_batch)
-        if micro_batch + 1 < count:
-            batches.prefetch(0, micro_batch + 1)
-        return found
-
     with ctx.ledger.phase("validation"):
-        totals = executor.run(table, batch, 0, Normalisation(1.0, dict.fromkeys(terms, 1.0)).seeds())
+        seeds = Normalisation(1.0, dict.fromkeys(terms, 1.0)).seeds()
+        totals = executor.run(table, batches.of_step(0, count), 0, seeds)
         sums = Sums.read(sums_over_world(ctx, totals, terms).tolist(), terms)
     return sums if sums.tokens else replace(sums, loss=math.nan)

@@ -264,7 +264,7 @@ def test_the_last_save_is_made_again_if_it_fails(tmp_path: Path, monkeypatch: py
 
 
 def test_a_part_that_cannot_be_written_is_not_waited_for(tmp_path: Path) -> None:
-    save.failed_mark(tmp_path, 1).touch()
+    save.part_file(tmp_path, 1).with_suffix(save.FAILED).touch()
     with pytest.raises(UserError, match="rank-00001 could not write its part"):
         save.wait_for([tmp_path / "rank-00001.json"], 60.0)
 

@@ -93,7 +93,7 @@ def test_as_ranks_of_torchrun(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     done = command("--sizes", "1K:4K", "--ops", "all_gather", "--out", str(tmp_path / "a.yaml"), launcher=launcher)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("2 ranks, 2 a node, gloo, cpu") == 1 and "all_gather" in done.stdout
+    assert done.stdout.count("2 ranks, 2 per node, gloo, cpu") == 1 and "all_gather" in done.stdout
     assert load_cluster(str(tmp_path / "a.yaml")).node.devices == 2
 
 

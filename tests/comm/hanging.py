@@ -42,7 +42,7 @@ def _child(body: Any, rank: int, world: int, port: int, folder: str, timeout: fl
         torch.set_num_threads(1)
         dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=2 * timeout + 30))
         mesh = Mesh(Layout(world=world, **axes), rank)
-        with Watchdog(mesh, timeout, open_store(), folder=f"{folder}/flight", keeper=store_keeper()):
+        with Watchdog(mesh, timeout, open_store(), folder=Path(folder) / "flight", keeper=store_keeper()):
             body(mesh, *args)
         dist.destroy_process_group()
     except BaseException:

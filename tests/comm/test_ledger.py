@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.comm.flight import FlightRecord
+from meshwright.comm.flight import FlightRecord, RecordedCall
 from meshwright.comm.group import DONE, CommError, Group
 from meshwright.comm.ledger import WIRE, CallTotals, Ledger, LedgerEntry, wire_bytes
 from meshwright.comm.mesh import Mesh
@@ -49,10 +49,10 @@ def test_phases_and_layers_nest_and_survive_errors() -> None:
         LedgerEntry("data", "tp", "broadcast", None, True): CallTotals(1, 16, 16),
     }
     assert ledger.totals() == {"tp": CallTotals(3, 144, 112)}
-    assert ledger.totals("op", step_only=False).keys() == {"all_reduce", "all_gather", "broadcast"}
+    assert ledger.totals("op").keys() == {"all_gather", "broadcast"}, "startup belongs to no step"
     assert ledger.totals("layer")["3"].calls == 2
     ledger.clear()
-    assert ledger.totals(step_only=False) == {}
+    assert ledger.entries == {}
 
 
 def test_a_group_of_one_records_nothing() -> None:
@@ -67,7 +67,7 @@ def test_a_group_of_one_records_nothing() -> None:
 
 def test_the_flight_record_keeps_the_last_and_numbers_by_group() -> None:
     flight = FlightRecord(keep=3)
-    calls = [flight.begin(group, "dp", "all_reduce", "reduce", None, 4, (0, 1)) for group in "aabab"]
+    calls = [flight.begin(RecordedCall(group, "dp", "all_reduce", "reduce", None, 4, (0, 1))) for group in "aabab"]
     assert [call.number for call in calls] == [1, 2, 1, 3, 2] and len(flight.last) == 3
     assert flight.holding() is calls[0] and flight.holding(longer_than=60.0) is None
     calls[0].since = None  # launched, and nobody waits for it
@@ -87,12 +87,12 @@ class _Event:
 
 def test_on_an_accelerator_a_call_holds_until_the_stream_has_passed_it() -> None:
     flight = FlightRecord(keep=2)
-    first, second = (flight.begin("tp", "tp", "all_reduce", "forward", 0, 4) for _ in range(2))
+    first, second = (flight.begin(RecordedCall("tp", "tp", "all_reduce", "forward", 0, 4)) for _ in range(2))
     first.event, second.event = _Event(True), _Event(False)
     flight.end(first)
     flight.end(second)
     assert flight.holding() is second
-    third = flight.begin("tp", "tp", "all_reduce", "forward", 0, 4)
+    third = flight.begin(RecordedCall("tp", "tp", "all_reduce", "forward", 0, 4))
     assert first.event is None and flight.spare_events, "the event of a forgotten call is used again"
     second.event.reached = True
     assert flight.holding() is third
@@ -109,7 +109,8 @@ class _Failing:
 def test_an_error_of_torch_becomes_a_sentence_that_names_the_call() -> None:
     flight = FlightRecord()
     group = Group("dp", (1, 3), 3, None, Ledger(), flight)
-    pending = group._call("receive", torch.zeros(4), lambda: _Failing("Connection closed by peer [::1]:9\nmore"), 1)
+    gone = _Failing("Connection closed by peer [::1]:9\nmore")
+    pending = group._call("receive", torch.zeros(4), lambda: gone, peer=1)
     with pytest.raises(CommError) as caught:
         pending.wait()
     assert str(caught.value) == (

@@ -11,19 +11,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import dataset as module
-from meshwright.data.dataset import GPTDataset
-from meshwright.data.shuffle import keyed_permutation
+from meshwright.data.dataset import GPTDataset, keyed_permutation
 from meshwright.data.token_file import TokenFile
 from meshwright.errors import UserError
-from tests.support.token_files import write_sequences
+from tests.support.token_files import sequences, write_sequences
 
 
 def token_file(prefix: Path, documents: list[list[int]]) -> TokenFile:
     """Documents of sequences of the given lengths; token ids count up through the whole file."""
     at = 0
     filled = []
-    for sequences in documents:
-        ends = np.cumsum([at, *sequences])
+    for lengths_of_one in documents:
+        ends = np.cumsum([at, *lengths_of_one])
         filled.append([np.arange(a, b) for a, b in itertools.pairwise(ends)])
         at = int(ends[-1])
     return write_sequences(prefix, filled, np.int32)
@@ -36,8 +35,8 @@ def stream(dataset: GPTDataset, file: TokenFile, epochs: int) -> list[int]:
     for epoch in range(epochs):
         for document in dataset.epoch(epoch).order:
             first, after = file.document_indices[low + document], file.document_indices[low + document + 1]
-            for i in range(first, after):
-                found.extend(file.get(i).tolist())
+            for tokens in sequences(file)[first:after]:
+                found.extend(tokens)
     return found
 
 
@@ -135,7 +134,7 @@ def test_only_a_few_epochs_are_kept(tmp_path: Path) -> None:
     first = dataset.sample(0)
     for n in range(0, 200, 5):
         dataset.sample(n)
-    assert len(dataset._epochs) == module.EPOCHS_KEPT
+    assert dataset.epoch.cache_info().currsize == module.EPOCHS_KEPT
     assert np.array_equal(dataset.sample(0), first)
     far = dataset.sample(10**12 + 1)
     assert np.array_equal(GPTDataset(dataset.file, 7, seed=1).sample(10**12 + 1), far)

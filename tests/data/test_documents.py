@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import documents
-from meshwright.data.documents import ByteRange, DocumentPart, Source, find_sources, plan_tasks, read_documents
+from meshwright.data.documents import ByteRange, DocumentPart, find_files, plan_tasks, read_documents
 from meshwright.errors import UserError
 
 
 def pieces(path: Path, field: str = "text") -> list[DocumentPart]:
-    (source,) = find_sources([str(path)])
+    (source,) = find_files([str(path)])
     tasks = plan_tasks([source], re.compile(rb"\n"))
     return [piece for task in tasks for span in task for piece in read_documents(span, field)]
 
@@ -30,19 +30,19 @@ def test_folders_are_sorted_and_inputs_keep_their_order(tmp_path: Path) -> None:
     for name in ("b.txt", "a.jsonl", "sub/z.txt", "sub/deep/y.jsonl", "sub/skip.md", "c.TXT"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
-    found = find_sources([str(tmp_path / "sub" / "z.txt"), str(tmp_path)])
+    found = find_files([str(tmp_path / "sub" / "z.txt"), str(tmp_path)])
     names = [Path(source.path).relative_to(tmp_path).as_posix() for source in found]
     assert names == ["sub/z.txt", "a.jsonl", "b.txt", "sub/z.txt", "sub/deep/y.jsonl"]
     assert [source.lines for source in found] == [False, True, False, False, True]
 
 
 def test_stdlib_is_python_source() -> None:
-    found = find_sources(["stdlib"])
+    found = find_files(["stdlib"])
     paths = [source.path for source in found]
     assert len(paths) > 300 and all(path.endswith(".py") for path in paths)
     assert any(path.endswith("/argparse.py") for path in paths)
     assert not any(re.search("/(site-packages|test|idlelib)/", path) for path in paths)
-    assert found == find_sources(["stdlib"])
+    assert found == find_files(["stdlib"])
 
 
 def test_inputs_that_cannot_be(tmp_path: Path) -> None:
@@ -50,17 +50,17 @@ def test_inputs_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name, words in (("a.pdf", "cannot tell"), ("none.txt", "no such input"), ("empty", "no .txt or .jsonl")):
         with pytest.raises(UserError, match=words):
-            find_sources([str(tmp_path / name)])
+            find_files([str(tmp_path / name)])
     with pytest.raises(UserError, match="no input"):
-        find_sources([])
+        find_files([])
     for broken in (ByteRange(str(tmp_path / "gone.txt"), False, 0, 1), ByteRange(str(tmp_path), False, 0, 1)):
         with pytest.raises(UserError, match="cannot read"):
             list(read_documents(broken, "text"))
     with pytest.raises(UserError, match="cannot read"):
-        list(plan_tasks([Source(str(tmp_path / "gone.txt"), False, 1 << 30)], re.compile(rb"\n")))
+        list(plan_tasks([ByteRange(str(tmp_path / "gone.txt"), False, 0, 1 << 30)], re.compile(rb"\n")))
     (tmp_path / "dangling.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match="cannot read"):
-        find_sources([str(tmp_path)])
+        find_files([str(tmp_path)])
 
 
 def test_text_is_decoded_with_replacement(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_cutting_loses_nothing(tmp_path: Path, content: list[str], size: int, wi
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "TASK_BYTES", size)
         patch.setattr(documents, "WINDOW_BYTES", window)
-        sources = find_sources([str(text), str(lines)])
+        sources = find_files([str(text), str(lines)])
         spans = [span for task in plan_tasks(sources, re.compile(pattern)) for span in task]
         found = [(span.path, piece) for span in spans for piece in read_documents(span, "text")]
     parts = [piece for path, piece in found if path == str(text)]
@@ -134,7 +134,7 @@ def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
         (tmp_path / name).write_text("text")
     (tmp_path / "in" / "link").symlink_to(tmp_path / "else")
     (tmp_path / "else" / "up").symlink_to(tmp_path / "in")
-    names = [Path(source.path).name for source in find_sources([str(tmp_path / "in")])]
+    names = [Path(source.path).name for source in find_files([str(tmp_path / "in")])]
     assert names == ["a.txt", "b.txt"]
 
 
@@ -150,4 +150,4 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(UserError, match="sub.*Permission denied"):
-        find_sources([str(tmp_path)])
+        find_files([str(tmp_path)])

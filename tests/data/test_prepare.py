@@ -21,6 +21,7 @@ from meshwright.data.prepare import prepare
 from meshwright.data.token_file import TokenFile, read_metadata
 from meshwright.data.tokenizers import load_tokenizer
 from meshwright.errors import UserError
+from tests.support.token_files import sequences
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def texts_of(prefix: str, tokenizer: str) -> list[str]:
     file, made = TokenFile(prefix), load_tokenizer(tokenizer)
-    found = [file.get(i).tolist() for i in range(len(file))]
+    found = sequences(file)
     assert all(ids[-1] == made.eod and made.eod not in ids[:-1] for ids in found)
     return [made.decode(ids[:-1]) for ids in found]
 
@@ -112,7 +113,7 @@ def test_a_tokenizer_that_cannot_be_cut(corpus: Path, tmp_path: Path) -> None:
     summary = prepare([str(corpus)], str(tmp_path / "a"), tokenizer=str(tmp_path / "t.json"), workers=2)
     assert (summary.dtype, summary.vocab_size, summary.eod) == ("int32", 70_001, 1)
     file = TokenFile(summary.prefix)
-    assert file.get(0)[:-1].tolist() == library.encode((corpus / "00.txt").read_text()).ids
+    assert sequences(file)[0][:-1] == library.encode((corpus / "00.txt").read_text()).ids
 
 
 def test_bytes_that_are_not_utf8_are_counted(tmp_path: Path) -> None:
@@ -185,7 +186,7 @@ def stuck(folder: Path, workers: int) -> Iterator[subprocess.Popen[str]]:
     os.mkfifo(folder / "z.txt")
     inputs = [str(folder / name) for name in ("a.txt", "z.txt")]
     command = ["data", "prepare", *inputs, "--out", str(folder / "out"), "--workers", str(workers)]
-    command = [sys.executable, "-m", "meshwright.cli.main", *command]
+    command = [sys.executable, "-m", "meshwright", *command]
     # A test run in a shell's background ignores SIGINT, and its children would too.
     listen = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
     run = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=listen)

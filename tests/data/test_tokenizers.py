@@ -48,7 +48,11 @@ def byte_level(pattern: str | None = None) -> Tokenizer:
 
 @cache
 def wrapped(pattern: str | None = None) -> JsonTokenizer:
-    return JsonTokenizer(byte_level(pattern).to_str(), None, "test")
+    return made_of(byte_level(pattern))
+
+
+def made_of(library: Tokenizer) -> JsonTokenizer:
+    return JsonTokenizer(Recipe("json", library.to_str().encode(), None, "test"))
 
 
 PATTERNS = [None, LLAMA3_SOURCE, LLAMA3_SOURCE.replace("{1,3}", "")]
@@ -87,7 +91,7 @@ def test_text_may_be_cut_where_it_says(pattern: str | None, text: str) -> None:
 
 def test_the_cache_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright.data.words.MAX_WORDS", 20)
-    tokenizer = JsonTokenizer(byte_level().to_str(), None, "test")
+    tokenizer = made_of(byte_level())
     assert tokenizer._words is not None
     for number in range(100):
         text = f"word{number} other{number} thing{number}é"
@@ -117,7 +121,7 @@ def test_the_cache_is_refused_where_it_would_not_be_exact() -> None:
     stripping = changed()
     stripping.add_special_tokens([AddedToken("<a>", rstrip=True)])
     assert ascii_words(stripping) is None
-    plain = JsonTokenizer(changed(pre_tokenizer={**level, "add_prefix_space": True}).to_str(), None, "test")
+    plain = made_of(changed(pre_tokenizer={**level, "add_prefix_space": True}))
     assert plain.cut is None and plain.encode_batch(["the fox"])[0].tolist() == plain.encode("the fox")
 
 

@@ -15,9 +15,9 @@ from meshwright.dryrun.absent_ranks import fake_world, stand_in
 from meshwright.kernels import kernels_take
 from meshwright.nn import fused
 from meshwright.plan.communication import Line, Traffic, predict_rank
-from meshwright.train.ahead import Ahead
 from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.loop import Ahead
 from meshwright.train.pretrain import build_modules
 from meshwright.train.step import Trainer
 from tests.nn.fused_cases import BOUNDS, CASES, Where, fp8_keeps_what_is_not_finite, fp8_products

@@ -262,8 +262,6 @@ def test_places_outside_the_layout_are_refused() -> None:
         PARTED.coordinate(-1)
     with pytest.raises(UserError, match="tp=4 is outside this layout: choose 0 to 3"):
         PARTED.rank_at(tp=4)
-    with pytest.raises(UserError, match="tp=2 has tp.kv=0, not 1"):
-        PARTED.rank_at(**{"tp": 2, "tp.kv": 1})
     with pytest.raises(UserError, match="mixes dp"):
         PARTED.rank_at(dp=0, ep=0)
 

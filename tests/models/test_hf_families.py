@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -197,3 +198,13 @@ def test_bloom_as_it_was_published() -> None:
     assert (model.hidden, model.heads, model.layers) == (64, 4, 2)
     del config["n_embed"]
     assert FAMILIES["bloom"].model_of(config | {"hidden_size": 64, "n_embed": None}).hidden == 64
+
+
+def test_a_name_may_have_two_numbers() -> None:
+    """The layer's and an expert's, in this order."""
+    names = {"layers.#.mlp.experts.#.down": ["model.layers.#.moe.experts.#.w2"], "embedding": ["model.embed"]}
+    family = replace(FAMILIES["llama"], names=names)
+    sources = {"layers.3.mlp.experts.12.down": "model.layers.3.moe.experts.12.w2", "embedding": "model.embed"}
+    for ours, theirs in sources.items():
+        (run,) = family.mapped(ModelConfig(**LLAMA), f"{ours}.weight", (8, 4)).runs
+        assert run.source == f"{theirs}.weight"

@@ -146,7 +146,7 @@ def fp8_products(at: Where, kind: str = "fp8") -> float:
         a, b = fp8.quantise(x, kind, fp8.VALUES, across=True), fp8.quantise(weight, kind, fp8.VALUES, across=True)
         g = fp8.quantise(grad, kind, fp8.GRADIENTS, across=True)
         factors = ((a.straight, b.straight), (g.straight, b.across), (g.across, a.across))
-        return [fp8.product(*each, dtype=torch.float32, fast=False) for each in factors]
+        return [fp8.product(*left, *right, dtype=torch.float32, fast=False) for left, right in factors]
 
     found, emulated = products(x, weight, grad), products(x.cpu(), weight.cpu(), grad.cpu())
     exact = [x.double().cpu() @ weight.double().cpu().t(), grad.double().cpu() @ weight.double().cpu()]

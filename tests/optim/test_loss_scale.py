@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.config.sections import LossScaleConfig
-from meshwright.optim.loss_scale import LossScale
+from meshwright.optim.scaling import LossScale
 from meshwright.sharding.buffers import Bucket
 from meshwright.sharding.reducers import PlainReducer
 from meshwright.train.step import Trainer
@@ -88,7 +88,7 @@ def changed(trainer: Trainer, before: list[torch.Tensor]) -> bool:
 
 
 def all_moments(trainer: Trainer) -> list[torch.Tensor]:
-    return [share for state in trainer.optimizer.states for moment in state.moments for share in moment]
+    return [share for state in trainer.optimizer.states for store in state.stores[1:] for share in store.shares]
 
 
 def story(rank: int, world: int, layout: dict[str, int]) -> list[tuple[Any, ...]]:

@@ -13,7 +13,7 @@ import yaml
 
 from meshwright.cli.main import main
 from meshwright.config.load import load_config
-from meshwright.pipeline.trace import trace
+from meshwright.pipeline.trace import trace_json
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import Job, job_of
@@ -173,7 +173,7 @@ def test_a_trace_has_perfettos_form(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_the_makespan_is_the_closed_formulas_where_there_is_one() -> None:
     config = target_of("gpt3-175b", ["layout.tp=8", "layout.pp=8", "train.global_batch=32"], as_run=False).config
     made = step_of(job_of(config, 64, STACKS["fused-overlap"], cluster_node=8), load_cluster("a100-80g-dgx"))
-    assert trace(step_spans(made))["traceEvents"]
+    assert json.loads(trace_json(step_spans(made)))["traceEvents"]
     f, b = (max(x) for x in zip(*made.cost.chunk_times[3], strict=True))
     assert made.timeline.makespan >= (32 + 8 - 1) * (f + b) * 0.999
 

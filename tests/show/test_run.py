@@ -27,7 +27,7 @@ from meshwright.show.live import Display
 from meshwright.show.run_page import links, summary
 from meshwright.show.run_parts import sparkline
 from meshwright.show.units import clock, count, plural, seconds, size, ticks
-from meshwright.train.read_run import read_run, traffic_per_step
+from meshwright.train.run_folder import read_run, traffic_per_step
 from meshwright.train.step import StepResult
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -130,7 +130,6 @@ def test_head_says_what_runs_where_and_how() -> None:
     for words in (f"{number} parameters", "8 ranks = dp 2 × tp 2 × pp 2", "[0 1] [2 3] → [4 5] [6 7]", "1f1b", "fp32",
                   "256 tokens per step", "runs/test"):  # fmt: skip
         assert words in text
-    assert "parameters" not in play(io.StringIO(), config(), [result(1)], own_model=True)
 
 
 def test_parameters_equal_the_sum_over_stages() -> None:
@@ -278,9 +277,9 @@ def write_run(folder: Path, c: Config, results: list[StepResult], valid: list[fl
     return folder
 
 
-def summarised(folder: Path, stream: io.StringIO | None = None, **more: Any) -> str:
+def summarised(folder: Path, stream: io.StringIO | None = None) -> str:
     stream = stream or io.StringIO()
-    summary(folder, stream, **more)
+    summary(folder, stream)
     return stream.getvalue()
 
 
@@ -322,7 +321,7 @@ def test_summaries_of_odd_runs(tmp_path: Path) -> None:
     one = summarised(write_run(tmp_path / "one", config(), [result(1)]))
     assert re.search(r"training +9\.9000 +9\.9000", one) and "none" in one
     assert "ranks together" not in one  # dp was used and nobody says how often
-    assert "8 ranks together" in summarised(tmp_path / "one", world=8)
+    assert "8 ranks together" in summarised(write_run(tmp_path / "one", config(), [result(1)], world=8))
     nobody = write_run(tmp_path / "empty", config(), [], world=8)
     assert "no step was finished" in summarised(nobody)
     (nobody / "metrics.jsonl").unlink()
@@ -347,9 +346,11 @@ def test_a_cut_line_a_repeated_step_and_a_foreign_section(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 160])
-def test_the_curve_keeps_to_the_width(tmp_path: Path, width: int) -> None:
+def test_the_curve_keeps_to_the_width(tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
     folder = write_run(tmp_path / "run", config(), [result(n) for n in range(1, 300)], [9.0] * 9, world=8)
-    lines = summarised(folder, width=width).splitlines()
+    lines = summarised(folder, Terminal()).splitlines()
     drawn = [line for line in lines if re.match(r" *[-\d.]* [│┤└]", line)]
     assert len(drawn) == 17 and max(map(len, drawn)) <= max(40, width)
 

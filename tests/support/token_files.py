@@ -1,4 +1,4 @@
-"""Token files for tests: through the writer, and by hand with what only Megatron writes."""
+"""Token files for tests: through the writer, by hand with what only Megatron writes, and read by sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from meshwright.data.token_writer import TokenFileWriter
 def write_documents(prefix: Path | str, documents: Sequence[ArrayLike], dtype: DTypeLike = np.uint16) -> TokenFile:
     with TokenFileWriter(prefix, dtype) as writer:
         for document in documents:
-            writer.add_documents(document, [np.size(np.asarray(document))])
+            tokens = np.asarray(document, writer.dtype)
+            writer.add_documents(tokens.tobytes(), [tokens.size])
         writer.finish()
     return TokenFile(prefix)
 
@@ -33,3 +34,9 @@ def write_sequences(prefix: Path | str, documents: Sequence[Sequence[ArrayLike]]
     Path(f"{prefix}.bin").write_bytes(b"".join(sequence.tobytes() for sequence in flat))
     Path(f"{prefix}.idx").write_bytes(head + arrays)
     return TokenFile(prefix)
+
+
+def sequences(file: TokenFile) -> list[list[int]]:
+    """The tokens of every sequence of a file."""
+    starts = (file.pointers // file.dtype.itemsize).tolist()
+    return [file.tokens[a : a + n].tolist() for a, n in zip(starts, file.sizes.tolist(), strict=True)]

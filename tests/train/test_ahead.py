@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.train.ahead import Ahead
+from meshwright.train.loop import Ahead
 
 
 @dataclass

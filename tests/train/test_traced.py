@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import meshwright
-from meshwright.pipeline.trace import REDUCED, UPDATED, spans_of, trace
+from meshwright.pipeline.trace import REDUCED, UPDATED, spans_of, trace_json
 from meshwright.schedule.kinds import build
 from meshwright.schedule.simulate import simulate
 from meshwright.train.gpt import forward_step, model_provider
@@ -42,7 +42,7 @@ def test_a_measured_step_has_the_spans_of_the_simulated_one(name: str, tmp_path:
     assert measured["otherData"]["name"].endswith("step 3")
     layout = case["layout"]
     table = build(case["pipeline"]["schedule"], layout["pp"], MICRO_BATCHES, layout.get("chunks", 1))
-    simulated = trace(spans_of(simulate(table, 1.0, 2.0, 0.1)))
+    simulated = json.loads(trace_json(spans_of(simulate(table, 1.0, 2.0, 0.1))))
     for category in ("compute", "send") if layout["pp"] > 1 else ("compute",):
         for rank in range(layout["pp"]):
             found, wanted = (_spans(document, rank, category) for document in (measured, simulated))

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from meshwright.config.load import read_yaml
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError, nearest
-from meshwright.models.hf.bloom import BLOOM
-from meshwright.models.hf.family import Family
-from meshwright.models.hf.gpt2 import GPT2
-from meshwright.models.hf.gpt_neox import GPT_NEOX
-from meshwright.models.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from meshwright.models.hf.opt import OPT
+from meshwright.models.hf.family import Family, family_from
 
-# Where several families can express a model, the first one is used.
-FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (GPT2, LLAMA, QWEN2, QWEN3, GPT_NEOX, OPT, BLOOM, MISTRAL)
-}
+_TABLES = read_yaml(Path(__file__).with_name("families.yaml"))
+FAMILIES = {model_type: family_from(model_type, entry) for model_type, entry in _TABLES["families"].items()}
 
 
 def family_named(name: Any) -> Family:
