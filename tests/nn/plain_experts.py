@@ -1,4 +1,4 @@
-"""A mixture of experts as one would write it down: a loop over tokens and over the experts of each, in plain torch, with
+"""A mixture of experts as one would write it down: a loop over tokens and the experts of each, in plain torch with
 torch's own autograd. Nothing is sorted, grouped or fused. Beside it, the module that is compared with it."""
 
 from __future__ import annotations

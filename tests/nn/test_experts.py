@@ -14,8 +14,8 @@ from torch import Tensor
 import meshwright.nn.experts as experts_module
 from meshwright.layout.rows import by_key
 from meshwright.nn.experts import RoutedInputs, Saved, sort_by_expert
-from meshwright.nn.recompute import recompute
 from meshwright.nn.routing import Router
+from meshwright.nn.unit import recompute
 from meshwright.nn.weight_grad import Sink
 from meshwright.parts.experts import Routing
 from tests.nn.fused_cases import error
