@@ -28,7 +28,7 @@ SHAPE = [
     "train.micro_batch=16", "optimizer.lr=3e-3", "lr.warmup=10", "lr.min=3e-4", "data.split=0.9,0.1,0",
     "run.eval_samples=256", "run.device=cpu",
 ]  # fmt: skip
-# Two of eight experts, each half as wide as the dense MLP. Two halves with weights that add up to 2 begin as large as it.
+# Two of eight experts, each half as wide as the dense MLP. With weights that add up to 2 they begin as large as it.
 MIXTURE = ["count=8", "top_k=2", "ffn=192", "scale=2", "aux_loss=0.1"]
 
 
@@ -59,9 +59,9 @@ def main() -> None:
     busiest = [max(line["busiest"]) for line in later]
     rows = np.array([line["rows"] for line in later]).sum(0)
     print(
-        f"\nbusiest expert over the mean after {WARMUP} steps: {statistics.mean(busiest):.2f} per step in the worst block, "
-        f"{statistics.mean(busiest[-50:]):.2f} over the last 50 steps, {(rows.max(1) / rows.mean(1)).max():.2f} over all "
-        "these steps together"
+        f"\nbusiest expert over the mean, after {WARMUP} steps: {statistics.mean(busiest):.2f} per step in the worst "
+        f"block, {statistics.mean(busiest[-50:]):.2f} over the last 50 steps, {(rows.max(1) / rows.mean(1)).max():.2f} "
+        "over all these steps together"
     )
 
 
