@@ -16,8 +16,9 @@ from meshwright.layout.rows import by_key
 from meshwright.nn.experts import RoutedInputs, Saved, sort_by_expert
 from meshwright.nn.routing import Router
 from meshwright.nn.unit import recompute
-from meshwright.nn.weight_grad import Sink
+from meshwright.nn.weight_grad import sink_of
 from meshwright.parts.experts import Routing
+from tests.nn.expert_runs import attach_sinks
 from tests.nn.fused_cases import error
 from tests.nn.plain_experts import (
     Mixture,
@@ -98,19 +99,14 @@ def test_biases_and_groups_change_the_choice(keys: dict[str, Any]) -> None:
 def test_sinks_get_the_gradients_of_all_micro_batches() -> None:
     """Whatever stood in the buffer before; in the first micro-batch, only three experts get tokens."""
     mixture = built(**DEEPSEEK)
-    views: Weights = {}
-    sinks = []
-    for name, layer in mixture.named_modules():
-        if isinstance(getattr(layer, "sinks", None), dict):
-            views[f"{name}.weight"] = layer.sinks["weight"] = torch.full_like(layer.weight, 1e6)
-            sinks.append(Sink(views[f"{name}.weight"], lambda _: None))
+    views = attach_sinks(mixture)
     expected = plain_weights(mixture)
     for seed, rows in ((3, 1), (4, ROWS)):
         x, grad = drawn(rows, HIDDEN, seed=seed), drawn(rows, HIDDEN, seed=seed + 10)
         (mixture(x)[0] * grad).sum().backward()
         (plain_pass(mixture, x, expected, "swiglu")[0] * grad).sum().backward()
     assert set(views) == {name for name, p in mixture.named_parameters() if p.requires_grad} - {"norm.weight"}
-    assert all(sink.contributions == 2 for sink in sinks)
+    assert all(sink_of(view).contributions == 2 for view in views.values())
     assert all(mixture.get_parameter(name).grad is None for name in views)
     assert error([(view, expected[name].grad) for name, view in views.items()]) <= EXACT
 
