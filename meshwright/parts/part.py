@@ -115,7 +115,7 @@ class Product:
 
     `linear`: one factor is a weight. `scattered`: under sequence parallelism each tp rank keeps only its own rows of
     the result. `precise`: it runs in bf16 where others run in fp8. `groups`: the m rows are divided among so many
-    weights.
+    weights; 0: there is one, for all rows.
     """
 
     name: str
@@ -126,7 +126,7 @@ class Product:
     linear: bool = True
     scattered: bool = False
     precise: bool = False
-    groups: int = 1
+    groups: int = 0
 
     @property
     def flops(self) -> float:

@@ -49,6 +49,14 @@ def _value(value: Any) -> str:
     return "+".join(f"{times}x{layers}" if times > 1 else str(layers) for layers, times in runs)
 
 
+def parameters_words(job: Job) -> str:
+    """Returns the size of a model in words; of a mixture also what a token uses."""
+    found = f"{count(parameter_count(job.model))} parameters"
+    if not job.config.model.experts.count:
+        return found
+    return f"{found} (a token uses {count(active_parameters(job.model))})"
+
+
 def experts_json(job: Job) -> dict[str, Any]:
     """Returns how a mixture of experts is divided, under the key `experts`; nothing for dense models."""
     e, layout = job.config.model.experts, job.layout
@@ -135,10 +143,9 @@ def report(cost: Cost, tokens: float | None = None) -> str:
     """Returns the same as `as_json`, as text for people."""
     job, c = cost.job, cost.job.config
     m = as_json(cost, tokens)
-    words, active = experts_words(job), f" ({count(m['active_parameters'])} active)" if m.get("experts") else ""
+    words = experts_words(job)
     lines = [
-        f"{count(m['parameters'])} parameters{active} on {job.world} x {cost.cluster.device.name}: "
-        f"{layout_words(m['layout'])}",
+        f"{parameters_words(job)} on {job.world} x {cost.cluster.device.name}: {layout_words(m['layout'])}",
         *([words] if words else []),
         f"global batch {job.global_batch} x {c.model.seq} tokens, {job.micro_batches} micro-batches, "
         f"{c.train.precision}, stack {job.stack.name}",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Product, Unit, Work, hash_once
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import unit_collectives
-from meshwright.plan.efficiency import collective_seconds, product_seconds
+from meshwright.plan.efficiency import ALIGNED, collective_seconds, product_seconds
 from meshwright.plan.flops import unit_work
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
@@ -145,7 +145,9 @@ def _product_seconds(p: Product, where: Setting, gradient: int = 0) -> float:
     fp8 = where.precision == "fp8" and p.linear and not p.precise
     precision = "bf16" if where.precision == "fp8" and not fp8 else where.precision
     share = cluster.efficiency.product * (cluster.efficiency.fp8 if fp8 else 1.0)
-    m, count = -(-p.m // p.groups), p.count * p.groups
+    m, count = p.m, p.count
+    if p.groups:  # any number of rows goes to a weight, and kernels fill them up
+        m, count = -(-p.m // (p.groups * ALIGNED)) * ALIGNED, p.count * p.groups
     sizes = ((m, p.n, p.k), (m, p.k, p.n), (p.k, p.n, m))[gradient]
     return product_seconds(cluster.device, precision, share, cluster.memory_rate, *sizes, count, where.batch.element)
 

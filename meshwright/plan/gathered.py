@@ -23,7 +23,8 @@ IN_FLIGHT = 2  # reductions under way at once: the one just begun, and one befor
 class Whole(NamedTuple):
     """Bytes that exist while backward works on one unit."""
 
-    gradients: float = 0.0  # whole gradients, and shares that wait to be added to the sum
+    gradients: float = 0.0  # whole gradients
+    shares: float = 0.0  # of reduced gradients, to be added to the sum
     weights: float = 0.0  # gathered weights of the unit
     tied: float = 0.0  # of the gradients, those of a table that an earlier unit will add to
 
@@ -47,9 +48,9 @@ def whole_bytes(job: Job, pp_rank: int) -> list[list[Whole]]:
             job.known[key] = [[Whole()] * len(units) for units in packing.chunks]
         else:
             buckets = _buckets(job, packing)
-            now, found = 0.0, []
+            open_bytes, found = 0.0, []
             for chunk in reversed(packing.chunks):
-                now, done = _backward(chunk, job.at, buckets, packing.first_units, now)
+                open_bytes, done = _backward(chunk, job.at, buckets, packing.first_units, open_bytes)
                 found.append(done)
             job.known[key] = found[::-1]
     answer: list[list[Whole]] = job.known[key]
@@ -77,25 +78,25 @@ def _backward(
     """Follows the backward of a chunk from `now` bytes of buckets that later chunks have begun to fill. Returns what is
     left of those at its end, and the most at each unit, in the order of forward."""
     flying: deque[_Bucket] = deque()
-    found = []
+    shares, found = 0.0, []
     for number, unit, params in reversed(chunk):
-        most, counted = now, _counted(unit, at)
+        most, counted = (now, shares), _counted(unit, at)
         for arrived, param in enumerate(reversed(params), 1):
             bucket = buckets[param]
             now += 0.0 if bucket.allocated else bucket.gradients
             bucket.allocated, bucket.left = True, bucket.left - 1
-            if not bucket.left:
-                now += bucket.share
+            if not bucket.left and bucket.gradients:  # others are reduced once, where they are kept
+                shares += bucket.share
                 flying.append(bucket)
-            if arrived <= counted and now > most:
-                most = now
+            if arrived <= counted and now + shares > sum(most):
+                most = now, shares
             if len(flying) > IN_FLIGHT:
                 done = flying.popleft()
-                now -= done.gradients + done.share
+                now, shares = now - done.gradients, shares - done.share
         used = {id(buckets[param]): buckets[param] for param in params}.values()
         tied = {id(buckets[n]): buckets[n].gradients for n in params if first_units[n] < number}
-        found.append(Whole(most, sum(bucket.weights for bucket in used), sum(tied.values())))
-    return now - sum(bucket.gradients + bucket.share for bucket in flying), found[::-1]
+        found.append(Whole(*most, sum(bucket.weights for bucket in used), sum(tied.values())))
+    return now - sum(bucket.gradients for bucket in flying), found[::-1]
 
 
 @lru_cache(maxsize=20_000)

@@ -149,7 +149,8 @@ class Job:
 
     @cached_property
     def sharding(self) -> tuple[int, int, int]:
-        """The effective ZeRO stage, the ranks that shard the states, and the replicas of these shards."""
+        """The effective ZeRO stage, the ranks that shard the states and the replicas of these shards, of everything but
+        experts."""
         stage, shards, replicas = shard_axes(self.layout, self.config.zero)
         return stage, self.layout.size(shards) if shards else 1, self.layout.size(replicas) if replicas else 1
 

@@ -33,7 +33,7 @@ class Memory:
     master: float
     optimizer: float
     activations: float  # all micro-batches in flight
-    buffers: float  # gathered weights, and gradients and pieces of states in flight
+    buffers: float  # gathered weights, whole gradients, and pieces of states in flight
     peak: float  # the most that is allocated at once in a step
 
     @property
@@ -136,6 +136,7 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
         following = [0.0, *(each.weights for each in whole[:-1])]  # those of the next unit are gathered ahead
         flying = [each.gradients + each.weights + ahead for each, ahead in zip(whole, following, strict=True)]
         buffers = max(buffers, *flying)
+        flying = [bytes_whole + each.shares for bytes_whole, each in zip(flying, whole, strict=True)]
         # The head's gradients are computed with the loss, and its weights are the last that forward gathers. A shared
         # table's are kept until backward begins, and are then added to the table's place.
         with_loss = forwards[number] + chunk.loss + flying[-1] - following[-1] - whole[-1].tied

@@ -152,8 +152,8 @@ def _expert_cuts(
     if not sized:
         return []
     experts, layout = sized[0].config.model.experts, sized[0].layout
-    if not experts.count:  # a rule refuses to divide none
-        return [keys | {name: given[0] for name, given in (("ep", space.ep), ("etp", space.etp)) if given}]
+    if not experts.count:
+        return [keys]
     folded, tried = layout.tp * layout.cp * layout.dp, []
     for etp, ep in product(space.etp or _powers(layout.tp), space.ep or _powers(experts.count)):
         if folded % ((etp or layout.tp) * ep) == 0 and experts.count % ep == 0:
@@ -180,6 +180,16 @@ def _front(plain: Job, cuts: list[dict[str, Any]], cluster: Cluster) -> Iterator
             yield cuts[number]
 
 
+def divided_otherwise(job: Job) -> Iterator[Job]:
+    """Yields the same layout with every other way to divide experts."""
+    own = (job.layout.ep, job.layout.etp)
+    for cut in _expert_cuts([job], {}, SearchSpace(), None):
+        if (cut["ep"], cut["etp"]) != own:
+            other = job.replaced(layout=cut)
+            if not first_broken_rule(other.config, job.world, EXPERT_RULES):
+                yield other
+
+
 def _powers(number: int) -> tuple[int, ...]:
     """Returns the powers of two that divide a number."""
     return tuple(2**power for power in range(number.bit_length()) if number % 2**power == 0)
@@ -200,6 +210,8 @@ def search(
     space = space or SearchSpace()
     limit = fit_gib or cluster.device.memory_gib
     found = SearchResult()
+    if not base.config.model.experts.count and (why := first_broken_rule(base.config, base.world, EXPERT_RULES)):
+        return replace(found, refused=why)
     best = float("inf")
     rough: list[Candidate] = []
     too_large: set[object] = set()  # what did not fit will not fit with larger micro-batches, which come later
