@@ -23,9 +23,24 @@ def preset_is_its_model(c: Config, world: int) -> Iterator[str]:
         )
 
 
-def context_is_trained(c: Config, world: int) -> Iterator[str]:
-    if c.layout.cp > 1:
-        yield f"layout.cp={c.layout.cp}: context parallelism can't be trained yet, set layout.cp=1"
+def context_is_shared(c: Config, world: int) -> Iterator[str]:
+    """Which kinds of sharing a model's heads, positions and dropout allow."""
+    cp, kind, inner = c.layout.cp, c.context_kind, c.context.inner
+    if cp == 1:
+        return
+    if inner and cp % inner:
+        yield f"context.inner={inner} does not divide layout.cp={cp}: try {either(divisors(cp))}"
+    if c.model.position == "alibi":
+        yield f"layout.cp={cp} can't be combined with model.position=alibi yet: set layout.cp=1 or use rope"
+    if c.model.dropout:
+        yield f"layout.cp={cp} can't be combined with dropout inside attention: set model.dropout=0 or layout.cp=1"
+    parts = {"ulysses": cp, "hybrid": inner}.get(kind, 1)
+    q, kv = c.model.heads // c.layout.tp, max(1, c.model.kv_heads // c.layout.tp)
+    if q % parts or (kv % parts and parts % kv):
+        yield (
+            f"context.kind={kind} deals {q} query and {kv} key-value heads of a tp rank to {parts} ranks, and they "
+            "don't come out even: use context.kind=gather or ring"
+        )
 
 
 def experts_are_cut(c: Config, world: int) -> Iterator[str]:
@@ -116,7 +131,7 @@ def sequence_parallel_splits(c: Config, world: int) -> Iterator[str]:
 def cp_cuts_sequences(c: Config, world: int) -> Iterator[str]:
     """Each rank holds an early and a late piece of a sequence, so that causal attention is the same work on every
     rank."""
-    parts, seq = 2 * c.layout.cp, c.model.seq
+    parts, seq = c.layout.cp * (2 if c.context.order == "zigzag" else 1), c.model.seq
     if c.layout.cp > 1 and seq % parts:
         up = -(-seq // parts) * parts
         yield f"layout.cp={c.layout.cp} cuts model.seq={seq} into {parts} equal parts: try model.seq={up}"
@@ -242,7 +257,7 @@ def end_token_is_one(c: Config, world: int) -> Iterator[str]:
 
 
 RULES: list[Rule] = [
-    context_is_trained, world_divides, experts_are_cut, order_names_axes, experts_stay_in_their_stage,
+    context_is_shared, world_divides, experts_are_cut, order_names_axes, experts_stay_in_their_stage,
     tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits, cp_cuts_sequences,
     layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes, dtypes_fit_precision,
     fp8_fits_tokens, lr_fits_steps, positions_to_reset, end_token_is_one, compiles_without_dropout,
@@ -255,8 +270,8 @@ TENSOR_PARALLEL_RULES: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divi
 # Training also needs the true model: planning accepts a preset that only approximates it, and says so.
 TRAINING_RULES = [preset_is_its_model, *RULES]
 
-# The planner's formulas know context parallelism, which can't be trained yet.
-PLANNING_RULES = [rule for rule in RULES if rule is not context_is_trained]
+# The planner also takes published runs, of which some share sequences in ways that ours can't.
+PLANNING_RULES = [rule for rule in RULES if rule is not context_is_shared]
 
 # Evaluation and generation run other numbers of tokens, whose products fall back from fp8 to bf16.
 READING_RULES = [rule for rule in RULES if rule is not fp8_fits_tokens]

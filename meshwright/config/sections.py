@@ -135,6 +135,23 @@ class LayoutConfig:
 
 
 @dataclass(frozen=True)
+class ContextConfig:
+    """How ranks that share sequences (layout.cp) attend to each other's tokens, and which tokens each holds."""
+
+    kind: Literal["auto", "gather", "ring", "ulysses", "hybrid"] = "auto"
+    inner: int = 0  # with kind=hybrid: ranks that exchange heads; the ring goes between groups of so many
+    order: Literal["zigzag", "striped", "contiguous", "documents"] = "zigzag"
+
+    def __post_init__(self) -> None:
+        not_negative("context", self, "inner")
+        if (self.kind == "hybrid") != (self.inner > 0):
+            raise UserError(
+                f"context.inner={self.inner} belongs to context.kind=hybrid, and kind is {self.kind}: give both, e.g. "
+                "context.kind=hybrid context.inner=2, or neither"
+            )
+
+
+@dataclass(frozen=True)
 class PipelineConfig:
     schedule: str = "1f1b"  # of the kinds that schedule/kinds.py lists
     split: tuple[int, ...] = ()  # layers of each virtual stage, in the order of the layers; empty: evenly
@@ -344,6 +361,7 @@ class Config:
     model: ModelConfig
     data: DataConfig
     layout: LayoutConfig = field(default_factory=LayoutConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
@@ -355,6 +373,17 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def context_kind(self) -> str:
+        """How sequences are shared. `auto` exchanges heads where they can be dealt to the cp ranks and that moves fewer
+        bytes than passing keys and values: 2 (q + kv') / (3 cp kv) below 1, with kv' = max(kv, cp) heads."""
+        cp, tp = self.layout.cp, self.layout.tp
+        if self.context.kind != "auto":
+            return self.context.kind
+        q, kv = self.model.heads // tp, max(1, self.model.kv_heads // tp)
+        deals = q % cp == 0 and (kv % cp == 0 or cp % kv == 0)
+        return "ulysses" if deals and 2 * (q + max(kv, cp)) < 3 * cp * kv else "gather"
 
     @property
     def compiles(self) -> bool:

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.config.sections import ModelConfig
 from meshwright.layout.params import ParamRecord, records_under
+from meshwright.nn.context import ContextRows, context_attention
 from meshwright.nn.linear import Linear, norm_product
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
@@ -113,7 +114,7 @@ class Attention(nn.Module):
         super().__init__()
         tp = parallel.tp.size
         self.heads, self.kv_heads, self.head_dim = part.heads // tp, max(1, part.kv_heads // tp), part.head_dim
-        self.dropout, self.fuses = part.dropout, parallel.fused
+        self.dropout, self.fuses, self.context = part.dropout, parallel.fused, parallel.context
         self.projection = QKV(parallel, records)
         of_head = gpt.NormPart("rmsnorm", part.head_dim, part.norm_eps)
         self.q_norm = Norm(parallel, of_head, records_under(records, "q_norm")) if part.qk_norm else None
@@ -129,8 +130,8 @@ class Attention(nn.Module):
         )  # fmt: skip
 
     def forward(
-        self, x: Tensor, norm: Norm, batch: int, rotary: Tables | None, mask: Tensor | None, past: KVCache | None,
-        *unused: object,
+        self, x: Tensor, norm: Norm, batch: int, rotary: Tables | None, mask: Tensor | ContextRows | None,
+        past: KVCache | None, *unused: object,
     ) -> tuple[Tensor, Tensor]:
         """Returns x [tokens, hidden] of `batch` sequences, for the residual, and attention of its norm. `mask` [batch,
         1 or heads, seq, seq] is true where a query may attend, or is added to the scores; without it, attention is
@@ -146,6 +147,10 @@ class Attention(nn.Module):
             if rotary is not None:
                 q, k = rotate(q, rotary), rotate(k, rotary)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if isinstance(mask, ContextRows):
+            assert self.context is not None and past is None
+            y = context_attention(q, k, v, mask, self.context)
+            return x, self.out(y.transpose(1, 2).reshape(qkv.shape[0] * qkv.shape[1], -1))
         if past is not None:
             k, v = past.extend(k, v)
         if self.recompute_core and torch.is_grad_enabled():

@@ -24,6 +24,16 @@ class ExpertGroups:
 
 
 @dataclass(frozen=True)
+class ContextGroups:
+    """The ranks that hold different tokens of the same sequences: `inner` ones exchange heads for tokens, `outer` ones
+    share keys and values, by a `kind` of way: gather or ring."""
+
+    kind: str
+    inner: Group
+    outer: Group
+
+
+@dataclass(frozen=True)
 class Parallel:
     """How a rank's layers are cut, and in what precision and where they compute."""
 
@@ -38,6 +48,7 @@ class Parallel:
     unallocated: bool = False  # sharding allocates and initialises the parameters later
     host: bool = False  # this is a CPU, or a dry run of one
     experts: ExpertGroups | None = None  # where the model has experts
+    context: ContextGroups | None = None  # where ranks share sequences
 
     @property
     def splits_tokens(self) -> bool:

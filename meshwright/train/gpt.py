@@ -14,7 +14,7 @@ from meshwright.train.datasets import datasets_of
 
 
 def model_provider(ctx: Context, stage: Stage) -> nn.Module:
-    return GPTStage(ctx.parallel, ctx.config, ctx.at, stage, ctx.ledger)
+    return GPTStage(ctx.parallel, ctx.config, ctx.at, stage, ctx.ledger, ctx.mesh.tokens)
 
 
 def datasets_provider(ctx: Context, samples: tuple[int, int, int]) -> tuple[Any, Any, Any]:

@@ -43,10 +43,11 @@ class Case:
     label: str = ""
     extra: Overrides = ()
     data: Overrides = ()
+    cp: int = 1
 
     @property
     def world(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
 
     @property
     def name(self) -> str:
@@ -95,6 +96,7 @@ class Case:
         """The same run on one process: no layout, no pipeline, and as few micro-batches as can be."""
         sections = self.sections(precision)
         sections["layout"], sections["pipeline"] = {}, {}
+        sections.pop("context", None)
         sections.pop("zero", None)
         sections.pop("recompute", None)
         train = sections["train"]
@@ -328,6 +330,40 @@ def _mixtures() -> Iterator[Case]:
 _OFFLOADED = {
     "zero__offload": {"optimizer": "cpu", "params": "cpu", "path": OFFLOAD, "buffer_mib": 0.02},
 }
+
+
+def _contexts() -> Iterator[Case]:
+    """Sequences shared by cp ranks: every way and order, documents on and off, with the other axes."""
+    def case(label: str, cut: dict[str, Any], cp: int, data: dict[str, Any] | None = None, **extra: Any) -> Case:
+        return _special(f"cp{cp}-{label}", {**_LLAMA, **cut, "cp": cp}, data, layout__cp=cp, **extra)
+
+    kinds: list[dict[str, Any]] = [{"context__kind": kind} for kind in ("gather", "ring", "ulysses")]
+    kinds.append({"context__kind": "hybrid", "context__inner": 2})
+    for kind in kinds:
+        name = kind["context__kind"]
+        for number, order in enumerate(("zigzag", "striped", "contiguous", "documents")):
+            for documents in (False, True):
+                cp = 4 if name == "hybrid" or (number + documents) % 2 else 2
+                label = f"{name}-{order}" + ("-documents" if documents else "")
+                yield case(label, _cut(1, 1, 1), cp, {"segments": documents}, context__order=order, **kind)
+    yield case("ring-tp-sp", _cut(1, 2, 1, sp=True), 2, {"segments": True}, **kinds[1], zero__stage=1)
+    yield case("gather-tp", _cut(1, 2, 1), 2, **kinds[0], zero__stage=3)
+    yield case("ulysses-tp", _cut(1, 2, 1), 2, **kinds[2])
+    yield case("ring-pp", _cut(1, 1, 2), 2, {"segments": True}, **kinds[1])
+    yield case("ring-chunks", _cut(1, 1, 2, schedule="interleaved"), 2, **kinds[1], zero__stage=2)
+    yield case("gather-dp", _cut(2, 1, 1), 2, {"blind": True}, **kinds[0], zero__stage=3)
+    yield case("ring-recompute", _cut(1, 1, 1), 2, {"segments": True}, **kinds[1], recompute__mode="full")
+    yield case("learned", _cut(2, 1, 1, family="gpt"), 2, {"segments": True}, **kinds[1], train__micro_batch=2)
+    yield case("one-kv-head", _cut(1, 1, 1), 4, **kinds[2], model__kv_heads=1)
+    yield case("ring-8", _cut(1, 1, 1), 8, {"segments": True}, **kinds[1])
+    yield case("hybrid-8", _cut(1, 1, 1), 8, {"segments": True}, **kinds[3])
+    experts = {f"model__experts__{key}": value for key, value in MIXTURES["deepseek"].items()}
+    yield case("experts", _cut(1, 1, 1), 4, **kinds[1], **experts, layout__ep=4)
+    yield case("experts-tp", _cut(1, 2, 1), 2, **kinds[0], **experts, layout__ep=2, layout__etp=1)
+
+
+CONTEXTS = list(_contexts())
+CASES += CONTEXTS
 EXPERTS = list({case.name: case for case in _mixtures()}.values())
 CASES += EXPERTS
 
