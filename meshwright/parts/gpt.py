@@ -55,6 +55,35 @@ def row_calls(at: Coordinate, batch: MicroBatch, width: int) -> Iterator[Collect
     yield Collective("backward", "tp", "all_gather", payload)
 
 
+def context_calls(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int) -> Iterator[Collective]:
+    """Yields the calls of attention to tokens of other ranks. With K the bytes of a rank's keys and values:
+
+    ring: forward c - 1 sends of K; backward c sends: K, then c - 2 times K and its gradient, then a gradient.
+    gather: forward 1 all_gather of c K; backward the same again and 1 reduce_scatter of c K.
+    ulysses: forward 1 all_to_all of queries, keys and values and 1 of the result, backward the same; fewer key-value
+    heads than ranks are copied first. hybrid: that over the inner ranks, and a ring over the outer ones.
+    """
+    inner = {"ulysses": ("cp", at.size("cp")), "hybrid": ("cp.inner", at.size("cp.inner"))}.get(at.context, ("cp", 1))
+    rows, (axis, n) = batch.tokens(at) * head_dim * batch.element, inner
+    dealt = max(kv, n)
+    if n > 1:
+        for phase in ("forward", "backward"):
+            yield Collective(phase, axis, "all_to_all", rows * (heads + 2 * dealt))
+            yield Collective(phase, axis, "all_to_all", rows * heads)
+    outer, c = ("cp.outer", at.size("cp.outer")) if at.context == "hybrid" else ("cp", at.size("cp") // n)
+    both = 2 * rows * (dealt if n > 1 else kv)
+    if c == 1:
+        return
+    if at.context == "gather":
+        yield Collective("forward", outer, "all_gather", c * both)
+        yield Collective("backward", outer, "all_gather", c * both, repeated=True)
+        yield Collective("backward", outer, "reduce_scatter", c * both)
+        return
+    yield Collective("forward", outer, "send", both, c - 1)
+    yield Collective("backward", outer, "send", both, 2)
+    yield Collective("backward", outer, "send", 2 * both, c - 2)
+
+
 def row_records(at: Coordinate, name: str, key: str, sizes: tuple[int, int], init: Init, bias: bool) -> Records:
     """Returns the records of a projection [rows, columns] whose input is cut over tp; its bias is added once, after the
     sum."""
@@ -189,11 +218,7 @@ class AttentionPart(Part):
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
         yield from column_calls(at, batch, self.hidden)
         yield from row_calls(at, batch, self.hidden)
-        hops = at.size("cp") - 1
-        if hops:  # keys and values go round the ring; backward passes them round once more, and their gradients
-            ring = self.own_heads(at)[1] * self.head_dim * 2 * batch.element * batch.tokens(at)
-            yield Collective("forward", "cp", "send", ring, hops)
-            yield Collective("backward", "cp", "send", ring, 2 * hops)
+        yield from context_calls(at, batch, *self.own_heads(at), self.head_dim)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         """Yields queries, keys and values, the result, and what the core keeps: each row's log-sum or the scores. Where

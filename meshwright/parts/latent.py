@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.layout.params import Init, rows_of, whole
-from meshwright.parts.gpt import ONES, column_calls, replicated, row_calls, row_records
+from meshwright.parts.gpt import ONES, column_calls, context_calls, replicated, row_calls, row_records
 from meshwright.parts.part import Collective, Coordinate, Kept, Kernels, MicroBatch, Part, Product, Records, Work
 
 
@@ -75,6 +75,8 @@ class LatentAttentionPart(Part):
             if not call.repeated:
                 yield call
         yield from row_calls(at, batch, self.hidden)
+        heads = self.own_heads(at)
+        yield from context_calls(at, batch, heads, heads, self.head_dim)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         """Yields the normed token, the short vectors before and after their norms, and what the core keeps: queries,

@@ -39,6 +39,7 @@ class Coordinate:
 
     axes: tuple[tuple[str, int, int], ...] = ()  # (name, size, index), names ascending
     sequence_parallel: bool = False
+    context: str = "ring"  # how ranks along cp share their tokens (see `context.kind`)
 
     __hash__ = _hash_once
 
@@ -64,14 +65,14 @@ class Coordinate:
         return self.size("etp") == self.size("tp")
 
 
-def coordinate_of(layout: Layout, rank: int, sequence_parallel: bool) -> Coordinate:
+def coordinate_of(layout: Layout, rank: int, sequence_parallel: bool, context: str = "ring") -> Coordinate:
     """Returns the coordinate of `rank` in a layout."""
     found = {**layout.coordinate(rank), **layout.expert_coordinate(rank)}
     sizes = {axis: layout.size(axis) for axis in found if not axis.startswith(("dp", "edp"))}
     axes = [(axis, size, found[axis]) for axis, size in sizes.items() if size > 1]
     if layout.size("embedding") > 1:
         axes.append(("embedding", layout.size("embedding"), 0))
-    return Coordinate(tuple(sorted(axes)), sequence_parallel)
+    return Coordinate(tuple(sorted(axes)), sequence_parallel, context if layout.cp > 1 else "ring")
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ class Job:
     @cached_property
     def at(self) -> Coordinate:
         """The coordinate of rank 0: the bytes that parts declare are the same for all ranks of a layout."""
-        return coordinate_of(self.layout, 0, self.config.layout.sequence_parallel)
+        context = self.config.context_kind if self.stack.own else "ring"
+        return coordinate_of(self.layout, 0, self.config.layout.sequence_parallel, context)
 
     @cached_property
     def batch(self) -> MicroBatch:

@@ -43,7 +43,8 @@ class Context:
     @cached_property
     def at(self) -> Coordinate:
         """Where this rank stands, for the parts of its model."""
-        return coordinate_of(self.layout, self.mesh.rank, self.config.layout.sequence_parallel)
+        c = self.config
+        return coordinate_of(self.layout, self.mesh.rank, c.layout.sequence_parallel, c.context_kind)
 
 
 def build_context(
