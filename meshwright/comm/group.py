@@ -201,8 +201,14 @@ class Group:
         assert x.is_contiguous()
         out, (to, source) = torch.empty_like(x), (self.ranks[(self.index + way) % self.size] for way in (by, -by))
         group = self.process_group
-        both = [dist.P2POp(dist.isend, x, to, group), dist.P2POp(dist.irecv, out, source, group)]
-        return Shift(self._call("send", x, lambda: _Both(dist.batch_isend_irecv(both)), peer=to), x, out)
+
+        def launch() -> _Both:
+            if x.is_meta:  # a dry run has nothing to send
+                return _Both([])
+            both = [dist.P2POp(dist.isend, x, to, group), dist.P2POp(dist.irecv, out, source, group)]
+            return _Both(dist.batch_isend_irecv(both))
+
+        return Shift(self._call("send", x, launch, peer=to), x, out)
 
 
 class _Both:

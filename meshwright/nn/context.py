@@ -23,8 +23,7 @@ from torch import Tensor
 from meshwright.comm.group import Group, group_named
 from meshwright.comm.ops import all_gather, all_to_all, reduce_scatter
 from meshwright.nn.parallel import ContextGroups
-
-TILE = 1024  # queries and keys whose scores exist at once
+from meshwright.parts.context import CONTEXT_TILE as TILE
 
 
 class ContextRows(NamedTuple):
@@ -245,8 +244,22 @@ def _rows_for_heads(x: Tensor, group: Group) -> Tensor:
 
 def _natural(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
     """Attention to whole sequences, which are brought into their natural order for the fused kernel."""
-    order = rows.argsort(1)[:, None, :, None]
-    back = rows[:, None, :, None]  # the row that lies at place i came from place rows[i] of the natural order
-    q, k, v = (x.take_along_dim(order, 2) for x in (q, k, v))
+    order = rows.argsort(1)  # the row that lies at place i has place rows[i] in the natural order
+    q, k, v = (_Reordered.apply(x, order, rows) for x in (q, k, v))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return y.take_along_dim(back, 2)
+    return _Reordered.apply(y, rows, order)
+
+
+class _Reordered(torch.autograd.Function):
+    """Rows [batch, heads, rows, dim] in another order; `back` is the inverse of `order`. (Autograd's own gather would
+    keep an index for every element.)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x.take_along_dim(order[:, None, :, None], 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return grad.take_along_dim(back[:, None, :, None], 2), None, None

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from meshwright.layout.params import Init, ParamRecord, columns_of, rows_of, whole
+from meshwright.parts.context import context_calls, context_kept, context_working
 from meshwright.parts.loss_pieces import piece_rows
 from meshwright.parts.part import Collective, Coordinate, Kept, Kernels, MicroBatch, Part, Product, Records, Work
 
@@ -53,35 +54,6 @@ def row_calls(at: Coordinate, batch: MicroBatch, width: int) -> Iterator[Collect
         return
     yield Collective("forward", "tp", "reduce_scatter", payload)
     yield Collective("backward", "tp", "all_gather", payload)
-
-
-def context_calls(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int) -> Iterator[Collective]:
-    """Yields the calls of attention to tokens of other ranks. With K the bytes of a rank's keys and values:
-
-    ring: forward c - 1 sends of K; backward c sends: K, then c - 2 times K and its gradient, then a gradient.
-    gather: forward 1 all_gather of c K; backward the same again and 1 reduce_scatter of c K.
-    ulysses: forward 1 all_to_all of queries, keys and values and 1 of the result, backward the same; fewer key-value
-    heads than ranks are copied first. hybrid: that over the inner ranks, and a ring over the outer ones.
-    """
-    inner = {"ulysses": ("cp", at.size("cp")), "hybrid": ("cp.inner", at.size("cp.inner"))}.get(at.context, ("cp", 1))
-    rows, (axis, n) = batch.tokens(at) * head_dim * batch.element, inner
-    dealt = max(kv, n)
-    if n > 1:
-        for phase in ("forward", "backward"):
-            yield Collective(phase, axis, "all_to_all", rows * (heads + 2 * dealt))
-            yield Collective(phase, axis, "all_to_all", rows * heads)
-    outer, c = ("cp.outer", at.size("cp.outer")) if at.context == "hybrid" else ("cp", at.size("cp") // n)
-    both = 2 * rows * (dealt if n > 1 else kv)
-    if c == 1:
-        return
-    if at.context == "gather":
-        yield Collective("forward", outer, "all_gather", c * both)
-        yield Collective("backward", outer, "all_gather", c * both, repeated=True)
-        yield Collective("backward", outer, "reduce_scatter", c * both)
-        return
-    yield Collective("forward", outer, "send", both, c - 1)
-    yield Collective("backward", outer, "send", both, 2)
-    yield Collective("backward", outer, "send", 2 * both, c - 2)
 
 
 def row_records(at: Coordinate, name: str, key: str, sizes: tuple[int, int], init: Init, bias: bool) -> Records:
@@ -244,6 +216,9 @@ class AttentionPart(Part):
         rotates_in_place = kernels.fused and not self.qk_norm  # one tensor, which attention keeps anyway
         if self.rope and kernels.keeps_rotation and not rotates_in_place:
             yield Kept("rotated", tokens * (h + k) * d * e)
+        if kernels.own and at.size("cp") > 1:
+            yield from context_kept(at, batch, h, k, d)
+            return
         if kernels.fused_attention:
             yield Kept("log-sums", tokens * h * wide, core=True)
             if batch.documents:  # a mask, as numbers to add to the scores; kernels that take one know no grouped heads
@@ -253,6 +228,11 @@ class AttentionPart(Part):
         else:
             scores = batch.sequences * h * (batch.seq // at.size("cp")) * batch.seq
             yield Kept("scores", scores * (e + (e + 1 if self.dropout else 0)), core=True)
+
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        shared = kernels.own and at.size("cp") > 1
+        return context_working(at, batch, self.own_heads(at)[0]) if shared else 0.0
 
 
 @dataclass(frozen=True)
