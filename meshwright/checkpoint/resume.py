@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from meshwright.checkpoint.contract import Checkpointed
 from meshwright.checkpoint.format import find_checkpoint
 from meshwright.checkpoint.load import Reader, complete_load, read_into
 from meshwright.config.load import to_mapping
-from meshwright.config.sections import TRAINING_KEYS, ModelConfig
+from meshwright.config.sections import TRAINING_KEYS
 from meshwright.errors import UserError
 
 WENT_BACK = "went-back.json"  # notes, beside the checkpoints, that a job was told to restart from an older one
@@ -172,7 +171,7 @@ def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
     idle = {*TRAINING_KEYS, "seq", "vocab"}
     idle |= set() if ours["model.position"] == "rope" else {"rope_theta"}
     idle |= {"qkv_bias"} if ours["model.bias"] else set()
-    computed = [f"model.{f.name}" for f in fields(ModelConfig) if f.name not in idle]
+    computed = [key for key in ours if key.startswith("model.") and key.removeprefix("model.") not in idle]
     for each in (ours, theirs):
         each["data.prefixes"] = [os.path.normpath(prefix) for prefix in each.get("data.prefixes", [])]
 
@@ -194,9 +193,14 @@ def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values by section.key."""
-    sections = {name: section for name, section in config.items() if isinstance(section, Mapping)}
-    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    """Returns the values by section.key, and by section.section.key."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}.{key}": inner for key, inner in _flat(value).items()}
+        else:
+            found[name] = value
+    return found
 
 
 def _check_all_used(trainer: Checkpointed, reader: Reader) -> None:

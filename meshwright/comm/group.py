@@ -208,7 +208,7 @@ class Group:
             both = [dist.P2POp(dist.isend, x, to, group), dist.P2POp(dist.irecv, out, source, group)]
             return _Both(dist.batch_isend_irecv(both))
 
-        return Shift(self._call("send", x, launch, peer=to), x, out)
+        return Shift(self._call("send", x, launch), x, out)  # a call of all, of which none may be missing
 
 
 class _Both:

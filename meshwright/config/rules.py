@@ -68,7 +68,7 @@ def experts_are_cut(c: Config, world: int) -> Iterator[str]:
             f"layout.tp={o.tp} does not divide the {shared} features of the shared expert, model.experts.shared x ffn: "
             f"try layout.tp={either(divisors(shared))}, or change model.experts.shared"
         )
-    tokens = c.train.micro_batch * c.model.seq
+    tokens = c.train.micro_batch * c.model.seq // c.layout.cp
     if tokens % o.tp:
         yield (
             f"each of tp={o.tp} ranks routes an equal part of the {tokens} tokens of a micro-batch to experts: change "
@@ -128,7 +128,7 @@ def tp_divides_ffn(c: Config, world: int) -> Iterator[str]:
 
 
 def sequence_parallel_splits(c: Config, world: int) -> Iterator[str]:
-    tokens = c.train.micro_batch * c.model.seq
+    tokens = c.train.micro_batch * c.model.seq // c.layout.cp
     if c.layout.sequence_parallel and tokens % c.layout.tp:
         yield (
             f"sequence parallelism cuts the {tokens} tokens of a micro-batch into tp={c.layout.tp} equal parts: "
@@ -227,7 +227,7 @@ def dtypes_fit_precision(c: Config, world: int) -> Iterator[str]:
 
 
 def fp8_fits_tokens(c: Config, world: int) -> Iterator[str]:
-    tokens = c.train.micro_batch * c.model.seq
+    tokens = c.train.micro_batch * c.model.seq // c.layout.cp
     if c.train.precision == "fp8" and tokens % FP8_UNIT:
         yield (
             f"train.precision=fp8 multiplies multiples of {FP8_UNIT} tokens, and train.micro_batch x model.seq is "

@@ -17,7 +17,10 @@ from meshwright.schedule.kinds import training_kinds
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 LONGEST_S = 365 * 24 * 3600.0
 FP8_UNIT = 16  # products in fp8 take multiples of this
-TRAINING_KEYS = {"preset", "dropout", "init_std"}  # of a model: how it is trained, not what it computes
+# Of a model: how it is trained, not what it computes.
+TRAINING_KEYS = {"preset", "dropout", "init_std"} | {
+    f"experts.{key}" for key in ("aux_loss", "aux_level", "z_loss", "bias_balance", "capacity")
+}
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,9 @@ class ModelConfig:
                 f"model.rotary_fraction={self.rotary_fraction} of head_dim={self.head_dim} is less than one pair: "
                 "raise it or use model.position=none"
             )
+        for key in ("bias", "qkv_bias", "qk_norm") if self.latent.kv_rank else ():
+            if getattr(self, key):
+                raise UserError(f"model.{key}=true has no effect on model.latent's attention: set model.{key}=false")
         if self.latent.kv_rank and self.position != "rope":
             raise UserError(f"model.latent needs model.position=rope, not {self.position}: change one of them")
         kinds = (("position_offset", "learned", 0), ("rope_scaling", "rope", ()), ("rotary_fraction", "rope", 1.0))
