@@ -56,7 +56,7 @@ class ExpertsConfig:
         for key in ("shared", "bias_balance", "aux_loss", "z_loss") if not self.count else ():
             if getattr(self, key):
                 value = getattr(self, key)
-                raise UserError(f"model.experts.{key}={value:g} has no effect without experts: give model.experts.count")
+                raise UserError(f"model.experts.{key}={value:g} needs experts, and there are none: set its count")
 
     def _check_choice(self) -> None:
         if self.top_k > self.count:
