@@ -137,7 +137,8 @@ def _mean_of_means(trainer: Trainer) -> Iterator[None]:
 
     def fake(module: Any, batch: Any, received: Any) -> Any:
         out = real(module, batch, received)
-        return (out[0] * 12.0 / out[1], *out[1:]) if isinstance(out, tuple) else out
+        terms = [replace(term, sum=term.sum * 12.0 / term.count) for term in out.terms]
+        return replace(out, terms=terms)
 
     trainer.executor.forward_step = fake
     yield

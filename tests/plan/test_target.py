@@ -81,11 +81,12 @@ def test_a_preset_that_only_approximates_its_model_says_so(command: str, capsys:
 
 
 def test_the_planner_knows_context_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
-    """Keys and values of a rank's tokens go round the ring in forward and backward, and in backward their gradients."""
-    found = answer(capsys, ["cost", "llama3-8b", *H100, "layout.cp=4"])
+    """Keys and values of a rank's tokens go round the ring in forward and backward, and in backward their gradients:
+    with 4 ranks 3 messages, and then 4, of which the two in the middle have both and are twice as large."""
+    found = answer(capsys, ["cost", "llama3-8b", *H100, "layout.cp=4", "context.kind=ring"])
     hops, layers, micro_batches, tokens, keys_and_values = 3, 32, 64 // 16, 8192 // 4, 2 * 8 * 128 * 2
-    calls = 3 * hops * layers * micro_batches
-    wire = calls * tokens * keys_and_values
+    calls = (hops + 4) * layers * micro_batches
+    wire = 3 * hops * layers * micro_batches * tokens * keys_and_values
     mine = found["comm"]["cp"]
     assert (mine["calls"], mine["payload_bytes"], mine["wire_bytes"]) == (calls, wire, wire) and mine["seconds"] > 0
     assert found["ledger"]["cp"]["wire_bytes"] == 64 * wire
@@ -109,7 +110,7 @@ PLAN = ["plan", "llama3-8b", "--cluster", "h100-80g-dgx", "--devices", "64", "--
 UNPLANNED = {
     "a split": ([*PLAN, "pipeline.split=[16,16]"], "pipeline.split=[16,16] would have no effect"),
     "experts": ([*PLAN, "layout.ep=2"], "set layout.ep=1"),
-    "context": ([*PLAN, "layout.cp=2"], "set layout.cp=1"),
+    "context": ([*PLAN, "layout.cp=2", "model.position=alibi"], "set layout.cp=1"),
     "no devices": (["plan", "bloom-176b", "--devices", "0"], "give --devices"),
     "no memory": ([*PLAN, "--fit", "0"], "--fit must be"),
     "parts of heads": ([*PLAN, "layout.tp=3"], "no layout with layout.tp=3 divides 64 devices"),
