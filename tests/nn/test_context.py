@@ -24,8 +24,8 @@ CASES = [  # (queries, keys, query heads, key-value heads, documents, tile)
 
 
 def made(queries: int, keys: int, heads: int, kv: int, documents: bool) -> tuple[Any, ...]:
-    """Random q, k, v and gradient, and rows: two disjoint parts of a random permutation, one each sequence of the batch,
-    or the same rows for both where there are as many queries as keys. The first query has no key before it."""
+    """Random q, k, v and gradient, and rows: two disjoint parts of a permutation, another one for each sequence, or the
+    same rows for both where there are as many queries as keys. Else the first query has no key before it."""
     random = torch.Generator().manual_seed(queries * 100 + keys + heads)
 
     def tensor(*shape: int) -> Tensor:
