@@ -31,7 +31,7 @@ def context_calls(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_d
         return
     if at.context == "gather":
         yield Collective("forward", outer, "all_gather", c * both)
-        yield Collective("backward", outer, "all_gather", c * both, repeated=True)
+        yield Collective("backward", outer, "all_gather", c * both)
         yield Collective("backward", outer, "reduce_scatter", c * both)
         return
     yield Collective("forward", outer, "send", both, c - 1)

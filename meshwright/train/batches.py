@@ -38,7 +38,7 @@ def rows_of_rank(
     segments = sample.get("segments")
     starts = [0] if segments is None else [0, *np.flatnonzero(np.diff(segments)) + 1]
     table = ORDERS[order](rows, ranks, np.diff([*starts, rows]).tolist())
-    cut = {name: array[table.held(rank)] if np.shape(array)[:1] == (rows,) else array for name, array in sample.items()}
+    cut = {name: x[table.held(rank)] if np.shape(x)[:1] == (rows,) else x for name, x in sample.items()}
     cut[CONTEXT_ROWS] = table.order
     if segments is not None:
         cut[CONTEXT_DOCUMENTS] = segments[table.order]
@@ -74,7 +74,7 @@ class MicroBatches:
         self._coming: dict[tuple[int, int], Future[Read]] = {}
         # One broadcast per dtype: fields of one dtype travel packed.
         self.packs: dict[torch.dtype, list[tuple[str, tuple[int, ...]]]] = {}
-        for name, array in sorted(self._own(dataset.sample(0)).items()):
+        for name, array in sorted(self._own_rows(dataset.sample(0)).items()):
             if fields is None or name in fields:
                 value = torch.as_tensor(array)
                 self.packs.setdefault(value.dtype, []).append((name, tuple(value.shape)))
@@ -132,7 +132,7 @@ class MicroBatches:
             self._coming[key] = self.reader.submit(self._read, consumed, micro_batch)
         return self._coming[key]
 
-    def _own(self, sample: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+    def _own_rows(self, sample: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
         """A sample or, where ranks share sequences, this rank's rows of it and the numbers of all ranks' rows."""
         tokens = self.ctx.mesh.tokens
         if tokens.alone:
@@ -143,13 +143,13 @@ class MicroBatches:
         readers = self.ctx.mesh.samples
         ids = sample_ids(consumed, micro_batch, self.size, readers.index, readers.size)
         whole = [self.dataset.sample(n) for n in ids]
-        samples = [self._own(sample) for sample in whole]
+        samples = [self._own_rows(sample) for sample in whole]
         packed: dict[torch.dtype, Tensor] = {}
         for dtype, fields in self.packs.items():
             parts = [np.stack([s[name] for s in samples]).reshape(-1) for name, _ in fields]
             packed[dtype] = self.ctx.device.pin(torch.from_numpy(np.concatenate(parts)))
         counts: Counter[str] = Counter()
         if self.loss_counts is not None:
-            for sample in whole:  # one of the ranks that share a sequence counts for all of them
+            for sample in whole:  # one of the ranks that share it counts for all
                 counts.update(self.loss_counts(sample))
         return Read(packed, counts)

@@ -333,7 +333,10 @@ _OFFLOADED = {
 
 
 def _contexts() -> Iterator[Case]:
-    """Sequences shared by cp ranks: every way and order, documents on and off, with the other axes."""
+    """Sequences shared by cp ranks: every way and order, documents on and off, with the other axes.
+
+    Documents of the made samples have 1 to 15 of a sequence's 16 tokens, so many are longer than the 8, 4 or 2 of a
+    rank. In the contiguous order a ring's first ranks see no key of the blocks of later ones."""
     def case(label: str, cut: dict[str, Any], cp: int, data: dict[str, Any] | None = None, **extra: Any) -> Case:
         return _special(f"cp{cp}-{label}", {**_LLAMA, **cut, "cp": cp}, data, layout__cp=cp, **extra)
 
@@ -380,6 +383,10 @@ _QUICK_MATRIX = (
     "dp1-tp2-pp2-1f1b-llama-untied", "dp1-tp2-pp2-sp-interleaved-gpt-tied",
     "dp2-tp2-pp2-sp-1f1b-gpt-tied", "dp2-tp2-pp2-sp-interleaved-llama-untied",
 )  # fmt: skip
+_QUICK_CONTEXTS = (
+    "cp2-gather-zigzag", "cp2-ring-striped-documents", "cp4-one-kv-head", "cp4-hybrid-contiguous-documents",
+    "cp2-ring-pp",
+)  # fmt: skip
 _QUICK_SHARDED = ("zero1-node", "zero3-ramp", "zero3-chunks-on-one-rank")
 _QUICK_LABELS = (
     "chunks-on-one-rank", "uneven-split", "micro-batch-2", "documents", "masked-rank", "ramp", "order",
@@ -401,6 +408,7 @@ def _quick() -> set[str]:
     names = {*_QUICK_MATRIX, *_QUICK_EXPERTS}
     for label in _QUICK_LABELS:
         names.add(next(case.name for case in SPECIAL if case.label == label and case.world <= 4))
+    names |= {next(case.name for case in CONTEXTS if case.label == label) for label in _QUICK_CONTEXTS}
     names |= {case.name for case in SHARDED if case.label in _QUICK_SHARDED}
     names |= {case.name for case in SHARDED if case.dp == 4 and case.world == 4 and case.label.count("-") == 3}
     names.add(next(case.name for case in SHARDED if case.label.startswith("zero3") and case.dp == case.tp == case.pp))

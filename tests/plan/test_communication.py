@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ def record(rank: int, world: int, cases: list[Case]) -> list[list[dict[str, Any]
 
             def with_values(module: Any, batch: Any, received: Any, ctx: Any = ctx, values: Any = values) -> Any:
                 out = forward_step(ctx, module, batch, received)
-                return (*out[:2], values) if isinstance(out, tuple) else out
+                return replace(out, monitored=values) if out.terms else out
 
             trainer.executor.forward_step = with_values
             trainer.step()  # in which the ranks learn the names of what they monitor; from then on it is summed
@@ -227,8 +227,8 @@ def instead(name: str, replacement: Any) -> tuple[Any, str, Any]:
     return communication, name, replacement
 
 
-def ends_only(stage: Any, model: Any) -> set[str]:
-    return fields_read(stage, model) - {"positions", "segments"}
+def ends_only(stage: Any, model: Any, cp: int) -> set[str]:
+    return fields_read(stage, model, cp) - {"positions", "segments"}
 
 
 MUTATIONS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
@@ -237,7 +237,7 @@ MUTATIONS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
     "gradients in bf16": ("all-bf16", instead("grad_bytes", lambda size, wanted: size)),
     "no gather again": ("tp-sp-fp32", without(gpt, "column_calls", lambda call: call.repeated)),
     "no loss": ("tp", without(gpt.OutputLayerPart, "collectives", lambda call: call.phase == "forward")),
-    "labels everywhere": ("pp-tp-sp-fields", instead("fields_read", lambda stage, model: set(ALL))),
+    "labels everywhere": ("pp-tp-sp-fields", instead("fields_read", lambda stage, model, cp: set(ALL))),
     "no positions or segments": ("all", instead("fields_read", ends_only)),
     "no further axes": ("kv-copies", without(communication, "gradients", lambda call: call.axis == "tp.kv")),
     "a tie counted once": ("pp", without(communication, "gradients", lambda call: call.axis == "embedding")),

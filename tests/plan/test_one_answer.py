@@ -65,11 +65,12 @@ QUICK = {
     "gpt2-zero3", "gpt2-zero3-pp", "gpt2-cpu", "llama2-7b", "llama3-8b-every", "llama3-8b-chunks", "neox",
 }  # fmt: skip
 SHORT = {
-    "tp": "layout.tp", "pp": "layout.pp", "chunks": "layout.chunks", "sp": "layout.sequence_parallel",
-    "mb": "train.micro_batch", "zero": "zero.stage", "recompute": "recompute.mode", "schedule": "pipeline.schedule",
+    "tp": "layout.tp", "cp": "layout.cp", "pp": "layout.pp", "chunks": "layout.chunks",
+    "sp": "layout.sequence_parallel", "mb": "train.micro_batch", "zero": "zero.stage",
+    "recompute": "recompute.mode", "schedule": "pipeline.schedule",
 }  # fmt: skip
 FIXED = {
-    "tp": "1", "pp": "1", "chunks": "1", "sp": "false", "mb": "1", "zero": "0", "recompute": "none",
+    "tp": "1", "pp": "1", "chunks": "1", "sp": "false", "mb": "1", "zero": "0", "recompute": "none", "cp": "1",
 }  # fmt: skip
 
 
