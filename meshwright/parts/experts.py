@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.layout.params import Box, Init, ParamRecord, whole
 from meshwright.parts.gpt import ZEROS, MLPPart
@@ -60,6 +61,14 @@ class Routing:
         """The rows that each expert takes of one rank, where the capacity is limited."""
         assert self.capacity is not None
         return min(rows, math.ceil(rows * self.top_k / self.count * self.capacity))
+
+
+class Exchange(NamedTuple):
+    """One all_to_all over ep: the bytes of each row, and whether rows go to their experts or back from there."""
+
+    phase: str
+    row_bytes: int
+    back: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,20 +155,31 @@ class ExpertsPart(Part):
         gets; then the rows there and back, and their weights, and the same for their gradients.
         """
         yield from self._entering(at, batch)
-        rows, row = self.sent_rows(at, batch), self.mlp.hidden * batch.element
-        if self.routing.capacity is None:
-            counts = self.routing.count * INDEX_BYTES
-            yield Collective("forward", "ep", "all_to_all", counts, replayed=True)
-        yield Collective("forward", "ep", "all_to_all", rows * row, 2)
-        yield Collective("backward", "ep", "all_to_all", rows * row, 2)
-        for phase in ("forward", "backward"):
-            yield Collective(phase, "ep", "all_to_all", rows * batch.wide)
+        if self.count_bytes:
+            yield Collective("forward", "ep", "all_to_all", self.count_bytes, replayed=True)
+        rows = self.sent_rows(at, batch)
+        for each in self.exchanges(batch):
+            yield Collective(each.phase, "ep", "all_to_all", rows * each.row_bytes)
         if self.routing.has_losses:
             sequences = batch.sequences if self.routing.aux_level == "sequence" else 1
             sums = sequences * (2 * self.routing.count + 2) * batch.wide
             yield Collective("forward", "tp-cp", "all_reduce", sums)
         if self.shared is not None:
             yield from self.shared.collectives(at, batch)
+
+    @property
+    def count_bytes(self) -> int:
+        """The bytes that tell a rank's rows for every expert; none where the capacity fixes them."""
+        return self.routing.count * INDEX_BYTES if self.routing.capacity is None else 0
+
+    def exchanges(self, batch: MicroBatch) -> tuple[Exchange, ...]:
+        """Returns the exchanges of rows over ep: rows and their weights go to the experts, results come back, and the
+        gradients of all three go the other way."""
+        row = self.mlp.hidden * batch.element
+        return (
+            Exchange("forward", row), Exchange("forward", batch.wide), Exchange("forward", row, True),
+            Exchange("backward", row), Exchange("backward", batch.wide, True), Exchange("backward", row, True),
+        )  # fmt: skip
 
     def _entering(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
         """Yields the calls that bring rows to all ranks of an expert, and back."""
