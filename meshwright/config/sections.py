@@ -44,7 +44,8 @@ class ModelConfig:
     rope_scaling: tuple[float, ...] = ()  # (factor,), or Llama 3.1's (factor, low, high, original length)
     bias: bool = True
     qkv_bias: bool = False  # with bias=false: on queries, keys and values alone
-    qk_norm: bool = False  # RMS norm of each head's queries and keys
+    qk_norm: bool = False  # RMS norm of queries and keys
+    qk_norm_over: Literal["head", "all"] = "head"  # over each head, or over all heads of a token (OLMoE)
     parallel_residual: bool = False  # attention and MLP both take the block's input
     embedding_norm: bool = False
     dropout: float = 0.0
@@ -79,6 +80,10 @@ class ModelConfig:
                 f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}: "
                 f"try {either(divisors(self.heads))}"
             )
+        if self.qk_norm_over != "head" and not self.qk_norm:
+            raise UserError(f"model.qk_norm_over={self.qk_norm_over} needs model.qk_norm=true: set that")
+        if self.qk_norm and self.latent.kv_rank:
+            raise UserError("model.qk_norm has no effect with model.latent, which has norms of its own: leave it out")
         self._check_positions()
 
     @property

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.comm.ops import copy_to, reduce_from
 from meshwright.config.sections import ModelConfig
 from meshwright.layout.params import ParamRecord, records_under
 from meshwright.nn.linear import Linear, norm_product
@@ -85,6 +86,46 @@ class QKV(nn.Module):
         return norm_product(x, norm, weight, bias, (None, *self.linears[0].settings[1:]))
 
 
+class HeadNorms(nn.Module):
+    """RMS norms of queries and keys over each head, with one weight for all heads."""
+
+    def __init__(self, parallel: Parallel, part: gpt.AttentionPart, records: dict[str, ParamRecord]) -> None:
+        super().__init__()
+        of_head = gpt.NormPart("rmsnorm", part.head_dim, part.norm_eps)
+        self.q = Norm(parallel, of_head, records_under(records, "q_norm"))
+        self.k = Norm(parallel, of_head, records_under(records, "k_norm"))
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.q(q), self.k(k)
+
+
+class TokenNorms(nn.Module):
+    """RMS norms of queries and keys over all heads of a token. Where tp cuts the heads, the squares are summed over its
+    ranks; of key-value heads that ranks share, each copy counts."""
+
+    def __init__(self, parallel: Parallel, part: gpt.AttentionPart, records: dict[str, ParamRecord]) -> None:
+        super().__init__()
+        self.tp, self.eps = parallel.tp, part.norm_eps
+        self.q = parallel.parameter(records["q_norm.weight"])
+        self.k = parallel.parameter(records["k_norm.weight"])
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the norms of q and k, [batch, seq, heads, head_dim]."""
+        given = ((q, self.q), (k, self.k))
+        if self.tp.alone:
+            q, k = (F.rms_norm(x.flatten(2), weight.shape, weight, self.eps).view_as(x) for x, weight in given)
+            return q, k
+        wide = torch.promote_types(q.dtype, torch.float32)
+        squares = torch.stack([x.to(wide).square().sum((2, 3)) for x, _ in given])
+        squares = copy_to(reduce_from(squares, self.tp), self.tp)
+        q, k = (
+            (x * torch.rsqrt(total / (self.tp.size * weight.numel()) + self.eps)[:, :, None, None]).to(x.dtype)
+            * weight.view(x.shape[2:])
+            for (x, weight), total in zip(given, squares, strict=True)
+        )
+        return q, k
+
+
 class KVCache:
     """The keys and values of one layer's earlier tokens. The first call may add many (the prompt), later ones one."""
 
@@ -115,9 +156,8 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = part.heads // tp, max(1, part.kv_heads // tp), part.head_dim
         self.dropout, self.fuses = part.dropout, parallel.fused
         self.projection = QKV(parallel, records)
-        of_head = gpt.NormPart("rmsnorm", part.head_dim, part.norm_eps)
-        self.q_norm = Norm(parallel, of_head, records_under(records, "q_norm")) if part.qk_norm else None
-        self.k_norm = Norm(parallel, of_head, records_under(records, "k_norm")) if part.qk_norm else None
+        norms: dict[str, type[nn.Module]] = {"head": HeadNorms, "all": TokenNorms}
+        self.norms = norms[part.qk_norm](parallel, part, records) if part.qk_norm else None
         self.out = Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
         self.recompute_core = parallel.recompute.mode == "selective"
 
@@ -137,12 +177,12 @@ class Attention(nn.Module):
         causal. With `past`, x continues after its tokens."""
         x, qkv = self.projection(x, norm)
         qkv = qkv.view(batch, qkv.shape[0] // batch, self.heads + 2 * self.kv_heads, self.head_dim)
-        if self.fuses and rotary is not None and self.q_norm is None:
+        if self.fuses and rotary is not None and self.norms is None:
             q, k, v = rotate_qkv(qkv, rotary, self.heads, self.kv_heads)
         else:
             q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-            if self.q_norm is not None and self.k_norm is not None:
-                q, k = self.q_norm(q), self.k_norm(k)
+            if self.norms is not None:
+                q, k = self.norms(q, k)
             if rotary is not None:
                 q, k = rotate(q, rotary), rotate(k, rotary)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
