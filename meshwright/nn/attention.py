@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.comm.ops import copy_to, reduce_from
 from meshwright.config.sections import ModelConfig
-from meshwright.layout.params import ParamRecord, records_under
+from meshwright.layout.params import ParamRecord
 from meshwright.nn.linear import Linear, norm_product
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
+from meshwright.nn.qk_norms import HeadNorms, TokenNorms
 from meshwright.nn.rotary import Tables, rotate, rotate_qkv
 from meshwright.parts import gpt
 
@@ -84,46 +84,6 @@ class QKV(nn.Module):
         biases: list[Tensor] = [linear.bias for linear in self.linears if linear.bias is not None]
         bias = torch.cat(biases) if biases else None
         return norm_product(x, norm, weight, bias, (None, *self.linears[0].settings[1:]))
-
-
-class HeadNorms(nn.Module):
-    """RMS norms of queries and keys over each head, with one weight for all heads."""
-
-    def __init__(self, parallel: Parallel, part: gpt.AttentionPart, records: dict[str, ParamRecord]) -> None:
-        super().__init__()
-        of_head = gpt.NormPart("rmsnorm", part.head_dim, part.norm_eps)
-        self.q = Norm(parallel, of_head, records_under(records, "q_norm"))
-        self.k = Norm(parallel, of_head, records_under(records, "k_norm"))
-
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self.q(q), self.k(k)
-
-
-class TokenNorms(nn.Module):
-    """RMS norms of queries and keys over all heads of a token. Where tp cuts the heads, the squares are summed over its
-    ranks; of key-value heads that ranks share, each copy counts."""
-
-    def __init__(self, parallel: Parallel, part: gpt.AttentionPart, records: dict[str, ParamRecord]) -> None:
-        super().__init__()
-        self.tp, self.eps = parallel.tp, part.norm_eps
-        self.q = parallel.parameter(records["q_norm.weight"])
-        self.k = parallel.parameter(records["k_norm.weight"])
-
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the norms of q and k, [batch, seq, heads, head_dim]."""
-        given = ((q, self.q), (k, self.k))
-        if self.tp.alone:
-            q, k = (F.rms_norm(x.flatten(2), weight.shape, weight, self.eps).view_as(x) for x, weight in given)
-            return q, k
-        wide = torch.promote_types(q.dtype, torch.float32)
-        squares = torch.stack([x.to(wide).square().sum((2, 3)) for x, _ in given])
-        squares = copy_to(reduce_from(squares, self.tp), self.tp)
-        q, k = (
-            (x * torch.rsqrt(total / (self.tp.size * weight.numel()) + self.eps)[:, :, None, None]).to(x.dtype)
-            * weight.view(x.shape[2:])
-            for (x, weight), total in zip(given, squares, strict=True)
-        )
-        return q, k
 
 
 class KVCache:

@@ -212,11 +212,12 @@ class AttentionPart(Part):
         e, wide, host = batch.element, batch.wide, kernels.host
         if at.size("tp") > self.kv_heads:
             yield Kept("joined weight", self.hidden * (h + 2 * k) * d * e)
-        if self.qk_norm:
-            # A CPU keeps the input and the normed input in float32: one copy where the input is float32 already.
+        if self.qk_norm == "head":
+            # A CPU keeps a head's input and normed input in float32: one copy where the input is float32 already.
             copies = (1 if e >= 4 else 2) if host else 0
-            rows = h + k if self.qk_norm == "head" else 2
-            yield Kept("query and key norms", tokens * ((h + k) * copies * d * wide + rows * wide))
+            yield Kept("head norms", tokens * (h + k) * (copies * d * wide + wide))
+        elif self.qk_norm:
+            yield Kept("token norms", 2 * tokens * wide)
         yield Kept("attention output", tokens * h * d * e)
         if host and self.dropout:  # no fused kernel: copies in float32, and three tensors of scores
             yield Kept("qkv", tokens * (h + 2 * k) * d * e)
