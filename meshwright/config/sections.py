@@ -17,7 +17,11 @@ from meshwright.schedule.kinds import training_kinds
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 LONGEST_S = 365 * 24 * 3600.0
 FP8_UNIT = 16  # products in fp8 take multiples of this
-TRAINING_KEYS = {"preset", "dropout", "init_std"}  # of a model: how it is trained, not what it computes
+# Of a model: how it is trained, not what it computes.
+TRAINING_KEYS = {
+    "preset", "dropout", "init_std", "experts.bias_balance", "experts.aux_loss", "experts.aux_level", "experts.z_loss",
+    "experts.capacity",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
