@@ -18,9 +18,10 @@ Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 LONGEST_S = 365 * 24 * 3600.0
 FP8_UNIT = 16  # products in fp8 take multiples of this
 # Of a model: how it is trained, not what it computes.
-TRAINING_KEYS = {"preset", "dropout", "init_std"} | {
-    f"experts.{key}" for key in ("aux_loss", "aux_level", "z_loss", "bias_balance", "capacity")
-}
+TRAINING_KEYS = {
+    "preset", "dropout", "init_std", "experts.bias_balance", "experts.aux_loss", "experts.aux_level", "experts.z_loss",
+    "experts.capacity",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class ModelConfig:
     rope_scaling: tuple[float, ...] = ()  # (factor,), or Llama 3.1's (factor, low, high, original length)
     bias: bool = True
     qkv_bias: bool = False  # with bias=false: on queries, keys and values alone
-    qk_norm: bool = False  # RMS norm of each head's queries and keys
+    qk_norm: bool = False  # RMS norm of queries and keys
+    qk_norm_over: Literal["head", "all"] = "head"  # over each head, or over all heads of a token (OLMoE)
     parallel_residual: bool = False  # attention and MLP both take the block's input
     embedding_norm: bool = False
     dropout: float = 0.0
@@ -82,6 +84,10 @@ class ModelConfig:
                 f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}: "
                 f"try {either(divisors(self.heads))}"
             )
+        if self.qk_norm_over != "head" and not self.qk_norm:
+            raise UserError(f"model.qk_norm_over={self.qk_norm_over} needs model.qk_norm=true: set that")
+        if self.qk_norm and self.latent.kv_rank:
+            raise UserError("model.qk_norm has no effect with model.latent, which has norms of its own: leave it out")
         self._check_positions()
 
     @property

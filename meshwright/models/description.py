@@ -69,7 +69,7 @@ def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
         )  # fmt: skip
     return AttentionPart(
         model.hidden, model.heads, model.kv_heads, model.head_dim, normal, output, model.position == "rope", model.bias,
-        model.qkv_bias, model.qk_norm, model.norm_eps, model.dropout,
+        model.qkv_bias, model.qk_norm_over if model.qk_norm else "", model.norm_eps, model.dropout,
     )  # fmt: skip
 
 

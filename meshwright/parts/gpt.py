@@ -124,7 +124,7 @@ class AttentionPart(Part):
     rope: bool = False
     bias: bool = False
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: str = ""  # RMS norm of queries and keys over each "head", or over "all" heads of a token
     norm_eps: float = 1e-5
     dropout: float = 0.0
 
@@ -156,13 +156,20 @@ class AttentionPart(Part):
         records = cut("weight", (self.hidden,), self.init, True)
         if self.bias or self.qkv_bias:
             records |= cut("bias", (), ZEROS, False)
-        if self.qk_norm:
+        if self.qk_norm == "head":
             # One weight for all heads: each tp rank has the gradient of its own heads. Of copies of a key-value head,
             # each has the gradient from its own queries, so there too the sum over tp is the whole.
             axes = ("tp",) if tp > 1 else ()
             for key in ("q_norm", "k_norm"):
                 weight = whole(f"{name}.{key}.weight", (d,), ONES, decay=False, copies=axes, partial=axes)
                 records[f"{key}.weight"] = weight
+        elif self.qk_norm:  # cut as the heads are
+            axes = (KV_COPIES,) if tp > self.kv_heads else ()
+            q, k, kv_rows = f"{name}.q_norm.weight", f"{name}.k_norm.weight", (kv_first, kv, 0)
+            records["q_norm.weight"] = rows_of(q, (q_rows,), self.heads * d, (), ONES, decay=False)
+            records["k_norm.weight"] = rows_of(
+                k, (kv_rows,), self.kv_heads * d, (), ONES, decay=False, copies=axes, partial=axes
+            )
         return records | row_records(at, name, "out", (self.hidden, self.heads * d), self.out_init, self.bias)
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
@@ -190,6 +197,9 @@ class AttentionPart(Part):
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
         yield from column_calls(at, batch, self.hidden)
         yield from row_calls(at, batch, self.hidden)
+        if self.qk_norm == "all":  # the squares of a token's queries and of its keys, and their gradients
+            for phase in ("forward", "backward"):
+                yield Collective(phase, "tp", "all_reduce", 2 * batch.tokens(at) * batch.wide)
         yield from context_calls(at, batch, *self.own_heads(at), self.head_dim)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
@@ -199,10 +209,12 @@ class AttentionPart(Part):
         e, wide, host = batch.element, batch.wide, kernels.host
         if at.size("tp") > self.kv_heads:
             yield Kept("joined weight", self.hidden * (h + 2 * k) * d * e)
-        if self.qk_norm:
+        if self.qk_norm == "head":
             # A CPU keeps a head's input and normed input in float32: one copy where the input is float32 already.
             copies = (1 if e >= 4 else 2) if host else 0
             yield Kept("head norms", tokens * (h + k) * (copies * d * wide + wide))
+        elif self.qk_norm:
+            yield Kept("token norms", 2 * tokens * wide)
         yield Kept("attention output", tokens * h * d * e)
         if host and self.dropout:  # no fused kernel: copies in float32, and three tensors of scores
             yield Kept("qkv", tokens * (h + 2 * k) * d * e)

@@ -21,7 +21,8 @@ from meshwright.cli.main import main
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 from meshwright.models.hf import FAMILIES
-from tests.checkpoint.hf_models import MODELS, logits, make, run_models, save
+from meshwright.models.hf.family import model_section
+from tests.checkpoint.hf_models import EXPERTS, MODELS, logits, make, run_models, save
 from tests.models.test_hf_families import SECTIONS
 from tests.support.oracle import load_into, make_trainer, small_config
 from tests.support.ranks import run_ranks
@@ -30,7 +31,9 @@ transformers = pytest.importorskip("transformers")
 
 IDS = torch.from_numpy(np.random.default_rng(3).integers(0, 61, (2, 24)))
 CLOSE = 1e-5
-LAYOUTS = {"tp1": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp1": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "ep2": {"tp": 2, "ep": 2, "etp": 1},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +56,13 @@ def computed(made: dict[str, Any]) -> Any:
 
     @cache
     def at(layout: str) -> dict[str, np.ndarray]:
-        checkpoints = [str(folder / "checkpoint") for folder, _ in made.values()]
         keys = LAYOUTS[layout]
+        names = EXPERTS if "ep" in keys else list(made)
+        checkpoints = [str(made[name][0] / "checkpoint") for name in names]
         world = max(keys.values(), default=1)
         ranks = run_ranks(world, run_models, checkpoints, IDS, keys, deadline=300.0)
         parts = [[rank[n] for rank in ranks if rank[n] is not None] for n in range(len(checkpoints))]
-        return {name: np.concatenate(each, -1) for name, each in zip(made, parts, strict=True)}
+        return {name: np.concatenate(each, -1) for name, each in zip(names, parts, strict=True)}
 
     return at
 
@@ -78,8 +82,10 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(name, layout) for layout in LAYOUTS for name in (EXPERTS if layout == "ep2" else MODELS)],
+)
 def test_imported_models_have_the_same_logits(name: str, layout: str, made: dict[str, Any], computed: Any) -> None:
     ours, theirs = computed(layout)[name][..., :61], made[name][1].numpy()
     assert np.abs(ours - theirs).max() <= CLOSE
@@ -170,7 +176,7 @@ def test_a_model_trained_here_has_the_same_logits_in_transformers(name: str, tmp
 
     def ours() -> torch.Tensor:
         with torch.no_grad():
-            return module.head.logits(module.trunk({"tokens": IDS})).view(*IDS.shape, -1)
+            return module.head.logits(module.trunk({"tokens": IDS})[0]).view(*IDS.shape, -1)
 
     new = ours()
     for _ in range(10):
@@ -217,7 +223,7 @@ def test_a_model_trained_on_many_ranks_is_exported_as_one_process_would(tmp_path
         assert (tmp_path / "many-out" / file).read_bytes() == (tmp_path / "one-out" / file).read_bytes()
     with torch.no_grad():
         module = one.modules[0].eval()
-        ours = module.head.logits(module.trunk({"tokens": IDS})).view(*IDS.shape, -1)
+        ours = module.head.logits(module.trunk({"tokens": IDS})[0]).view(*IDS.shape, -1)
     assert (logits(load(tmp_path / "one-out"), IDS) - ours).abs().max() <= CLOSE
 
 
@@ -262,13 +268,14 @@ def _read(config: dict[str, Any]) -> ModelConfig | str:
 
 def _written(name: str) -> dict[str, Any]:
     """A config.json of ours in which no key has its default, with more context than the default window."""
-    section = SECTIONS[name] | {"heads": 64, "hidden": 1536, "seq": 8192, "norm_eps": 1e-5 if name == "opt" else 1e-3}
+    eps = {"opt": 1e-5, "deepseek_v3": 1e-6}.get(name, 1e-3)
+    section = SECTIONS[name] | {"heads": 64, "hidden": 1536, "seq": 8192, "norm_eps": eps}
     changes = {"init_std": 0.01, "dropout": 0.2, "tied_embeddings": not FAMILIES[name].defaults["tie_word_embeddings"]}
     section |= changes | ({} if name == "bloom" else {"ffn": 96})
     if section.get("position") == "rope":
         section |= {"rope_theta": 5e5, "rotary_fraction": 0.5 if name == "gpt_neox" else 1.0}
     window = {"sliding_window": 8192, "use_sliding_window": True} if name.startswith("qwen") else {}
-    return FAMILIES[name].config_of(ModelConfig(**section)) | window
+    return FAMILIES[name].config_of(model_section(section)) | window
 
 
 SIZES = ("layers", "hidden", "heads", "vocab")

@@ -139,6 +139,7 @@ _LLAMA = {"family": "llama"}
 _INTERLEAVED = {"schedule": "interleaved"}
 _REVERSED = "pp-dp-ep-cp-tp"
 _NEOX = {"model__position": "rope", "model__rotary_fraction": 0.5, "model__parallel_residual": True}
+_TOKEN_NORMS = {"model__qk_norm": True, "model__qk_norm_over": "all"}
 _BLOOM = {"model__position": "alibi", "model__embedding_norm": True}
 
 SPECIAL = [
@@ -175,10 +176,13 @@ SPECIAL = [
     _special("wide-heads", _cut(1, 2, 1, **_LLAMA), model__head_dim=6),
     _special("no-positions-relu", _cut(1, 2, 1, sp=True), model__position="none", model__mlp="relu"),
     _special("gelu-tanh-rms-with-bias", _cut(2, 1, 1), model__mlp="gelu_tanh", model__norm="rmsnorm"),
-    # The parts that families of Hugging Face need: Qwen3's, Qwen2's, GPT-NeoX's, BLOOM's, OPT's, Llama 3.1's.
+    # The parts that families of Hugging Face need: Qwen3's, OLMoE's, Qwen2's, GPT-NeoX's, BLOOM's, OPT's, Llama 3.1's.
     _special("qk-norm", _cut(1, 4, 1, sp=True, **_LLAMA), model__qk_norm=True),
     _special("qk-norm", _cut(2, 2, 1, **_LLAMA), model__qk_norm=True),
     _special("qk-norm", _cut(1, 2, 2, sp=True), model__qk_norm=True, model__position="rope"),
+    _special("qk-norm-over-all", _cut(1, 4, 1, sp=True, **_LLAMA), **_TOKEN_NORMS),
+    _special("qk-norm-over-all", _cut(1, 2, 1), **_TOKEN_NORMS),
+    _special("qk-norm-over-all", _cut(1, 2, 2, **_LLAMA), **_TOKEN_NORMS, recompute__mode="full", zero__stage=1),
     _special("qkv-bias", _cut(1, 2, 1, **_LLAMA), model__qkv_bias=True),
     _special("qkv-bias", _cut(1, 4, 1, sp=True, **_LLAMA), model__qkv_bias=True),
     _special("partial-rotary-parallel-residual", _cut(1, 2, 1, sp=True), **_NEOX),
@@ -390,7 +394,7 @@ _QUICK_CONTEXTS = (
 _QUICK_SHARDED = ("zero1-node", "zero3-ramp", "zero3-chunks-on-one-rank")
 _QUICK_LABELS = (
     "chunks-on-one-rank", "uneven-split", "micro-batch-2", "documents", "masked-rank", "ramp", "order",
-    "rank-without-vocabulary", "kv-copies-with-bias", "split-ends-without-layers", "qk-norm",
+    "rank-without-vocabulary", "kv-copies-with-bias", "split-ends-without-layers", "qk-norm", "qk-norm-over-all",
     "partial-rotary-parallel-residual", "alibi-embedding-norm",
 )  # fmt: skip
 _QUICK_EXPERTS = (

@@ -72,6 +72,10 @@ CASES = [
     Case("monitored", 2, {}, monitored=3),
     Case("kv-copies", 4, {"layout": {"tp": 4}, "model": {"kv_heads": 2}}),
     Case("kv-copies-sp", 4, {"layout": {"tp": 4, **SP}, "model": {"kv_heads": 1, **LLAMA}}),
+    Case("token-norms", 4, {
+        "layout": {"tp": 4, **SP}, "model": {"kv_heads": 2, "qk_norm": True, "qk_norm_over": "all", **LLAMA},
+        "recompute": {"mode": "full"},
+    }),
     Case("dp-tp-sp", 4, {"layout": {"tp": 2, **SP}, "train": {"micro_batch": 2}, "comm": {"bucket_mib": 0.003}}),
     Case("pp-tp-sp-fields", 4, {"layout": {"tp": 2, "pp": 2, **SP}}, fields=ALL | {"loss_mask": "int32"}),
     Case("pp-interleaved", 4, {

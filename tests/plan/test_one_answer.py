@@ -60,6 +60,9 @@ CASES: dict[str, tuple[str, int, str, list[str]]] = {
     "gpt3-zero1": ("gpt3-175b", 256, "tp=8,pp=8,zero=1,recompute=full", ["train.global_batch=64"]),
     "mt-nlg": ("mt-nlg-530b", 280, "tp=8,pp=35,recompute=full", ["train.global_batch=40"]),
     "qk-norm": ("llama3-8b", 8, "tp=2,sp=true", ["train.global_batch=8", "model.qk_norm=true"]),
+    "token-norms": (
+        "llama3-8b", 8, "tp=2,sp=true", ["train.global_batch=8", "model.qk_norm=true", "model.qk_norm_over=all"]
+    ),
 }  # fmt: skip
 QUICK = {
     "gpt2-zero3", "gpt2-zero3-pp", "gpt2-cpu", "llama2-7b", "llama3-8b-every", "llama3-8b-chunks", "neox",
