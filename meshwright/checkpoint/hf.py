@@ -66,14 +66,14 @@ def written_aside(to: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0, upcycle: str = "") -> ModelConfig:
+def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0, upcycle: str | None = None) -> ModelConfig:
     """Turns a Hugging Face folder into the checkpoint `to` (weights alone, step 0) and returns its model section.
 
     `dtype` is fp32, bf16, fp16 or fp64; without it tensors become float32, or stay float64 if they are. `upcycle`, e.g.
     "count=8,top_k=2", makes a dense model a mixture of experts (upcycle.py).
     """
     folder = HFFolder(source, seq)
-    weights = Upcycled(folder, upcycle) if upcycle else folder
+    weights = folder if upcycle is None else Upcycled(folder, upcycle)
     with written_aside(to) as aside:
         index = Index(step=0, consumed=0, world=1, config=config_of(weights.model))
         entries: list[TensorEntry] = []

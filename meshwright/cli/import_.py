@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), default="", help=dtype)
     parser.add_argument("--seq", type=int, default=0, metavar="N", help="context length, if not the model's own")
     upcycle = "make a dense model a mixture of experts, each a copy of the MLP: count=8,top_k=2[,ffn=...,every=...]"
-    parser.add_argument("--upcycle", default="", metavar="KEY=N,...", help=upcycle)
+    parser.add_argument("--upcycle", metavar="KEY=N,...", help=upcycle)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -39,5 +39,8 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps({"checkpoint": args.to, "model": model}))
         return
     print(f"{args.folder} is imported as {args.to}; the model section for a config:", file=sys.stderr)
-    shown = {key: list(value) if isinstance(value, tuple) else value for key, value in model.items() if key != "preset"}
+    switches = {"experts": "count", "latent": "kv_rank"}  # sections that say nothing where this key is 0
+    unused = {"preset", *(name for name, key in switches.items() if not model[name][key])}
+    kept = {key: value for key, value in model.items() if key not in unused}
+    shown = {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
     print(yaml.safe_dump({"model": shown}, sort_keys=False), end="")

@@ -44,11 +44,10 @@ def context_is_shared(c: Config, world: int) -> Iterator[str]:
 
 
 def experts_are_cut(c: Config, world: int) -> Iterator[str]:
-    """Experts are divided over ep, and each of them over etp; every rank sends its own tokens."""
+    """Experts are divided over ep; every rank sends its own tokens."""
     o, experts = c.layout, c.model.experts
-    etp = o.etp or o.tp
     if not experts.count:
-        if o.ep > 1 or etp != o.tp:
+        if o.ep > 1 or o.etp not in (0, o.tp):
             key = f"layout.ep={o.ep}" if o.ep > 1 else f"layout.etp={o.etp}"
             yield f"{key} divides experts, and the model has none: set model.experts.count, or leave {key} out"
         return
@@ -60,19 +59,24 @@ def experts_are_cut(c: Config, world: int) -> Iterator[str]:
     if experts.count % o.ep:
         choices = either(divisors(experts.count))
         yield f"layout.ep={o.ep} does not divide model.experts.count={experts.count}: try {choices}"
-    if experts.ffn % etp:
-        yield f"layout.etp={etp} does not divide model.experts.ffn={experts.ffn}: try {either(divisors(experts.ffn))}"
-    shared = experts.shared * experts.ffn
-    if shared % o.tp:
-        yield (
-            f"layout.tp={o.tp} does not divide the {shared} features of the shared expert, model.experts.shared x ffn: "
-            f"try layout.tp={either(divisors(shared))}, or change model.experts.shared"
-        )
     tokens = c.train.micro_batch * c.model.seq // c.layout.cp
     if tokens % o.tp:
         yield (
             f"each of tp={o.tp} ranks routes an equal part of the {tokens} tokens of a micro-batch to experts: change "
             "model.seq, train.micro_batch or layout.tp"
+        )
+
+
+def etp_divides_experts(c: Config, world: int) -> Iterator[str]:
+    """Each expert is divided over etp, and the experts that all tokens share over tp, as any MLP."""
+    o, experts = c.layout, c.model.experts
+    etp, shared = o.etp or o.tp, experts.shared * experts.ffn
+    if experts.count and experts.ffn % etp:
+        yield f"layout.etp={etp} does not divide model.experts.ffn={experts.ffn}: try {either(divisors(experts.ffn))}"
+    if experts.count and shared % o.tp:
+        yield (
+            f"layout.tp={o.tp} does not divide the {shared} features of the shared expert, model.experts.shared x ffn: "
+            f"try layout.tp={either(divisors(shared))}, or change model.experts.shared"
         )
 
 
@@ -265,9 +269,9 @@ def end_token_is_one(c: Config, world: int) -> Iterator[str]:
 
 
 RULES: list[Rule] = [
-    context_is_shared, world_divides, experts_are_cut, order_names_axes, experts_stay_with_their_blocks,
-    tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits, cp_cuts_sequences,
-    layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes, dtypes_fit_precision,
+    context_is_shared, world_divides, experts_are_cut, etp_divides_experts, order_names_axes,
+    experts_stay_with_their_blocks, tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits,
+    cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes, dtypes_fit_precision,
     fp8_fits_tokens, lr_fits_steps, positions_to_reset, end_token_is_one, compiles_without_dropout,
     backend_fits_device,
 ]  # fmt: skip

@@ -144,11 +144,46 @@ def test_blocks_of_a_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
     import meshwright.checkpoint.format as fmt
 
     monkeypatch.setattr(fmt, "BLOCK_BYTES", 700)
-    for name in ("bloom", "gpt2", "qwen2"):
+    for name in ("bloom", "gpt2", "qwen2", "mixtral", "deepseek-v3"):
         import_folder(made[name][0] / "hf", tmp_path / name)
         assert len(Reader(tmp_path / name).index.blocks) > 100
         export_folder(tmp_path / name, tmp_path / f"{name}-out")
         same_files(made[name][0] / "hf" / "model.safetensors", tmp_path / f"{name}-out" / "model.safetensors")
+
+
+def test_layers_that_predict_further_tokens_are_left_out(
+    tmp_path: Path, made: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As DeepSeek-V3's files have one after the last layer; config.json of an export says that there is none."""
+    shutil.copytree(made["deepseek-v3"][0] / "hf", tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    more = {"model.layers.2.eh_proj.weight": torch.ones(4, 4), "model.layers.2.self_attn.o_proj.weight": torch.ones(2)}
+    save_file(tensors | more, tmp_path / "hf" / "model.safetensors")
+    import_folder(tmp_path / "hf", tmp_path / "checkpoint")
+    said = capsys.readouterr().err
+    assert "2 tensors of layers after the last (model.layers.2.eh_proj.weight, ...)" in said and "left out" in said
+    export_folder(tmp_path / "checkpoint", tmp_path / "out")
+    same_files(made["deepseek-v3"][0] / "hf" / "model.safetensors", tmp_path / "out" / "model.safetensors")
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "out")]
+    assert configs[1] == configs[0] | {"num_nextn_predict_layers": 0}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(configs[0] | {"quantization_config": {"fmt": "e4m3"}}))
+    with pytest.raises(UserError, match="holds quantised weights .* load the model with transformers in bfloat16"):
+        import_folder(tmp_path / "hf", tmp_path / "more")
+
+
+def test_the_bias_that_balances_experts_stays_in_float32(tmp_path: Path, made: dict[str, Any]) -> None:
+    """In a checkpoint and in an export of any precision, as transformers keeps it; it is not what config.json means."""
+    import_folder(made["deepseek-v3"][0] / "hf", tmp_path / "checkpoint", "bf16")
+    bias = "layers.1.experts.router.bias"
+    assert Reader(tmp_path / "checkpoint").index.tensors[f"param/{bias}"]["dtype"] == "float32"
+    export_folder(tmp_path / "checkpoint", tmp_path / "out", "bf16")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    wide = {name for name, value in written.items() if value.dtype != torch.bfloat16}
+    assert wide == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    loaded = load(tmp_path / "out", torch.bfloat16).model.layers[1].mlp.gate.e_score_correction_bias
+    original = load(made["deepseek-v3"][0] / "hf").model.layers[1].mlp.gate.e_score_correction_bias
+    assert loaded.dtype == torch.float32 and torch.equal(loaded, original)
 
 
 def test_names_without_prefix_old_buffers_and_a_stored_tie(tmp_path: Path, made: dict[str, Any]) -> None:

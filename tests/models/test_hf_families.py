@@ -108,6 +108,20 @@ def test_a_family_that_was_asked_for_must_fit() -> None:
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("qwen3", {"attention_bias": True}, "attention_bias=True"),
         ("gpt2", {"activation_function": "swish"}, "activation_function=swish"),
+        ("qwen3_moe", {"mlp_only_layers": [3], "decoder_sparse_step": 1}, "mlp_only_layers=.3. .* only the first"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "must be a list of layers' numbers"),
+        ("qwen3_moe", {"num_experts": 0}, "model.experts.count=0, which no qwen3_moe has"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "top_k=9 is more than model.experts.count=8"),
+        ("mixtral", {"sliding_window": 32}, "looks back 32 tokens"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ("deepseek_v3", {"rope_scaling": {"rope_type": "yarn", "factor": 40}}, "'yarn' .* can't be imported"),
+        ("deepseek_v3", {"rope_scaling": {"rope_type": "linear", "factor": 40}}, "model.rope_scaling=.40.0."),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "fewer key-value heads than heads"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func=softmax"),
+        ("deepseek_v3", {"n_shared_experts": 0}, "model.experts.shared=0, which no deepseek_v3 has"),
+        ("deepseek_v3", {"n_group": 3}, "groups=3 does not divide"),
     ],
 )
 def test_what_cannot_be_represented_is_refused(name: str, change: dict[str, Any], words: str) -> None:
@@ -115,6 +129,34 @@ def test_what_cannot_be_represented_is_refused(name: str, change: dict[str, Any]
     config = family.config_of(model_section(SECTIONS[name])) | change
     with pytest.raises(UserError, match=words):
         family.model_of(config)
+
+
+@pytest.mark.parametrize(
+    ("listed", "every", "first"),
+    [([], 1, 0), ([0], 1, 1), ([1, 0], 1, 2), ([0, 2], 2, 0), ([1], 2, 2), ([0, 1, 2, 3], 1, 4), (None, 2, 0)],
+)
+def test_blocks_without_experts(listed: list[int] | None, every: int, first: int) -> None:
+    """A list of them, in which those that have none in any case mean nothing."""
+    family = FAMILIES["qwen3_moe"]
+    config = family.config_of(model_section(SECTIONS["qwen3_moe"]))
+    found = family.model_of(config | {"mlp_only_layers": listed, "decoder_sparse_step": every})
+    assert (found.experts.every, found.experts.first_dense) == (every, first)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("mixtral", {"normalise": False}, "mixtral, has no model.experts.normalise=False"),
+        ("mixtral", {"shared": 1}, "mixtral, has no model.experts.shared=1"),
+        ("mixtral", {"bias_balance": 0.1}, "mixtral, has no model.experts.bias_balance=0.1"),
+        ("deepseek_v3", {"router": "softmax"}, "deepseek_v3, has no model.experts.router=softmax"),
+        ("deepseek_v3", {"shared": 0}, "deepseek_v3, has no model.experts.shared=0"),
+    ],
+)
+def test_mixtures_of_no_family(name: str, change: dict[str, Any], words: str) -> None:
+    section = SECTIONS[name] | {"experts": SECTIONS[name]["experts"] | change}
+    with pytest.raises(UserError, match=words):
+        family_for(model_section(section))
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
