@@ -78,7 +78,7 @@ TRAIN = {
     "dropout over shared sequences": (
         ["layout.cp=2", "model.dropout=0.1", "--nproc", "2"], "set model.dropout=0 or layout.cp=1"
     ),
-    "expert parallelism": (["layout.ep=2", "--nproc", "2"], "set layout.ep=1"),
+    "expert parallelism": (["layout.ep=2", "--nproc", "2"], "set model.experts.count, or leave layout.ep=2 out"),
     "order": (["layout.order=tp-dp", "layout.pp=2", "--nproc", "2"], "pp"),
     "sequence parallel tokens": (
         ["layout.tp=4", "layout.sequence_parallel=true", "model.seq=15", "--nproc", "4"], "sequence_parallel=false"

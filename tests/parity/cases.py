@@ -356,7 +356,8 @@ def _contexts() -> Iterator[Case]:
     yield case("ring-chunks", _cut(1, 1, 2, schedule="interleaved"), 2, **kinds[1], zero__stage=2)
     yield case("gather-dp", _cut(2, 1, 1), 2, {"blind": True}, **kinds[0], zero__stage=3)
     yield case("ring-recompute", _cut(1, 1, 1), 2, {"segments": True}, **kinds[1], recompute__mode="full")
-    yield case("learned", _cut(2, 1, 1, family="gpt"), 2, {"segments": True}, **kinds[1], train__micro_batch=2)
+    batch = {"train__micro_batch": 2, "train__global_batch": 8}
+    yield case("learned", _cut(2, 1, 1, family="gpt"), 2, {"segments": True}, **kinds[1], **batch)
     yield case("one-kv-head", _cut(1, 1, 1), 4, **kinds[2], model__kv_heads=1)
     yield case("ring-8", _cut(1, 1, 1), 8, {"segments": True}, **kinds[1])
     yield case("hybrid-8", _cut(1, 1, 1), 8, {"segments": True}, **kinds[3])
