@@ -26,6 +26,7 @@ from meshwright.layout import Layout
 from meshwright.layout.params import Init, whole
 from meshwright.models.description import fields_read
 from meshwright.parts import gpt
+from meshwright.parts.gpt import context_calls
 from meshwright.plan import communication
 from meshwright.plan.communication import HeldParameter, Line, Traffic, predict_detail, predict_rank, predict_step
 from meshwright.train.counts import counts_bytes
@@ -113,6 +114,22 @@ CASES = [
     Case("zero3-all", 8, {
         "layout": {"tp": 2, "pp": 2, "chunks": 2, **SP}, "pipeline": {"schedule": "interleaved"},
         "model": {"layers": 4, "seq": 4, "hidden": 8, "vocab": 11}, "zero": {"stage": 3}, "train": {"global_batch": 8},
+    }),
+    Case("cp-gather", 2, {"layout": {"cp": 2}, "context": {"kind": "gather"}}),
+    Case("cp-ring", 4, {
+        "layout": {"cp": 4}, "context": {"kind": "ring", "order": "striped"}, "model": {"kv_heads": 2},
+        "recompute": {"mode": "full"},
+    }, fields=ALL),
+    Case("cp-ulysses-kv-copies", 4, {
+        "layout": {"cp": 4}, "context": {"kind": "ulysses", "order": "striped"}, "model": {"kv_heads": 1},
+        "train": {"precision": "bf16"},
+    }),
+    Case("cp-gather-tp", 4, {
+        "layout": {"cp": 2, "tp": 2, **SP}, "context": {"kind": "gather"}, "recompute": {"mode": "full"},
+    }, fields=ALL),
+    Case("cp-hybrid", 8, {
+        "layout": {"cp": 4, "pp": 2}, "context": {"kind": "hybrid", "inner": 2, "order": "contiguous"},
+        "zero": {"stage": 1},
     }),
     Case("tp-pp-middle", 8, {"layout": {"tp": 2, "pp": 4}, "model": {"layers": 4, "hidden": 8}}),
 ]  # fmt: skip
@@ -231,6 +248,16 @@ def instead(name: str, replacement: Any) -> tuple[Any, str, Any]:
     return communication, name, replacement
 
 
+def instead_in_parts(name: str, replacement: Any) -> tuple[Any, str, Any]:
+    return gpt, name, replacement
+
+
+def closed_ring(at: Any, *sizes: Any) -> Iterator[Any]:
+    """The textbook's: the gradients of keys and values take one hop more."""
+    for call in context_calls(at, *sizes):
+        yield replace(call, times=call.times + 1) if call.phase == "backward" else call
+
+
 def ends_only(stage: Any, model: Any, cp: int) -> set[str]:
     return fields_read(stage, model, cp) - {"positions", "segments"}
 
@@ -246,6 +273,8 @@ MUTATIONS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
     "no further axes": ("kv-copies", without(communication, "gradients", lambda call: call.axis == "tp.kv")),
     "a tie counted once": ("pp", without(communication, "gradients", lambda call: call.axis == "embedding")),
     "metrics not counted": ("pp", without(communication, "sums", lambda call: call.phase == "metrics")),
+    "a ring that closes": ("cp-ring", instead_in_parts("context_calls", closed_ring)),
+    "no rows of other ranks": ("cp-gather-tp", instead("WIDE", 0)),
     "no sends back": ("pp-interleaved", without(communication, "pipeline", lambda call: call.phase == "backward")),
     "forgotten axes": ("kv-copies", instead("counts_bytes", lambda axes: counts_bytes(5))),
 }  # fmt: skip
