@@ -309,7 +309,7 @@ def _divided_by_cp(trainer: Trainer) -> Iterator[None]:
     real, cp = trainer.executor.forward_step, trainer.ctx.layout.cp
 
     def fake(module: Any, batch: Any, received: Any) -> Any:
-        out = real(module, batch, received)
+        out = as_output(real(module, batch, received))
         return replace(out, terms=[replace(term, sum=term.sum / cp) for term in out.terms])
 
     trainer.executor.forward_step = fake
