@@ -93,7 +93,7 @@ def draw_parameter(record: ParamRecord, out: Tensor, seed: int) -> None:
     sides = (*(1 for _ in record.shape[2:]), TILE, TILE)
     for tile_seed, wanted, place in tiles(record, seed):
         generator.manual_seed(tile_seed)
-        local[place] = torch.randn(sides, generator=generator)[wanted]
+        local[place] = torch.randn(*sides, generator=generator)[wanted]
     out.copy_(local.mul_(record.init.std))
 
 
