@@ -40,7 +40,7 @@ def test_nothing_better_is_missed() -> None:
     best = min(
         predict_cost(tried, H100).step_s
         for shape in shapes(base, SearchSpace())
-        for zero in (range(4) if shape.dp > 1 else (0,))
+        for zero in (range(4) if shape.layout.dp > 1 else (0,))
         for mode in RECOMPUTE
         if needed_gib(tried := shape.replaced(zero={"stage": zero}, recompute={"mode": mode}), H100)
         <= H100.device.memory_gib
