@@ -130,8 +130,8 @@ def _backward(
 
 
 def _counted(unit: Unit, at: Coordinate) -> int:
-    """Returns how many gradients arrive while a unit's memory is at its peak: with those of a block's last body backward
-    begins, and they come until its largest weight's does, which is the first in forward. In other units all do."""
+    """Returns how many gradients arrive while a unit's memory is at its peak: backward begins with those of a block's
+    last body, and they come until its largest weight's does, which is the first in forward. In other units all do."""
     if not isinstance(unit, BlockUnit):
         return len(unit_records(unit, at))
     sizes = [record.numel for record in reversed(unit.parts[-1].part.records(at, "").values())]
