@@ -213,7 +213,7 @@ def shards_fit_nodes(c: Config, world: int) -> Iterator[str]:
             f"zero.shard_group=node with layout.node_size={c.layout.node_size} is larger than the world of {world} "
             "ranks: lower layout.node_size or set zero.shard_group=dp"
         )
-    if c.zero.shard_group == "node" and c.zero.stage and c.layout.node_size and c.layout.cp == 1:
+    if c.zero.shard_group == "node" and c.zero.stage and c.layout.node_size:
         try:
             node_parts(_layout(c, world))
         except UserError as error:

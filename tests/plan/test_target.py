@@ -150,8 +150,8 @@ UNPLANNED = {
     "too many stages": ([*PLAN, "zero.stage=1", "layout.pp=100"], "leave zero.stage and layout.pp open"),
     "chunks of 1f1b": ([*PLAN, "layout.chunks=2", "pipeline.schedule=1f1b"], "leave layout.chunks and"),
     "too little divided": ([*PLAN, "layout.pp=1", "layout.tp=1", "zero.stage=0"], "with layout.pp=1, layout.tp=1"),
-    "samples": ([*PLAN, "layout.tp=8", "layout.pp=1", "run.eval_samples=3"], "run.eval_samples=3 is not a multiple"),
-    "a ramp": ([*PLAN, "layout.tp=8", "layout.pp=1", "train.ramp=[1,1,64]"], "train.ramp passes through 1 samples"),
+    "samples": ([*PLAN, "layout.tp=8", "layout.pp=1", "layout.cp=1", "run.eval_samples=3"], "3 is not a multiple"),
+    "a ramp": ([*PLAN, "layout.tp=8", "layout.pp=1", "layout.cp=1", "train.ramp=[1,1,64]"], "passes through 1 samples"),
     "a warm-up": ([*PLAN, "lr.warmup=1000"], "longer than train.steps=100"),
     "scaling on nodes": (["scaling", *PLAN[1:4], "zero.shard_group=node"], "would have no effect"),
 }  # fmt: skip
