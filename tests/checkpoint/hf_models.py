@@ -131,9 +131,9 @@ def continue_prompts(
 def _through(ctx: Any, module: Any, ids: torch.Tensor) -> Any:
     hidden = torch.empty(ids.numel(), ctx.config.model.hidden)
     if module.embedding is not None:
-        hidden = module.trunk({"tokens": ids})
+        hidden, _ = module.trunk({"tokens": ids})
     if ctx.config.layout.pp > 1:
         ctx.mesh.pp.broadcast(hidden)
         if module.embedding is None:
-            hidden = module.trunk({}, hidden)
+            hidden, _ = module.trunk({}, hidden)
     return None if module.head is None else module.head.logits(hidden).view(*ids.shape, -1).numpy()

@@ -82,7 +82,7 @@ def test_the_cache_changes_nothing_and_its_end_is_told() -> None:
         generator = Generator(module, 53, 16)
         found = [generator.next_logits(ids[:5])] + [generator.next_logits([n]) for n in ids[5:]]
         with torch.no_grad():
-            hidden = module.trunk({"tokens": torch.tensor([ids])})
+            hidden, _ = module.trunk({"tokens": torch.tensor([ids])})
             whole = module.head.logits(hidden)[4:, :53]
         assert float((torch.stack(found) - whole).abs().max()) < 1e-13
         with pytest.raises(UserError, match="17 tokens are more than the model's 16"):
