@@ -84,12 +84,16 @@ def run(args: argparse.Namespace) -> None:
     print(json.dumps(_json(shown, known)) if args.json else _text(shown, reasons))
 
 
+LONG_CONTEXT = 16384  # tokens from which on sharing sequences is tried: below, it never won and takes thrice the time
+
+
 def _space(config: Config, words: list[str]) -> SearchSpace:
-    """Returns the search space: what the words leave open, and context parallelism where it can be trained."""
+    """Returns the search space: what the words leave open, and context parallelism for long sequences."""
     fixed = fixed_keys(words)
     space = space_of(config, fixed)
     probe = replace(config, layout=replace(config.layout, cp=2))
-    if "layout.cp" not in fixed and not any(context_is_shared(probe, 2)):
+    long = config.model.seq >= LONG_CONTEXT
+    if "layout.cp" not in fixed and long and not any(context_is_shared(probe, 2)):
         space = replace(space, cp=(1, 2, 4, 8))
     return space
 
