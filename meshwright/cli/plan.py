@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
     print(json.dumps(_json(shown, known)) if args.json else _text(shown, reasons))
 
 
-LONG_CONTEXT = 16384  # tokens from which on sharing sequences is tried: below, it never won and takes thrice the time
+LONG_CONTEXT = 16384  # tokens from which on sharing sequences is tried: the search then takes about thrice the time
 
 
 def _space(config: Config, words: list[str]) -> SearchSpace:
