@@ -47,7 +47,7 @@ TRAIN = {
     "ramp that misses": (["train.ramp=[3,2,100]"], "does not lead from 3"),
     "ramp through an odd size": (["train.ramp=[1,1,64]", "--nproc", "2"], "train.ramp passes through 1"),
     "context parallelism": (["layout.cp=2", "--nproc", "2"], "set layout.cp=1"),
-    "expert parallelism": (["layout.ep=2", "--nproc", "2"], "set layout.ep=1"),
+    "expert parallelism": (["layout.ep=2", "--nproc", "2"], "leave layout.ep=2 out"),
     "order": (["layout.order=tp-dp", "layout.pp=2", "--nproc", "2"], "pp"),
     "sequence parallel tokens": (
         ["layout.tp=4", "layout.sequence_parallel=true", "model.seq=15", "--nproc", "4"], "sequence_parallel=false"

@@ -36,7 +36,7 @@ REFUSED = {
     "heads": (["llama3-8b", *H100, "--layout", "tp=64"], "tp=64 does not divide heads=32"),
     "layers": (["llama3-8b", *H100, "--layout", "pp=64"], "pp x chunks = 64 stages need at least as many layers"),
     "tokens": (["llama3-8b", *H100, "--layout", "tp=8,sp=true", "model.seq=1001"], "cuts the 1001 tokens"),
-    "experts": (["llama3-8b", *H100, "layout.ep=4"], "set layout.ep=1"),
+    "experts": (["llama3-8b", *H100, "layout.ep=4"], "leave layout.ep=4 out"),
     "a ring that cuts no sequence": (["llama3-8b", *H100, "layout.cp=4", "model.seq=1004"], "try model.seq=1008"),
     "a split of one's own": (["bloom-176b", "--layout", "pp=6", "pipeline.split=[35,35]"], "pipeline.split=[35, 35]"),
     "a schedule without chunks": (["bloom-176b", "--layout", "chunks=2,schedule=1f1b"], "schedule=interleaved"),
@@ -108,7 +108,7 @@ def test_a_search_keeps_the_schedule_that_is_given(capsys: pytest.CaptureFixture
 PLAN = ["plan", "llama3-8b", "--cluster", "h100-80g-dgx", "--devices", "64", "--global-batch", "64"]
 UNPLANNED = {
     "a split": ([*PLAN, "pipeline.split=[16,16]"], "pipeline.split=[16,16] would have no effect"),
-    "experts": ([*PLAN, "layout.ep=2"], "set layout.ep=1"),
+    "experts": ([*PLAN, "layout.ep=2"], "leave layout.ep=2 out"),
     "context": ([*PLAN, "layout.cp=2"], "set layout.cp=1"),
     "no devices": (["plan", "bloom-176b", "--devices", "0"], "give --devices"),
     "no memory": ([*PLAN, "--fit", "0"], "--fit must be"),
