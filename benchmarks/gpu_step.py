@@ -28,7 +28,7 @@ from meshwright.bench.models import bench_config  # noqa: E402
 from meshwright.bench.timing import median_ms  # noqa: E402
 from meshwright.config.sections import Config  # noqa: E402
 from meshwright.device import Device  # noqa: E402
-from meshwright.dryrun.absent_ranks import fake_world  # noqa: E402
+from meshwright.dryrun.stand_ins import fake_world  # noqa: E402
 
 CASES = ["1b:bf16:1", "3b:bf16:1", "3b:fp8:1", "3b:bf16:8", "3b:bf16:1:tp2", "3b:bf16:4:pp2"]
 

@@ -21,7 +21,7 @@ DISTRIBUTED = {
         "DistError",
     },
     "train/pretrain.py": {"is_initialized"},
-    "dryrun/absent_ranks.py": {"init_process_group", "destroy_process_group"},
+    "dryrun/stand_ins.py": {"init_process_group", "destroy_process_group"},
     "train/launch.py": {"elastic", "launcher", "TCPStore"},
 }  # fmt: skip
 

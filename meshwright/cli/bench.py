@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     )  # fmt: skip
     from meshwright.bench import floor, step
     from meshwright.device import PRECISION_DTYPES, Device
-    from meshwright.dryrun.absent_ranks import fake_world
+    from meshwright.dryrun.stand_ins import fake_world
 
     device = Device.choose(args.device)
     device.check_precision(args.precision)

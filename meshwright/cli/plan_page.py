@@ -84,7 +84,7 @@ def _timeline(cost: Cost) -> str:
         return html.note("There is one stage: micro-batches follow each other without a bubble.")
     shown = max(2 * pp, SHOWN_MICRO_BATCHES // pp * pp)  # some schedules take only multiples of pp
     if total > shown:
-        job = replace(job, samples=shown * job.dp * job.config.train.micro_batch)
+        job = replace(job, samples=shown * job.layout.dp * job.config.train.micro_batch)
     timeline = timeline_of(job, blocked_times(job, cost.chunk_times, cost.send_s), cost.send_s)
     drawn = html.drawing(timeline_svg(timeline))
     if total <= shown:

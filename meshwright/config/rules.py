@@ -59,14 +59,18 @@ def etp_divides_experts(c: Config, world: int) -> Iterator[str]:
     if experts.count and experts.ffn % etp:
         yield f"layout.etp={etp} does not divide model.experts.ffn={experts.ffn}: try {either(divisors(experts.ffn))}"
     if experts.count and shared % o.tp:
-        choices = either(divisors(shared))
-        yield f"tp={o.tp} does not divide model.experts.shared x ffn = {shared}: try layout.tp={choices}"
+        yield (
+            f"layout.tp={o.tp} does not divide the {shared} features of the shared expert, model.experts.shared x ffn: "
+            f"try layout.tp={either(divisors(shared))}, or change model.experts.shared"
+        )
 
 
-def experts_stay_in_their_stage(c: Config, world: int) -> Iterator[str]:
+def experts_stay_with_their_blocks(c: Config, world: int) -> Iterator[str]:
     if c.model.experts.count and not _layout(c, world).views_agree:
-        order = c.layout.order
-        yield f"layout.order={order} would put experts on other pipeline stages than their blocks: end it with pp"
+        yield (
+            f"layout.order={c.layout.order} would put experts on other ranks than those that hold their blocks: begin "
+            "it with tp and end it with pp"
+        )
 
 
 def _layout(c: Config, world: int) -> Layout:
@@ -251,7 +255,7 @@ def end_token_is_one(c: Config, world: int) -> Iterator[str]:
 
 RULES: list[Rule] = [
     context_is_trained, world_divides, experts_are_cut, etp_divides_experts, order_names_axes,
-    experts_stay_in_their_stage, tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits,
+    experts_stay_with_their_blocks, tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits,
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
     dtypes_fit_precision, fp8_fits_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
     compiles_without_dropout, backend_fits_device,

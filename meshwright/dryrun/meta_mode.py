@@ -11,8 +11,8 @@ Storages are counted while they are alive, which gives the peak that an allocato
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.comm.ops import BODIES
 
-META = torch.device("meta")
 # The types of an operator's arguments, besides tensors, that its output shapes may depend on.
 PLAIN_TYPES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _RESIZE, _SDPA = torch.UntypedStorage.resize_, F.scaled_dot_product_attention
@@ -38,7 +37,7 @@ class ResultShape(NamedTuple):
     dtype: torch.dtype
 
     def make(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
 class ByteCounter:
@@ -112,12 +111,16 @@ class MetaMode(TorchDispatchMode):
         self._replaced = ExitStack()
 
     def __enter__(self) -> MetaMode:
-        for owner, name, new in (
-            (F, "scaled_dot_product_attention", _attention),
-            (F, "rms_norm", _rms_norm),
-            (torch.UntypedStorage, "resize_", _resize(self.storages)),
-        ):
-            self._replaced.enter_context(_replace(owner, name, new))
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            # Releasing a storage under a tensor that stays is not an operator, so no mode sees it.
+            done = _RESIZE(storage, size)
+            self.storages.resized(storage)
+            return done
+
+        attention = (F, "scaled_dot_product_attention", _attention)
+        for owner, name, new in (attention, (F, "rms_norm", _rms_norm), (torch.UntypedStorage, "resize_", resize_)):
+            self._replaced.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, new)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -132,8 +135,12 @@ class MetaMode(TorchDispatchMode):
             self._fresh[func] = _makes_new(func)
         body = self._bodies[func]
         if body is not None:
-            with self._still_here():
+            # Torch sets this mode aside while it handles a call, but it must also see what our operators call.
+            super().__enter__()  # type: ignore[no-untyped-call]
+            try:
                 return body(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         key = _key(func, args, kwargs) if self._fresh[func] else None
         known = self._known.get(key) if key is not None else None
         if known is None:
@@ -146,16 +153,6 @@ class MetaMode(TorchDispatchMode):
             if isinstance(x, Tensor) and x.is_meta:
                 self.storages.saw(x)
         return out
-
-    @contextmanager
-    def _still_here(self) -> Iterator[None]:
-        """Re-enters this mode while it handles a call, during which torch sets it aside, so that it also sees what our
-        operators call."""
-        super().__enter__()  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _learn(self, key: Any, args: Any, out: Any) -> None:
         several = isinstance(out, (tuple, list))
@@ -244,28 +241,6 @@ def _attention(
     return out
 
 
-def _resize(storages: Storages) -> Callable[..., Any]:
-    """Replaces `resize_` by one that is counted: releasing a storage under a tensor that stays is not an operator, so
-    no mode sees it."""
-
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        done = _RESIZE(storage, size)
-        storages.resized(storage)
-        return done
-
-    return resize_
-
-
-@contextmanager
-def _replace(owner: Any, name: str, new: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 class SavedBytes(saved_tensors_hooks):
     """Counts the storages that autograd keeps for backward, except those of `lasting` tensors."""
 
@@ -273,7 +248,7 @@ class SavedBytes(saved_tensors_hooks):
         self.bytes = ByteCounter()
         self._lasting = {x.untyped_storage()._cdata for x in lasting}
         self._uses: dict[int, int] = {}
-        super().__init__(self._pack, _unpack)
+        super().__init__(self._pack, lambda saved: saved.x if isinstance(saved, _Saved) else saved)
 
     def _pack(self, x: Tensor) -> Any:
         storage = x.untyped_storage()
@@ -295,7 +270,3 @@ class _Saved:
 
     def __del__(self) -> None:
         self.owner.use(self.key, self.size, -1)
-
-
-def _unpack(saved: Any) -> Tensor:
-    return saved.x if isinstance(saved, _Saved) else saved

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,35 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.comm.ledger import CallTotals
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device
-from meshwright.dryrun.absent_ranks import fake_world, stand_in
 from meshwright.dryrun.meta_mode import MetaMode, SavedBytes
-from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device, release
+from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device, fake_world, release, stand_in
 from meshwright.parts.gpt import vocabulary_rows
-from meshwright.plan.rank import Counts
+from meshwright.plan.rank import Counts, RankFigures
 from meshwright.schedule.table import action_counts
 from meshwright.sharding.offload import StateStore
 from meshwright.train.context import Context, build_context
+from meshwright.train.counts import COUNTS
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
-from meshwright.train.step import StepResult, Trainer
+from meshwright.train.step import Trainer
 
 TIMED = 2  # steps that are timed on a device, after one warm-up step
 
 
 @dataclass(frozen=True)
-class RankRun:
-    """What a rank held and did in one step: `states` are the bytes on the device by kind, `calls` the ledger by phase,
-    axis and op, `most` the peaks of what was held for a while, as far as they were measured, and `step_s` the compute
-    time."""
+class RankRun(RankFigures):
+    """What a rank held and did in one step; `most` has the peaks that were measured, `step_s` is the compute time."""
 
-    parameters: int
-    states: Counts
-    calls: dict[tuple[str, str, str], Counts]
-    schedule: Counts
-    most: Counts
     updated: bool
     build_s: float
     run_s: float
@@ -57,11 +52,7 @@ def run_rank(config: Config, world: int, rank: int, device: Device) -> RankRun:
         dry = inside.enter_context(MetaMode()) if device.kind == "meta" else None
         trainer = make_rank(config, world, rank, device)
         built = time.perf_counter()
-        if dry is not None:
-            results, most = _dry_steps(trainer, dry)
-        else:
-            results, most = _timed_steps(trainer)
-        step_s = None if dry is not None else statistics.median(result.step_time_s for result in results)
+        most, step_s = _timed_steps(trainer) if dry is None else (_dry_step(trainer, dry), None)
         found = RankRun(
             sum(slot.view.numel() for buffer in trainer.data_parallel.buffers for slot in buffer.slots),
             state_bytes(trainer), calls_of(trainer), action_counts(trainer.executor.done), most,
@@ -87,13 +78,11 @@ def make_rank(config: Config, world: int, rank: int, device: Device) -> Trainer:
 
 
 def samples_of(ctx: Context) -> RandomTokens:
-    """Returns random tokens whose embeddings this rank holds: for the others it sees rows of zeros, which norms blow
-    up."""
+    """Returns random tokens whose embeddings this rank holds: others are rows of zeros to it, which norms blow up."""
     c, tp_rank = ctx.config, max(0, ctx.mesh.tp.index)
     rows = vocabulary_rows(c.model.vocab, ctx.at)
     first = min(tp_rank * rows, c.model.vocab - 1)
-    there = (("positions", c.data.reset_positions), ("segments", c.data.reset_attention))
-    fields = [name for name, wanted in there if wanted]
+    fields = ["positions"] * c.data.reset_positions + ["segments"] * c.data.reset_attention
     return RandomTokens(min(rows, c.model.vocab - first), c.model.seq, first, fields)
 
 
@@ -114,7 +103,7 @@ def _read_here(trainer: Trainer, data: RandomTokens) -> None:
     batches.load = filled
 
 
-def _dry_steps(trainer: Trainer, dry: MetaMode) -> tuple[list[StepResult], Counts]:
+def _dry_step(trainer: Trainer, dry: MetaMode) -> Counts:
     storages, parallel = dry.storages, trainer.data_parallel
     storages.leave_out(x for store in stores_of(trainer) if not store.on_device for x in store.shares)
     if parallel.stage >= 2:
@@ -126,9 +115,8 @@ def _dry_steps(trainer: Trainer, dry: MetaMode) -> tuple[list[StepResult], Count
     storages.forget()
     saved = SavedBytes(lasting(trainer))
     with saved:
-        result = trainer.step()
-    held = {"activations": saved.bytes.most, "gathered": storages.named.most, "peak": storages.all.most}
-    return [result], held
+        trainer.step()
+    return {"activations": saved.bytes.most, "gathered": storages.named.most, "peak": storages.all.most}
 
 
 def lasting(trainer: Trainer) -> Iterable[Tensor]:
@@ -141,15 +129,16 @@ def lasting(trainer: Trainer) -> Iterable[Tensor]:
         yield from (bucket.params.tensor for bucket in buffer.buckets)
 
 
-def _timed_steps(trainer: Trainer) -> tuple[list[StepResult], Counts]:
+def _timed_steps(trainer: Trainer) -> tuple[Counts, float]:
+    """Returns the peak, where the device tells it, and the seconds of a step after the first."""
     device = trainer.ctx.device
     trainer.step()
     device.synchronize()
     device.reset_peak()
-    results = [trainer.step() for _ in range(TIMED)]
+    seconds = statistics.median(trainer.step().step_time_s for _ in range(TIMED))
     device.synchronize()
     peak = device.peak_bytes()
-    return results, {} if peak is None else {"peak": peak}
+    return {} if peak is None else {"peak": peak}, seconds
 
 
 def state_bytes(trainer: Trainer) -> Counts:
@@ -176,9 +165,7 @@ def stores_of(trainer: Trainer) -> list[StateStore]:
 
 def calls_of(trainer: Trainer) -> dict[tuple[str, str, str], Counts]:
     """Returns the ledger of the last step, by phase, axis and op."""
-    found: dict[tuple[str, str, str], Counts] = {}
-    for entry, tally in trainer.ctx.ledger.entries.items():
-        counts = found.setdefault((entry.phase, entry.axis, entry.op), {})
-        for name in ("calls", "payload_bytes", "wire_bytes"):
-            counts[name] = counts.get(name, 0) + getattr(tally, name)
-    return found
+    sums: dict[tuple[str, str, str], CallTotals] = defaultdict(CallTotals)
+    for entry, totals in trainer.ctx.ledger.entries.items():
+        sums[entry.phase, entry.axis, entry.op].add(totals)
+    return {line: {name: getattr(totals, name) for name in COUNTS} for line, totals in sums.items()}

@@ -1,21 +1,69 @@
-"""What a single rank gets in place of a dataset and of seeded weights, and how its memory is released."""
+"""What a single rank gets in place of the other ranks, of a dataset and of seeded weights; how its memory is freed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from meshwright.comm.group import Pending
+from meshwright.comm.mesh import Mesh
 from meshwright.nn.parallel import record_of
 from meshwright.train.step import Trainer
 
 
+@contextmanager
+def fake_world(rank: int, world: int) -> Iterator[None]:
+    """Initialises torch.distributed as rank `rank` of `world`, without the other ranks: torch's fake process group
+    makes collectives free, except for the memory that they fill."""
+    if world == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = sys.excepthook  # torch replaces it permanently with one that names the rank
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+def stand_in(mesh: Mesh) -> None:
+    """Fills what would come from other ranks with plausible numbers, since uninitialised memory may hold anything:
+    small noise from a neighbouring stage, this rank's own term of a sum. (torch's fake group already fills gathered
+    pieces with copies of this rank's own, and leaves a sum in place at this rank's own term.)"""
+    for group in mesh.groups.values():
+        if not group.alone:
+            _fill(group)
+
+
+def _fill(group: Any) -> None:
+    """Wraps the calls that leave their output unwritten: it is filled after the call was made and counted as usual."""
+    take, scatter = group.receive, group.reduce_scatter
+
+    def receive(x: Tensor, source: int) -> Pending:
+        pending: Pending = take(x, source)
+        x.normal_(0.0, 1e-2)
+        return pending
+
+    def reduce_scatter(out: Tensor, x: Tensor, wait: bool = True) -> Pending:
+        pending: Pending = scatter(out, x, wait)
+        out.copy_(x[group.index * out.shape[0] :][: out.shape[0]])
+        return pending
+
+    group.receive, group.reduce_scatter = receive, reduce_scatter
+
+
 class RandomTokens:
-    """Samples of random ids, from `first` on. `fields` names further arrays of a sample, each of which counts up from
-    0."""
+    """Samples of random ids, from `first` on. `fields` names further arrays of a sample, which count up from 0."""
 
     def __init__(self, vocab: int, seq: int, first: int = 0, fields: Sequence[str] = ()) -> None:
         self.vocab, self.seq, self.first, self.fields = vocab, seq, first, fields

@@ -18,6 +18,7 @@ def _choose(scores, chosen, rows, count, K: tl.constexpr, ROWS: tl.constexpr, BL
     at = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (at < count)[None, :]
     left = tl.load(scores + row.to(tl.int64)[:, None] * count + at[None, :], mask=inside, other=float("-inf"))
+    left = tl.where(left == left, left, float("-inf"))  # of a row that is not finite, the first column: it is there
     for j in range(K):
         best = tl.argmax(left, 1, tie_break_left=True)
         tl.store(chosen + row.to(tl.int64) * K + j, best.to(tl.int64), mask=row < rows)

@@ -28,15 +28,18 @@ def _each(ends: Tensor) -> Iterator[tuple[int, slice]]:
         begin = end
 
 
-def _in_one_call(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype == torch.bfloat16
+def _in_one_call(x: Tensor, width: int) -> bool:
+    """Whether torch's grouped product takes rows of x and makes rows of `width` columns, or the reverse: it needs rows,
+    and columns in multiples of 16 bytes."""
+    fits = x.shape[0] > 0 and x.shape[1] % 8 == 0 and width % 8 == 0
+    return x.is_cuda and x.dtype == torch.bfloat16 and fits
 
 
 @operator("meshwright::grouped_product")
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
     """Returns x_e W_e^T for the rows x_e of every expert e and its weight W_e [out, in]; `transposed`: x_e W_e."""
     factor = weight if transposed else weight.transpose(1, 2)
-    if _in_one_call(x):
+    if _in_one_call(x, factor.shape[2]):
         return F.grouped_mm(x, factor, offs=ends)
     out = x.new_empty((x.shape[0], factor.shape[2]))
     if not x.is_meta:
@@ -52,7 +55,7 @@ def _(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tens
 
 def grouped_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """Returns g_e^T x_e for every expert, [experts, out, in]; an expert without rows has zeros."""
-    if _in_one_call(x):
+    if _in_one_call(x, grad.shape[1]):
         return F.grouped_mm(grad.t(), x, offs=ends)
     out = x.new_zeros((ends.shape[0], grad.shape[1], x.shape[1]))
     if not x.is_meta:
@@ -70,7 +73,7 @@ def add_grouped_grad(sink: Tensor, grad: Tensor, x: Tensor, ends: Tensor) -> Non
 
 def _add_grouped(slot: Sink, grad: Tensor, x: Tensor, ends: Tensor) -> None:
     slot.prepare()
-    if kernels_take(x) and slot.view.dtype == torch.float32:
+    if kernels_take(x) and x.element_size() == 2 and slot.view.dtype == torch.float32:
         from meshwright.kernels.experts import add_grouped
 
         add_grouped(slot.view, grad, x, ends, add=not slot.fresh)

@@ -145,8 +145,12 @@ def router_losses(
     choices, all_mass, count = sums[:, : r.count], sums[:, r.count : -2], sums[:, -2]
     total = choices.sum(1, keepdim=True)  # S k
     weight = r.count * r.top_k * count[:, None] * choices / total.square()
-    wanted = [n for n, used in enumerate((r.aux_loss, r.z_loss)) if used]
-    local = torch.stack([(weight * mass).sum(), squares.sum()])[wanted]
+    local = _used(r, (weight * mass).sum(), squares.sum())
     # Ranks along cp each report their part, ranks along tp the whole: of those only one is counted.
     parts = group.size // max(1, parallel.tp.size)
-    return _Reported.apply(local, torch.stack([(weight * all_mass).sum(), sums[:, -1].sum()])[wanted] / parts)
+    return _Reported.apply(local, _used(r, (weight * all_mass).sum(), sums[:, -1].sum()) / parts)
+
+
+def _used(r: Routing, balance: Tensor, z: Tensor) -> Tensor:
+    """Returns those of the two losses that have a weight. (Indexing by a list would wait for the device.)"""
+    return torch.stack([loss for loss, weight in ((balance, r.aux_loss), (z, r.z_loss)) if weight])

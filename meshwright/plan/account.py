@@ -1,8 +1,8 @@
-"""A predicted step reported in full: as JSON, as tables for people, and as the days and cost of a whole run. No
-torch."""
+"""A predicted step in full: as JSON, as tables for people, and as the days and cost of a whole run. No torch."""
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 from meshwright.parts.part import parameter_count
@@ -23,7 +23,7 @@ def layout_of_cost(cost: Cost) -> dict[str, Any]:
     """Returns the choices that a plan makes, by the names that --layout uses."""
     c = cost.job.config
     return {
-        "tp": c.layout.tp, "pp": c.layout.pp, "dp": cost.job.dp, "cp": c.layout.cp, "chunks": c.layout.chunks,
+        "tp": c.layout.tp, "pp": c.layout.pp, "dp": cost.job.layout.dp, "cp": c.layout.cp, "chunks": c.layout.chunks,
         "order": c.layout.order, "sequence_parallel": c.layout.sequence_parallel and c.layout.tp > 1,
         "schedule": c.pipeline.schedule, "micro_batch": c.train.micro_batch, "zero": c.zero.stage,
         "recompute": c.recompute.mode, "split": list(c.pipeline.split),
@@ -43,12 +43,7 @@ def _value(value: Any) -> str:
     """Formats a value briefly; a split is written as runs of equal stages."""
     if not isinstance(value, list):
         return str(value).lower()
-    runs: list[list[int]] = []
-    for layers in value:
-        if runs and runs[-1][0] == layers:
-            runs[-1][1] += 1
-        else:
-            runs.append([layers, 1])
+    runs = ((layers, len(list(stages))) for layers, stages in groupby(value))
     return "+".join(f"{times}x{layers}" if times > 1 else str(layers) for layers, times in runs)
 
 
@@ -92,10 +87,8 @@ def as_json(cost: Cost, tokens: float | None = None) -> dict[str, Any]:
         "bubble_from": "table" if cost.simulated else "formula", "compute_s": cost.compute_s,
         "optimizer_s": cost.optimizer_s,
         "comm": {
-            name: {
-                **traffic._asdict(), "seconds": axis.seconds, "hidden_s": axis.hidden, "exposed_s": axis.exposed,
-            }
-            for name, traffic, axis in axes_of(cost)
+            name: traffic._asdict() | {"seconds": t.seconds, "hidden_s": t.hidden, "exposed_s": t.exposed}
+            for name, traffic, t in axes_of(cost)
         },
         "stages": [
             {"forward_s": s.forward, "backward_s": s.backward, "forward_flops": s.flops, "parameters": s.params}
@@ -112,20 +105,16 @@ def as_json(cost: Cost, tokens: float | None = None) -> dict[str, Any]:
 
 def axes_of(cost: Cost) -> list[tuple[str, Traffic, AxisTime]]:
     """Returns one rank's traffic and time by axis; the axes that shard states are timed as part of data parallelism."""
-    found = []
-    for name, traffic in cost.traffic.items():
-        timed = "dp" if name.startswith("dp") else name
-        found.append((name, traffic, cost.axes.get(timed, AxisTime())))
-    return found
+    timed = {name: "dp" if name.startswith("dp") else name for name in cost.traffic}
+    return [(name, traffic, cost.axes.get(timed[name], AxisTime())) for name, traffic in cost.traffic.items()]
 
 
 def report(cost: Cost, tokens: float | None = None) -> str:
     """Returns the same as `as_json`, as text for people."""
     job, c = cost.job, cost.job.config
     m = as_json(cost, tokens)
-    words = layout_words(m["layout"])
     lines = [
-        f"{count(m['parameters'])} parameters on {job.world} x {cost.cluster.device.name}: {words}",
+        f"{count(m['parameters'])} parameters on {job.world} x {cost.cluster.device.name}: {layout_words(m['layout'])}",
         f"global batch {job.global_batch} x {c.model.seq} tokens, {job.micro_batches} micro-batches, "
         f"{c.train.precision}, stack {job.stack.name}",
         "",
@@ -146,8 +135,7 @@ def report(cost: Cost, tokens: float | None = None) -> str:
     lines += [table(rows) if cost.traffic else "  no communication", ""]
     stages = [("stage (one micro-batch)", "forward", "backward", "TFLOP forward", "parameters")]
     pp = job.layout.pp
-    shown = range(pp) if pp <= 6 else (0, 1, pp - 2, pp - 1)
-    for rank in shown:
+    for rank in range(pp) if pp <= 6 else (0, 1, pp - 2, pp - 1):
         s = cost.stages[rank]
         stages.append((f"{rank}", seconds(s.forward), seconds(s.backward), f"{s.flops / 1e12:.3g}", count(s.params)))
     lines += [table(stages), "", _memory_lines(m["memory"])]

@@ -16,12 +16,11 @@ from meshwright.schedule.table import MEANING, held
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """Bytes of one unit and one micro-batch: what is kept for backward (`lasting`), what recomputation adds in backward
-    (less what is already kept as a recomputed block's input), and the temporary workspace of its kernels."""
+    """Bytes of one unit and one micro-batch."""
 
-    lasting: float
-    again: float
-    working: float
+    lasting: float  # kept for backward
+    again: float  # added by recomputation in backward, less what is already kept as a recomputed block's input
+    working: float  # temporary workspace of its kernels
 
 
 @lru_cache(maxsize=50_000)
@@ -39,9 +38,9 @@ def unit_kept(
     if mode == "selective" and core:
         dropped = sum(each.size for each in kept if each.core)
         return KeptBytes(everything - dropped, dropped if not kernels.fused_attention else 0.0, working)
+    if mode == "selective" and not share:
+        return KeptBytes(everything, 0.0, working)
     if mode == "selective":
-        if not share:
-            return KeptBytes(everything, 0.0, working)
         # The block's input, the attention output and this share of the products' results are kept.
         products = [product for product in unit.work(at, batch, kernels).products if product.linear]
         scattered = batch.rows(at) / batch.tokens(at)
@@ -55,29 +54,28 @@ def unit_kept(
 
 
 class BackwardUnit(NamedTuple):
-    """One unit of a chunk at the time of its backward: its number, the bytes that are kept beyond what the chunk keeps
-    after its forward (negative once later units are done), and the temporary workspace of its kernels."""
+    """One unit of a chunk at the time of its backward."""
 
-    unit: int
-    kept: float
-    working: float
+    unit: int  # its number
+    kept: float  # bytes beyond what the chunk keeps after its forward (negative once later units are done)
+    working: float  # temporary workspace of its kernels
 
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """Bytes of one chunk and one micro-batch: what is kept after its forward, the temporary workspace of the loss, and
-    the units at whose backward the peak can occur: the first and the last few."""
+    """Bytes of one chunk and one micro-batch."""
 
-    kept: float
-    loss: float
-    backward: tuple[BackwardUnit, ...]
+    kept: float  # after its forward
+    loss: float  # temporary workspace of the loss
+    backward: tuple[BackwardUnit, ...]  # at whose backward the peak can occur: the first and the last few
 
 
 def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     """Returns the bytes of one chunk; `fields` is the number of batch fields that the rank reads."""
-    together = job.config.recompute.blocks
+    together, mode = job.config.recompute.blocks, job.config.recompute.mode
     stream = job.batch.rows(job.at) * job.model.hidden * job.batch.element
-    units = [unit_bytes(job, unit) for _, _, unit in job.model.units(stage)]
+    selective = (job.stack.selective, job.stack.selective_core)
+    units = [unit_kept(unit, job.at, job.batch, job.kernels, mode, selective) for _, _, unit in job.model.units(stage)]
     first, last = int(stage.first), len(units) - int(stage.last)
     # Ranges of units that are kept and released together: single units, or runs of blocks recomputed together.
     parts = [(at, at + 1) for at in range(len(units))]
@@ -107,12 +105,6 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     return ChunkBytes(sum(kept) + batch + mask, loss, moments)
 
 
-def unit_bytes(job: Job, unit: Unit) -> KeptBytes:
-    stack = job.stack
-    selective = (stack.selective, stack.selective_core)
-    return unit_kept(unit, job.at, job.batch, job.kernels, job.config.recompute.mode, selective)
-
-
 def chunks_of(job: Job, pp_rank: int) -> list[ChunkBytes]:
     """Returns the bytes of each chunk of a pipeline rank."""
     held = job.chunks[pp_rank]
@@ -121,23 +113,25 @@ def chunks_of(job: Job, pp_rank: int) -> list[ChunkBytes]:
     return [chunk_bytes(job, stage, fields) for stage in held]
 
 
+Flying = frozenset[tuple[tuple[int, ...], int]]  # (micro-batches of each chunk in flight at once, a chunk)
+
+
 @lru_cache(maxsize=20_000)
-def in_flight(
-    kind: str, pp: int, micro_batches: int, chunks: int, rank: int
-) -> tuple[frozenset[tuple[tuple[int, ...], int]], frozenset[tuple[tuple[int, ...], int]]]:
-    """Returns how many micro-batches of each chunk are in flight at once on a rank, following its schedule: one set
-    with the chunk of each forward as that ends, and one with the chunk of each backward as that begins."""
+def in_flight(kind: str, pp: int, micro_batches: int, chunks: int, rank: int) -> tuple[Flying, Flying]:
+    """Returns the most that is in flight on a rank, following its schedule: with the chunk of each forward as that
+    ends, and with the chunk of each backward as that begins."""
     flying = [0] * chunks
-    forwards: set[tuple[tuple[int, ...], int]] = set()
-    backwards: set[tuple[tuple[int, ...], int]] = set()
+    seen: tuple[set[tuple[tuple[int, ...], int]], ...] = (set(), set())
     for action in computes(kind, pp, micro_batches, chunks, rank):
         direction = MEANING[action.op].direction
         if direction < 0:
-            backwards.add((tuple(flying), action.chunk))
+            seen[1].add((tuple(flying), action.chunk))
         flying[action.chunk] += held(action.op)
         if direction > 0:
-            forwards.add((tuple(flying), action.chunk))
-    return frozenset(forwards), frozenset(backwards)
+            seen[0].add((tuple(flying), action.chunk))
+    # With equal numbers of the other chunks, only the most of the chunk itself counts: it comes last and stays.
+    most = [{(at, each[:at], each[at + 1 :]): (each, at) for each, at in sorted(found)} for found in seen]
+    return frozenset(most[0].values()), frozenset(most[1].values())
 
 
 def micro_batches_to_steady_state(job: Job) -> int:
@@ -155,19 +149,13 @@ def bytes_in_flight(job: Job, pp_rank: int, chunks: list[ChunkBytes]) -> tuple[l
     c = job.config
     enough = micro_batches_to_steady_state(job)
     forwards, backwards = in_flight(c.pipeline.schedule, c.layout.pp, enough, len(chunks), pp_rank)
-    lasting = sum(_alibi(job) for stage in job.chunks[pp_rank] if stage.layers)
+    # ALiBi's bias on the scores of a sequence is one tensor for all layers and micro-batches of a chunk.
+    alibi = c.model.heads // job.layout.tp * c.model.seq**2 * job.batch.element if c.model.position == "alibi" else 0.0
+    lasting = sum(alibi for stage in job.chunks[pp_rank] if stage.layers)
 
-    def most(found: frozenset[tuple[tuple[int, ...], int]], chunk: int) -> float:
+    def most(found: Flying, chunk: int) -> float:
         numbers = (flying for flying, at in found if at == chunk)
         return lasting + max(sum(n * each.kept for n, each in zip(flying, chunks, strict=True)) for flying in numbers)
 
     numbers = range(len(chunks))
     return [most(forwards, chunk) for chunk in numbers], [most(backwards, chunk) for chunk in numbers]
-
-
-def _alibi(job: Job) -> float:
-    """Returns the bytes of ALiBi's bias on the scores of a sequence: one tensor for all layers and micro-batches of a
-    chunk."""
-    m = job.config.model
-    heads = m.heads // job.layout.tp
-    return heads * m.seq**2 * job.batch.element if m.position == "alibi" else 0.0

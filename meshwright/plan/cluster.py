@@ -1,8 +1,5 @@
-"""Clusters as data: devices, nodes, links and how much of their peak rates training reaches. No torch.
-
-A cluster is a YAML file; those that ship with the package are in `clusters/`. Every number there has its source beside
-it.
-"""
+"""Clusters as data: devices, nodes, links and how much of their peak rates training reaches. No torch. A cluster is a
+YAML file; those that ship with the package are in `clusters/`, where every number has its source beside it."""
 
 from __future__ import annotations
 
@@ -44,8 +41,7 @@ class DeviceSpec:
         return hash((self.name, self.memory_gib, self.memory_gb_s))
 
     def rate(self, precision: str) -> float:
-        """Returns the peak FLOP/s; a precision that the device lacks runs in the next wider one that it has, if there
-        is one."""
+        """Returns the peak FLOP/s; a precision that the device lacks runs in the next wider one that it has."""
         for name in (precision, *WIDER_PRECISION.get(precision, ())):
             if name in self.peak:
                 return self.peak[name] * 1e12
@@ -139,9 +135,8 @@ def load_cluster(name: str) -> Cluster:
 
 def cluster_from(raw: Any, where: str) -> Cluster:
     """Builds a cluster from nested mappings and checks every field."""
-    built = _build(Cluster, raw, where, "")
-    assert isinstance(built, Cluster)
-    return built
+    cluster: Cluster = _build(Cluster, raw, where, "")
+    return cluster
 
 
 def _build(cls: Any, raw: Any, where: str, path: str) -> Any:
@@ -152,14 +147,10 @@ def _build(cls: Any, raw: Any, where: str, path: str) -> Any:
     for key in raw:
         if key not in fields:
             raise UserError(f"{where} has the unknown field '{path}{key}'{nearest(str(key), fields)}: remove it")
-    values: dict[str, Any] = {}
     for name, field in fields.items():
-        if name not in raw:
-            if dataclasses.MISSING is not field.default or dataclasses.MISSING is not field.default_factory:
-                continue
+        if name not in raw and field.default is dataclasses.MISSING is field.default_factory:
             raise UserError(f"{where} lacks the field '{path}{name}': add it (see the clusters that ship for its unit)")
-        values[name] = _field(hints[name], raw[name], where, f"{path}{name}")
-    return cls(**values)
+    return cls(**{name: _field(hints[name], raw[name], where, f"{path}{name}") for name in fields if name in raw})
 
 
 def _field(hint: Any, value: Any, where: str, path: str) -> Any:

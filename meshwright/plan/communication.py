@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from meshwright.comm.ledger import wire_bytes
 from meshwright.config.sections import Config, ZeroConfig
@@ -51,8 +51,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class RepeatedCall:
-    """`times` equal calls of one rank over a group of `size` ranks; `source` is the function here that explains
-    them."""
+    """`times` equal calls of one rank over a group of `size` ranks; the function `source` here explains them."""
 
     source: str
     phase: str
@@ -73,16 +72,15 @@ class RepeatedCall:
 
 
 Detail = dict[Line, Traffic]
+Key = TypeVar("Key", Line, str)
 
 
 # The sources of traffic. Calls over a group of one rank are dropped by `stage_calls`.
 
 
 def batch(job: Job, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
-    """One tp rank reads the batch; it broadcasts once per micro-batch and dtype, whatever the number of chunks.
-
-    M x (T x fields of this dtype that a chunk of this rank reads x bytes).
-    """
+    """One tp rank reads the batch; it broadcasts once per micro-batch and dtype, whatever the number of chunks:
+    M x (T x fields of this dtype that a chunk of this rank reads x bytes)."""
     needs = set().union(*(fields_read(stage, job.model) for stage in held))
     dtypes = [dtype for name, dtype in job.data_fields.items() if name in needs]
     for dtype in dict.fromkeys(dtypes):
@@ -91,8 +89,7 @@ def batch(job: Job, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
 
 
 def units(job: Job, stage: Stage) -> Iterator[RepeatedCall]:
-    """The collectives that the parts of a stage declare, once per micro-batch. If blocks are recomputed, backward
-    repeats what their forward sends."""
+    """What the parts of a stage declare, once per micro-batch. Recomputation repeats a block's forward in backward."""
     for unit, count in job.units(stage):
         again = isinstance(unit, BlockUnit) and job.config.recompute.blocks > 0
         for call in unit_collectives(unit, job.at, job.batch):
@@ -113,21 +110,29 @@ def passed_bytes(job: Job) -> int:
     return sum(math.prod(shape) for shape in shapes) * job.batch.element
 
 
-def pipeline(job: Job, pp_rank: int, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
+def crossings(job: Job, pp_rank: int) -> list[tuple[int, int]]:
+    """Returns, by chunk of a pipeline rank, whether its forward and its backward send to another rank."""
+    places = job.placement
+
+    def crosses(index: int) -> int:
+        return int(0 <= index < len(places) and places[index][0] != pp_rank)
+
+    return [(crosses(stage.index + 1), crosses(stage.index - 1)) for stage in job.chunks[pp_rank]]
+
+
+def pipeline(job: Job, pp_rank: int) -> Iterator[RepeatedCall]:
     """Each chunk sends its output on and its input's gradient back, unless the neighbour is on the same rank.
 
     M sends of H (H / t with split tokens) in either direction for each boundary between virtual stages: over all ranks
     2 M (p chunks - 1) x world / p sends where p > 1, under every schedule that goes round the ranks. A program that
     scatters its sends gathers each one over tp after receiving it.
     """
-    payload, tp = passed_bytes(job), job.layout.tp
-    scatters = job.stack.scatter_sends and tp > 1 and not job.at.splits_tokens
-    for step, phase in ((1, "forward"), (-1, "backward")):
-        others = [stage.index + step for stage in held if 0 <= stage.index + step < len(job.placement)]
-        crossing = sum(job.placement[other][0] != pp_rank for other in others) * job.micro_batches
-        yield _over(job.layout, "pipeline", phase, "pp", "send", payload // tp if scatters else payload, crossing)
-        if scatters:
-            yield _over(job.layout, "pipeline", phase, "tp", "all_gather", payload, crossing)
+    payload, divided = passed_bytes(job), job.layout.tp if job.scatters_sends else 1
+    for side, phase in enumerate(("forward", "backward")):
+        times = sum(crosses[side] for crosses in crossings(job, pp_rank)) * job.micro_batches
+        yield _over(job.layout, "pipeline", phase, "pp", "send", payload // divided, times)
+        if job.scatters_sends:
+            yield _over(job.layout, "pipeline", phase, "tp", "all_gather", payload, times)
 
 
 class HeldParameter(NamedTuple):
@@ -177,8 +182,7 @@ def tie_of(unit: Unit, number: int, record: ParamRecord) -> str:
 
 
 def records_once(units: Iterable[tuple[Unit, int]], at: Coordinate) -> Iterator[tuple[int, ParamRecord, int]]:
-    """Yields the parameters of a rank's units, given with how many there are of each, as (number of the unit, record,
-    count); tied parameters appear once."""
+    """Yields (number of the unit, record, count) of a rank's units with their counts; tied parameters appear once."""
     ties: set[str] = set()
     for number, (unit, count) in enumerate(units):
         for record in unit_records(unit, at):
@@ -200,13 +204,12 @@ def dtype_of(record: ParamRecord, precision: str) -> str:
 
 
 class PackedBuffer(NamedTuple):
-    """A flat buffer: the properties that its parameters share (dtype, data axes, further partial axes, whether they are
-    trained), the parameters in the order of backward, (start, bucket) of each and (start, stop) of each bucket."""
+    """A flat buffer and its parameters, which are in the order of backward."""
 
-    shared: tuple[str, str, tuple[str, ...], bool]
+    shared: tuple[str, str, tuple[str, ...], bool]  # by all: dtype, data axes, further partial axes, whether trained
     items: list[tuple[HeldParameter, str]]
-    places: list[tuple[int, int]]
-    buckets: list[tuple[int, int]]
+    places: list[tuple[int, int]]  # (start, bucket) of each parameter
+    buckets: list[tuple[int, int]]  # (start, stop) of each
 
 
 def packed(
@@ -247,8 +250,8 @@ def gradients(
     along which the gradients are partial sums. A `reducer` may make other calls for the sums over the data axes.
     """
     zero = zero or ZeroConfig()
-    for buffer in packed(params, layout, bucket_mib, zero, grad_dtype):
-        (dtype, data_axes, partial, trained), items, places, buckets = buffer
+    for shared, items, places, buckets in packed(params, layout, bucket_mib, zero, grad_dtype):
+        dtype, data_axes, partial, trained = shared
         stage, shards, replicas = shard_axes(layout, zero, data_axes, trained)
         grad, weight = grad_bytes(BYTES[dtype], BYTES[grad_dtype]), BYTES[dtype]
         for number, (start, stop) in enumerate(buckets):
@@ -273,13 +276,13 @@ def _over(layout: Layout, source: str, phase: str, axes: str, op: str, payload: 
     return RepeatedCall(source, phase, layout.without_ones(axes), op, layout.size(axes), payload, times)
 
 
-def sums(job: Job, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
-    """The small vectors, once per step.
+def sums(job: Job) -> Iterator[RepeatedCall]:
+    """The small vectors, each 1 all_reduce over the world per step.
 
-    Loss, tokens and squared gradient norm: 1 all_reduce of 3 x 8 over the world. Values to monitor, if there are
-    any, and how often each was given: 1 all_reduce of 2 x values x 8 over the world, from the second step on, when all
-    ranks know their names. The metrics, which count themselves: 1 all_reduce of (3 x axes of the mesh + 5 phases + 1)
-    x 8 over the world. With experts, their rows: 1 all_reduce of (experts + 2) x 8 per block that has them.
+    Loss, tokens and squared gradient norm: 3 x 8. Values to monitor, if there are any, and how often each was given:
+    2 x values x 8, from the second step on, when all ranks know their names. The metrics, which count themselves:
+    (3 x axes of the mesh + 5 phases + 1) x 8.
+    With experts, their rows: (experts + 2) x 8 per block that has them.
     """
     terms = max(1, job.terms) + len(job.model.losses)
     yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", sums_bytes(terms))
@@ -299,40 +302,35 @@ def sums(job: Job, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
 def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
     """Returns all calls in one step of any rank of a pipeline stage: all ranks of a stage send the same."""
     held, c = job.chunks[pp_rank], job.config
-    calls = list(batch(job, held))
-    for stage in held:
-        calls += units(job, stage)
-    calls += pipeline(job, pp_rank, held)
     params = [(param, dtype_of(param.record, c.train.precision)) for param in parameters(job, held)]
+    calls = [*batch(job, held), *(call for stage in held for call in units(job, stage)), *pipeline(job, pp_rank)]
     calls += gradients(
         params, job.layout, c.comm.bucket_mib, c.zero, job.micro_batches, c.train.grad_dtype, job.reducer
     )
-    calls += sums(job, held)
+    calls += sums(job)
     return [call for call in calls if call.size > 1 and call.times]
+
+
+def _summed(traffic: Iterable[tuple[Key, Traffic]], times: int = 1) -> dict[Key, Traffic]:
+    found: dict[Key, Traffic] = {}
+    for key, each in traffic:
+        found[key] = found.get(key, Traffic()).plus(each, times)
+    return found
 
 
 def by_line(calls: Iterable[RepeatedCall]) -> Detail:
     """Sums calls by phase, axis and op."""
-    found: Detail = {}
-    for call in calls:
-        found[call.line] = found.get(call.line, Traffic()).plus(call.traffic)
-    return found
+    return _summed((call.line, call.traffic) for call in calls)
 
 
 def by_axis(detail: Detail) -> dict[str, Traffic]:
-    found: dict[str, Traffic] = {}
-    for line, traffic in detail.items():
-        found[line.axis] = found.get(line.axis, Traffic()).plus(traffic)
-    return dict(sorted(found.items()))
+    return dict(sorted(_summed((line.axis, traffic) for line, traffic in detail.items()).items()))
 
 
 def all_ranks(job: Job) -> Detail:
     """Returns the sum of all ranks' ledgers after one training step, by (phase, axis, op)."""
-    found: Detail = {}
-    for pp_rank in range(job.layout.pp):
-        for line, traffic in by_line(stage_calls(job, pp_rank)).items():
-            found[line] = found.get(line, Traffic()).plus(traffic, times=job.world // job.layout.pp)
-    return found
+    calls = (call for pp_rank in range(job.layout.pp) for call in stage_calls(job, pp_rank))
+    return _summed(((call.line, call.traffic) for call in calls), times=job.world // job.layout.pp)
 
 
 def predict_rank(config: Config, world: int, rank: int, **step: Any) -> Detail:

@@ -20,8 +20,7 @@ MOVED_BACKWARD = 1.5  # a backward kernel reads the forward's input and the grad
 
 @dataclass(frozen=True)
 class UnitTime:
-    """The forward and backward seconds of one unit on one rank; compute and the communication inside the unit are
-    separate."""
+    """The seconds of one unit on one rank; compute and the communication inside the unit are separate."""
 
     forward: float
     backward: float
@@ -82,7 +81,9 @@ def unit_time(unit: Unit, where: Setting) -> UnitTime:
     calls = work.kernels * cluster.device.kernel_us * 1e-6
     forward = max(linear + attention + rest, launch) + calls
     core = ATTENTION_BACKWARD if stack.fused_attention else 2.0
-    backward = _backward_linear(work, where) + attention * core + rest * MOVED_BACKWARD
+    # Both gradients of every product with a weight.
+    gradients = [(p, each) for p in work.products if p.linear for each in ((p.m, p.k, p.n), (p.k, p.n, p.m))]
+    backward = sum(_product_seconds(p, each, where) for p, each in gradients) + attention * core + rest * MOVED_BACKWARD
     backward = max(backward, 2 * launch) + 2 * calls
     again = share = 0.0
     if block and where.recompute == "selective":
@@ -113,20 +114,13 @@ def _forward(work: Work, where: Setting) -> tuple[float, float, float]:
 
 
 def _product_seconds(p: Product, sizes: tuple[int, int, int], where: Setting) -> float:
-    """Returns the seconds of one product. With fp8, only products with a weight run in fp8, except the output
-    layer's."""
+    """Returns the seconds of one product. Only products with a weight run in fp8, except the output layer's."""
     cluster = where.cluster
     fp8 = where.precision == "fp8" and p.linear and not p.precise
     precision = "bf16" if where.precision == "fp8" and not fp8 else where.precision
     share = cluster.efficiency.product * (cluster.efficiency.fp8 if fp8 else 1.0)
     element = where.batch.element
     return product_seconds(cluster.device, precision, share, cluster.memory_rate, *sizes, p.count, element)
-
-
-def _backward_linear(work: Work, where: Setting) -> float:
-    """Returns the seconds of both gradients of every product with a weight."""
-    sizes = [(p, each) for p in work.products if p.linear for each in ((p.m, p.k, p.n), (p.k, p.n, p.m))]
-    return sum(_product_seconds(p, each, where) for p, each in sizes)
 
 
 def _seconds_by_phase(

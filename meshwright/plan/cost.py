@@ -1,8 +1,5 @@
 """The time of one training step: compute by stage, bubble, communication by axis with its hidden share, optimizer.
-
-The same units, collectives, layout and schedule tables that a run uses; docs/planner.md has the formulas and the source
-of every constant. No torch.
-"""
+docs/planner.md has the formulas and the source of every constant. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from functools import cached_property
 
 from meshwright.parts.part import BlockUnit
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.communication import Traffic, by_axis, by_line, passed_bytes, stage_calls, unit_records
+from meshwright.plan.communication import Traffic, by_axis, by_line, crossings, passed_bytes, stage_calls, unit_records
 from meshwright.plan.compute import Setting, setting_of, unit_time
 from meshwright.plan.efficiency import collective_seconds, wait_seconds
 from meshwright.plan.flops import model_flops, recomputed_flops
@@ -29,7 +26,8 @@ JITTER = 0.005  # a step waits for its slowest node: share of its time lost per 
 STEP_CALLS = 2  # small all_reduces over all ranks per step: loss and grad norm, and the counts
 STEP_FLOOR = 2e-3  # seconds per step that nothing else here models: the host's loop, data, logging
 
-ChunkTimes = tuple[tuple[tuple[float, float], ...], ...]  # (forward, backward) seconds by [pipeline rank][chunk]
+RankTimes = tuple[tuple[float, float], ...]  # (forward, backward) seconds of each chunk
+ChunkTimes = tuple[RankTimes, ...]  # by [pipeline rank][chunk]
 
 
 @dataclass(frozen=True)
@@ -78,30 +76,26 @@ class Cost:
 
 
 def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = LARGEST_SIMULATED) -> Cost:
-    """Predicts the cost of one step. With `exact` the pipeline is timed by its own table if that has at most `largest`
-    computes."""
+    """Predicts a step. With `exact` the pipeline is timed by its own table if that has at most `largest` computes."""
     where = setting_of(job, cluster)
     axes = {name: AxisTime() for name in ("tp", "cp", "dp", "pp", "embedding")}
     chunk_times, stages = _stages(job, where, axes)
     send = _send_seconds(job, cluster)
     pipeline, bubble, idle, simulated = _pipeline_seconds(job, chunk_times, send, largest if exact else 0)
-    sends = job.micro_batches * max(sum(map(sum, _sends(job, rank))) for rank in range(job.layout.pp))
+    sends = job.micro_batches * max(sum(map(sum, crossings(job, rank))) for rank in range(job.layout.pp))
     axes["pp"].add(sends * send, sends * send * job.stack.hide_pp)
     reduce = reduce_seconds(job, cluster, stages, axes)
     optimizer = _optimizer_seconds(job, cluster, max(stage.params for stage in stages))
     compute = job.micro_batches * max(_compute_only(job, where, rank) for rank in set(job.representative_ranks))
-    step = (pipeline + reduce + optimizer) * jitter(job.world, job.node_size) + STEP_FLOOR
+    # A step is longer because nodes vary and all of them wait for each other.
+    jitter = 1.0 + JITTER * math.log2(max(1.0, job.world / job.node_size))
+    step = (pipeline + reduce + optimizer) * jitter + STEP_FLOOR
     step += STEP_CALLS * wait_seconds(cluster) if job.world > 1 else 0.0
     return Cost(
         job, cluster, step, compute, bubble, bubble * pipeline, idle, optimizer,
         {name: axis for name, axis in axes.items() if axis.seconds}, stages, simulated, chunk_times,
         send * (1 - job.stack.hide_pp) if job.layout.pp > 1 else 0.0,
     )  # fmt: skip
-
-
-def jitter(world: int, node_size: int) -> float:
-    """Returns by how much a step is longer because nodes vary and all of them wait for each other."""
-    return 1.0 + JITTER * math.log2(max(1.0, world / node_size))
 
 
 def _stages(job: Job, where: Setting, axes: dict[str, AxisTime]) -> tuple[ChunkTimes, tuple[StageCost, ...]]:
@@ -115,11 +109,8 @@ def _stages(job: Job, where: Setting, axes: dict[str, AxisTime]) -> tuple[ChunkT
     return tuple(made[rank][0] for rank in ranks), tuple(made[rank][1] for rank in ranks)
 
 
-def _stage(
-    job: Job, where: Setting, pp_rank: int
-) -> tuple[tuple[tuple[float, float], ...], StageCost, dict[str, AxisTime]]:
-    """Returns, for one pipeline rank, the forward and backward seconds of its chunks, their sums, and its communication
-    inside units."""
+def _stage(job: Job, where: Setting, pp_rank: int) -> tuple[RankTimes, StageCost, dict[str, AxisTime]]:
+    """Returns the times of one pipeline rank's chunks, their sums, and its communication inside units."""
     m, times, flops = job.micro_batches, [], 0.0
     inside = {name: AxisTime() for name in ("tp", "cp", "dp")}
     for stage in job.chunks[pp_rank]:
@@ -129,9 +120,14 @@ def _stage(
         inside["tp"].add(m * forward)
         for unit, count in job.units(stage):
             t = unit_time(unit, where)
-            extra = sharded_block(job, where, unit, count, inside["dp"]) if isinstance(unit, BlockUnit) else (0.0, 0.0)
+            extra, adding = (0.0, 0.0), 0.0
+            if isinstance(unit, BlockUnit):
+                extra = sharded_block(job, where, unit, count, inside["dp"])
+                if m > 1:  # adding a weight gradient to the sum over micro-batches reads and writes the sum
+                    numel = sum(record.numel for record in unit_records(unit, job.at))
+                    adding = numel * job.stack.accumulate / where.cluster.memory_rate
             forward += count * (t.whole_forward + extra[0])
-            backward += count * (t.whole_backward + extra[1] + _adding_seconds(job, where, unit))
+            backward += count * (t.whole_backward + extra[1] + adding)
             flops += count * t.flops
             inside["tp"].add(count * m * (t.tp_forward + t.tp_backward + t.tp_hidden), count * m * t.tp_hidden)
             inside["cp"].add(count * m * (t.cp + t.cp_hidden), count * m * t.cp_hidden)
@@ -140,19 +136,9 @@ def _stage(
     return tuple(times), StageCost(sum(f for f, _ in times), sum(b for _, b in times), flops, params), inside
 
 
-def _adding_seconds(job: Job, where: Setting, unit: object) -> float:
-    """Returns the seconds for adding a weight gradient to the sum over micro-batches: it reads and writes every element
-    of the sum."""
-    if job.micro_batches == 1 or not job.stack.accumulate or not isinstance(unit, BlockUnit):
-        return 0.0
-    params = sum(record.numel for record in unit_records(unit, job.at))
-    return params * job.stack.accumulate / where.cluster.memory_rate
-
-
 def _compute_only(job: Job, where: Setting, pp_rank: int) -> float:
     """Returns the compute seconds of one micro-batch on a pipeline rank."""
-    units = (pair for stage in job.chunks[pp_rank] for pair in job.units(stage))
-    return sum(count * unit_time(unit, where).computed for unit, count in units)
+    return sum(count * unit_time(unit, where).computed for unit, count in job.rank_units(pp_rank))
 
 
 def _send_seconds(job: Job, cluster: Cluster) -> float:
@@ -160,31 +146,15 @@ def _send_seconds(job: Job, cluster: Cluster) -> float:
     layout = job.layout
     if layout.pp == 1:
         return 0.0
-    payload = float(passed_bytes(job))
-    scattered = job.stack.scatter_sends and layout.tp > 1 and not job.at.splits_tokens
-    if scattered:
-        payload /= layout.tp
+    payload = passed_bytes(job) / (layout.tp if job.scatters_sends else 1)
     away = senders_across(layout, job.config.layout.chunks > 1)
-    if away:  # all of them send at once, each with its share of the node's adapters
-        share = min(1.0, away / cluster.node.devices)
-        seconds = collective_seconds(cluster, "send", payload * share, 2, 1)
-    else:
-        seconds = collective_seconds(cluster, "send", payload, 2, 2)
-    if scattered:
-        seconds += collective_seconds(
-            cluster, "all_gather", payload * layout.tp, layout.tp, ranks_per_node(layout, "tp")
-        )
+    # Those that send to another node do so at once, each with its share of the node's adapters.
+    share = min(1.0, away / cluster.node.devices) if away else 1.0
+    seconds = collective_seconds(cluster, "send", payload * share, 2, 1 if away else 2)
+    if job.scatters_sends:
+        on_node = ranks_per_node(layout, "tp")
+        seconds += collective_seconds(cluster, "all_gather", payload * layout.tp, layout.tp, on_node)
     return seconds
-
-
-def _sends(job: Job, pp_rank: int) -> list[tuple[int, int]]:
-    """Returns, by chunk of a pipeline rank, whether its forward and its backward send to another rank."""
-    places = job.placement
-
-    def crosses(index: int) -> int:
-        return int(0 <= index < len(places) and places[index][0] != pp_rank)
-
-    return [(crosses(stage.index + 1), crosses(stage.index - 1)) for stage in job.chunks[pp_rank]]
 
 
 def _pipeline_seconds(job: Job, times: ChunkTimes, send: float, largest: int) -> tuple[float, float, float, bool]:
@@ -205,13 +175,12 @@ def _pipeline_seconds(job: Job, times: ChunkTimes, send: float, largest: int) ->
 
 
 def blocked_times(job: Job, times: ChunkTimes, blocked: float, slow: dict[int, float] | None = None) -> ChunkTimes:
-    """Returns the chunks' times including the sends that block their sender. `slow` is the share of its speed that a
-    rank has left."""
+    """Returns the chunks' times with the sends that block their sender. `slow`: the share of speed that ranks keep."""
     left = slow or {}
     return tuple(
         tuple(
             (f / left.get(rank, 1.0) + sends[0] * blocked, b / left.get(rank, 1.0) + sends[1] * blocked)
-            for (f, b), sends in zip(row, _sends(job, rank), strict=True)
+            for (f, b), sends in zip(row, crossings(job, rank), strict=True)
         )
         for rank, row in enumerate(times)
     )
@@ -238,8 +207,7 @@ def closed_seconds(busy: list[float], micro_batches: int, chunks: int) -> float:
 
 
 def _optimizer_seconds(job: Job, cluster: Cluster, params: int) -> float:
-    """Returns the seconds of the update: every state is read and written once at the memory's rate, or by the host's
-    CPUs."""
+    """Returns the seconds of the update: all states pass once at the memory's rate, or through the host's CPUs."""
     stage, shards, _ = job.sharding
     mine = params / shards if stage else params
     if job.states.optimizer_on != "device":

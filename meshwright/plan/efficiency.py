@@ -1,5 +1,4 @@
-"""How long products, memory passes and collectives take on a cluster: one curve each, used by every prediction. No
-torch."""
+"""How long products and collectives take on a cluster: one curve each, used by every prediction. No torch."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ DEPTH = 96  # the k at which a tile's prologue and epilogue cost as much as its 
 CORE_DEPTH = 12  # the same on a CPU core
 ALIGNED = 8  # two-byte elements per 16-byte load, which tensor cores need
 UNALIGNED = 0.12  # share of the rate that is reached without such loads
+START = 10e-6  # seconds before the first byte of any collective moves
 
 
 @lru_cache(maxsize=100_000)
 def tile_share(m: int, n: int, k: int, count: int, units: int) -> float:
-    """Returns the share of the best rate that a product of this shape reaches, given filled tiles, full waves, depth
-    and alignment."""
+    """Returns the share of the best rate that a product of this shape reaches: tiles, waves, depth and alignment."""
     if units == 1:  # a CPU core: no tiles to divide, no alignment needed
         return k / (k + CORE_DEPTH)
     best = 0.0
@@ -30,9 +29,7 @@ def tile_share(m: int, n: int, k: int, count: int, units: int) -> float:
         waves = tiles / units
         best = max(best, rate * filled * waves / math.ceil(waves))
     share = best * k / (k + DEPTH)
-    if k % ALIGNED or n % ALIGNED:
-        share *= UNALIGNED
-    return share
+    return share * UNALIGNED if k % ALIGNED or n % ALIGNED else share
 
 
 def product_seconds(
@@ -67,35 +64,27 @@ def hop_seconds(cluster: Cluster, size: int, per_node: int) -> float:
     return (inside + (nodes if nodes > 1 else 0) * cluster.network.latency_us) * 1e-6
 
 
-# Seconds before the first byte of any collective moves.
-START = 10e-6
-
-
 def wait_seconds(cluster: Cluster) -> float:
-    """Returns the extra seconds of every call at which ranks meet, on machines whose busy cores have to move the bytes
-    themselves."""
+    """Returns the extra seconds of every call at which ranks meet, where busy cores move the bytes themselves."""
     return cluster.node.wait_us * 1e-6
 
 
 def collective_seconds(cluster: Cluster, op: str, payload: float, size: int, per_node: int) -> float:
-    """Returns the seconds of one collective of `payload` bytes (as the ledger counts them) over `size` ranks, called
-    between computations."""
+    """Returns the seconds of one collective of `payload` bytes, as the ledger counts them, between computations."""
     if size <= 1 or payload <= 0:
         return 0.0
-    return wait_seconds(cluster) + bare_seconds(cluster, op, payload, size, per_node)
+    return wait_seconds(cluster) + _bare_seconds(cluster, op, payload, size, max(1, min(per_node, size)))
 
 
-def bare_seconds(cluster: Cluster, op: str, payload: float, size: int, per_node: int) -> float:
+def _bare_seconds(cluster: Cluster, op: str, payload: float, size: int, per_node: int) -> float:
     """Returns the seconds of the same collective when it follows right after another one."""
-    per_node = max(1, min(per_node, size))
     rate = wire_rate(cluster, size, per_node) * cluster.ops.get(op, 1.0)
-    ring = hop_seconds(cluster, size, per_node)
+    ring, once = hop_seconds(cluster, size, per_node), payload * (size - 1) / size / rate
     if op == "send":
         latency = cluster.network.latency_us if per_node < size else cluster.node.link_latency_us
         return START + latency * 1e-6 + payload / rate
     if op == "all_to_all":
-        return START + ring / size * math.log2(size) + payload * (size - 1) / size / rate
-    once = payload * (size - 1) / size / rate
+        return START + ring / size * math.log2(size) + once
     if op != "all_reduce":
         return START + ring + once
     nodes = max(1, -(-size // per_node))

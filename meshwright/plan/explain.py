@@ -23,9 +23,7 @@ def parts_of(cost: Cost) -> dict[str, float]:
     found = {"compute": cost.compute_s, "optimizer": cost.optimizer_s, "idle": cost.idle_s}
     for name in ("tp", "cp", "dp", "pp", "embedding"):
         found[name] = cost.axes[name].exposed if name in cost.axes else 0.0
-    rest = cost.step_s - sum(found.values())
-    found["waiting and the rest"] = max(0.0, rest)
-    return found
+    return found | {"waiting and the rest": max(0.0, cost.step_s - sum(found.values()))}
 
 
 def against(best: Cost, other: Cost) -> str:
@@ -42,14 +40,13 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
     """Returns a few sentences about the best of a ranking."""
     best = candidates[0]
     cost, job, c = best.cost, best.job, best.job.config
-    parts = parts_of(cost)
-    shares = sorted(((value / cost.step_s, name) for name, value in parts.items()), reverse=True)
+    shares = sorted(((value / cost.step_s, name) for name, value in parts_of(cost).items()), reverse=True)
+    spent = ", ".join(f"{name} {percent(share)}" for share, name in shares if share > 0.004)
     lines = [
         f"{found_layouts:,} combinations were looked at, {fitting:,} layouts fit; "
         f"the best takes {seconds(cost.step_s)} per step at {percent(cost.mfu)} MFU in {c.train.precision}.",
-        "The busiest rank's time: " + ", ".join(f"{name} {percent(share)}" for share, name in shares if share > 0.004)
-        + ".",
-    ]  # fmt: skip
+        f"The busiest rank's time: {spent}.",
+    ]
     tp, pp = c.layout.tp, c.layout.pp
     if tp > 1:
         place = "stays inside a node" if ranks_per_node(job.layout, "tp") == tp else "crosses nodes"
@@ -71,8 +68,7 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
 
 
 def yaml_of(best: Candidate) -> str:
-    """Returns a config for `meshwright train`: the choices of the plan, and all other keys that are not at their
-    defaults."""
+    """Returns a config for `meshwright train`: the plan's choices, and all other keys that are not at defaults."""
     job = best.job.replaced(layout={"node_size": best.job.node_size})
     wanted = to_mapping(job.config)
     least = {key: wanted["model"][key] for key in (["preset"] if job.config.model.preset else wanted["model"])}

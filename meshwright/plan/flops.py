@@ -1,8 +1,5 @@
-"""FLOPs of a model and what recomputation adds: sums over its units' products. No torch.
-
-A product of [m, k] with [k, n] takes 2 m n k operations. Backward takes two products of the same size, one for the
-gradient of each factor.
-"""
+"""FLOPs of a model and what recomputation adds: sums over its units' products. A product of [m, k] with [k, n] takes
+2 m n k operations; backward takes two of the same size, one for the gradient of each factor. No torch."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ def unit_work(unit: Unit, at: Coordinate, batch: MicroBatch, kernels: Kernels) -
 
 
 def _sequence_flops(units: Iterable[tuple[Unit, int]], seq: int) -> tuple[float, float]:
-    """Returns the forward FLOPs of one sequence: the products with weights, and attention's core over the causal
-    half."""
+    """Returns the forward FLOPs of one sequence: products with weights, and attention's core over the causal half."""
     products = core = 0.0
     for unit, count in units:
         work = unit_work(unit, ALONE, MicroBatch(1, seq), Kernels())
@@ -37,8 +33,7 @@ def _model_sequence(model: ModelConfig) -> tuple[tuple[float, float], tuple[floa
 
 
 def model_flops(model: ModelConfig, tokens: float, causal: bool = False) -> float:
-    """Returns the forward and backward FLOPs of `tokens` tokens without recomputation; attention counts in full unless
-    `causal`."""
+    """Returns the forward and backward FLOPs of `tokens` tokens, nothing recomputed; attention in full or `causal`."""
     (products, core), (head, _) = _model_sequence(model)
     return 3.0 * (products + core * (1 if causal else 2) + head) * tokens / model.seq
 
@@ -59,8 +54,8 @@ def head_worth(model: ModelConfig) -> float:
 
 
 def balanced_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
-    """Returns the layers of each stage such that the longest stage is as short as possible, counting the output layer
-    as the layers it is worth."""
+    """Returns the layers of each stage that make the longest as short as possible; the output layer counts as the
+    layers it is worth."""
     worth, others = head_worth(model), stages - 1
     exact = (model.layers + worth) / stages - worth
     tried = {max(0, min(model.layers - others, round(exact) + step)) for step in (-1, 0, 1)}
@@ -70,8 +65,7 @@ def balanced_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
 
 
 def best_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
-    """Returns `balanced_split` where that makes the longest stage shorter than even stages do; else (), which means
-    even."""
+    """Returns `balanced_split` if its longest stage is shorter than that of even stages; else (), which means even."""
     if stages == 1:
         return ()
     worth, split = head_worth(model), balanced_split(model, stages)

@@ -1,7 +1,5 @@
-"""The job that is planned: one training step of a config on a number of devices, with a software stack. No torch.
-
-Every planning command asks this one value: parameters, FLOPs, bytes, memory and time are folds over its model's units.
-"""
+"""The job that is planned: one training step of a config on a number of devices, with a software stack. Every planning
+command asks this one value: parameters, FLOPs, bytes, memory and time are folds over its model's units. No torch."""
 
 from __future__ import annotations
 
@@ -30,28 +28,26 @@ FIELD_BYTES = {
 
 @dataclass(frozen=True)
 class Job:
-    """One step of `config` on `world` ranks.
-
-    `samples` is the step's global batch (None: the config's, at the end of a ramp). `fields` are those of a dataset
-    that is not a token file, name -> dtype, with one element per token. `monitored` is how many values `forward_step`
-    returns beside the loss, and `terms` how many terms of the loss are declared. `host`: the devices are a machine's
-    processors. `reducer` sums the gradients.
-    """
+    """One step of `config` on `world` ranks."""
 
     config: Config
     world: int
     stack: Stack
     cluster_node: int = 0  # devices per node, unless the config says
-    samples: int | None = None
-    fields: Mapping[str, str] | None = None
-    monitored: int = 0
-    terms: int = 0
-    host: bool = False
-    reducer: ReducerPlan = PLAIN_REDUCER
+    samples: int | None = None  # the step's global batch (None: the config's, at the end of a ramp)
+    fields: Mapping[str, str] | None = None  # name -> dtype of a dataset that is no token file, one element per token
+    monitored: int = 0  # values that `forward_step` returns beside the loss
+    terms: int = 0  # declared terms of the loss
+    host: bool = False  # the devices are a machine's processors
+    reducer: ReducerPlan = PLAIN_REDUCER  # sums the gradients
 
     def replaced(self, **sections: Mapping[str, Any]) -> Job:
         """Returns the same job with some keys of its config changed, section by section."""
-        return replace(self, config=with_keys(self.config, **sections))
+        changed = {name: replace(getattr(self.config, name), **keys) for name, keys in sections.items()}
+        job = replace(self, config=replace(self.config, **changed))
+        if sections.keys() <= {"zero", "recompute"}:  # the search tries many of these, and the stages stay as they are
+            vars(job).update(chunks=self.chunks, representative_ranks=self.representative_ranks)
+        return job
 
     @cached_property
     def layout(self) -> Layout:
@@ -82,10 +78,6 @@ class Job:
     @cached_property
     def states(self) -> States:
         return self.stack.states or states_of(self.config)
-
-    @property
-    def dp(self) -> int:
-        return self.layout.dp
 
     @property
     def global_batch(self) -> int:
@@ -129,22 +121,27 @@ class Job:
         """Returns the units of a stage with the number of each kind: embedding, kinds of blocks, head."""
         return units_of(self.model, stage)
 
+    def rank_units(self, pp_rank: int) -> list[tuple[Unit, int]]:
+        """Returns the units of all chunks of a pipeline rank with the number of each kind."""
+        return [pair for stage in self.chunks[pp_rank] for pair in self.units(stage)]
+
+    @property
+    def scatters_sends(self) -> bool:
+        """Whether each tp rank sends only its share to the next stage, where it is gathered again."""
+        return self.stack.scatter_sends and self.layout.tp > 1 and not self.at.splits_tokens
+
     @cached_property
     def representative_ranks(self) -> tuple[int, ...]:
-        """For every pipeline rank, the first rank that has the same kinds of units, and so the same compute and
-        memory."""
+        """For every pipeline rank, the first with the same kinds of units, and so the same compute and memory."""
         first: dict[tuple[object, ...], int] = {}
         held = (tuple(self.units(stage) for stage in stages) for stages in self.chunks)
         return tuple(first.setdefault(units, rank) for rank, units in enumerate(held))
 
     @cached_property
     def sharding(self) -> tuple[int, int, int]:
-        """The effective ZeRO stage, the number of ranks that shard the states, and the number of replicas of these
-        shards."""
+        """The effective ZeRO stage, the ranks that shard the states, and the replicas of these shards."""
         stage, shards, replicas = shard_axes(self.layout, self.config.zero)
-        return (
-            stage, self.layout.size(shards) if shards else 1, self.layout.size(replicas) if replicas else 1
-        )  # fmt: skip
+        return stage, self.layout.size(shards) if shards else 1, self.layout.size(replicas) if replicas else 1
 
 
 @lru_cache(maxsize=20_000)
@@ -155,14 +152,8 @@ def units_of(model: Model, stage: Stage) -> tuple[tuple[Unit, int], ...]:
     return (*first, *blocks.items(), *last)
 
 
-def with_keys(config: Config, **sections: Mapping[str, Any]) -> Config:
-    """Returns a config with some keys changed, section by section."""
-    return replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in sections.items()})
-
-
 def job_of(config: Config, world: int, stack: Stack | None = None, **more: Any) -> Job:
-    """Returns the job of a config, if its step can be divided among `world` ranks. The default stack is Meshwright's
-    own."""
+    """Returns the job of a config, by default on our own stack, if its step can be divided among `world` ranks."""
     host = more.pop("host", config.run.device == "cpu")
     job = Job(config, world, stack or own_stack(config, host), host=host, **more)
     c = config.layout
@@ -177,8 +168,7 @@ def job_of(config: Config, world: int, stack: Stack | None = None, **more: Any) 
         raise UserError(f"{name}={job.global_batch} is not a multiple of dp x micro_batch = {unit}: try {near}")
     for field, dtype in job.data_fields.items():
         if dtype not in FIELD_BYTES:
-            known = ", ".join(FIELD_BYTES)
-            raise UserError(f"field '{field}' has the unknown dtype '{dtype}': use one of {known}")
+            raise UserError(f"field '{field}' has the unknown dtype '{dtype}': use one of {', '.join(FIELD_BYTES)}")
     return job
 
 
@@ -202,8 +192,7 @@ def _ranks_per_node(layout: Layout, axis: str) -> int:
 
 
 def _groups_align_with_nodes(layout: Layout, node_size: int) -> bool:
-    """Returns whether all groups of an axis are placed on nodes in the same way: no group of neighbours begins inside
-    one node and ends inside another."""
+    """Returns whether no group of neighbours begins inside one node and ends inside another, so that all are alike."""
     span = 1
     for axis in layout.order.split("-"):
         span *= layout.axis_size(axis)

@@ -1,7 +1,6 @@
-"""The bytes of one rank in a step, by kind: its states from its parameters in flat buffers, what its parts keep for
-backward, and the peak of what is allocated at once. No torch. For Meshwright's own stacks states are exact to the byte,
-and activations and peak nearly so (`meshwright dryrun` checks them). Other programs keep the same tensors in their own
-ways, which their stack describes."""
+"""The bytes of one rank in a step, by kind, and the peak of what is allocated at once. No torch. For Meshwright's own
+stacks states are exact to the byte, and activations and peak nearly so (`meshwright dryrun` checks them). Other
+programs keep the same tensors in their own ways, which their stack describes."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from meshwright.plan.activations import bytes_in_flight, chunks_of
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import HeldParameter, dtype_of, packed, records_once, unit_records
 from meshwright.plan.job import Job
-from meshwright.plan.stack import BYTES, Stack
+from meshwright.plan.stack import BYTES
 from meshwright.sharding.placement import RING, piece_size, shard_axes
 
 GIB = 2**30
@@ -28,8 +27,7 @@ IN_FLIGHT_BUCKETS = 3  # whole gradient buckets from stage 2 on: one being fille
 
 @dataclass(frozen=True)
 class Memory:
-    """The bytes of one rank. `peak` is the most that is allocated at once in a step; the others are the bytes of each
-    kind."""
+    """The bytes of one rank, by kind."""
 
     pp_rank: int
     parameters: float
@@ -38,7 +36,7 @@ class Memory:
     optimizer: float
     activations: float  # all micro-batches in flight
     buffers: float  # gathered weights, and gradients and pieces of states in flight
-    peak: float
+    peak: float  # the most that is allocated at once in a step
 
     @property
     def states(self) -> float:
@@ -46,14 +44,13 @@ class Memory:
 
 
 class BufferSizes(NamedTuple):
-    """The elements of each bucket of a buffer, padding included, in the order of backward; the buffer's ZeRO stage, the
-    number of ranks that shard it, whether it is trained, and the bytes of an element if not those of other weights."""
+    """The sizes of one flat buffer."""
 
-    buckets: list[int]
-    stage: int
-    shards: int
+    buckets: list[int]  # elements, padding included, in the order of backward
+    stage: int  # of ZeRO
+    shards: int  # ranks that shard it
     trained: bool
-    element: int = 0
+    element: int = 0  # bytes, where they are not those of other weights
 
 
 def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
@@ -71,19 +68,17 @@ def _buffer_sizes(
     records = records_once(((unit, 1) for unit in units), at)
     params = [(HeldParameter(record, number, 0), dtype_of(record, dtypes[0])) for number, record, _ in records]
     found = []
-    for buffer in packed(params, layout, bucket_mib, zero, dtypes[1]):
-        dtype, data_axes, _, trained = buffer.shared
+    for (dtype, data_axes, _, trained), _, _, buckets in packed(params, layout, bucket_mib, zero, dtypes[1]):
         stage, axes, _ = shard_axes(layout, zero, data_axes, trained)
-        sizes = [stop - start for start, stop in buffer.buckets]
+        sizes = [stop - start for start, stop in buckets]
         element = BYTES[dtype] if dtype != dtypes[0] else 0
         found.append(BufferSizes(sizes, stage, layout.size(axes) if axes else 1, trained, element))
     return found
 
 
 def rank_parameters(job: Job, pp_rank: int) -> int:
-    """Returns the number of parameters of a rank at this pipeline rank, before ZeRO shards them; tied parameters count
-    once."""
-    return sum(count * record.numel for _, record, count in records_once(_units(job, pp_rank), job.at))
+    """Returns the parameters of a rank at this pipeline rank, before ZeRO shards them; tied ones count once."""
+    return sum(count * record.numel for _, record, count in records_once(job.rank_units(pp_rank), job.at))
 
 
 def is_offloaded(job: Job, place: str) -> bool:
@@ -126,21 +121,20 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
     sizes = buffer_sizes(job, pp_rank)
     parameters, gradients, master, optimizer = map(sum, zip(*(_states(job, one) for one in sizes), strict=True))
     states = (parameters, gradients, master, optimizer)
-    chunks = chunks_of(job, pp_rank)
+    held, chunks = job.chunks[pp_rank], chunks_of(job, pp_rank)
     forwards, backwards = bytes_in_flight(job, pp_rank, chunks)
     kept = max(forwards)
     most, buffers = max(total + chunk.loss for total, chunk in zip(forwards, chunks, strict=True)), 0.0
     for number, (total, chunk) in enumerate(zip(backwards, chunks, strict=True)):
-        flying, waiting = _gathered(job, pp_rank, number, sizes)
+        flying, waiting = _gathered(job, held[number], sizes)
         buffers = max(buffers, *flying)
         # The head's gradients are computed with the loss, and its weights are the last that forward gathers. A shared
         # table's are kept until backward begins, and are then added to the table's place.
-        next_weights = _next_weights(job, job.chunks[pp_rank][number])
-        with_loss = forwards[number] + chunk.loss + flying[-1] - next_weights - waiting
+        with_loss = forwards[number] + chunk.loss + flying[-1] - _next_weights(job, held[number]) - waiting
         most = max(most, with_loss, forwards[number] + flying[-1])
         for moment in chunk.backward:
             kept = max(kept, total + moment.kept)
-            rows = _rows_gradient(job) if job.chunks[pp_rank][number].first and moment.unit == 0 else 0.0
+            rows = _rows_gradient(job) if held[number].first and moment.unit == 0 else 0.0
             most = max(most, total + moment.kept + moment.working + flying[moment.unit] + rows)
     if not job.stack.own:
         gathered = gathered_bytes(job, pp_rank)
@@ -150,20 +144,19 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
 
 
 def _rows_gradient(job: Job) -> float:
-    """Returns the bytes of the embedding's gradient as a whole tensor, which is temporary where gradients are not
-    summed in fp32."""
+    """Returns the bytes of the embedding's whole gradient, a temporary where gradients are not summed in fp32."""
     if job.config.train.grad_dtype == "fp32":
         return 0.0
     return float(max(record.numel for record in unit_records(job.model.embedding, job.at)) * job.states.param)
 
 
-def _gathered(job: Job, pp_rank: int, chunk: int, sizes: list[BufferSizes]) -> tuple[list[float], float]:
+def _gathered(job: Job, held: Stage, sizes: list[BufferSizes]) -> tuple[list[float], float]:
     """Returns the bytes of whole gradients and gathered weights that exist at once while backward works on each unit of
     a chunk, in the order of forward: the unit's own gradients, the last buckets still being reduced, and, in ZeRO stage
     3, the weights of the unit and of the next one. The second number is what of these is the gradient of a table that
     both ends share, which gets the head's gradient first and waits for the embedding's."""
     s, (zero, shards, _) = job.states, job.sharding
-    units = [unit for _, _, unit in job.model.units(job.chunks[pp_rank][chunk])]
+    units = [unit for _, _, unit in job.model.units(held)]
     if zero < 2 or not job.stack.own:
         return [0.0] * len(units), 0.0
     added = 1.0 + (1.0 / shards if job.micro_batches > 1 else 0.0)  # plus a shard that waits to be added to the sum
@@ -186,11 +179,10 @@ def _gathered(job: Job, pp_rank: int, chunk: int, sizes: list[BufferSizes]) -> t
 
 
 def _next_weights(job: Job, stage: Stage) -> float:
-    """Returns the bytes of the gathered weights of the unit before a stage's last, which backward prefetches while it
-    works on the last."""
-    units = [unit for _, _, unit in job.model.units(stage)][-2:-1]
+    """Returns the bytes of the weights of the unit before a stage's last, gathered while backward is at the last."""
     if job.sharding[0] < 3 or not job.stack.own:
         return 0.0
+    units = [unit for _, _, unit in job.model.units(stage)][-2:-1]
     return float(sum(sum(_unit_buckets(unit, job.at, job.layout)) for unit in units) * job.states.param)
 
 
@@ -210,24 +202,19 @@ def gathered_bytes(job: Job, pp_rank: int) -> float:
     fixed buckets; and the activations that pass between stages."""
     s, zero = job.states, job.sharding[0]
     params, layer, layers = rank_parameters(job, pp_rank), 0, 0
-    for unit, count in _units(job, pp_rank):
+    for unit, count in job.rank_units(pp_rank):
         if isinstance(unit, BlockUnit):
             size = sum(record.numel for record in unit_records(unit, job.at))
             layer, layers = max(layer, size), layers + count * size
     ends = params - layers
     passed = 4 * job.batch.rows(job.at) * job.model.hidden * job.batch.element if job.layout.pp > 1 else 0
-    if s.buckets and zero == 3:
-        # DeepSpeed's defaults: 1e9 live parameters, 5e8 gradients in a bucket; both ends and a gradient are also live.
+    if s.buckets and zero == 3:  # both ends and a gradient are also live
         return (min(params, DEEPSPEED_LIVE) + min(params, DEEPSPEED_BUCKET)) * s.param + 1.5 * ends * s.param + passed
     if s.buckets and zero:
         return 2 * min(params, DEEPSPEED_BUCKET) * s.param + passed
     if zero == 3:
         return 2 * layer * s.param + layer * s.grad + ends * s.param + passed
     return passed + (2 * layer * s.grad if zero == 2 else 0.0)
-
-
-def _units(job: Job, pp_rank: int) -> list[tuple[Unit, int]]:
-    return [pair for stage in job.chunks[pp_rank] for pair in job.units(stage)]
 
 
 def largest(job: Job) -> Memory:
@@ -237,14 +224,12 @@ def largest(job: Job) -> Memory:
     return max((rank_memory(job, rank) for rank in sorted({*last, *last.values()})), key=lambda memory: memory.peak)
 
 
-def reserved_gib(memory: Memory, stack: Stack) -> float:
-    """Returns what the allocator reserves at that peak: activations of many sizes come and go, which leaves gaps."""
-    return (memory.states + stack.cache * (memory.peak - memory.states)) / GIB
-
-
 def needed_gib(job: Job, cluster: Cluster, memory: Memory | None = None) -> float:
     """Returns the GiB of device memory that a step needs, including the context and communication buffers."""
-    return reserved_gib(memory or largest(job), job.stack) + context_gib(job, cluster)
+    memory = memory or largest(job)
+    # The allocator reserves more than the peak: activations of many sizes come and go, which leaves gaps.
+    reserved = (memory.states + job.stack.cache * (memory.peak - memory.states)) / GIB
+    return reserved + context_gib(job, cluster)
 
 
 def context_gib(job: Job, cluster: Cluster) -> float:

@@ -1,5 +1,4 @@
-"""What one rank holds and does in a step, computed from the config alone: the shared source for `plan`, `cost`,
-`memory` and `dryrun`. No torch."""
+"""What one rank holds and does in a step, for `plan`, `cost`, `memory` and `dryrun`. No torch."""
 
 from __future__ import annotations
 
@@ -21,19 +20,23 @@ Counts = dict[str, int]
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What the planner expects of a rank. These are exact: `parameters`, `states` in bytes by kind, `calls` by
-    phase, axis and op, `schedule` by kind of action. These are nearly so: `most`, the peak bytes of what is held for
-    a while."""
+class RankFigures:
+    """What a rank holds and does in a step. Planned figures are exact, except for `most`, which is nearly so."""
+
+    parameters: int
+    states: Counts  # bytes on the device by kind
+    calls: dict[tuple[str, str, str], Counts]  # by phase, axis and op
+    schedule: Counts  # by kind of action
+    most: Counts  # the peak bytes of what is held for a while
+
+
+@dataclass(frozen=True)
+class Expected(RankFigures):
+    """What the planner expects of a rank."""
 
     coordinate: dict[str, int]
     layers: list[int]
     micro_batches: int
-    parameters: int
-    states: Counts
-    calls: dict[tuple[str, str, str], Counts]
-    schedule: Counts
-    most: Counts
 
 
 def memory_bytes(memory: Memory) -> Counts:
@@ -55,16 +58,15 @@ def expected(job: Job, rank: int) -> Expected:
     coordinate = job.layout.coordinate(rank)
     pp_rank = coordinate["pp"]
     memory = memory_bytes(rank_memory(job, pp_rank))
-    lines = by_line(stage_calls(job, pp_rank))
     c = job.config
     table = build(c.pipeline.schedule, c.layout.pp, job.micro_batches, c.layout.chunks, job.sharding[0])
     return Expected(
+        parameters=rank_parameters(job, pp_rank),
+        states={kind: memory[kind] for kind in STATES},
+        calls={line: traffic._asdict() for line, traffic in by_line(stage_calls(job, pp_rank)).items()},
+        schedule=action_counts(table.ranks[pp_rank]),
+        most={name: memory[kind] for name, kind in PEAK_KINDS.items()},
         coordinate={axis: coordinate[axis] for axis in ("tp", "cp", "dp", "pp")},
         layers=[layer for stage in job.chunks[pp_rank] for layer in stage.layers],
         micro_batches=job.micro_batches,
-        parameters=rank_parameters(job, pp_rank),
-        states={kind: memory[kind] for kind in STATES},
-        calls={(line.phase, line.axis, line.op): t._asdict() for line, t in lines.items()},
-        schedule=action_counts(table.ranks[pp_rank]),
-        most={name: memory[kind] for name, kind in PEAK_KINDS.items()},
     )

@@ -1,5 +1,4 @@
-"""The seconds that data parallelism adds to a step: reducing gradients and gathering weights, and how much of that is
-hidden. No torch."""
+"""The seconds of data parallelism in a step, and how many are hidden: gradients reduced, weights gathered. No torch."""
 
 from __future__ import annotations
 
@@ -68,15 +67,13 @@ def sharded_block(job: Job, where: Setting, block: BlockUnit, count: int, axis: 
     # Blocks that are recomputed together gather the weights of all but the last once more.
     again = 1.0 - 1.0 / max(1, job.config.recompute.blocks) if zero == 3 else 0.0
     time = unit_time(block, where)
-    exposed = []
-    hidden_all = 0.0
-    for comm, compute in ((gather, time.forward), ((1 + again) * gather + reduce, time.backward + time.again)):
-        hidden = min(comm * stack.hide_dp, compute)
-        hidden_all += hidden
-        exposed.append(comm - hidden + contention(cluster, stack) * hidden)
+    comm = (gather, (1 + again) * gather + reduce)
+    compute = (time.forward, time.backward + time.again)
+    hidden = [min(each * stack.hide_dp, room) for each, room in zip(comm, compute, strict=True)]
     times = count * job.micro_batches
-    axis.add(times * ((2 + again) * gather + reduce), times * hidden_all)
-    return exposed[0], exposed[1]
+    axis.add(times * ((2 + again) * gather + reduce), times * sum(hidden))
+    slowed = contention(cluster, stack)
+    return comm[0] - hidden[0] + slowed * hidden[0], comm[1] - hidden[1] + slowed * hidden[1]
 
 
 def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], axes: dict[str, AxisTime]) -> float:
@@ -88,13 +85,12 @@ def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], ax
     grads, weights = stage.params * job.states.grad, stage.params * job.states.param
     exposed = 0.0
     if ranks > 1 and zero < 2:
-        room = stage.backward
         if zero == 0:
-            seconds = collective_seconds(cluster, "all_reduce", grads, ranks, on_node)
+            seconds, room = collective_seconds(cluster, "all_reduce", grads, ranks, on_node), stage.backward
         else:
             seconds = collective_seconds(cluster, "reduce_scatter", grads, size, on_node)
             seconds += collective_seconds(cluster, "all_gather", weights, size, on_node)
-            room += stage.forward
+            room = stage.backward + stage.forward
         exposed += _hide(job, cluster, seconds, room, axes["dp"])
     elif ranks > 1:
         exposed += _sharded_ends(job, cluster, stage, slow, axes["dp"])
@@ -123,7 +119,7 @@ def _sharded_ends(job: Job, cluster: Cluster, stage: StageCost, pp_rank: int, ax
     reduced with every micro-batch, and in stage 3 their weights are gathered too; in stage 2 the gathers of all updated
     weights are added."""
     s, m, (size, on_node) = job.states, job.micro_batches, _divided(job)
-    pairs = [pair for held in job.chunks[pp_rank] for pair in job.units(held)]
+    pairs = job.rank_units(pp_rank)
     counts = {unit: sum(record.numel for record in unit_records(unit, job.at)) for unit, _ in pairs}
     # A tied table is gathered for both ends.
     fetched = sum(counts[unit] for unit, _ in pairs if not isinstance(unit, BlockUnit))

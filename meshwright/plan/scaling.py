@@ -1,5 +1,4 @@
-"""How throughput grows with devices: data-parallel only, tensor-parallel only, pipeline-parallel only, and the best of
-all. No torch."""
+"""How throughput grows with devices: with data, tensor or pipeline parallelism alone, and at best. No torch."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ WAYS = ("data", "tensor", "pipeline", "hybrid")
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One way of scaling on one number of devices; `best` is None where the model can't be divided in this way or
-    doesn't fit."""
+    """One way of scaling on one number of devices; `best` is None if the model can't be divided so or doesn't fit."""
 
     way: str
     devices: int
@@ -40,10 +38,8 @@ def device_counts(text: str) -> list[int]:
     try:
         if ":" in text:
             first, last = (int(part) for part in text.split(":"))
-            counts = []
-            while 0 < first <= last:
-                counts.append(first)
-                first *= 2
+            doubled = (first * 2**times for times in range(last.bit_length()))
+            counts = [count for count in doubled if count <= last]
         else:
             counts = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -55,13 +51,9 @@ def device_counts(text: str) -> list[int]:
 
 def space_for_way(way: str, devices: int) -> SearchSpace:
     """Returns what `meshwright plan` may choose, restricted to one way of scaling."""
-    if way == "data":
-        return SearchSpace(tp=(1,), pp=(1,))
-    if way == "tensor":
-        return SearchSpace(tp=(devices,), pp=(1,))
-    if way == "pipeline":
-        return SearchSpace(tp=(1,), pp=(devices,))
-    return SearchSpace()
+    sizes = {"data": (1, 1), "tensor": (devices, 1), "pipeline": (1, devices)}
+    tp, pp = ((size,) for size in sizes[way]) if way in sizes else ((), ())
+    return SearchSpace(tp=tp, pp=pp)
 
 
 def sweep(

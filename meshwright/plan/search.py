@@ -1,13 +1,14 @@
-"""The search: it enumerates every valid layout of a model on a number of devices, keeps those that fit, and ranks them
-by predicted step time. Candidates are configs, made from the given one by changing keys. Two rules keep the search fast
-without losing anything: with all else equal, recomputing less is never slower, so the first mode that fits is taken;
-and a layout whose compute and bubble alone take much longer than the best whole step is skipped. No torch."""
+"""The search: it enumerates every valid layout of a model on a number of devices (configs, made from the given one by
+changing keys), keeps those that fit, and ranks them by predicted step time. Two rules keep it fast without losing
+anything: with all else equal, recomputing less is never slower, so the first mode that fits is taken; and a layout
+whose compute and bubble alone take much longer than the best whole step is skipped. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from meshwright.config.rules import RULES, TENSOR_PARALLEL_RULES, first_broken_rule
@@ -22,12 +23,9 @@ from meshwright.plan.memory import needed_gib
 from meshwright.schedule.kinds import KINDS, default_kind
 
 RECOMPUTE = ("none", "selective", "full")
-ORDERS = ("tp-cp-ep-dp-pp", "tp-pp-cp-ep-dp")
 PRUNE_RATIO = 1.5  # layouts whose compute and bubble alone take this much longer than the best step are skipped
 BEST_ONLY_RATIO = 1.1  # the same where only the best is wanted: the error of a closed formula
 REFINE_TOP = 12  # the best this many by closed formulas are timed again by their own schedule tables
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 LIKELY_TP, LIKELY_PP = 4, 8  # shapes near these tend to be fast, so they are tried first
 
 
@@ -48,7 +46,6 @@ class SearchResult:
     candidates: list[Candidate] = field(default_factory=list)
     layouts: int = 0  # valid combinations
     fitting: int = 0
-    timed: int = 0
     nearest: tuple[float, Job] | None = None  # the least GiB needed by a layout that doesn't fit, and its job
     broken: int = 0  # combinations that break a config rule, not counted above
     refused: str = ""  # the rule that the most promising one of them breaks
@@ -64,12 +61,12 @@ class SearchSpace:
 
     zero: tuple[int, ...] = _key("zero.stage", (0, 1, 2, 3))
     recompute: tuple[str, ...] = _key("recompute.mode", RECOMPUTE)
-    orders: tuple[str, ...] = _key("layout.order", ORDERS)
+    orders: tuple[str, ...] = _key("layout.order", ("tp-cp-ep-dp-pp", "tp-pp-cp-ep-dp"))
     cp: tuple[int, ...] = _key("layout.cp", (1,))
     tp: tuple[int, ...] = _key("layout.tp")  # empty: all up to the node's devices
     pp: tuple[int, ...] = _key("layout.pp")  # empty: all
-    chunks: tuple[int, ...] = _key("layout.chunks", CHUNKS)
-    micro_batch: tuple[int, ...] = _key("train.micro_batch", MICRO_BATCHES)
+    chunks: tuple[int, ...] = _key("layout.chunks", (1, 2, 3, 4, 5, 6, 7, 8, 10, 12))
+    micro_batch: tuple[int, ...] = _key("train.micro_batch", (1, 2, 4, 8, 16, 32))
     sequence_parallel: tuple[bool, ...] = _key("layout.sequence_parallel", (False, True))
     schedule: tuple[str, ...] = _key("pipeline.schedule")  # empty: the default for so many chunks
 
@@ -85,11 +82,7 @@ def fixed_keys(words: Sequence[str]) -> list[str]:
 
 def space_of(config: Config, fixed: Sequence[str] = ()) -> SearchSpace:
     """Returns the search space in which the `fixed` keys keep their values from the config."""
-    values: dict[str, Any] = {}
-    for key in fixed:
-        section, name = key.split(".")
-        values[SPACE_FIELDS[key]] = (getattr(getattr(config, section), name),)
-    return SearchSpace(**values)
+    return SearchSpace(**{SPACE_FIELDS[key]: (attrgetter(key)(config),) for key in fixed})
 
 
 @lru_cache(maxsize=1024)
@@ -98,8 +91,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def shapes(base: Job, space: SearchSpace) -> Iterator[Job]:
-    """Yields every valid combination of tp, cp, pp, chunks, micro-batch, sequence parallelism and order, with unsharded
-    states."""
+    """Yields every valid combination of keys of the layout and micro-batches, with unsharded states."""
     model, batch, devices = base.config.model, base.global_batch, base.world
     pipeline = {"split": (), "schedule": default_kind(1)}
     base = base.replaced(zero={"stage": 0}, recompute={"mode": "none"}, pipeline=pipeline)
@@ -145,12 +137,10 @@ def _variants(plain: Job, space: SearchSpace) -> Iterator[Job]:
 
 
 def search(
-    base: Job, cluster: Cluster, fit_gib: float = 0.0, space: SearchSpace | None = None, best_only: bool = False,
-    rules: bool = True,
-) -> SearchResult:  # fmt: skip
+    base: Job, cluster: Cluster, fit_gib: float = 0.0, space: SearchSpace | None = None, best_only: bool = False
+) -> SearchResult:
     """Ranks all layouts of `base`'s model and batch on its devices; `fit_gib` 0 means the device's own memory. Layouts
-    that break a rule are not ranked (unless `rules` is false), and their times prune nothing. With `best_only`, layouts
-    that can't be the best are not even counted."""
+    that break a rule are not ranked. With `best_only`, layouts that can't be the best are not even counted."""
     space = space or SearchSpace()
     limit = fit_gib or cluster.device.memory_gib
     found = SearchResult()
@@ -161,7 +151,7 @@ def search(
         if best_only and bound > BEST_ONLY_RATIO * best:
             continue
         for zero in _stages(shape, space):
-            why = _refused(shape, zero) if rules else None
+            why = _refused(shape, zero)
             if why:
                 found.broken += len(space.recompute)
                 found.refused = found.refused or why
@@ -173,7 +163,6 @@ def search(
             found.fitting += 1
             if bound > PRUNE_RATIO * best:
                 continue
-            found.timed += 1
             rough.append(Candidate(predict_cost(fitting[0], cluster, exact=False), fitting[1]))
             best = min(best, rough[-1].cost.step_s)
     rough.sort(key=lambda candidate: candidate.cost.step_s)
@@ -193,8 +182,7 @@ def _refused(shape: Job, zero: int) -> str | None:
 
 
 def _stages(shape: Job, space: SearchSpace) -> tuple[int, ...]:
-    """Returns the ZeRO stages to try. A single replica has nothing to shard; offloaded weights need stage 3 even
-    then."""
+    """Returns the ZeRO stages to try: a single replica has nothing to shard, but offloaded weights need stage 3."""
     if shape.layout.dp * shape.layout.cp > 1:
         return space.zero
     return (3,) if shape.states.params_on != "device" and 3 in space.zero else (0,)
@@ -228,9 +216,8 @@ def _first_that_fits(
 
 
 def why_nothing(
-    base: Job, cluster: Cluster, found: SearchResult, limit: float, space: SearchSpace | None = None,
-    fixed: Sequence[str] = (), rules: bool = True,
-) -> UserError:  # fmt: skip
+    base: Job, cluster: Cluster, found: SearchResult, limit: float, space: SearchSpace, fixed: Sequence[str]
+) -> UserError:
     """Returns the error for a model that fits nowhere: the rule that all layouts break, or the nearest layout, what it
     lacks, and what would help. `fixed` are the `a.b=c` words that left only `space`."""
     devices, batch = base.world, base.global_batch
@@ -245,20 +232,17 @@ def why_nothing(
             + "change --devices or --global-batch, e.g. to a power of two"
         )
     needed, job = found.nearest
-    c, enough, least = job.config, "", _least_memory(space or SearchSpace())
+    c, enough = job.config, ""
+    # The part of the space that needs the least memory: the most sharding and the most recomputation.
+    least = replace(space, zero=space.zero[-1:], recompute=space.recompute[-1:])
     for factor in (2, 4, 8, 16, 32, 64):
         grown = replace(base.replaced(train={"global_batch": batch * factor}), world=devices * factor)
-        if search(grown, cluster, limit, least, rules=rules).candidates:
+        if search(grown, cluster, limit, least).candidates:
             enough = f", or {devices * factor} of these devices with a global batch of {batch * factor}"
             break
     return UserError(
         f"the model fits nowhere on {devices} x {cluster.device.name}{under}: the nearest layout (tp={c.layout.tp}, "
-        f"pp={c.layout.pp}, dp={job.dp}, micro-batch {c.train.micro_batch}, zero {c.zero.stage}, recompute "
+        f"pp={c.layout.pp}, dp={job.layout.dp}, micro-batch {c.train.micro_batch}, zero {c.zero.stage}, recompute "
         f"{c.recompute.mode}) needs {needed:.1f} GiB of {limit:.1f}, {needed - limit:.1f} GiB too much: use devices "
         f"with more memory{enough}" + (f"; others break a rule: {found.refused}" if found.refused else "")
     )
-
-
-def _least_memory(space: SearchSpace) -> SearchSpace:
-    """Returns the part of a space that needs the least memory: the most sharding and the most recomputation."""
-    return replace(space, zero=space.zero[-1:], recompute=space.recompute[-1:])

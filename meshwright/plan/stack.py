@@ -108,8 +108,7 @@ COMPILED, EAGER, CPU = STACKS["compiled"], STACKS["eager"], STACKS["cpu"]
 
 
 def own_stack(config: Config, host: bool = False) -> Stack:
-    """Returns Meshwright's stack as this config runs on an accelerator, or on a CPU (`host`), which compiles blocks
-    only if told to."""
+    """Returns Meshwright's stack for this config on an accelerator, or on a CPU, which compiles only if told to."""
     if host:
         return replace(CPU, compiled=config.train.compile == "true")
     return COMPILED if config.compiles else EAGER

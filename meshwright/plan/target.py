@@ -77,9 +77,8 @@ def _raw(target: str, as_run: bool) -> tuple[dict[str, Any], Mapping[str, Any], 
         return {key: value for key, value in raw.items() if value}, run, target
     if path.suffix in (".yaml", ".yml") or path.is_file():
         read = read_sections(target)
-        if read.get("data") is None:
-            read["data"] = {"prefixes": ["tokens"]}
-        return read, {}, path.stem
+        data = {"prefixes": ["tokens"]} if read.get("data") is None else read["data"]
+        return read | {"data": data}, {}, path.stem
     raise UserError(
         f"there is no config file and no preset '{target}'{nearest(target, PRESETS)}: "
         f"the presets are {', '.join(sorted(PRESETS))}"

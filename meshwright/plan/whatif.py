@@ -20,12 +20,11 @@ CHANGE_KINDS = ("slow-link", "slow-network", "slow-rank", "fewer-nodes")
 
 @dataclass(frozen=True)
 class Change:
-    """One `--what-if`: its kind, the share of the speed that is left (or the number of missing nodes), and the pipeline
-    rank."""
+    """One `--what-if`."""
 
     kind: str
-    factor: float
-    rank: int = -1
+    factor: float  # the share of the speed that is left, or the number of missing nodes
+    rank: int = -1  # of the pipeline
 
     def __str__(self) -> str:
         if self.kind == "fewer-nodes":
@@ -59,7 +58,8 @@ def parse_change(text: str) -> Change:
     try:
         change = Change(kind, float(factor), int(rank) if rank else -1)
     except ValueError:
-        raise UserError(f"--what-if '{text}' needs a number after '=', e.g. {kind}=" + _example(kind)) from None
+        example = {"slow-rank": "3:0.7", "fewer-nodes": "1"}.get(kind, "0.5")
+        raise UserError(f"--what-if '{text}' needs a number after '=', e.g. {kind}={example}") from None
     if kind == "slow-rank" and change.rank < 0:
         raise UserError(f"--what-if '{text}' must name the pipeline rank, e.g. slow-rank=3:0.7")
     if kind == "fewer-nodes":
@@ -68,10 +68,6 @@ def parse_change(text: str) -> Change:
     elif not 0 < change.factor <= 1:
         raise UserError(f"--what-if '{text}': the share of the speed that is left lies above 0 and is at most 1")
     return change
-
-
-def _example(kind: str) -> str:
-    return {"slow-rank": "3:0.7", "fewer-nodes": "1"}.get(kind, "0.5")
 
 
 def step_of(job: Job, cluster: Cluster, changes: Sequence[Change] = ()) -> SimulatedStep:
@@ -96,8 +92,7 @@ def step_of(job: Job, cluster: Cluster, changes: Sequence[Change] = ()) -> Simul
 
 
 def without_nodes(job: Job, nodes: int) -> Job:
-    """Returns the same layout on fewer nodes: it has fewer replicas, and the batch is rounded down to a multiple that
-    they can share."""
+    """Returns the same layout on fewer nodes: fewer replicas share a batch that is rounded down to their multiple."""
     c, node = job.config, job.node_size
     unit = c.layout.tp * c.layout.pp * c.layout.cp
     world = (job.world - nodes * node) // unit * unit
@@ -107,10 +102,8 @@ def without_nodes(job: Job, nodes: int) -> Job:
             "take away fewer"
         )
     samples = world // unit * c.train.micro_batch
-    fewer = replace(
-        job.replaced(train={"global_batch": job.global_batch // samples * samples}, layout={"node_size": node}),
-        world=world,
-    )  # fmt: skip
+    batch = job.global_batch // samples * samples
+    fewer = replace(job.replaced(train={"global_batch": batch}, layout={"node_size": node}), world=world)
     try:
         assert fewer.layout.world == world
     except UserError as error:
@@ -127,9 +120,8 @@ def step_spans(step: SimulatedStep) -> list[Span]:
     spans = list(spans_of(step.timeline))
     end = step.timeline.makespan
     axes = step.cost.axes
-    later = [(REDUCED, axes["dp"].exposed)] if "dp" in axes else []
-    if step.cost.job.sharding[0] >= 2:
-        later = []  # from stage 2 on, every micro-batch includes its reduction
+    after = "dp" in axes and step.cost.job.sharding[0] < 2  # from stage 2 on, every micro-batch includes its reduction
+    later = [(REDUCED, axes["dp"].exposed)] if after else []
     later += [("tied embedding", axes["embedding"].exposed)] if "embedding" in axes else []
     later.append((UPDATED, step.cost.optimizer_s))
     for rank in range(step.cost.job.layout.pp):

@@ -8,17 +8,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.errors import UserError, either, nearest
 from meshwright.schedule.simulate import simulate
-from meshwright.schedule.table import (
-    MEANING,
-    RECEIVE_IN,
-    SEND_IN,
-    SENDS,
-    WEIGHT,
-    Action,
-    Op,
-    Placement,
-    Table,
-)
+from meshwright.schedule.table import MEANING, RECEIVE_IN, SEND_IN, SENDS, WEIGHT, Action, Op, Placement, Table
 
 LARGEST_TABLE = 2**21  # stages x micro-batches of a table; a larger one would fill gigabytes
 
@@ -33,17 +23,14 @@ Order = Callable[[int, int, int, int], list[Action]]  # of one rank's computes: 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of schedule, and all that anybody has to know of it.
-
-    `order(pp, micro_batches, chunks, rank)` lists what a rank computes; `placement(pp, chunks)` gives the (rank, chunk)
-    of each stage, a rank's chunks numbered in the order of their stages; `chunks` are the numbers of chunks per rank
-    that it can run (empty: any). `in_flight(pp, micro_batches, chunks, rank)` is, where there is a closed formula, the
-    number of chunk activations that a rank holds at most; without one they are counted in the table.
-    """
+    """One kind of schedule, and all that anybody has to know of it. `placement(pp, chunks)` gives the (rank, chunk) of
+    each stage, a rank's chunks numbered in the order of their stages. `in_flight(pp, micro_batches, chunks, rank)` is,
+    where there is a closed formula, the number of chunk activations that a rank holds at most; without one they are
+    counted in the table."""
 
     order: Order
     placement: Callable[[int, int], Placement] = looped
-    chunks: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()  # the numbers of chunks per rank that it can run (empty: any)
     trains: bool = True
     in_flight: Callable[[int, int, int, int], int] | None = None
 
@@ -52,10 +39,8 @@ class Kind:
 
 
 def gpipe(pp: int, micro_batches: int, chunks: int, rank: int) -> list[Action]:
-    """All forwards, then all backwards: simple, and every micro-batch's activations are alive at once.
-
-    Backwards run in the forwards' order, so that gradients add up in the same order under every kind.
-    """
+    """All forwards, then all backwards: simple, and every micro-batch's activations are alive at once. Backwards run in
+    the forwards' order, so that gradients add up in the same order under every kind."""
     return [Action(op, i, 0) for op in (Op.FORWARD, Op.BACKWARD) for i in range(micro_batches)]
 
 
@@ -68,13 +53,10 @@ def one_forward_one_backward(pp: int, micro_batches: int, chunks: int, rank: int
 
 
 def interleaved(pp: int, micro_batches: int, chunks: int, rank: int) -> list[Action]:
-    """Interleaved 1F1B: each rank holds `chunks` thin stages and takes micro-batches through them in groups
-    of pp, which cuts the bubble by `chunks`.
-
-    When the first group is not full it is planned as if it were, and the micro-batches that don't exist are
-    struck out: dependencies never cross micro-batches, so what remains is as sound as the full order and
-    needs no more memory. (Larger groups would have a smaller bubble then, and more activations alive.)
-    """
+    """Interleaved 1F1B: each rank holds `chunks` thin stages and takes micro-batches through them in groups of pp:
+    the bubble is smaller by `chunks`. When the first group is not full it is planned as if it were, and micro-batches
+    that don't exist are struck out: dependencies never cross micro-batches, so what remains is as sound as the full
+    order and needs no more memory. (Larger groups would have a smaller bubble then, and more activations alive.)"""
     if chunks == 1:
         return one_forward_one_backward(pp, micro_batches, chunks, rank)
     order = _rounds(pp, micro_batches, chunks)
@@ -86,8 +68,7 @@ def interleaved(pp: int, micro_batches: int, chunks: int, rank: int) -> list[Act
 
 def forward_only(pp: int, micro_batches: int, chunks: int, rank: int) -> list[Action]:
     """Validation: every micro-batch once through the pipeline."""
-    order = _rounds(pp, micro_batches, chunks)
-    return [Action(Op.FORWARD, i, chunk) for i, chunk in order if i >= 0]
+    return [Action(Op.FORWARD, i, chunk) for i, chunk in _rounds(pp, micro_batches, chunks) if i >= 0]
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
@@ -99,17 +80,11 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
 
 
 def _rounds(pp: int, micro_batches: int, chunks: int) -> list[tuple[int, int]]:
-    """(micro-batch, chunk) in groups of pp micro-batches, each group through all chunks.
-
-    All groups are full: numbers below 0 fill up the first when pp does not divide the micro-batches.
-    """
+    """(micro-batch, chunk) in groups of pp micro-batches, each group through all chunks. All groups are full: numbers
+    below 0 fill up the first when pp does not divide the micro-batches."""
     missing = -micro_batches % pp
-    return [
-        (first + i, chunk)
-        for first in range(-missing, micro_batches, pp)
-        for chunk in range(chunks)
-        for i in range(pp)
-    ]
+    firsts = range(-missing, micro_batches, pp)
+    return [(first + i, chunk) for first in firsts for chunk in range(chunks) for i in range(pp)]
 
 
 def _few_in_flight(pp: int, micro_batches: int, chunks: int, rank: int) -> int:
@@ -188,8 +163,7 @@ def build(
     training has them, and forwards alone."""
     _check(kind, pp, micro_batches, chunks)
     name = "forward_only" if validation else kind
-    orders = (KINDS[name].order(pp, micro_batches, chunks, rank) for rank in range(pp))
-    ranks = tuple(tuple(order) for order in orders)
+    ranks = tuple(tuple(KINDS[name].order(pp, micro_batches, chunks, rank)) for rank in range(pp))
     table = Table(name, pp, micro_batches, chunks, ranks, placement_of(kind, pp, chunks))
     return with_shares(with_transfers(table), zero_stage)
 
@@ -220,20 +194,17 @@ def with_shares(table: Table, zero_stage: int) -> Table:
 def with_transfers(table: Table) -> Table:
     """A table of computes with the sends and receives between ranks added.
 
-    The computes of all ranks are put in one global order, that in which they end when a backward takes twice
-    a forward, and each transfer happens at once after the compute that feeds it. Every rank's list is its
-    part of that one order, so no set of ranks can wait in a circle even if every send blocks until its
-    receive is reached, and any two ranks list their common transfers alike, in both directions taken
-    together. A send directly follows its compute; a receive stands before whatever the receiver is computing
-    when the tensor comes, so that posting it there, without waiting, never holds the sender up.
+    The computes of all ranks are put in one global order, that in which they end when a backward takes twice a forward,
+    and each transfer happens at once after the compute that feeds it. Every rank's list is its part of that one order,
+    so no set of ranks can wait in a circle even if every send blocks until its receive is reached, and any two ranks
+    list their common transfers alike, in both directions taken together. A send directly follows its compute; a receive
+    stands before whatever the receiver is computing when the tensor comes, so that posting it there, without waiting,
+    never holds the sender up.
     """
     simulation = simulate(table, forward=1.0 * table.chunks, backward=2.0 * table.chunks)
-    ended = sorted(
-        ((timed.end, rank, timed.action) for rank, row in enumerate(simulation.ranks) for timed in row),
-        key=lambda item: item[:2],
-    )
+    ended = [(timed.end, rank, timed.action) for rank, row in enumerate(simulation.ranks) for timed in row]
     ranks: list[list[Action]] = [[] for _ in range(table.pp)]
-    for _, rank, action in ended:
+    for _, rank, action in sorted(ended, key=lambda item: item[:2]):
         ranks[rank].append(action)
         direction = MEANING[action.op].direction
         taker = table.beside(direction, rank, action.chunk)

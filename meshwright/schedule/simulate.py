@@ -1,8 +1,8 @@
 """The timeline of a schedule table: makespan, bubble and peak activations, without running anything.
 
-Model: a rank computes one action at a time, in the order of its list. A result leaves the moment it is
-produced, travels `send` long while both ends go on computing, and is waited for only by the compute that
-takes it in. So only the computes' order matters here; where the list posts its receives does not.
+Model: a rank computes one action at a time, in the order of its list. A result leaves the moment it is produced,
+travels `send` long while both ends go on computing, and is waited for only by the compute that takes it in. So only the
+order of the computes matters here.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from meshwright.errors import UserError
 from meshwright.schedule.table import MEANING, RECEIVES, SENDS, SHARDING, Action, Op, Table, most_held
 
 Duration = float | Callable[[int, int], float]
-Work = tuple[Op, int, int, int]  # a compute: op, micro-batch, rank, chunk
+Times = dict[tuple[Op, int, int, int], tuple[float, float]]  # start and end by op, micro-batch, rank, chunk
 Result = tuple[int, int, int, int]  # what a compute waits for or passes on: direction, micro-batch, rank, chunk
 
 
@@ -41,17 +42,13 @@ class Simulation:
     ranks: tuple[tuple[Timed, ...], ...]
 
 
-def simulate(
-    table: Table, forward: Duration = 1.0, backward: Duration = 2.0, send: float = 0.0
-) -> Simulation:
-    """Time a table. A number for `forward` or `backward` is the time of a rank's whole share of one
-    micro-batch, so that a chunk takes 1/chunks of it; a function gives the time of one (rank, chunk). A compute that
-    is a part of its phase takes its share of that."""
+def simulate(table: Table, forward: Duration = 1.0, backward: Duration = 2.0, send: float = 0.0) -> Simulation:
+    """Time a table. A number for `forward` or `backward` is the time of a rank's whole share of one micro-batch, so
+    that a chunk takes 1/chunks of it; a function gives that of one (rank, chunk). Parts of a phase take their share."""
     _check_time("send", send)
     phases = {name: _durations(table, name, given) for name, given in (("forward", forward), ("backward", backward))}
     durations = {
-        op: [[MEANING[op].share * value for value in row] for row in phases[MEANING[op].phase]]
-        for op in table.computes
+        op: [[MEANING[op].share * value for value in row] for row in phases[MEANING[op].phase]] for op in table.computes
     }
     times, arrived = _run(table, durations, send)
     makespan = max(end for _, end in times.values())
@@ -61,17 +58,13 @@ def simulate(
         math.fsum(durations[a.op][rank][a.chunk] for a in actions if a.op in durations)
         for rank, actions in enumerate(table.ranks)
     )
-    return Simulation(
-        table=table,
-        makespan=makespan,
-        bubble=max(0.0, 1.0 - math.fsum(busy) / (table.pp * makespan)) if makespan else 0.0,
-        busy=busy,
-        peak_activations=tuple((most_held(actions) if table.trains else 1) / table.chunks for actions in table.ranks),
-        ranks=tuple(
-            tuple(_timed(table, rank, action, times, arrived, send) for action in actions if action.op not in SHARDING)
-            for rank, actions in enumerate(table.ranks)
-        ),
+    bubble = max(0.0, 1.0 - math.fsum(busy) / (table.pp * makespan)) if makespan else 0.0
+    peaks = tuple((most_held(actions) if table.trains else 1) / table.chunks for actions in table.ranks)
+    ranks = tuple(
+        tuple(_timed(table, rank, action, times, arrived, send) for action in actions if action.op not in SHARDING)
+        for rank, actions in enumerate(table.ranks)
     )
+    return Simulation(table, makespan, bubble, busy, peaks, ranks)
 
 
 def _check_time(name: str, value: float) -> None:
@@ -85,21 +78,16 @@ def _durations(table: Table, name: str, given: Duration) -> list[list[float]]:
         _check_time(name, given)
         return [[given / table.chunks] * table.chunks for _ in range(table.pp)]
     durations = [[given(rank, chunk) for chunk in range(table.chunks)] for rank in range(table.pp)]
-    for row in durations:
-        for value in row:
-            _check_time(name, value)
+    for value in chain.from_iterable(durations):
+        _check_time(name, value)
     return durations
 
 
-def _run(
-    table: Table, durations: dict[Op, list[list[float]]], send: float
-) -> tuple[dict[Work, tuple[float, float]], dict[Result, float]]:
-    """Start and end of every compute, and when each result that goes on arrived where it is needed.
-
-    Every rank runs until it lacks an input and is taken up again when that arrives: one visit per action.
-    """
+def _run(table: Table, durations: dict[Op, list[list[float]]], send: float) -> tuple[Times, dict[Result, float]]:
+    """Start and end of every compute, and when each result that goes on arrived where it is needed. Every rank runs
+    until it lacks an input and is taken up again when that arrives: one visit per action."""
     computes = [[action for action in actions if action.op in durations] for actions in table.ranks]
-    times: dict[Work, tuple[float, float]] = {}
+    times: Times = {}
     arrived: dict[Result, float] = {}
     waiting: dict[Result, int] = {}
     position, clock = [0] * table.pp, [0.0] * table.pp
@@ -130,14 +118,7 @@ def _run(
     return times, arrived
 
 
-def _timed(
-    table: Table,
-    rank: int,
-    action: Action,
-    times: dict[Work, tuple[float, float]],
-    arrived: dict[Result, float],
-    send: float,
-) -> Timed:
+def _timed(table: Table, rank: int, action: Action, times: Times, arrived: dict[Result, float], send: float) -> Timed:
     direction = SENDS.get(action.op) or RECEIVES.get(action.op)
     if direction is None:
         return Timed(action, *times[action.op, action.micro_batch, rank, action.chunk])

@@ -1,15 +1,15 @@
-"""A pipeline schedule as plain data: for every pipeline rank, the list of actions it takes, in order.
-
-Generators write these tables, and the executor, the verifier, the simulator and the drawing all read the
-same one; none of them knows a schedule by its name, and what an operation means stands in `MEANING`.
-"""
+"""A pipeline schedule as plain data: for every pipeline rank, the list of actions it takes, in order. Generators write
+these tables, and the executor, the verifier, the simulator and the drawing read them; none of these knows a schedule by
+its name, and what an operation means stands in `MEANING`."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 
@@ -33,22 +33,17 @@ class Op(StrEnum):
 
 
 class Compute(NamedTuple):
-    """What a compute means for one micro-batch and chunk.
-
-    `needs`, `produces` and `releases` name what the chunk holds: its activations and the two halves of its gradient.
-    `direction` says where the result goes: 1 to the next stage (which needs it for its own compute of that direction),
-    -1 to the stage before, 0 nowhere. `phase` is the part of a step that it counts as, `share` its part of that
-    phase's time, and `uses_weights` says whether the chunk's weights must be there.
-    """
+    """What a compute means for one micro-batch and chunk. `needs`, `produces` and `releases` name what the chunk holds:
+    its activations and the two halves of its gradient."""
 
     letter: str
-    phase: Literal["forward", "backward"]
-    direction: int
+    phase: Literal["forward", "backward"]  # the part of a step that it counts as
+    direction: int  # of its result: 1 to the next stage, for the same direction's compute there, -1 back, 0 nowhere
     needs: tuple[str, ...]
     produces: tuple[str, ...]
     releases: tuple[str, ...]
-    share: float = 1.0
-    uses_weights: bool = True
+    share: float = 1.0  # of the phase's time
+    uses_weights: bool = True  # the chunk's weights must be there
 
 
 ACTIVATIONS, INPUT, WEIGHT = "activations", "input gradient", "weight gradient"
@@ -75,11 +70,8 @@ SHARDING = (Op.GATHER, Op.FREE, Op.REDUCE)
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One line of a rank's list.
-
-    `chunk` is always this rank's own: on a send the chunk that produced the tensor, on a receive the chunk
-    that will consume it. `peer` is the pipeline rank of the other end of a transfer, None for a compute.
-    """
+    """One line of a rank's list. `chunk` is always this rank's own: on a send the chunk that produced the tensor, on a
+    receive the one that will consume it. `peer` is the rank of a transfer's other end, None for a compute."""
 
     op: Op
     micro_batch: int
@@ -101,9 +93,8 @@ Placement = tuple[Place, ...]
 class Table:
     """A whole schedule: `ranks[r]` is the ordered list of pipeline rank r.
 
-    The model is cut into `pp * chunks` consecutive stages; `placement[stage]` is the (rank, chunk) that holds
-    it, and a rank numbers its chunks in the order of their stages. Neighbouring stages on one rank hand over locally:
-    there are no transfers between them.
+    The model is cut into `pp * chunks` consecutive stages; `placement[stage]` is the (rank, chunk) that holds it, and a
+    rank numbers its chunks in the order of their stages. Between neighbouring stages on one rank nothing is sent.
     """
 
     kind: str
@@ -112,10 +103,6 @@ class Table:
     chunks: int
     ranks: tuple[tuple[Action, ...], ...]
     placement: Placement
-
-    @property
-    def stages(self) -> int:
-        return self.pp * self.chunks
 
     @cached_property
     def computes(self) -> tuple[Op, ...]:
@@ -128,30 +115,20 @@ class Table:
         """Whether gradients are computed, so that activations are held until they are released."""
         return any(WEIGHT in MEANING[op].produces for op in self.computes)
 
-    @cached_property
-    def _stage_of(self) -> dict[Place, int]:
-        return {place: stage for stage, place in enumerate(self.placement)}
-
     def stage(self, rank: int, chunk: int) -> int:
         """The position in the pipeline of a rank's chunk, 0 at the embedding."""
-        return self._stage_of[rank, chunk]
-
-    def place(self, stage: int) -> Place:
-        """The (rank, chunk) that holds a stage."""
-        return self.placement[stage]
+        return self.placement.index((rank, chunk))
 
     def beside(self, step: int, rank: int, chunk: int) -> Place | None:
-        """The (rank, chunk) `step` stages further on (1) or back (-1); None beyond the ends, and where a result goes
-        nowhere (0)."""
+        """The (rank, chunk) `step` stages further on (1) or back (-1); None beyond the ends and for a step of 0."""
         return self._beside[step, rank, chunk]
 
     @cached_property
     def _beside(self) -> dict[tuple[int, int, int], Place | None]:
-        padded = (None, *self.placement, None)
+        ahead, behind = (*self.placement[1:], None), (None, *self.placement[:-1])
         found: dict[tuple[int, int, int], Place | None] = {}
-        for stage, (rank, chunk) in enumerate(self.placement):
-            found |= {(step, rank, chunk): padded[1 + stage + step] for step in (1, -1)}
-            found[0, rank, chunk] = None
+        for place, after, before in zip(self.placement, ahead, behind, strict=True):
+            found |= {(1, *place): after, (-1, *place): before, (0, *place): None}
         return found
 
 
@@ -163,17 +140,11 @@ def held(op: Op) -> int:
 
 def most_held(actions: Iterable[Action]) -> int:
     """The most activations, of one chunk and micro-batch each, that a rank holds at once in a training step."""
-    alive = most = 0
-    for action in actions:
-        alive += held(action.op)
-        most = max(most, alive)
-    return most
+    return max(accumulate((held(action.op) for action in actions), initial=0))
 
 
 def action_counts(actions: Iterable[Action]) -> dict[str, int]:
     """How many actions of each kind, and `in_flight`: the most activations that were held at once."""
     actions = tuple(actions)
-    counts: dict[str, int] = {}
-    for action in actions:
-        counts[action.op.value] = counts.get(action.op.value, 0) + 1
+    counts = Counter(action.op.value for action in actions)
     return dict(sorted(counts.items())) | {"in_flight": most_held(actions)}

@@ -1,13 +1,12 @@
-"""Proof that a schedule table is complete and cannot deadlock; it trusts no generator.
-
-Everything a table must satisfy is checked from its lists alone, and a fault names the rank and the action. The time it
-takes grows with the number of actions: about a second for 200,000 of them.
-"""
+"""Proof that a schedule table is complete and cannot deadlock, from its lists alone: it trusts no generator. A fault
+names the rank and the action. The time grows with the number of actions: about a second for 200,000 of them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 
 from meshwright.schedule.kinds import build
 from meshwright.schedule.table import (
@@ -76,16 +75,14 @@ def _check_placement(table: Table) -> None:
             raise AssertionError(f"rank {rank} does not number its chunks in the order of their stages")
 
 
+@dataclass(slots=True)
 class _Progress:
     """What one rank has done of one micro-batch and chunk."""
 
-    __slots__ = ("had", "sent", "received", "held")
-
-    def __init__(self) -> None:
-        self.had: set[str] = set()  # everything that was produced
-        self.held: set[str] = set()  # and was not released
-        self.sent: set[int] = set()
-        self.received: set[int] = set()
+    had: set[str] = field(default_factory=set)  # everything that was produced
+    held: set[str] = field(default_factory=set)  # and was not released
+    sent: set[int] = field(default_factory=set)
+    received: set[int] = field(default_factory=set)
 
 
 def _check_rank(table: Table, rank: int) -> None:
@@ -102,9 +99,8 @@ def _check_rank(table: Table, rank: int) -> None:
         else:
             _check_transfer(table, rank, action, here)
     whole = {ACTIVATIONS, INPUT, WEIGHT} if table.trains else {ACTIVATIONS}
-    for micro_batch in range(table.micro_batches):
-        for chunk in range(table.chunks):
-            _check_end(table, rank, (micro_batch, chunk), done[micro_batch, chunk], whole)
+    for key in product(range(table.micro_batches), range(table.chunks)):
+        _check_end(table, rank, key, done[key], whole)
 
 
 def _check_compute(
@@ -117,11 +113,9 @@ def _check_compute(
         if need not in here.held:
             raise AssertionError(f"rank {rank}: {action} comes without the {need} before it")
     giver = table.beside(-meaning.direction, rank, action.chunk)
-    if giver is not None and giver[0] != rank:
-        if meaning.direction not in here.received:
-            need_op = RECEIVE_IN[meaning.direction]
-            raise AssertionError(f"rank {rank}: {action} comes without {need_op.value} before it")
-    elif giver is not None and not _went(meaning.direction, done[action.micro_batch, giver[1]]):
+    if giver is not None and giver[0] != rank and meaning.direction not in here.received:
+        raise AssertionError(f"rank {rank}: {action} comes without {RECEIVE_IN[meaning.direction].value} before it")
+    if giver is not None and giver[0] == rank and not _went(meaning.direction, done[action.micro_batch, giver[1]]):
         raise AssertionError(f"rank {rank}: {action} comes without the result of chunk {giver[1]} before it")
     here.had.update(meaning.produces)
     here.held.update(meaning.produces)
@@ -157,21 +151,18 @@ def _check_end(table: Table, rank: int, key: tuple[int, int], here: _Progress, w
     for direction in (1, -1) if table.trains else (1,):
         taker = table.beside(direction, rank, chunk)
         if taker is not None and taker[0] != rank and direction not in here.sent:
-            missing_send = Action(SEND_IN[direction], micro_batch, chunk, taker[0])
-            raise AssertionError(f"rank {rank}: {missing_send} is missing")
+            raise AssertionError(f"rank {rank}: {Action(SEND_IN[direction], micro_batch, chunk, taker[0])} is missing")
 
 
 def _check_shares(table: Table, rank: int) -> None:
     """Where weights are gathered, every compute that uses them stands between its own gather and free; where gradients
     are reduced each time, every compute that completes them is followed by its reduce before the next one."""
     actions = table.ranks[rank]
-    gathers = any(action.op in (Op.GATHER, Op.FREE) for action in actions)
-    for op, around in ((Op.GATHER, -1), (Op.FREE, 1)):
-        if gathers:
-            for i, action in enumerate(actions):
-                beside = actions[i + around] if 0 <= i + around < len(actions) else None
-                uses = action.op in MEANING and MEANING[action.op].uses_weights
-                if uses and beside != Action(op, action.micro_batch, action.chunk):
+    if any(action.op in (Op.GATHER, Op.FREE) for action in actions):
+        for i, action in enumerate(actions):
+            uses = action.op in MEANING and MEANING[action.op].uses_weights
+            for op, at in ((Op.GATHER, i - 1), (Op.FREE, i + 1)):
+                if uses and actions[at : at + 1] != (Action(op, action.micro_batch, action.chunk),):
                     raise AssertionError(f"rank {rank}: {action} comes without its {op.value}")
     reduces = [(a.micro_batch, a.chunk) for a in actions if a.op is Op.REDUCE]
     completed = [(a.micro_batch, a.chunk) for a in actions if a.op in MEANING and WEIGHT in MEANING[a.op].produces]
@@ -196,9 +187,7 @@ def _check_pairs(table: Table) -> None:
             if action.peer is not None:
                 common[rank, action.peer].append(action)
     for (rank, peer), mine in common.items():
-        if rank > peer:
-            continue
-        for ours, theirs in zip(mine, common[peer, rank], strict=True):
+        for ours, theirs in zip(mine, common[peer, rank], strict=True) if rank < peer else ():
             if _tensor(table, rank, ours) != _tensor(table, peer, theirs):
                 raise AssertionError(
                     f"rank {rank}: {ours} meets rank {peer}: {theirs}: "

@@ -15,9 +15,9 @@ from meshwright.cli.dryrun import compare
 from meshwright.cli.main import main
 from meshwright.config.sections import Config
 from meshwright.device import Device
-from meshwright.dryrun.absent_ranks import fake_world
 from meshwright.dryrun.meta_mode import MetaMode, SavedBytes
 from meshwright.dryrun.run_rank import RankRun, make_rank, run_rank, state_bytes
+from meshwright.dryrun.stand_ins import fake_world
 from meshwright.parts.gpt import OutputLayerPart
 from meshwright.plan import communication
 from meshwright.plan.job import checked_job

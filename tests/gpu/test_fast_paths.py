@@ -11,7 +11,7 @@ import torch
 
 from meshwright.config.sections import Config, OptimizerConfig
 from meshwright.device import Device
-from meshwright.dryrun.absent_ranks import fake_world, stand_in
+from meshwright.dryrun.stand_ins import fake_world, stand_in
 from meshwright.kernels import kernels_take
 from meshwright.nn import fused
 from meshwright.plan.communication import Line, Traffic, predict_rank

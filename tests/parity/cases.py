@@ -353,11 +353,19 @@ _QUICK_LABELS = (
     "rank-without-vocabulary", "kv-copies-with-bias", "split-ends-without-layers", "qk-norm", "qk-norm-over-all",
     "partial-rotary-parallel-residual", "alibi-embedding-norm",
 )  # fmt: skip
+_QUICK_EXPERTS = (
+    "dp2-tp1-pp1-1f1b-llama-tied-deepseek-ep2",  # ep across dp
+    "dp1-tp2-pp1-sp-1f1b-llama-tied-olmoe-ep2-etp1",  # ep across tp
+    "dp2-tp2-pp1-1f1b-llama-tied-olmoe-ep2-etp2-zero2",  # etp is tp, and every rank has all tokens
+    "dp2-tp1-pp2-1f1b-llama-tied-olmoe-ep2-etp1-zero3",
+    "dp1-tp2-pp2-sp-interleaved-llama-tied-mixtral-ep2-etp1",
+    "dp2-tp2-pp1-sp-1f1b-llama-tied-deepseek-ep2-etp1-full",  # ep across tp while dp holds copies; recomputation
+)
 
 
 def _quick() -> set[str]:
     """The named part of the matrix, and of each chosen label its first case of four ranks at most."""
-    names = set(_QUICK_MATRIX)
+    names = {*_QUICK_MATRIX, *_QUICK_EXPERTS}
     for label in _QUICK_LABELS:
         names.add(next(case.name for case in SPECIAL if case.label == label and case.world <= 4))
     names |= {case.name for case in SHARDED if case.label in _QUICK_SHARDED}

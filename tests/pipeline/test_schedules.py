@@ -77,11 +77,11 @@ def test_interleaved_with_one_chunk_is_1f1b(pp: int, micro_batches: int) -> None
 
 def test_stage_and_place_are_inverse_and_loop() -> None:
     table = build("interleaved", 4, 4, 3)
-    assert table.stages == 12
+    assert len(table.placement) == 12
     for rank in range(4):
         for chunk in range(3):
             assert table.stage(rank, chunk) == chunk * 4 + rank
-            assert table.place(table.stage(rank, chunk)) == (rank, chunk)
+            assert table.placement[table.stage(rank, chunk)] == (rank, chunk)
     assert table.beside(1, 3, 0) == (0, 1) and table.beside(-1, 0, 1) == (3, 0)
     assert table.beside(-1, 0, 0) is None is table.beside(1, 3, 2) and table.beside(0, 1, 1) is None
 

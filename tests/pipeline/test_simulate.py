@@ -92,7 +92,7 @@ def test_actions_are_timed_as_the_model_says() -> None:
             assert end - start == pytest.approx(0.5 if action.op is Op.FORWARD else 1.0)
             if action.op is Op.FORWARD and stage > 0:
                 assert start >= ends[Op.FORWARD, action.micro_batch, stage - 1] + 0.25 - 1e-12
-            if action.op is Op.BACKWARD and stage < table.stages - 1:
+            if action.op is Op.BACKWARD and stage < len(table.placement) - 1:
                 assert start >= ends[Op.BACKWARD, action.micro_batch, stage + 1] + 0.25 - 1e-12
 
 

@@ -147,7 +147,7 @@ def test_a_term_must_be_declared_and_counted_alike() -> None:
     with pytest.raises(UserError, match="loss_counts said .* for the term 'loss' and forward_step counted"):
         trainer_of(config_of(), two_terms, twice).step()
     with pytest.raises(UserError, match="returned a Tensor: return a dict"):
-        trainer_of(config_of(), lambda ctx, module, batch, received: module(batch), None).step()
+        trainer_of(config_of(), lambda ctx, module, batch, received: module(batch)[0], None).step()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -168,7 +168,7 @@ def test_a_term_that_nobody_counted_leaves_the_others_alone(tied: bool) -> None:
 
 def test_the_loss_of_a_model_with_a_fused_gradient_has_weight_one() -> None:
     def weighted(ctx: Any, module: Any, batch: Any, received: Any) -> StageOutput:
-        return StageOutput({}, [Term("loss", module(batch, None), batch["loss_mask"].sum(), 0.5)], {})
+        return StageOutput({}, [Term("loss", module(batch, None)[0], batch["loss_mask"].sum(), 0.5)], {})
 
     with pytest.raises(UserError, match="must have weight 1"):
         trainer_of(config_of(), weighted, None).step()
