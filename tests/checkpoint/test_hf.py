@@ -13,16 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import meshwright.checkpoint.format as fmt
 import meshwright.checkpoint.hf as hf
 from meshwright.checkpoint.hf import ORIGIN, export_folder, import_folder
+from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
 from meshwright.cli.main import main
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
+from meshwright.models.description import describe, layout_of
 from meshwright.models.hf import FAMILIES
 from meshwright.models.hf.family import model_section
-from tests.checkpoint.hf_models import EXPERTS, MODELS, logits, make, run_models, save
+from meshwright.parts.part import coordinate_of
+from tests.checkpoint.hf_models import EXPERTS, MODELS, logits, make, run_models, save, sections_of
 from tests.models.test_hf_families import SECTIONS
 from tests.support.oracle import load_into, make_trainer, small_config
 from tests.support.ranks import run_ranks
@@ -141,14 +145,30 @@ def test_models_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_blocks_of_a_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: dict[str, Any]) -> None:
     """Tensors cut at any row, also within a head: what bounded memory does to large ones."""
-    import meshwright.checkpoint.format as fmt
-
     monkeypatch.setattr(fmt, "BLOCK_BYTES", 700)
     for name in ("bloom", "gpt2", "qwen2", "mixtral", "deepseek-v3"):
         import_folder(made[name][0] / "hf", tmp_path / name)
         assert len(Reader(tmp_path / name).index.blocks) > 100
         export_folder(tmp_path / name, tmp_path / f"{name}-out")
         same_files(made[name][0] / "hf" / "model.safetensors", tmp_path / f"{name}-out" / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 4, "ep": 2}, {"tp": 2, "ep": 4, "etp": 1}], ids=str)
+def test_a_rank_s_part_of_experts_is_read_straight_from_the_folder(
+    name: str, layout: dict[str, int], made: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from the checkpoint; also a few rows of a matrix at a time."""
+    folder, reader = HFFolder(made[name][0] / "hf"), Reader(made[name][0] / "checkpoint")
+    config = small_config(**sections_of(str(made[name][0] / "checkpoint"), **layout))
+    for rank, block_bytes in ((3, 2**20), (6, 500)):
+        monkeypatch.setattr(fmt, "BLOCK_BYTES", block_bytes)
+        at = coordinate_of(layout_of(config, 8), rank, False)
+        for record in describe(config.model).records(at).values():
+            locals_ = [torch.zeros(record.local_shape) for _ in range(2)]
+            for source, local in zip((folder, reader), locals_, strict=True):
+                source.fill(f"param/{record.name}", record, local)
+            assert torch.equal(*locals_) and locals_[0].any(), record.name
 
 
 def test_layers_that_predict_further_tokens_are_left_out(

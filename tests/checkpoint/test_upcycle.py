@@ -36,12 +36,12 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]
 
 
 def test_copies_whose_weights_sum_to_one_compute_what_the_mlp_did(dense: Any, tmp_path: Path) -> None:
-    """Here, and after export in transformers; the routers are drawn from the seed."""
+    """However many are chosen; here, and after export in transformers. The routers are drawn from the seed."""
     folder, wanted = dense
     model = import_folder(folder / "llama2", tmp_path / "a", upcycle="count=4,top_k=4")
     assert (model.experts.count, model.experts.top_k, model.experts.ffn) == (4, 4, model.ffn)
-    import_folder(folder / "llama2", tmp_path / "b", upcycle="count=4,top_k=4,seed=9")
-    import_folder(folder / "llama2", tmp_path / "again", upcycle="count=4,top_k=4,seed=9")
+    import_folder(folder / "llama2", tmp_path / "b", upcycle="count=4,top_k=2,seed=9")
+    import_folder(folder / "llama2", tmp_path / "again", upcycle="count=4,top_k=2,seed=9")
     for found in run_models(0, 1, [str(tmp_path / "a"), str(tmp_path / "b")], IDS, {}):
         assert np.abs(found - wanted.numpy()).max() <= 1e-5
     a, b, again = (tensors(tmp_path / name) for name in ("a", "b", "again"))
