@@ -373,7 +373,6 @@ class Config:
     model: ModelConfig
     data: DataConfig
     layout: LayoutConfig = field(default_factory=LayoutConfig)
-    context: ContextConfig = field(default_factory=ContextConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
@@ -384,6 +383,7 @@ class Config:
     comm: CommConfig = field(default_factory=CommConfig)
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
