@@ -19,6 +19,7 @@ from meshwright.bench.models import job_of_bench, parameters, products
 from meshwright.bench.timing import copy_gb_s, draw, median_ms, times_ms
 from meshwright.config.sections import Config
 from meshwright.device import Device
+from meshwright.nn.grouped import grouped_product, grouped_weight_grad
 from meshwright.parts.part import Product
 
 OPTIMIZER_BYTES = 28  # fp32 master, gradient and two moments read; master and moments written
@@ -55,7 +56,7 @@ def measure(config: Config, device: Device, dtype: torch.dtype) -> Floor:
     rate = product_rate(device, dtype)
     elements = 1 << (30 if device.kind != "cpu" else 22)
     speed = copy_gb_s(device, elements, lambda copy: median_ms(device, copy) / 1e3)
-    multiplied = product_calls(products(config), config.train.micro_batch * config.model.seq, device, dtype)
+    multiplied = product_calls(products(config), device, dtype)
     layers = sum(len(stage.layers) for stage in job_of_bench(config).chunks[0])
     attended = [(layers, attention_call(config, device, dtype))]
     optimizer = parameters(config) * OPTIMIZER_BYTES / speed / 1e6
@@ -73,13 +74,23 @@ def product_rate(device: Device, dtype: torch.dtype) -> float:
     return 2 * side**3 / median_ms(device, lambda: a @ b) / 1e9
 
 
-def product_calls(wanted: list[Product], tokens: int, device: Device, dtype: torch.dtype) -> Calls:
-    """Returns all products of a micro-batch, each with both gradients."""
+def product_calls(wanted: list[Product], device: Device, dtype: torch.dtype) -> Calls:
+    """Returns all products of a micro-batch, each with both gradients. Rows of experts are divided evenly."""
     calls: Calls = []
     for p in wanted:
-        x, y, w = (draw(device, dtype, *shape) for shape in ((tokens, p.k), (tokens, p.n), (p.n, p.k)))
-        three = (lambda x=x, w=w: x @ w.t(), lambda y=y, w=w: y @ w, lambda x=x, y=y: y.t() @ x)
-        calls += [(p.count, call) for call in three]
+        x, y = draw(device, dtype, p.m, p.k), draw(device, dtype, p.m, p.n)
+        if p.groups == 1:
+            w = draw(device, dtype, p.n, p.k)
+            three = (lambda x=x, w=w: x @ w.t(), lambda y=y, w=w: y @ w, lambda x=x, y=y: y.t() @ x)
+            calls += [(p.count, call) for call in three]
+            continue
+        w = draw(device, dtype, p.groups, p.n, p.k)
+        ends = (torch.arange(1, p.groups + 1, device=device.torch) * p.m // p.groups).to(torch.int32)
+        calls += [
+            (p.count, partial(grouped_product, x, w, ends)),
+            (p.count, partial(grouped_product, y, w, ends, transposed=True)),
+            (p.count, partial(grouped_weight_grad, y, x, ends)),
+        ]
     return calls
 
 

@@ -18,6 +18,22 @@ BENCH_MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 384, "vocab": 1024, "seq": 128},
     "1b": {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "ffn": 8192, "vocab": 128256, "seq": 4096},
     "3b": {"layers": 28, "hidden": 3072, "heads": 24, "kv_heads": 8, "ffn": 8192, "vocab": 128256, "seq": 4096},
+    "qwen3-30b-a3b-6l": {
+        "layers": 6, "hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "ffn": 6144, "vocab": 151936,
+        "seq": 4096, "qk_norm": True, "rope_theta": 1e6, "experts": {"count": 128, "top_k": 8, "ffn": 768},
+    },
+    "olmoe-7b-6l": {
+        "layers": 6, "hidden": 2048, "heads": 16, "ffn": 1024, "vocab": 50304, "seq": 4096, "qk_norm": True,
+        "experts": {"count": 64, "top_k": 8, "ffn": 1024, "normalise": False},
+    },
+    "mixtral-8x7b-2l": {
+        "layers": 2, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000, "seq": 4096,
+        "rope_theta": 1e6, "experts": {"count": 8, "top_k": 2},
+    },
+    "tiny-experts": {
+        "layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 384, "vocab": 1024, "seq": 128,
+        "experts": {"count": 8, "top_k": 2, "ffn": 128},
+    },
     "8b-8l": {"layers": 8, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256, "seq": 4096},
 }
 MICRO_BATCH = 4

@@ -72,7 +72,7 @@ def prepare(args: argparse.Namespace, world: int, local_world: int) -> None:
     if not 0 < args.seconds <= 60:
         raise UserError(f"--seconds {args.seconds} must be above 0 and at most 60")
     node_size = args.node_size if args.node_size is not None else local_world
-    layout = Layout(world, args.tp, args.pp, args.cp, args.ep, args.order, node_size)
+    layout = Layout(world, args.tp, args.pp, args.cp, args.ep, args.order, node_size, etp=args.etp)
     if world % node_size:
         raise UserError(f"--node-size {node_size} does not divide {world} ranks: nodes must be alike")
     memory = host_bytes() // local_world

@@ -26,12 +26,13 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default 1)")
     parser.add_argument("--cp", type=int, default=1, metavar="N", help="context-parallel size (default 1)")
     parser.add_argument("--ep", type=int, default=1, metavar="N", help="expert-parallel size (default 1)")
+    parser.add_argument("--etp", type=int, default=0, metavar="N", help="tensor parallelism of experts (default: tp)")
     parser.add_argument("--order", default=Layout.order, help="the axes, fastest-varying first (default %(default)s)")
     parser.add_argument("--node-size", type=int, metavar="N", help="ranks on a node: shows what crosses")
 
 
 def run(args: argparse.Namespace) -> None:
-    layout = Layout(args.world, args.tp, args.pp, args.cp, args.ep, args.order, args.node_size)
+    layout = Layout(args.world, args.tp, args.pp, args.cp, args.ep, args.order, args.node_size, etp=args.etp)
     if not layout.views_agree:
         print(
             f"note: order {layout.order} gives ranks another tp or pp position among the experts than in the "

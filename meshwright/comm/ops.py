@@ -119,6 +119,85 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather(grad, ctx.group, ctx.size), None, None
 
 
+class _CopyTo(torch.autograd.Function):
+    """The same tensor on every rank, each of which uses it in its own way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        all_reduce_(total, ctx.group, "sum")
+        return total, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    """The rows of all ranks, which each rank uses in its own way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, size: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        out: Tensor = all_gather(x, group, size)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(grad, ctx.group, ctx.size), None, None
+
+
+class _GatherRows(torch.autograd.Function):
+    """The rows of all ranks, which all ranks use alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, size: int, index: int) -> Tensor:
+        ctx.rows = slice(index * x.shape[0], (index + 1) * x.shape[0])
+        out: Tensor = all_gather(x, group, size)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad[ctx.rows].contiguous(), None, None, None
+
+
+class _SliceRows(torch.autograd.Function):
+    """This rank's rows of a tensor that all ranks hold."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, size: int, index: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        rows = x.shape[0] // size
+        return x[index * rows : (index + 1) * rows].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_gather(grad, ctx.group, ctx.size), None, None, None
+
+
+def copy_to(x: Tensor, group: Group) -> Tensor:
+    """Returns x, which all ranks hold and use in their own ways; backward sums the gradient over them."""
+    return x if group.alone else _CopyTo.apply(x, group.name)  # type: ignore[no-untyped-call]
+
+
+def gather_from(x: Tensor, group: Group) -> Tensor:
+    """Returns the rows of all ranks, which each uses in its own way; backward sums the gradient and scatters it."""
+    return x if group.alone else _GatherFrom.apply(x, group.name, group.size)  # type: ignore[no-untyped-call]
+
+
+def gather_rows(x: Tensor, group: Group) -> Tensor:
+    """Returns the rows of all ranks, which all use alike; backward takes this rank's rows and communicates nothing."""
+    place = (group.name, group.size, group.index)
+    return x if group.alone else _GatherRows.apply(x, *place)  # type: ignore[no-untyped-call]
+
+
+def slice_rows(x: Tensor, group: Group) -> Tensor:
+    """Returns this rank's rows of a tensor that all ranks hold; backward gathers the gradient's."""
+    place = (group.name, group.size, group.index)
+    return x if group.alone else _SliceRows.apply(x, *place)  # type: ignore[no-untyped-call]
+
+
 def reduce_from(x: Tensor, group: Group) -> Tensor:
     """Returns the sum of all ranks' tensors. All have the same gradient of it, so backward communicates nothing."""
     return x if group.alone else _ReduceFrom.apply(x, group.name)  # type: ignore[no-untyped-call]

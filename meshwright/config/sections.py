@@ -7,28 +7,21 @@ Every key has a default but the model's sizes and `data.prefixes`. A size of 0 m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from meshwright.config.blocks import ExpertsConfig, LatentConfig, not_negative, positive
 from meshwright.errors import UserError, divisors, either, nearest
 from meshwright.schedule.kinds import training_kinds
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 LONGEST_S = 365 * 24 * 3600.0
 FP8_UNIT = 16  # products in fp8 take multiples of this
-TRAINING_KEYS = {"preset", "dropout", "init_std"}  # of a model: how it is trained, not what it computes
-
-
-def _positive(section: str, values: object, *keys: str) -> None:
-    for key in keys:
-        if not getattr(values, key) > 0:
-            raise UserError(f"{section}.{key}={getattr(values, key)} must be greater than zero")
-
-
-def _not_negative(section: str, values: object, *keys: str) -> None:
-    for key in keys:
-        if not getattr(values, key) >= 0:
-            raise UserError(f"{section}.{key}={getattr(values, key)} must not be negative")
+# Of a model: how it is trained, not what it computes.
+TRAINING_KEYS = {
+    "preset", "dropout", "init_std", "experts.bias_balance", "experts.aux_loss", "experts.aux_level", "experts.z_loss",
+    "experts.capacity",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,42 +48,52 @@ class ModelConfig:
     rope_scaling: tuple[float, ...] = ()  # (factor,), or Llama 3.1's (factor, low, high, original length)
     bias: bool = True
     qkv_bias: bool = False  # with bias=false: on queries, keys and values alone
-    qk_norm: bool = False  # RMS norm of each head's queries and keys
+    qk_norm: bool = False  # RMS norm of queries and keys
+    qk_norm_over: Literal["head", "all"] = "head"  # over each head, or over all heads of a token (OLMoE)
     parallel_residual: bool = False  # attention and MLP both take the block's input
     embedding_norm: bool = False
     dropout: float = 0.0
     tied_embeddings: bool = True
     init_std: float = 0.02
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    latent: LatentConfig = field(default_factory=LatentConfig)
 
     def __post_init__(self) -> None:
-        _positive("model", self, "layers", "hidden", "heads", "vocab", "seq", "norm_eps", "rope_theta", "init_std")
-        _not_negative("model", self, "kv_heads", "head_dim", "ffn", "position_offset")
+        positive("model", self, "layers", "hidden", "heads", "vocab", "seq", "norm_eps", "rope_theta", "init_std")
+        not_negative("model", self, "kv_heads", "head_dim", "ffn", "position_offset")
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"model.dropout={self.dropout} must be at least 0 and below 1")
-        if not self.head_dim and self.hidden % self.heads:
+        if not self.head_dim and not self.latent.kv_rank and self.hidden % self.heads:
             raise UserError(
                 f"model.heads={self.heads} does not divide model.hidden={self.hidden}: "
                 "change one of them or give model.head_dim"
             )
         swiglu = -(-8 * self.hidden // 3 // 64) * 64
+        latent_dim = self.latent.nope_dim + self.latent.rope_dim if self.latent.kv_rank else 0
         derived = {
-            "kv_heads": self.kv_heads or self.heads,
-            "head_dim": self.head_dim or self.hidden // self.heads,
+            "kv_heads": self.heads if self.latent.kv_rank else self.kv_heads or self.heads,
+            "head_dim": latent_dim or self.head_dim or self.hidden // self.heads,
             "ffn": self.ffn or (swiglu if self.mlp == "swiglu" else 4 * self.hidden),
         }
         for key, value in derived.items():
             object.__setattr__(self, key, value)
+        if self.experts.count and not self.experts.ffn:
+            object.__setattr__(self, "experts", replace(self.experts, ffn=self.ffn))
         if self.heads % self.kv_heads:
             raise UserError(
                 f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}: "
                 f"try {either(divisors(self.heads))}"
             )
+        if self.qk_norm_over != "head" and not self.qk_norm:
+            raise UserError(f"model.qk_norm_over={self.qk_norm_over} needs model.qk_norm=true: set that")
+        if self.qk_norm and self.latent.kv_rank:
+            raise UserError("model.qk_norm has no effect with model.latent, which has norms of its own: leave it out")
         self._check_positions()
 
     @property
     def rotary_dim(self) -> int:
         """Elements of a head that rotary positions turn, in pairs."""
-        return int(self.head_dim * self.rotary_fraction)
+        return self.latent.rope_dim if self.latent.kv_rank else int(self.head_dim * self.rotary_fraction)
 
     def _check_positions(self) -> None:
         if not 0.0 < self.rotary_fraction <= 1.0:
@@ -103,6 +106,11 @@ class ModelConfig:
                 f"model.rotary_fraction={self.rotary_fraction} of head_dim={self.head_dim} is less than one pair: "
                 "raise it or use model.position=none"
             )
+        for key in ("bias", "qkv_bias", "qk_norm") if self.latent.kv_rank else ():
+            if getattr(self, key):
+                raise UserError(f"model.{key}=true has no effect on model.latent's attention: set model.{key}=false")
+        if self.latent.kv_rank and self.position != "rope":
+            raise UserError(f"model.latent needs model.position=rope, not {self.position}: change one of them")
         kinds = (("position_offset", "learned", 0), ("rope_scaling", "rope", ()), ("rotary_fraction", "rope", 1.0))
         for key, of, default in kinds:
             if self.position != of and getattr(self, key) != default:
@@ -127,14 +135,32 @@ class LayoutConfig:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    etp: int = 0  # tensor parallelism inside an expert; 0: tp
     order: str = "tp-cp-ep-dp-pp"
     sequence_parallel: bool = False
     chunks: int = 1
     node_size: int = 0  # 0: as many ranks as a node starts
 
     def __post_init__(self) -> None:
-        _positive("layout", self, "tp", "pp", "cp", "ep", "chunks")
-        _not_negative("layout", self, "node_size")
+        positive("layout", self, "tp", "pp", "cp", "ep", "chunks")
+        not_negative("layout", self, "node_size", "etp")
+
+
+@dataclass(frozen=True)
+class ContextConfig:
+    """How ranks that share sequences (layout.cp) attend to each other's tokens, and which tokens each holds."""
+
+    kind: Literal["auto", "gather", "ring", "ulysses", "hybrid"] = "auto"
+    inner: int = 0  # with kind=hybrid: ranks that exchange heads; the ring goes between groups of so many
+    order: Literal["zigzag", "striped", "contiguous", "documents"] = "zigzag"
+
+    def __post_init__(self) -> None:
+        not_negative("context", self, "inner")
+        if (self.kind == "hybrid") != (self.inner > 0):
+            raise UserError(
+                f"context.inner={self.inner} belongs to context.kind=hybrid, and kind is {self.kind}: give both, e.g. "
+                "context.kind=hybrid context.inner=2, or neither"
+            )
 
 
 @dataclass(frozen=True)
@@ -165,8 +191,8 @@ class TrainConfig:
     ramp: tuple[int, ...] = ()  # (first global batch, increment, samples over which it grows)
 
     def __post_init__(self) -> None:
-        _positive("train", self, "steps", "global_batch", "micro_batch")
-        _not_negative("train", self, "seed", "clip")
+        positive("train", self, "steps", "global_batch", "micro_batch")
+        not_negative("train", self, "seed", "clip")
         if self.ramp:
             if len(self.ramp) != 3 or min(self.ramp) <= 0:
                 raise UserError(
@@ -191,7 +217,7 @@ class OffloadConfig:
     buffer_mib: float = 64.0  # size of a piece; a few are held at a time
 
     def __post_init__(self) -> None:
-        _positive("zero.offload", self, "buffer_mib")
+        positive("zero.offload", self, "buffer_mib")
         if "disk" in (self.optimizer, self.params) and not self.path:
             raise UserError("zero.offload.path is empty: name a folder on a fast disk to offload to")
 
@@ -240,8 +266,8 @@ class OptimizerConfig:
     state_dtype: Literal["fp32", "bf16"] = "fp32"  # of the moments; updates are computed in fp32
 
     def __post_init__(self) -> None:
-        _positive("optimizer", self, "lr", "eps")
-        _not_negative("optimizer", self, "weight_decay")
+        positive("optimizer", self, "lr", "eps")
+        not_negative("optimizer", self, "weight_decay")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise UserError(f"optimizer.betas={list(self.betas)} must be two numbers in [0, 1), e.g. [0.9, 0.95]")
 
@@ -255,7 +281,7 @@ class LossScaleConfig:
     min: float = 1.0
 
     def __post_init__(self) -> None:
-        _positive("loss_scale", self, "initial", "window", "min")
+        positive("loss_scale", self, "initial", "window", "min")
         if self.min > self.initial:
             raise UserError(f"loss_scale.min={self.min} must not be above loss_scale.initial={self.initial}")
 
@@ -270,7 +296,7 @@ class LRConfig:
     min: float = 0.0
 
     def __post_init__(self) -> None:
-        _not_negative("lr", self, "warmup", "decay", "min")
+        not_negative("lr", self, "warmup", "decay", "min")
 
 
 @dataclass(frozen=True)
@@ -306,7 +332,7 @@ class CommConfig:
     bucket_mib: float = 25.0  # gradients are reduced in pieces of about this size
 
     def __post_init__(self) -> None:
-        _positive("comm", self, "timeout", "bucket_mib")
+        positive("comm", self, "timeout", "bucket_mib")
         if self.timeout > LONGEST_S:
             raise UserError(f"comm.timeout={self.timeout:g} is more than a year of seconds: lower it")
 
@@ -320,7 +346,7 @@ class CheckpointConfig:
     dir: str = ""  # empty: run.dir/checkpoints
 
     def __post_init__(self) -> None:
-        _not_negative("checkpoint", self, "every", "keep")
+        not_negative("checkpoint", self, "every", "keep")
 
 
 @dataclass(frozen=True)
@@ -334,8 +360,8 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
 
     def __post_init__(self) -> None:
-        _positive("run", self, "log_every")
-        _not_negative("run", self, "eval_every", "eval_samples")
+        positive("run", self, "log_every")
+        not_negative("run", self, "eval_every", "eval_samples")
         if not self.dir:
             raise UserError("run.dir is empty: name a folder for the run")
 
@@ -357,7 +383,19 @@ class Config:
     comm: CommConfig = field(default_factory=CommConfig)
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def context_kind(self) -> str:
+        """How sequences are shared. `auto` exchanges heads where they can be dealt to the cp ranks and that moves fewer
+        bytes than passing keys and values: 2 (q + kv') / (3 cp kv) below 1, with kv' = max(kv, cp) heads."""
+        cp, tp = self.layout.cp, self.layout.tp
+        if self.context.kind != "auto":
+            return self.context.kind
+        q, kv = self.model.heads // tp, max(1, self.model.kv_heads // tp)
+        deals = q % cp == 0 and (kv % cp == 0 or cp % kv == 0)
+        return "ulysses" if deals and 2 * (q + max(kv, cp)) < 3 * cp * kv else "gather"
 
     @property
     def compiles(self) -> bool:

@@ -106,12 +106,11 @@ def _read_here(trainer: Trainer, data: RandomTokens) -> None:
 def _dry_step(trainer: Trainer, dry: MetaMode) -> Counts:
     storages, parallel = dry.storages, trainer.data_parallel
     storages.leave_out(x for store in stores_of(trainer) if not store.on_device for x in store.shares)
-    if parallel.stage >= 2:
-        storages.name(bucket.grads.tensor for bucket in parallel.buckets)
-    if parallel.stage == 3:
-        storages.name(bucket.params.tensor for buffer in parallel.buffers for bucket in buffer.buckets)
-        if trainer.micro_batches == 1:
-            trainer.step()  # the first micro-batch records the order in which weights are prefetched
+    buckets = [bucket for buffer in parallel.buffers for bucket in buffer.buckets]
+    storages.name(bucket.grads.tensor for bucket in buckets if bucket.stage >= 2)
+    storages.name(bucket.params.tensor for bucket in buckets if bucket.stage == 3)
+    if parallel.stage == 3 and trainer.micro_batches == 1:
+        trainer.step()  # the first micro-batch records the order in which weights are prefetched
     storages.forget()
     saved = SavedBytes(lasting(trainer))
     with saved:

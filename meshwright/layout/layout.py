@@ -1,8 +1,9 @@
 """`Layout`: where every rank of a mesh stands, as a pure value.
 
 A world of ranks is seen in two ways. The *dense* view is tp x cp x dp x pp. The *expert* view, which
-mixture-of-experts layers use, is tp x ep x edp x pp over the same ranks, where ep and edp together cover
-dp x cp. Both follow one order string, fastest-varying axis first, with edp standing where dp is written.
+mixture-of-experts layers use, is etp x ep x edp x pp over the same ranks, where etp, ep and edp together cover
+tp x cp x dp. Both follow one order string, fastest-varying axis first, with etp standing where tp is written and edp
+where dp is.
 Everything is computed from strides, so that a query costs no more than the size of the group that it asks for.
 """
 
@@ -14,12 +15,13 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from meshwright.errors import UserError, either, nearest
+from meshwright.errors import UserError, divisors, either, nearest
 from meshwright.layout.params import REPLICA, SHARD
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DENSE_AXES = ("tp", "cp", "dp", "pp")
-EXPERT_AXES = ("tp", "ep", "edp", "pp")
+EXPERT_AXES = ("etp", "ep", "edp", "pp")
+EXPERT_WORDS = {"tp": "etp", "dp": "edp"}  # what stands in the expert view where the order string names these
 SPECIAL_GROUPS = ("embedding", "position_embedding", "world")
 
 GROUP_KINDS = (
@@ -74,8 +76,10 @@ class Layout:
     node_size: int | None = None
     parts: Parts = ()
     ends: tuple[int, int] | None = None
+    etp: int = 0  # tensor parallelism inside an expert; 0: as much as elsewhere
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "etp", self.etp or self.tp)
         _check_sizes(self)
         _check_order(self)
         _check_parts(self)
@@ -87,8 +91,8 @@ class Layout:
 
     @property
     def edp(self) -> int:
-        """Data-parallel replicas of an expert: dp x cp / ep."""
-        return self.dp * self.cp // self.ep
+        """Data-parallel replicas of an expert: tp x cp x dp / (etp x ep)."""
+        return self.tp * self.cp * self.dp // (self.etp * self.ep)
 
     @property
     def first_and_last(self) -> tuple[int, int]:
@@ -97,20 +101,26 @@ class Layout:
 
     @property
     def views_agree(self) -> bool:
-        """Whether every rank has the same tp and pp coordinate in the dense and the expert view. They differ where an
-        order puts cp, ep or dp before tp or pp and the two views count different sizes there; an expert would then sit
-        on another pipeline stage than its block."""
+        """Whether every rank is on the same pipeline stage in the dense and the expert view and, where etp is tp, has
+        the same place in both.
+
+        They differ where an order puts axes before pp or tp of which the two views count different sizes; an expert
+        would then sit on another pipeline stage than its block.
+        """
         dense, expert = _strides(self, DENSE_AXES), _strides(self, EXPERT_AXES)
-        return all(dense[axis] == expert[axis] or self.axis_size(axis) == 1 for axis in ("tp", "pp"))
+        same_tp = self.etp != self.tp or self.tp == 1 or dense["tp"] == expert["etp"]
+        return same_tp and (self.pp == 1 or dense["pp"] == expert["pp"])
 
     def axis_size(self, axis: str) -> int:
-        """The size of one of tp, cp, ep, dp, pp, edp."""
+        """The size of one of tp, cp, ep, dp, pp, etp, edp."""
         return int(getattr(self, axis))
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
         """Returns all groups of an axis, a part, a product of them ("tp-pp", words in any order), or a special one.
-        Ranks in a group ascend and groups ascend by their first rank. Names with ep or edp are of the expert view, all
-        others of the dense one."""
+
+        Ranks in a group ascend and groups ascend by their first rank. Names with ep, etp or edp are of
+        the expert view, where tp stands for etp; all others are of the dense one.
+        """
         if name == "world":
             return (tuple(range(self.world)),)
         if name in SPECIAL_GROUPS:
@@ -149,11 +159,13 @@ class Layout:
         return "-".join(words)
 
     def without_ones(self, name: str) -> str:
-        """Returns the name without axes of one rank: dp-cp is dp where cp is 1, and so is edp where ep is 1 too."""
+        """Returns the name of the same groups without axes of one rank: dp-cp is dp where cp is 1, and so is edp where
+        ep is 1 too and etp is tp."""
         if name in SPECIAL_GROUPS:
             return name
-        if "edp" in name.split("-") and self.ep == 1 and self.views_agree:  # experts then have the usual copies
-            name = "-".join("dp-cp" if word == "edp" else word for word in name.split("-"))
+        if self.etp == self.tp and self.views_agree:
+            same = {"etp": "tp"} | ({"edp": "dp-cp"} if self.ep == 1 else {})  # experts then have the usual copies
+            name = "-".join(same.get(word, word) for word in name.split("-"))
         words = [word for word in name.split("-") if self.size(word) > 1]
         return self.canonical("-".join(words)) if words else name.split("-")[0]
 
@@ -161,8 +173,8 @@ class Layout:
         """The names of all groups that a training step may communicate over. The mesh makes exactly these, and the
         metrics of a step count the traffic of each."""
         names = [*STEP_GROUPS, *(name for _, pieces in self.parts for name, _ in pieces)]
-        names += ["cp"] if self.cp > 1 else []
-        names += ["ep", "edp"] if self.ep > 1 else []
+        names += ["cp", "tp-cp"] if self.cp > 1 else []
+        names += [name for name in ("etp", "ep", "edp") if self.size(name) > 1]
         names += [f"{REPLICA}-cp"] if self.cp > 1 and REPLICA in names else []
         return sorted({self.without_ones(name) for name in names})
 
@@ -172,7 +184,7 @@ class Layout:
         return _coordinate(self, DENSE_AXES, rank)
 
     def expert_coordinate(self, rank: int) -> dict[str, int]:
-        """Returns the coordinate of `rank` in the expert view: tp, ep, edp, pp, and every part of these."""
+        """Returns the coordinate of `rank` in the expert view: etp, ep, edp, pp, and every part of these."""
         self._check_rank(rank)
         return _coordinate(self, EXPERT_AXES, rank)
 
@@ -199,7 +211,7 @@ class Layout:
 
 
 def _check_sizes(layout: Layout) -> None:
-    for name in ("world", "tp", "cp", "pp", "ep"):
+    for name in ("world", "tp", "cp", "pp", "ep", "etp"):
         if layout.axis_size(name) < 1:
             raise UserError(f"{name}={layout.axis_size(name)} is not a size: choose {name}=1 or more")
     if layout.node_size is not None and layout.node_size < 1:
@@ -213,11 +225,16 @@ def _check_sizes(layout: Layout) -> None:
             f"world={world} is not divisible by tp*cp*pp={tp}*{cp}*{pp}={model}: "
             f"choose world={worlds}, or tp, cp and pp whose product divides {world}"
         )
-    shared = layout.dp * cp
+    folded = tp * cp * layout.dp
+    if folded % layout.etp:
+        product = f"tp*cp*dp={tp}*{cp}*{layout.dp}={folded}"
+        raise UserError(f"etp={layout.etp} does not divide {product}: choose etp={either(divisors(folded))}")
+    shared = folded // layout.etp
     if shared % layout.ep:
-        divisors = either(d for d in range(1, shared + 1) if shared % d == 0)
         product = f"dp*cp={layout.dp}*{cp}={shared}"
-        raise UserError(f"ep={layout.ep} does not divide {product}: choose ep={divisors}")
+        if layout.etp != tp:
+            product = f"tp*cp*dp/etp={tp}*{cp}*{layout.dp}/{layout.etp}={shared}"
+        raise UserError(f"ep={layout.ep} does not divide {product}: choose ep={either(divisors(shared))}")
 
 
 def _check_order(layout: Layout) -> None:
@@ -230,8 +247,8 @@ def _check_order(layout: Layout) -> None:
             )
         if words.count(word) > 1:
             raise UserError(f"order '{layout.order}' names {word} {words.count(word)} times: name it once")
-    for axis in (*AXES, "edp"):
-        word = "dp" if axis == "edp" else axis
+    for axis in (*AXES, *EXPERT_WORDS.values()):
+        word = next((word for word, other in EXPERT_WORDS.items() if other == axis), axis)
         if word not in words and layout.axis_size(axis) > 1:
             raise UserError(
                 f"order '{layout.order}' leaves out {word}, but {axis}={layout.axis_size(axis)}: "
@@ -240,12 +257,12 @@ def _check_order(layout: Layout) -> None:
 
 
 def _check_parts(layout: Layout) -> None:
-    taken = {*AXES, "edp", *SPECIAL_GROUPS}
+    taken = {*AXES, *EXPERT_AXES, *SPECIAL_GROUPS}
     split: set[str] = set()
     for axis, parts in layout.parts:
-        if axis not in (*AXES, "edp"):
+        if axis not in (*AXES, *EXPERT_AXES):
             raise UserError(
-                f"parts of the unknown axis '{axis}'{nearest(axis, AXES)}: split one of {', '.join(AXES)} or edp"
+                f"parts of the unknown axis '{axis}'{nearest(axis, AXES)}: split one of {', '.join(AXES)}, etp or edp"
             )
         if axis in split:
             raise UserError(f"parts name {axis} twice: list all of its parts together")
@@ -275,8 +292,8 @@ def _atoms(layout: Layout, axes: tuple[str, ...]) -> tuple[Atom, ...]:
     """The atoms of one view (`DENSE_AXES` or `EXPERT_AXES`), by ascending stride; axes left out come last."""
     words = layout.order.split("-")
     words += [axis for axis in AXES if axis not in words]
-    if "edp" in axes:
-        words = ["edp" if word == "dp" else word for word in words]
+    if axes == EXPERT_AXES:
+        words = [EXPERT_WORDS.get(word, word) for word in words]
     atoms: list[Atom] = []
     stride = 1
     for axis in words:
@@ -305,7 +322,7 @@ def _offsets(atoms: Iterable[Atom]) -> list[int]:
 
 def _view_of(layout: Layout, name: str, words: list[str]) -> tuple[str, ...]:
     """The axes of the view that `words` (axes or parts) belong to, after checking that there is one."""
-    axis_of = {axis: axis for axis in (*AXES, "edp")}
+    axis_of = {axis: axis for axis in (*AXES, *EXPERT_WORDS.values())}
     axis_of |= {part: axis for axis, parts in layout.parts for part, _ in parts}
     for word in words:
         if word not in axis_of:
@@ -316,7 +333,7 @@ def _view_of(layout: Layout, name: str, words: list[str]) -> tuple[str, ...]:
                 f"several joined by '-', or {', '.join(SPECIAL_GROUPS)}"
             )
     axes = [axis_of[word] for word in words]
-    expert = [word for word, axis in zip(words, axes, strict=True) if axis in ("ep", "edp")]
+    expert = [word for word, axis in zip(words, axes, strict=True) if axis in ("ep", "edp", "etp")]
     dense = [word for word, axis in zip(words, axes, strict=True) if axis in ("dp", "cp")]
     if expert and dense:
         raise UserError(
@@ -329,7 +346,9 @@ def _view_of(layout: Layout, name: str, words: list[str]) -> tuple[str, ...]:
 @lru_cache(maxsize=1024)
 def _product(layout: Layout, name: str) -> AxisProduct:
     words = name.split("-")
-    atoms = _atoms(layout, _view_of(layout, name, words))
+    axes = _view_of(layout, name, words)
+    words = ["etp" if word == "tp" and axes == EXPERT_AXES else word for word in words]
+    atoms = _atoms(layout, axes)
     inside = tuple(atom for atom in atoms if atom.name in words or atom.axis in words)
     for atom in inside:
         if sum(word in (atom.name, atom.axis) for word in words) > 1:

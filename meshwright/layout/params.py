@@ -53,6 +53,7 @@ class ParamRecord:
     copies: tuple[str, ...] = ()  # axes (beside the data axes) along which the same content is held
     tied: str = ""  # the tie this parameter belongs to, across stages
     trained: bool = True  # a frozen one has no gradient, master or moments (at run time `requires_grad` decides)
+    wide: bool = False  # in fp32 (in fp64 runs: fp64) whatever the model's precision
 
     @property
     def numel(self) -> int:
@@ -115,6 +116,11 @@ def overlap(a_start: tuple[int, ...], a_shape: tuple[int, ...], b: Box) -> tuple
     return tuple(inside), tuple(local)
 
 
+def slices_of(start: tuple[int, ...], shape: tuple[int, ...]) -> Slices:
+    """Returns the slices of the rectangle of a tensor that begins at `start`."""
+    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
+
+
 def whole(name: str, shape: tuple[int, ...], init: Init, **more: object) -> ParamRecord:
     """Returns the record of a parameter that every tp rank holds whole."""
     box = Box((0,) * len(shape), shape, (0,) * len(shape))
@@ -152,15 +158,17 @@ def records_under(records: dict[str, ParamRecord], prefix: str) -> dict[str, Par
 
 
 def tiles(record: ParamRecord, seed: int) -> Iterator[tuple[int, Slices, Slices]]:
-    """Yields the draws that fill `record`'s boxes, which must be of a matrix: the seed of a TILE x TILE block, the part
-    of it that is wanted, and where that goes. The tiles are those of the global tensor, so that a rank draws only the
-    ones it holds a part of and every layout starts from the same model."""
+    """Yields the draws that fill `record`'s boxes, which must be of a matrix or, as experts have them, of several: the
+    seed of a TILE x TILE block, the part of it that is wanted, and where that goes. The tiles are those of the global
+    tensor, so that a rank draws only the ones it holds a part of and every layout starts from the same model."""
     for box in record.boxes:
-        assert len(box.shape) == 2, f"{record.name}: only matrices are drawn"
-        rows, columns = (range(at // TILE, -(-(at + n) // TILE)) for at, n in zip(box.start, box.shape, strict=True))
-        for i, j in product(rows, columns):
-            if where := overlap((i * TILE, j * TILE), (TILE, TILE), box):
-                yield stream_seed(seed, record.name, i, j), *where
+        assert len(box.shape) >= 2, f"{record.name}: only matrices are drawn"
+        sides = (*(1 for _ in box.shape[2:]), TILE, TILE)
+        each = zip(box.start, box.shape, sides, strict=True)
+        for tile in product(*(range(at // side, -(-(at + n) // side)) for at, n, side in each)):
+            start = tuple(i * side for i, side in zip(tile, sides, strict=True))
+            if where := overlap(start, sides, box):
+                yield stream_seed(seed, record.name, *tile), *where
 
 
 def stream_seed(*parts: object) -> int:

@@ -12,6 +12,7 @@ from meshwright.config.sections import Config, ModelConfig
 from meshwright.errors import UserError, nearest
 from meshwright.layout import Layout, Parts, node_parts
 from meshwright.layout.params import Init
+from meshwright.parts.experts import ExpertsPart, Routing
 from meshwright.parts.gpt import (
     KV_COPIES,
     KV_GROUPS,
@@ -22,6 +23,7 @@ from meshwright.parts.gpt import (
     PositionEmbeddingPart,
     TokenEmbeddingPart,
 )
+from meshwright.parts.latent import LatentAttentionPart
 from meshwright.parts.part import BlockUnit, Model, NamedPart, Part, Stage, Unit
 from meshwright.schedule.kinds import ends_of
 
@@ -32,14 +34,19 @@ def gpt(model: ModelConfig) -> Model:
     # Projections back into the residual stream start smaller, as in GPT-2.
     small = Init("normal", model.init_std / math.sqrt(2 * model.layers))
     norm = NormPart(model.norm, h, model.norm_eps, model.norm == "layernorm" and model.bias)
-    attention = AttentionPart(
-        h, model.heads, model.kv_heads, model.head_dim, normal, small, model.position == "rope", model.bias,
-        model.qkv_bias, model.qk_norm, model.norm_eps, model.dropout,
-    )  # fmt: skip
+    attention = attention_part(model, normal, small)
     mlp = MLPPart(model.mlp, h, model.ffn, normal, small, model.bias)
-    parts: list[tuple[str, Part]] = [("norm1", norm), ("attention", attention), ("norm2", norm), ("mlp", mlp)]
-    named = tuple(NamedPart(key, key, part) for key, part in parts)
-    block = BlockUnit(named, h, model.parallel_residual, model.dropout)
+
+    def block(*last: tuple[str, Part]) -> BlockUnit:
+        # Experts and latent attention state themselves what they keep of their norm.
+        first = replace(norm, keeps_output=False) if model.latent.kv_rank else norm
+        second = replace(norm, keeps_output=False) if last[0][0] == "experts" else norm
+        parts = [("norm1", first), ("attention", attention), ("norm2", second), *last]
+        named = tuple(NamedPart(key, key, part) for key, part in parts)
+        return BlockUnit(named, h, model.parallel_residual, model.dropout)
+
+    dense, mixed = block(("mlp", mlp)), block(("experts", experts(model, mlp)))
+    blocks = tuple(mixed if model.experts.in_block(layer) else dense for layer in range(model.layers))
     first = [NamedPart("tokens", "embedding", TokenEmbeddingPart(model.vocab, h, normal, tied, model.dropout))]
     if model.position == "learned":
         positions = PositionEmbeddingPart(model.seq, h, normal, model.position_offset)
@@ -49,7 +56,32 @@ def gpt(model: ModelConfig) -> Model:
         first.append(NamedPart("norm", "embedding_norm", ended))
     output = OutputLayerPart(model.vocab, h, normal, tied)
     last = (NamedPart("norm", "final_norm", ended), NamedPart("output", "embedding" if tied else "head", output))
-    return Model(Unit(tuple(first)), (block,) * model.layers, Unit(last), h, tied)
+    return Model(Unit(tuple(first)), blocks, Unit(last), h, tied)
+
+
+def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
+    """Describes the attention of a block."""
+    short = model.latent
+    if short.kv_rank:
+        return LatentAttentionPart(
+            model.hidden, model.heads, short.q_rank, short.kv_rank, short.nope_dim, short.rope_dim, short.v_dim, normal,
+            output, model.norm_eps, model.dropout,
+        )  # fmt: skip
+    return AttentionPart(
+        model.hidden, model.heads, model.kv_heads, model.head_dim, normal, output, model.position == "rope", model.bias,
+        model.qkv_bias, model.qk_norm_over if model.qk_norm else "", model.norm_eps, model.dropout,
+    )  # fmt: skip
+
+
+def experts(model: ModelConfig, mlp: MLPPart) -> ExpertsPart:
+    """Describes the mixture of experts that stands in an MLP's place. Its products have no biases."""
+    e = model.experts
+    routing = Routing(
+        e.count, e.top_k, e.router, e.normalise, e.scale, e.groups, e.groups_used, e.has_bias, e.bias_balance,
+        e.aux_loss, e.aux_level, e.z_loss, e.capacity,
+    )  # fmt: skip
+    shared = replace(mlp, ffn=e.shared * e.ffn, bias=False) if e.shared else None
+    return ExpertsPart(routing, replace(mlp, ffn=e.ffn, bias=False), shared)
 
 
 # Kinds of models, by the config's `model.kind`. A program may add its own.
@@ -84,11 +116,22 @@ def stages_of(config: Config) -> list[Stage]:
     return split_layers(config.model.layers, config.layout.pp * config.layout.chunks, config.pipeline.split)
 
 
+# Fields of a batch where ranks share sequences: the numbers and the documents of the rows of all of them.
+CONTEXT_ROWS, CONTEXT_DOCUMENTS = "context_rows", "context_documents"
+CP_INNER, CP_OUTER = "cp.inner", "cp.outer"  # parts of cp: ranks that exchange heads, and the ring between them
+
+
 def kv_parts(model: ModelConfig, tp: int) -> Parts:
     """Returns tp as a product where key-value heads are replicated: the copies are neighbouring ranks."""
     if tp <= model.kv_heads:
         return ()
     return (("tp", ((KV_COPIES, tp // model.kv_heads), (KV_GROUPS, model.kv_heads))),)
+
+
+def context_parts(config: Config) -> Parts:
+    """Returns cp as a product where heads are exchanged inside groups of neighbouring ranks only."""
+    cp, inner = config.layout.cp, config.context.inner
+    return (("cp", ((CP_INNER, inner), (CP_OUTER, cp // inner))),) if cp > 1 and inner and cp % inner == 0 else ()
 
 
 def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
@@ -97,14 +140,17 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
     c = config.layout
     layout = Layout(
         world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, node_size=c.node_size or node_size or None,
-        parts=kv_parts(config.model, c.tp), ends=ends_of(config.pipeline.schedule, c.pp, c.chunks),
+        parts=(*kv_parts(config.model, c.tp), *context_parts(config)),
+        ends=ends_of(config.pipeline.schedule, c.pp, c.chunks), etp=c.etp,
     )  # fmt: skip
     if config.zero.stage == 0 or config.zero.shard_group == "dp":
         return layout
     return replace(layout, parts=(*layout.parts, *node_parts(layout)))
 
 
-def fields_read(stage: Stage) -> set[str]:
-    """Returns the fields of a batch that a chunk reads, where the data have them."""
+def fields_read(stage: Stage, model: Model, cp: int = 1) -> set[str]:
+    """Returns the fields of a batch that a chunk reads, where the data have them. Blocks that add to the loss count the
+    tokens that count in it."""
     ends = ({"tokens"} if stage.first else set()) | ({"labels", "loss_mask"} if stage.last else set())
-    return ends | {"positions", "segments"}
+    documents = {"segments"} if cp == 1 else {CONTEXT_ROWS, CONTEXT_DOCUMENTS}
+    return ends | {"positions"} | documents | ({"loss_mask"} if model.losses else set())

@@ -30,7 +30,7 @@ class Generator:
             raise UserError(f"{end} tokens are more than the model's {self.longest}: give a shorter prompt")
         tokens = torch.tensor([ids], device=module.parallel.device)
         positions = torch.arange(self.length, end, device=tokens.device)[None]
-        hidden = module.trunk({"tokens": tokens, "positions": positions}, past=self.past)
+        hidden, _ = module.trunk({"tokens": tokens, "positions": positions}, past=self.past)
         self.length = end
         assert module.head is not None
         part, tp = module.head.logits(hidden[-1:])[0], module.parallel.tp

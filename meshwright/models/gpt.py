@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm.group import Group
 from meshwright.comm.ledger import Ledger
 from meshwright.config.sections import Config
 from meshwright.layout.params import records_under
-from meshwright.models.description import describe, fields_read
+from meshwright.models.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, describe, fields_read
 from meshwright.models.stage import Receives
 from meshwright.nn.attention import Alibi, KVCache, causal_mask
 from meshwright.nn.build import Block, build_module
+from meshwright.nn.context import ContextRows
+from meshwright.nn.experts import RoutedInputs, Saved
 from meshwright.nn.linear import Linear
 from meshwright.nn.loss import output_loss
 from meshwright.nn.norm import Norm
@@ -77,10 +81,13 @@ class GPTStage(nn.Module):
     """One pipeline chunk. The first takes tokens, the last returns the sum of the losses, and `hidden` passes between
     them."""
 
-    def __init__(self, parallel: Parallel, config: Config, at: Coordinate, stage: Stage, ledger: Ledger) -> None:
+    def __init__(
+        self, parallel: Parallel, config: Config, at: Coordinate, stage: Stage, ledger: Ledger, tokens: Group
+    ) -> None:
+        """`tokens` are the ranks that hold different tokens of the same sequences."""
         super().__init__()
         c, model = config.model, describe(config.model)
-        self.stage, self.parallel, self.ledger = stage, parallel, ledger
+        self.stage, self.parallel, self.ledger, self.tokens = stage, parallel, ledger, tokens
         self.embedding: Embedding | None = None
         blocks, head = {}, None
         for key, prefix, unit in model.units(stage):
@@ -101,18 +108,22 @@ class GPTStage(nn.Module):
             self.head.output.weight = self.embedding.tokens.get_parameter("weight")
         self.micro_batch = config.train.micro_batch
         self._loss_weight: float | None = None
+        self.losses = model.losses  # the terms that blocks add to the loss
+        parts = [part for layer in stage.layers for _, _, part in model.blocks[layer].parts]
+        self.losses_here = sum(any(True for _ in part.losses()) for part in parts)  # blocks of this chunk that add them
         # What `models.stage.StageModule` asks for.
         shapes = {} if stage.first else model.passes(at, MicroBatch(self.micro_batch, c.seq))
         self.receives: Receives = {name: (shape, parallel.dtype) for name, shape in shapes.items()}
-        self.needs: set[str] | None = fields_read(stage)
+        self.needs: set[str] | None = fields_read(stage, model, at.size("cp"))
         self.draws_by_key = True
 
-    def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
-        """Returns `hidden` for the next chunk or, in the last, the sum of the losses over the unmasked tokens."""
-        hidden = self.trunk(batch, hidden)
+    def forward(self, batch: Batch, hidden: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Returns `hidden` for the next chunk or, in the last, the sum of the losses over the unmasked tokens; and the
+        sums of the terms that blocks add to the loss, if there are any."""
+        hidden, losses = self.trunk(batch, hidden)
         if self.head is None:
-            return hidden
-        return call_unit(self.head, hidden, batch["labels"], batch["loss_mask"], self._loss_weight)
+            return hidden, losses
+        return call_unit(self.head, hidden, batch["labels"], batch["loss_mask"], self._loss_weight), losses
 
     def announce(self, loss_weight: float | None) -> None:
         """What backward will multiply the loss's sum by, where that is known."""
@@ -124,13 +135,22 @@ class GPTStage(nn.Module):
         return [part for part in parts if part is not None]
 
     def compiled_blocks(self) -> list[nn.Module]:
-        return list(self.blocks.values())
+        """Blocks, or their attention where experts, which no compiler can take in, stand beside it."""
+        return [part for block in self._blocks() for part in block.compiled_parts()]
 
-    def trunk(self, batch: Batch, hidden: Tensor | None = None, past: dict[str, KVCache] | None = None) -> Tensor:
-        """Returns `hidden` after this chunk's blocks. With `past`, the key-value cache of each block, the batch
-        continues after the tokens in it."""
+    def _blocks(self) -> list[Block]:
+        return [block for block in self.blocks.values() if isinstance(block, Block)]
+
+    def trunk(
+        self, batch: Batch, hidden: Tensor | None = None, past: dict[str, KVCache] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns `hidden` after this chunk's blocks, and the sums of the terms that they add to the loss, if there are
+        any. With `past`, the key-value cache of each block, the batch continues after the tokens in it."""
         streams = self.parallel.streams
         ids, positions = batch.get("tokens"), batch.get("positions")
+        given = self._shared_rows(batch)
+        if positions is None and given is not None:
+            positions = given.part(self.tokens.index, self.tokens.size).rows
         if self.embedding is not None:
             assert ids is not None
             streams.seed_layer(-1)
@@ -143,15 +163,31 @@ class GPTStage(nn.Module):
         before = next(iter(past.values())).length if past else 0
         shared = BlockInputs(
             sequences, None if self.rotary is None else self.rotary(positions, seq),
-            self._mask(batch, before, seq, hidden.device), past or {}, streams.where,
+            given or self._mask(batch, before, seq, hidden.device), past or {}, streams.where, self._routed(batch),
         )  # fmt: skip
         layers, run = [int(number) for number in self.blocks], partial(self._run, shared)
         together = self.parallel.recompute.blocks if torch.is_grad_enabled() else 0
         if not together:
-            return run(layers, hidden, False)
+            hidden, *losses = run(layers, hidden, False)
+            return hidden, losses[0] if losses else None
+        total: Tensor | None = None
         for first in range(0, len(layers), together):
-            hidden = recompute(partial(run, layers[first : first + together]), hidden)
-        return hidden
+            hidden, *losses = recompute(partial(run, layers[first : first + together]), hidden)
+            total = _plus(total, losses[0] if losses else None)
+        return hidden, total
+
+    def _routed(self, batch: Batch) -> dict[int, RoutedInputs]:
+        """What the mixtures of experts take beside their input, by layer."""
+        mask = batch.get("loss_mask")
+        counted = None if mask is None else mask.flatten()
+        layers = [number for number, block in zip(self.blocks, self._blocks(), strict=True) if block.has_experts]
+        return {int(layer): RoutedInputs(counted, Saved()) for layer in layers}
+
+    def _shared_rows(self, batch: Batch) -> ContextRows | None:
+        """Which rows all ranks that share the sequences hold, where there are several."""
+        if self.tokens.alone:
+            return None
+        return ContextRows(batch[CONTEXT_ROWS], batch.get(CONTEXT_DOCUMENTS))
 
     def _mask(self, batch: Batch, before: int, seq: int, device: torch.device) -> Tensor | None:
         """Returns the attention mask, or the bias to add to the scores; None where attention is plainly causal."""
@@ -162,20 +198,25 @@ class GPTStage(nn.Module):
             return self.alibi.causal(seq, device)
         return self.alibi(causal_mask(before + seq, device, seq) if mask is None else mask)
 
-    def _run(self, shared: BlockInputs, layers: list[int], hidden: Tensor, again: bool) -> Tensor:
-        """Returns `hidden` after these blocks. `again` says that they are recomputed: their backward follows at once,
-        and other micro-batches may have begun since their forward."""
-        streams = self.parallel.streams
+    def _run(self, shared: BlockInputs, layers: list[int], hidden: Tensor, again: bool) -> tuple[Tensor, ...]:
+        """Returns `hidden` after these blocks and, if they add to the loss, the sums of their terms. `again` says that
+        they are recomputed: their backward follows at once, and other micro-batches may have begun since their
+        forward."""
+        streams, total = self.parallel.streams, None
         with streams.replaying(shared.where):
             for layer in layers:
                 streams.seed_layer(layer)
                 last = again and layer == layers[-1]
-                past = (shared.past[str(layer)],) if shared.past else ()
-                given = (shared.sequences, shared.rotary, shared.mask, *past)
+                given: tuple[Any, ...] = (shared.sequences, shared.rotary, shared.mask)
+                routed = shared.routed.get(layer)
+                if shared.past or routed is not None:
+                    given = (*given, shared.past.get(str(layer)), routed and replace(routed, again=again))
                 with self.ledger.layer(layer):
-                    hidden = call_unit(self.blocks[str(layer)], hidden, *given, hold=last)
+                    found = call_unit(self.blocks[str(layer)], hidden, *given, hold=last)
+                hidden, losses = found if isinstance(found, tuple) else (found, None)
+                total = _plus(total, losses)
                 self._mark_backward(hidden, layer)
-        return hidden
+        return (hidden,) if total is None else (hidden, total)
 
     def _mark_backward(self, output: Tensor, layer: int | None) -> None:
         """Makes the ledger count a block's backward under its layer. Autograd runs it outside of `ledger.layer`, so a
@@ -189,9 +230,14 @@ class BlockInputs(NamedTuple):
 
     sequences: int
     rotary: tuple[Tensor, Tensor] | None
-    mask: Tensor | None
+    mask: Tensor | ContextRows | None
     past: dict[str, KVCache]
     where: tuple[int, int, int]
+    routed: dict[int, RoutedInputs]
+
+
+def _plus(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    return more if total is None else total if more is None else total + more
 
 
 def _set_layer(ledger: Ledger, layer: int | None, grad: Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import UserError
+from meshwright.parts.part import LossTerm
 
 Receives = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
@@ -40,11 +41,16 @@ class StageModule(Protocol):
     def compiled_blocks(self) -> list[nn.Module]:
         """The parts that are compiled, each as one graph, where the config asks for that."""
 
+    @property
+    def losses(self) -> Sequence[tuple[LossTerm, int]]:
+        """The terms that the model's blocks add to the loss, with the number of blocks that add each."""
+
 
 class _Adapted:
     """Adapts a module that is not ours: what it offers, and defaults for the rest."""
 
     draws_by_key = False
+    losses: Sequence[tuple[LossTerm, int]] = ()
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -11,14 +11,17 @@ from torch import Tensor, nn
 
 from meshwright.layout.params import records_under
 from meshwright.nn.attention import Attention, KVCache
+from meshwright.nn.context import ContextRows
 from meshwright.nn.embedding import PositionEmbedding, TokenEmbedding
+from meshwright.nn.experts import Experts, RoutedInputs
+from meshwright.nn.latent import LatentAttention
 from meshwright.nn.linear import Linear
 from meshwright.nn.mlp import MLP
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
 from meshwright.nn.rotary import Tables
-from meshwright.parts import gpt
+from meshwright.parts import experts, gpt, latent
 from meshwright.parts.part import BlockUnit, Part, Records
 
 
@@ -29,7 +32,9 @@ def _output_layer(parallel: Parallel, part: gpt.OutputLayerPart, records: Record
 MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
     gpt.NormPart: Norm,
     gpt.AttentionPart: Attention,
+    latent.LatentAttentionPart: LatentAttention,
     gpt.MLPPart: MLP,
+    experts.ExpertsPart: Experts,
     gpt.TokenEmbeddingPart: TokenEmbedding,
     gpt.PositionEmbeddingPart: PositionEmbedding,
     gpt.OutputLayerPart: _output_layer,
@@ -43,8 +48,9 @@ def build_module(part: Part, parallel: Parallel, records: Records) -> nn.Module:
 
 class Block(nn.Module):
     """Adds to x [tokens, hidden], for each branch, a body of a norm: of the sum so far or, if parallel, of x itself. A
-    body takes (x, norm, batch, rotary, mask, past) and returns x and its result. The residual uses the returned x: a
-    body that fuses the norm with its first product also adds the residual's gradient in that kernel's backward."""
+    body takes (x, norm, batch, rotary, mask, past, given) and returns x, its result and, if it adds to the loss, the
+    sums of its terms. The residual uses the returned x: a body that fuses the norm with its first product also adds the
+    residual's gradient in that kernel's backward."""
 
     def __init__(self, parallel: Parallel, block: BlockUnit, records: Records) -> None:
         super().__init__()
@@ -52,20 +58,39 @@ class Block(nn.Module):
         for key, _, part in block.parts:
             self.add_module(key, build_module(part, parallel, records_under(records, key)))
         self.parallel_residual, self.p = block.parallel, block.dropout
+        self.shares_sequences = parallel.context is not None
         self.stream = parallel.streams.own if parallel.splits_tokens else parallel.streams.same
 
     def forward(
-        self, x: Tensor, batch: int, rotary: Tables | None, mask: Tensor | None, past: KVCache | None = None
-    ) -> Tensor:
+        self, x: Tensor, batch: int, rotary: Tables | None, mask: Tensor | ContextRows | None,
+        past: KVCache | None = None, given: RoutedInputs | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """Returns the sum and, if a body adds to the loss, the sums of its terms."""
         total: Tensor | None = None
+        losses: Tensor | None = None
         for norm, body in self.branches:
-            given = x if total is None or self.parallel_residual else total
-            given, change = getattr(self, body)(given, getattr(self, norm), batch, rotary, mask, past)
+            source = x if total is None or self.parallel_residual else total
+            source, change, *terms = getattr(self, body)(source, getattr(self, norm), batch, rotary, mask, past, given)
+            losses = terms[0] if terms else losses
             if self.p and self.training:
                 change = dropout(change, self.p, self.stream)
             if total is None:
-                x, total = given, given + change
+                x, total = source, source + change
             else:
-                total = (total if self.parallel_residual else given) + change
+                total = (total if self.parallel_residual else source) + change
         assert total is not None
-        return total
+        return total if losses is None else (total, losses)
+
+    @property
+    def has_experts(self) -> bool:
+        return any(isinstance(getattr(self, body), Experts) for _, body in self.branches)
+
+    def compiled_parts(self) -> list[nn.Module]:
+        """The block as one graph; beside experts, whose rows no compiler can count before, only the other bodies, and
+        without attention where that waits for other ranks' tokens."""
+        bodies = [getattr(self, body) for _, body in self.branches]
+        if self.shares_sequences:
+            bodies = [body for body in bodies if isinstance(body, MLP)]
+        elif not self.has_experts:
+            return [self]
+        return [body for body in bodies if not isinstance(body, Experts)]

@@ -1,6 +1,7 @@
 """Linear layers, written once for every tensor-parallel layout, on activations of shape [tokens, features].
 
-`column` cuts the output features over tp, `row` the input features. With sequence parallelism a column layer gathers
+`column` cuts the output features over tp, `row` the input features; a `whole` layer, which every tp rank applies to the
+tokens it holds, communicates nothing. With sequence parallelism a column layer gathers
 its input's tokens and a row layer scatters its output's; the gathered input is not kept but gathered again in backward.
 """
 
@@ -139,14 +140,14 @@ class Linear(nn.Module):
     """A product and its bias. A row layer's bias is added after the sum, by every rank to its own tokens."""
 
     def __init__(
-        self, parallel: Parallel, weight: ParamRecord, bias: ParamRecord | None, cut: Literal["column", "row"]
+        self, parallel: Parallel, weight: ParamRecord, bias: ParamRecord | None, cut: Literal["column", "row", "whole"]
     ) -> None:
         super().__init__()
         self.weight = parallel.parameter(weight)
         self.bias = parallel.parameter(bias) if bias is not None else None
         self.sinks: dict[str, Tensor] = {}
-        self.mode: str = "plain" if parallel.tp.alone else cut
-        if parallel.splits_tokens:
+        self.mode: str = "plain" if parallel.tp.alone or cut == "whole" else cut
+        if parallel.splits_tokens and cut != "whole":
             self.mode = "gather" if cut == "column" else "scatter"
         self.group, self.size = parallel.tp.name, parallel.tp.size
         self.kind, self.fuses = parallel.products, parallel.fused

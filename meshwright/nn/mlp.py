@@ -27,6 +27,11 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, norm: Norm, *unused: object) -> tuple[Tensor, Tensor]:
         """Returns x, for the residual, and the MLP of its norm. What attention needs besides is unused."""
         x, inner = self.up.after_norm(x, norm)
-        if self.activation is None:
-            return x, self.down.after_swiglu(inner)
-        return x, self.down(self.activation(inner))
+        return x, self._down(inner)
+
+    def of(self, x: Tensor) -> Tensor:
+        """Returns the MLP of x itself."""
+        return self._down(self.up(x))
+
+    def _down(self, inner: Tensor) -> Tensor:
+        return self.down.after_swiglu(inner) if self.activation is None else self.down(self.activation(inner))

@@ -14,6 +14,26 @@ from meshwright.nn.random import Streams
 
 
 @dataclass(frozen=True)
+class ExpertGroups:
+    """The groups of a mixture of experts: experts are divided over `ep` and each of them over `etp`. `sequence` are the
+    ranks that hold different tokens of the same sequences."""
+
+    etp: Group
+    ep: Group
+    sequence: Group
+
+
+@dataclass(frozen=True)
+class ContextGroups:
+    """The ranks that hold different tokens of the same sequences: `inner` ones exchange heads for tokens, `outer` ones
+    share keys and values, by a `kind` of way: gather or ring."""
+
+    kind: str
+    inner: Group
+    outer: Group
+
+
+@dataclass(frozen=True)
 class Parallel:
     """How a rank's layers are cut, and in what precision and where they compute."""
 
@@ -27,6 +47,8 @@ class Parallel:
     products: str = ""  # the precision in which linear layers multiply, if not `dtype` (see nn/products.py)
     unallocated: bool = False  # sharding allocates and initialises the parameters later
     host: bool = False  # this is a CPU, or a dry run of one
+    experts: ExpertGroups | None = None  # where the model has experts
+    context: ContextGroups | None = None  # where ranks share sequences
 
     @property
     def splits_tokens(self) -> bool:
@@ -42,7 +64,8 @@ class Parallel:
 
     def parameter(self, record: ParamRecord) -> nn.Parameter:
         """Returns an empty parameter that carries its record."""
-        values = torch.empty(record.local_shape, dtype=self.dtype, device=self.device)
+        dtype = torch.promote_types(self.dtype, torch.float32) if record.wide else self.dtype
+        values = torch.empty(record.local_shape, dtype=dtype, device=self.device)
         parameter = nn.Parameter(values, requires_grad=record.trained)
         if self.unallocated:
             parameter.untyped_storage().resize_(0)  # keeps the shape but releases the memory
@@ -78,9 +101,10 @@ def draw_parameter(record: ParamRecord, out: Tensor, seed: int) -> None:
         return
     generator = torch.Generator()
     local = torch.zeros(record.local_shape, dtype=torch.float32)
+    sides = (*(1 for _ in record.shape[2:]), TILE, TILE)
     for tile_seed, wanted, place in tiles(record, seed):
         generator.manual_seed(tile_seed)
-        local[place] = torch.randn(TILE, TILE, generator=generator)[wanted]
+        local[place] = torch.randn(*sides, generator=generator)[wanted]
     out.copy_(local.mul_(record.init.std))
 
 

@@ -28,19 +28,19 @@ class _CallInBackward(torch.autograd.Function):
     output runs just before the unit's backward, and one on its input just after it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+    def forward(ctx: Any, call: Callable[[], None], *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
-        return x.view_as(x)
+        return tuple(x.view_as(x) for x in xs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.call()
-        return grad, None
+        return None, *grads
 
 
-def call_unit(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Tensor:
-    """Returns unit(x, *rest), with the unit's weights gathered. `hold` keeps them in memory after forward, for a unit
-    whose backward follows at once."""
+def call_unit(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Any:
+    """Returns unit(x, *rest), one tensor or several, with the unit's weights gathered. `hold` keeps them in memory
+    after forward, for a unit whose backward follows at once."""
     gate: Gate | None = getattr(unit, "gate", None)
     if gate is None:
         return unit(x, *rest)
@@ -48,31 +48,37 @@ def call_unit(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Ten
     if not gate.closes:
         return unit(x, *rest)
     if x.requires_grad and torch.is_grad_enabled():
-        x = _CallInBackward.apply(x, gate.close)
+        (x,) = _CallInBackward.apply(gate.close, x)
     y = unit(x, *rest)
     if not hold:
         gate.close()
-    return _CallInBackward.apply(y, gate.open) if y.requires_grad else y
+    results = y if isinstance(y, tuple) else (y,)
+    if any(result.requires_grad for result in results):
+        results = _CallInBackward.apply(gate.open, *results)
+    return results if isinstance(y, tuple) else results[0]
+
+
+Run = Callable[[Tensor, bool], tuple[Tensor, ...]]
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor, bool], Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, run: Run) -> tuple[Tensor, ...]:
         ctx.run = run
         ctx.save_for_backward(x)
         return run(x, False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
         (saved,) = ctx.saved_tensors
         x = saved.detach().requires_grad_()
         with torch.enable_grad():
-            y = ctx.run(x, True)
-        torch.autograd.backward(y, grad)
+            ys = ctx.run(x, True)
+        torch.autograd.backward(ys, grads)
         return x.grad, None
 
 
-def recompute(run: Callable[[Tensor, bool], Tensor], x: Tensor) -> Tensor:
+def recompute(run: Run, x: Tensor) -> tuple[Tensor, ...]:
     """Returns run(x, again=False), of which only x is kept, and calls run(x, again=True) in backward. `run` itself must
     repeat its random numbers and collectives."""
     # Autograd skips the backward of a function none of whose inputs needs a gradient, and the weights inside `run` are

@@ -7,6 +7,7 @@ statements, the planner is a fold over them, and the dry run checks that they ar
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -38,6 +39,7 @@ class Coordinate:
 
     axes: tuple[tuple[str, int, int], ...] = ()  # (name, size, index), names ascending
     sequence_parallel: bool = False
+    context: str = "ring"  # how ranks along cp share their tokens (see `context.kind`)
 
     __hash__ = _hash_once
 
@@ -46,7 +48,8 @@ class Coordinate:
         return {name: (size, index) for name, size, index in self.axes}
 
     def size(self, axis: str) -> int:
-        return self._axes.get(axis, (1, 0))[0]
+        """Returns the size of an axis, or of a product of axes as in "tp-cp"."""
+        return math.prod(self._axes.get(word, (1, 0))[0] for word in axis.split("-"))
 
     def index(self, axis: str) -> int:
         return self._axes.get(axis, (1, 0))[1]
@@ -56,15 +59,20 @@ class Coordinate:
         """Whether each tp rank holds only its rows of the tokens between the products."""
         return self.sequence_parallel and self.size("tp") > 1
 
+    @property
+    def cuts_experts_alike(self) -> bool:
+        """Whether an expert is divided over the same ranks as everything else."""
+        return self.size("etp") == self.size("tp")
 
-def coordinate_of(layout: Layout, rank: int, sequence_parallel: bool) -> Coordinate:
+
+def coordinate_of(layout: Layout, rank: int, sequence_parallel: bool, context: str = "ring") -> Coordinate:
     """Returns the coordinate of `rank` in a layout."""
     found = {**layout.coordinate(rank), **layout.expert_coordinate(rank)}
     sizes = {axis: layout.size(axis) for axis in found if not axis.startswith(("dp", "edp"))}
     axes = [(axis, size, found[axis]) for axis, size in sizes.items() if size > 1]
     if layout.size("embedding") > 1:
         axes.append(("embedding", layout.size("embedding"), 0))
-    return Coordinate(tuple(sorted(axes)), sequence_parallel)
+    return Coordinate(tuple(sorted(axes)), sequence_parallel, context if layout.cp > 1 else "ring")
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,8 @@ class Product:
     """`count` equal products [m, k] x [k, n] of one forward pass.
 
     `linear`: one factor is a weight. `scattered`: under sequence parallelism each tp rank keeps only its own rows of
-    the result. `precise`: it runs in bf16 where others run in fp8.
+    the result. `precise`: it runs in bf16 where others run in fp8. `groups`: the m rows are divided among so many
+    weights.
     """
 
     name: str
@@ -109,6 +118,7 @@ class Product:
     linear: bool = True
     scattered: bool = False
     precise: bool = False
+    groups: int = 1
 
     @property
     def flops(self) -> float:
@@ -139,7 +149,8 @@ class Work:
 @dataclass(frozen=True)
 class Collective:
     """One rank's `times` equal calls for one micro-batch; `payload` is the whole logical tensor in bytes. `repeated`:
-    backward repeats a call of forward, and only a weight gradient waits for it."""
+    backward repeats a call of forward, and only a weight gradient waits for it. `replayed`: a recomputation takes what
+    arrived in the first pass instead of calling again."""
 
     phase: str
     axis: str
@@ -147,6 +158,14 @@ class Collective:
     payload: int
     times: int = 1
     repeated: bool = False
+    replayed: bool = False
+
+
+class LossTerm(NamedTuple):
+    """A term that a part adds to the loss: the weight of its mean over the tokens that count in the loss."""
+
+    name: str
+    weight: float
 
 
 class Kept(NamedTuple):
@@ -183,6 +202,10 @@ class Part:
         """Returns the parameters that a rank holds, by their name in the part's module; `name` begins their global
         names."""
         return {}
+
+    def losses(self) -> Iterable[LossTerm]:
+        """Returns the terms that the part adds to the loss."""
+        return ()
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         """Returns what the forward of one micro-batch computes."""
@@ -335,6 +358,12 @@ class Model:
     def kinds(self) -> tuple[tuple[BlockUnit, int], ...]:
         """The kinds of blocks, with how many there are of each."""
         return tuple(Counter(self.blocks).items())
+
+    @cached_property
+    def losses(self) -> tuple[tuple[LossTerm, int], ...]:
+        """The terms that parts add to the loss, with the number of parts that add each."""
+        terms = (term for block in self.blocks for _, _, part in block.parts for term in part.losses())
+        return tuple(Counter(terms).items())
 
     @property
     def whole(self) -> Stage:

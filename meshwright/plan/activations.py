@@ -108,8 +108,27 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
 def chunks_of(job: Job, pp_rank: int) -> list[ChunkBytes]:
     """Returns the bytes of each chunk of a pipeline rank."""
     held = job.chunks[pp_rank]
-    fields = sum(len(fields_read(stage) & set(job.data_fields)) for stage in held if stage.first or stage.last)
+    ends = [stage for stage in held if stage.first or stage.last]
+    fields = sum(len(fields_read(stage, job.model, job.layout.cp) & set(job.data_fields)) for stage in ends)
     return [chunk_bytes(job, stage, fields) for stage in held]
+
+
+class RankActivations(NamedTuple):
+    """What a rank keeps: the bytes of its chunks, and the most of all micro-batches in flight, by chunk: right after a
+    forward of that chunk, and when a backward of it begins."""
+
+    chunks: list[ChunkBytes]
+    after_forward: list[float]
+    before_backward: list[float]
+
+
+def rank_activations(job: Job, pp_rank: int) -> RankActivations:
+    key = ("activations", job.config.recompute.mode, pp_rank)
+    if key not in job.known:
+        chunks = chunks_of(job, pp_rank)
+        job.known[key] = RankActivations(chunks, *bytes_in_flight(job, pp_rank, chunks))
+    found: RankActivations = job.known[key]
+    return found
 
 
 Flying = frozenset[tuple[tuple[int, ...], int]]  # (micro-batches of each chunk in flight at once, a chunk)

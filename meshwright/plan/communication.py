@@ -27,7 +27,7 @@ from meshwright.plan.job import FIELD_BYTES, Job, checked_job
 from meshwright.plan.stack import BYTES
 from meshwright.sharding.placement import backward_order, bucket_elements, buffer_key, grad_bytes, place, shard_axes
 from meshwright.sharding.reducers import PLAIN_REDUCER, ReducerPlan
-from meshwright.train.counts import WIDE, counts_bytes, sums_bytes
+from meshwright.train.counts import WIDE, balance_length, counts_bytes, sums_bytes
 
 
 class Traffic(NamedTuple):
@@ -81,10 +81,12 @@ Key = TypeVar("Key", Line, str)
 def batch(job: Job, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
     """One tp rank reads the batch; it broadcasts once per micro-batch and dtype, whatever the number of chunks:
     M x (T x fields of this dtype that a chunk of this rank reads x bytes)."""
-    needs = set().union(*(fields_read(stage) for stage in held))
+    needs = set().union(*(fields_read(stage, job.model, job.layout.cp) for stage in held))
     dtypes = [dtype for name, dtype in job.data_fields.items() if name in needs]
     for dtype in dict.fromkeys(dtypes):
         payload = job.batch.tokens(job.at) * dtypes.count(dtype) * FIELD_BYTES[dtype]
+        if dtype == "int64" and job.layout.cp > 1:  # the numbers and the documents of all ranks' rows travel with them
+            payload += job.batch.sequences * job.batch.seq * (1 + ("segments" in job.data_fields)) * WIDE
         yield _over(job.layout, "batch", "data", "tp", "broadcast", payload, job.micro_batches)
 
 
@@ -94,7 +96,8 @@ def units(job: Job, stage: Stage) -> Iterator[RepeatedCall]:
         again = isinstance(unit, BlockUnit) and job.config.recompute.blocks > 0
         for call in unit_collectives(unit, job.at, job.batch):
             times = count * call.times * job.micro_batches
-            for phase in (call.phase, "backward") if again and call.phase == "forward" else (call.phase,):
+            repeats = again and call.phase == "forward" and not call.replayed
+            for phase in (call.phase, "backward") if repeats else (call.phase,):
                 yield _over(job.layout, "units", phase, call.axis, call.op, call.payload, times)
 
 
@@ -197,6 +200,11 @@ def unit_records(unit: Unit, at: Coordinate) -> tuple[ParamRecord, ...]:
     return tuple(unit.records(at).values())
 
 
+def dtype_of(record: ParamRecord, precision: str) -> str:
+    """Returns the dtype of a parameter: the run's precision, unless it must be wider."""
+    return "fp32" if record.wide and precision != "fp64" else precision
+
+
 class PackedBuffer(NamedTuple):
     """A flat buffer and its parameters, which are in the order of backward."""
 
@@ -276,8 +284,16 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
     Loss, tokens and squared gradient norm: 3 x 8. Values to monitor, if there are any, and how often each was given:
     2 x values x 8, from the second step on, when all ranks know their names. The metrics, which count themselves:
     (3 x axes of the mesh + 5 phases + 1) x 8.
+    With experts, their rows: (experts + 2) x 8 per block that has them.
     """
-    yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", sums_bytes(max(1, job.terms)))
+    terms = max(1, job.terms) + len(job.model.losses)
+    yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", sums_bytes(terms))
+    experts, layers = job.config.model.experts, range(job.config.model.layers)
+    if experts.count:
+        rows = sum(map(experts.in_block, layers))
+        yield _over(
+            job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * rows * balance_length(experts.count)
+        )
     if job.terms:
         yield _over(job.layout, "sums", "data", "world", "all_reduce", WIDE * job.terms)
     if job.monitored:
@@ -288,7 +304,7 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
 def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
     """Returns all calls in one step of any rank of a pipeline stage: all ranks of a stage send the same."""
     held, c = job.chunks[pp_rank], job.config
-    params = [(param, c.train.precision) for param in parameters(job, held)]
+    params = [(param, dtype_of(param.record, c.train.precision)) for param in parameters(job, held)]
     calls = [*batch(job, held), *(call for stage in held for call in units(job, stage)), *pipeline(job, pp_rank)]
     calls += gradients(
         params, job.layout, c.comm.bucket_mib, c.zero, job.micro_batches, c.train.grad_dtype, job.reducer

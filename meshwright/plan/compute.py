@@ -156,7 +156,12 @@ def _context_parallel(unit: Unit, where: Setting, attention: float, again: float
     size = where.at.size("cp")
     if size == 1:
         return 0.0, 0.0
-    times = _seconds_by_phase(unit, where, "cp", where.cp_on_node)
+    times = {"forward": 0.0, "backward": 0.0}
+    for axis in ("cp", "cp.inner", "cp.outer"):
+        for phase, seconds in _seconds_by_phase(unit, where, axis, where.cp_on_node).items():
+            times[phase] += seconds
+    if where.at.context in ("gather", "ulysses"):  # attention waits for these
+        return sum(times.values()) + again * times["forward"], 0.0
     compute = {"forward": attention * (1 + again), "backward": attention * ATTENTION_BACKWARD}
     times["forward"] *= 1 + again
     hidden = sum(min(times[phase], compute[phase] * (size - 1) / size) for phase in times)

@@ -45,9 +45,16 @@ class Job:
         """Returns the same job with some keys of its config changed, section by section."""
         changed = {name: replace(getattr(self.config, name), **keys) for name, keys in sections.items()}
         job = replace(self, config=replace(self.config, **changed))
-        if sections.keys() <= {"zero", "recompute"}:  # the search tries many of these, and the stages stay as they are
-            vars(job).update(chunks=self.chunks, representative_ranks=self.representative_ranks)
+        if sections.keys() <= {"zero", "recompute"}:  # the search tries many of these, and this stays as it is
+            same = ["chunks", "representative_ranks", "known", "model", "batch", "placement"]
+            same += ["layout", "at"] if self.config.zero.shard_group == "dp" else []
+            vars(job).update({name: getattr(self, name) for name in same})
         return job
+
+    @cached_property
+    def known(self) -> dict[Any, Any]:
+        """Figures that depend on no key of ZeRO, by a key that names what else they depend on."""
+        return {}
 
     @cached_property
     def layout(self) -> Layout:
@@ -64,7 +71,8 @@ class Job:
     @cached_property
     def at(self) -> Coordinate:
         """The coordinate of rank 0: the bytes that parts declare are the same for all ranks of a layout."""
-        return coordinate_of(self.layout, 0, self.config.layout.sequence_parallel)
+        context = self.config.context_kind if self.stack.own else "ring"
+        return coordinate_of(self.layout, 0, self.config.layout.sequence_parallel, context)
 
     @cached_property
     def batch(self) -> MicroBatch:

@@ -10,18 +10,19 @@ from typing import NamedTuple
 
 from meshwright.config.sections import ZeroConfig
 from meshwright.layout import Layout
-from meshwright.parts.part import BlockUnit, Coordinate, Stage, Unit
-from meshwright.plan.activations import bytes_in_flight, chunks_of
+from meshwright.parts.part import BlockUnit, Coordinate, Unit
+from meshwright.plan.activations import rank_activations
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.communication import HeldParameter, packed, records_once, unit_records
+from meshwright.plan.communication import HeldParameter, dtype_of, packed, records_once, unit_records
+from meshwright.plan.gathered import whole_bytes
 from meshwright.plan.job import Job
+from meshwright.plan.stack import BYTES
 from meshwright.sharding.placement import RING, piece_size, shard_axes
 
 GIB = 2**30
 DEEPSPEED_LIVE, DEEPSPEED_BUCKET = 1e9, 5e8  # DeepSpeed's stage3_max_live_parameters and reduce_bucket_size
 COMMUNICATOR_GIB = 0.8  # NCCL's buffers for all channels, per axis that communicates
 PROGRAM_GIB = 0.5  # Python and torch in a process without an accelerator
-IN_FLIGHT_BUCKETS = 3  # whole gradient buckets from stage 2 on: one being filled, two being reduced
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class BufferSizes(NamedTuple):
     stage: int  # of ZeRO
     shards: int  # ranks that shard it
     trained: bool
+    element: int = 0  # bytes, where they are not those of other weights
 
 
 def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
@@ -64,13 +66,19 @@ def _buffer_sizes(
     dtypes: tuple[str, str],
 ) -> list[BufferSizes]:  # fmt: skip
     records = records_once(((unit, 1) for unit in units), at)
-    params = [(HeldParameter(record, number, 0), dtypes[0]) for number, record, _ in records]
+    params = [(HeldParameter(record, number, 0), dtype_of(record, dtypes[0])) for number, record, _ in records]
     found = []
-    for (_, data_axes, _, trained), _, _, buckets in packed(params, layout, bucket_mib, zero, dtypes[1]):
+    for (dtype, data_axes, _, trained), _, _, buckets in packed(params, layout, bucket_mib, zero, dtypes[1]):
         stage, axes, _ = shard_axes(layout, zero, data_axes, trained)
         sizes = [stop - start for start, stop in buckets]
-        found.append(BufferSizes(sizes, stage, layout.size(axes) if axes else 1, trained))
+        element = BYTES[dtype] if dtype != dtypes[0] else 0
+        found.append(BufferSizes(sizes, stage, layout.size(axes) if axes else 1, trained, element))
     return found
+
+
+def rank_stage(job: Job, pp_rank: int) -> int:
+    """Returns the highest ZeRO stage of a rank's buffers: those of experts may be divided where others are not."""
+    return max(one.stage for one in buffer_sizes(job, pp_rank))
 
 
 def rank_parameters(job: Job, pp_rank: int) -> int:
@@ -99,7 +107,7 @@ def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     """Returns the bytes of a buffer's parameters, gradients, masters and moments that persist between steps."""
     s, zero, whole = job.states, sizes.stage, sum(sizes.buckets)
     own = whole / sizes.shards if job.stack.states else whole // sizes.shards
-    parameters = (own if zero == 3 else whole) * s.param if s.keeps_param or zero <= 2 else 0.0
+    parameters = (own if zero == 3 else whole) * (sizes.element or s.param) if s.keeps_param or zero <= 2 else 0.0
     gradients = (own if zero >= 2 else whole) * (s.grad + s.grad_copy)
     gradients += (own if zero >= 1 else whole) * s.step_copy
     master = (own if zero >= 1 else whole) * s.master
@@ -118,16 +126,17 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
     sizes = buffer_sizes(job, pp_rank)
     parameters, gradients, master, optimizer = map(sum, zip(*(_states(job, one) for one in sizes), strict=True))
     states = (parameters, gradients, master, optimizer)
-    held, chunks = job.chunks[pp_rank], chunks_of(job, pp_rank)
-    forwards, backwards = bytes_in_flight(job, pp_rank, chunks)
+    held = job.chunks[pp_rank]
+    chunks, forwards, backwards = rank_activations(job, pp_rank)
     kept = max(forwards)
     most, buffers = max(total + chunk.loss for total, chunk in zip(forwards, chunks, strict=True)), 0.0
-    for number, (total, chunk) in enumerate(zip(backwards, chunks, strict=True)):
-        flying, waiting = _gathered(job, held[number], sizes)
+    for number, (total, chunk, whole) in enumerate(zip(backwards, chunks, whole_bytes(job, pp_rank), strict=True)):
+        following = [0.0, *(each.weights for each in whole[:-1])]  # those of the next unit are gathered ahead
+        flying = [each.gradients + each.weights + ahead for each, ahead in zip(whole, following, strict=True)]
         buffers = max(buffers, *flying)
         # The head's gradients are computed with the loss, and its weights are the last that forward gathers. A shared
         # table's are kept until backward begins, and are then added to the table's place.
-        with_loss = forwards[number] + chunk.loss + flying[-1] - _next_weights(job, held[number]) - waiting
+        with_loss = forwards[number] + chunk.loss + flying[-1] - following[-1] - whole[-1].tied
         most = max(most, with_loss, forwards[number] + flying[-1])
         for moment in chunk.backward:
             kept = max(kept, total + moment.kept)
@@ -145,53 +154,6 @@ def _rows_gradient(job: Job) -> float:
     if job.config.train.grad_dtype == "fp32":
         return 0.0
     return float(max(record.numel for record in unit_records(job.model.embedding, job.at)) * job.states.param)
-
-
-def _gathered(job: Job, held: Stage, sizes: list[BufferSizes]) -> tuple[list[float], float]:
-    """Returns the bytes of whole gradients and gathered weights that exist at once while backward works on each unit of
-    a chunk, in the order of forward: the unit's own gradients, the last buckets still being reduced, and, in ZeRO stage
-    3, the weights of the unit and of the next one. The second number is what of these is the gradient of a table that
-    both ends share, which gets the head's gradient first and waits for the embedding's."""
-    s, (zero, shards, _) = job.states, job.sharding
-    units = [unit for _, _, unit in job.model.units(held)]
-    if zero < 2 or not job.stack.own:
-        return [0.0] * len(units), 0.0
-    added = 1.0 + (1.0 / shards if job.micro_batches > 1 else 0.0)  # plus a shard that waits to be added to the sum
-    if zero == 2:  # all buckets have one size, whatever their units
-        most = max((sum(one.buckets[:IN_FLIGHT_BUCKETS]) for one in sizes if one.stage == 2), default=0)
-        return [most * added * s.grad] * len(units), 0.0
-    buckets = [_unit_buckets(unit, job.at, job.layout) for unit in units]
-    graded = [_unit_buckets(unit, job.at, job.layout, frozen=False) for unit in units]
-    found: list[float] = []
-    flying: list[int] = []
-    waiting = 0
-    if job.model.tied and units[0] is job.model.embedding and units[-1] is job.model.head:
-        waiting, graded[-1] = max(graded[0], default=0), graded[-1][1:]  # the head's largest is the embedding's table
-    for at in reversed(range(len(units))):
-        weights = sum(buckets[at]) + (sum(buckets[at - 1]) if at else 0)
-        grads = sum(graded[at]) + added * sum(flying[-IN_FLIGHT_BUCKETS + 1 :]) + (waiting if at else 0)
-        found.append(weights * s.param + grads * s.grad)
-        flying += graded[at]
-    return found[::-1], float(waiting * s.grad)
-
-
-def _next_weights(job: Job, stage: Stage) -> float:
-    """Returns the bytes of the weights of the unit before a stage's last, gathered while backward is at the last."""
-    if job.sharding[0] < 3 or not job.stack.own:
-        return 0.0
-    units = [unit for _, _, unit in job.model.units(stage)][-2:-1]
-    return float(sum(sum(_unit_buckets(unit, job.at, job.layout)) for unit in units) * job.states.param)
-
-
-@lru_cache(maxsize=20_000)
-def _unit_buckets(unit: Unit, at: Coordinate, layout: Layout, frozen: bool = True) -> list[int]:
-    """Returns the elements of the buckets that a unit's parameters make where weights are gathered per unit, in the
-    order in which their gradients are complete: those of norms come last. With `frozen`, parameters without gradients
-    are included."""
-    records = (record for record in unit_records(unit, at) if record.trained or frozen)
-    params = [(HeldParameter(record, 0, 0), "bf16") for record in records]
-    buffers = packed(params, layout, 0.0, ZeroConfig(3), "fp32")
-    return sorted((stop - start for buffer in buffers for start, stop in buffer.buckets), reverse=True)
 
 
 def gathered_bytes(job: Job, pp_rank: int) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.plan.communication import by_axis, by_line, stage_calls
 from meshwright.plan.job import Job
-from meshwright.plan.memory import Memory, rank_memory, rank_parameters
+from meshwright.plan.memory import Memory, rank_memory, rank_parameters, rank_stage
 from meshwright.schedule.kinds import build
 from meshwright.schedule.table import action_counts
 
@@ -59,7 +59,7 @@ def expected(job: Job, rank: int) -> Expected:
     pp_rank = coordinate["pp"]
     memory = memory_bytes(rank_memory(job, pp_rank))
     c = job.config
-    table = build(c.pipeline.schedule, c.layout.pp, job.micro_batches, c.layout.chunks, job.sharding[0])
+    table = build(c.pipeline.schedule, c.layout.pp, job.micro_batches, c.layout.chunks, rank_stage(job, pp_rank))
     return Expected(
         parameters=rank_parameters(job, pp_rank),
         states={kind: memory[kind] for kind in STATES},

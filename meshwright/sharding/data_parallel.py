@@ -59,7 +59,6 @@ class DataParallel:
         """Moves the modules' parameters into buffers. `seed` initialises those that have no memory yet."""
         self.mesh, self.reducer = mesh, reducer
         modules, self._zero = list(modules), zero or ZeroConfig()
-        self.stage = shard_axes(mesh.layout, self._zero).stage  # of dense parameters; no buffer has a higher one
         self._groups: dict[BufferKey, DataGroups] = {}
         self._counted: list[Tensor] | None = None
         self._device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
@@ -68,6 +67,7 @@ class DataParallel:
         self.buffers, slots = build_buffers(
             modules, self._split, bucket_mib, number_units(units), grad_dtype, params_at, seed
         )
+        self.stage = max((buffer.split.stage for buffer in self.buffers), default=0)
         self._check_ties()
         self.weights = WeightGatherer(units, slots, self.buffers, lambda each: self.groups(each).shards, mesh.ledger)
         self.trained = [buffer for buffer in self.buffers if buffer.key.trained]
@@ -139,6 +139,17 @@ class DataParallel:
                     _wait([self.reducer.all_reduce(bucket, bucket.own_grads, replicas) for bucket in buffer.buckets])
                 for group in (self.mesh.group(axis) for axis in buffer.key.partial):
                     _wait([group.all_reduce(bucket.own_grads, wait=False) for bucket in buffer.buckets])
+
+    def add_to_frozen(self, parameter: nn.Parameter, change: Tensor) -> None:
+        """Adds to a frozen parameter what every rank that holds it has computed alike."""
+        buffer, slot = next((b, s) for b in self.buffers for s in b.slots if s.parameter is parameter)
+        bucket, flat = buffer.buckets[slot.bucket], change.flatten()
+        if bucket.stage < 3:
+            slot.view.add_(change)
+            return
+        low, high = (min(max(at, slot.start), slot.stop) for at in bucket.share)
+        own = slice(low - bucket.share[0], high - bucket.share[0])
+        bucket.own_params[own] += flat[low - slot.start : high - slot.start].to(bucket.own_params.device)
 
     def reducer_states(self) -> Iterator[State]:
         """Yields the reducer's states, as a checkpoint holds them."""

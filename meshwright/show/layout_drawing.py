@@ -24,11 +24,11 @@ def elide(count: int, limit: int) -> list[int | None]:
 
 
 def draw(layout: Layout, width: int = 100) -> str:
-    """Draws the whole page: the sizes of the world, its grid, its expert grid where ep > 1, and its groups."""
+    """Draws the whole page: the sizes of the world, its grid, its expert grid where it differs, and its groups."""
     lines = [_heading(layout), ""]
     lines += _view(layout, ("dp", "cp"), width)
-    if layout.ep > 1:
-        sizes = _sizes(layout, ("tp", "ep", "edp", "pp"))
+    if layout.ep > 1 or layout.etp != layout.tp:
+        sizes = _sizes(layout, ("etp", "ep", "edp", "pp"))
         lines += ["", f"the same ranks as the experts see them: {sizes}", ""]
         lines += _view(layout, ("edp", "ep"), width)
     lines += ["", *describe_groups(layout, width)]
@@ -50,10 +50,10 @@ def _heading(layout: Layout) -> str:
 def _view(layout: Layout, rows: tuple[str, str], width: int) -> list[str]:
     """Draws the panels of one view, as many side by side as fit; `rows` are the slow and the fast axis going down."""
     drawn = layout.world <= DRAWN_WORLD
-    slow, fast = rows
+    (slow, fast), across = rows, "etp" if "ep" in rows else "tp"
     size = layout.axis_size(fast)
     shown = elide(layout.axis_size(slow) * size, 16 if drawn else 6)
-    columns = elide(layout.tp, 16 if drawn else 4)
+    columns = elide(layout.axis_size(across), 16 if drawn else 4)
 
     def label(row: int | None) -> str:
         if row is None:
@@ -63,7 +63,7 @@ def _view(layout: Layout, rows: tuple[str, str], width: int) -> list[str]:
     def rank(row: int | None, column: int | None, stage: int) -> int | None:
         if row is None or column is None:
             return None
-        return layout.rank_at(**{"tp": column, slow: row // size, fast: row % size, "pp": stage})
+        return layout.rank_at(**{across: column, slow: row // size, fast: row % size, "pp": stage})
 
     def panel(stage: int | None) -> list[str]:
         if stage is None:
@@ -71,12 +71,12 @@ def _view(layout: Layout, rows: tuple[str, str], width: int) -> list[str]:
         names = ["…" if column is None else str(column) for column in columns]
         return _panel(layout, f"stage {stage}", names, [[rank(row, col, stage) for col in columns] for row in shown])
 
-    left = ["", "tp", *(text for row in shown for text in ("", label(row))), ""]
+    left = ["", across, *(text for row in shown for text in ("", label(row))), ""]
     room = width - max(map(len, left)) - 1 - len(GAP)
-    across = max(1, room // (max(map(len, panel(layout.pp - 1))) + len(GAP)))
+    beside = max(1, room // (max(map(len, panel(layout.pp - 1))) + len(GAP)))
     bands: list[list[int | None]] = [[]]
-    for stage in elide(layout.pp, 8 if drawn else max(3, min(across + 1, 8))):
-        if stage is not None and sum(other is not None for other in bands[-1]) == across:
+    for stage in elide(layout.pp, 8 if drawn else max(3, min(beside + 1, 8))):
+        if stage is not None and sum(other is not None for other in bands[-1]) == beside:
             bands.append([])
         bands[-1].append(stage)
     lines: list[str] = []

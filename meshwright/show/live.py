@@ -151,7 +151,7 @@ class Display:
         ]  # fmt: skip
         if r.loss_scale is not None:
             parts.append(f"scale {count(r.loss_scale)}")
-        parts += [f"{printable(name)} {value:.4g}" for name, value in r.monitored.items()]
+        parts += [f"{printable(name)} {value:.4g}" for name, value in r.shown.items()]
         if r.skipped:
             parts.append(f"SKIPPED: {r.why_skipped}")
         elif not math.isfinite(r.loss):
@@ -210,5 +210,5 @@ class Display:
             parts.append(Text(f"scale {count(r.loss_scale)}"))
         if self.skipped:
             parts.append(Text(f"{BAD} {self.skipped} skipped", "bad"))
-        parts += [Text(f"{printable(name)} {value:.4g}") for name, value in r.monitored.items()]
+        parts += [Text(f"{printable(name)} {value:.4g}") for name, value in r.shown.items()]
         return Text("   ").join(parts)

@@ -24,5 +24,11 @@ def sums_bytes(terms: int = 1) -> int:
     return WIDE * sums_length(terms)
 
 
+def balance_length(experts: int) -> int:
+    """Numbers per block with experts that are summed over the world in float64 after backward: the rows of each expert,
+    the choices that were dropped, and the sum of the entropies."""
+    return experts + 2
+
+
 def counts_bytes(axes: int) -> int:
     return WIDE * (len(COUNTS) * axes + len(PHASES) + 1)

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from meshwright.models.gpt import GPTStage
 from meshwright.parts.part import Stage
+from meshwright.pipeline.output import LOSS, StageOutput, Term
 from meshwright.train.context import Context
 from meshwright.train.datasets import datasets_of
 
 
 def model_provider(ctx: Context, stage: Stage) -> nn.Module:
-    return GPTStage(ctx.parallel, ctx.config, ctx.at, stage, ctx.ledger)
+    return GPTStage(ctx.parallel, ctx.config, ctx.at, stage, ctx.ledger, ctx.mesh.tokens)
 
 
 def datasets_provider(ctx: Context, samples: tuple[int, int, int]) -> tuple[Any, Any, Any]:
@@ -21,7 +22,14 @@ def datasets_provider(ctx: Context, samples: tuple[int, int, int]) -> tuple[Any,
 
 
 def forward_step(ctx: Context, module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> Any:
-    out = module(batch, received.get("hidden"))
-    if module.head is None:
-        return {"hidden": out}
-    return out, batch["loss_mask"].sum(), {}
+    assert isinstance(module, GPTStage)
+    out, losses = module(batch, received.get("hidden"))
+    last = module.head is not None
+    terms = [Term(LOSS, out, batch["loss_mask"].sum())] if last else []
+    if losses is not None:
+        tokens = batch["loss_mask"].sum() * module.losses_here
+        terms += [
+            Term(term.name, total, tokens, term.weight * blocks)
+            for (term, blocks), total in zip(module.losses, losses, strict=True)
+        ]
+    return StageOutput({} if last else {"hidden": out}, terms)

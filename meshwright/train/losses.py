@@ -8,13 +8,16 @@ A count is known for certain only when the last micro-batch has been through. So
   of a step the counts of all its samples are summed over the world, and each term's gradient is divided by its count
   before it is added to the others'. That costs one small all-reduce, which the host waits for, and the reader holds the
   step's micro-batches meanwhile. What forward counts is checked against it.
+
+Terms that a model's own blocks add (`StageModule.losses`) count the tokens of "loss", once in each block: their counts
+are multiples of that one's, so they need no declaration either.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,13 +35,17 @@ LossCounts = Callable[[Mapping[str, Any]], Mapping[str, float]]
 @dataclass(frozen=True)
 class Normalisation:
     """How the stored gradient becomes the true one: divided by weight x count. `counts` are the declared terms' counts
-    in this step, which then stand in the stored gradient already; without them the count comes from the sums."""
+    in this step, which then stand in the stored gradient already; without them the count comes from the sums. `blocks`
+    says how many blocks add each of the model's own terms."""
 
     weight: float
     counts: Mapping[str, float] | None = None
+    blocks: Mapping[str, int] = field(default_factory=dict)
 
     def seed(self, name: str) -> float:
         """What a term's sum is multiplied by. A term that nobody counted contributes nothing."""
+        if name in self.blocks:
+            return self.seed(LOSS) / self.blocks[name]
         if self.counts is None:
             if name != LOSS:
                 raise UserError(f"the loss's term '{name}' is not declared: {_DECLARE}")

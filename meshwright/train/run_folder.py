@@ -71,7 +71,11 @@ class RunFolder:
 
     def step(self, line: dict[str, Any]) -> None:
         values = {f"train/{key}": line[key] for key in CHARTED if line[key] is not None}
-        values |= {f"monitored/{key}": value for key, value in line.get("monitored", {}).items()}
+        for group in ("losses", "monitored"):
+            values |= {f"{group}/{key}": value for key, value in line.get(group, {}).items()}
+        for key, value in line.get("experts", {}).items():
+            if key != "rows":
+                values[f"experts/{key}"] = max(value) if isinstance(value, list) else value
         values |= {f"comm_wire_bytes/{axis}": counts["wire_bytes"] for axis, counts in line["comm"].items()}
         self._write(self._metrics, line, values)
 

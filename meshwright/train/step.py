@@ -28,6 +28,7 @@ from meshwright.schedule.verify import verified
 from meshwright.sharding.buffers import State
 from meshwright.sharding.data_parallel import DataParallel
 from meshwright.sharding.reducers import PLAIN_REDUCER, Reducer
+from meshwright.train.balance import ExpertBalance
 from meshwright.train.batches import Dataset, MicroBatches
 from meshwright.train.context import Context, compiles
 from meshwright.train.counts import COUNTS, NEW_NAME, PHASES, counts_bytes
@@ -51,6 +52,7 @@ class StepResult:
     global_batch: int
     losses: dict[str, float] = field(default_factory=dict)
     monitored: dict[str, float] = field(default_factory=dict)
+    experts: dict[str, Any] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     comm: dict[str, dict[str, int]] = field(default_factory=dict)
     step_time_s: float = 0.0
@@ -60,6 +62,18 @@ class StepResult:
     def why_skipped(self) -> str:
         return "the gradient was not finite" if self.tokens else "no token counted in the loss"
 
+    @property
+    def shown(self) -> dict[str, float]:
+        """What is shown of a step beside its loss and norm: terms of the loss, the busiest expert and rank over the
+        mean, dropped choices, monitored values."""
+        found = {name: value for name, value in self.losses.items() if name != LOSS}
+        for key, name in (("busiest", "busiest expert"), ("busiest_rank", "busiest rank")):
+            if max(self.experts.get(key, [1.0])) > 1.0:
+                found[name] = max(self.experts[key])
+        if self.experts.get("dropped"):
+            found["dropped"] = self.experts["dropped"]
+        return found | self.monitored
+
     def line(self) -> dict[str, Any]:
         """The line of metrics.jsonl, numbers unrounded."""
         out = {
@@ -68,7 +82,7 @@ class StepResult:
             "global_batch": self.global_batch, "step_time_s": self.step_time_s,
             "tokens_per_s": self.tokens / self.step_time_s, "phases": self.phases, "comm": self.comm,
         }  # fmt: skip
-        found = {"losses": self.losses, "monitored": self.monitored}
+        found = {"losses": self.losses, "monitored": self.monitored, "experts": self.experts}
         return out | {name: values for name, values in found.items() if values}
 
 
@@ -83,6 +97,7 @@ class Launched:
     sums: Download
     counts: Download
     monitored: Summing | None
+    balance: Download | None
 
 
 class Trainer:
@@ -115,7 +130,10 @@ class Trainer:
         self.train_batches = MicroBatches(ctx, train_data, fields, reader, loss_counts)
         self.valid_batches = MicroBatches(ctx, valid_data, fields, reader) if valid_data is not None else None
         # The terms of the loss, in one order on every rank; the first one's count is what a run reports as its tokens.
-        self.terms = (LOSS,) if loss_counts is None else tuple(loss_counts(train_data.sample(0)))
+        self.declared_terms = (LOSS,) if loss_counts is None else tuple(loss_counts(train_data.sample(0)))
+        self.blocks = {term.name: count for module in modules for term, count in stage_of(module).losses}
+        self.terms = (*self.declared_terms, *self.blocks)
+        self.balance = ExpertBalance(ctx, self.modules, parallel)
         self.monitored = Monitored(ctx)
         self.step_number, self.consumed, self._read_at = 0, 0, 0.0
         self.before_update: Callable[[], object] = lambda: None
@@ -154,9 +172,10 @@ class Trainer:
     def _normalisation(self, samples: int, micro_batches: int) -> Normalisation:
         """One undeclared term is stored with loss scale / nominal tokens: gradients then have about their true size."""
         if self.train_batches.loss_counts is None:
-            return Normalisation(self.loss_scale.value / (samples * self.ctx.config.model.seq))
+            return Normalisation(self.loss_scale.value / (samples * self.ctx.config.model.seq), None, self.blocks)
         own = self.train_batches.counts(self.consumed, micro_batches)
-        return Normalisation(self.loss_scale.value, counts_over_world(self.ctx, self.terms, own))
+        counts = counts_over_world(self.ctx, self.declared_terms, own)
+        return Normalisation(self.loss_scale.value, counts, self.blocks)
 
     def step(self, stop_requested: bool = False) -> StepResult:
         """One update (or a skipped one): consumes its batch either way. `stop` of the result says whether any rank was
@@ -174,6 +193,7 @@ class Trainer:
         with ledger.phase("optimizer"), self.executor.span("step", "norm and loss"):
             sums = sums_over_world(self.ctx, totals, self.terms, self.data_parallel.square_sum())
             monitored = self.monitored.begin(totals)
+            balance = self.balance.update(sums[2 * len(self.terms)])
         lr = learning_rate(config, self.step_number + 1)
         scale = self.loss_scale.value if self.loss_scale.active else None  # that of this step, before the update
         self.before_update()
@@ -186,7 +206,7 @@ class Trainer:
         self.consumed += samples
         result = StepResult(self.step_number, 0.0, 0.0, lr, scale, False, 0, samples)
         counts = self._count(totals.seconds, stop_requested, self.monitored.is_new(totals))
-        return Launched(result, begin, totals, normalisation, read, counts, monitored)
+        return Launched(result, begin, totals, normalisation, read, counts, monitored, balance)
 
     def _update(self, lr: float, sums: Tensor, normalisation: Normalisation) -> float:
         """One update, or none if the gradient is not finite or nothing was counted. Returns the seconds waited."""
@@ -224,6 +244,8 @@ class Trainer:
         new_names = self._read_counts(result, launched.counts.read())
         if launched.monitored is not None:
             result.monitored = launched.monitored.means()
+        if launched.balance is not None:
+            result.experts = self.balance.read(launched.balance)
         if new_names:
             result.monitored |= self.monitored.learn(launched.totals, launched.monitored).means()
         end = time.perf_counter()
@@ -292,7 +314,7 @@ class Trainer:
         if self.valid_batches is None:
             return None
         samples = validation_samples(self.ctx.config)
-        found = mean_loss(self.executor, self.valid_batches, samples, self.data_parallel.stage, self.terms)
+        found = mean_loss(self.executor, self.valid_batches, samples, self.data_parallel.stage, self.declared_terms)
         line = {"step": self.step_number, "loss": found.loss, "tokens": math.ceil(found.tokens), "samples": samples}
         return line | ({"losses": found.losses} if found.losses else {})
 

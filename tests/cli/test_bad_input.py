@@ -46,8 +46,40 @@ TRAIN = {
     "global batch": (["train.global_batch=7", "--nproc", "2"], "try 6 or 8"),
     "ramp that misses": (["train.ramp=[3,2,100]"], "does not lead from 3"),
     "ramp through an odd size": (["train.ramp=[1,1,64]", "--nproc", "2"], "train.ramp passes through 1"),
-    "context parallelism": (["layout.cp=2", "--nproc", "2"], "set layout.cp=1"),
-    "expert parallelism": (["layout.ep=2", "--nproc", "2"], "set layout.ep=1"),
+    "a sequence that cp can't cut": (
+        ["layout.cp=2", "model.seq=18", "--nproc", "2"], "into 4 equal parts: try model.seq=20"
+    ),
+    "a sequence without stripes": (
+        ["layout.cp=2", "model.seq=17", "context.order=striped", "--nproc", "2"], "into 2 equal parts: try model.seq=18"
+    ),
+    "heads for tokens": (
+        ["layout.cp=8", "context.kind=ulysses", "--nproc", "8"], "4 key-value heads of a tp rank to 8 ranks"
+    ),
+    "kv heads for tokens": (
+        ["layout.cp=2", "model.heads=6", "model.kv_heads=3", "model.hidden=36", "context.kind=ulysses", "--nproc", "2"],
+        "use context.kind=gather or ring",
+    ),
+    "heads inside groups": (
+        ["layout.cp=8", "context.kind=hybrid", "context.inner=8", "--nproc", "8"], "use context.kind=gather or ring"
+    ),
+    "inner does not divide cp": (
+        ["layout.cp=6", "context.kind=hybrid", "context.inner=4", "model.seq=24", "--nproc", "6"],
+        "context.inner=4 does not divide layout.cp=6: try 1, 2, 3 or 6",
+    ),
+    "inner without hybrid": (["layout.cp=2", "context.inner=2", "--nproc", "2"], "belongs to context.kind=hybrid"),
+    "hybrid without inner": (
+        ["layout.cp=2", "context.kind=hybrid", "--nproc", "2"], "context.kind=hybrid context.inner=2, or neither"
+    ),
+    "an unknown kind": (["layout.cp=2", "context.kind=rings", "--nproc", "2"], "ring"),
+    "an unknown order": (["layout.cp=2", "context.order=zig", "--nproc", "2"], "zigzag"),
+    "alibi over shared sequences": (
+        ["layout.cp=2", "model.position=alibi", "--nproc", "2"], "set layout.cp=1 or use rope"
+    ),
+    "dropout over shared sequences": (
+        ["layout.cp=2", "model.dropout=0.1", "--nproc", "2"], "set model.dropout=0 or layout.cp=1"
+    ),
+    "ep without experts": (["layout.ep=2", "--nproc", "2"], "the model has none: set model.experts.count, or leave"),
+    "etp without experts": (["layout.etp=2", "--nproc", "2"], "leave layout.etp=2 out"),
     "order": (["layout.order=tp-dp", "layout.pp=2", "--nproc", "2"], "pp"),
     "sequence parallel tokens": (
         ["layout.tp=4", "layout.sequence_parallel=true", "model.seq=15", "--nproc", "4"], "sequence_parallel=false"
@@ -74,6 +106,50 @@ TRAIN = {
     "unknown option": (["--nprocs", "2"], "--help"),
     "run folder is a file": (["run.dir=config.yaml"], "name a folder"),
     "run folder below a file": (["run.dir=config.yaml/run"], "config.yaml/run"),
+}  # fmt: skip
+
+# The same for a model with eight experts of 20 features, of which each token takes two.
+EXPERTS = ["model.experts.count=8", "model.experts.ffn=20"]
+TRAIN |= {
+    name: ([*EXPERTS, *words], expected) for name, (words, expected) in {
+        "experts over ranks that do not divide them": (
+            ["layout.ep=3", "train.global_batch=9", "--nproc", "3"], "model.experts.count=8: try 1, 2, 4 or 8"
+        ),
+        "more choices than experts": (["model.experts.top_k=9"], "set it to 8 or less"),
+        "no choice": (["model.experts.top_k=0"], "must be greater than zero"),
+        "groups that do not divide": (["model.experts.groups=3"], "try 1, 2, 4 or 8"),
+        "more groups used than there are": (
+            ["model.experts.groups=4", "model.experts.groups_used=5"], "set it to 4 or less"
+        ),
+        "more choices than the groups have": (
+            ["model.experts.groups=4", "model.experts.top_k=3"], "raise model.experts.groups_used"
+        ),
+        "ep beyond the ranks": (["layout.ep=8", "--nproc", "2"], "dp*cp=2*1=2: choose ep=1 or 2"),
+        "ep beyond the folded ranks": (
+            ["layout.ep=4", "layout.etp=2", "--nproc", "4"], "tp*cp*dp/etp=1*1*4/2=2: choose ep=1 or 2"
+        ),
+        "etp beyond the folded ranks": (["layout.etp=4", "--nproc", "2"], "choose etp=1 or 2"),
+        "etp that does not divide an expert": (["layout.etp=8", "--nproc", "8"], "try 1, 2, 4, 5, 10 or 20"),
+        "tp that does not divide the shared expert": (
+            ["model.experts.shared=1", "model.experts.ffn=10", "layout.tp=4", "layout.etp=1", "--nproc", "4"],
+            "try layout.tp=1, 2, 5 or 10",
+        ),
+        "tokens that tp ranks can't share": (
+            ["layout.tp=4", "model.seq=15", "--nproc", "4"], "change model.seq, train.micro_batch or layout.tp"
+        ),
+        "a capacity of zero": (["model.experts.capacity=0"], "give e.g. 1.25, or leave it out"),
+        "a capacity without an end": (["model.experts.capacity=.inf"], "must be a finite number"),
+        "experts in no block": (["model.experts.first_dense=4"], "lower them, or set model.experts.count=0"),
+        "experts in no block of so few": (["model.experts.every=5"], "lower them, or set model.experts.count=0"),
+        "experts on other stages": (
+            ["layout.order=dp-pp-tp-cp-ep", "layout.ep=2", "layout.pp=2", "--nproc", "4"], "end it with pp"
+        ),
+        "experts on other tp ranks": (
+            ["layout.order=dp-tp-cp-ep-pp", "layout.ep=2", "layout.tp=2", "--nproc", "4"], "begin it with tp"
+        ),
+        "unknown router": (["model.experts.router=tanh"], "softmax, sigmoid"),
+        "unknown key of experts": (["model.experts.topk=2"], "did you mean 'top_k'"),
+    }.items()
 }  # fmt: skip
 
 

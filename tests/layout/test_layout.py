@@ -18,14 +18,14 @@ from meshwright.layout.layout import AXES, GROUP_KINDS
 from meshwright.show.layout_drawing import draw
 
 DENSE = ("tp", "cp", "dp", "pp")
-EXPERT = ("tp", "ep", "edp", "pp")
+EXPERT = ("etp", "ep", "edp", "pp")
 PARTED = Layout(16, tp=4, pp=2, parts=(("tp", (("tp.kv", 2), ("tp.q", 2))),))
 
 
 def odometer(layout: Layout, view: tuple[str, ...]) -> list[dict[str, int]]:
     """The coordinates of rank 0, 1, 2, ... of one view, by counting."""
     words = layout.order.split("-") + [axis for axis in AXES if axis not in layout.order]
-    axes = [("edp" if word == "dp" and "edp" in view else word) for word in words]
+    axes = [{"dp": "edp", "tp": "etp"}.get(word, word) if view is EXPERT else word for word in words]
     axes = [axis for axis in axes if axis in view]
     wheels = [range(getattr(layout, axis)) for axis in reversed(axes)]
     return [dict(zip(reversed(axes), turn, strict=True)) for turn in itertools.product(*wheels)]
@@ -49,7 +49,10 @@ def layouts(draw: st.DrawFn) -> Layout:
     tp, cp, dp, pp = (draw(sizes) for _ in range(4))
     order = "-".join(draw(st.permutations(AXES)))
     node_size = draw(st.none() | st.integers(1, 9))
-    return Layout(tp * cp * dp * pp, tp, pp, cp, divisor(draw, dp * cp), order, node_size)
+    etp = draw(st.sampled_from([tp, divisor(draw, tp * cp * dp)]))
+    etp = etp if tp * cp * dp % etp == 0 else tp
+    ep = divisor(draw, tp * cp * dp // etp)
+    return Layout(tp * cp * dp * pp, tp, pp, cp, ep, order, node_size, etp=etp)
 
 
 @settings(deadline=None, max_examples=60)
@@ -59,7 +62,7 @@ def test_groups_of_every_product_equal_those_found_by_counting(layout: Layout, r
         places = odometer(layout, view)
         for length in range(1, 5):
             for words in itertools.combinations(view, length):
-                if view is EXPERT and not {"ep", "edp"} & set(words):
+                if view is EXPERT and not {"ep", "edp", "etp"} & set(words):
                     continue
                 name = "-".join(rng.sample(words, length))
                 groups = layout.groups(name)
@@ -86,11 +89,10 @@ def test_coordinates_and_ranks_are_each_others_inverse(layout: Layout) -> None:
     for rank in range(layout.world):
         assert layout.rank_at(**layout.coordinate(rank)) == rank
         assert layout.rank_at(**layout.expert_coordinate(rank)) == rank
-    same = all(
-        dense[axis] == expert[axis]
-        for dense, expert in zip(odometer(layout, DENSE), odometer(layout, EXPERT), strict=True)
-        for axis in ("tp", "pp")
-    )
+    views = list(zip(odometer(layout, DENSE), odometer(layout, EXPERT), strict=True))
+    same = all(dense["pp"] == expert["pp"] for dense, expert in views)
+    if layout.etp == layout.tp:
+        same &= all(dense["tp"] == expert["etp"] for dense, expert in views)
     assert layout.views_agree == same
 
 
@@ -159,11 +161,22 @@ def test_expert_parallelism_need_not_divide_dp() -> None:
     assert not layout.views_agree
 
 
+def test_experts_fold_over_the_ranks_of_tp_cp_and_dp() -> None:
+    layout = Layout(16, tp=4, pp=2, ep=4, etp=1)
+    assert (layout.dp, layout.edp) == (2, 2)
+    assert layout.groups("ep")[:2] == ((0, 1, 2, 3), (4, 5, 6, 7)), "ep crosses tp"
+    assert layout.groups("edp")[0] == (0, 4)
+    assert Layout(16, tp=2, pp=2, ep=2, etp=4).groups("etp")[0] == (0, 1, 2, 3), "etp crosses dp"
+    assert Layout(16, tp=2, pp=2, ep=2).groups("tp-ep")[0] == (0, 1, 2, 3)
+    for broken, told in (({"etp": 3}, "etp=3 does not divide"), ({"ep": 16, "etp": 1}, "choose ep=1, 2, 4 or 8")):
+        with pytest.raises(UserError, match=told):
+            Layout(16, tp=4, pp=2, **broken)
+
+
 def test_parts_of_an_axis() -> None:
     assert PARTED.groups("tp.kv")[:3] == ((0, 1), (2, 3), (4, 5))
     assert PARTED.groups("tp.q")[:3] == ((0, 2), (1, 3), (4, 6))
     assert PARTED.groups("dp-tp.q")[0] == (0, 2, 4, 6)
-    assert PARTED.groups("edp-tp.q") == PARTED.groups("tp.q-dp")
     assert PARTED.groups("tp.q-tp.kv") == PARTED.groups("tp")
     assert PARTED.canonical("pp-tp.q-tp.kv") == "tp-pp"
     assert PARTED.canonical("dp-tp.q") == "tp.q-dp"
@@ -182,12 +195,12 @@ def test_parts_of_dp_and_ep_belong_to_their_views() -> None:
     assert layout.groups("nodes")[0] == (0, 4, 8, 12)
     assert layout.groups("ep.out-tp")[0] == (0, 1, 4, 5)
     assert set(layout.coordinate(0)) == {"tp", "cp", "dp", "pp", "in_node", "nodes"}
-    assert set(layout.expert_coordinate(0)) == {"tp", "ep", "edp", "pp", "ep.in", "ep.out"}
+    assert set(layout.expert_coordinate(0)) == {"etp", "ep", "edp", "pp", "ep.in", "ep.out"}
 
 
 def test_canonical_follows_the_order_string() -> None:
     assert Layout(8).canonical("pp-dp-tp-cp") == "tp-cp-dp-pp"
-    assert Layout(8, order="dp-tp").canonical("tp-edp-ep") == "edp-tp-ep"
+    assert Layout(8, order="dp-tp").canonical("tp-edp-ep") == "edp-etp-ep"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
-"""The oracle itself against a plain model: a GPT in a few lines of torch, with torch's autograd and optimizer."""
+"""The oracle itself against a plain model: a GPT in a few lines of torch, with torch's autograd and optimizer; also one
+with a mixture of experts, its losses as parts of the whole loss and its balancing bias."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.config.sections import Config, ModelConfig
-from tests.parity.cases import FAMILIES
+from meshwright.models.description import describe
+from meshwright.parts.experts import ExpertsPart
+from tests.nn.plain_experts import plain_losses, plain_mixture
+from tests.parity.cases import FAMILIES, MIXTURES
 from tests.support.oracle import (
     EXACT,
     Made,
@@ -24,6 +29,9 @@ from tests.support.oracle import (
 )
 
 Weights = dict[str, torch.Tensor]
+MODELS: dict[str, dict[str, Any]] = FAMILIES | {
+    name: {**FAMILIES["llama"], "experts": keys} for name, keys in MIXTURES.items()
+}
 
 
 def _norm(x: torch.Tensor, w: Weights, name: str, m: ModelConfig) -> torch.Tensor:
@@ -67,29 +75,58 @@ def _mlp(x: torch.Tensor, w: Weights, name: str, m: ModelConfig) -> torch.Tensor
     return F.linear(inner, w[f"{name}.down.weight"], w[f"{name}.down.bias"])
 
 
-def plain_loss(w: Weights, m: ModelConfig, sample: dict[str, Any]) -> torch.Tensor:
+def _experts(
+    x: torch.Tensor, w: Weights, n: int, m: ModelConfig, sample: dict[str, Any], rows: Mapping[int, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mixture of one sequence and what it adds to the loss. `rows` counts the choices of every expert."""
+    part = describe(m).blocks[n].parts[-1].part
+    assert isinstance(part, ExpertsPart)
+    prefix = f"layers.{n}.experts."
+    own = {name.removeprefix(prefix).replace("gate_up", "up"): p for name, p in w.items() if name.startswith(prefix)}
+    y, routed = plain_mixture(x, own, part.routing, m.mlp)
+    for token in routed:
+        rows[n][token.chosen] += 1.0
+    balance, z = plain_losses(routed, sample["loss_mask"].tolist(), 1, part.routing)
+    return y, m.experts.aux_loss * balance + m.experts.z_loss * z
+
+
+def plain_loss(
+    w: Weights, m: ModelConfig, sample: dict[str, Any], rows: Mapping[int, torch.Tensor]
+) -> torch.Tensor:
     """Sum over the unmasked tokens of one sequence."""
+    added = torch.zeros((), dtype=torch.float64)
     x = w["embedding.weight"][sample["tokens"]]
     if m.position == "learned":
         x = x + w["position.weight"][sample["positions"]]
     for n in range(m.layers):
         x = x + _attention(_norm(x, w, f"layers.{n}.norm1", m), w, f"layers.{n}.attention", m, sample)
-        x = x + _mlp(_norm(x, w, f"layers.{n}.norm2", m), w, f"layers.{n}.mlp", m)
+        normed = _norm(x, w, f"layers.{n}.norm2", m)
+        if m.experts.in_block(n):
+            y, more = _experts(normed, w, n, m, sample, rows)
+            x, added = x + y, added + more
+        else:
+            x = x + _mlp(normed, w, f"layers.{n}.mlp", m)
     x = _norm(x, w, "final_norm", m)
     logits = x @ w["embedding.weight" if m.tied_embeddings else "head.weight"].T
-    return (F.cross_entropy(logits, sample["labels"], reduction="none") * sample["loss_mask"]).sum()
+    return (F.cross_entropy(logits, sample["labels"], reduction="none") * sample["loss_mask"]).sum() + added
 
 
 def plain_step(w: Weights, config: Config, data: Made, first: int) -> float:
-    """Gradients of the mean loss over the unmasked tokens of one global batch; returns the loss."""
+    """Gradients of the mean loss over the unmasked tokens of one global batch, after which balancing biases move;
+    returns the loss."""
     total, tokens = torch.zeros((), dtype=torch.float64), 0
+    e = config.model.experts
+    rows = {n: torch.zeros(e.count, dtype=torch.float64) for n in range(config.model.layers) if e.in_block(n)}
     for n in range(first, first + config.train.global_batch):
         sample: dict[str, Any] = {key: torch.from_numpy(value) for key, value in data.sample(n).items()}
         sample.setdefault("positions", torch.arange(config.model.seq))
         sample.setdefault("segments", torch.zeros(config.model.seq))
-        total = total + plain_loss(w, config.model, sample)
+        total = total + plain_loss(w, config.model, sample, rows)
         tokens += int(sample["loss_mask"].sum())
     (total / tokens).backward()
+    for n, chosen in rows.items():
+        if e.bias_balance:
+            w[f"layers.{n}.experts.router.bias"] += e.bias_balance * (chosen.mean() - chosen).sign()
     return float(total.detach()) / tokens
 
 
@@ -102,15 +139,16 @@ def _start(**model: Any) -> Config:
 
 @pytest.mark.parametrize("segments", [False, True], ids=["whole", "documents"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", list(MODELS))
 def test_gradients_and_updates_equal_a_plain_model(family: str, tied: bool, segments: bool) -> None:
-    """Gradients, losses, norms, and parameters after three clipped AdamW steps."""
-    config = _start(tied_embeddings=tied, **FAMILIES[family])
+    """Gradients, losses, norms, and parameters after three clipped AdamW steps; balancing biases too."""
+    config = _start(tied_embeddings=tied, **MODELS[family])
     data = Made(config.model.vocab, config.model.seq, segments=segments)
     trainer = make_trainer(config, data=data)
     start = gather_global(parameters(trainer))
-    w = {name: torch.from_numpy(np.array(value)).requires_grad_() for name, value in start.items()}
-    matrices, vectors = [p for p in w.values() if p.dim() > 1], [p for p in w.values() if p.dim() == 1]
+    w = {name: torch.from_numpy(np.array(value)) for name, value in start.items()}
+    trained = {name: p.requires_grad_() for name, p in w.items() if not name.endswith("router.bias")}
+    matrices, vectors = [p for p in trained.values() if p.dim() > 1], [p for p in trained.values() if p.dim() == 1]
     c = config.optimizer
     groups = [{"params": matrices, "weight_decay": c.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=c.betas, eps=c.eps)
@@ -118,10 +156,10 @@ def test_gradients_and_updates_equal_a_plain_model(family: str, tied: bool, segm
         optimizer.zero_grad()
         loss = plain_step(w, config, data, step * config.train.global_batch)
         if step == 0:
-            plain = {name: p.grad.numpy().copy() for name, p in w.items()}
+            plain = {name: p.grad.numpy().copy() for name, p in trained.items()}
             assert worst(true_gradients(trainer), plain)[0] <= EXACT
-        norm = torch.stack([p.grad.square().sum() for p in w.values()]).sum().sqrt()
-        for p in w.values():
+        norm = torch.stack([p.grad.square().sum() for p in trained.values()]).sum().sqrt()
+        for p in trained.values():
             p.grad.mul_(min(1.0, config.train.clip / float(norm)))
         result = trainer.step()
         for group in optimizer.param_groups:

@@ -16,15 +16,20 @@ from unittest import mock
 import pytest
 import torch
 
+import meshwright.nn.context as context
+import meshwright.nn.experts as experts
 import meshwright.nn.linear as linear
 import meshwright.train.batches as batches
-from meshwright.comm.group import DONE, group_named
+from meshwright.comm.group import DONE, Group, Shift, group_named
+from meshwright.nn.routing import Router
 from meshwright.nn.weight_grad import Sink
+from meshwright.parts.experts import EXPERT_DATA_AXES
+from meshwright.pipeline.output import as_output
 from meshwright.schedule.table import Op, Table
 from meshwright.sharding.data_parallel import DataParallel
 from meshwright.sharding.reducers import PlainReducer
 from meshwright.train.step import Trainer
-from tests.parity.cases import Case
+from tests.parity.cases import EXPERTS, Case
 from tests.parity.launches import data_of, reference_of
 from tests.support.oracle import Outcome, Reference, compare_steps, complaints, make_trainer, small_config
 from tests.support.ranks import RankFailed, run_ranks
@@ -136,8 +141,8 @@ def _mean_of_means(trainer: Trainer) -> Iterator[None]:
     real = trainer.executor.forward_step
 
     def fake(module: Any, batch: Any, received: Any) -> Any:
-        out = real(module, batch, received)
-        return (out[0] * 12.0 / out[1], *out[1:]) if isinstance(out, tuple) else out
+        out = as_output(real(module, batch, received))
+        return replace(out, terms=[replace(term, sum=term.sum * 12.0 / term.count) for term in out.terms])
 
     trainer.executor.forward_step = fake
     yield
@@ -215,6 +220,147 @@ def _stale_prefetch(trainer: Trainer) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _expert_gradients_times_ep(trainer: Trainer) -> Iterator[None]:
+    """The gradient of every expert's last weight is counted once for each rank that sent it tokens."""
+    real, ep = experts.add_grouped_grad, trainer.ctx.layout.ep
+    downs = {part.down.sinks["weight"].data_ptr() for part in trainer.balance.held.values()}
+
+    def fake(sink: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> None:
+        real(sink, grad * ep if sink.data_ptr() in downs else grad, x, ends)
+
+    with mock.patch.object(experts, "add_grouped_grad", fake):
+        yield
+
+
+@contextmanager
+def _router_losses_times_tp(trainer: Trainer) -> Iterator[None]:
+    """Every tp rank gives the whole gradient of the router's losses, and they are summed. What is reported is right."""
+    real, tp = experts.router_losses, trainer.ctx.layout.tp
+
+    def fake(*args: Any) -> torch.Tensor:
+        losses = real(*args)
+        return losses + (tp - 1) * (losses - losses.detach())
+
+    with mock.patch.object(experts, "router_losses", fake):
+        yield
+
+
+@contextmanager
+def _norm_without_experts(trainer: Trainer) -> Iterator[None]:
+    """The first tp rank alone is counted in the gradient norm, as if all held copies of its experts."""
+    real = DataParallel.counts
+
+    def fake(self: DataParallel, buffer: Any, slot: Any) -> bool:
+        return real(self, buffer, slot) and (buffer.key.data_axes != EXPERT_DATA_AXES or self.mesh.tp.index <= 0)
+
+    with mock.patch.object(DataParallel, "counts", fake):
+        yield
+
+
+@contextmanager
+def _routing_recomputed(trainer: Trainer) -> Iterator[None]:
+    """A recomputed block chooses experts again, from scores that differ a little from those of the first pass."""
+    real, choose = experts.Experts.forward, Router.choose
+
+    def other(router: Router, scores: torch.Tensor) -> torch.Tensor:
+        return choose(router, scores + 0.01 * torch.arange(scores.shape[1]).cos())
+
+    def fake(self: Any, *args: Any) -> Any:
+        *inputs, given = args
+        if not given.again:
+            return real(self, *args)
+        with mock.patch.object(Router, "choose", other):
+            return real(self, *inputs, replace(given, saved=experts.Saved(), again=False))
+
+    with mock.patch.object(experts.Experts, "forward", fake):
+        yield
+
+
+@contextmanager
+def _counts_of_another_rank(trainer: Trainer) -> Iterator[None]:
+    """Rows that arrive are taken for those that the rank before sent: as many in all, but for other experts."""
+    real = experts.exchange_counts
+
+    def fake(*args: Any) -> experts.Arrivals:
+        found = real(*args)
+        return found._replace(counts=found.counts.roll(1, 0))
+
+    with mock.patch.object(experts, "exchange_counts", fake):
+        yield
+
+
+@contextmanager
+def _bias_moved_by_own_rows(trainer: Trainer) -> Iterator[None]:
+    """Every rank moves the balancing bias by the rows that it routed itself."""
+    world = trainer.ctx.mesh.world
+    real = world.all_reduce
+
+    def fake(x: torch.Tensor, *more: Any, **named: Any) -> Any:
+        return DONE if x.dim() == 2 else real(x, *more, **named)
+
+    with mock.patch.object(world, "all_reduce", fake):
+        yield
+
+
+@contextmanager
+def _divided_by_cp(trainer: Trainer) -> Iterator[None]:
+    """The loss of a rank's tokens is divided by the number of ranks that share a sequence."""
+    real, cp = trainer.executor.forward_step, trainer.ctx.layout.cp
+
+    def fake(module: Any, batch: Any, received: Any) -> Any:
+        out = as_output(real(module, batch, received))
+        return replace(out, terms=[replace(term, sum=term.sum / cp) for term in out.terms])
+
+    trainer.executor.forward_step = fake
+    yield
+
+
+@contextmanager
+def _positions_uncut(trainer: Trainer) -> Iterator[None]:
+    """Each rank gives its tokens the positions of a sequence's first ones."""
+    real = batches.rows_of_rank
+
+    def fake(sample: Any, *more: Any) -> Any:
+        cut = real(sample, *more)
+        return cut | {"positions": sample["positions"][: len(cut["tokens"])]}
+
+    with mock.patch.object(batches, "rows_of_rank", fake):
+        yield
+
+
+@contextmanager
+def _unseen_block_counts(trainer: Trainer) -> Iterator[None]:
+    """A row that sees no key of a block has the log-sum 0, as if it saw a key with the score 0."""
+    real = context.attend
+
+    def fake(*args: Any) -> Any:
+        out, log_sum = real(*args)
+        return out, log_sum.masked_fill(log_sum == -torch.inf, 0.0)
+
+    with mock.patch.object(context, "attend", fake):
+        yield
+
+
+@contextmanager
+def _one_hop_short(trainer: Trainer) -> Iterator[None]:
+    """The gradients of keys and values don't take their last step home, which is the ring's last message."""
+    real, seen = Group.shift, 0
+
+    def fake(self: Group, x: torch.Tensor, by: int) -> Shift:
+        nonlocal seen
+        seen += by == -1
+        return Shift(DONE, x, x) if by == -1 and seen % self.size == 0 else real(self, x, by)
+
+    with mock.patch.object(Group, "shift", fake):
+        yield
+
+
+def _shared(cp: int, kind: str, order: str, segments: bool) -> Case:
+    keys = (("layout.cp", cp), ("context.kind", kind), ("context.order", order))
+    return Case(1, 1, 1, family="llama", extra=keys, data=(("segments", segments),), cp=cp)
+
+
 @dataclass(frozen=True)
 class Bug:
     case: Case
@@ -228,6 +374,10 @@ TIED = Case(1, 1, 2)
 ZERO1, ZERO2, ZERO3 = (Case(2, 1, 1, label=f"zero{n}", extra=(("zero.stage", n),)) for n in (1, 2, 3))
 COPIES = Case(1, 4, 1, family="llama")
 ALL = Case(1, 2, 2, sp=True)
+_MIXED = {case.name: case for case in EXPERTS}
+EP_DP = _MIXED["dp2-tp1-pp1-1f1b-llama-tied-deepseek-ep2"]
+EP_TP = _MIXED["dp1-tp2-pp1-sp-1f1b-llama-tied-deepseek-ep2-etp1"]
+RECOMPUTED = replace(EP_DP, extra=(*EP_DP.extra, ("recompute.mode", "full")))
 
 BUGS = {
     "row-output-not-summed": Bug(TP, _all_reduce_missing("forward"), "gradients"),
@@ -252,6 +402,18 @@ BUGS = {
     "zero3-shard-not-gathered": Bug(ZERO3, _gather_missing(3), "gradients"),
     "zero3-scattered-twice": Bug(ZERO3, _scattered_twice, "gradients"),
     "zero3-stale-prefetch": Bug(ZERO3, _stale_prefetch, "norm"),
+    "expert-gradients-times-ep": Bug(EP_DP, _expert_gradients_times_ep, "gradients"),
+    "router-losses-times-tp": Bug(EP_TP, _router_losses_times_tp, "gradients"),
+    "norm-misses-experts": Bug(EP_TP, _norm_without_experts, "norm"),
+    "routing-recomputed": Bug(RECOMPUTED, _routing_recomputed, "gradients"),
+    "bias-moved-by-own-rows": Bug(EP_DP, _bias_moved_by_own_rows, "parameters"),
+    "counts-of-another-rank": Bug(EP_DP, _counts_of_another_rank, "gradients"),
+    "loss-divided-by-cp": Bug(_shared(2, "gather", "zigzag", False), _divided_by_cp, "gradients"),
+    "positions-not-cut": Bug(_shared(2, "ring", "zigzag", True), _positions_uncut, "gradients"),
+    "unseen-block-counts": Bug(_shared(2, "ring", "contiguous", False), _unseen_block_counts, "gradients"),
+    "unseen-block-counts-documents": Bug(_shared(4, "ring", "zigzag", True), _unseen_block_counts, "gradients"),
+    "key-gradients-one-hop-short": Bug(_shared(2, "ring", "zigzag", False), _one_hop_short, "gradients"),
+    "key-gradients-one-hop-short-of-four": Bug(_shared(4, "ring", "striped", True), _one_hop_short, "gradients"),
 }
 
 

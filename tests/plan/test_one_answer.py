@@ -60,16 +60,20 @@ CASES: dict[str, tuple[str, int, str, list[str]]] = {
     "gpt3-zero1": ("gpt3-175b", 256, "tp=8,pp=8,zero=1,recompute=full", ["train.global_batch=64"]),
     "mt-nlg": ("mt-nlg-530b", 280, "tp=8,pp=35,recompute=full", ["train.global_batch=40"]),
     "qk-norm": ("llama3-8b", 8, "tp=2,sp=true", ["train.global_batch=8", "model.qk_norm=true"]),
+    "token-norms": (
+        "llama3-8b", 8, "tp=2,sp=true", ["train.global_batch=8", "model.qk_norm=true", "model.qk_norm_over=all"]
+    ),
 }  # fmt: skip
 QUICK = {
     "gpt2-zero3", "gpt2-zero3-pp", "gpt2-cpu", "llama2-7b", "llama3-8b-every", "llama3-8b-chunks", "neox",
 }  # fmt: skip
 SHORT = {
-    "tp": "layout.tp", "pp": "layout.pp", "chunks": "layout.chunks", "sp": "layout.sequence_parallel",
-    "mb": "train.micro_batch", "zero": "zero.stage", "recompute": "recompute.mode", "schedule": "pipeline.schedule",
+    "tp": "layout.tp", "cp": "layout.cp", "pp": "layout.pp", "chunks": "layout.chunks",
+    "sp": "layout.sequence_parallel", "mb": "train.micro_batch", "zero": "zero.stage",
+    "recompute": "recompute.mode", "schedule": "pipeline.schedule",
 }  # fmt: skip
 FIXED = {
-    "tp": "1", "pp": "1", "chunks": "1", "sp": "false", "mb": "1", "zero": "0", "recompute": "none",
+    "tp": "1", "pp": "1", "chunks": "1", "sp": "false", "mb": "1", "zero": "0", "recompute": "none", "cp": "1",
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from meshwright.train.context import Context, build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.losses import Sums, sums_over_world
 from meshwright.train.pretrain import build_modules
-from meshwright.train.step import Trainer
+from meshwright.train.step import StepResult, Trainer
 
 Pairs = list[tuple[Any, torch.Tensor]]
 Whole = dict[str, np.ndarray]
@@ -174,16 +174,16 @@ def relative(a: Sequence[float], b: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process finds: gradients of the first batch; norms, parameters and validation loss of STEPS_64 steps;
-    fp32 losses of STEPS_32."""
+    """What one process finds: gradients of the first batch; norms, what was counted of experts, parameters and
+    validation loss of STEPS_64 steps; fp32 losses of STEPS_32."""
 
     gradients: Whole
     norms: list[float]
+    counted: list[float]
     parameters: Whole
     moments: Whole
     validation: float
     losses: list[float]
-
 
     def of_kind(self, kind: str) -> Whole:
         """First or second moments alone: their sizes are not alike."""
@@ -194,11 +194,20 @@ def solo(exact: Config, single: Config, data: Any = None) -> Reference:
     """The reference of a config without any layout, given in float64 and in fp32."""
     trainer = make_trainer(exact, data=data)
     gradients = gather_global(true_gradients(trainer))
-    norms = [trainer.step().grad_norm for _ in range(STEPS_64)]
+    results = [trainer.step() for _ in range(STEPS_64)]
+    norms, counted = [result.grad_norm for result in results], counted_of(results[1:])
     after, states = gather_global(parameters(trainer)), gather_global(moments(trainer))
     validation = validation_loss(trainer)
     trainer = make_trainer(single, data=data)
-    return Reference(gradients, norms, after, states, validation, [trainer.step().loss for _ in range(STEPS_32)])
+    losses = [trainer.step().loss for _ in range(STEPS_32)]
+    return Reference(gradients, norms, counted, after, states, validation, losses)
+
+
+def counted_of(results: Sequence[StepResult]) -> list[float]:
+    """The rows of every expert and the routers' mean entropy in each of these steps. (The first step counts the
+    gradients that were asked for before it, too.)"""
+    mixed = [result.experts for result in results if result.experts]
+    return [float(n) for found in mixed for rows in (*found["rows"], [found["entropy"]]) for n in rows]
 
 
 def validation_loss(trainer: Trainer) -> float:
@@ -214,6 +223,7 @@ class Outcome:
     gradients: tuple[float, str]
     overlapped: tuple[float, str]  # again, with buckets reduced while backward runs
     norm: float
+    counted: float = 0.0
     parameters: tuple[float, str] = (0.0, "")
     moments: tuple[float, str] = (0.0, "")
     validation: float = 0.0
@@ -225,7 +235,7 @@ class Outcome:
             error, name = getattr(self, what)
             if error > EXACT:
                 found.append(f"{what}: {name} is off by {error:.1e}")
-        for what, limit in (("norm", EXACT), ("validation", EXACT), ("losses", LOSSES)):
+        for what, limit in (("norm", EXACT), ("counted", EXACT), ("validation", EXACT), ("losses", LOSSES)):
             if getattr(self, what) > limit:
                 found.append(f"{what}: off by {getattr(self, what):.1e}")
         return found
@@ -242,21 +252,25 @@ def compare_exact(trainer: Trainer, reference: Reference) -> Outcome:
 
 
 def compare_steps(trainer: Trainer, reference: Reference) -> Outcome:
-    """`compare_exact`, and the norms of the next steps: what an update leaves behind shows there."""
+    """`compare_exact`, and the next steps, where what an update leaves behind shows: their norms, what they counted of
+    experts, and all parameters after them, frozen ones (the experts' balancing biases) included."""
     o = compare_exact(trainer, reference)
-    norms = [trainer.step().grad_norm for _ in range(STEPS_64 - 1)]
-    return replace(o, norm=max(o.norm, relative(norms, reference.norms[1:])))
+    results = [trainer.step() for _ in range(STEPS_64 - 1)]
+    norm = relative([result.grad_norm for result in results], reference.norms[1:])
+    differences = [abs(a - b) for a, b in zip(counted_of(results), reference.counted, strict=True)]
+    counted = max((d if d == d else np.inf for d in differences), default=0.0)
+    after = worst(parameters(trainer), reference.parameters)
+    return replace(o, norm=max(o.norm, norm), counted=counted, parameters=after)
 
 
 def compare(exact: Trainer, single: Trainer, reference: Reference, steps: int = STEPS_32) -> Outcome:
-    """All of it: also the later norms, parameters and validation loss after STEPS_64 steps, fp32 losses of `steps`."""
+    """All of it: also moments and validation loss after STEPS_64 steps, and fp32 losses of `steps`."""
     o = compare_steps(exact, reference)
-    after = worst(parameters(exact), reference.parameters)
     states = max(worst([p for p in moments(exact) if p[0].name.startswith(f"{kind}/")], reference.of_kind(kind))
                  for kind in ("exp_avg", "exp_avg_sq")) if reference.moments else (0.0, "")  # fmt: skip
     validation = relative([validation_loss(exact)], [reference.validation])
     losses = relative([single.step().loss for _ in range(steps)], reference.losses[:steps])
-    return replace(o, parameters=after, moments=states, validation=validation, losses=losses)
+    return replace(o, moments=states, validation=validation, losses=losses)
 
 
 def complaints(outcomes: Sequence[Outcome]) -> list[str]:

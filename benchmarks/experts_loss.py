@@ -1,0 +1,69 @@
+"""A small mixture of experts beside the dense model with as many active parameters, on the demo's text.
+
+    meshwright data prepare stdlib --out data-cache/stdlib --tokenizer train:2048
+    python benchmarks/experts_loss.py data-cache/stdlib
+
+Both see the same samples in the same order for the same number of steps, on one CPU core. Prints the validation losses
+and, for the mixture, the rows of the busiest expert over the mean (of the block where that is largest, and over all of
+the steps after the warm-up together), as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+WARMUP = 30  # steps before balance is counted
+SHAPE = [
+    "model.layers=4", "model.hidden=128", "model.heads=4", "model.vocab=2048", "model.seq=128", "model.ffn=384",
+    "model.norm=rmsnorm", "model.mlp=swiglu", "model.position=rope", "model.bias=false", "train.global_batch=16",
+    "train.micro_batch=16", "optimizer.lr=3e-3", "lr.warmup=10", "lr.min=3e-4", "data.split=0.9,0.1,0",
+    "run.eval_samples=256", "run.device=cpu",
+]  # fmt: skip
+# Two of eight experts, each half as wide as the dense MLP. With weights that add up to 2 they begin as large as it.
+MIXTURE = ["count=8", "top_k=2", "ffn=192", "scale=2", "aux_loss=0.1"]
+
+
+def run(prefix: str, steps: int, folder: Path, words: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Trains, and returns the lines of metrics.jsonl and of validation.jsonl."""
+    given = [f"data.prefixes={prefix}", f"train.steps={steps}", f"run.dir={folder}", f"run.eval_every={steps // 3}"]
+    (folder.parent / "empty.yaml").write_text("")
+    command = [sys.executable, "-m", "meshwright", "train", str(folder.parent / "empty.yaml"), *SHAPE, *given, *words]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    read = [(folder / name).read_text().splitlines() for name in ("metrics.jsonl", "validation.jsonl")]
+    metrics, validation = ([json.loads(line) for line in lines] for lines in read)
+    return metrics, validation
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prefix", help="token files, without .bin")
+    parser.add_argument("--steps", type=int, default=300)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        _, dense = run(args.prefix, args.steps, Path(folder) / "dense", [])
+        words = [f"model.experts.{word}" for word in MIXTURE]
+        metrics, mixed = run(args.prefix, args.steps, Path(folder) / "mixture", words)
+    print("| validation loss at step | dense | mixture |\n|---|---|---|")
+    for one, other in zip(dense, mixed, strict=True):
+        print(f"| {one['step']} | {one['loss']:.4f} | {other['loss']:.4f} |")
+    later = [line["experts"] for line in metrics[WARMUP:]]
+    busiest = [max(line["busiest"]) for line in later]
+    rows = np.array([line["rows"] for line in later]).sum(0)
+    print(
+        f"\nbusiest expert over the mean, after {WARMUP} steps: {statistics.mean(busiest):.2f} per step in the worst "
+        f"block, {statistics.mean(busiest[-50:]):.2f} over the last 50 steps, {(rows.max(1) / rows.mean(1)).max():.2f} "
+        "over all these steps together"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""A mixture of experts in the place of a block's MLP: route, send rows to their experts, compute, and send back.
+
+Every rank routes rows of its own, gathers the rows of all ranks that hold parts of the same experts (etp), and sends
+them to the ranks that hold the experts (ep). Rows are sorted by expert and then by token, and the results of a token's
+experts are summed in the order of its choices in float32, so that the result does not depend on where an expert lives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm.group import Group
+from meshwright.comm.ops import (
+    all_gather,
+    all_to_all,
+    copy_to,
+    gather_from,
+    gather_rows,
+    reduce_from,
+    reduce_scatter_from,
+    slice_rows,
+)
+from meshwright.layout.params import ParamRecord, records_under
+from meshwright.nn.grouped import (
+    add_grouped_grad,
+    collect,
+    grouped_product,
+    grouped_weight_grad,
+    permute,
+    spread,
+    sum_rows,
+    take_rows,
+    weighted_activation,
+    weighted_activation_backward,
+)
+from meshwright.nn.mlp import MLP
+from meshwright.nn.norm import Norm
+from meshwright.nn.parallel import Parallel
+from meshwright.nn.routing import Router, Tokens, picks_of, router_losses
+from meshwright.parts.experts import ExpertsPart, Routing
+
+
+class ExpertWeights(nn.Module):
+    """One weight of all of this rank's experts, [experts, out, in]."""
+
+    def __init__(self, parallel: Parallel, record: ParamRecord) -> None:
+        super().__init__()
+        self.weight = parallel.parameter(record)
+        self.sinks: dict[str, Tensor] = {}
+
+
+class Sorted(NamedTuple):
+    """Rows sorted by expert: for each place the choice (row x k + number of the choice) that it holds, or -1 where it
+    is empty; for each choice [rows, k] its place, or -1 where it was dropped; and the rows of each expert."""
+
+    choices: Tensor
+    places: Tensor
+    counts: Tensor
+
+
+@torch.no_grad()
+def sort_by_expert(chosen: Tensor, routing: Routing) -> Sorted:
+    """Sorts the choices [rows, k] by expert, then by row. With a capacity, each expert has the same number of places
+    and takes the first rows that chose it."""
+    flat, count = chosen.flatten(), routing.count
+    order = flat.sort(stable=True)
+    ends = torch.searchsorted(order.values, torch.arange(count, device=flat.device), right=True)
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    numbers = torch.arange(flat.shape[0], device=flat.device)
+    if routing.capacity is None:
+        places = torch.empty_like(flat).scatter_(0, order.indices, numbers)
+        return Sorted(order.indices, places.view_as(chosen), counts)
+    room = routing.room(chosen.shape[0])
+    within = numbers - (ends - counts)[order.values]
+    place = torch.where(within < room, order.values * room + within, count * room)  # the last: dropped
+    choices = torch.full((count * room + 1,), -1, device=flat.device).scatter_(0, place, order.indices)[:-1]
+    places = torch.empty_like(flat).scatter_(0, order.indices, torch.where(within < room, place, -1))
+    return Sorted(choices, places.view_as(chosen), torch.full_like(counts, room))
+
+
+class Arrivals(NamedTuple):
+    """What a rank exchanges with the others over ep: rows to and from each, and how many each local expert got of each
+    of them, [ranks, experts]."""
+
+    sends: list[int]
+    receives: list[int]
+    counts: Tensor
+
+
+class Saved:
+    """What a recomputation takes from the first pass instead of computing it again: the experts that rows chose, and
+    how many rows went where."""
+
+    def __init__(self) -> None:
+        self.chosen: Tensor | None = None
+        self.all_chosen: Tensor | None = None
+        self.arrivals: Arrivals | None = None
+
+
+@dataclass
+class RoutedInputs:
+    """What a mixture of experts takes beside its input: the tokens that count in the loss, or None for all, and, where
+    blocks are recomputed, what the first pass saves. `again`: this is the recomputation."""
+
+    counted: Tensor | None = None
+    saved: Saved | None = None
+    again: bool = False
+
+
+class _ExpertProducts(torch.autograd.Function):
+    """The MLPs of this rank's experts: for each place i, in the order of experts, row `index[i]` of x goes in; its
+    result, times its weight, is added to the rows that `places` [rows of x, k] says, the inverse of `index`. Only x and
+    the inner features are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, index: Tensor, places: Tensor, ends: Tensor,
+        kind: str, sinks: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor:  # fmt: skip
+        inner = grouped_product(take_rows(x, index), up, ends)
+        ctx.save_for_backward(x, weights, inner, up, down, index, places, ends)
+        ctx.kind, ctx.sinks = kind, sinks
+        return sum_rows(grouped_product(weighted_activation(inner, weights, kind), down, ends), places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, inner, up, down, index, places, ends = ctx.saved_tensors
+        rows = take_rows(grad, index)
+        passed = grouped_product(rows, down, ends, transposed=True)
+        grad_inner, value, grad_weights = weighted_activation_backward(inner, weights, passed, ctx.kind)
+        grad_down = _weight_grad(ctx.sinks[1], rows, value, ends) if ctx.needs_input_grad[3] else None
+        del rows, value, passed
+        grad_x = sum_rows(grouped_product(grad_inner, up, ends, transposed=True), places)
+        grad_up = None
+        if ctx.needs_input_grad[2]:
+            grad_up = _weight_grad(ctx.sinks[0], grad_inner, take_rows(x, index), ends)
+        return grad_x, grad_weights, grad_up, grad_down, None, None, None, None, None
+
+
+def _weight_grad(sink: Tensor | None, grad: Tensor, x: Tensor, ends: Tensor) -> Tensor | None:
+    if sink is None:
+        return grouped_weight_grad(grad, x, ends)
+    add_grouped_grad(sink, grad, x, ends)
+    return None
+
+
+class Experts(nn.Module):
+    """The mixture. Under tp without sequence parallelism, each tp rank routes its part of the tokens."""
+
+    tally: Tensor  # of this step so far: rows by expert, dropped choices, the sum of the routers' entropies
+
+    def __init__(self, parallel: Parallel, part: ExpertsPart, records: dict[str, ParamRecord]) -> None:
+        super().__init__()
+        assert parallel.experts is not None
+        self.parallel, self.routing, self.kind = parallel, part.routing, part.mlp.kind
+        self.etp, self.ep = parallel.experts.etp, parallel.experts.ep
+        self.router = Router(parallel, part.routing, records_under(records, "router"))
+        self.up = ExpertWeights(parallel, records[f"{part.mlp.first}.weight"])
+        self.down = ExpertWeights(parallel, records["down.weight"])
+        shared = records_under(records, "shared")
+        self.shared = MLP(parallel, part.shared, shared) if part.shared is not None else None
+        tally = torch.zeros(part.routing.count + 2, dtype=torch.float64, device=parallel.device)
+        self.register_buffer("tally", tally, persistent=False)
+
+    def forward(
+        self, x: Tensor, norm: Norm, batch: int, rotary: object, mask: object, past: object, given: RoutedInputs
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns x, for the residual, the mixture of its norm, and the sums of the router's losses, if it has any."""
+        normed = norm(x)
+        rows = normed.shape[0]
+        base, own = self._own_rows(normed)
+        logits = self.router(own)
+        scores = self.router.scores(logits)
+        saved, losses = given.saved or Saved(), None
+        if not given.again:
+            saved.chosen = self.router.choose(scores.detach())
+            saved.all_chosen = saved.chosen
+            if not self.etp.alone:
+                saved.all_chosen = all_gather(saved.chosen, self.etp.name, self.etp.size)
+        assert saved.chosen is not None and saved.all_chosen is not None
+        order = sort_by_expert(saved.all_chosen, self.routing)
+        if self.training:
+            picks = picks_of(scores.detach(), saved.chosen)
+            if self.routing.has_losses:
+                tokens = self._tokens(own, batch, given.counted)
+                losses = router_losses(self.router, logits, scores, picks, tokens, self.parallel)
+            if not given.again:
+                self._count(picks, scores.detach(), order)
+        weights = gather_from(self.router.weights(scores, saved.chosen), self.etp)
+        y = self._back(self._mixed(self._gathered(base), weights, order, saved))[:rows]
+        return x, y if self.shared is None else y + self.shared.of(normed), losses
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether each rank has only its own rows, so that they are gathered over etp. Where all tp ranks have all
+        tokens, and tp cuts the experts too, they have been."""
+        return self.parallel.splits_tokens or self.etp is not self.parallel.tp
+
+    def _own_rows(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the rows to gather, and those of them that this rank routes."""
+        tp = self.parallel.tp
+        if tp.alone or self.parallel.splits_tokens:
+            return normed, normed
+        lacking = -normed.shape[0] % tp.size  # while text is generated, there may be fewer tokens than ranks
+        if lacking:
+            normed = torch.cat([normed, normed.new_zeros(lacking, normed.shape[1])])
+        if self._gathers:
+            own = slice_rows(normed, tp)
+            return own, own
+        normed = copy_to(normed, tp)
+        part = normed.shape[0] // tp.size
+        return normed, normed[tp.index * part : (tp.index + 1) * part]
+
+    def _gathered(self, base: Tensor) -> Tensor:
+        return gather_from(base, self.etp) if self._gathers else base
+
+    def _back(self, y: Tensor) -> Tensor:
+        """Sums the parts of each row's result and brings it where its token is."""
+        tp = self.parallel.tp
+        if not self._gathers:
+            return reduce_from(y, tp)
+        y = reduce_scatter_from(y, self.etp)
+        return y if self.parallel.splits_tokens else gather_rows(y, tp)
+
+    def _tokens(self, own: Tensor, batch: int, counted: Tensor | None) -> Tokens:
+        tp, rows = self.parallel.tp, own.shape[0]
+        first = max(0, tp.index) * rows
+        numbers = torch.arange(first, first + rows, device=own.device)
+        own_counted = torch.ones_like(numbers) if counted is None else counted[first : first + rows]
+        return Tokens(numbers * batch // (rows * tp.size), batch, own_counted)
+
+    @torch.no_grad()
+    def _count(self, picks: Tensor, scores: Tensor, order: Sorted) -> None:
+        shares = scores / scores.sum(1, keepdim=True)
+        self.tally[: self.routing.count] += picks.sum(0)
+        if self.routing.capacity is not None:
+            first = max(0, self.etp.index) * picks.shape[0]
+            self.tally[-2] += (order.places[first : first + picks.shape[0]] < 0).sum()
+        self.tally[-1] += torch.special.entr(shares).sum()
+
+    def _mixed(self, x: Tensor, weights: Tensor, order: Sorted, saved: Saved) -> Tensor:
+        """Returns the sum over each row's experts of their weighted results: of this rank's part of the experts."""
+        index = order.choices // order.places.shape[1]
+        row_weights = permute(weights.flatten(), order.choices, order.places.flatten())
+        if self.ep.alone:
+            return self._products(x, row_weights, index, order.places, order.counts)
+        if saved.arrivals is None:
+            saved.arrivals = exchange_counts(order, self.routing, self.ep)
+        there, back, counts = saved.arrivals
+        arrived = all_to_all(spread(x, index, order.places), self.ep.name, there, back)
+        arrived_weights = all_to_all(row_weights, self.ep.name, there, back)
+        # Rows arrive by rank and then by expert; the experts need them by expert alone.
+        local = torch.arange(counts.shape[1], device=x.device).repeat(counts.shape[0])
+        experts = local.repeat_interleave(counts.flatten(), output_size=sum(back))
+        by_expert = experts.argsort(stable=True)
+        places = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=x.device))
+        sorted_weights = permute(arrived_weights, by_expert, places)
+        result = self._products(arrived, sorted_weights, by_expert, places[:, None], counts.sum(0))
+        return collect(all_to_all(result, self.ep.name, back, there), index, order.places)
+
+    def _products(self, x: Tensor, weights: Tensor, index: Tensor, places: Tensor, counts: Tensor) -> Tensor:
+        ends = counts.cumsum(0, dtype=torch.int32)
+        sinks = (self.up.sinks.get("weight"), self.down.sinks.get("weight"))
+        return _ExpertProducts.apply(
+            x, weights, self.up.weight, self.down.weight, index, places, ends, self.kind, sinks
+        )
+
+
+@torch.no_grad()
+def exchange_counts(order: Sorted, routing: Routing, ep: Group) -> Arrivals:
+    """Tells every rank how many rows it will get for each of its experts. The host waits for the numbers, unless the
+    capacity fixes them."""
+    own = order.counts.view(ep.size, -1)
+    rows = order.choices.shape[0]
+    even = [rows // ep.size + (n < rows % ep.size) for n in range(ep.size)]
+    if routing.capacity is not None:
+        return Arrivals(even, even, own)
+    arriving = torch.empty_like(own)
+    ep.all_to_all(arriving, own.contiguous())
+    if own.is_meta:  # a dry run takes the experts to be balanced
+        return Arrivals(even, even, arriving)
+    sends, receives = torch.stack([own.sum(1), arriving.sum(1)]).tolist()
+    return Arrivals(sends, receives, arriving)

@@ -1,0 +1,210 @@
+"""Products of rows that are sorted by expert with each expert's own matrix, and moving rows to that order and back.
+
+`ends` [experts] says where each expert's rows end; an expert may have none. The products are registered operators, so
+that a dry run sees them and weight gradients go straight into the flat gradient buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.comm.ops import operator
+from meshwright.kernels import kernels_take
+from meshwright.nn.fused import swiglu, swiglu_backward
+from meshwright.nn.mlp import ACTIVATIONS
+from meshwright.nn.weight_grad import Sink, now_or_later, sink_of, write_product
+
+
+def _each(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yields the number and the rows of each expert. The host waits for `ends`: this is the way of a CPU."""
+    begin = 0
+    for expert, end in enumerate(ends.tolist()):
+        yield expert, slice(begin, end)
+        begin = end
+
+
+def _in_one_call(x: Tensor, width: int) -> bool:
+    """Whether torch's grouped product takes rows of x and makes rows of `width` columns, or the reverse: it needs rows,
+    and columns in multiples of 16 bytes."""
+    fits = x.shape[0] > 0 and x.shape[1] % 8 == 0 and width % 8 == 0
+    return x.is_cuda and x.dtype == torch.bfloat16 and fits
+
+
+@operator("meshwright::grouped_product")
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
+    """Returns x_e W_e^T for the rows x_e of every expert e and its weight W_e [out, in]; `transposed`: x_e W_e."""
+    factor = weight if transposed else weight.transpose(1, 2)
+    if _in_one_call(x, factor.shape[2]):
+        return F.grouped_mm(x, factor, offs=ends)
+    out = x.new_empty((x.shape[0], factor.shape[2]))
+    if not x.is_meta:
+        for expert, rows in _each(ends):
+            torch.mm(x[rows], factor[expert], out=out[rows])
+    return out
+
+
+@grouped_product.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[2 if transposed else 1]))
+
+
+def grouped_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """Returns g_e^T x_e for every expert, [experts, out, in]; an expert without rows has zeros."""
+    if _in_one_call(x, grad.shape[1]):
+        return F.grouped_mm(grad.t(), x, offs=ends)
+    out = x.new_zeros((ends.shape[0], grad.shape[1], x.shape[1]))
+    if not x.is_meta:
+        for expert, rows in _each(ends):
+            torch.mm(grad[rows].t(), x[rows], out=out[expert])
+    return out
+
+
+@operator("meshwright::add_grouped_grad", mutates={"sink"})
+def add_grouped_grad(sink: Tensor, grad: Tensor, x: Tensor, ends: Tensor) -> None:
+    """sink += g_e^T x_e for every expert's weight [out, in]."""
+    slot = sink_of(sink)
+    now_or_later(lambda grad, x, ends: _add_grouped(slot, grad, x, ends), grad, x, ends)
+
+
+def _add_grouped(slot: Sink, grad: Tensor, x: Tensor, ends: Tensor) -> None:
+    slot.prepare()
+    if kernels_take(x) and x.element_size() == 2 and slot.view.dtype == torch.float32:
+        from meshwright.kernels.experts import add_grouped
+
+        add_grouped(slot.view, grad, x, ends, add=not slot.fresh)
+    elif not x.is_meta:
+        for expert, rows in _each(ends):
+            write_product(slot.view[expert], grad[rows], x[rows], add=not slot.fresh)
+    slot.done()
+
+
+@add_grouped_grad.register_fake
+def _(sink: Tensor, grad: Tensor, x: Tensor, ends: Tensor) -> None:
+    return None
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Returns x[index]; the negative index of a row that is empty gives zeros."""
+    if x.is_meta:
+        return x.new_empty((index.shape[0], x.shape[1]))
+    if kernels_take(x):
+        from meshwright.kernels.experts import take_rows as kernel
+
+        return kernel(x, index)
+    return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0.0)
+
+
+def sum_rows(x: Tensor, places: Tensor) -> Tensor:
+    """Returns, for each row of `places` [n, k], the sum of the rows of x that it lists, in its order and in float32;
+    a negative place gives nothing."""
+    if x.is_meta:
+        return x.new_empty((places.shape[0], x.shape[1]))
+    if kernels_take(x):
+        from meshwright.kernels.experts import sum_rows as kernel
+
+        return kernel(x, places)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = take_rows(x, places[:, 0]).to(wide)
+    for column in range(1, places.shape[1]):
+        total += take_rows(x, places[:, column])
+    return total.to(x.dtype)
+
+
+def weighted_activation(inner: Tensor, weights: Tensor, kind: str) -> Tensor:
+    """Returns the activation of the inner features times each row's weight, which the last product then carries on."""
+    if kind == "swiglu" and inner.is_meta:
+        return inner.new_empty((inner.shape[0], inner.shape[1] // 2))
+    if kind == "swiglu" and kernels_take(inner):
+        from meshwright.kernels.experts import weighted_swiglu
+
+        return weighted_swiglu(inner, weights)
+    value = swiglu(inner) if kind == "swiglu" else ACTIVATIONS[kind](inner)
+    return (value * weights[:, None]).to(inner.dtype)
+
+
+def weighted_activation_backward(
+    inner: Tensor, weights: Tensor, grad: Tensor, kind: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradient of the inner features, what `weighted_activation` returned, and the weights' gradient. On
+    CUDA the first two overwrite `inner` and `grad`, so neither may be used afterwards."""
+    if kind == "swiglu" and inner.is_meta:  # a dry run takes the kernel's memory
+        return inner, grad, torch.empty_like(weights)
+    if kind == "swiglu" and kernels_take(inner, grad):
+        from meshwright.kernels.experts import weighted_swiglu_backward_
+
+        grad_weights = weighted_swiglu_backward_(inner, weights, grad)
+        return inner, grad, grad_weights
+    passed = (grad * weights[:, None]).to(grad.dtype)
+    if kind == "swiglu":
+        grad_inner, value = swiglu_backward(inner, passed)
+    else:
+        with torch.enable_grad():
+            source = inner.detach().requires_grad_()
+            value = ACTIVATIONS[kind](source)
+        (grad_inner,) = torch.autograd.grad(value, source, passed)
+        value = value.detach()
+    grad_weights = (grad.to(weights.dtype) * value).sum(1)
+    return grad_inner, (value * weights[:, None]).to(inner.dtype), grad_weights
+
+
+class _Spread(torch.autograd.Function):
+    """Copies rows to each of their places: row i of the result is x[index[i]]. `places` [n, k] is its inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return take_rows(x, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return sum_rows(grad, places), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The adjoint of `_Spread`: sums rows that belong together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        return sum_rows(x, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        return take_rows(grad, index), None, None
+
+
+def _take_numbers(x: Tensor, index: Tensor) -> Tensor:
+    return x[index.clamp(min=0)].masked_fill_(index < 0, 0.0)
+
+
+class _Permute(torch.autograd.Function):
+    """Reorders numbers: out[i] = x[index[i]]; `places` is the inverse, and a negative one marks a number left out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return _take_numbers(x, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return _take_numbers(grad, places), None, None
+
+
+def spread(x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+    return _Spread.apply(x, index, places)
+
+
+def collect(x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+    return _Collect.apply(x, index, places)
+
+
+def permute(x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+    return _Permute.apply(x, index, places)
