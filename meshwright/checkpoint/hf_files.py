@@ -69,7 +69,7 @@ class HFFolder:
         if self.model.tied_embeddings and head in self.file_of:
             stored[head] = head
         unread = set(self.file_of) - set(stored.values())
-        self.left_out = sorted(name for name in unread if self.family.is_extra(name, self.model))
+        self.left_out = sorted(name for name in unread if self.family.is_extra(name, self.config))
         unread -= set(self.left_out)
         strange = sorted(name for name in unread if not re.fullmatch(self.family.buffers, name))
         if strange:

@@ -186,6 +186,9 @@ def test_layers_that_predict_further_tokens_are_left_out(
     same_files(made["deepseek-v3"][0] / "hf" / "model.safetensors", tmp_path / "out" / "model.safetensors")
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "out")]
     assert configs[1] == configs[0] | {"num_nextn_predict_layers": 0}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(configs[1]))
+    with pytest.raises(UserError, match="holds model.layers.2.eh_proj.weight, which no deepseek_v3"):
+        import_folder(tmp_path / "hf", tmp_path / "more")
     (tmp_path / "hf" / "config.json").write_text(json.dumps(configs[0] | {"quantization_config": {"fmt": "e4m3"}}))
     with pytest.raises(UserError, match="holds quantised weights .* load the model with transformers in bfloat16"):
         import_folder(tmp_path / "hf", tmp_path / "more")

@@ -110,6 +110,7 @@ def test_a_family_that_was_asked_for_must_fit() -> None:
         ("gpt2", {"activation_function": "swish"}, "activation_function=swish"),
         ("qwen3_moe", {"mlp_only_layers": [3], "decoder_sparse_step": 1}, "mlp_only_layers=.3. .* only the first"),
         ("qwen3_moe", {"mlp_only_layers": 3}, "must be a list of layers' numbers"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "model.experts.every=0 must be greater than zero"),
         ("qwen3_moe", {"num_experts": 0}, "model.experts.count=0, which no qwen3_moe has"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "top_k=9 is more than model.experts.count=8"),
         ("mixtral", {"sliding_window": 32}, "looks back 32 tokens"),

@@ -197,10 +197,13 @@ class Family:
             counts = [heads * model.head_dim for heads in (model.heads, model.kv_heads, model.kv_heads)]
         return in_order(counts, sources, expert * rows)
 
-    def is_extra(self, name: str, model: ModelConfig) -> bool:
+    def is_extra(self, name: str, config: HFConfig) -> bool:
         """Whether a tensor in their files belongs to one of the layers after the last, which predict further tokens."""
-        found = re.match(r"(?:model\.)?layers\.(\d+)\.", name) if self.extra_layers else None
-        return found is not None and int(found.group(1)) >= model.layers
+        if not self.extra_layers:
+            return False
+        config, found = self._completed(config), re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+        first, count = config[self.keys["layers"][0]], config.get(self.extra_layers)
+        return found is not None and isinstance(count, int) and 0 <= int(found.group(1)) - first < count
 
 
 def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
@@ -224,7 +227,9 @@ def first_dense(config: HFConfig, key: str, found: Mapping[str, Any]) -> int:
     """Returns how many blocks come before the first that may have experts, from the list of those that have none."""
     listed = config.get(key) or []
     layers, every = found["layers"], found["experts.every"]
-    if not isinstance(listed, list) or not all(isinstance(n, int) for n in (*listed, layers, every)) or every < 1:
+    if not isinstance(layers, int) or not isinstance(every, int) or every < 1:
+        return 0  # building the section reports the mistake
+    if not isinstance(listed, list) or not all(isinstance(n, int) for n in listed):
         raise UserError(f"{key}={listed!r} in config.json must be a list of layers' numbers: correct it")
     mixed = [layer for layer in range(layers) if (layer + 1) % every == 0]
     dense = [layer for layer in mixed if layer in listed]
