@@ -41,7 +41,8 @@ WITHOUT_TORCH = [
         if path.stem != "__init__"
     ),
     "layout", "layout.params", "layout.rows", "layout.redistribute", "config.load",
-    "config.rules", "models.description", "parts.part", "parts.gpt", "parts.loss_pieces",
+    "config.rules", "models.description", "parts.part", "parts.gpt", "parts.context", "parts.experts",
+    "parts.latent", "parts.loss_pieces",
     "optim.schedules", "comm.ledger", "schedule.table", "schedule.kinds", "schedule.verify",
     "schedule.simulate", "train.run_folder", "bench.models", "bench.fit", "bench.profile", "bench.request",
     "cli.bench", "cli.comm", "cli.ranks", "models.hf", "checkpoint.format",

@@ -211,11 +211,18 @@ def read_index(folder: Path) -> Index:
     return index
 
 
-def block_ranges(shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yields ranges of dim 0 that keep a block below BLOCK_BYTES, unless a single row is larger."""
-    rows = max(1, BLOCK_BYTES // max(1, element_bytes * math.prod(shape[1:])))
+def blocks_of(shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yields the start and the shape of blocks that cover a tensor in order: runs of rows below BLOCK_BYTES, unless a
+    single row is larger. The rows of a tensor that stacks matrices are those of each matrix, if they have to be."""
+    row = max(1, element_bytes * math.prod(shape[1:]))
+    if row > BLOCK_BYTES and len(shape) > 2:
+        for n in range(shape[0]):
+            for start, inner in blocks_of(shape[1:], element_bytes):
+                yield (n, *start), (1, *inner)
+        return
+    rows = max(1, BLOCK_BYTES // row)
     for low in range(0, shape[0], rows):
-        yield low, min(shape[0], low + rows)
+        yield (low, *(0 for _ in shape[1:])), (min(rows, shape[0] - low), *shape[1:])
 
 
 def keep_newest(folder: Path, keep: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,17 +22,19 @@ from torch import Tensor
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint import tensor_file
-from meshwright.checkpoint.format import Index, SavedBlock, block_ranges
+from meshwright.checkpoint.format import Index, SavedBlock, blocks_of
 from meshwright.checkpoint.hf_files import PRECISION_CODES, SHARDED_INDEX, SINGLE_FILE, HFFolder
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.tensor_file import DTYPE_CODES, TORCH_DTYPES, TensorEntry
+from meshwright.checkpoint.upcycle import Upcycled
 from meshwright.checkpoint.verify import SAFETENSORS_DTYPES
 from meshwright.config.sections import ModelConfig
 from meshwright.data.token_file import read_metadata
 from meshwright.errors import UserError
 from meshwright.layout.params import Box, Init, ParamRecord
 from meshwright.models.hf import FAMILIES, family_for
-from meshwright.models.hf.family import Family, Mapped, model_section
+from meshwright.models.hf.family import Family, model_section
+from meshwright.models.hf.rows import Mapped, SourceRows
 
 ORIGIN = "hf_origin.json"
 NO_DATA = "imported"
@@ -63,33 +66,45 @@ def written_aside(to: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0) -> ModelConfig:
+def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0, upcycle: str | None = None) -> ModelConfig:
     """Turns a Hugging Face folder into the checkpoint `to` (weights alone, step 0) and returns its model section.
 
-    `dtype` is fp32, bf16, fp16 or fp64; without it tensors become float32, or stay float64 if they are.
+    `dtype` is fp32, bf16, fp16 or fp64; without it tensors become float32, or stay float64 if they are. `upcycle`, e.g.
+    "count=8,top_k=2", makes a dense model a mixture of experts (upcycle.py).
     """
     folder = HFFolder(source, seq)
+    weights = folder if upcycle is None else Upcycled(folder, upcycle)
     with written_aside(to) as aside:
-        index = Index(step=0, consumed=0, world=1, config=config_of(folder.model))
+        index = Index(step=0, consumed=0, world=1, config=config_of(weights.model))
         entries: list[TensorEntry] = []
-        for name, mapped in folder.tensors.items():
-            sources = [folder.dtype(each) for each in mapped.source_shapes()]
-            stored = PRECISION_CODES[dtype] if dtype else "F64" if "F64" in sources else "F32"
+        for name, whole in weights.shapes.items():
+            stored = weights.stored_as(name, dtype)
             kind, size = SAFETENSORS_DTYPES[stored]
-            index.tensors[f"param/{name}"] = {"shape": list(mapped.shape), "dtype": kind}
-            for low, high in block_ranges(mapped.shape, size):
-                start, shape = (low, *(0 for _ in mapped.shape[1:])), (high - low, *mapped.shape[1:])
+            index.tensors[f"param/{name}"] = {"shape": list(whole), "dtype": kind}
+            for start, shape in blocks_of(whole, size):
                 index.blocks.append(SavedBlock(f"param/{name}", start, shape, WEIGHTS_FILE, str(len(entries)), 0))
                 entries.append(TensorEntry(str(len(entries)), stored, shape))
-        sums = tensor_file.write_tensors(aside / WEIGHTS_FILE, entries, _values(folder, index.blocks, entries))
+        sums = tensor_file.write_tensors(aside / WEIGHTS_FILE, entries, _values(weights, index.blocks, entries))
         index.files[WEIGHTS_FILE] = (aside / WEIGHTS_FILE).stat().st_size
         index.blocks = [block._replace(crc32=crc) for block, crc in zip(index.blocks, sums, strict=True)]
         assert not index.incomplete(), f"not all elements of {index.incomplete()} were written"
-        tensors = {full: [stored, folder.dtype(full)] for full, stored in folder.stored.items()}
-        fmt.write_json(aside / ORIGIN, {"config": folder.config, "tensors": tensors})
+        fmt.write_json(aside / ORIGIN, _origin(folder))
         copy_extra_files(source, aside)
         fmt.write_index(aside, index)
-    return folder.model
+    return weights.model
+
+
+def _origin(folder: HFFolder) -> dict[str, Any]:
+    """Returns what is kept of a folder beside its weights, and says what was left out of these."""
+    config = folder.config
+    if folder.left_out:
+        print(
+            f"meshwright: {len(folder.left_out)} tensors of layers after the last ({folder.left_out[0]}, ...), which "
+            "predict further tokens, are left out",
+            file=sys.stderr,
+        )
+        config = config | {folder.family.extra_layers: 0}
+    return {"config": config, "tensors": {full: [name, folder.dtype(full)] for full, name in folder.stored.items()}}
 
 
 def config_of(model: ModelConfig) -> dict[str, Any]:
@@ -98,11 +113,12 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
     return {"model": asdict(model), "data": {"prefixes": [NO_DATA]}}
 
 
-def _values(folder: HFFolder, wanted: list[SavedBlock], entries: list[TensorEntry]) -> Iterator[Tensor]:
+def _values(
+    weights: HFFolder | Upcycled, wanted: list[SavedBlock], entries: list[TensorEntry]
+) -> Iterator[Tensor]:
     """Yields the blocks' values in order."""
     for block, entry in zip(wanted, entries, strict=True):
-        low = block.start[0]
-        values = folder.rows(block.tensor.removeprefix("param/"), low, low + block.shape[0])
+        values = weights.block(block.tensor.removeprefix("param/"), block.start, block.shape)
         yield values.to(TORCH_DTYPES[entry.dtype])
 
 
@@ -142,12 +158,12 @@ def origin_of(folder: Path) -> Origin | None:
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A tensor of theirs to write: its entry, and the tensor of ours that holds its rows."""
+    """A tensor of theirs to write: its entry, the tensor of ours that holds its rows, and which rows these are."""
 
     entry: TensorEntry
     ours: str
     mapped: Mapped
-    source: str
+    runs: list[SourceRows]
 
 
 def export_folder(
@@ -167,16 +183,18 @@ def export_folder(
     base = origin.config if origin is not None else {}
     known = base.get("model_type") in FAMILIES and not FAMILIES[base["model_type"]].misfits(model)
     chosen = family_for(model, family or (base["model_type"] if known else ""))
+    told, beside_of = base, origin.folder if origin is not None else None
     if base.get("model_type") != chosen.model_type:
         origin, base = None, {}
     stored = origin.tensors if origin is not None else {}
     planned = list(_planned(reader, chosen, model, stored, dtype))
     config = chosen.config_of(model, base or None)
     with written_aside(to) as aside:
-        beside = copy_extra_files(origin.folder, aside) if origin else copy_tokenizer(reader, aside)
-        end = None if base else _end_token(reader)
+        beside = copy_extra_files(beside_of, aside) if beside_of else copy_tokenizer(reader, aside)
         if not base:
-            config |= {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+            end = _end_token(reader)
+            ends = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+            config |= {key: told.get(key, value) for key, value in ends.items()}
         if dtype or not {each.entry.name for each in planned} <= {name for name, _ in stored.values()}:
             keys = [key for key in ("dtype", "torch_dtype") if key in base] or ["torch_dtype"]
             config |= dict.fromkeys(keys, _dtype_word(planned))
@@ -198,17 +216,19 @@ def _planned(
         if held is None:
             raise UserError(f"{reader.folder} has no param/{ours}: it is not a whole model of its model section")
         twice = ours == "embedding.weight" and model.tied_embeddings and family.head in stored
+        runs = mapped.sources()
         for source, shape in mapped.source_shapes().items():
             for name in (source, family.head) if twice else (source,):
                 actual, kind = stored.get(name, [name, DTYPE_CODES[getattr(torch, held["dtype"])]])
-                entry = TensorEntry(actual, PRECISION_CODES[dtype] if dtype else kind, shape)
-                yield ExportedTensor(entry, ours, mapped, source)
+                entry = TensorEntry(actual, PRECISION_CODES[dtype] if dtype and not mapped.wide else kind, shape)
+                yield ExportedTensor(entry, ours, mapped, runs[source])
 
 
 def _dtype_word(planned: list[ExportedTensor]) -> str:
     """What config.json calls the dtype of the weights: the smallest that holds them all, since transformers loads them
-    in it."""
-    return str(reduce(torch.promote_types, (TORCH_DTYPES[each.entry.dtype] for each in planned))).removeprefix("torch.")
+    in it, but for those that are wide in any case."""
+    dtypes = (TORCH_DTYPES[each.entry.dtype] for each in planned if not each.mapped.wide)
+    return str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
 
 
 def write_weights(reader: Reader, folder: Path, planned: list[ExportedTensor]) -> list[str]:
@@ -239,23 +259,33 @@ def _pieces(reader: Reader, shard: list[ExportedTensor]) -> Iterator[Tensor]:
         if each.mapped.transposed:
             yield _rows(reader, each, 0, each.mapped.shape[0], dtype).t()
             continue
-        for low, high in block_ranges(each.entry.shape, max(4, dtype.itemsize)):
-            yield _rows(reader, each, low, high, dtype)
+        for (low, *_), (rows, *_) in blocks_of(each.entry.shape, max(4, dtype.itemsize)):
+            yield _rows(reader, each, low, low + rows, dtype)
 
 
 def _rows(reader: Reader, theirs: ExportedTensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
     """Rows [low, high) of their tensor, gathered from ours."""
-    shape = theirs.mapped.shape
-    zeros, boxes = (0,) * (len(shape) - 1), []
-    for run in theirs.mapped.runs:
-        first, last = max(low, run.source_start), min(high, run.source_start + run.count)
-        if run.source == theirs.source and first < last:
-            start = (run.start + first - run.source_start, *zeros)
-            boxes.append(Box(start, (last - first, *shape[1:]), (first - low, *zeros)))
-    record = ParamRecord(theirs.ours, shape, (high - low, *shape[1:]), tuple(boxes), Init("zeros"))
+    mapped, boxes, wanted = theirs.mapped, [], []
+    leading = (1,) * (len(mapped.shape) - len(mapped.tail) - 1)  # of a stack, each run lies in one matrix
+    held = 0
+    for run in theirs.runs:
+        part = run.of_theirs(low, high)
+        if part is not None:
+            at = (*(0 for _ in leading), held, *(0 for _ in mapped.tail))
+            boxes.append(Box(mapped.corner(part.start), (*leading, part.count, *mapped.tail), at))
+            wanted.append(part)
+            held += part.count
+    record = ParamRecord(theirs.ours, mapped.shape, (*leading, held, *mapped.tail), tuple(boxes), Init("zeros"))
     values = torch.empty(record.local_shape, dtype=dtype)
     reader.fill(f"param/{theirs.ours}", record, values)
-    return values
+    values = values.view(held, *mapped.tail)
+    if len(wanted) == 1 and wanted[0].step == 1:
+        return values
+    ordered = torch.empty_like(values)
+    for part, rows in zip(wanted, values.split([part.count for part in wanted]), strict=True):
+        where = part.theirs
+        ordered[where.start - low : where.stop - low : where.step] = rows
+    return ordered
 
 
 def _metadata(reader: Reader) -> tuple[Path, dict[str, Any]] | None:

@@ -12,12 +12,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from meshwright.checkpoint.format import block_ranges
+from meshwright.checkpoint.format import blocks_of
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
-from meshwright.layout.params import ParamRecord
+from meshwright.layout.params import ParamRecord, slices_of
 from meshwright.models.hf import family_named
-from meshwright.models.hf.family import Family, Mapped
+from meshwright.models.hf.family import Family
+from meshwright.models.hf.rows import Mapped
 
 SINGLE_FILE = "model.safetensors"
 SHARDED_INDEX = "model.safetensors.index.json"
@@ -34,11 +35,18 @@ class HFFolder:
         self.config = _json(folder / "config.json", folder)
         self.family: Family = family_named(self.config.get("model_type"))
         self.model: ModelConfig = self.family.model_of(self.config, seq)
+        if self.config.get("quantization_config"):
+            raise UserError(
+                f"{folder} holds quantised weights (quantization_config in config.json), which can't be read: load the "
+                "model with transformers in bfloat16, save it again, and import that"
+            )
         self.tensors: dict[str, Mapped] = self.family.tensors(self.model)
+        self.shapes = {name: mapped.shape for name, mapped in self.tensors.items()}
         self.file_of: dict[str, Any] = {}
         for file in _weight_files(folder):
             opened = _opened(folder / file)
             self.file_of |= dict.fromkeys(opened.keys(), opened)
+        self.left_out: list[str] = []  # tensors of layers that the model has no use for
         self.stored = self._locate()  # their full name -> the name in this folder
 
     def _locate(self) -> dict[str, str]:
@@ -61,6 +69,8 @@ class HFFolder:
         if self.model.tied_embeddings and head in self.file_of:
             stored[head] = head
         unread = set(self.file_of) - set(stored.values())
+        self.left_out = sorted(name for name in unread if self.family.is_extra(name, self.config))
+        unread -= set(self.left_out)
         strange = sorted(name for name in unread if not re.fullmatch(self.family.buffers, name))
         if strange:
             raise UserError(
@@ -80,29 +90,47 @@ class HFFolder:
             raise UserError(f"{name} in {self.folder} is of type {found}: only {known} can be imported")
         return found
 
+    def stored_as(self, name: str, precision: str = "") -> str:
+        """Returns the dtype that our global tensor `name` gets in a checkpoint of this precision; without one, float32,
+        or float64 if it is."""
+        mapped = self.tensors[name]
+        if precision and not mapped.wide:
+            return PRECISION_CODES[precision]
+        sources = [self.dtype(each) for each in mapped.source_shapes()]
+        return "F64" if "F64" in sources or precision == "fp64" else "F32"
+
     def rows(self, name: str, low: int, high: int) -> Tensor:
         """Returns rows [low, high) of our global tensor `name`."""
         mapped = self.tensors[name]
         parts = []
         for run in mapped.runs:
-            first, last = max(low, run.start), min(high, run.start + run.count)
-            if first < last:
-                source = self.slice(self.stored[run.source])
-                a = run.source_start + first - run.start
-                b = a + last - first
-                parts.append(source[:, a:b].t() if mapped.transposed else source[a:b])
+            part = run.of_ours(low, high)
+            if part is not None:
+                source, where = self.slice(self.stored[run.source]), part.theirs
+                low_row, end = where.start, where.stop
+                found = source[:, low_row:end].t() if mapped.transposed else source[low_row:end]
+                parts.append(found[:: where.step])
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def block(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """Returns the rectangle of our global tensor `name` that begins at `start`."""
+        mapped = self.tensors[name]
+        found = torch.cat([self.rows(name, low, high) for low, high in mapped.row_ranges(start, shape)])
+        leading = len(shape) - len(mapped.tail)
+        found = found.view(*shape[:leading], *mapped.tail)
+        return found[(slice(None),) * leading + slices_of(start[leading:], shape[leading:])]
 
     def fill(self, tensor: str, record: ParamRecord, local: Tensor) -> None:
         """Sets `local`, of the record's local shape, as a checkpoint's reader does from `param/NAME`."""
-        assert tensor == f"param/{record.name}" and self.tensors[record.name].shape == record.shape
+        assert tensor == f"param/{record.name}" and self.shapes[record.name] == record.shape
         for box in record.boxes:
-            for low, high in block_ranges(box.shape, 4):
-                values = self.rows(record.name, box.start[0] + low, box.start[0] + high)
-                columns = tuple(slice(a, a + n) for a, n in zip(box.start[1:], box.shape[1:], strict=True))
-                at = tuple(slice(a, a + n) for a, n in zip(box.local_start[1:], box.shape[1:], strict=True))
-                to = slice(box.local_start[0] + low, box.local_start[0] + high)
-                local[(to, *at)] = values[(slice(None), *columns)].to(local.dtype)
+            for start, shape in blocks_of(box.shape, 4):
+                corner, at = (_sum(begin, start) for begin in (box.start, box.local_start))
+                local[slices_of(at, shape)] = self.block(record.name, corner, shape).to(local.dtype)
+
+
+def _sum(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
 def _json(path: Path, folder: Path) -> dict[str, Any]:

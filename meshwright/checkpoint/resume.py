@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,8 +16,8 @@ from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.contract import Checkpointed
 from meshwright.checkpoint.format import find_checkpoint
 from meshwright.checkpoint.load import Reader, complete_load, read_into
-from meshwright.config.load import to_mapping
-from meshwright.config.sections import TRAINING_KEYS, ModelConfig
+from meshwright.config.load import flat, to_mapping
+from meshwright.config.sections import TRAINING_KEYS
 from meshwright.errors import UserError
 
 WENT_BACK = "went-back.json"  # notes, beside the checkpoints, that a job was told to restart from an older one
@@ -168,11 +166,11 @@ def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
     """Compares what no tensor shape shows: whether the model computes something else with the same weights, and whether
     the same sample numbers mean other samples. A run that continues must keep its model; one that starts from another
     run's weights may change it on purpose."""
-    ours, theirs = (_flat(config) for config in (to_mapping(trainer.ctx.config), reader.index.config))
+    ours, theirs = (flat(config) for config in (to_mapping(trainer.ctx.config), reader.index.config))
     idle = {*TRAINING_KEYS, "seq", "vocab"}
     idle |= set() if ours["model.position"] == "rope" else {"rope_theta"}
     idle |= {"qkv_bias"} if ours["model.bias"] else set()
-    computed = [f"model.{f.name}" for f in fields(ModelConfig) if f.name not in idle]
+    computed = [key for key in ours if key.startswith("model.") and key.removeprefix("model.") not in idle]
     for each in (ours, theirs):
         each["data.prefixes"] = [os.path.normpath(prefix) for prefix in each.get("data.prefixes", [])]
 
@@ -191,12 +189,6 @@ def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
     for keys, text in told if trainer.writes else []:
         if keys:
             print(f"meshwright: warning: {text}: {keys}", file=sys.stderr, flush=True)
-
-
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values by section.key."""
-    sections = {name: section for name, section in config.items() if isinstance(section, Mapping)}
-    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
 
 
 def _check_all_used(trainer: Checkpointed, reader: Reader) -> None:

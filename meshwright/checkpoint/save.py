@@ -31,7 +31,7 @@ from meshwright.comm.group import CommError
 from meshwright.config.load import to_mapping
 from meshwright.device import SideStream
 from meshwright.errors import UserError
-from meshwright.layout.params import Box, row_of
+from meshwright.layout.params import Box, row_of, slices_of
 from meshwright.sharding.buffers import Slot, State, regions
 from meshwright.sharding.data_parallel import DataParallel
 
@@ -99,9 +99,9 @@ class Snapshot:
         if not box.shape:
             self.blocks.append((name, (), values))
             return
-        for low, high in fmt.block_ranges(box.shape, values.element_size()):
-            start = (box.start[0] + low, *box.start[1:])
-            self.blocks.append((name, start, values[low:high]))
+        for start, shape in fmt.blocks_of(box.shape, values.element_size()):
+            corner = tuple(a + b for a, b in zip(box.start, start, strict=True))
+            self.blocks.append((name, corner, values[slices_of(start, shape)]))
 
     def copy_to_host(self, staging: dict[int, Tensor], everything: bool) -> None:
         """Copies every block, or only those that can't be written from where they are, into `staging`. Its buffers are

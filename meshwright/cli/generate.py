@@ -65,6 +65,7 @@ def check_cut(config: Config, nproc: int) -> None:
         rules.tp_divides_heads: f"does not divide the model's {model.heads} heads",
         rules.tp_fits_kv_heads: f"neither divides the model's {model.kv_heads} key-value heads nor is a multiple",
         rules.tp_divides_ffn: f"does not divide the model's ffn of {model.ffn}",
+        rules.etp_divides_experts: f"does not divide the experts' ffn of {model.experts.ffn}",
     }
 
     def broken(ranks: int) -> rules.Rule | None:

@@ -15,7 +15,8 @@ from meshwright.errors import UserError
 EXAMPLES = """example:
   meshwright import models/llama-8b --to imported/llama-8b
   meshwright train CONFIG.yaml run.dir=runs/tuned --from imported/llama-8b      (goes on from its weights)
-  meshwright import models/mistral-7b --to imported/mistral --seq 4096"""
+  meshwright import models/mistral-7b --to imported/mistral --seq 4096
+  meshwright import models/llama-8b --to imported/mixture --upcycle count=8,top_k=2"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dtype = "of the checkpoint (default: fp32, and fp64 where the folder has it)"
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), default="", help=dtype)
     parser.add_argument("--seq", type=int, default=0, metavar="N", help="context length, if not the model's own")
+    upcycle = "make a dense model a mixture of experts, each a copy of the MLP: count=8,top_k=2[,ffn=...,every=...]"
+    parser.add_argument("--upcycle", metavar="KEY=N,...", help=upcycle)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -31,10 +34,13 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--seq {args.seq} must be greater than zero")
     from meshwright.checkpoint.hf import import_folder
 
-    model = asdict(import_folder(Path(args.folder), Path(args.to), args.dtype, args.seq))
+    model = asdict(import_folder(Path(args.folder), Path(args.to), args.dtype, args.seq, args.upcycle))
     if args.json:
         print(json.dumps({"checkpoint": args.to, "model": model}))
         return
     print(f"{args.folder} is imported as {args.to}; the model section for a config:", file=sys.stderr)
-    shown = {key: list(value) if isinstance(value, tuple) else value for key, value in model.items() if key != "preset"}
+    switches = {"experts": "count", "latent": "kv_rank"}  # sections that say nothing where this key is 0
+    unused = {"preset", *(name for name, key in switches.items() if not model[name][key])}
+    kept = {key: value for key, value in model.items() if key not in unused}
+    shown = {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
     print(yaml.safe_dump({"model": shown}, sort_keys=False), end="")

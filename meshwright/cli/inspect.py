@@ -64,7 +64,7 @@ def page(found: dict[str, Any]) -> list[str]:
     """Returns the same as text for people."""
     layout, model, world = found["layout"], found["model"], found["world"]
     cut = int(layout.get("tp", 1)) * int(layout.get("pp", 1)) * int(layout.get("cp", 1))
-    sizes = {"dp": world // cut} | {axis: layout[axis] for axis in ("tp", "pp", "cp", "chunks") if axis in layout}
+    sizes = {"dp": world // cut} | {axis: layout[axis] for axis in ("tp", "pp", "cp", "ep", "chunks") if axis in layout}
     axes = " ".join(f"{axis}={ranks}" for axis, ranks in sizes.items() if ranks != 1) or "none"
     shape = [f"{key}={model[key]}" for key in ("layers", "hidden", "heads", "vocab", "seq") if key in model]
     counters = ", ".join(f"{key} {value:g}" for key, value in found["counters"].items() if value is not None)

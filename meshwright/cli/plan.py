@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.cli.common_args import cluster_arguments, planned_from_args
 from meshwright.cli.files import write
 from meshwright.cli.plan_page import page, ranking_cells
-from meshwright.config.rules import context_is_trained
+from meshwright.config.rules import context_is_shared
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.parts.part import active_parameters, parameter_count
@@ -84,12 +84,16 @@ def run(args: argparse.Namespace) -> None:
     print(json.dumps(_json(shown, known)) if args.json else _text(shown, reasons))
 
 
+LONG_CONTEXT = 16384  # tokens from which on sharing sequences is tried: the search then takes about thrice the time
+
+
 def _space(config: Config, words: list[str]) -> SearchSpace:
-    """Returns the search space: what the words leave open, and context parallelism where it can be trained."""
+    """Returns the search space: what the words leave open, and context parallelism for long sequences."""
     fixed = fixed_keys(words)
     space = space_of(config, fixed)
     probe = replace(config, layout=replace(config.layout, cp=2))
-    if "layout.cp" not in fixed and not any(context_is_trained(probe, 2)):
+    long = config.model.seq >= LONG_CONTEXT
+    if "layout.cp" not in fixed and long and not any(context_is_shared(probe, 2)):
         space = replace(space, cp=(1, 2, 4, 8))
     return space
 

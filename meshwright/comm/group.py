@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -193,6 +193,45 @@ class Group:
         """Receives into `x`. Only the sender's ledger counts the transfer."""
         peer = self.ranks[source]
         return self._call("receive", x, lambda: dist.irecv(x, peer, self.process_group), peer=peer)
+
+
+    def shift(self, x: Tensor, by: int) -> Shift:
+        """Begins to send `x` to the rank `by` places on, round the group, and to receive as much from the one as far
+        back. Both are one call, so that no order of the ranks can lock."""
+        assert x.is_contiguous()
+        out, (to, source) = torch.empty_like(x), (self.ranks[(self.index + way) % self.size] for way in (by, -by))
+        group = self.process_group
+
+        def launch() -> _Both:
+            if x.is_meta:  # a dry run has nothing to send
+                return _Both([])
+            both = [dist.P2POp(dist.isend, x, to, group), dist.P2POp(dist.irecv, out, source, group)]
+            return _Both(dist.batch_isend_irecv(both))
+
+        return Shift(self._call("send", x, launch), x, out)  # a call of all, of which none may be missing
+
+
+class _Both:
+    """Several calls of torch's as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+class Shift(NamedTuple):
+    """A shift under way: what is sent, which must not change before it has arrived, and what is received."""
+
+    pending: Pending
+    sent: Tensor
+    received: Tensor
+
+    def arrived(self) -> Tensor:
+        self.pending.wait()
+        return self.received
 
 
 def list_ranks(ranks: Sequence[int], most: int = 16) -> str:

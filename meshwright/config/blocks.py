@@ -53,6 +53,10 @@ class ExpertsConfig:
             )
         if self.count:
             self._check_choice()
+        for key in ("shared", "bias_balance", "aux_loss", "z_loss") if not self.count else ():
+            if getattr(self, key):
+                value = getattr(self, key)
+                raise UserError(f"model.experts.{key}={value:g} needs experts, and there are none: set its count")
 
     def _check_choice(self) -> None:
         if self.top_k > self.count:
@@ -100,6 +104,8 @@ class LatentConfig:
     def __post_init__(self) -> None:
         not_negative("model.latent", self, "kv_rank", "q_rank")
         positive("model.latent", self, "nope_dim", "rope_dim", "v_dim")
+        if self.q_rank and not self.kv_rank:
+            raise UserError(f"model.latent.q_rank={self.q_rank} has no effect without model.latent.kv_rank: give both")
         if self.kv_rank and self.rope_dim % 2:
             raise UserError(f"model.latent.rope_dim={self.rope_dim} must be even: positions turn pairs of elements")
         if self.kv_rank and self.v_dim > self.nope_dim + self.rope_dim:

@@ -152,7 +152,7 @@ def with_preset(model: Mapping[str, Any]) -> dict[str, Any]:
         return dict(model)
     if not isinstance(name, str) or name not in PRESETS:
         raise UserError(f"unknown model.preset '{name}'{nearest(str(name), PRESETS)}: there are {_list(PRESETS)}")
-    return {**PRESETS[name], **model}
+    return merged(PRESETS[name], model)
 
 
 def _section(cls: Any, name: str, given: Mapping[str, Any]) -> Any:
@@ -235,6 +235,36 @@ def to_mapping(config: Config) -> dict[str, Any]:
     out = {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config) if f.name != "extra"}
     out |= {name: plain(section) for name, section in config.extra.items()}
     return out
+
+
+def flat(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of sections within sections by keys with dots."""
+    found: dict[str, Any] = {}
+    for key, value in sections.items():
+        inner = {f"{key}.{name}": each for name, each in flat(value).items()} if isinstance(value, Mapping) else None
+        found |= {key: value} if inner is None else inner
+    return found
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values by keys with dots as sections within sections."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        *path, last = key.split(".")
+        section = found
+        for name in path:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return found
+
+
+def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `base` with the given keys, also of sections within sections, in place of its own."""
+    found = {**base, **given}
+    for key in base.keys() & given.keys():
+        if isinstance(base[key], Mapping) and isinstance(given[key], Mapping):
+            found[key] = merged(base[key], given[key])
+    return found
 
 
 def to_yaml(config: Config) -> str:

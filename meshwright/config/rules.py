@@ -23,17 +23,31 @@ def preset_is_its_model(c: Config, world: int) -> Iterator[str]:
         )
 
 
-def context_is_trained(c: Config, world: int) -> Iterator[str]:
-    if c.layout.cp > 1:
-        yield f"layout.cp={c.layout.cp}: context parallelism can't be trained yet, set layout.cp=1"
+def context_is_shared(c: Config, world: int) -> Iterator[str]:
+    """Which kinds of sharing a model's heads, positions and dropout allow."""
+    cp, kind, inner = c.layout.cp, c.context_kind, c.context.inner
+    if cp == 1:
+        return
+    if inner and cp % inner:
+        yield f"context.inner={inner} does not divide layout.cp={cp}: try {either(divisors(cp))}"
+    if c.model.position == "alibi":
+        yield f"layout.cp={cp} can't be combined with model.position=alibi yet: set layout.cp=1 or use rope"
+    if c.model.dropout:
+        yield f"layout.cp={cp} can't be combined with dropout inside attention: set model.dropout=0 or layout.cp=1"
+    parts = {"ulysses": cp, "hybrid": inner}.get(kind, 1)
+    q, kv = c.model.heads // c.layout.tp, max(1, c.model.kv_heads // c.layout.tp)
+    if q % parts or (kv % parts and parts % kv):
+        yield (
+            f"context.kind={kind} deals {q} query and {kv} key-value heads of a tp rank to {parts} ranks, and they "
+            "don't come out even: use context.kind=gather or ring"
+        )
 
 
 def experts_are_cut(c: Config, world: int) -> Iterator[str]:
-    """Experts are divided over ep, and each of them over etp; every rank sends its own tokens."""
+    """Experts are divided over ep; every rank sends its own tokens."""
     o, experts = c.layout, c.model.experts
-    etp = o.etp or o.tp
     if not experts.count:
-        if o.ep > 1 or etp != o.tp:
+        if o.ep > 1 or o.etp not in (0, o.tp):
             key = f"layout.ep={o.ep}" if o.ep > 1 else f"layout.etp={o.etp}"
             yield f"{key} divides experts, and the model has none: set model.experts.count, or leave {key} out"
         return
@@ -45,19 +59,24 @@ def experts_are_cut(c: Config, world: int) -> Iterator[str]:
     if experts.count % o.ep:
         choices = either(divisors(experts.count))
         yield f"layout.ep={o.ep} does not divide model.experts.count={experts.count}: try {choices}"
-    if experts.ffn % etp:
-        yield f"layout.etp={etp} does not divide model.experts.ffn={experts.ffn}: try {either(divisors(experts.ffn))}"
-    shared = experts.shared * experts.ffn
-    if shared % o.tp:
-        yield (
-            f"layout.tp={o.tp} does not divide the {shared} features of the shared expert, model.experts.shared x ffn: "
-            f"try layout.tp={either(divisors(shared))}, or change model.experts.shared"
-        )
-    tokens = c.train.micro_batch * c.model.seq
+    tokens = c.train.micro_batch * c.model.seq // c.layout.cp
     if tokens % o.tp:
         yield (
             f"each of tp={o.tp} ranks routes an equal part of the {tokens} tokens of a micro-batch to experts: change "
             "model.seq, train.micro_batch or layout.tp"
+        )
+
+
+def etp_divides_experts(c: Config, world: int) -> Iterator[str]:
+    """Each expert is divided over etp, and the experts that all tokens share over tp, as any MLP."""
+    o, experts = c.layout, c.model.experts
+    etp, shared = o.etp or o.tp, experts.shared * experts.ffn
+    if experts.count and experts.ffn % etp:
+        yield f"layout.etp={etp} does not divide model.experts.ffn={experts.ffn}: try {either(divisors(experts.ffn))}"
+    if experts.count and shared % o.tp:
+        yield (
+            f"layout.tp={o.tp} does not divide the {shared} features of the shared expert, model.experts.shared x ffn: "
+            f"try layout.tp={either(divisors(shared))}, or change model.experts.shared"
         )
 
 
@@ -113,7 +132,7 @@ def tp_divides_ffn(c: Config, world: int) -> Iterator[str]:
 
 
 def sequence_parallel_splits(c: Config, world: int) -> Iterator[str]:
-    tokens = c.train.micro_batch * c.model.seq
+    tokens = c.train.micro_batch * c.model.seq // c.layout.cp
     if c.layout.sequence_parallel and tokens % c.layout.tp:
         yield (
             f"sequence parallelism cuts the {tokens} tokens of a micro-batch into tp={c.layout.tp} equal parts: "
@@ -124,7 +143,7 @@ def sequence_parallel_splits(c: Config, world: int) -> Iterator[str]:
 def cp_cuts_sequences(c: Config, world: int) -> Iterator[str]:
     """Each rank holds an early and a late piece of a sequence, so that causal attention is the same work on every
     rank."""
-    parts, seq = 2 * c.layout.cp, c.model.seq
+    parts, seq = c.layout.cp * (2 if c.context.order == "zigzag" else 1), c.model.seq
     if c.layout.cp > 1 and seq % parts:
         up = -(-seq // parts) * parts
         yield f"layout.cp={c.layout.cp} cuts model.seq={seq} into {parts} equal parts: try model.seq={up}"
@@ -194,7 +213,7 @@ def shards_fit_nodes(c: Config, world: int) -> Iterator[str]:
             f"zero.shard_group=node with layout.node_size={c.layout.node_size} is larger than the world of {world} "
             "ranks: lower layout.node_size or set zero.shard_group=dp"
         )
-    if c.zero.shard_group == "node" and c.zero.stage and c.layout.node_size and c.layout.cp == 1:
+    if c.zero.shard_group == "node" and c.zero.stage and c.layout.node_size:
         try:
             node_parts(_layout(c, world))
         except UserError as error:
@@ -212,7 +231,7 @@ def dtypes_fit_precision(c: Config, world: int) -> Iterator[str]:
 
 
 def fp8_fits_tokens(c: Config, world: int) -> Iterator[str]:
-    tokens = c.train.micro_batch * c.model.seq
+    tokens = c.train.micro_batch * c.model.seq // c.layout.cp
     if c.train.precision == "fp8" and tokens % FP8_UNIT:
         yield (
             f"train.precision=fp8 multiplies multiples of {FP8_UNIT} tokens, and train.micro_batch x model.seq is "
@@ -250,24 +269,24 @@ def end_token_is_one(c: Config, world: int) -> Iterator[str]:
 
 
 RULES: list[Rule] = [
-    context_is_trained, world_divides, experts_are_cut, order_names_axes, experts_stay_with_their_blocks,
-    tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits, cp_cuts_sequences,
-    layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes, dtypes_fit_precision,
-    fp8_fits_tokens, lr_fits_steps, positions_to_reset, end_token_is_one, compiles_without_dropout,
-    backend_fits_device,
+    context_is_shared, world_divides, experts_are_cut, etp_divides_experts, order_names_axes,
+    experts_stay_with_their_blocks, tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits,
+    cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
+    dtypes_fit_precision, fp8_fits_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
+    compiles_without_dropout, backend_fits_device,
 ]  # fmt: skip
 
 # The rules about how tp cuts a model's sizes.
 TENSOR_PARALLEL_RULES: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn]
 
 # The rules about how ranks divide experts.
-EXPERT_RULES: list[Rule] = [experts_are_cut, experts_stay_with_their_blocks]
+EXPERT_RULES: list[Rule] = [experts_are_cut, etp_divides_experts, experts_stay_with_their_blocks]
 
 # Training also needs the true model: planning accepts a preset that only approximates it, and says so.
 TRAINING_RULES = [preset_is_its_model, *RULES]
 
-# The planner's formulas know context parallelism, which can't be trained yet.
-PLANNING_RULES = [rule for rule in RULES if rule is not context_is_trained]
+# The planner also takes published runs, of which some share sequences in ways that ours can't.
+PLANNING_RULES = [rule for rule in RULES if rule is not context_is_shared]
 
 # Evaluation and generation run other numbers of tokens, whose products fall back from fp8 to bf16.
 READING_RULES = [rule for rule in RULES if rule is not fp8_fits_tokens]

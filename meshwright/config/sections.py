@@ -17,7 +17,11 @@ from meshwright.schedule.kinds import training_kinds
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 LONGEST_S = 365 * 24 * 3600.0
 FP8_UNIT = 16  # products in fp8 take multiples of this
-TRAINING_KEYS = {"preset", "dropout", "init_std"}  # of a model: how it is trained, not what it computes
+# Of a model: how it is trained, not what it computes.
+TRAINING_KEYS = {
+    "preset", "dropout", "init_std", "experts.bias_balance", "experts.aux_loss", "experts.aux_level", "experts.z_loss",
+    "experts.capacity",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class ModelConfig:
     rope_scaling: tuple[float, ...] = ()  # (factor,), or Llama 3.1's (factor, low, high, original length)
     bias: bool = True
     qkv_bias: bool = False  # with bias=false: on queries, keys and values alone
-    qk_norm: bool = False  # RMS norm of each head's queries and keys
+    qk_norm: bool = False  # RMS norm of queries and keys
+    qk_norm_over: Literal["head", "all"] = "head"  # over each head, or over all heads of a token (OLMoE)
     parallel_residual: bool = False  # attention and MLP both take the block's input
     embedding_norm: bool = False
     dropout: float = 0.0
@@ -79,6 +84,10 @@ class ModelConfig:
                 f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}: "
                 f"try {either(divisors(self.heads))}"
             )
+        if self.qk_norm_over != "head" and not self.qk_norm:
+            raise UserError(f"model.qk_norm_over={self.qk_norm_over} needs model.qk_norm=true: set that")
+        if self.qk_norm and self.latent.kv_rank:
+            raise UserError("model.qk_norm has no effect with model.latent, which has norms of its own: leave it out")
         self._check_positions()
 
     @property
@@ -97,6 +106,9 @@ class ModelConfig:
                 f"model.rotary_fraction={self.rotary_fraction} of head_dim={self.head_dim} is less than one pair: "
                 "raise it or use model.position=none"
             )
+        for key in ("bias", "qkv_bias", "qk_norm") if self.latent.kv_rank else ():
+            if getattr(self, key):
+                raise UserError(f"model.{key}=true has no effect on model.latent's attention: set model.{key}=false")
         if self.latent.kv_rank and self.position != "rope":
             raise UserError(f"model.latent needs model.position=rope, not {self.position}: change one of them")
         kinds = (("position_offset", "learned", 0), ("rope_scaling", "rope", ()), ("rotary_fraction", "rope", 1.0))
@@ -132,6 +144,23 @@ class LayoutConfig:
     def __post_init__(self) -> None:
         positive("layout", self, "tp", "pp", "cp", "ep", "chunks")
         not_negative("layout", self, "node_size", "etp")
+
+
+@dataclass(frozen=True)
+class ContextConfig:
+    """How ranks that share sequences (layout.cp) attend to each other's tokens, and which tokens each holds."""
+
+    kind: Literal["auto", "gather", "ring", "ulysses", "hybrid"] = "auto"
+    inner: int = 0  # with kind=hybrid: ranks that exchange heads; the ring goes between groups of so many
+    order: Literal["zigzag", "striped", "contiguous", "documents"] = "zigzag"
+
+    def __post_init__(self) -> None:
+        not_negative("context", self, "inner")
+        if (self.kind == "hybrid") != (self.inner > 0):
+            raise UserError(
+                f"context.inner={self.inner} belongs to context.kind=hybrid, and kind is {self.kind}: give both, e.g. "
+                "context.kind=hybrid context.inner=2, or neither"
+            )
 
 
 @dataclass(frozen=True)
@@ -354,7 +383,19 @@ class Config:
     comm: CommConfig = field(default_factory=CommConfig)
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def context_kind(self) -> str:
+        """How sequences are shared. `auto` exchanges heads where they can be dealt to the cp ranks and that moves fewer
+        bytes than passing keys and values: 2 (q + kv') / (3 cp kv) below 1, with kv' = max(kv, cp) heads."""
+        cp, tp = self.layout.cp, self.layout.tp
+        if self.context.kind != "auto":
+            return self.context.kind
+        q, kv = self.model.heads // tp, max(1, self.model.kv_heads // tp)
+        deals = q % cp == 0 and (kv % cp == 0 or cp % kv == 0)
+        return "ulysses" if deals and 2 * (q + max(kv, cp)) < 3 * cp * kv else "gather"
 
     @property
     def compiles(self) -> bool:

@@ -116,6 +116,11 @@ def overlap(a_start: tuple[int, ...], a_shape: tuple[int, ...], b: Box) -> tuple
     return tuple(inside), tuple(local)
 
 
+def slices_of(start: tuple[int, ...], shape: tuple[int, ...]) -> Slices:
+    """Returns the slices of the rectangle of a tensor that begins at `start`."""
+    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
+
+
 def whole(name: str, shape: tuple[int, ...], init: Init, **more: object) -> ParamRecord:
     """Returns the record of a parameter that every tp rank holds whole."""
     box = Box((0,) * len(shape), shape, (0,) * len(shape))

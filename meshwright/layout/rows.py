@@ -8,7 +8,7 @@ packing documents are all such tables, and moving from one table to another is o
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -128,6 +128,25 @@ def by_documents(lengths: Sequence[int], ranks: int) -> RowTable:
     # Part i of a document begins at row floor((i * size + shift) / parts), which this line inverts.
     part = -(-((place + 1) * parts - shift) // np.maximum(size, 1)) - 1
     return by_key(np.minimum(part, parts - 1 - part), ranks)
+
+
+def evened(table: RowTable) -> RowTable:
+    """Moves rows from ranks that hold more than their even share to ranks that hold fewer."""
+    owners, even = table.owners.copy(), len(table.order) // table.ranks
+    assert len(table.order) == even * table.ranks, "the rows can't be divided evenly"
+    spare = np.concatenate([table.held(rank)[even:] for rank in range(table.ranks)])
+    lacking = np.repeat(np.arange(table.ranks), np.maximum(even - table.counts, 0))
+    owners[spare] = lacking
+    return by_key(owners, table.ranks)
+
+
+# How a sequence's rows are dealt to the ranks that share it, from its rows, the ranks and the lengths of its documents.
+ORDERS: dict[str, Callable[[int, int, Sequence[int]], RowTable]] = {
+    "zigzag": lambda rows, ranks, lengths: zigzag(rows, ranks),
+    "striped": lambda rows, ranks, lengths: striped(rows, ranks),
+    "contiguous": lambda rows, ranks, lengths: contiguous(rows, ranks),
+    "documents": lambda rows, ranks, lengths: evened(by_documents(lengths, ranks)),
+}
 
 
 def packed(lengths: Sequence[int], capacity: int) -> RowTable:

@@ -69,7 +69,7 @@ def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
         )  # fmt: skip
     return AttentionPart(
         model.hidden, model.heads, model.kv_heads, model.head_dim, normal, output, model.position == "rope", model.bias,
-        model.qkv_bias, model.qk_norm, model.norm_eps, model.dropout,
+        model.qkv_bias, model.qk_norm_over if model.qk_norm else "", model.norm_eps, model.dropout,
     )  # fmt: skip
 
 
@@ -116,11 +116,22 @@ def stages_of(config: Config) -> list[Stage]:
     return split_layers(config.model.layers, config.layout.pp * config.layout.chunks, config.pipeline.split)
 
 
+# Fields of a batch where ranks share sequences: the numbers and the documents of the rows of all of them.
+CONTEXT_ROWS, CONTEXT_DOCUMENTS = "context_rows", "context_documents"
+CP_INNER, CP_OUTER = "cp.inner", "cp.outer"  # parts of cp: ranks that exchange heads, and the ring between them
+
+
 def kv_parts(model: ModelConfig, tp: int) -> Parts:
     """Returns tp as a product where key-value heads are replicated: the copies are neighbouring ranks."""
     if tp <= model.kv_heads:
         return ()
     return (("tp", ((KV_COPIES, tp // model.kv_heads), (KV_GROUPS, model.kv_heads))),)
+
+
+def context_parts(config: Config) -> Parts:
+    """Returns cp as a product where heads are exchanged inside groups of neighbouring ranks only."""
+    cp, inner = config.layout.cp, config.context.inner
+    return (("cp", ((CP_INNER, inner), (CP_OUTER, cp // inner))),) if cp > 1 and inner and cp % inner == 0 else ()
 
 
 def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
@@ -129,15 +140,17 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
     c = config.layout
     layout = Layout(
         world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, node_size=c.node_size or node_size or None,
-        parts=kv_parts(config.model, c.tp), ends=ends_of(config.pipeline.schedule, c.pp, c.chunks), etp=c.etp,
+        parts=(*kv_parts(config.model, c.tp), *context_parts(config)),
+        ends=ends_of(config.pipeline.schedule, c.pp, c.chunks), etp=c.etp,
     )  # fmt: skip
     if config.zero.stage == 0 or config.zero.shard_group == "dp":
         return layout
     return replace(layout, parts=(*layout.parts, *node_parts(layout)))
 
 
-def fields_read(stage: Stage, model: Model) -> set[str]:
+def fields_read(stage: Stage, model: Model, cp: int = 1) -> set[str]:
     """Returns the fields of a batch that a chunk reads, where the data have them. Blocks that add to the loss count the
     tokens that count in it."""
     ends = ({"tokens"} if stage.first else set()) | ({"labels", "loss_mask"} if stage.last else set())
-    return ends | {"positions", "segments"} | ({"loss_mask"} if model.losses else set())
+    documents = {"segments"} if cp == 1 else {CONTEXT_ROWS, CONTEXT_DOCUMENTS}
+    return ends | {"positions"} | documents | ({"loss_mask"} if model.losses else set())

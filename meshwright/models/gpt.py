@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm.group import Group
 from meshwright.comm.ledger import Ledger
 from meshwright.config.sections import Config
 from meshwright.layout.params import records_under
-from meshwright.models.description import describe, fields_read
+from meshwright.models.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, describe, fields_read
 from meshwright.models.stage import Receives
 from meshwright.nn.attention import Alibi, KVCache, causal_mask
 from meshwright.nn.build import Block, build_module
+from meshwright.nn.context import ContextRows
 from meshwright.nn.experts import RoutedInputs, Saved
 from meshwright.nn.linear import Linear
 from meshwright.nn.loss import output_loss
@@ -79,10 +81,13 @@ class GPTStage(nn.Module):
     """One pipeline chunk. The first takes tokens, the last returns the sum of the losses, and `hidden` passes between
     them."""
 
-    def __init__(self, parallel: Parallel, config: Config, at: Coordinate, stage: Stage, ledger: Ledger) -> None:
+    def __init__(
+        self, parallel: Parallel, config: Config, at: Coordinate, stage: Stage, ledger: Ledger, tokens: Group
+    ) -> None:
+        """`tokens` are the ranks that hold different tokens of the same sequences."""
         super().__init__()
         c, model = config.model, describe(config.model)
-        self.stage, self.parallel, self.ledger = stage, parallel, ledger
+        self.stage, self.parallel, self.ledger, self.tokens = stage, parallel, ledger, tokens
         self.embedding: Embedding | None = None
         blocks, head = {}, None
         for key, prefix, unit in model.units(stage):
@@ -109,7 +114,7 @@ class GPTStage(nn.Module):
         # What `models.stage.StageModule` asks for.
         shapes = {} if stage.first else model.passes(at, MicroBatch(self.micro_batch, c.seq))
         self.receives: Receives = {name: (shape, parallel.dtype) for name, shape in shapes.items()}
-        self.needs: set[str] | None = fields_read(stage, model)
+        self.needs: set[str] | None = fields_read(stage, model, at.size("cp"))
         self.draws_by_key = True
 
     def forward(self, batch: Batch, hidden: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -143,6 +148,9 @@ class GPTStage(nn.Module):
         any. With `past`, the key-value cache of each block, the batch continues after the tokens in it."""
         streams = self.parallel.streams
         ids, positions = batch.get("tokens"), batch.get("positions")
+        given = self._shared_rows(batch)
+        if positions is None and given is not None:
+            positions = given.part(self.tokens.index, self.tokens.size).rows
         if self.embedding is not None:
             assert ids is not None
             streams.seed_layer(-1)
@@ -155,7 +163,7 @@ class GPTStage(nn.Module):
         before = next(iter(past.values())).length if past else 0
         shared = BlockInputs(
             sequences, None if self.rotary is None else self.rotary(positions, seq),
-            self._mask(batch, before, seq, hidden.device), past or {}, streams.where, self._routed(batch),
+            given or self._mask(batch, before, seq, hidden.device), past or {}, streams.where, self._routed(batch),
         )  # fmt: skip
         layers, run = [int(number) for number in self.blocks], partial(self._run, shared)
         together = self.parallel.recompute.blocks if torch.is_grad_enabled() else 0
@@ -174,6 +182,12 @@ class GPTStage(nn.Module):
         counted = None if mask is None else mask.flatten()
         layers = [number for number, block in zip(self.blocks, self._blocks(), strict=True) if block.has_experts]
         return {int(layer): RoutedInputs(counted, Saved()) for layer in layers}
+
+    def _shared_rows(self, batch: Batch) -> ContextRows | None:
+        """Which rows all ranks that share the sequences hold, where there are several."""
+        if self.tokens.alone:
+            return None
+        return ContextRows(batch[CONTEXT_ROWS], batch.get(CONTEXT_DOCUMENTS))
 
     def _mask(self, batch: Batch, before: int, seq: int, device: torch.device) -> Tensor | None:
         """Returns the attention mask, or the bias to add to the scores; None where attention is plainly causal."""
@@ -216,7 +230,7 @@ class BlockInputs(NamedTuple):
 
     sequences: int
     rotary: tuple[Tensor, Tensor] | None
-    mask: Tensor | None
+    mask: Tensor | ContextRows | None
     past: dict[str, KVCache]
     where: tuple[int, int, int]
     routed: dict[int, RoutedInputs]

@@ -8,10 +8,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.config.sections import ModelConfig
-from meshwright.layout.params import ParamRecord, records_under
+from meshwright.layout.params import ParamRecord
+from meshwright.nn.context import ContextRows, context_attention
 from meshwright.nn.linear import Linear, norm_product
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
+from meshwright.nn.qk_norms import HeadNorms, TokenNorms
 from meshwright.nn.rotary import Tables, rotate, rotate_qkv
 from meshwright.parts import gpt
 
@@ -113,11 +115,10 @@ class Attention(nn.Module):
         super().__init__()
         tp = parallel.tp.size
         self.heads, self.kv_heads, self.head_dim = part.heads // tp, max(1, part.kv_heads // tp), part.head_dim
-        self.dropout, self.fuses = part.dropout, parallel.fused
+        self.dropout, self.fuses, self.context = part.dropout, parallel.fused, parallel.context
         self.projection = QKV(parallel, records)
-        of_head = gpt.NormPart("rmsnorm", part.head_dim, part.norm_eps)
-        self.q_norm = Norm(parallel, of_head, records_under(records, "q_norm")) if part.qk_norm else None
-        self.k_norm = Norm(parallel, of_head, records_under(records, "k_norm")) if part.qk_norm else None
+        norms: dict[str, type[nn.Module]] = {"head": HeadNorms, "all": TokenNorms}
+        self.norms = norms[part.qk_norm](parallel, part, records) if part.qk_norm else None
         self.out = Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
         self.recompute_core = parallel.recompute.mode == "selective"
 
@@ -129,23 +130,27 @@ class Attention(nn.Module):
         )  # fmt: skip
 
     def forward(
-        self, x: Tensor, norm: Norm, batch: int, rotary: Tables | None, mask: Tensor | None, past: KVCache | None,
-        *unused: object,
+        self, x: Tensor, norm: Norm, batch: int, rotary: Tables | None, mask: Tensor | ContextRows | None,
+        past: KVCache | None, *unused: object,
     ) -> tuple[Tensor, Tensor]:
         """Returns x [tokens, hidden] of `batch` sequences, for the residual, and attention of its norm. `mask` [batch,
         1 or heads, seq, seq] is true where a query may attend, or is added to the scores; without it, attention is
         causal. With `past`, x continues after its tokens."""
         x, qkv = self.projection(x, norm)
         qkv = qkv.view(batch, qkv.shape[0] // batch, self.heads + 2 * self.kv_heads, self.head_dim)
-        if self.fuses and rotary is not None and self.q_norm is None:
+        if self.fuses and rotary is not None and self.norms is None:
             q, k, v = rotate_qkv(qkv, rotary, self.heads, self.kv_heads)
         else:
             q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-            if self.q_norm is not None and self.k_norm is not None:
-                q, k = self.q_norm(q), self.k_norm(k)
+            if self.norms is not None:
+                q, k = self.norms(q, k)
             if rotary is not None:
                 q, k = rotate(q, rotary), rotate(k, rotary)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if isinstance(mask, ContextRows):
+            assert self.context is not None and past is None
+            y = context_attention(q, k, v, mask, self.context)
+            return x, self.out(y.transpose(1, 2).reshape(qkv.shape[0] * qkv.shape[1], -1))
         if past is not None:
             k, v = past.extend(k, v)
         if self.recompute_core and torch.is_grad_enabled():

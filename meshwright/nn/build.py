@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.layout.params import records_under
 from meshwright.nn.attention import Attention, KVCache
+from meshwright.nn.context import ContextRows
 from meshwright.nn.embedding import PositionEmbedding, TokenEmbedding
 from meshwright.nn.experts import Experts, RoutedInputs
 from meshwright.nn.latent import LatentAttention
@@ -57,11 +58,12 @@ class Block(nn.Module):
         for key, _, part in block.parts:
             self.add_module(key, build_module(part, parallel, records_under(records, key)))
         self.parallel_residual, self.p = block.parallel, block.dropout
+        self.shares_sequences = parallel.context is not None
         self.stream = parallel.streams.own if parallel.splits_tokens else parallel.streams.same
 
     def forward(
-        self, x: Tensor, batch: int, rotary: Tables | None, mask: Tensor | None, past: KVCache | None = None,
-        given: RoutedInputs | None = None,
+        self, x: Tensor, batch: int, rotary: Tables | None, mask: Tensor | ContextRows | None,
+        past: KVCache | None = None, given: RoutedInputs | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Returns the sum and, if a body adds to the loss, the sums of its terms."""
         total: Tensor | None = None
@@ -84,8 +86,11 @@ class Block(nn.Module):
         return any(isinstance(getattr(self, body), Experts) for _, body in self.branches)
 
     def compiled_parts(self) -> list[nn.Module]:
-        """The block as one graph; beside experts, whose rows no compiler can count before, only the other bodies."""
-        if not self.has_experts:
-            return [self]
+        """The block as one graph; beside experts, whose rows no compiler can count before, only the other bodies, and
+        without attention where that waits for other ranks' tokens."""
         bodies = [getattr(self, body) for _, body in self.branches]
+        if self.shares_sequences:
+            bodies = [body for body in bodies if isinstance(body, MLP)]
+        elif not self.has_experts:
+            return [self]
         return [body for body in bodies if not isinstance(body, Experts)]

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.comm.ops import copy_to, gather_from
 from meshwright.layout.params import ParamRecord, records_under
 from meshwright.nn.attention import KVCache
+from meshwright.nn.context import ContextRows, context_attention
 from meshwright.nn.linear import Linear
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
@@ -51,7 +52,7 @@ class LatentAttention(nn.Module):
         norm: Norm,
         batch: int,
         rotary: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | ContextRows | None = None,
         past: KVCache | None = None,
         *unused: object,
     ) -> tuple[Tensor, Tensor]:
@@ -75,7 +76,10 @@ class LatentAttention(nn.Module):
         v = F.pad(v, (0, p.head_dim - p.value)).transpose(1, 2)
         if past is not None:
             k, v = past.extend(k, v)
-        if self.recompute_core and torch.is_grad_enabled():
+        if isinstance(mask, ContextRows):
+            assert self.parallel.context is not None and past is None
+            y = context_attention(q, k, v, mask, self.parallel.context)
+        elif self.recompute_core and torch.is_grad_enabled():
             y = checkpoint(self.core, q, k, v, mask, use_reentrant=False, preserve_rng_state=p.dropout > 0)
         else:
             y = self.core(q, k, v, mask)

@@ -24,6 +24,16 @@ class ExpertGroups:
 
 
 @dataclass(frozen=True)
+class ContextGroups:
+    """The ranks that hold different tokens of the same sequences: `inner` ones exchange heads for tokens, `outer` ones
+    share keys and values, by a `kind` of way: gather or ring."""
+
+    kind: str
+    inner: Group
+    outer: Group
+
+
+@dataclass(frozen=True)
 class Parallel:
     """How a rank's layers are cut, and in what precision and where they compute."""
 
@@ -38,6 +48,7 @@ class Parallel:
     unallocated: bool = False  # sharding allocates and initialises the parameters later
     host: bool = False  # this is a CPU, or a dry run of one
     experts: ExpertGroups | None = None  # where the model has experts
+    context: ContextGroups | None = None  # where ranks share sequences
 
     @property
     def splits_tokens(self) -> bool:
@@ -93,7 +104,7 @@ def draw_parameter(record: ParamRecord, out: Tensor, seed: int) -> None:
     sides = (*(1 for _ in record.shape[2:]), TILE, TILE)
     for tile_seed, wanted, place in tiles(record, seed):
         generator.manual_seed(tile_seed)
-        local[place] = torch.randn(sides, generator=generator)[wanted]
+        local[place] = torch.randn(*sides, generator=generator)[wanted]
     out.copy_(local.mul_(record.init.std))
 
 

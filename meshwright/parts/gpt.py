@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from meshwright.layout.params import Init, ParamRecord, columns_of, rows_of, whole
+from meshwright.parts.context import context_calls, context_kept, context_working
 from meshwright.parts.loss_pieces import piece_rows
 from meshwright.parts.part import Collective, Coordinate, Kept, Kernels, MicroBatch, Part, Product, Records, Work
 
@@ -123,7 +124,7 @@ class AttentionPart(Part):
     rope: bool = False
     bias: bool = False
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: str = ""  # RMS norm of queries and keys over each "head", or over "all" heads of a token
     norm_eps: float = 1e-5
     dropout: float = 0.0
 
@@ -155,13 +156,20 @@ class AttentionPart(Part):
         records = cut("weight", (self.hidden,), self.init, True)
         if self.bias or self.qkv_bias:
             records |= cut("bias", (), ZEROS, False)
-        if self.qk_norm:
+        if self.qk_norm == "head":
             # One weight for all heads: each tp rank has the gradient of its own heads. Of copies of a key-value head,
             # each has the gradient from its own queries, so there too the sum over tp is the whole.
             axes = ("tp",) if tp > 1 else ()
             for key in ("q_norm", "k_norm"):
                 weight = whole(f"{name}.{key}.weight", (d,), ONES, decay=False, copies=axes, partial=axes)
                 records[f"{key}.weight"] = weight
+        elif self.qk_norm:  # cut as the heads are
+            axes = (KV_COPIES,) if tp > self.kv_heads else ()
+            q, k, kv_rows = f"{name}.q_norm.weight", f"{name}.k_norm.weight", (kv_first, kv, 0)
+            records["q_norm.weight"] = rows_of(q, (q_rows,), self.heads * d, (), ONES, decay=False)
+            records["k_norm.weight"] = rows_of(
+                k, (kv_rows,), self.kv_heads * d, (), ONES, decay=False, copies=axes, partial=axes
+            )
         return records | row_records(at, name, "out", (self.hidden, self.heads * d), self.out_init, self.bias)
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
@@ -189,11 +197,10 @@ class AttentionPart(Part):
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
         yield from column_calls(at, batch, self.hidden)
         yield from row_calls(at, batch, self.hidden)
-        hops = at.size("cp") - 1
-        if hops:  # keys and values go round the ring; backward passes them round once more, and their gradients
-            ring = self.own_heads(at)[1] * self.head_dim * 2 * batch.element * batch.tokens(at)
-            yield Collective("forward", "cp", "send", ring, hops)
-            yield Collective("backward", "cp", "send", ring, 2 * hops)
+        if self.qk_norm == "all":  # the squares of a token's queries and of its keys, and their gradients
+            for phase in ("forward", "backward"):
+                yield Collective(phase, "tp", "all_reduce", 2 * batch.tokens(at) * batch.wide)
+        yield from context_calls(at, batch, *self.own_heads(at), self.head_dim)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         """Yields queries, keys and values, the result, and what the core keeps: each row's log-sum or the scores. Where
@@ -202,10 +209,12 @@ class AttentionPart(Part):
         e, wide, host = batch.element, batch.wide, kernels.host
         if at.size("tp") > self.kv_heads:
             yield Kept("joined weight", self.hidden * (h + 2 * k) * d * e)
-        if self.qk_norm:
+        if self.qk_norm == "head":
             # A CPU keeps a head's input and normed input in float32: one copy where the input is float32 already.
             copies = (1 if e >= 4 else 2) if host else 0
             yield Kept("head norms", tokens * (h + k) * (copies * d * wide + wide))
+        elif self.qk_norm:
+            yield Kept("token norms", 2 * tokens * wide)
         yield Kept("attention output", tokens * h * d * e)
         if host and self.dropout:  # no fused kernel: copies in float32, and three tensors of scores
             yield Kept("qkv", tokens * (h + 2 * k) * d * e)
@@ -219,6 +228,9 @@ class AttentionPart(Part):
         rotates_in_place = kernels.fused and not self.qk_norm  # one tensor, which attention keeps anyway
         if self.rope and kernels.keeps_rotation and not rotates_in_place:
             yield Kept("rotated", tokens * (h + k) * d * e)
+        if kernels.own and at.size("cp") > 1:
+            yield from context_kept(at, batch, h, k, d)
+            return
         if kernels.fused_attention:
             yield Kept("log-sums", tokens * h * wide, core=True)
             if batch.documents:  # a mask, as numbers to add to the scores; kernels that take one know no grouped heads
@@ -228,6 +240,11 @@ class AttentionPart(Part):
         else:
             scores = batch.sequences * h * (batch.seq // at.size("cp")) * batch.seq
             yield Kept("scores", scores * (e + (e + 1 if self.dropout else 0)), core=True)
+
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        shared = kernels.own and at.size("cp") > 1
+        return context_working(at, batch, self.own_heads(at)[0]) if shared else 0.0
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.layout.params import Init, rows_of, whole
+from meshwright.parts.context import context_calls, context_kept, context_working
 from meshwright.parts.gpt import ONES, column_calls, replicated, row_calls, row_records
 from meshwright.parts.part import Collective, Coordinate, Kept, Kernels, MicroBatch, Part, Product, Records, Work
 
@@ -75,6 +76,8 @@ class LatentAttentionPart(Part):
             if not call.repeated:
                 yield call
         yield from row_calls(at, batch, self.hidden)
+        heads = self.own_heads(at)
+        yield from context_calls(at, batch, heads, heads, self.head_dim)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         """Yields the normed token, the short vectors before and after their norms, and what the core keeps: queries,
@@ -86,8 +89,13 @@ class LatentAttentionPart(Part):
         yield Kept("qkv", 3 * tokens * heads * self.head_dim * e)
         yield Kept("padded output", tokens * heads * self.head_dim * e, core=True)
         yield Kept("attention output", tokens * heads * self.value * e)
+        if at.size("cp") > 1:
+            yield from context_kept(at, batch, heads, heads, self.head_dim)
+            return
         yield Kept("log-sums", tokens * heads * wide, core=True)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Returns the bytes of the gradients of queries, keys and values."""
-        return 3.0 * batch.tokens(at) * self.own_heads(at) * self.head_dim * batch.element
+        heads = self.own_heads(at)
+        tile = context_working(at, batch, heads) if at.size("cp") > 1 else 0.0
+        return 3.0 * batch.tokens(at) * heads * self.head_dim * batch.element + tile

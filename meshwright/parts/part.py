@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ class Coordinate:
 
     axes: tuple[tuple[str, int, int], ...] = ()  # (name, size, index), names ascending
     sequence_parallel: bool = False
+    context: str = "ring"  # how ranks along cp share their tokens (see `context.kind`)
 
     __hash__ = hash_once
 
@@ -59,7 +60,7 @@ class Coordinate:
     def dense(self) -> Coordinate:
         """The place along the axes that cut everything but experts."""
         axes = tuple(each for each in self.axes if each[0] not in ("ep", "etp"))
-        return self if len(axes) == len(self.axes) else Coordinate(axes, self.sequence_parallel)
+        return self if len(axes) == len(self.axes) else replace(self, axes=axes)
 
     @property
     def splits_tokens(self) -> bool:
@@ -72,14 +73,14 @@ class Coordinate:
         return self.size("etp") == self.size("tp")
 
 
-def coordinate_of(layout: Layout, rank: int, sequence_parallel: bool) -> Coordinate:
+def coordinate_of(layout: Layout, rank: int, sequence_parallel: bool, context: str = "ring") -> Coordinate:
     """Returns the coordinate of `rank` in a layout."""
     found = {**layout.coordinate(rank), **layout.expert_coordinate(rank)}
     sizes = {axis: layout.size(axis) for axis in found if not axis.startswith(("dp", "edp"))}
     axes = [(axis, size, found[axis]) for axis, size in sizes.items() if size > 1]
     if layout.size("embedding") > 1:
         axes.append(("embedding", layout.size("embedding"), 0))
-    return Coordinate(tuple(sorted(axes)), sequence_parallel)
+    return Coordinate(tuple(sorted(axes)), sequence_parallel, context if layout.cp > 1 else "ring")
 
 
 @dataclass(frozen=True)

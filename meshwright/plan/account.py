@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
+from meshwright.layout.rows import ORDERS, balance, causal_work
 from meshwright.parts.part import active_parameters, parameter_count
 from meshwright.plan.communication import Traffic, all_ranks, by_axis
 from meshwright.plan.cost import Cost
@@ -128,14 +129,37 @@ def as_json(cost: Cost, tokens: float | None = None) -> dict[str, Any]:
         "rank": rank_json(job, cost.memory.pp_rank),
         "ledger": {axis: traffic._asdict() for axis, traffic in by_axis(all_ranks(job)).items()},
     }  # fmt: skip
+    if job.layout.cp > 1:
+        found["context"] = context_balance(job)
     if tokens:
         found["run"] = whole_run(cost, tokens)
     return found
 
 
+def context_balance(job: Job) -> dict[str, Any]:
+    """Returns how ranks share a sequence and how evenly: pairs of a query and a key that it sees, the most that a rank
+    has, and that over the mean. Documents, which only the data know, are left out."""
+    c, cp = job.config, job.layout.cp
+    seq = c.model.seq
+    pairs = ORDERS[c.context.order](seq, cp, [seq]).totals(causal_work(seq))
+    found = {"kind": job.at.context, "order": c.context.order, "pairs": int(pairs.max()), "balance": balance(pairs)}
+    return found | ({"inner": c.context.inner} if c.context.inner else {})
+
+
+def balance_words(job: Job) -> str:
+    """Says the same in a sentence's words."""
+    found = context_balance(job)
+    return (
+        f"{found['kind']} in {found['order']} order: the busiest of {job.layout.cp} ranks has {found['pairs']:,} "
+        f"causal pairs of a sequence, {found['balance']:.3f} times the mean"
+    )
+
+
 def axes_of(cost: Cost) -> list[tuple[str, Traffic, AxisTime]]:
-    """Returns one rank's traffic and time by axis; the axes that shard states are timed as part of data parallelism."""
-    timed = {name: "dp" if name.startswith("dp") else name for name in cost.traffic}
+    """Returns one rank's traffic and time by axis; the axes that shard states are timed as part of data parallelism,
+    parts of cp as cp."""
+    timed = {name: "dp" if name.startswith(("dp", "cp-dp")) else name.removesuffix(".inner").removesuffix(".outer")
+             for name in cost.traffic}  # fmt: skip
     return [(name, traffic, cost.axes.get(timed[name], AxisTime())) for name, traffic in cost.traffic.items()]
 
 
@@ -157,6 +181,7 @@ def report(cost: Cost, tokens: float | None = None) -> str:
         f"  bubble           {percent(cost.bubble)} ({seconds(cost.bubble_s)}, by the {m['bubble_from']}; "
         f"the busiest stage idles {seconds(cost.idle_s)})",
         f"  optimizer        {seconds(cost.optimizer_s)}",
+        *([f"  context          {balance_words(job)}"] if job.layout.cp > 1 else []),
         "",
     ]
     rows = [(f"communication of a rank of stage {cost.memory.pp_rank}", "calls", "wire", "time", "hidden", "all ranks")]

@@ -112,7 +112,7 @@ def chunks_of(job: Job, pp_rank: int) -> list[ChunkBytes]:
     """Returns the bytes of each chunk of a pipeline rank."""
     held = job.chunks[pp_rank]
     ends = [stage for stage in held if stage.first or stage.last]
-    fields = sum(len(fields_read(stage, job.model) & set(job.data_fields)) for stage in ends)
+    fields = sum(len(fields_read(stage, job.model, job.layout.cp) & set(job.data_fields)) for stage in ends)
     return [chunk_bytes(job, stage, fields) for stage in held]
 
 

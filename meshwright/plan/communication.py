@@ -81,10 +81,12 @@ Key = TypeVar("Key", Line, str)
 def batch(job: Job, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
     """One tp rank reads the batch; it broadcasts once per micro-batch and dtype, whatever the number of chunks:
     M x (T x fields of this dtype that a chunk of this rank reads x bytes)."""
-    needs = set().union(*(fields_read(stage, job.model) for stage in held))
+    needs = set().union(*(fields_read(stage, job.model, job.layout.cp) for stage in held))
     dtypes = [dtype for name, dtype in job.data_fields.items() if name in needs]
     for dtype in dict.fromkeys(dtypes):
         payload = job.batch.tokens(job.at) * dtypes.count(dtype) * FIELD_BYTES[dtype]
+        if dtype == "int64" and job.layout.cp > 1:  # the numbers and the documents of all ranks' rows travel with them
+            payload += job.batch.sequences * job.batch.seq * (1 + ("segments" in job.data_fields)) * WIDE
         yield _over(job.layout, "batch", "data", "tp", "broadcast", payload, job.micro_batches)
 
 

@@ -17,7 +17,8 @@ from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
 
 ATTENTION_BACKWARD = 2.5  # the backward of a fused core has five products, its forward two
-UNIT_AXES = ("tp", "cp", "ep", "etp", "tp-cp")  # over which units communicate
+CONTEXT_AXES = ("cp", "cp.inner", "cp.outer")
+UNIT_AXES = ("tp", *CONTEXT_AXES, "ep", "etp", "tp-cp")  # over which units communicate
 MOVED_BACKWARD = 1.5  # a backward kernel reads the forward's input and the gradient, and writes one gradient
 
 
@@ -189,12 +190,14 @@ def _tensor_parallel(unit: Unit, where: Setting, linear: float, again: float) ->
 
 
 def _context_parallel(unit: Unit, where: Setting, attention: float, again: float) -> AxisUse:
-    """Returns the use of cp, whose ring overlaps attention's core."""
+    """Returns the use of cp. A ring overlaps attention's core; attention waits for everything else."""
     size = where.at.size("cp")
     if size == 1:
         return AxisUse("cp")
-    times = _seconds(unit, where, ("cp",))
+    times = _seconds(unit, where, CONTEXT_AXES)
     forward, backward = times.forward * (1 + again), times.backward
+    if where.at.context in ("gather", "ulysses"):
+        return AxisUse("cp", 0.0, forward + backward)
     overlapped = (size - 1) / size * attention
     hidden = min(forward, overlapped * (1 + again)) + min(backward, overlapped * ATTENTION_BACKWARD)
     return AxisUse("cp", 0.0, forward + backward - hidden, hidden)

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.config.load import config_from, dump_yaml, to_mapping
 from meshwright.layout.params import DATA_AXES
 from meshwright.parts.experts import EXPERT_DATA_AXES
-from meshwright.plan.account import layout_of_cost, layout_words
+from meshwright.plan.account import balance_words, layout_of_cost, layout_words
 from meshwright.plan.cost import TIMED_AXES, Cost, predict_cost
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.memory import needed_gib
@@ -18,7 +18,7 @@ from meshwright.show.units import percent, seconds
 
 # The keys that a written config always names, even where they have their default.
 ALWAYS_WRITTEN = {
-    "layout": ("tp", "pp", "chunks", "order", "sequence_parallel", "node_size"), "pipeline": ("schedule",),
+    "layout": ("tp", "pp", "cp", "chunks", "order", "sequence_parallel", "node_size"), "pipeline": ("schedule",),
     "train": ("global_batch", "micro_batch", "precision"), "zero": ("stage",), "recompute": ("mode",),
 }  # fmt: skip
 
@@ -56,6 +56,8 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
     if tp > 1:
         place = "stays inside a node" if ranks_per_node(job.layout, "tp") == tp else "crosses nodes"
         lines.append(f"tp={tp} {place} and cuts a layer's states and activations by {tp}.")
+    if c.layout.cp > 1:
+        lines.append(f"cp={c.layout.cp} shares sequences by {balance_words(job)}.")
     if pp > 1:
         lines.append(
             f"pp={pp} with {job.micro_batches} micro-batches has a bubble of {percent(cost.bubble)}, the idle share of "

@@ -73,7 +73,8 @@ class Job:
     @cached_property
     def at(self) -> Coordinate:
         """The coordinate of rank 0: the bytes that parts declare are the same for all ranks of a layout."""
-        return coordinate_of(self.layout, 0, self.config.layout.sequence_parallel)
+        context = self.config.context_kind if self.stack.own else "ring"
+        return coordinate_of(self.layout, 0, self.config.layout.sequence_parallel, context)
 
     @cached_property
     def batch(self) -> MicroBatch:
@@ -191,14 +192,15 @@ def checked_job(config: Config, world: int, stack: Stack | None = None, **more: 
 
 def ranks_per_node(layout: Layout, axis: str) -> int:
     """Returns how many ranks of one group of `axis` are on one node, for the group that spans the most nodes."""
-    return _ranks_per_node(replace(layout, parts=()) if layout.parts else layout, axis)
+    return _ranks_per_node(replace(layout, parts=()) if layout.parts and "." not in axis else layout, axis)
 
 
 @lru_cache(maxsize=100_000)
 def _ranks_per_node(layout: Layout, axis: str) -> int:
     node = layout.node_size or layout.world
     first = layout.group(axis, 0)
-    groups = (first,) if _groups_align_with_nodes(layout, node, axis) else layout.groups(axis)
+    alike = "." not in axis and _groups_align_with_nodes(layout, node, axis)
+    groups = (first,) if alike else layout.groups(axis)
     return max(1, len(first) // max(len({rank // node for rank in group}) for group in groups))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.device import Download
 from meshwright.layout.rows import balance
@@ -33,8 +33,9 @@ class ExpertBalance:
                 self.held |= {int(name): part for part in block.children() if isinstance(part, Experts)}
 
     @torch.no_grad()
-    def update(self) -> Download | None:
-        """Sums the rows of every expert over all ranks, moves the biases, and begins to count the next step."""
+    def update(self, squares: Tensor) -> Download | None:
+        """Sums the rows of every expert over all ranks, moves the biases, and begins to count the next step. A step
+        whose squared gradient norm is not finite makes no update, and moves no bias."""
         if not self.layers:
             return None
         count, device = self.ctx.config.model.experts.count, self.ctx.device.torch
@@ -45,11 +46,12 @@ class ExpertBalance:
                 self.held[layer].tally.zero_()
         self.ctx.mesh.world.all_reduce(table)
         step = self.ctx.config.model.experts.bias_balance
+        counts = torch.isfinite(squares).to(table.dtype)
         for row, layer in enumerate(self.layers):
             bias = self.held[layer].router.bias if layer in self.held else None
             if step and bias is not None:
                 rows = table[row, :count]
-                self.parallel.add_to_frozen(bias, step * (rows.mean() - rows).sign())
+                self.parallel.add_to_frozen(bias, step * counts * (rows.mean() - rows).sign())
         return self.ctx.device.download(table)
 
     def read(self, table: Download) -> dict[str, Any]:

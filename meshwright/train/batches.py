@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshwright.layout.rows import ORDERS
+from meshwright.models.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS
 from meshwright.train.context import Context
 from meshwright.train.losses import LossCounts
 
@@ -25,6 +27,22 @@ def sample_ids(consumed: int, micro_batch: int, size: int, dp_rank: int, dp: int
     """The samples of one micro-batch of one data-parallel rank, in the step that begins at `consumed`."""
     first = consumed + (micro_batch * dp + dp_rank) * size
     return range(first, first + size)
+
+
+def rows_of_rank(
+    sample: Mapping[str, np.ndarray[Any, Any]], order: str, rank: int, ranks: int
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Returns the rows of a sample that one of the ranks that share it holds, and of all rows, in the order of the
+    ranks, their numbers and documents."""
+    rows = len(sample["tokens"])
+    segments = sample.get("segments")
+    starts = [0] if segments is None else [0, *np.flatnonzero(np.diff(segments)) + 1]
+    table = ORDERS[order](rows, ranks, np.diff([*starts, rows]).tolist())
+    cut = {name: x[table.held(rank)] if np.shape(x)[:1] == (rows,) else x for name, x in sample.items()}
+    cut[CONTEXT_ROWS] = table.order
+    if segments is not None:
+        cut[CONTEXT_DOCUMENTS] = segments[table.order]
+    return cut
 
 
 class Read(NamedTuple):
@@ -56,7 +74,7 @@ class MicroBatches:
         self._coming: dict[tuple[int, int], Future[Read]] = {}
         # One broadcast per dtype: fields of one dtype travel packed.
         self.packs: dict[torch.dtype, list[tuple[str, tuple[int, ...]]]] = {}
-        for name, array in sorted(dataset.sample(0).items()):
+        for name, array in sorted(self._own_rows(dataset.sample(0)).items()):
             if fields is None or name in fields:
                 value = torch.as_tensor(array)
                 self.packs.setdefault(value.dtype, []).append((name, tuple(value.shape)))
@@ -114,16 +132,24 @@ class MicroBatches:
             self._coming[key] = self.reader.submit(self._read, consumed, micro_batch)
         return self._coming[key]
 
+    def _own_rows(self, sample: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+        """A sample or, where ranks share sequences, this rank's rows of it and the numbers of all ranks' rows."""
+        tokens = self.ctx.mesh.tokens
+        if tokens.alone:
+            return sample
+        return rows_of_rank(sample, self.ctx.config.context.order, tokens.index, tokens.size)
+
     def _read(self, consumed: int, micro_batch: int) -> Read:
         readers = self.ctx.mesh.samples
         ids = sample_ids(consumed, micro_batch, self.size, readers.index, readers.size)
-        samples = [self.dataset.sample(n) for n in ids]
+        whole = [self.dataset.sample(n) for n in ids]
+        samples = [self._own_rows(sample) for sample in whole]
         packed: dict[torch.dtype, Tensor] = {}
         for dtype, fields in self.packs.items():
             parts = [np.stack([s[name] for s in samples]).reshape(-1) for name, _ in fields]
             packed[dtype] = self.ctx.device.pin(torch.from_numpy(np.concatenate(parts)))
         counts: Counter[str] = Counter()
         if self.loss_counts is not None:
-            for sample in samples:
+            for sample in whole:  # one of the ranks that share it counts for all
                 counts.update(self.loss_counts(sample))
         return Read(packed, counts)

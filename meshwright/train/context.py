@@ -11,8 +11,8 @@ from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES, Device, return_freed_memory
 from meshwright.layout import Layout
-from meshwright.models.description import layout_of
-from meshwright.nn.parallel import ExpertGroups, Parallel
+from meshwright.models.description import CP_INNER, CP_OUTER, layout_of
+from meshwright.nn.parallel import ContextGroups, ExpertGroups, Parallel
 from meshwright.nn.random import Streams
 from meshwright.parts.part import Coordinate, coordinate_of
 from meshwright.sharding.placement import shard_axes
@@ -43,7 +43,8 @@ class Context:
     @cached_property
     def at(self) -> Coordinate:
         """Where this rank stands, for the parts of its model."""
-        return coordinate_of(self.layout, self.mesh.rank, self.config.layout.sequence_parallel)
+        c = self.config
+        return coordinate_of(self.layout, self.mesh.rank, c.layout.sequence_parallel, c.context_kind)
 
 
 def build_context(
@@ -69,12 +70,21 @@ def build_context(
         config.recompute, fused=fuses(config, device), products=products_of(config),
         unallocated=trains and shard_axes(layout, config.zero).stage == 3, host=is_host(config, device),
         experts=expert_groups(mesh) if config.model.experts.count else None,
+        context=context_groups(mesh, config) if layout.cp > 1 else None,
     )  # fmt: skip
     return Context(config, layout, mesh, device, parallel)
 
 
 def expert_groups(mesh: Mesh) -> ExpertGroups:
     return ExpertGroups(mesh.group("etp"), mesh.group("ep"), mesh.group("tp-cp"))
+
+
+def context_groups(mesh: Mesh, config: Config) -> ContextGroups:
+    if config.context_kind == "hybrid":
+        return ContextGroups("ring", mesh.group(CP_INNER), mesh.group(CP_OUTER))
+    if config.context_kind == "ulysses":
+        return ContextGroups("gather", mesh.group("cp"), mesh.alone)
+    return ContextGroups(config.context_kind, mesh.alone, mesh.group("cp"))
 
 
 def is_host(config: Config, device: Device) -> bool:

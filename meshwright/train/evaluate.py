@@ -16,6 +16,7 @@ from meshwright.checkpoint.format import find_checkpoint
 from meshwright.checkpoint.hf import config_of
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader, load_weights
+from meshwright.config.load import merged
 from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
@@ -44,9 +45,7 @@ def config_with(found: dict[str, Any], sections: dict[str, dict[str, Any]]) -> C
     """A checkpoint's config, some keys changed; foreign sections are left out, and what only training uses."""
     raw = {name: dict(keys) for name, keys in found.items() if name not in ONLY_TRAINING}
     raw.get("train", {}).pop("grad_dtype", None)
-    for name, keys in sections.items():
-        raw[name] = raw.get(name, {}) | keys
-    return own_config(raw)
+    return own_config(merged(raw, sections))
 
 
 def with_model(

@@ -193,7 +193,7 @@ class Trainer:
         with ledger.phase("optimizer"), self.executor.span("step", "norm and loss"):
             sums = sums_over_world(self.ctx, totals, self.terms, self.data_parallel.square_sum())
             monitored = self.monitored.begin(totals)
-            balance = self.balance.update()
+            balance = self.balance.update(sums[2 * len(self.terms)])
         lr = learning_rate(config, self.step_number + 1)
         scale = self.loss_scale.value if self.loss_scale.active else None  # that of this step, before the update
         self.before_update()

@@ -16,6 +16,13 @@ LLAMA31 = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 
+MIXTURE = {**LLAMA, "num_experts": 8, "num_experts_per_tok": 3}
+DEEPSEEK = {
+    **LLAMA, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "kv_lora_rank": 16, "q_lora_rank": 24,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
+}  # fmt: skip
+
 # (class of the config, its arguments), all with a context of 96 tokens or more.
 # Each is another corner: grouped heads, tied or not, biases, scaling, ...
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,11 +53,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPTConfig", {**SIZES, "ffn_dim": 48, "max_position_embeddings": 96, "word_embed_proj_dim": 32}),
     "bloom": ("BloomConfig", {**OLD, "hidden_size": 32}),
     "bloom-six-heads": ("BloomConfig", {**OLD, "hidden_size": 48, "n_head": 6}),
+    "mixtral": ("MixtralConfig", {**LLAMA, "num_local_experts": 4}),
+    "qwen3-moe": ("Qwen3MoeConfig", {**MIXTURE, "head_dim": 16, "moe_intermediate_size": 24, "norm_topk_prob": True}),
+    "qwen3-moe-some-blocks": (
+        "Qwen3MoeConfig",
+        {**MIXTURE, "num_hidden_layers": 4, "moe_intermediate_size": 24, "decoder_sparse_step": 2,
+         "mlp_only_layers": [0, 1], "num_key_value_heads": 1},
+    ),
+    "olmoe": ("OlmoeConfig", MIXTURE),
+    "deepseek-v3": ("DeepseekV3Config", DEEPSEEK),
+    "deepseek-v3-direct-queries": (
+        "DeepseekV3Config",
+        {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2,
+         "first_k_dense_replace": 0, "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
 }  # fmt: skip
+EXPERTS = ["mixtral", "qwen3-moe", "qwen3-moe-some-blocks", "olmoe", "deepseek-v3", "deepseek-v3-direct-queries"]
 
 
 def make(name: str, dtype: torch.dtype = torch.float32, std: float = 0.15) -> Any:
-    """A model whose weights are all random: also the norms and biases, which would start as ones and zeros."""
+    """A model whose weights are all random: also the norms and biases, which would start as ones and zeros. The bias
+    that balances DeepSeek's experts is no parameter."""
     import transformers
 
     kind, arguments = MODELS[name]
@@ -58,7 +81,8 @@ def make(name: str, dtype: torch.dtype = torch.float32, std: float = 0.15) -> An
     config = getattr(transformers, kind)(**arguments)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
+        biases = [(key, value) for key, value in model.named_buffers() if key.endswith("e_score_correction_bias")]
+        for key, parameter in [*model.named_parameters(), *biases]:
             around = 1.0 if parameter.dim() == 1 and key.endswith("weight") else 0.0  # a norm's
             parameter.copy_(around + (std if parameter.dim() > 1 else 0.15) * torch.randn(parameter.shape))
     return model.to(dtype)
@@ -131,9 +155,9 @@ def continue_prompts(
 def _through(ctx: Any, module: Any, ids: torch.Tensor) -> Any:
     hidden = torch.empty(ids.numel(), ctx.config.model.hidden)
     if module.embedding is not None:
-        hidden = module.trunk({"tokens": ids})
+        hidden, _ = module.trunk({"tokens": ids})
     if ctx.config.layout.pp > 1:
         ctx.mesh.pp.broadcast(hidden)
         if module.embedding is None:
-            hidden = module.trunk({}, hidden)
+            hidden, _ = module.trunk({}, hidden)
     return None if module.head is None else module.head.logits(hidden).view(*ids.shape, -1).numpy()

@@ -101,20 +101,20 @@ def _plant(crash: Crash) -> None:
 
         return changed
 
-    real_save, real_write = tensor_file.write_tensors, run_folder._write
+    real_save, real_write = tensor_file.write_tensors, run_folder.RunFolder._write
 
     def half_save(path: Path, *contents: Any) -> None:
         real_save(path, *contents)
         os.truncate(path, path.stat().st_size // 2)
 
-    def half_write(file: Any, line: dict[str, Any]) -> None:
+    def half_write(folder: Any, file: Any, line: dict[str, Any], *charted: Any) -> None:
         file.write(json.dumps(line)[: len(json.dumps(line)) // 2])
         file.flush()
 
     for name in CHANGES:
         setattr(os, name, counted(getattr(os, name)))
     tensor_file.write_tensors = counted(real_save, half_save)
-    run_folder._write = counted(real_write, half_write)
+    run_folder.RunFolder._write = counted(real_write, half_write)
 
 
 def _plant_in_validation(die: Callable[[], None]) -> None:

@@ -13,15 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import meshwright.checkpoint.format as fmt
 import meshwright.checkpoint.hf as hf
 from meshwright.checkpoint.hf import ORIGIN, export_folder, import_folder
+from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
 from meshwright.cli.main import main
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
+from meshwright.models.description import describe, layout_of
 from meshwright.models.hf import FAMILIES
-from tests.checkpoint.hf_models import MODELS, logits, make, run_models, save
+from meshwright.models.hf.family import model_section
+from meshwright.parts.part import coordinate_of
+from tests.checkpoint.hf_models import EXPERTS, MODELS, logits, make, run_models, save, sections_of
 from tests.models.test_hf_families import SECTIONS
 from tests.support.oracle import load_into, make_trainer, small_config
 from tests.support.ranks import run_ranks
@@ -30,7 +35,9 @@ transformers = pytest.importorskip("transformers")
 
 IDS = torch.from_numpy(np.random.default_rng(3).integers(0, 61, (2, 24)))
 CLOSE = 1e-5
-LAYOUTS = {"tp1": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp1": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "ep2": {"tp": 2, "ep": 2, "etp": 1},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +60,13 @@ def computed(made: dict[str, Any]) -> Any:
 
     @cache
     def at(layout: str) -> dict[str, np.ndarray]:
-        checkpoints = [str(folder / "checkpoint") for folder, _ in made.values()]
         keys = LAYOUTS[layout]
+        names = EXPERTS if "ep" in keys else list(made)
+        checkpoints = [str(made[name][0] / "checkpoint") for name in names]
         world = max(keys.values(), default=1)
         ranks = run_ranks(world, run_models, checkpoints, IDS, keys, deadline=300.0)
         parts = [[rank[n] for rank in ranks if rank[n] is not None] for n in range(len(checkpoints))]
-        return {name: np.concatenate(each, -1) for name, each in zip(made, parts, strict=True)}
+        return {name: np.concatenate(each, -1) for name, each in zip(names, parts, strict=True)}
 
     return at
 
@@ -78,8 +86,10 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(name, layout) for layout in LAYOUTS for name in (EXPERTS if layout == "ep2" else MODELS)],
+)
 def test_imported_models_have_the_same_logits(name: str, layout: str, made: dict[str, Any], computed: Any) -> None:
     ours, theirs = computed(layout)[name][..., :61], made[name][1].numpy()
     assert np.abs(ours - theirs).max() <= CLOSE
@@ -135,14 +145,68 @@ def test_models_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_blocks_of_a_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: dict[str, Any]) -> None:
     """Tensors cut at any row, also within a head: what bounded memory does to large ones."""
-    import meshwright.checkpoint.format as fmt
-
     monkeypatch.setattr(fmt, "BLOCK_BYTES", 700)
-    for name in ("bloom", "gpt2", "qwen2"):
+    for name in ("bloom", "gpt2", "qwen2", "mixtral", "deepseek-v3"):
         import_folder(made[name][0] / "hf", tmp_path / name)
         assert len(Reader(tmp_path / name).index.blocks) > 100
         export_folder(tmp_path / name, tmp_path / f"{name}-out")
         same_files(made[name][0] / "hf" / "model.safetensors", tmp_path / f"{name}-out" / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 4, "ep": 2}, {"tp": 2, "ep": 4, "etp": 1}], ids=str)
+def test_a_rank_s_part_of_experts_is_read_straight_from_the_folder(
+    name: str, layout: dict[str, int], made: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from the checkpoint; also a few rows of a matrix at a time."""
+    folder, reader = HFFolder(made[name][0] / "hf"), Reader(made[name][0] / "checkpoint")
+    config = small_config(**sections_of(str(made[name][0] / "checkpoint"), **layout))
+    for rank, block_bytes in ((3, 2**20), (6, 500)):
+        monkeypatch.setattr(fmt, "BLOCK_BYTES", block_bytes)
+        at = coordinate_of(layout_of(config, 8), rank, False)
+        for record in describe(config.model).records(at).values():
+            locals_ = [torch.zeros(record.local_shape) for _ in range(2)]
+            for source, local in zip((folder, reader), locals_, strict=True):
+                source.fill(f"param/{record.name}", record, local)
+            assert torch.equal(*locals_) and locals_[0].any(), record.name
+
+
+def test_layers_that_predict_further_tokens_are_left_out(
+    tmp_path: Path, made: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As DeepSeek-V3's files have one after the last layer; config.json of an export says that there is none."""
+    shutil.copytree(made["deepseek-v3"][0] / "hf", tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    more = {"model.layers.2.eh_proj.weight": torch.ones(4, 4), "model.layers.2.self_attn.o_proj.weight": torch.ones(2)}
+    save_file(tensors | more, tmp_path / "hf" / "model.safetensors")
+    import_folder(tmp_path / "hf", tmp_path / "checkpoint")
+    said = capsys.readouterr().err
+    assert "2 tensors of layers after the last (model.layers.2.eh_proj.weight, ...)" in said and "left out" in said
+    export_folder(tmp_path / "checkpoint", tmp_path / "out")
+    same_files(made["deepseek-v3"][0] / "hf" / "model.safetensors", tmp_path / "out" / "model.safetensors")
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "out")]
+    assert configs[1] == configs[0] | {"num_nextn_predict_layers": 0}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(configs[1]))
+    with pytest.raises(UserError, match="holds model.layers.2.eh_proj.weight, which no deepseek_v3"):
+        import_folder(tmp_path / "hf", tmp_path / "more")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(configs[0] | {"quantization_config": {"fmt": "e4m3"}}))
+    with pytest.raises(UserError, match="holds quantised weights .* load the model with transformers in bfloat16"):
+        import_folder(tmp_path / "hf", tmp_path / "more")
+
+
+def test_the_bias_that_balances_experts_stays_in_float32(tmp_path: Path, made: dict[str, Any]) -> None:
+    """In a checkpoint and in an export of any precision, as transformers keeps it; it is not what config.json means."""
+    import_folder(made["deepseek-v3"][0] / "hf", tmp_path / "checkpoint", "bf16")
+    bias = "layers.1.experts.router.bias"
+    assert Reader(tmp_path / "checkpoint").index.tensors[f"param/{bias}"]["dtype"] == "float32"
+    export_folder(tmp_path / "checkpoint", tmp_path / "out", "bf16")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    wide = {name for name, value in written.items() if value.dtype != torch.bfloat16}
+    assert wide == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    loaded = load(tmp_path / "out", torch.bfloat16).model.layers[1].mlp.gate.e_score_correction_bias
+    original = load(made["deepseek-v3"][0] / "hf").model.layers[1].mlp.gate.e_score_correction_bias
+    assert loaded.dtype == torch.float32 and torch.equal(loaded, original)
 
 
 def test_names_without_prefix_old_buffers_and_a_stored_tie(tmp_path: Path, made: dict[str, Any]) -> None:
@@ -170,7 +234,7 @@ def test_a_model_trained_here_has_the_same_logits_in_transformers(name: str, tmp
 
     def ours() -> torch.Tensor:
         with torch.no_grad():
-            return module.head.logits(module.trunk({"tokens": IDS})).view(*IDS.shape, -1)
+            return module.head.logits(module.trunk({"tokens": IDS})[0]).view(*IDS.shape, -1)
 
     new = ours()
     for _ in range(10):
@@ -217,7 +281,7 @@ def test_a_model_trained_on_many_ranks_is_exported_as_one_process_would(tmp_path
         assert (tmp_path / "many-out" / file).read_bytes() == (tmp_path / "one-out" / file).read_bytes()
     with torch.no_grad():
         module = one.modules[0].eval()
-        ours = module.head.logits(module.trunk({"tokens": IDS})).view(*IDS.shape, -1)
+        ours = module.head.logits(module.trunk({"tokens": IDS})[0]).view(*IDS.shape, -1)
     assert (logits(load(tmp_path / "one-out"), IDS) - ours).abs().max() <= CLOSE
 
 
@@ -262,13 +326,14 @@ def _read(config: dict[str, Any]) -> ModelConfig | str:
 
 def _written(name: str) -> dict[str, Any]:
     """A config.json of ours in which no key has its default, with more context than the default window."""
-    section = SECTIONS[name] | {"heads": 64, "hidden": 1536, "seq": 8192, "norm_eps": 1e-5 if name == "opt" else 1e-3}
+    eps = {"opt": 1e-5, "deepseek_v3": 1e-6}.get(name, 1e-3)
+    section = SECTIONS[name] | {"heads": 64, "hidden": 1536, "seq": 8192, "norm_eps": eps}
     changes = {"init_std": 0.01, "dropout": 0.2, "tied_embeddings": not FAMILIES[name].defaults["tie_word_embeddings"]}
     section |= changes | ({} if name == "bloom" else {"ffn": 96})
     if section.get("position") == "rope":
         section |= {"rope_theta": 5e5, "rotary_fraction": 0.5 if name == "gpt_neox" else 1.0}
     window = {"sliding_window": 8192, "use_sliding_window": True} if name.startswith("qwen") else {}
-    return FAMILIES[name].config_of(ModelConfig(**section)) | window
+    return FAMILIES[name].config_of(model_section(section)) | window
 
 
 SIZES = ("layers", "hidden", "heads", "vocab")

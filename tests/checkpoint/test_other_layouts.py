@@ -25,6 +25,11 @@ from tests.support.ranks import run_ranks
 BEFORE, BATCH = 2, 8
 
 
+# As DeepSeek-V3 has them: the bias that balances the experts is state without a gradient.
+MIXTURE = {
+    "count": 8, "top_k": 3, "ffn": 16, "shared": 1, "first_dense": 1, "router": "sigmoid", "bias_balance": 0.01,
+    "groups": 4, "groups_used": 2, "aux_loss": 0.05,
+}  # fmt: skip
 OFFLOAD = str(Path(tempfile.gettempdir()) / "meshwright-offload-tests")
 
 
@@ -42,6 +47,9 @@ class Place:
     zero: int = 0
     node: int = 0
     offload: str = "none"
+    experts: bool = False
+    ep: int = 1
+    etp: int = 0
 
     @property
     def name(self) -> str:
@@ -50,6 +58,7 @@ class Place:
         words += ["sp" if self.sp else "", f"micro{self.micro}" if self.micro > 1 else ""]
         words += [f"zero{self.zero}" if self.zero else "", f"node{self.node}" if self.node else ""]
         words += [f"offload-{self.offload}" if self.offload != "none" else ""]
+        words += [f"experts-ep{self.ep}" if self.experts else "", f"etp{self.etp}" if self.etp else ""]
         return "-".join(word for word in words if word)
 
     def config(self, tied: bool) -> Config:
@@ -58,10 +67,11 @@ class Place:
             model={
                 "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 53, "seq": 16, "norm": "rmsnorm",
                 "mlp": "swiglu", "position": "rope", "ffn": 48, "tied_embeddings": tied,
+                "experts": MIXTURE if self.experts else {},
             },
             layout={
                 "tp": self.tp, "pp": self.pp, "chunks": self.chunks, "sequence_parallel": self.sp,
-                "node_size": self.node,
+                "node_size": self.node, "ep": self.ep, "etp": self.etp,
             },
             zero={
                 "stage": self.zero, "shard_group": "node" if self.node else "dp",
@@ -88,6 +98,10 @@ ZERO1, ZERO2, ZERO3 = Place(2, zero=1), Place(4, tp=2, sp=True, zero=2), Place(4
 DISK1, DISK3 = Place(2, zero=1, offload="disk"), Place(4, zero=3, offload="disk")
 NODES, CUBE3 = Place(4, zero=3, node=2), Place(8, tp=2, pp=2, chunks=2, zero=3)
 
+ONE_EXPERTS, EP2 = Place(micro=8, experts=True), Place(2, experts=True, ep=2)
+EP4, EP_TP = Place(4, experts=True, ep=4, zero=1, micro=2), Place(4, tp=2, sp=True, experts=True, ep=4, etp=1)
+ETP2, EP_PP = Place(4, tp=2, experts=True, ep=2, zero=3), Place(8, pp=2, tp=2, experts=True, ep=2, etp=1, zero=2)
+
 # Tied embeddings have one tensor on two stages, untied ones two.
 PAIRS = [
     (ONE, DP8, True), (ONE, CUBE, True), (ONE, TP4, False), (ONE, ONE, True),
@@ -98,8 +112,10 @@ PAIRS = [
     (ZERO1, ZERO3, True), (ZERO3, NODES, True), (NODES, ZERO2, False), (ZERO2, ZERO1, True),
     (DISK3, ZERO1, True), (ZERO3, DISK3, True), (DP2, DISK1, True),
     (CUBE3, ONE, True), (DP2, CUBE3, False), (ZERO3, TP2PP2, True), (DISK1, DISK3, False),
+    (EP2, EP_TP, True), (EP4, ONE_EXPERTS, True), (ONE_EXPERTS, EP2, True), (EP_TP, EP4, True),
+    (ONE_EXPERTS, ETP2, False), (EP_PP, EP2, True), (ETP2, EP_PP, False), (EP2, ONE_EXPERTS, False),
 ]  # fmt: skip
-QUICK = [0, 1, 5, 9, 10, 12, 14, 20, 21, 22, 24, 25]
+QUICK = [0, 1, 5, 9, 10, 12, 14, 20, 21, 22, 24, 25, 31, 32]
 
 
 class Noted(Made):
@@ -172,10 +188,10 @@ def launch(jobs: list[Job]) -> dict[str, list[list[int]]]:
 
 
 @cache
-def undisturbed(tied: bool, steps: int) -> tuple[dict[str, np.ndarray], list[list[int]]]:
+def undisturbed(tied: bool, steps: int, experts: bool = False) -> tuple[dict[str, np.ndarray], list[list[int]]]:
     """What one process has after all steps, and the samples it read."""
     data = Noted()
-    trainer = make_trainer(ONE.config(tied), data=data)
+    trainer = make_trainer((ONE_EXPERTS if experts else ONE).config(tied), data=data)
     read = []
     data.asked.clear()
     for _ in range(steps):
@@ -216,7 +232,7 @@ def check_pairs(tmp_path: Path, pairs: list[tuple[Place, Place, bool]], after: i
     samples = launch(list(first.values())) | launch(second)
     found = []
     for (a, b, tied), job in zip(pairs, second, strict=True):
-        wanted, read = undisturbed(tied, BEFORE + after)
+        wanted, read = undisturbed(tied, BEFORE + after, a.experts)
         label = f"{a.name} -> {b.name}"
         before = samples[first[a, tied].target]
         assert before + samples[job.target] == [sorted(step) for step in read], f"{label}: the samples of each step"

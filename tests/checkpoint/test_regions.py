@@ -121,9 +121,9 @@ def test_what_any_number_of_writers_cut_any_reader_puts_together(
     local = np.full(reader.local_shape, -1)
     for low, high in zip(bounds, bounds[1:], strict=False):
         for box in global_boxes(writer, low, high):
-            for top, bottom in fmt.block_ranges(box.shape, fmt.BLOCK_BYTES // 4):
-                start = (box.start[0] + top, *box.start[1:])
-                block = values[at(box.start, box.shape)][top:bottom]
+            for inside, size in fmt.blocks_of(box.shape, fmt.BLOCK_BYTES // 4):
+                start = tuple(a + b for a, b in zip(box.start, inside, strict=True))
+                block = values[at(start, size)]
                 for into in reader.boxes:
                     where = overlap(start, block.shape, into)
                     if where is not None:
@@ -135,7 +135,13 @@ def test_what_any_number_of_writers_cut_any_reader_puts_together(
 @FEW
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=3).map(tuple), st.integers(1, 2**22))
 def test_blocks_are_small_and_cover_their_box(shape: tuple[int, ...], element: int) -> None:
-    rows = list(fmt.block_ranges(shape, element))
-    assert [low for low, _ in rows] == [0, *(high for _, high in rows[:-1])] and rows[-1][1] == shape[0]
-    row = element * math.prod(shape[1:])
-    assert all((high - low) * row <= fmt.BLOCK_BYTES or high - low == 1 for low, high in rows)
+    """In order; and a block that is too large is one row of a matrix."""
+    met = np.zeros(shape, dtype=int)
+    numbers = np.arange(met.size).reshape(shape)
+    found = []
+    for start, size in fmt.blocks_of(shape, element):
+        met[at(start, size)] += 1
+        found.append(numbers[at(start, size)].ravel())
+        large = element * math.prod(size) > fmt.BLOCK_BYTES
+        assert not large or (size[:-1] == (1,) * (len(shape) - 1) if len(shape) > 1 else size == (1,))
+    assert (met == 1).all() and (np.concatenate(found) == numbers.ravel()).all()

@@ -229,6 +229,19 @@ def test_weights_are_not_read_as_another_model_s(tmp_path: Path, capsys: pytest.
     assert "warning" not in capsys.readouterr().err
 
 
+def test_a_mixture_may_be_balanced_in_another_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is only of training may change when a run goes on; how tokens choose experts may not."""
+    experts = {"count": 4, "router": "sigmoid", "aux_loss": 0.01}
+    run = tmp_path / "run"
+    train(0, 1, tiny(run, train={"steps": 2}, model={"experts": experts}), None, None)
+    with pytest.raises(UserError, match=r"computes something else: model\.experts\.top_k \(there 2, here 1\); set"):
+        train(0, 1, tiny(run, train={"steps": 3}, model={"experts": experts | {"top_k": 1}}), None, None)
+    capsys.readouterr()
+    other = experts | {"aux_loss": 0.1, "z_loss": 0.1, "bias_balance": 0.01}
+    train(0, 1, tiny(run, train={"steps": 3}, model={"experts": other}), None, None)
+    assert "warning" not in capsys.readouterr().err and saved(run) == [2, 3]
+
+
 def test_other_samples_under_the_same_numbers_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, model = tmp_path / "a", {"position": "rope"}
     train(0, 1, tiny(run, train={"steps": 2}, model=model), None, None)

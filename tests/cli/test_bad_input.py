@@ -46,7 +46,38 @@ TRAIN = {
     "global batch": (["train.global_batch=7", "--nproc", "2"], "try 6 or 8"),
     "ramp that misses": (["train.ramp=[3,2,100]"], "does not lead from 3"),
     "ramp through an odd size": (["train.ramp=[1,1,64]", "--nproc", "2"], "train.ramp passes through 1"),
-    "context parallelism": (["layout.cp=2", "--nproc", "2"], "set layout.cp=1"),
+    "a sequence that cp can't cut": (
+        ["layout.cp=2", "model.seq=18", "--nproc", "2"], "into 4 equal parts: try model.seq=20"
+    ),
+    "a sequence without stripes": (
+        ["layout.cp=2", "model.seq=17", "context.order=striped", "--nproc", "2"], "into 2 equal parts: try model.seq=18"
+    ),
+    "heads for tokens": (
+        ["layout.cp=8", "context.kind=ulysses", "--nproc", "8"], "4 key-value heads of a tp rank to 8 ranks"
+    ),
+    "kv heads for tokens": (
+        ["layout.cp=2", "model.heads=6", "model.kv_heads=3", "model.hidden=36", "context.kind=ulysses", "--nproc", "2"],
+        "use context.kind=gather or ring",
+    ),
+    "heads inside groups": (
+        ["layout.cp=8", "context.kind=hybrid", "context.inner=8", "--nproc", "8"], "use context.kind=gather or ring"
+    ),
+    "inner does not divide cp": (
+        ["layout.cp=6", "context.kind=hybrid", "context.inner=4", "model.seq=24", "--nproc", "6"],
+        "context.inner=4 does not divide layout.cp=6: try 1, 2, 3 or 6",
+    ),
+    "inner without hybrid": (["layout.cp=2", "context.inner=2", "--nproc", "2"], "belongs to context.kind=hybrid"),
+    "hybrid without inner": (
+        ["layout.cp=2", "context.kind=hybrid", "--nproc", "2"], "context.kind=hybrid context.inner=2, or neither"
+    ),
+    "an unknown kind": (["layout.cp=2", "context.kind=rings", "--nproc", "2"], "ring"),
+    "an unknown order": (["layout.cp=2", "context.order=zig", "--nproc", "2"], "zigzag"),
+    "alibi over shared sequences": (
+        ["layout.cp=2", "model.position=alibi", "--nproc", "2"], "set layout.cp=1 or use rope"
+    ),
+    "dropout over shared sequences": (
+        ["layout.cp=2", "model.dropout=0.1", "--nproc", "2"], "set model.dropout=0 or layout.cp=1"
+    ),
     "ep without experts": (["layout.ep=2", "--nproc", "2"], "the model has none: set model.experts.count, or leave"),
     "etp without experts": (["layout.etp=2", "--nproc", "2"], "leave layout.etp=2 out"),
     "order": (["layout.order=tp-dp", "layout.pp=2", "--nproc", "2"], "pp"),

@@ -131,6 +131,24 @@ def test_two_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert one["tokens"] != text_of(capsys, *words, "--seed", "4")["tokens"]
 
 
+def test_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Text with each expert cut over two ranks, and the loss with the experts divided over them, are those of one."""
+    experts = {"count": 4, "shared": 1, "router": "sigmoid", "aux_loss": 0.1}
+    model = {"seq": 24, "mlp": "swiglu", "ffn": 32, "experts": experts, "init_std": 0.3}
+    save_run(tmp_path, small_config(model=model, train={"precision": "fp32"}))
+    write_tokens(tmp_path / "tokens", 24 * 4 + 1, 53)
+    words = [str(tmp_path), "--prompt-tokens", "5,17,2", "--max-tokens", "12"]
+    one = text_of(capsys, *words)
+    assert len(set(one["tokens"])) > 3
+    done = on_ranks(2, "generate", *words, "--json")
+    assert done.returncode == 0 and json.loads(done.stdout) == one, done.stderr
+    words = ["eval", str(tmp_path), "--data", str(tmp_path / "tokens"), "--samples", "4", "--json"]
+    assert main(words) == 0
+    loss = json.loads(capsys.readouterr().out)["loss"]
+    done = on_ranks(2, *words, "layout.tp=2", "layout.ep=2", "layout.etp=1")
+    assert done.returncode == 0 and json.loads(done.stdout)["loss"] == pytest.approx(loss, abs=1e-6), done.stderr
+
+
 HEADS = {"hidden": 48, "heads": 12, "seq": 24}
 
 
@@ -142,6 +160,11 @@ HEADS = {"hidden": 48, "heads": 12, "seq": 24}
             HEADS | {"kv_heads": 4, "ffn": 96},
             ["generate", "6"],
             "--nproc 6 neither divides the model's 4 key-value heads nor is a multiple: try --nproc 1, 2, 4 or 12",
+        ),
+        (
+            {"experts": {"count": 4, "ffn": 6}, "ffn": 48},
+            ["generate", "4"],
+            "--nproc 4 does not divide the experts' ffn of 6: try --nproc 1 or 2",
         ),
         (HEADS | {"ffn": 63}, ["generate", "4"], "--nproc 4 does not divide the model's ffn of 63: try --nproc 1 or 3"),
         ({}, ["generate", "2", "--prompt-tokens", "53"], "--prompt-tokens must lie between 0 and 52"),
@@ -339,6 +362,10 @@ def test_eval_takes_any_number_of_ranks_and_any_device(tmp_path: Path) -> None:
         assert (found.run.device, found.comm.backend) == ("auto", "auto")
     with pytest.raises(UserError, match="train.micro_batch"):
         config_with(to_mapping(config), sections_of(["train.micro_batch=many"], 2))
+    config = small_config(model={"experts": {"count": 4}}, layout={"tp": 2, "ep": 4, "etp": 1})
+    found = config_with(to_mapping(config), sections_of(["model.experts.capacity=2"], 1))
+    check(found, 1, READING_RULES)
+    assert (found.model.experts.count, found.model.experts.capacity, found.layout.ep) == (4, 2.0, 1)
 
 
 @pytest.mark.parametrize(

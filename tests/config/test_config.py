@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.config.load import config_from, load_config, parse_yaml, to_mapping, to_yaml, with_preset
+from meshwright.config.load import config_from, load_config, parse_yaml, to_mapping, to_yaml
 from meshwright.config.presets import PRESETS
 from meshwright.config.rules import RULES, check
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
+from meshwright.models.description import describe
+from meshwright.parts.part import ALONE
 
 SMALL = {"model": {"layers": 4, "hidden": 64, "heads": 4, "vocab": 100, "seq": 32}, "data": {"prefixes": ["a"]}}
 
@@ -119,9 +122,22 @@ def test_frozen() -> None:
 
 def test_presets_build_and_can_be_changed() -> None:
     for name in PRESETS:
-        ModelConfig(**with_preset({"preset": name}))
+        config_from({"model": {"preset": name}, "data": {"prefixes": ["a"]}})
     config = config_from({"model": {"preset": "llama3-8b", "layers": 2}, "data": {"prefixes": ["a"]}})
     assert config.model.layers == 2 and config.model.kv_heads == 8
+    changed = {"preset": "olmoe-7b", "experts": {"aux_loss": 0.01}}  # a key of a section within the section
+    experts = config_from({"model": changed, "data": {"prefixes": ["a"]}}).model.experts
+    assert (experts.count, experts.ffn, experts.aux_loss) == (64, 1024, 0.01)
+
+
+PUBLISHED = {"mixtral-8x7b": 46.7e9, "qwen3-30b-a3b": 30.5e9, "olmoe-7b": 6.9e9, "deepseek-v3": 671e9}
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_mixtures_have_as_many_parameters_as_published(name: str) -> None:
+    model = config_from({"model": {"preset": name}, "data": {"prefixes": ["a"]}}).model
+    count = sum(math.prod(record.shape) for record in describe(model).records(ALONE).values())
+    assert count == pytest.approx(PUBLISHED[name], rel=0.01)
 
 
 def test_sections_of_ones_own() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.layout.redistribute import redistribution
 from meshwright.layout.rows import (
+    ORDERS,
     RowMoves,
     RowTable,
     balance,
@@ -18,6 +19,7 @@ from meshwright.layout.rows import (
     by_key,
     causal_work,
     contiguous,
+    evened,
     packed,
     striped,
     zigzag,
@@ -92,6 +94,48 @@ def test_many_short_documents_spread_over_all_ranks() -> None:
         table = by_documents(lengths, 8)
         assert balance(table.counts) < 1.01
         assert balance(table.totals(causal_work(sum(lengths), lengths))) < 1.01
+
+
+@given(two_tables())
+def test_evening_moves_only_what_is_too_much(both: tuple[RowTable, RowTable]) -> None:
+    """Every row once, equal counts, rows in ascending order, and a rank keeps as many of its rows as it may."""
+    table = both[0]
+    if len(table.order) % table.ranks:
+        with pytest.raises(AssertionError, match="can't be divided evenly"):
+            evened(table)
+        return
+    even = evened(table)
+    each = len(table.order) // table.ranks
+    assert sorted(even.order.tolist()) == list(range(len(table.order))) and set(even.counts.tolist()) == {each}
+    for rank in range(table.ranks):
+        held = even.held(rank).tolist()
+        assert held == sorted(held)
+        assert len(set(held) & set(table.held(rank).tolist())) == min(each, int(table.counts[rank]))
+
+
+@given(st.integers(1, 6), st.integers(1, 8), st.lists(st.integers(1, 30), min_size=1, max_size=6))
+def test_every_order_deals_every_row_in_equal_shares(ranks: int, part: int, documents: list[int]) -> None:
+    """With documents of any length, longer than a rank's share too."""
+    rows = 2 * ranks * part
+    ends = np.minimum(np.cumsum(documents), rows)
+    lengths = [int(n) for n in np.diff([0, *ends, rows]) if n]
+    for order in ORDERS.values():
+        table = order(rows, ranks, lengths)
+        assert sorted(table.order.tolist()) == list(range(rows))
+        assert table.counts.tolist() == [rows // ranks] * ranks
+
+
+def test_orders_by_hand() -> None:
+    held = {name: [order(8, 2, [5, 3]).held(rank).tolist() for rank in (0, 1)] for name, order in ORDERS.items()}
+    assert held == {
+        "zigzag": [[0, 1, 6, 7], [2, 3, 4, 5]],
+        "striped": [[0, 2, 4, 6], [1, 3, 5, 7]],
+        "contiguous": [[0, 1, 2, 3], [4, 5, 6, 7]],
+        "documents": [[0, 3, 4, 5], [1, 2, 6, 7]],
+    }
+    together = ORDERS["documents"](4096, 8, [1000, 3000, 96])
+    assert balance(together.totals(causal_work(4096, [1000, 3000, 96]))) < 1.01
+    assert balance(ORDERS["zigzag"](4096, 8, []).totals(causal_work(4096, [1000, 3000, 96]))) > 1.05
 
 
 @given(st.lists(st.integers(0, 11), max_size=60), st.sampled_from([(12, 1), (4, 3), (3, 4), (1, 12)]))

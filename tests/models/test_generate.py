@@ -11,7 +11,7 @@ import torch
 from meshwright.checkpoint.hf import import_folder
 from meshwright.errors import UserError
 from meshwright.models.generate import Generator, choose_token, generate
-from tests.checkpoint.hf_models import MODELS, continue_prompts, save
+from tests.checkpoint.hf_models import EXPERTS, MODELS, continue_prompts, save
 from tests.support.oracle import make_trainer, small_config
 from tests.support.ranks import run_ranks
 
@@ -19,7 +19,8 @@ PROMPT = [7, 3, 3, 41, 0, 59]
 COUNT = 64
 STD = 0.5  # of the weights: large enough that a text does not settle on one token
 LEAD = 1e-4  # of the likeliest token over the next, which no order of summation in float32 turns around
-AT_TP2 = ["gpt2-untied-relu", "qwen2-tied", "bloom-six-heads"]  # one key-value head on two ranks; ALiBi's slopes cut
+# One key-value head on two ranks; ALiBi's slopes cut; norms over all heads.
+AT_TP2 = ["gpt2-untied-relu", "qwen2-tied", "bloom-six-heads", "olmoe"]
 
 Texts = dict[str, tuple[Path, list[int]]]
 
@@ -53,8 +54,8 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Texts:
     return found
 
 
-def assert_same_texts(theirs: Texts, names: list[str], tp: int) -> None:
-    words = ([str(theirs[name][0]) for name in names], PROMPT, COUNT, {"tp": tp})
+def assert_same_texts(theirs: Texts, names: list[str], tp: int, **layout: int) -> None:
+    words = ([str(theirs[name][0]) for name in names], PROMPT, COUNT, {"tp": tp, **layout})
     ranks = [continue_prompts(0, 1, *words)] if tp == 1 else run_ranks(tp, continue_prompts, *words, deadline=300.0)
     for rank in ranks:
         assert dict(zip(names, rank, strict=True)) == {name: theirs[name][1] for name in names}
@@ -68,8 +69,14 @@ def test_greedy_text_at_tp2(theirs: Texts) -> None:
     assert_same_texts(theirs, AT_TP2, 2)
 
 
+def test_greedy_text_with_experts_divided_over_tp(theirs: Texts) -> None:
+    """Each of two ranks holds half of the experts; of a single token, one rank has nothing to route."""
+    assert_same_texts(theirs, ["deepseek-v3"], 2, ep=2, etp=1)
+
+
 @pytest.mark.wide
 def test_greedy_text_of_every_family_at_tp2(theirs: Texts) -> None:
+    assert_same_texts(theirs, EXPERTS, 2, ep=2, etp=1)
     assert_same_texts(theirs, [name for name in MODELS if name not in AT_TP2], 2)
 
 
@@ -82,7 +89,7 @@ def test_the_cache_changes_nothing_and_its_end_is_told() -> None:
         generator = Generator(module, 53, 16)
         found = [generator.next_logits(ids[:5])] + [generator.next_logits([n]) for n in ids[5:]]
         with torch.no_grad():
-            hidden = module.trunk({"tokens": torch.tensor([ids])})
+            hidden, _ = module.trunk({"tokens": torch.tensor([ids])})
             whole = module.head.logits(hidden)[4:, :53]
         assert float((torch.stack(found) - whole).abs().max()) < 1e-13
         with pytest.raises(UserError, match="17 tokens are more than the model's 16"):

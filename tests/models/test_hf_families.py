@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 from meshwright.models.hf import FAMILIES, family_for, family_named
-from meshwright.models.hf.family import same_function
+from meshwright.models.hf.family import model_section, same_function
+from meshwright.models.hf.rows import SourceRows
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 61, "seq": 64}
 LLAMA: dict[str, Any] = {
@@ -25,12 +27,28 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "opt": {**SIZES, "position_offset": 2, "mlp": "relu"},
     "bloom": {**SIZES, "position": "alibi", "embedding_norm": True, "mlp": "gelu_tanh"},
     "mistral": {**LLAMA, "rope_theta": 1e6},
-}
+    "mixtral": {**LLAMA, "rope_theta": 1e6, "experts": {"count": 4}},
+    "qwen3_moe": {
+        **LLAMA, "layers": 4, "qk_norm": True, "head_dim": 16,
+        "experts": {"count": 8, "top_k": 3, "ffn": 24, "every": 2, "first_dense": 2, "normalise": False},
+    },
+    "olmoe": {
+        **LLAMA, "qk_norm": True, "qk_norm_over": "all", "experts": {"count": 8, "top_k": 3, "normalise": False},
+    },
+    "deepseek_v3": {
+        **LLAMA, "norm_eps": 1e-6,
+        "latent": {"kv_rank": 16, "q_rank": 24, "nope_dim": 12, "rope_dim": 8, "v_dim": 10},
+        "experts": {
+            "count": 8, "top_k": 3, "ffn": 24, "shared": 2, "first_dense": 1, "router": "sigmoid", "scale": 2.5,
+            "groups": 4, "groups_used": 2, "bias_balance": 0.1,
+        },
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_a_model_section_survives_config_json(name: str) -> None:
-    model = ModelConfig(**SECTIONS[name])
+    model = model_section(SECTIONS[name])
     family = family_for(model, name)
     config = family.config_of(model)
     assert config["model_type"] == name
@@ -41,12 +59,13 @@ def test_a_model_section_survives_config_json(name: str) -> None:
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_every_row_has_its_place(name: str) -> None:
     """Runs cover each of our rows once, and each of theirs once."""
-    model = ModelConfig(**SECTIONS[name])
+    model = model_section(SECTIONS[name])
     for ours, mapped in FAMILIES[name].tensors(model).items():
         rows = [run.start + n for run in mapped.runs for n in range(run.count)]
-        assert sorted(rows) == list(range(mapped.shape[0])), ours
+        assert rows == list(range(mapped.rows)), ours
         for source, shape in mapped.source_shapes().items():
-            theirs = [r.source_start + n for r in mapped.runs if r.source == source for n in range(r.count)]
+            found = [run.theirs for run in mapped.sources()[source]]
+            theirs = [row for each in found for row in range(each.start, each.stop, each.step)]
             assert sorted(theirs) == list(range(shape[-1] if mapped.transposed else shape[0])), source
 
 
@@ -69,7 +88,7 @@ def test_a_model_of_no_family_is_told_what_does_not_fit(change: dict[str, Any], 
 
 def test_a_family_that_was_asked_for_must_fit() -> None:
     with pytest.raises(UserError, match="a bloom can't have .*model.norm=rmsnorm"):
-        family_for(ModelConfig(**LLAMA), "bloom")
+        family_for(model_section(LLAMA), "bloom")
     with pytest.raises(UserError, match="did you mean 'llama'"):
         family_named("lama")
 
@@ -89,13 +108,56 @@ def test_a_family_that_was_asked_for_must_fit() -> None:
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("qwen3", {"attention_bias": True}, "attention_bias=True"),
         ("gpt2", {"activation_function": "swish"}, "activation_function=swish"),
+        ("qwen3_moe", {"mlp_only_layers": [3], "decoder_sparse_step": 1}, "mlp_only_layers=.3. .* only the first"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "must be a list of layers' numbers"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "model.experts.every=0 must be greater than zero"),
+        ("qwen3_moe", {"num_experts": 0}, "model.experts.count=0, which no qwen3_moe has"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "top_k=9 is more than model.experts.count=8"),
+        ("mixtral", {"sliding_window": 32}, "looks back 32 tokens"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ("deepseek_v3", {"rope_scaling": {"rope_type": "yarn", "factor": 40}}, "'yarn' .* can't be imported"),
+        ("deepseek_v3", {"rope_scaling": {"rope_type": "linear", "factor": 40}}, "model.rope_scaling=.40.0."),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "fewer key-value heads than heads"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func=softmax"),
+        ("deepseek_v3", {"n_shared_experts": 0}, "model.experts.shared=0, which no deepseek_v3 has"),
+        ("deepseek_v3", {"n_group": 3}, "groups=3 does not divide"),
     ],
 )
 def test_what_cannot_be_represented_is_refused(name: str, change: dict[str, Any], words: str) -> None:
     family = FAMILIES[name]
-    config = family.config_of(ModelConfig(**SECTIONS[name])) | change
+    config = family.config_of(model_section(SECTIONS[name])) | change
     with pytest.raises(UserError, match=words):
         family.model_of(config)
+
+
+@pytest.mark.parametrize(
+    ("listed", "every", "first"),
+    [([], 1, 0), ([0], 1, 1), ([1, 0], 1, 2), ([0, 2], 2, 0), ([1], 2, 2), ([0, 1, 2, 3], 1, 4), (None, 2, 0)],
+)
+def test_blocks_without_experts(listed: list[int] | None, every: int, first: int) -> None:
+    """A list of them, in which those that have none in any case mean nothing."""
+    family = FAMILIES["qwen3_moe"]
+    config = family.config_of(model_section(SECTIONS["qwen3_moe"]))
+    found = family.model_of(config | {"mlp_only_layers": listed, "decoder_sparse_step": every})
+    assert (found.experts.every, found.experts.first_dense) == (every, first)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("mixtral", {"normalise": False}, "mixtral, has no model.experts.normalise=False"),
+        ("mixtral", {"shared": 1}, "mixtral, has no model.experts.shared=1"),
+        ("mixtral", {"bias_balance": 0.1}, "mixtral, has no model.experts.bias_balance=0.1"),
+        ("deepseek_v3", {"router": "softmax"}, "deepseek_v3, has no model.experts.router=softmax"),
+        ("deepseek_v3", {"shared": 0}, "deepseek_v3, has no model.experts.shared=0"),
+    ],
+)
+def test_mixtures_of_no_family(name: str, change: dict[str, Any], words: str) -> None:
+    section = SECTIONS[name] | {"experts": SECTIONS[name]["experts"] | change}
+    with pytest.raises(UserError, match=words):
+        family_for(model_section(section))
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -126,7 +188,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     ids=str,
 )
 def test_damaged_fields_are_named(name: str, change: dict[str, Any], words: str) -> None:
-    config = FAMILIES[name].config_of(ModelConfig(**SECTIONS[name])) | change
+    config = FAMILIES[name].config_of(model_section(SECTIONS[name])) | change
     with pytest.raises(UserError, match=words):
         FAMILIES[name].model_of(config)
 
@@ -134,19 +196,19 @@ def test_damaged_fields_are_named(name: str, change: dict[str, Any], words: str)
 def test_rotary_fields_that_are_null_or_given_twice() -> None:
     """Null is as good as missing; what config.json has twice is read where transformers reads it."""
     llama, neox = FAMILIES["llama"], FAMILIES["gpt_neox"]
-    config = llama.config_of(ModelConfig(**LLAMA)) | {"rope_theta": None, "partial_rotary_factor": None}
+    config = llama.config_of(model_section(LLAMA)) | {"rope_theta": None, "partial_rotary_factor": None}
     assert llama.model_of(config).rope_theta == 10000.0
     twice = {"rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 3.0}}
     model = llama.model_of(config | twice)
     assert (model.rope_theta, model.rope_scaling) == (7.0, (2.0,))
-    config = neox.config_of(ModelConfig(**SECTIONS["gpt_neox"]))
+    config = neox.config_of(model_section(SECTIONS["gpt_neox"]))
     model = neox.model_of(config | {"rotary_emb_base": 5.0, "rotary_pct": 0.5})
     assert (model.rope_theta, model.rotary_fraction) == (5.0, 0.5)
 
 
 def test_a_shorter_context() -> None:
     mistral, gpt2 = FAMILIES["mistral"], FAMILIES["gpt2"]
-    config = mistral.config_of(ModelConfig(**SECTIONS["mistral"])) | {"sliding_window": 32}
+    config = mistral.config_of(model_section(SECTIONS["mistral"])) | {"sliding_window": 32}
     assert mistral.model_of(config, seq=32).seq == 32
     assert mistral.model_of(config | {"sliding_window": None}).seq == 64
     config |= {"max_position_embeddings": 8192}
@@ -155,12 +217,12 @@ def test_a_shorter_context() -> None:
     with pytest.raises(UserError, match="looks back 4096 tokens.*--seq 4096"):
         mistral.model_of(config)
     with pytest.raises(UserError, match="table of 64 learned positions"):
-        gpt2.model_of(gpt2.config_of(ModelConfig(**SECTIONS["gpt2"])), seq=32)
+        gpt2.model_of(gpt2.config_of(model_section(SECTIONS["gpt2"])), seq=32)
 
 
 def test_configs_of_transformers_5() -> None:
     family = FAMILIES["gpt_neox"]
-    config = family.config_of(ModelConfig(**SECTIONS["gpt_neox"]))
+    config = family.config_of(model_section(SECTIONS["gpt_neox"]))
     for key in ("rotary_pct", "partial_rotary_factor", "rotary_emb_base", "rope_theta", "rope_scaling"):
         del config[key]
     config["rope_parameters"] = {"partial_rotary_factor": 0.5, "rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}
@@ -200,11 +262,26 @@ def test_bloom_as_it_was_published() -> None:
     assert FAMILIES["bloom"].model_of(config | {"hidden_size": 64, "n_embed": None}).hidden == 64
 
 
-def test_a_name_may_have_two_numbers() -> None:
-    """The layer's and an expert's, in this order."""
-    names = {"layers.#.mlp.experts.#.down": ["model.layers.#.moe.experts.#.w2"], "embedding": ["model.embed"]}
-    family = replace(FAMILIES["llama"], names=names)
-    sources = {"layers.3.mlp.experts.12.down": "model.layers.3.moe.experts.12.w2", "embedding": "model.embed"}
-    for ours, theirs in sources.items():
-        (run,) = family.mapped(ModelConfig(**LLAMA), f"{ours}.weight", (8, 4)).runs
-        assert run.source == f"{theirs}.weight"
+def test_an_expert_s_number_is_the_second_in_a_name() -> None:
+    """Our tensor holds all experts, gate before the rest; the last # of a name stands for one of them."""
+    tensors = FAMILIES["qwen3_moe"].tensors(model_section(SECTIONS["qwen3_moe"]))
+    mapped = tensors["layers.3.experts.gate_up.weight"]
+    assert mapped.shape == (8, 48, 32) and len(mapped.runs) == 16
+    at = "model.layers.3.mlp.experts"
+    assert mapped.runs[3] == SourceRows(72, 24, f"{at}.1.up_proj.weight", 0)
+    assert mapped.source_shapes()[f"{at}.7.gate_proj.weight"] == (24, 32)
+    assert mapped.corner(72) == (1, 24, 0)
+    assert list(mapped.row_ranges((2, 5, 0), (2, 3, 32))) == [(101, 104), (149, 152)]
+
+
+@given(st.integers(0, 30), st.integers(1, 12), st.integers(0, 9), st.integers(1, 3), st.integers(0, 40), st.data())
+def test_a_part_of_a_run(start: int, count: int, theirs: int, step: int, low: int, data: st.DataObject) -> None:
+    """Whichever of the two tensors it is cut by."""
+    run, high = SourceRows(start, count, "x", theirs, step), low + data.draw(st.integers(1, 20))
+    pairs = [(start + n, theirs + n * step) for n in range(count)]
+    for side, cut in enumerate((run.of_ours(low, high), run.of_theirs(low, high))):
+        wanted = [pair for pair in pairs if low <= pair[side] < high]
+        assert (cut is None) == (not wanted)
+        if cut is not None:
+            rows = range(cut.theirs.start, cut.theirs.stop, cut.theirs.step)
+            assert list(zip(range(cut.start, cut.start + cut.count), rows, strict=True)) == wanted

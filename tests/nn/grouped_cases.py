@@ -76,11 +76,16 @@ def rows_summed(at: Where) -> float:
 
 
 def rows_summed_in_order(at: Where) -> float:
-    """In float32 and in the order of the choices: a sum in which another order, or bf16, would lose the small one."""
+    """In the order of the choices, and in float32: of these sums another order, or bf16, would lose the small ones."""
     x = torch.tensor([[2.0**13], [-(2.0**13)], [2.0**-13]], device=at.device).to(at.dtype)
     places = torch.tensor([[0, 1, 2], [2, 1, 0]], device=at.device)
     expected = torch.tensor([[2.0**-13], [2.0**-13 if at.dtype == torch.float64 else 0.0]])
-    return wrong(sum_rows(x, places).double(), expected.double())
+    unit = torch.finfo(at.dtype).eps
+    halves = torch.tensor([[1.0], [unit / 2], [unit / 2]], dtype=torch.float64).to(at.device, at.dtype)
+    one = torch.tensor([[1.0 + unit if at.dtype.itemsize == 2 else 1.0]], dtype=torch.float64)
+    return max(
+        wrong(sum_rows(x, places).double(), expected.double()), wrong(sum_rows(halves, places[:1]).double(), one)
+    )
 
 
 def activation(at: Where, kind: str = "swiglu") -> float:

@@ -229,6 +229,15 @@ def test_ties_are_broken_by_the_lower_number() -> None:
     assert grouped.choose(best_two).tolist() == [[5, 2, 3]]
 
 
+@pytest.mark.parametrize(("router", "chosen"), [("softmax", [1, 0, 2]), ("sigmoid", [4, 5, 6])])
+def test_a_group_is_as_good_as_its_best_or_its_two_best(router: str, chosen: list[int]) -> None:
+    """As in DeepSeek-V2 and V3."""
+    found = built(router=router, groups=2).experts.router
+    with torch.no_grad():
+        scores = torch.tensor([[0.1, 0.5, 0.0, 0.0, 0.4, 0.3, 0.1, 0.0]], dtype=torch.float64)
+        assert found.choose(scores if found.bias is None else scores - found.bias).tolist() == [chosen]
+
+
 def test_a_zero_router_sends_every_token_to_the_first_experts() -> None:
     mixture = built()
     with torch.no_grad():

@@ -14,7 +14,7 @@ import meshwright.nn.parallel as parallel_module
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import ModelConfig
 from meshwright.layout import Layout
-from meshwright.layout.params import TILE, Init, ParamRecord, columns_of, rows_of, whole
+from meshwright.layout.params import TILE, Box, Init, ParamRecord, columns_of, rows_of, whole
 from meshwright.models.description import describe, kv_parts, split_layers
 from meshwright.nn.parallel import Parallel, initialise
 from meshwright.nn.random import Streams
@@ -62,6 +62,21 @@ def test_every_cut_starts_from_the_same_model(family: str, tied: bool) -> None:
         assert other.keys() == reference.keys()
         for name, value in reference.items():
             assert (other[name] == value).all(), (name, tp, pp)
+
+
+def test_every_expert_starts_with_weights_of_its_own() -> None:
+    """And a rank draws those of its experts alone, as one process does."""
+    normal, shape = Init("normal", 0.02), (4, 130, 40)
+    (experts,) = drawn([whole("e", shape, normal)])
+    assert experts.std().item() == pytest.approx(0.02, rel=0.02)
+    for n, one in enumerate(experts):
+        for other in experts[:n]:
+            assert abs(float((one * other).mean())) < 5 * 0.02**2 / one.numel() ** 0.5
+    part = ParamRecord("e", shape, (2, 65, 40), (Box((1, 65, 0), (2, 65, 40), (0, 0, 0)),), normal)
+    real, calls = torch.randn, []
+    with mock.patch.object(parallel_module.torch, "randn", lambda *s, **n: calls.append(s) or real(*s, **n)):
+        (held,) = drawn([part])
+    assert torch.equal(held, experts[1:3, 65:]) and calls == [(1, TILE, TILE)] * 4
 
 
 def test_scale_and_independence() -> None:

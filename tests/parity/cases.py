@@ -43,10 +43,11 @@ class Case:
     label: str = ""
     extra: Overrides = ()
     data: Overrides = ()
+    cp: int = 1
 
     @property
     def world(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
 
     @property
     def name(self) -> str:
@@ -95,6 +96,7 @@ class Case:
         """The same run on one process: no layout, no pipeline, and as few micro-batches as can be."""
         sections = self.sections(precision)
         sections["layout"], sections["pipeline"] = {}, {}
+        sections.pop("context", None)
         sections.pop("zero", None)
         sections.pop("recompute", None)
         train = sections["train"]
@@ -137,6 +139,7 @@ _LLAMA = {"family": "llama"}
 _INTERLEAVED = {"schedule": "interleaved"}
 _REVERSED = "pp-dp-ep-cp-tp"
 _NEOX = {"model__position": "rope", "model__rotary_fraction": 0.5, "model__parallel_residual": True}
+_TOKEN_NORMS = {"model__qk_norm": True, "model__qk_norm_over": "all"}
 _BLOOM = {"model__position": "alibi", "model__embedding_norm": True}
 
 SPECIAL = [
@@ -173,10 +176,13 @@ SPECIAL = [
     _special("wide-heads", _cut(1, 2, 1, **_LLAMA), model__head_dim=6),
     _special("no-positions-relu", _cut(1, 2, 1, sp=True), model__position="none", model__mlp="relu"),
     _special("gelu-tanh-rms-with-bias", _cut(2, 1, 1), model__mlp="gelu_tanh", model__norm="rmsnorm"),
-    # The parts that families of Hugging Face need: Qwen3's, Qwen2's, GPT-NeoX's, BLOOM's, OPT's, Llama 3.1's.
+    # The parts that families of Hugging Face need: Qwen3's, OLMoE's, Qwen2's, GPT-NeoX's, BLOOM's, OPT's, Llama 3.1's.
     _special("qk-norm", _cut(1, 4, 1, sp=True, **_LLAMA), model__qk_norm=True),
     _special("qk-norm", _cut(2, 2, 1, **_LLAMA), model__qk_norm=True),
     _special("qk-norm", _cut(1, 2, 2, sp=True), model__qk_norm=True, model__position="rope"),
+    _special("qk-norm-over-all", _cut(1, 4, 1, sp=True, **_LLAMA), **_TOKEN_NORMS),
+    _special("qk-norm-over-all", _cut(1, 2, 1), **_TOKEN_NORMS),
+    _special("qk-norm-over-all", _cut(1, 2, 2, **_LLAMA), **_TOKEN_NORMS, recompute__mode="full", zero__stage=1),
     _special("qkv-bias", _cut(1, 2, 1, **_LLAMA), model__qkv_bias=True),
     _special("qkv-bias", _cut(1, 4, 1, sp=True, **_LLAMA), model__qkv_bias=True),
     _special("partial-rotary-parallel-residual", _cut(1, 2, 1, sp=True), **_NEOX),
@@ -328,6 +334,44 @@ def _mixtures() -> Iterator[Case]:
 _OFFLOADED = {
     "zero__offload": {"optimizer": "cpu", "params": "cpu", "path": OFFLOAD, "buffer_mib": 0.02},
 }
+
+
+def _contexts() -> Iterator[Case]:
+    """Sequences shared by cp ranks: every way and order, documents on and off, with the other axes.
+
+    Documents of the made samples have 1 to 15 of a sequence's 16 tokens, so many are longer than the 8, 4 or 2 of a
+    rank. In the contiguous order a ring's first ranks see no key of the blocks of later ones."""
+    def case(label: str, cut: dict[str, Any], cp: int, data: dict[str, Any] | None = None, **extra: Any) -> Case:
+        return _special(f"cp{cp}-{label}", {**_LLAMA, **cut, "cp": cp}, data, layout__cp=cp, **extra)
+
+    kinds: list[dict[str, Any]] = [{"context__kind": kind} for kind in ("gather", "ring", "ulysses")]
+    kinds.append({"context__kind": "hybrid", "context__inner": 2})
+    for kind in kinds:
+        name = kind["context__kind"]
+        for number, order in enumerate(("zigzag", "striped", "contiguous", "documents")):
+            for documents in (False, True):
+                cp = 4 if name == "hybrid" or (number + documents) % 2 else 2
+                label = f"{name}-{order}" + ("-documents" if documents else "")
+                yield case(label, _cut(1, 1, 1), cp, {"segments": documents}, context__order=order, **kind)
+    yield case("ring-tp-sp", _cut(1, 2, 1, sp=True), 2, {"segments": True}, **kinds[1], zero__stage=1)
+    yield case("gather-tp", _cut(1, 2, 1), 2, **kinds[0], zero__stage=3)
+    yield case("ulysses-tp", _cut(1, 2, 1), 2, **kinds[2])
+    yield case("ring-pp", _cut(1, 1, 2), 2, {"segments": True}, **kinds[1])
+    yield case("ring-chunks", _cut(1, 1, 2, schedule="interleaved"), 2, **kinds[1], zero__stage=2)
+    yield case("gather-dp", _cut(2, 1, 1), 2, {"blind": True}, **kinds[0], zero__stage=3)
+    yield case("ring-recompute", _cut(1, 1, 1), 2, {"segments": True}, **kinds[1], recompute__mode="full")
+    pairs: dict[str, Any] = {"train__micro_batch": 2, "train__global_batch": 8}
+    yield case("learned", _cut(2, 1, 1, family="gpt"), 2, {"segments": True}, **kinds[1], **pairs)
+    yield case("one-kv-head", _cut(1, 1, 1), 4, **kinds[2], model__kv_heads=1)
+    yield case("ring-8", _cut(1, 1, 1), 8, {"segments": True}, **kinds[1])
+    yield case("hybrid-8", _cut(1, 1, 1), 8, {"segments": True}, **kinds[3])
+    experts = {f"model__experts__{key}": value for key, value in MIXTURES["deepseek"].items()}
+    yield case("experts", _cut(1, 1, 1), 4, **kinds[1], **experts, layout__ep=4)
+    yield case("experts-tp", _cut(1, 2, 1), 2, **kinds[0], **experts, layout__ep=2, layout__etp=1)
+
+
+CONTEXTS = list(_contexts())
+CASES += CONTEXTS
 EXPERTS = list({case.name: case for case in _mixtures()}.values())
 CASES += EXPERTS
 
@@ -343,10 +387,14 @@ _QUICK_MATRIX = (
     "dp1-tp2-pp2-1f1b-llama-untied", "dp1-tp2-pp2-sp-interleaved-gpt-tied",
     "dp2-tp2-pp2-sp-1f1b-gpt-tied", "dp2-tp2-pp2-sp-interleaved-llama-untied",
 )  # fmt: skip
+_QUICK_CONTEXTS = (
+    "cp2-gather-zigzag", "cp2-ring-striped-documents", "cp4-one-kv-head", "cp4-hybrid-contiguous-documents",
+    "cp2-ring-pp",
+)  # fmt: skip
 _QUICK_SHARDED = ("zero1-node", "zero3-ramp", "zero3-chunks-on-one-rank")
 _QUICK_LABELS = (
     "chunks-on-one-rank", "uneven-split", "micro-batch-2", "documents", "masked-rank", "ramp", "order",
-    "rank-without-vocabulary", "kv-copies-with-bias", "split-ends-without-layers", "qk-norm",
+    "rank-without-vocabulary", "kv-copies-with-bias", "split-ends-without-layers", "qk-norm", "qk-norm-over-all",
     "partial-rotary-parallel-residual", "alibi-embedding-norm",
 )  # fmt: skip
 _QUICK_EXPERTS = (
@@ -364,6 +412,7 @@ def _quick() -> set[str]:
     names = {*_QUICK_MATRIX, *_QUICK_EXPERTS}
     for label in _QUICK_LABELS:
         names.add(next(case.name for case in SPECIAL if case.label == label and case.world <= 4))
+    names |= {next(case.name for case in CONTEXTS if case.label == label) for label in _QUICK_CONTEXTS}
     names |= {case.name for case in SHARDED if case.label in _QUICK_SHARDED}
     names |= {case.name for case in SHARDED if case.dp == 4 and case.world == 4 and case.label.count("-") == 3}
     names.add(next(case.name for case in SHARDED if case.label.startswith("zero3") and case.dp == case.tp == case.pp))

@@ -42,7 +42,7 @@ def test_every_pair_of_sharding_choices_is_among_the_cases() -> None:
 
 @pytest.mark.parametrize("case", _params())
 def test_agrees_with_one_process(case: Case, launches: Launches) -> None:
-    """In float64 every gradient (also with buckets reduced during backward), the norm and, after three steps, every
-    parameter and the validation loss to 1e-10; in fp32 the losses of 20 steps (4 where more than the layout
-    differs) to 1e-5. On every rank."""
+    """In float64 every gradient (also with buckets reduced during backward), the norm, the rows of every expert and,
+    after three steps, every parameter, balancing biases included, and the validation loss to 1e-10; in fp32 the losses
+    of 20 steps (4 where more than the layout differs) to 1e-5. On every rank."""
     assert complaints(launches.outcomes(case)) == []

@@ -16,10 +16,11 @@ from unittest import mock
 import pytest
 import torch
 
+import meshwright.nn.context as context
 import meshwright.nn.experts as experts
 import meshwright.nn.linear as linear
 import meshwright.train.batches as batches
-from meshwright.comm.group import DONE, group_named
+from meshwright.comm.group import DONE, Group, Shift, group_named
 from meshwright.nn.routing import Router
 from meshwright.nn.weight_grad import Sink
 from meshwright.parts.experts import EXPERT_DATA_AXES
@@ -302,6 +303,64 @@ def _bias_moved_by_own_rows(trainer: Trainer) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _divided_by_cp(trainer: Trainer) -> Iterator[None]:
+    """The loss of a rank's tokens is divided by the number of ranks that share a sequence."""
+    real, cp = trainer.executor.forward_step, trainer.ctx.layout.cp
+
+    def fake(module: Any, batch: Any, received: Any) -> Any:
+        out = as_output(real(module, batch, received))
+        return replace(out, terms=[replace(term, sum=term.sum / cp) for term in out.terms])
+
+    trainer.executor.forward_step = fake
+    yield
+
+
+@contextmanager
+def _positions_uncut(trainer: Trainer) -> Iterator[None]:
+    """Each rank gives its tokens the positions of a sequence's first ones."""
+    real = batches.rows_of_rank
+
+    def fake(sample: Any, *more: Any) -> Any:
+        cut = real(sample, *more)
+        return cut | {"positions": sample["positions"][: len(cut["tokens"])]}
+
+    with mock.patch.object(batches, "rows_of_rank", fake):
+        yield
+
+
+@contextmanager
+def _unseen_block_counts(trainer: Trainer) -> Iterator[None]:
+    """A row that sees no key of a block has the log-sum 0, as if it saw a key with the score 0."""
+    real = context.attend
+
+    def fake(*args: Any) -> Any:
+        out, log_sum = real(*args)
+        return out, log_sum.masked_fill(log_sum == -torch.inf, 0.0)
+
+    with mock.patch.object(context, "attend", fake):
+        yield
+
+
+@contextmanager
+def _one_hop_short(trainer: Trainer) -> Iterator[None]:
+    """The gradients of keys and values don't take their last step home, which is the ring's last message."""
+    real, seen = Group.shift, 0
+
+    def fake(self: Group, x: torch.Tensor, by: int) -> Shift:
+        nonlocal seen
+        seen += by == -1
+        return Shift(DONE, x, x) if by == -1 and seen % self.size == 0 else real(self, x, by)
+
+    with mock.patch.object(Group, "shift", fake):
+        yield
+
+
+def _shared(cp: int, kind: str, order: str, segments: bool) -> Case:
+    keys = (("layout.cp", cp), ("context.kind", kind), ("context.order", order))
+    return Case(1, 1, 1, family="llama", extra=keys, data=(("segments", segments),), cp=cp)
+
+
 @dataclass(frozen=True)
 class Bug:
     case: Case
@@ -349,6 +408,12 @@ BUGS = {
     "routing-recomputed": Bug(RECOMPUTED, _routing_recomputed, "gradients"),
     "bias-moved-by-own-rows": Bug(EP_DP, _bias_moved_by_own_rows, "parameters"),
     "counts-of-another-rank": Bug(EP_DP, _counts_of_another_rank, "gradients"),
+    "loss-divided-by-cp": Bug(_shared(2, "gather", "zigzag", False), _divided_by_cp, "gradients"),
+    "positions-not-cut": Bug(_shared(2, "ring", "zigzag", True), _positions_uncut, "gradients"),
+    "unseen-block-counts": Bug(_shared(2, "ring", "contiguous", False), _unseen_block_counts, "gradients"),
+    "unseen-block-counts-documents": Bug(_shared(4, "ring", "zigzag", True), _unseen_block_counts, "gradients"),
+    "key-gradients-one-hop-short": Bug(_shared(2, "ring", "zigzag", False), _one_hop_short, "gradients"),
+    "key-gradients-one-hop-short-of-four": Bug(_shared(4, "ring", "striped", True), _one_hop_short, "gradients"),
 }
 
 

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from meshwright.layout import Layout
 from meshwright.layout.params import Init, whole
 from meshwright.models.description import fields_read
 from meshwright.parts import gpt
+from meshwright.parts.gpt import context_calls
 from meshwright.plan import communication
 from meshwright.plan.communication import HeldParameter, Line, Traffic, predict_detail, predict_rank, predict_step
 from meshwright.train.counts import counts_bytes
@@ -72,6 +73,10 @@ CASES = [
     Case("monitored", 2, {}, monitored=3),
     Case("kv-copies", 4, {"layout": {"tp": 4}, "model": {"kv_heads": 2}}),
     Case("kv-copies-sp", 4, {"layout": {"tp": 4, **SP}, "model": {"kv_heads": 1, **LLAMA}}),
+    Case("token-norms", 4, {
+        "layout": {"tp": 4, **SP}, "model": {"kv_heads": 2, "qk_norm": True, "qk_norm_over": "all", **LLAMA},
+        "recompute": {"mode": "full"},
+    }),
     Case("dp-tp-sp", 4, {"layout": {"tp": 2, **SP}, "train": {"micro_batch": 2}, "comm": {"bucket_mib": 0.003}}),
     Case("pp-tp-sp-fields", 4, {"layout": {"tp": 2, "pp": 2, **SP}}, fields=ALL | {"loss_mask": "int32"}),
     Case("pp-interleaved", 4, {
@@ -110,6 +115,22 @@ CASES = [
         "layout": {"tp": 2, "pp": 2, "chunks": 2, **SP}, "pipeline": {"schedule": "interleaved"},
         "model": {"layers": 4, "seq": 4, "hidden": 8, "vocab": 11}, "zero": {"stage": 3}, "train": {"global_batch": 8},
     }),
+    Case("cp-gather", 2, {"layout": {"cp": 2}, "context": {"kind": "gather"}}),
+    Case("cp-ring", 4, {
+        "layout": {"cp": 4}, "context": {"kind": "ring", "order": "striped"}, "model": {"kv_heads": 2},
+        "recompute": {"mode": "full"},
+    }, fields=ALL),
+    Case("cp-ulysses-kv-copies", 4, {
+        "layout": {"cp": 4}, "context": {"kind": "ulysses", "order": "striped"}, "model": {"kv_heads": 1},
+        "train": {"precision": "bf16"},
+    }),
+    Case("cp-gather-tp", 4, {
+        "layout": {"cp": 2, "tp": 2, **SP}, "context": {"kind": "gather"}, "recompute": {"mode": "full"},
+    }, fields=ALL),
+    Case("cp-hybrid", 8, {
+        "layout": {"cp": 4, "pp": 2}, "context": {"kind": "hybrid", "inner": 2, "order": "contiguous"},
+        "zero": {"stage": 1},
+    }),
     Case("tp-pp-middle", 8, {"layout": {"tp": 2, "pp": 4}, "model": {"layers": 4, "hidden": 8}}),
 ]  # fmt: skip
 
@@ -139,7 +160,7 @@ def record(rank: int, world: int, cases: list[Case]) -> list[list[dict[str, Any]
 
             def with_values(module: Any, batch: Any, received: Any, ctx: Any = ctx, values: Any = values) -> Any:
                 out = forward_step(ctx, module, batch, received)
-                return (*out[:2], values) if isinstance(out, tuple) else out
+                return replace(out, monitored=values) if out.terms else out
 
             trainer.executor.forward_step = with_values
             trainer.step()  # in which the ranks learn the names of what they monitor; from then on it is summed
@@ -227,8 +248,18 @@ def instead(name: str, replacement: Any) -> tuple[Any, str, Any]:
     return communication, name, replacement
 
 
-def ends_only(stage: Any, model: Any) -> set[str]:
-    return fields_read(stage, model) - {"positions", "segments"}
+def instead_in_parts(name: str, replacement: Any) -> tuple[Any, str, Any]:
+    return gpt, name, replacement
+
+
+def closed_ring(at: Any, *sizes: Any) -> Iterator[Any]:
+    """The textbook's: the gradients of keys and values take one hop more."""
+    for call in context_calls(at, *sizes):
+        yield replace(call, times=call.times + 1) if call.phase == "backward" else call
+
+
+def ends_only(stage: Any, model: Any, cp: int) -> set[str]:
+    return fields_read(stage, model, cp) - {"positions", "segments"}
 
 
 MUTATIONS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
@@ -237,11 +268,13 @@ MUTATIONS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
     "gradients in bf16": ("all-bf16", instead("grad_bytes", lambda size, wanted: size)),
     "no gather again": ("tp-sp-fp32", without(gpt, "column_calls", lambda call: call.repeated)),
     "no loss": ("tp", without(gpt.OutputLayerPart, "collectives", lambda call: call.phase == "forward")),
-    "labels everywhere": ("pp-tp-sp-fields", instead("fields_read", lambda stage, model: set(ALL))),
+    "labels everywhere": ("pp-tp-sp-fields", instead("fields_read", lambda stage, model, cp: set(ALL))),
     "no positions or segments": ("all", instead("fields_read", ends_only)),
     "no further axes": ("kv-copies", without(communication, "gradients", lambda call: call.axis == "tp.kv")),
     "a tie counted once": ("pp", without(communication, "gradients", lambda call: call.axis == "embedding")),
     "metrics not counted": ("pp", without(communication, "sums", lambda call: call.phase == "metrics")),
+    "a ring that closes": ("cp-ring", instead_in_parts("context_calls", closed_ring)),
+    "no rows of other ranks": ("cp-gather-tp", instead("WIDE", 0)),
     "no sends back": ("pp-interleaved", without(communication, "pipeline", lambda call: call.phase == "backward")),
     "forgotten axes": ("kv-copies", instead("counts_bytes", lambda axes: counts_bytes(5))),
 }  # fmt: skip

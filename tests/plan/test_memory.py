@@ -27,6 +27,8 @@ SP = {"tp": 2, "sequence_parallel": True}
 DOCUMENTS = {"reset_attention": True, "reset_positions": True}
 KINDS = ("parameters", "gradients", "master", "optimizer")
 
+TOKEN_NORMS = {"qk_norm": True, "qk_norm_over": "all"}
+
 CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "dp4": (4, {}),
     "dp4-bf16": (4, {"train": {"precision": "bf16"}}),
@@ -50,6 +52,8 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "alibi": (4, {"model": {"position": "alibi", "embedding_norm": True}, "layout": {"tp": 2, "pp": 2}}),
     "qk-norm": (4, {"model": LLAMA | {"qk_norm": True}, "layout": {"tp": 2}}),
     "qk-norm-bf16": (4, {"model": LLAMA | {"qk_norm": True}, "train": {"precision": "bf16"}}),
+    "token-norms": (4, {"model": LLAMA | TOKEN_NORMS, "layout": {"tp": 2}}),
+    "token-norms-bf16": (4, {"model": LLAMA | TOKEN_NORMS, "layout": {"tp": 4}, "train": {"precision": "bf16"}}),
     "documents": (4, {"model": LLAMA, "data": DOCUMENTS, "layout": {"tp": 2, "pp": 2}}),
     "documents-full": (4, {"data": DOCUMENTS, "recompute": {"mode": "full"}}),
     "parallel-residual": (4, {"model": {"parallel_residual": True, "mlp": "relu"}, "layout": {"pp": 4}}),

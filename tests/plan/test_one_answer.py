@@ -73,6 +73,9 @@ CASES: dict[str, tuple[str, int, str, list[str]]] = {
     "gpt3-zero1": ("gpt3-175b", 256, "tp=8,pp=8,zero=1,recompute=full", ["train.global_batch=64"]),
     "mt-nlg": ("mt-nlg-530b", 280, "tp=8,pp=35,recompute=full", ["train.global_batch=40"]),
     "qk-norm": ("llama3-8b", 8, "tp=2,sp=true", ["train.global_batch=8", "model.qk_norm=true"]),
+    "token-norms": (
+        "llama3-8b", 8, "tp=2,sp=true", ["train.global_batch=8", "model.qk_norm=true", "model.qk_norm_over=all"]
+    ),
     "mixtral-every": ("llama2-7b", 8, "tp=2,pp=2,ep=2,etp=1,zero=3", [*MIXTRAL, "model.experts.every=2"]),
     # Only experts are divided by ZeRO: there is one data-parallel rank, and each tp rank has a copy of the experts.
     "mixtral-experts-zero1": ("llama2-7b", 2, "tp=2,ep=1,etp=1,zero=1", MIXTRAL),
@@ -97,12 +100,12 @@ QUICK = {
     "mixtral-every", "mixtral-experts-zero3", "mixtral-dense-zero3", "deepseek-zero2",
 }  # fmt: skip
 SHORT = {
-    "tp": "layout.tp", "pp": "layout.pp", "ep": "layout.ep", "etp": "layout.etp",
-    "chunks": "layout.chunks", "sp": "layout.sequence_parallel",
-    "mb": "train.micro_batch", "zero": "zero.stage", "recompute": "recompute.mode", "schedule": "pipeline.schedule",
+    "tp": "layout.tp", "cp": "layout.cp", "pp": "layout.pp", "ep": "layout.ep", "etp": "layout.etp",
+    "chunks": "layout.chunks", "sp": "layout.sequence_parallel", "mb": "train.micro_batch", "zero": "zero.stage",
+    "recompute": "recompute.mode", "schedule": "pipeline.schedule",
 }  # fmt: skip
 FIXED = {
-    "tp": "1", "pp": "1", "chunks": "1", "sp": "false", "mb": "1", "zero": "0", "recompute": "none",
+    "tp": "1", "pp": "1", "chunks": "1", "sp": "false", "mb": "1", "zero": "0", "recompute": "none", "cp": "1",
 }  # fmt: skip
 
 

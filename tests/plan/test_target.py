@@ -36,7 +36,7 @@ REFUSED = {
     "heads": (["llama3-8b", *H100, "--layout", "tp=64"], "tp=64 does not divide heads=32"),
     "layers": (["llama3-8b", *H100, "--layout", "pp=64"], "pp x chunks = 64 stages need at least as many layers"),
     "tokens": (["llama3-8b", *H100, "--layout", "tp=8,sp=true", "model.seq=1001"], "cuts the 1001 tokens"),
-    "experts": (["llama3-8b", *H100, "layout.ep=4"], "and the model has none"),
+    "experts": (["llama3-8b", *H100, "layout.ep=4"], "leave layout.ep=4 out"),
     "a ring that cuts no sequence": (["llama3-8b", *H100, "layout.cp=4", "model.seq=1004"], "try model.seq=1008"),
     "a split of one's own": (["bloom-176b", "--layout", "pp=6", "pipeline.split=[35,35]"], "pipeline.split=[35, 35]"),
     "a schedule without chunks": (["bloom-176b", "--layout", "chunks=2,schedule=1f1b"], "schedule=interleaved"),
@@ -81,14 +81,48 @@ def test_a_preset_that_only_approximates_its_model_says_so(command: str, capsys:
 
 
 def test_the_planner_knows_context_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
-    """Keys and values of a rank's tokens go round the ring in forward and backward, and in backward their gradients."""
-    found = answer(capsys, ["cost", "llama3-8b", *H100, "layout.cp=4"])
+    """Keys and values of a rank's tokens go round the ring in forward and backward, and in backward their gradients:
+    with 4 ranks 3 messages, and then 4, of which the two in the middle have both and are twice as large."""
+    found = answer(capsys, ["cost", "llama3-8b", *H100, "layout.cp=4", "context.kind=ring"])
     hops, layers, micro_batches, tokens, keys_and_values = 3, 32, 64 // 16, 8192 // 4, 2 * 8 * 128 * 2
-    calls = 3 * hops * layers * micro_batches
-    wire = calls * tokens * keys_and_values
+    calls = (hops + 4) * layers * micro_batches
+    wire = 3 * hops * layers * micro_batches * tokens * keys_and_values
     mine = found["comm"]["cp"]
     assert (mine["calls"], mine["payload_bytes"], mine["wire_bytes"]) == (calls, wire, wire) and mine["seconds"] > 0
     assert found["ledger"]["cp"]["wire_bytes"] == 64 * wire
+
+
+CP8 = ["--devices", "8", "layout.cp=8", "train.global_batch=8", "model.seq=4096"]
+
+
+@pytest.mark.parametrize(
+    ("words", "most", "balance"),
+    [
+        (["context.kind=ring"], 4096 * 4097 // 16, 1.0),
+        (["context.order=striped"], None, 4104 / 4097),
+        (["context.kind=hybrid", "context.inner=2", "context.order=contiguous"], None, (1.875 * 4096 + 1) / 4097),
+    ],
+)
+def test_the_balance_of_shared_sequences_is_said(
+    words: list[str], most: int | None, balance: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["llama3-8b", "--cluster", "h100-80g-dgx", *CP8, *words]
+    found = answer(capsys, ["cost", *base])["context"]
+    assert found["balance"] == pytest.approx(balance) and found["pairs"] == (most or found["pairs"])
+    assert main(["cost", *base]) == 0
+    words = f"{found['pairs']:,} causal pairs of a sequence, {balance:.3f} times the mean"
+    assert words in capsys.readouterr().out
+    assert "context" not in answer(capsys, ["cost", "llama3-8b", *H100])
+
+
+def test_a_plan_says_the_balance(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = [word for word in CP8 if not word.startswith("train")]
+    fixed = ["layout.tp=1", "layout.pp=1", "zero.stage=3", "recompute.mode=full", "train.micro_batch=1"]
+    base = ["plan", "llama3-8b", "--cluster", "h100-80g-dgx", "--global-batch", "8", *words, *fixed]
+    assert main([*base, "--out", str(tmp_path / "plan.yaml")]) == 0
+    text = capsys.readouterr().out
+    assert "cp=8 shares sequences by" in text and "1.000 times the mean" in text
+    assert "cp: 8" in (tmp_path / "plan.yaml").read_text()
 
 
 def test_fewer_devices_than_a_node_are_a_node(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,16 +142,16 @@ def test_a_search_keeps_the_schedule_that_is_given(capsys: pytest.CaptureFixture
 PLAN = ["plan", "llama3-8b", "--cluster", "h100-80g-dgx", "--devices", "64", "--global-batch", "64"]
 UNPLANNED = {
     "a split": ([*PLAN, "pipeline.split=[16,16]"], "pipeline.split=[16,16] would have no effect"),
-    "experts": ([*PLAN, "layout.ep=2"], "and the model has none"),
-    "context": ([*PLAN, "layout.cp=2"], "set layout.cp=1"),
+    "experts": ([*PLAN, "layout.ep=2"], "leave layout.ep=2 out"),
+    "context": ([*PLAN, "layout.cp=2", "model.position=alibi"], "set layout.cp=1"),
     "no devices": (["plan", "bloom-176b", "--devices", "0"], "give --devices"),
     "no memory": ([*PLAN, "--fit", "0"], "--fit must be"),
     "parts of heads": ([*PLAN, "layout.tp=3"], "no layout with layout.tp=3 divides 64 devices"),
     "too many stages": ([*PLAN, "zero.stage=1", "layout.pp=100"], "leave zero.stage and layout.pp open"),
     "chunks of 1f1b": ([*PLAN, "layout.chunks=2", "pipeline.schedule=1f1b"], "leave layout.chunks and"),
     "too little divided": ([*PLAN, "layout.pp=1", "layout.tp=1", "zero.stage=0"], "with layout.pp=1, layout.tp=1"),
-    "samples": ([*PLAN, "layout.tp=8", "layout.pp=1", "run.eval_samples=3"], "run.eval_samples=3 is not a multiple"),
-    "a ramp": ([*PLAN, "layout.tp=8", "layout.pp=1", "train.ramp=[1,1,64]"], "train.ramp passes through 1 samples"),
+    "samples": ([*PLAN, "layout.tp=8", "layout.pp=1", "layout.cp=1", "run.eval_samples=3"], "3 is not a multiple"),
+    "a ramp": ([*PLAN, "layout.tp=8", "layout.pp=1", "layout.cp=1", "train.ramp=[1,1,64]"], "passes through 1 samples"),
     "a warm-up": ([*PLAN, "lr.warmup=1000"], "longer than train.steps=100"),
     "scaling on nodes": (["scaling", *PLAN[1:4], "zero.shard_group=node"], "would have no effect"),
 }  # fmt: skip

@@ -48,13 +48,12 @@ def small_embeddings(module: Any, batch: Any) -> tuple[Any, Any]:
 def two_terms(ctx: Any, module: Any, batch: Any, received: Any) -> StageOutput:
     """The first stage adds one term, the last the other."""
     out = forward_step(ctx, module, batch, received)
-    last = isinstance(out, tuple)
-    terms = [Term("loss", out[0], out[1])] if last else []
-    monitored = {"from the last": 3.0} if last else {}
+    terms = list(out.terms)
+    monitored = {"from the last": 3.0} if terms else {}
     if module.embedding is not None:
         terms.append(Term("small", *small_embeddings(module, batch), WEIGHT))
         monitored["from the first"] = 5.0
-    return StageOutput({} if last else out, terms, monitored)
+    return StageOutput(out.tensors, terms, monitored)
 
 
 def one_term(ctx: Any, module: Any, batch: Any, received: Any) -> Any:
@@ -187,7 +186,7 @@ def test_a_new_name_while_the_next_step_is_under_way() -> None:
     """Where the loop runs ahead, a step is launched before the one before it is read."""
 
     def step(ctx: Any, module: Any, batch: Any, received: Any) -> Any:
-        return *forward_step(ctx, module, batch, received)[:2], {"x": 2.0}
+        return replace(forward_step(ctx, module, batch, received), monitored={"x": 2.0})
 
     trainer = trainer_of(config_of(), step, None)
     launched = [trainer.launch() for _ in range(2)]
@@ -202,12 +201,10 @@ def some_ranks_monitor(rank: int, world: int) -> list[dict[str, float]]:
     def step(ctx: Any, module: Any, batch: Any, received: Any) -> Any:
         nonlocal calls
         calls += 1
-        out = forward_step(ctx, module, batch, received)
-        output = StageOutput({}, [Term("loss", out[0], out[1])]) if isinstance(out, tuple) else StageOutput(out)
         values = {"stage": float(ctx.pp_rank)}
         if ctx.mesh.samples.index == 0 and calls > 4:
             values["late"] = 7.0
-        return replace(output, monitored=values)
+        return replace(forward_step(ctx, module, batch, received), monitored=values)
 
     trainer = trainer_of(config_of(pp=2), step, None, rank, world)
     return [trainer.step().monitored for _ in range(3)]

@@ -13,6 +13,8 @@ from meshwright.models.hf.family import Family, family_from
 _TABLES = read_yaml(Path(__file__).with_name("families.yaml"))
 FAMILIES = {model_type: family_from(model_type, entry) for model_type, entry in _TABLES["families"].items()}
 
+MIXTURES = {name for name, family in FAMILIES.items() if "experts.count" in family.needs}
+
 
 def family_named(name: Any) -> Family:
     if not isinstance(name, str) or name not in FAMILIES:
@@ -33,7 +35,8 @@ def family_for(model: ModelConfig, preferred: str = "") -> Family:
     for name, misfits in misfits_of.items():
         if not misfits:
             return FAMILIES[name]
-    near = min(misfits_of, key=lambda name: len(misfits_of[name]))
+    mixed = model.experts.count > 0
+    near = min(misfits_of, key=lambda name: ((name in MIXTURES) != mixed, len(misfits_of[name])))
     raise UserError(
         f"no Hugging Face family can express this model: the nearest, {near}, has no {_words(misfits_of[near])}"
     )

@@ -1,8 +1,9 @@
 """What an adapter to a Hugging Face family is: the tables of families.yaml, read in both directions. No torch.
 
 A family says which of our model keys stand under which of its config's, which values of the others it can express, and
-under which names its files hold our tensors. Rows of our tensors are rows of theirs, in runs; `Mapped` lists the runs,
-so that import and export copy any part of any tensor without holding a whole one.
+under which names its files hold our tensors. Rows of our tensors are rows of theirs, in runs; `Mapped` (rows.py) lists
+the runs, so that import and export copy any part of any tensor without holding a whole one. Keys of a section within
+the model section are written with a dot: `experts.count`.
 """
 
 from __future__ import annotations
@@ -10,47 +11,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
-from itertools import accumulate
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from meshwright.config.load import config_from
+from meshwright.config.load import config_from, flat, nested
 from meshwright.config.sections import TRAINING_KEYS, ModelConfig
 from meshwright.errors import UserError
+from meshwright.layout.params import ParamRecord
 from meshwright.models.description import describe
 from meshwright.models.hf.rotary import PART, read_length, read_rotary, write_rotary
+from meshwright.models.hf.rows import Mapped, SourceRows, by_head, in_order, in_pairs
 from meshwright.parts.part import ALONE
 
 HFConfig = dict[str, Any]
 
 # Keys of config.json whose null means "none"; a null under any other key is treated as missing.
-NONE_IF_NULL = ("num_key_value_heads", "sliding_window")
-
-
-@dataclass(frozen=True)
-class SourceRows:
-    """Rows [start, start + count) of our tensor, which their tensor `source` holds from row `source_start` on."""
-
-    start: int
-    count: int
-    source: str
-    source_start: int
-
-
-@dataclass(frozen=True)
-class Mapped:
-    """One of our global tensors in their names; with `transposed`, its rows are columns of theirs."""
-
-    shape: tuple[int, ...]
-    runs: tuple[SourceRows, ...]
-    transposed: bool = False
-
-    def source_shapes(self) -> dict[str, tuple[int, ...]]:
-        rows: dict[str, int] = {}
-        for run in self.runs:
-            rows[run.source] = rows.get(run.source, 0) + run.count
-        shapes = {name: (count, *self.shape[1:]) for name, count in rows.items()}
-        return {name: shape[::-1] if self.transposed else shape for name, shape in shapes.items()}
+NONE_IF_NULL = ("num_key_value_heads", "sliding_window", "q_lora_rank")
 
 
 @dataclass(frozen=True)
@@ -72,8 +48,12 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     window: str = ""
     window_switch: str = ""
+    dense_layers: str = ""
+    extra_layers: str = ""
+    needs: Sequence[str] = ()
     dropouts: Sequence[str] = ()
     by_head: Sequence[str] = ()
+    in_pairs: Sequence[str] = ()
     transposed: Sequence[str] = ()
     buffers: str = r"(?!)"  # matches nothing
 
@@ -90,6 +70,8 @@ class Family:
         found |= {ours: config[name] for ours, names in self.keys.items() for name in names if name in config}
         if self.activations:
             found["mlp"] = self.activations[str(config.get(self.activation_key))]
+        if self.dense_layers:
+            found["experts.first_dense"] = first_dense(config, self.dense_layers, found)
         if "rope_theta" in self.keys:
             fraction = self.keys.get("rotary_fraction", (None,))[0]
             found |= read_rotary(config, self.keys["rope_theta"][0], fraction)
@@ -97,7 +79,10 @@ class Family:
             if found["position"] == "learned" and seq != found["seq"]:
                 raise UserError(f"--seq {seq} can't change a table of {found['seq']} learned positions: leave it out")
             found["seq"] = seq
-        model = model_section(found)
+        model = model_section(nested(found))
+        if misfits := self.misfits(model):
+            words = " and ".join(f"model.{each}" for each in misfits)
+            raise UserError(f"config.json asks for {words}, which no {self.model_type} has here: import another model")
         looks_back = self.window and (not self.window_switch or config.get(self.window_switch))
         window = read_length(config, self.window) if looks_back else None
         if window is not None and model.seq > window:
@@ -145,13 +130,16 @@ class Family:
         """Returns what this family can't express of a model, as `key=value` words."""
         found = []
         for key, values in self.allows.items():
-            value = getattr(model, key)
+            value = value_of(model, key)
             plain = list(value) if isinstance(value, tuple) else value
             if values and plain not in values and not (key == "qkv_bias" and model.bias):
                 found.append(f"{key}={plain}")
         if self.activations and model.mlp not in self.activations.values():
             found.append(f"mlp={model.mlp}")
+        found += [f"{key}={value_of(model, key)}" for key in self.needs if not value_of(model, key)]
         usual = {"kv_heads": model.heads, "head_dim": model.hidden / model.heads, "ffn": 4 * model.hidden}
+        if model.latent.kv_rank:
+            del usual["head_dim"]
         unusual = {key: getattr(model, key) for key, value in usual.items() if getattr(model, key) != value}
         return found + [f"{key}={value}" for key, value in unusual.items() if key not in self.keys]
 
@@ -162,7 +150,10 @@ class Family:
             with suppress(UserError):
                 if same_function(self.model_of(base), model):
                     return dict(base)
-        written = {name: getattr(model, ours) for ours, names in self.keys.items() for name in names}
+        written = {name: value_of(model, ours) for ours, names in self.keys.items() for name in names}
+        written |= {name: None for name in NONE_IF_NULL if written.get(name) == 0}
+        if self.dense_layers:
+            written[self.dense_layers] = list(range(model.experts.first_dense))
         written |= dict(self.demands) | dict(self.writes)
         if "rope_theta" in self.keys:
             written |= write_rotary(model)
@@ -171,30 +162,48 @@ class Family:
         if self.activations:
             written[self.activation_key] = next(word for word, ours in self.activations.items() if ours == model.mlp)
         if base is not None:
-            return {key: value for key, value in base.items() if key != "rope_parameters"} | written
+            replaced = {"rope_parameters", *self.aliases}
+            return {key: value for key, value in base.items() if key not in replaced} | written
         written |= dict.fromkeys(self.dropouts, model.dropout)
         return {"architectures": [self.architecture], "model_type": self.model_type, "use_cache": True, **written}
 
     def tensors(self, model: ModelConfig) -> dict[str, Mapped]:
         """Returns every global tensor of a model, by our name."""
-        records = describe(model).records(ALONE).values()
-        return {record.name: self.mapped(model, record.name, record.shape) for record in records}
+        return {record.name: self.mapped(model, record) for record in describe(model).records(ALONE).values()}
 
-    def mapped(self, model: ModelConfig, name: str, shape: tuple[int, ...]) -> Mapped:
+    def mapped(self, model: ModelConfig, record: ParamRecord) -> Mapped:
         """Returns where the rows of one of our tensors are in theirs."""
-        stem, _, kind = name.rpartition(".")
-        index = r"(?<=\.)\d+\b"
-        ours, numbers = re.sub(index, "#", stem), re.findall(index, stem)
-        sources = [each.replace("#", "{}").format(*numbers) + f".{kind}" for each in self.names[ours]]
+        index, shape = r"(?<=\.)\d+\b", record.shape
+        numbers, full = re.findall(index, record.name), re.sub(index, "#", record.name)
+        ours, _, kind = full.rpartition(".")
+        theirs = self.names[full] if full in self.names else [f"{each}.{kind}" for each in self.names[ours]]
+        stacked = theirs[0].count("#") > len(numbers)
+        runs: list[SourceRows] = []
+        for expert in range(shape[0] if stacked else 1):
+            sources = [each.replace("#", "{}").format(*numbers, expert) for each in theirs]
+            runs += self._runs(model, ours, sources, shape[1] if stacked else shape[0], expert)
         transposed = ours in self.transposed and len(shape) == 2
+        return Mapped(shape, tuple(runs), transposed, stacked, record.wide)
+
+    def _runs(self, model: ModelConfig, ours: str, sources: Sequence[str], rows: int, expert: int) -> list[SourceRows]:
+        """Returns the runs of one matrix, of which the tensor may hold one for each expert."""
         if ours in self.by_head:
-            return Mapped(shape, tuple(by_head(model, sources[0])), transposed)
-        counts = [shape[0] // len(sources)] * len(sources)
+            return by_head(model, sources[0])
+        if ours in self.in_pairs:
+            head = rows if ours.endswith(".kv_a") else model.head_dim
+            return in_pairs(rows, head, model.latent.rope_dim, sources[0])
+        counts = [rows // len(sources)] * len(sources)
         if ours.endswith(".qkv") and len(sources) == 3:
             counts = [heads * model.head_dim for heads in (model.heads, model.kv_heads, model.kv_heads)]
-        starts = accumulate(counts, initial=0)
-        runs = [SourceRows(*each, 0) for each in zip(starts, counts, sources, strict=False)]
-        return Mapped(shape, tuple(runs), transposed)
+        return in_order(counts, sources, expert * rows)
+
+    def is_extra(self, name: str, config: HFConfig) -> bool:
+        """Whether a tensor in their files belongs to one of the layers after the last, which predict further tokens."""
+        if not self.extra_layers:
+            return False
+        config, found = self._completed(config), re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+        first, count = config[self.keys["layers"][0]], config.get(self.extra_layers)
+        return found is not None and isinstance(count, int) and 0 <= int(found.group(1)) - first < count
 
 
 def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
@@ -206,15 +215,30 @@ def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
     return Family(model_type, **{**entry, **tables})
 
 
-def by_head(model: ModelConfig, source: str) -> list[SourceRows]:
-    """Maps our rows, which are all queries, all keys and all values, to theirs: query, key and value of head 0, of head
-    1, ..."""
-    heads, d = model.heads, model.head_dim
-    return [
-        SourceRows((part * heads + head) * d, d, source, (head * 3 + part) * d)
-        for part in range(3)
-        for head in range(heads)
-    ]
+def value_of(model: ModelConfig, key: str) -> Any:
+    """Returns the value of a key of the model section, which may have dots."""
+    found: Any = model
+    for word in key.split("."):
+        found = getattr(found, word)
+    return found
+
+
+def first_dense(config: HFConfig, key: str, found: Mapping[str, Any]) -> int:
+    """Returns how many blocks come before the first that may have experts, from the list of those that have none."""
+    listed = config.get(key) or []
+    layers, every = found["layers"], found["experts.every"]
+    if not isinstance(layers, int) or not isinstance(every, int) or every < 1:
+        return 0  # building the section reports the mistake
+    if not isinstance(listed, list) or not all(isinstance(n, int) for n in listed):
+        raise UserError(f"{key}={listed!r} in config.json must be a list of layers' numbers: correct it")
+    mixed = [layer for layer in range(layers) if (layer + 1) % every == 0]
+    dense = [layer for layer in mixed if layer in listed]
+    if dense != mixed[: len(dense)]:
+        raise UserError(
+            f"{key}={listed} in config.json can't be imported: only the first blocks can be without experts, and "
+            f"block {dense[-1]} comes after one that has them"
+        )
+    return dense[-1] + 1 if dense else 0
 
 
 def model_section(values: Mapping[str, Any]) -> ModelConfig:
@@ -223,5 +247,10 @@ def model_section(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def same_function(a: ModelConfig, b: ModelConfig) -> bool:
-    keys = [f.name for f in fields(ModelConfig) if f.name not in TRAINING_KEYS]
-    return all(getattr(a, key) == getattr(b, key) for key in keys)
+    """Whether two model sections compute the same."""
+    return computed(a) == computed(b)
+
+
+def computed(model: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of a model section that decide what it computes."""
+    return {key: value for key, value in flat(asdict(model)).items() if key not in TRAINING_KEYS}
