@@ -24,7 +24,7 @@ BENCH_MODELS: dict[str, dict[str, Any]] = {
     },
     "olmoe-7b-6l": {
         "layers": 6, "hidden": 2048, "heads": 16, "ffn": 1024, "vocab": 50304, "seq": 4096, "qk_norm": True,
-        "experts": {"count": 64, "top_k": 8, "ffn": 1024, "normalise": False},
+        "qk_norm_over": "all", "experts": {"count": 64, "top_k": 8, "ffn": 1024, "normalise": False},
     },
     "mixtral-8x7b-2l": {
         "layers": 2, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000, "seq": 4096,

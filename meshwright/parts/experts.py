@@ -154,8 +154,8 @@ class ExpertsPart(Part):
         up = 2 * width if self.mlp.gated else width
         products = (
             Product("router", self.own_rows(at, batch), self.routing.count, hidden, precise=True),
-            Product("expert up", rows, up, hidden, precise=True, groups=local),
-            Product("expert down", rows, hidden, width, precise=True, groups=local),
+            Product("expert up", rows, up, hidden, precise=kernels.own, groups=local),
+            Product("expert down", rows, hidden, width, precise=kernels.own, groups=local),
         )
         # Rows are copied to the experts and summed on their way back; the activation reads and writes between.
         moved = float(rows * (up + width + 3 * hidden) * batch.element)
