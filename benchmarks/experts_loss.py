@@ -1,11 +1,11 @@
 """A small mixture of experts beside the dense model with as many active parameters, on the demo's text.
 
     meshwright data prepare stdlib --out data-cache/stdlib --tokenizer train:2048
-    python benchmarks/experts_loss.py data-cache/stdlib
+    python benchmarks/experts_loss.py data-cache/stdlib --svg losses.svg
 
 Both see the same samples in the same order for the same number of steps, on one CPU core. Prints the validation losses
 and, for the mixture, the rows of the busiest expert over the mean (of the block where that is largest, and over all of
-the steps after the warm-up together), as Markdown.
+the steps after the warm-up together), as Markdown, and draws the losses.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.show.chart import Chart, svg
+
 WARMUP = 30  # steps before balance is counted
 SHAPE = [
     "model.layers=4", "model.hidden=128", "model.heads=4", "model.vocab=2048", "model.seq=128", "model.ffn=384",
@@ -34,7 +36,7 @@ MIXTURE = ["count=8", "top_k=2", "ffn=192", "scale=2", "aux_loss=0.1"]
 
 def run(prefix: str, steps: int, folder: Path, words: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Trains, and returns the lines of metrics.jsonl and of validation.jsonl."""
-    given = [f"data.prefixes={prefix}", f"train.steps={steps}", f"run.dir={folder}", f"run.eval_every={steps // 3}"]
+    given = [f"data.prefixes={prefix}", f"train.steps={steps}", f"run.dir={folder}", f"run.eval_every={steps // 10}"]
     (folder.parent / "empty.yaml").write_text("")
     command = [sys.executable, "-m", "meshwright", "train", str(folder.parent / "empty.yaml"), *SHAPE, *given, *words]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -47,6 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prefix", help="token files, without .bin")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the validation losses")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         _, dense = run(args.prefix, args.steps, Path(folder) / "dense", [])
@@ -61,8 +64,18 @@ def main() -> None:
     print(
         f"\nbusiest expert over the mean, after {WARMUP} steps: {statistics.mean(busiest):.2f} per step in the worst "
         f"block, {statistics.mean(busiest[-50:]):.2f} over the last 50 steps, {(rows.max(1) / rows.mean(1)).max():.2f} "
-        "over all these steps together"
+        f"over all these steps together; {sum(each >= 1.5 for each in busiest)} of {len(busiest)} steps have a block "
+        f"with 1.5 or more, the last of them step {WARMUP + 1 + last_above(busiest, 1.5)}"
     )
+    if args.svg:
+        both = {"dense": dense, "mixture": mixed}
+        lines = {name: [(line["step"], line["loss"]) for line in found] for name, found in both.items()}
+        args.svg.write_text(svg(Chart("Validation loss", "step", "loss", lines)))
+
+
+def last_above(values: list[float], bound: float) -> int:
+    """Returns the place of the last value that is not below the bound, -1 if there is none."""
+    return max((place for place, value in enumerate(values) if value >= bound), default=-1)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """The search: it enumerates every valid layout of a model on a number of devices (configs, made from the given one by
 changing keys), keeps those that fit, and ranks them by predicted step time. Two rules keep it fast without losing
 anything: with all else equal, recomputing less is never slower, so the first mode that fits is taken; and a layout
-whose compute and bubble alone take much longer than the best whole step is skipped. Experts are divided in powers of
-two, and less only where that is faster. No torch."""
+whose compute and bubble alone take much longer than the best whole step, or longer than as many whole steps as are
+ranked, is skipped. Experts are divided in powers of two, and less only where that is faster. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from heapq import heappop, heappush
 from itertools import product
 from operator import attrgetter
 from typing import Any
@@ -28,8 +29,9 @@ RECOMPUTE = ("none", "selective", "full")
 PRUNE_RATIO = 1.3  # layouts whose compute and bubble alone take this much longer than the best step are skipped
 BEST_ONLY_RATIO = 1.1  # the same where only the best is wanted: the error of a closed formula
 REFINE_TOP = 12  # the best this many by closed formulas are timed again by their own schedule tables
-WORTHWHILE = 0.05  # of the blocks' time: what dividing experts less must save to be tried
+KEPT = 8 * REFINE_TOP  # how many are ranked
 LIKELY_TP, LIKELY_PP = 4, 8  # shapes near these tend to be fast, so they are tried first
+WORTHWHILE = 0.05  # of the blocks' time: what dividing experts less must save to be tried
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,7 @@ def search(
         return replace(found, refused=why)
     best = float("inf")
     rough: list[Candidate] = []
+    shortest: list[float] = []  # the steps of the best that are kept, negative, the longest first
     too_large: set[object] = set()  # what did not fit will not fit with larger micro-batches, which come later
     for shape in sorted(shapes(base, space, cluster), key=_promise):
         bound = _least_seconds(shape, cluster)
@@ -226,7 +229,7 @@ def search(
                 found.refused = found.refused or why
                 continue
             found.layouts += len(space.recompute)
-            if bound > PRUNE_RATIO * best:
+            if bound > PRUNE_RATIO * best or (len(shortest) == KEPT and bound > -shortest[0]):
                 continue
             key = (_without_batch(shape), zero)
             if key in too_large or (rough and states_gib(shape.replaced(zero={"stage": zero})) > limit):
@@ -238,9 +241,12 @@ def search(
             found.fitting += 1
             rough.append(Candidate(predict_cost(fitting[0], cluster, exact=False), fitting[1]))
             best = min(best, rough[-1].cost.step_s)
+            heappush(shortest, -rough[-1].cost.step_s)
+            if len(shortest) > KEPT:
+                heappop(shortest)
     rough.sort(key=lambda candidate: candidate.cost.step_s)
     refined = [replace(one, cost=predict_cost(one.job, cluster)) for one in rough[:REFINE_TOP]]
-    refined += rough[REFINE_TOP : 8 * REFINE_TOP]
+    refined += rough[REFINE_TOP:KEPT]
     found.candidates = sorted(refined, key=lambda candidate: candidate.cost.step_s)
     return found
 
