@@ -249,10 +249,15 @@ def scaled_rows_are_wide(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0) and cuda >= (12, 9)
 
 
+def cudnn_attends(q: Tensor) -> bool:
+    """Whether cuDNN's attention is the fastest for these queries [batch, heads, rows, width]: on Hopper and later it
+    is, by far, except for few rows (and one query with one key it refuses)."""
+    return q.is_cuda and q.shape[-1] <= 128 and q.shape[2] >= 64 and _capability(q.device) >= (9, 0)
+
+
 @cache
-def cudnn_attends(device: torch.device, width: int) -> bool:
-    """Whether cuDNN's attention is the fastest for heads of this width: on Hopper and later it is, by far."""
-    return device.type == "cuda" and width <= 128 and torch.cuda.get_device_capability(device) >= (9, 0)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:

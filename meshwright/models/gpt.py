@@ -109,7 +109,7 @@ class GPTStage(nn.Module):
         if model.tied and self.embedding is not None and self.head is not None:
             # Across stages, each end holds a copy and the gradients are summed.
             self.head.output.weight = self.embedding.tokens.get_parameter("weight")
-        self.masks = c.position == "alibi" or c.dropout > 0  # what the kernels for documents do not know
+        self.masks = c.masks_documents
         self.micro_batch = config.train.micro_batch
         self._loss_weight: float | None = None
         self.losses = model.losses  # the terms that blocks add to the loss

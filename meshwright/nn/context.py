@@ -57,8 +57,11 @@ class ContextRows:
 
     @cached_property
     def orders(self) -> tuple[Tensor, Tensor]:
-        """Which row lies at each place of the natural order, and its inverse, [batch, rows], on the device."""
+        """Which row lies at each place of the natural order, and its inverse, on the device: [batch, rows], or
+        [1, rows] where all samples have the same."""
         numbers = self.rows.numbers
+        if (numbers == numbers[:1]).all():
+            numbers = numbers[:1]
         return upload(torch.from_numpy(numbers.argsort(1)), self.device), upload(torch.from_numpy(numbers), self.device)
 
 
@@ -83,24 +86,32 @@ class _Gathered(torch.autograd.Function):
         sight, dq = given.gathered(group.index, group.size), no_gradient(q)
         keys, values = _ordered(_gather(k, v, ctx.group, again=True), given, sight)
         both = torch.stack(attend_backward(q, keys, values, sight, grad, out, sums, dq)).to(k.dtype)
-        if sight.to is not given.rows:
-            both = both.take_along_dim(given.orders[1][None, :, None, :, None], 3)
-        # [2, batch, heads, all rows, width]; reduce_scatter wants rows first
-        mine = reduce_scatter(both.movedim(3, 0).contiguous(), ctx.group, group.size).movedim(0, 3)
+        both = both.movedim(3, 0)  # [all rows, 2, batch, heads, width]: scatters want rows first
+        both = both.contiguous() if sight.to is given.rows else _taken(both, given.orders[1], 0, 2)
+        mine = reduce_scatter(both, ctx.group, group.size).movedim(0, 3)
         return dq.to(q.dtype), mine[0], mine[1], None, None
 
 
 def _gather(k: Tensor, v: Tensor, group: str, again: bool = False) -> Tensor:
     both = torch.stack([k, v]).movedim(3, 0).contiguous()  # rows first, as gathers want them
     gathered: Tensor = all_gather(both, group, group_named(group).size, again)
-    return gathered.movedim(0, 3)
+    return gathered
 
 
 def _ordered(both: Tensor, given: ContextRows, sight: Sight) -> tuple[Tensor, ...]:
     """Returns gathered keys and values in the order that `sight` expects."""
     if sight.to is not given.rows:
-        both = both.take_along_dim(given.orders[0][None, :, None, :, None], 3)
-    return both.unbind(0)
+        both = _taken(both, given.orders[0], 0, 2)
+    return both.movedim(0, 3).unbind(0)
+
+
+def _taken(x: Tensor, order: Tensor, rows: int, samples: int) -> Tensor:
+    """Returns x with its dimension `rows` in another order: [1, rows] for all of the dimension `samples`, or one for
+    each. (A gather would read an index for every element.)"""
+    if len(order) == 1:
+        return x.index_select(rows, order[0])
+    each = zip(x.split(1, samples), order, strict=True)
+    return torch.cat([part.index_select(rows, one) for part, one in each], samples)
 
 
 class _Ring(torch.autograd.Function):
@@ -197,15 +208,14 @@ def _natural(q: Tensor, k: Tensor, v: Tensor, given: ContextRows, alone: str) ->
 
 
 class _Reordered(torch.autograd.Function):
-    """Rows [batch, heads, rows, dim] in another order; `back` is the inverse of `order`. (Autograd's own gather would
-    keep an index for every element.)"""
+    """Rows [batch, heads, rows, dim] in another order; `back` is the inverse of `order`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
-        return x.take_along_dim(order[:, None, :, None], 2)
+        return _taken(x, order, 2, 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (back,) = ctx.saved_tensors
-        return grad.take_along_dim(back[:, None, :, None], 2), None, None
+        return _taken(grad, back, 2, 0), None, None

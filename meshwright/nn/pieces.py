@@ -20,10 +20,10 @@ from torch import Tensor
 from meshwright.device import cudnn_attends, upload
 from meshwright.kernels import kernels_take
 from meshwright.layout.pieces import Piece, pieces, rounds
-from meshwright.parts.context import CONTEXT_TILE as TILE
 
 aten: Any = torch.ops.aten
 ALL = slice(None)
+TILE = 1024  # queries and keys whose scores exist at once where a mask is needed
 MANY = 16  # pieces of a block from which on a call for all of them is faster than a call for each
 
 
@@ -214,16 +214,21 @@ def attend_backward(
         return _tiled_backward(q, k, v, sight, grad, out, sums, dq)
     if _in_rounds(q, sight):
         return _backward_in_rounds(q, k, v, sight, grad, out, sums, dq)
-    dk, dv = (torch.zeros(x.shape, dtype=dq.dtype, device=x.device) for x in (k, v))
+    total: tuple[Tensor, Tensor] | None = None
     for samples, p in sight.split:
         at, to = (samples, ALL, slice(p.top, p.bottom)), (samples, ALL, slice(p.left, p.right))
-        found = kernel_backward(grad[at], q[at], k[to], v[to], out[at], sums[at], p.causal)
-        dq[at].add_(found[0])
-        if len(sight.split) == 1 and found[1].shape == k.shape:
-            return found[1], found[2]
-        dk[to].add_(found[1])
-        dv[to].add_(found[2])
-    return dk, dv
+        more, *found = kernel_backward(grad[at], q[at], k[to], v[to], out[at], sums[at], p.causal)
+        dq[at].add_(more)
+        if len(sight.split) == 1 and found[0].shape == k.shape:
+            return found[0], found[1]
+        total = total or _zeros(k, v, dq.dtype)
+        for whole, one in zip(total, found, strict=True):
+            whole[to].add_(one)
+    return total or _zeros(k, v, dq.dtype)
+
+
+def _zeros(k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.zeros(k.shape, dtype=dtype, device=k.device), torch.zeros(v.shape, dtype=dtype, device=v.device)
 
 
 def _backward_in_rounds(
@@ -231,7 +236,7 @@ def _backward_in_rounds(
 ) -> tuple[Tensor, Tensor]:
     q, k, v, grad, out = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v, grad, out))
     sums = sums.transpose(0, 1).flatten(1)
-    dk, dv = (torch.zeros(x.shape, dtype=dq.dtype, device=x.device) for x in (k, v))
+    dk, dv = _zeros(k, v, dq.dtype)
     whole = dq.transpose(1, 2).flatten(0, 1)  # a view: dq lies as [batch, rows, heads, width]
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
     for each in sight.rounds:
@@ -267,7 +272,9 @@ def _fused(q: Tensor) -> bool:
 
 
 def _in_rounds(q: Tensor, sight: Sight) -> bool:
-    return q.is_cuda and len(sight.split) * (1 if sight.alike else 2) >= MANY
+    """Whether all pieces go in few calls: where they are many, and where documents make pieces of new lengths in every
+    micro-batch, since cuDNN prepares each new shape for long."""
+    return q.is_cuda and (not sight.alike or len(sight.split) >= MANY)
 
 
 def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -279,7 +286,7 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tenso
         batch, heads, rows, _ = q.shape
         out = q.new_empty((batch, rows, heads, v.shape[-1])).transpose(1, 2)
         return out, q.new_empty((batch, heads, rows), dtype=wide(q.dtype))
-    if cudnn_attends(q.device, q.shape[-1]):
+    if cudnn_attends(q):
         out, sums = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)[:2]
         return out, sums.squeeze(-1)
     out, sums = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)[:2]
@@ -297,7 +304,7 @@ def kernel_backward(
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     none = torch.zeros((), dtype=torch.int64, device=q.device)
     sizes, sums = (q.shape[2], k.shape[2], 0.0, causal), sums.contiguous()
-    if cudnn_attends(q.device, q.shape[-1]):
+    if cudnn_attends(q):
         backward = aten._scaled_dot_product_cudnn_attention_backward
         return backward(grad, q, k, v, out, sums[..., None], none, none, None, None, None, *sizes)
     backward = aten._scaled_dot_product_flash_attention_backward
