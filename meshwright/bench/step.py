@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from meshwright.bench.floor import Floor
-from meshwright.bench.models import DATASHEET, flops
+from meshwright.bench.models import DATASHEET, flops, ranks_of
 from meshwright.bench.timing import by_kind
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
@@ -22,7 +22,7 @@ from meshwright.train.step import Trainer
 
 def make_trainer(config: Config, device: Device) -> Trainer:
     """Builds the trainer of the first rank of a job without data parallelism, inside a `fake_world` of the others."""
-    world = config.layout.tp * config.layout.pp
+    world = ranks_of(config)
     check(config, world)
     return make_rank(config, world, 0, device)
 
@@ -51,14 +51,15 @@ def measure(trainer: Trainer, steps: int, warm: int = 3) -> dict[str, Any]:
 
 def as_json(config: Config, device: Device, measured: dict[str, Any], floor: Floor) -> dict[str, Any]:
     """Returns what the command prints as JSON."""
-    tokens = config.train.global_batch * config.model.seq
+    tokens = config.train.global_batch * config.model.seq // config.layout.cp
     seconds = measured["step_ms"] / 1e3
-    tflops = flops(config, tokens) / seconds / 1e12
+    tflops = flops(config, config.train.global_batch * config.model.seq) / seconds / 1e12
     sheet = next((rate for part, rate in DATASHEET.items() if part in device.name), None)
     count = config.train.global_batch // config.train.micro_batch
     return {
         "device": device.name, "torch": torch.__version__, "precision": config.train.precision, "micro_batches": count,
-        "tp": config.layout.tp, "pp": config.layout.pp, "tokens_per_s": tokens / seconds, "tflops": tflops,
+        "tp": config.layout.tp, "cp": config.layout.cp, "pp": config.layout.pp, "seq": config.model.seq,
+        "tokens_per_s": tokens / seconds, "tflops": tflops,
         "mfu": tflops / sheet if sheet else None, "mfu_measured": tflops / floor.product_tflops,
         "floor_ms": floor.step_ms(count), "floor_loaded_ms": floor.step_ms(count, loaded=True),
         "of_floor": floor.step_ms(count) / measured["step_ms"], "floor": asdict(floor), **measured,
