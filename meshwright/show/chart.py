@@ -30,7 +30,8 @@ class Chart:
     def box(self) -> tuple[float, float, float, float]:
         points = [point for line in self.lines.values() for point in line]
         xs, ys = [p[0] for p in points] or [1.0], [p[1] for p in points] or [1.0]
-        return min(xs), max(max(xs), min(xs) * 1.01), min(ys) / 1.2, max(ys) * 1.2
+        margin = min(1.2, (max(ys) / min(ys)) ** 0.1) if max(ys) > min(ys) else 1.2
+        return min(xs), max(max(xs), min(xs) * 1.01), min(ys) / margin, max(ys) * margin
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         x0, x1, y0, y1 = self.box

@@ -255,6 +255,7 @@ def test_scaling_divides_experts(mixture: str, capsys: pytest.CaptureFixture[str
     assert "ep 8, etp 1" in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_the_search_of_a_large_mixture_is_quick() -> None:
     base = Job(config(DEEPSEEK_V3, train={"global_batch": 8192}), 2048, OWN, cluster_node=8)
     started = time.process_time()
