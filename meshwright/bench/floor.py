@@ -19,8 +19,10 @@ from meshwright.bench.models import job_of_bench, parameters, products
 from meshwright.bench.timing import copy_gb_s, draw, median_ms, times_ms
 from meshwright.config.sections import Config
 from meshwright.device import Device
+from meshwright.dryrun.stand_ins import documents_of
 from meshwright.layout.rows import ORDERS
 from meshwright.nn.context import ContextRows
+from meshwright.nn.documents import Documents, document_attention
 from meshwright.nn.grouped import grouped_product, grouped_weight_grad
 from meshwright.nn.pieces import Rows, kernel, kernel_backward
 from meshwright.parts.part import Product
@@ -108,6 +110,9 @@ def attention_call(config: Config, device: Device, dtype: torch.dtype) -> Callab
         heads, kv = heads // cp, max(1, kv // cp)
     q, k, v = (draw(device, dtype, batch, n, m.seq, m.head_dim).requires_grad_() for n in (heads, kv, kv))
     grad = torch.randn_like(q)
+    if config.data.reset_attention:
+        within = Documents.of(documents_of(m.seq)[None].repeat(batch, 0), device.torch)
+        return lambda: torch.autograd.grad(document_attention(q, k, v, within), (q, k, v), grad)
 
     def both(backend: SDPBackend | None = None) -> None:
         with nullcontext() if backend is None else sdpa_kernel(backend):

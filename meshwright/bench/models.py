@@ -109,8 +109,8 @@ def parameters(config: Config) -> int:
     return rank_parameters(job_of_bench(config), 0)
 
 
-def flops(config: Config, tokens: int) -> float:
+def flops(config: Config, tokens: int, visible: float = 1.0) -> float:
     """Returns the FLOPs of the first rank: three times the products of forward, with only those attention scores that
-    the causal mask leaves. An embedding is looked up, not multiplied."""
-    forward = sum(count * work.flops for work, count in work_of(config))
+    the causal mask leaves, and of these the `visible` share. An embedding is looked up, not multiplied."""
+    forward = sum(count * (work.flops - (1.0 - visible) * work.attention_flops) for work, count in work_of(config))
     return 3.0 * forward * tokens / (config.train.micro_batch * config.model.seq)

@@ -6,6 +6,7 @@ import statistics
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 
 from meshwright.bench.floor import Floor
@@ -15,7 +16,7 @@ from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import make_rank
-from meshwright.dryrun.stand_ins import release
+from meshwright.dryrun.stand_ins import documents_of, release
 from meshwright.train.loop import Ahead
 from meshwright.train.step import Trainer
 
@@ -49,11 +50,19 @@ def measure(trainer: Trainer, steps: int, warm: int = 3) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def visible_share(config: Config) -> float:
+    """Returns the share of causal attention's pairs that lie within a document."""
+    if not config.data.reset_attention:
+        return 1.0
+    lengths = np.bincount(documents_of(config.model.seq)).astype(float)
+    return float((lengths * (lengths + 1)).sum() / (config.model.seq * (config.model.seq + 1.0)))
+
+
 def as_json(config: Config, device: Device, measured: dict[str, Any], floor: Floor) -> dict[str, Any]:
     """Returns what the command prints as JSON."""
     tokens = config.train.global_batch * config.model.seq // config.layout.cp
     seconds = measured["step_ms"] / 1e3
-    tflops = flops(config, config.train.global_batch * config.model.seq) / seconds / 1e12
+    tflops = flops(config, config.train.global_batch * config.model.seq, visible_share(config)) / seconds / 1e12
     sheet = next((rate for part, rate in DATASHEET.items() if part in device.name), None)
     count = config.train.global_batch // config.train.micro_batch
     return {

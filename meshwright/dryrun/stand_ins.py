@@ -73,22 +73,29 @@ def _fill(group: Any) -> None:
     group.receive, group.reduce_scatter, group.shift, group.all_to_all = receive, reduce_scatter, shifted, all_to_all
 
 
-class RandomTokens:
-    """Samples of random ids, from `first` on. `fields` names further arrays of a sample: the "segments" of documents
-    whose lengths vary around `mean`, and "positions", which begin anew in each of them."""
+DOCUMENT_TOKENS = 2048  # around which the lengths of documents vary
 
-    def __init__(self, vocab: int, seq: int, first: int = 0, fields: Sequence[str] = (), mean: int = 2048) -> None:
-        self.vocab, self.seq, self.first, self.fields, self.mean = vocab, seq, first, fields, mean
+
+def documents_of(seq: int) -> np.ndarray[Any, Any]:
+    """Returns the numbers of the documents that tokens belong to, the same in every sample."""
+    begins = np.random.default_rng(0).random(seq) < 1.0 / DOCUMENT_TOKENS
+    return np.cumsum(begins, dtype=np.int64) - int(begins[0])
+
+
+class RandomTokens:
+    """Samples of random ids, from `first` on. `fields` names further arrays of a sample: "segments", the documents, and
+    "positions", which begin anew in each of them."""
+
+    def __init__(self, vocab: int, seq: int, first: int = 0, fields: Sequence[str] = ()) -> None:
+        self.vocab, self.seq, self.first = vocab, seq, first
+        segments, at = documents_of(seq), np.arange(seq, dtype=np.int64)
+        begins = np.maximum.accumulate(at * (np.diff(segments, prepend=0) > 0))
+        self.more = {name: {"segments": segments, "positions": at - begins}[name] for name in fields}
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
-        random = np.random.default_rng(n)
-        ids = random.integers(self.first, self.first + self.vocab, self.seq + 1)
+        ids = np.random.default_rng(n).integers(self.first, self.first + self.vocab, self.seq + 1)
         found = {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": np.ones(self.seq, dtype=np.int64)}
-        at = np.arange(self.seq, dtype=np.int64)
-        begins = random.random(self.seq) < (1.0 / self.mean if "segments" in self.fields else 0.0)
-        begins[0] = True
-        more = {"segments": np.cumsum(begins) - 1, "positions": at - np.maximum.accumulate(at * begins)}
-        return found | {name: more[name] for name in self.fields}
+        return found | self.more
 
 
 @torch.no_grad()
