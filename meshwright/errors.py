@@ -1,14 +1,23 @@
-"""The one exception for a user's mistake: the command line prints its sentence and exits with code 2."""
+"""What a user is told: the one exception for a mistake, which the command line prints before it exits with code 2, and
+the lines that say what happens."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 
 class UserError(ValueError):
     """Something the user can fix; the message is one sentence that says how."""
+
+
+def notice(text: str) -> None:
+    """Says in one line on stderr what happens. A terminal that is gone stops nobody."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from meshwright.train.datasets import datasets_of
 from meshwright.train.launch import warm_up
 from meshwright.train.processes import find_place
 from meshwright.train.run_folder import refuse_finished
+from meshwright.train.run_owner import refuse_owned
 
 EXAMPLES = """example:
   meshwright train examples/demo.yaml --nproc 8 layout.tp=2 layout.pp=2 train.steps=50
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--nproc {args.nproc} must be at least 1")
     if args.restarts < 0:
         raise UserError(f"--restarts {args.restarts} must not be negative")
+    refuse_owned(Path(config.run.dir))
     if args.nproc != 1:
         warm_up()
     from meshwright.device import check_machine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from meshwright.train.loop import GivingUp, Hook, Recording, Saving, TracedStep,
 from meshwright.train.losses import LossCounts
 from meshwright.train.processes import enter, find_place, joined_place, leave
 from meshwright.train.run_folder import RunFolder, refuse_finished
+from meshwright.train.run_owner import owning
 from meshwright.train.signals import StopRequests
 from meshwright.train.step import ForwardStep, Trainer, validation_samples
 
@@ -140,7 +142,17 @@ def compile_blocks(module: nn.Module) -> None:
 
 
 def run(trainer: Trainer, source: str | None, watcher: Watcher | None, hooks: Sequence[Hook]) -> None:
-    """Resumes, trains and closes the run. One rank writes the run's folder and drives the display."""
+    """Owns the run's folder, and trains in it. One rank writes it and drives the display."""
+    config = trainer.ctx.config
+    # Checkpoints in another folder may be those of another run too.
+    folders = [Path(config.run.dir), *([Path(config.checkpoint.dir)] if config.checkpoint.dir else [])]
+    with ExitStack() as held:
+        agree(trainer.ctx, (lambda: held.enter_context(owning(*folders))) if trainer.writes else None)
+        run_owned(trainer, source, watcher, hooks)
+
+
+def run_owned(trainer: Trainer, source: str | None, watcher: Watcher | None, hooks: Sequence[Hook]) -> None:
+    """Resumes, trains and closes the run."""
     ctx, config = trainer.ctx, trainer.ctx.config
     agree(ctx, (lambda: refuse_finished(config, source)) if trainer.writes else None)
     check_shared(trainer, checkpoint_folder(config))

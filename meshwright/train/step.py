@@ -140,8 +140,8 @@ class Trainer:
 
     @property
     def writes(self) -> bool:
-        """Whether this is the one rank that writes the run's folder: the first of those that hold the last stage."""
-        return self.ctx.pp_rank == self.ctx.layout.first_and_last[1] and self.ctx.mesh.is_first("tp", "dp", "cp")
+        """Whether this is the one rank that owns and writes the run's folder, and speaks: rank 0, on the first node."""
+        return self.ctx.rank == 0
 
     @property
     def micro_batches(self) -> int:
