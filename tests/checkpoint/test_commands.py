@@ -89,6 +89,9 @@ def test_restarts(folder: Path, start: Any) -> None:
         os.kill(ranks(folder, attempt)[attempt], signal.SIGKILL)
     code, said = ended(process)
     assert code == 0, said
+    for attempt in (0, 1):
+        again = f"all ranks start again (restart {attempt + 1} of 3, from the newest checkpoint)"
+        assert f"rank {attempt} was killed by SIGKILL; the other ranks were stopped; {again}\n" in said, said
     assert_same(run, complete(2, sections(folder, "straight", 16, checkpoint={"every": 4})))
     assert len(ranks(folder)) == 0, "the launcher removes its files"
 

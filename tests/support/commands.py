@@ -47,6 +47,7 @@ def torchrun(ranks: int) -> list[str]:
 def command(folder: Path, *words: str, launcher: Sequence[str] = (), **options: Any) -> subprocess.Popen[str]:
     (folder / "tmp").mkdir(exist_ok=True)
     env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp"), "PYTHONFAULTHANDLER": "1"}
+    env |= options.pop("env", {})
     return subprocess.Popen(
         [sys.executable, *launcher, "-m", "meshwright", "train", "config.yaml", *words],
         cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,

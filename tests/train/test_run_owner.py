@@ -21,13 +21,14 @@ STARTER = """
 import sys, time
 from pathlib import Path
 from meshwright.errors import UserError
-from meshwright.train.run_owner import Ownership
+from meshwright.train import run_owner
+run_owner.UNWRITTEN_S = 0.3
 folder, go = Path(sys.argv[1]), Path(sys.argv[2])
 print("ready", flush=True)
 while not go.exists():
     time.sleep(0.0005)
 try:
-    Ownership(folder)
+    run_owner.Ownership(folder)
     print("owns", flush=True)
 except UserError as error:
     print("refused", error, flush=True)
