@@ -144,8 +144,10 @@ def launch(
                 code, why = _attempt(ranks, attempt, Path(folder), stops, main, args)
                 if code in (0, 2) or code > 128 or attempt == restarts:
                     break
+                who, bug, _ = why.partition("Traceback")
+                said = f"{who}{why.splitlines()[-1]}" if bug else why or "the ranks hung"
                 again = f"restart {attempt + 1} of {restarts}, from the newest checkpoint"
-                notice(f"{why.splitlines()[-1] if why else 'the ranks hung'}; all ranks start again ({again})")
+                notice(f"{said}; all ranks start again ({again})")
         if code == 128 + signal.SIGINT and loses:
             why = loses()
         if why:

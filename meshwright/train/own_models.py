@@ -52,9 +52,9 @@ def _is_cast(ctx: Context, module: nn.Module) -> bool:
     return precision == "fp32" or floats <= {PRECISION_DTYPES[precision]} and precision != "fp8"
 
 
-def in_precision(ctx: Context, own: Sequence[nn.Module], forward_step: ForwardStep) -> ForwardStep:
+def in_precision(ctx: Context, modules: Sequence[nn.Module], forward_step: ForwardStep) -> ForwardStep:
     """The step of models of one's own, computed in the config's precision where their weights are in float32."""
-    if all(_is_cast(ctx, module) for module in own):
+    if all(_is_cast(ctx, module) for module in modules if is_own(module)):
         return forward_step
 
     def cast(ctx: Context, module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> Any:

@@ -103,8 +103,7 @@ def pretrain(
         validated = validation_samples(config)
         samples = (consumed_after(config, config.train.steps), validated, validated)
         train_data, valid_data, _ = datasets_provider(ctx, samples)
-        own = [module for module in modules if is_own(module)]
-        forward_step = in_precision(ctx, own, forward_step)
+        forward_step = in_precision(ctx, modules, forward_step)
         trainer = Trainer(ctx, modules, forward_step, train_data, valid_data, reducer, loss_counts)
         run(trainer, source, watcher, hooks, began)
     if own_world:  # after an error the process ends, and leaving could wait for peers that are gone
