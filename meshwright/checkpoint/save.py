@@ -25,6 +25,7 @@ from torch import Tensor
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint import tensor_file
+from meshwright.checkpoint.companions import copy_all
 from meshwright.checkpoint.contract import Checkpointed
 from meshwright.checkpoint.format import Index, SavedBlock
 from meshwright.comm.group import CommError
@@ -131,8 +132,11 @@ def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
     fmt.write_json(part_list(folder, rank), part)
 
 
-def commit(folder: Path, step: int, index: Index, keep: int, patience: float) -> None:
-    """Waits for every rank's part, checks that they cover every tensor, and makes the folder a checkpoint."""
+def commit(
+    folder: Path, step: int, index: Index, keep: int, patience: float, companions: Path | None = None
+) -> None:
+    """Waits for every rank's part, checks that they cover every tensor, and makes the folder a checkpoint, with copies
+    of the model's companions in it."""
     aside, final = folder / fmt.saving_name(step), folder / fmt.folder_name(step)
     parts = [part_list(aside, rank) for rank in range(index.world)]
     wait_for(parts, patience)
@@ -143,6 +147,8 @@ def commit(folder: Path, step: int, index: Index, keep: int, patience: float) ->
         index.tensors |= part["tensors"]
         index.blocks += [SavedBlock.read(row) for row in part["blocks"]]
     assert not index.incomplete(), f"not all elements of {index.incomplete()} were written"
+    if companions is not None:
+        copy_all(companions, aside)
     fmt.write_index(aside, index)
     for path in parts:
         path.unlink()
@@ -194,8 +200,10 @@ class Saver:
         # while the main thread computes gradients; the update, which changes them, waits here until the copy is done.
         self._staged = threading.Event()
         self._staged.set()
-        trainer.before_update = self._staged.wait
+        trainer.before_update = self._wait_for_copy
         self.saved_step: int | None = None
+        self.companions: Path | None = None  # a folder of what every checkpoint gets a copy of
+        self.blocked_s = self.took_s = 0.0  # of the last save: how long training waited for it, how long it took
 
     def __enter__(self) -> Saver:
         return self
@@ -215,13 +223,25 @@ class Saver:
     def save(self, last: bool = False) -> bool:
         """Begins a save of the present state; False if it is skipped since the one before is still under way. The
         `last` state of a run is never skipped."""
-        if self.busy == "skip" and not last and self._any(self._thread is not None and self._thread.is_alive()):
+        if self.busy == "skip" and not last and self._any(self.is_writing):
             return False
         self.wait()
+        begun = time.monotonic()
         self._begin()
         if not self.asynchronous:
             self.wait()
+        self.blocked_s = time.monotonic() - begun
         return True
+
+    @property
+    def is_writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _wait_for_copy(self) -> None:
+        if not self._staged.is_set():
+            begun = time.monotonic()
+            self._staged.wait()
+            self.blocked_s += time.monotonic() - begun
 
     def _begin(self) -> None:
         if self.saved_step is not None:
@@ -247,7 +267,7 @@ class Saver:
             return bool(ctx.mesh.world.agreed(float(here), ctx.device.torch))
 
     def _write(self, snapshot: Snapshot, index: Index, copies: SideStream) -> None:
-        aside, rank = self.folder / fmt.saving_name(index.step), self.trainer.ctx.rank
+        aside, rank, begun = self.folder / fmt.saving_name(index.step), self.trainer.ctx.rank, time.monotonic()
         try:
             with copies:
                 self._stage(snapshot)
@@ -255,7 +275,7 @@ class Saver:
                 self._staged.set()
             write_part(aside, rank, snapshot)
             if self.trainer.writes:
-                commit(self.folder, index.step, index, self.keep, self._patience)
+                commit(self.folder, index.step, index, self.keep, self._patience, self.companions)
         except BaseException as error:
             mark_failed(aside, rank)
             self._failures += 1
@@ -268,7 +288,7 @@ class Saver:
                 text = f"meshwright: warning: {self._error!s}; {next_one} the next one"
                 print(text, file=sys.stderr, flush=True)
         else:
-            self._failures = 0
+            self._failures, self.took_s = 0, time.monotonic() - begun
         finally:
             self._staged.set()
 

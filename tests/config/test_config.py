@@ -184,3 +184,19 @@ def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str])
         main([command, "--help"])
     assert stop.value.code == 0
     assert "example" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "seconds"),
+    [("auto", 0, 900.0), (500, 500, 0.0), (0, 0, 0.0), ("30min", 0, 1800.0), ("1h30min", 0, 5400.0), ("0.5s", 0, 0.5)],
+)
+def test_how_often_to_save(given: str | int, steps: int, seconds: float) -> None:
+    words = [f"checkpoint.every={given}", "data.prefixes=x", "model.preset=gpt2-124m"]
+    checkpoint = load_config(None, words).checkpoint
+    assert (checkpoint.every_steps, checkpoint.every_seconds) == (steps, seconds)
+
+
+@pytest.mark.parametrize("word", ["checkpoint.every=often", "run.time_limit=5", "run.time_limit=h"])
+def test_times_that_are_none(word: str) -> None:
+    with pytest.raises(UserError, match="is not a time: give it as 90s, 30min or 1h30min"):
+        load_config(None, [word, "data.prefixes=x", "model.preset=gpt2-124m"])
