@@ -65,7 +65,7 @@ def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
     if short.kv_rank:
         return LatentAttentionPart(
             model.hidden, model.heads, short.q_rank, short.kv_rank, short.nope_dim, short.rope_dim, short.v_dim, normal,
-            output, model.norm_eps, model.dropout,
+            output, model.norm_eps, model.dropout, model.rope_scaling.attention_factors(latent=True)[1],
         )  # fmt: skip
     return AttentionPart(
         model.hidden, model.heads, model.kv_heads, model.head_dim, normal, output, model.position == "rope", model.bias,
