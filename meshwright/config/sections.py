@@ -235,12 +235,20 @@ class RecomputeConfig:
     """Which activations backward computes again instead of keeping them."""
 
     mode: str = "none"  # none, selective (the attention core), full (each block), every:N (each run of N blocks)
+    offload: bool = False  # the inputs of recomputed blocks go to host memory
+    pieces: int = 1  # over tokens, of each block's MLP: each piece is computed again in backward, in every mode
 
     def __post_init__(self) -> None:
+        positive("recompute", self, "pieces")
         number = self.mode.removeprefix("every:")
         every = number != self.mode and number.isdecimal() and int(number) > 0
         if self.mode not in ("none", "selective", "full") and not every:
             raise UserError(f"recompute.mode={self.mode} is not one of none, selective, full, every:N (N blocks)")
+        if self.offload and not self.blocks:
+            raise UserError(
+                f"recompute.offload=true moves the inputs of recomputed blocks, and recompute.mode={self.mode} "
+                "recomputes none: set recompute.mode=full"
+            )
 
     @property
     def blocks(self) -> int:
@@ -248,6 +256,12 @@ class RecomputeConfig:
         if self.mode == "full":
             return 1
         return int(self.mode.removeprefix("every:")) if self.mode.startswith("every:") else 0
+
+    def offloaded(self, runs: int, first: bool, last: bool) -> range:
+        """Returns which of a chunk's runs of blocks have their input in host memory: not the one whose input another
+        stage sent, which waits on the device for its gradient, and not the model's last, whose backward comes next.
+        `first` and `last`: whether the model begins or ends in the chunk."""
+        return range(int(not first), runs - int(last)) if self.offload else range(0)
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from meshwright.parts.gpt import (
     KV_COPIES,
     KV_GROUPS,
     AttentionPart,
-    MLPPart,
     NormPart,
     OutputLayerPart,
     PositionEmbeddingPart,
     TokenEmbeddingPart,
 )
 from meshwright.parts.latent import LatentAttentionPart
+from meshwright.parts.mlp import MLPPart
 from meshwright.parts.part import BlockUnit, Model, NamedPart, Part, Stage, Unit
 from meshwright.schedule.kinds import ends_of
 
@@ -40,7 +40,7 @@ def gpt(model: ModelConfig) -> Model:
     def block(*last: tuple[str, Part]) -> BlockUnit:
         # Experts and latent attention state themselves what they keep of their norm.
         first = replace(norm, keeps_output=False) if model.latent.kv_rank else norm
-        second = replace(norm, keeps_output=False) if last[0][0] == "experts" else norm
+        second = replace(norm, keeps_output=False) if last[0][0] == "experts" else replace(norm, of_mlp=True)
         parts = [("norm1", first), ("attention", attention), ("norm2", second), *last]
         named = tuple(NamedPart(key, key, part) for key, part in parts)
         return BlockUnit(named, h, model.parallel_residual, model.dropout)

@@ -91,6 +91,7 @@ def unit_time(unit: Unit, where: Setting) -> UnitTime:
         share = stack.selective
     elif block and where.recompute != "none":
         again, share = forward, 1.0
+    again += sum(_product_seconds(p, (p.m, p.n, p.k), where) for p in work.products if p.again)
     tp = _tensor_parallel(unit, where, linear, share)
     cp = _context_parallel(unit, where, attention, share if where.recompute != "selective" else 0.0)
     return UnitTime(forward, backward, again, *tp, work.flops, *cp)

@@ -201,6 +201,10 @@ SPECIAL = [
     _special("position-offset-relu", _cut(1, 1, 2), {"segments": True}, model__position_offset=2, model__mlp="relu"),
     _special("rope-scaling", _cut(1, 2, 1, **_LLAMA), model__rope_scaling=_rope("llama3", 8)),
     _special("rope-scaling", _cut(1, 1, 2, **_LLAMA), {"segments": True}, model__rope_scaling=_rope("dynamic", 8)),
+    _special("pieces", _cut(1, 2, 1, sp=True, **_LLAMA), recompute__pieces=3, recompute__mode="full"),
+    _special("pieces", _cut(2, 2, 1), recompute__pieces=2, zero__stage=2),  # with biases
+    _special("pieces", _cut(1, 2, 2, **_LLAMA, **_INTERLEAVED), recompute__pieces=16, recompute__mode="every:2"),
+    _special("pieces", _cut(2, 1, 1, **_LLAMA), {"blind": True}, recompute__pieces=5, zero__stage=3),
     _special("one-bucket", _cut(2, 2, 1), comm__bucket_mib=25.0),
     _special("bucket-a-parameter", _cut(2, 1, 2), comm__bucket_mib=1e-4),
     _special("sgd-unclipped", _cut(2, 2, 1), optimizer__name="sgd", train__clip=0.0),
@@ -404,7 +408,7 @@ _QUICK_SHARDED = ("zero1-node", "zero3-ramp", "zero3-chunks-on-one-rank")
 _QUICK_LABELS = (
     "chunks-on-one-rank", "uneven-split", "micro-batch-2", "documents", "masked-rank", "ramp", "order",
     "rank-without-vocabulary", "kv-copies-with-bias", "split-ends-without-layers", "qk-norm", "qk-norm-over-all",
-    "partial-rotary-parallel-residual", "alibi-embedding-norm",
+    "partial-rotary-parallel-residual", "alibi-embedding-norm", "pieces",
 )  # fmt: skip
 _QUICK_EXPERTS = (
     "dp2-tp1-pp1-1f1b-llama-tied-deepseek-ep2",  # ep across dp
