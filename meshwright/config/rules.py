@@ -191,9 +191,10 @@ def batch_divides(c: Config, world: int) -> Iterator[str]:
     for size in sizes:
         if size % unit:
             where = "train.ramp passes through" if c.train.ramp else "train.global_batch ="
+            near = either(sorted({max(unit, size // unit * unit), -(-size // unit) * unit}))
             yield (
                 f"{where} {size} samples, which is not a multiple of dp x micro_batch = {dp} x "
-                f"{c.train.micro_batch} = {unit}: try {max(unit, size // unit * unit)} or {-(-size // unit) * unit}"
+                f"{c.train.micro_batch} = {unit}: try {near}"
             )
 
 

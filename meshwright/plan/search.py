@@ -12,17 +12,18 @@ from operator import attrgetter
 from typing import Any
 
 from meshwright.config.rules import RULES, TENSOR_PARALLEL_RULES, first_broken_rule
-from meshwright.config.sections import Config
+from meshwright.config.sections import Config, RecomputeConfig
 from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import setting_of, unit_time
 from meshwright.plan.cost import Cost, predict_cost
 from meshwright.plan.flops import best_split
 from meshwright.plan.job import Job
-from meshwright.plan.memory import needed_gib
+from meshwright.plan.memory import GIB, largest, needed_gib
 from meshwright.schedule.kinds import KINDS, default_kind
 
 RECOMPUTE = ("none", "selective", "full")
+NOTHING_AGAIN = {"mode": "none", "offload": False, "pieces": 1}
 PRUNE_RATIO = 1.5  # layouts whose compute and bubble alone take this much longer than the best step are skipped
 BEST_ONLY_RATIO = 1.1  # the same where only the best is wanted: the error of a closed formula
 REFINE_TOP = 12  # the best this many by closed formulas are timed again by their own schedule tables
@@ -61,6 +62,8 @@ class SearchSpace:
 
     zero: tuple[int, ...] = _key("zero.stage", (0, 1, 2, 3))
     recompute: tuple[str, ...] = _key("recompute.mode", RECOMPUTE)
+    offload: tuple[bool, ...] = _key("recompute.offload", (False,))
+    pieces: tuple[int, ...] = _key("recompute.pieces", (1,))
     orders: tuple[str, ...] = _key("layout.order", ("tp-cp-ep-dp-pp", "tp-pp-cp-ep-dp"))
     cp: tuple[int, ...] = _key("layout.cp", (1,))
     tp: tuple[int, ...] = _key("layout.tp")  # empty: all up to the node's devices
@@ -94,7 +97,7 @@ def shapes(base: Job, space: SearchSpace) -> Iterator[Job]:
     """Yields every valid combination of keys of the layout and micro-batches, with unsharded states."""
     model, batch, devices = base.config.model, base.global_batch, base.world
     pipeline = {"split": (), "schedule": default_kind(1)}
-    base = base.replaced(zero={"stage": 0}, recompute={"mode": "none"}, pipeline=pipeline)
+    base = base.replaced(zero={"stage": 0}, recompute=NOTHING_AGAIN, pipeline=pipeline)
     for tp in divisors(devices):
         cut = base.replaced(layout={"tp": tp, "pp": 1, "cp": 1, "chunks": 1, "sequence_parallel": False})
         allowed = tp in space.tp if space.tp else tp <= base.node_size
@@ -205,14 +208,30 @@ def _least_seconds(shape: Job, cluster: Cluster) -> float:
 def _first_that_fits(
     shape: Job, zero: int, cluster: Cluster, limit: float, space: SearchSpace, found: SearchResult
 ) -> tuple[Job, float] | None:
-    for mode in space.recompute:
-        tried = shape.replaced(zero={"stage": zero}, recompute={"mode": mode})
+    for keys in recompute_settings(space):
+        tried = shape.replaced(zero={"stage": zero}, recompute=keys)
         memory = needed_gib(tried, cluster)
-        if memory <= limit:
+        if memory <= limit and (not keys["offload"] or host_gib(tried) <= cluster.node.host_gib):
             return tried, memory
         if found.nearest is None or memory < found.nearest[0]:
             found.nearest = (memory, tried)
     return None
+
+
+@lru_cache(maxsize=64)
+def recompute_settings(space: SearchSpace) -> list[dict[str, Any]]:
+    """Returns what may be recomputed and offloaded, from the fastest to what needs the least memory: host memory and
+    then pieces come to the mode that recomputes most."""
+    again = [(pieces, offload) for pieces in space.pieces for offload in space.offload]
+    least = [(mode, *again[0]) for mode in space.recompute] + [(space.recompute[-1], *each) for each in again[1:]]
+    blocks = {mode for mode in space.recompute if RecomputeConfig(mode).blocks}
+    keys = [{"mode": mode, "pieces": pieces, "offload": offload} for mode, pieces, offload in least]
+    return [each for each in keys if each["mode"] in blocks or not each["offload"]]
+
+
+def host_gib(job: Job) -> float:
+    """Returns the GiB of a node's memory that its ranks' offloaded activations take."""
+    return largest(job).offloaded * min(job.node_size, job.world) / GIB
 
 
 def why_nothing(
@@ -243,6 +262,7 @@ def why_nothing(
     return UserError(
         f"the model fits nowhere on {devices} x {cluster.device.name}{under}: the nearest layout (tp={c.layout.tp}, "
         f"pp={c.layout.pp}, dp={job.layout.dp}, micro-batch {c.train.micro_batch}, zero {c.zero.stage}, recompute "
-        f"{c.recompute.mode}) needs {needed:.1f} GiB of {limit:.1f}, {needed - limit:.1f} GiB too much: use devices "
+        f"{c.recompute.mode}{' and offloaded' if c.recompute.offload else ''}) needs {needed:.1f} GiB of {limit:.1f}, "
+        f"{needed - limit:.1f} GiB too much: use devices "
         f"with more memory{enough}" + (f"; others break a rule: {found.refused}" if found.refused else "")
     )
