@@ -37,9 +37,12 @@ def test_offload_changes_no_loss(optimizer: str, params: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("compiled", ["false", "true"])
-@pytest.mark.parametrize("mode", ["selective", "full", "every:2"])
-def test_recomputation_changes_no_loss(mode: str, compiled: str) -> None:
-    found, plain = losses(compiled, recompute={"mode": mode}), losses(compiled)
+@pytest.mark.parametrize(
+    "recompute", [{"mode": "selective"}, {"mode": "full"}, {"mode": "every:2"}, {"pieces": 4},
+                  {"mode": "full", "pieces": 3, "offload": True}], ids=str,
+)  # fmt: skip
+def test_recomputation_changes_no_loss(recompute: dict[str, Any], compiled: str) -> None:
+    found, plain = losses(compiled, recompute=recompute), losses(compiled)
     assert found == pytest.approx(plain, rel=2e-3), (found, plain)
 
 
