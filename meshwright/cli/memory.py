@@ -18,7 +18,8 @@ EXAMPLES = """example:
   meshwright memory config.yaml --world 64 zero.stage=1
   meshwright memory gpt3-175b layout.tp=8 layout.pp=16 train.global_batch=1536 --world 1024 --rank 0 --json
 
-`buffers` holds what is gathered or in flight; `peak` is the most at once in a step, not a sum. --json has bytes."""
+`buffers` holds what is gathered or in flight; `peak` is the most at once in a step, not a sum;
+`offloaded` are activations in host memory. --json has bytes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from meshwright.cli.common_args import cluster_arguments, planned_from_args
 from meshwright.cli.files import write
 from meshwright.cli.plan_page import page, ranking_cells
 from meshwright.config.rules import context_is_shared
-from meshwright.config.sections import Config
+from meshwright.config.sections import Config, RecomputeConfig
 from meshwright.errors import UserError
 from meshwright.parts.part import active_parameters, parameter_count
 from meshwright.plan.account import experts_json, layout_of_cost, layout_words, parameters_words
@@ -94,16 +94,22 @@ def without_twins(candidates: list[Candidate]) -> list[Candidate]:
 
 
 LONG_CONTEXT = 16384  # tokens from which on sharing sequences is tried: the search then takes about thrice the time
+PIECES = (1, 8)  # of MLPs, over the tokens of long sequences
 
 
 def _space(config: Config, words: list[str]) -> SearchSpace:
-    """Returns the search space: what the words leave open, and context parallelism for long sequences."""
+    """Returns the search space: what the words leave open, and for long sequences context parallelism, activations in
+    host memory and MLPs in pieces."""
     fixed = fixed_keys(words)
     space = space_of(config, fixed)
     probe = replace(config, layout=replace(config.layout, cp=2))
     long = config.model.seq >= LONG_CONTEXT
     if "layout.cp" not in fixed and long and not any(context_is_shared(probe, 2)):
         space = replace(space, cp=(1, 2, 4, 8))
+    if "recompute.offload" not in fixed and long and any(RecomputeConfig(mode).blocks for mode in space.recompute):
+        space = replace(space, offload=(False, True))
+    if "recompute.pieces" not in fixed and long and not config.model.experts.count and config.train.precision != "fp8":
+        space = replace(space, pieces=PIECES)
     return space
 
 

@@ -191,9 +191,10 @@ def batch_divides(c: Config, world: int) -> Iterator[str]:
     for size in sizes:
         if size % unit:
             where = "train.ramp passes through" if c.train.ramp else "train.global_batch ="
+            near = either(sorted({max(unit, size // unit * unit), -(-size // unit) * unit}))
             yield (
                 f"{where} {size} samples, which is not a multiple of dp x micro_batch = {dp} x "
-                f"{c.train.micro_batch} = {unit}: try {max(unit, size // unit * unit)} or {-(-size // unit) * unit}"
+                f"{c.train.micro_batch} = {unit}: try {near}"
             )
 
 
@@ -239,6 +240,22 @@ def fp8_fits_tokens(c: Config, world: int) -> Iterator[str]:
         )
 
 
+def pieces_cut_tokens(c: Config, world: int) -> Iterator[str]:
+    pieces, tokens, experts = c.recompute.pieces, c.train.micro_batch * c.model.seq // c.layout.cp, c.model.experts
+    if pieces > 1 and all(experts.in_block(layer) for layer in range(c.model.layers)):
+        yield (
+            f"recompute.pieces={pieces} cuts the tokens of dense MLPs, and all blocks of this model have experts: "
+            "leave it out"
+        )
+    if pieces > tokens:
+        yield f"recompute.pieces={pieces} is more than the {tokens} tokens of a rank's micro-batch: lower it"
+    elif c.train.precision == "fp8" and pieces > 1 and (tokens % pieces or tokens // pieces % FP8_UNIT):
+        yield (
+            f"recompute.pieces={pieces} does not cut the {tokens} tokens of a rank's micro-batch into multiples of "
+            f"{FP8_UNIT}, which train.precision=fp8 multiplies: change it, or set train.precision=bf16"
+        )
+
+
 def lr_fits_steps(c: Config, world: int) -> Iterator[str]:
     if c.lr.warmup > c.train.steps:
         yield f"lr.warmup={c.lr.warmup} is longer than train.steps={c.train.steps}: lower it"
@@ -272,7 +289,7 @@ RULES: list[Rule] = [
     context_is_shared, world_divides, experts_are_cut, etp_divides_experts, order_names_axes,
     experts_stay_with_their_blocks, tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits,
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
-    dtypes_fit_precision, fp8_fits_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
+    dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
     compiles_without_dropout, backend_fits_device,
 ]  # fmt: skip
 

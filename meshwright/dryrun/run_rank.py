@@ -96,7 +96,14 @@ def _dry_step(trainer: Trainer, dry: MetaMode) -> Counts:
     saved = SavedBytes(lasting(trainer))
     with saved:
         trainer.step()
-    return {"activations": saved.bytes.most, "gathered": storages.named.most, "peak": storages.all.most}
+    found = {"activations": saved.bytes.most, "gathered": storages.named.most, "peak": storages.all.most}
+    return found | _offloaded(trainer)
+
+
+def _offloaded(trainer: Trainer) -> Counts:
+    """Returns the most bytes of activations that were in host memory at once, where they may be."""
+    memory = trainer.ctx.parallel.offload
+    return {} if memory is None else {"offloaded": memory.most_bytes}
 
 
 def lasting(trainer: Trainer) -> Iterable[Tensor]:
@@ -118,7 +125,7 @@ def _timed_steps(trainer: Trainer) -> tuple[Counts, float]:
     seconds = statistics.median(trainer.step().step_time_s for _ in range(TIMED))
     device.synchronize()
     peak = device.peak_bytes()
-    return {} if peak is None else {"peak": peak}, seconds
+    return ({} if peak is None else {"peak": peak}) | _offloaded(trainer), seconds
 
 
 def state_bytes(trainer: Trainer) -> Counts:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshwright.layout.params import Box, Init, ParamRecord, whole
-from meshwright.parts.gpt import ZEROS, MLPPart
+from meshwright.parts.gpt import ZEROS
+from meshwright.parts.mlp import MLPPart
 from meshwright.parts.part import (
     Collective,
     Coordinate,
@@ -160,7 +161,7 @@ class ExpertsPart(Part):
         # Rows are copied to the experts and summed on their way back; the activation reads and writes between.
         moved = float(rows * (up + width + 3 * hidden) * batch.element)
         found = Work(products, moved=moved, kernels=24)
-        return found + self.shared.work(at, batch, kernels) if self.shared is not None else found
+        return found + self.shared.work(at, batch, replace(kernels, pieces=1)) if self.shared is not None else found
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
         """Yields the calls of experts that get equal numbers of rows.
@@ -233,7 +234,7 @@ class ExpertsPart(Part):
         yield Kept("expert features", rows * (up * e + wide))
         yield Kept("expert rows", 3 * rows * INDEX_BYTES)
         if self.shared is not None:
-            yield from self.shared.kept(at, batch, kernels)
+            yield from self.shared.kept(at, batch, replace(kernels, pieces=1))
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Returns the bytes of the gradient's rows, as they arrive and as the experts take them, and of the gradient of

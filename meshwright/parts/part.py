@@ -116,7 +116,7 @@ class Product:
 
     `linear`: one factor is a weight. `scattered`: under sequence parallelism each tp rank keeps only its own rows of
     the result. `precise`: it runs in bf16 where others run in fp8. `groups`: the m rows are divided among so many
-    weights; 0: there is one, for all rows.
+    weights; 0: there is one, for all rows. `again`: in backward it is computed once more, whatever else is recomputed.
     """
 
     name: str
@@ -128,6 +128,7 @@ class Product:
     scattered: bool = False
     precise: bool = False
     groups: int = 0
+    again: bool = False
 
     @property
     def flops(self) -> float:
@@ -181,11 +182,12 @@ class LossTerm(NamedTuple):
 
 class Kept(NamedTuple):
     """A tensor that is kept for backward. `core`: the attention core produces it, so recomputing the core saves its
-    memory."""
+    memory. `passing`: it exists only while its part's backward runs."""
 
     name: str
     size: float
     core: bool = False
+    passing: bool = False
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,7 @@ class Kernels:
     mask_bytes: float = 0.0  # per element of a dropout mask; 0: as many as an activation has
     logit_bytes: float = 0.0  # per logit, at the peak of a loss that makes all logits at once; 0: our loss in pieces
     host: bool = False  # a CPU's kernels keep other things
+    pieces: int = 1  # of our MLPs, over tokens
     own: bool = True  # our kernels; of other programs only what they keep is known, not their temporary memory
 
     __hash__ = hash_once

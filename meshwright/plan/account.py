@@ -29,13 +29,15 @@ def layout_of_cost(cost: Cost) -> dict[str, Any]:
         **({"ep": layout.ep, "etp": layout.etp} if c.model.experts.count else {}), "chunks": c.layout.chunks,
         "order": c.layout.order, "sequence_parallel": c.layout.sequence_parallel and c.layout.tp > 1,
         "schedule": c.pipeline.schedule, "micro_batch": c.train.micro_batch, "zero": c.zero.stage,
-        "recompute": c.recompute.mode, "split": list(c.pipeline.split),
+        "recompute": c.recompute.mode, "offload": c.recompute.offload, "pieces": c.recompute.pieces,
+        "split": list(c.pipeline.split),
     }  # fmt: skip
 
 
 def layout_words(layout: dict[str, Any]) -> str:
     """Describes a layout in a few words; defaults are left out."""
-    plain = {"split": [], "cp": 1, "chunks": 1, "order": "tp-cp-ep-dp-pp", "schedule": default_kind(1)}
+    plain: dict[str, Any] = {"split": [], "cp": 1, "chunks": 1, "order": "tp-cp-ep-dp-pp", "schedule": default_kind(1)}
+    plain |= {"offload": False, "pieces": 1}
     names = {"sequence_parallel": "sp", "micro_batch": "micro-batch"}
     return ", ".join(
         f"{names.get(key, key)} {_value(value)}" for key, value in layout.items() if plain.get(key) != value

@@ -114,6 +114,7 @@ def _unit_time(unit: Unit, where: Setting) -> UnitTime:
         share = stack.selective
     elif block and where.recompute != "none":
         again, share = forward, 1.0
+    again += sum(_product_seconds(p, where) for p in work.products if p.again)
     axes = (
         _tensor_parallel(unit, where, linear, share),
         _context_parallel(unit, where, attention, share if where.recompute != "selective" else 0.0),

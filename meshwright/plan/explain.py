@@ -14,7 +14,7 @@ from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.memory import needed_gib
 from meshwright.plan.reduction import divided
 from meshwright.plan.search import Candidate, divided_otherwise
-from meshwright.show.units import percent, seconds
+from meshwright.show.units import percent, seconds, size
 
 # The keys that a written config always names, even where they have their default.
 ALWAYS_WRITTEN = {
@@ -67,7 +67,12 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
     mode = {"none": "Nothing is recomputed", "selective": "Only attention's core is recomputed"}
     room = cost.cluster.device.memory_gib - best.memory_gib
     left = f"{room:.1f} GiB of the device stay free" if room >= 0 else f"{-room:.1f} GiB more than the device has"
-    lines.append(f"{mode.get(c.recompute.mode, 'Blocks are recomputed')}; {left}.")
+    again = mode.get(c.recompute.mode, "Blocks are recomputed")
+    if c.recompute.offload:
+        again += f" and their inputs, {size(cost.memory.offloaded)} of a rank, are in host memory"
+    if c.recompute.pieces > 1:
+        again += f"; MLPs run in {c.recompute.pieces} pieces, each computed again"
+    lines.append(f"{again}; {left}.")
     return lines
 
 

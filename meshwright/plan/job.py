@@ -84,7 +84,7 @@ class Job:
 
     @cached_property
     def kernels(self) -> Kernels:
-        return self.stack.kernels(self.host)
+        return self.stack.kernels(self.host, self.config.recompute.pieces)
 
     @cached_property
     def states(self) -> States:

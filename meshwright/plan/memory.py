@@ -35,6 +35,7 @@ class Memory:
     activations: float  # all micro-batches in flight
     buffers: float  # gathered weights, whole gradients, and pieces of states in flight
     peak: float  # the most that is allocated at once in a step
+    offloaded: float = 0.0  # activations in host memory
 
     @property
     def states(self) -> float:
@@ -129,7 +130,7 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
     """Returns the memory of one rank of a pipeline stage."""
     sizes, states = buffer_sizes(job, pp_rank), rank_states(job, pp_rank)
     held = job.chunks[pp_rank]
-    chunks, forwards, backwards = rank_activations(job, pp_rank)
+    chunks, forwards, backwards, away = rank_activations(job, pp_rank)
     kept = max(forwards)
     most, buffers = max(total + chunk.loss for total, chunk in zip(forwards, chunks, strict=True)), 0.0
     for number, (total, chunk, whole) in enumerate(zip(backwards, chunks, whole_bytes(job, pp_rank), strict=True)):
@@ -147,9 +148,9 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
             most = max(most, total + moment.kept + moment.working + flying[moment.unit] + rows)
     if not job.stack.own:
         gathered = gathered_bytes(job, pp_rank)
-        return Memory(pp_rank, *states, kept, gathered + most - kept, sum(states) + most + gathered)
+        return Memory(pp_rank, *states, kept, gathered + most - kept, sum(states) + most + gathered, away)
     rings = sum(ring_bytes(job, [n // one.shards for n in one.buckets]) for one in sizes if one.trained)
-    return Memory(pp_rank, *states, kept, buffers + rings, sum(states) + most + rings)
+    return Memory(pp_rank, *states, kept, buffers + rings, sum(states) + most + rings, away)
 
 
 def _rows_gradient(job: Job) -> float:

@@ -12,9 +12,9 @@ from meshwright.schedule.kinds import build
 from meshwright.schedule.table import action_counts
 
 STATES = ("parameters", "gradients", "master", "optimizer")
-MEMORY_KINDS = (*STATES, "activations", "buffers", "peak")
+MEMORY_KINDS = (*STATES, "activations", "buffers", "peak", "offloaded")
 # The kinds of memory whose peak the dry run measures, by its name for them.
-PEAK_KINDS = {"activations": "activations", "gathered": "buffers", "peak": "peak"}
+PEAK_KINDS = {"activations": "activations", "gathered": "buffers", "peak": "peak", "offloaded": "offloaded"}
 
 Counts = dict[str, int]
 

@@ -15,17 +15,18 @@ from operator import attrgetter
 from typing import Any
 
 from meshwright.config.rules import EXPERT_RULES, RULES, TENSOR_PARALLEL_RULES, first_broken_rule
-from meshwright.config.sections import Config
+from meshwright.config.sections import Config, RecomputeConfig
 from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import UnitTime, setting_of, unit_time
 from meshwright.plan.cost import Cost, predict_cost
 from meshwright.plan.flops import best_split
 from meshwright.plan.job import Job
-from meshwright.plan.memory import needed_gib, states_gib
+from meshwright.plan.memory import GIB, largest, needed_gib, states_gib
 from meshwright.schedule.kinds import KINDS, default_kind
 
 RECOMPUTE = ("none", "selective", "full")
+NOTHING_AGAIN = {"mode": "none", "offload": False, "pieces": 1}
 PRUNE_RATIO = 1.3  # layouts whose compute and bubble alone take this much longer than the best step are skipped
 BEST_ONLY_RATIO = 1.1  # the same where only the best is wanted: the error of a closed formula
 REFINE_TOP = 12  # the best this many by closed formulas are timed again by their own schedule tables
@@ -66,6 +67,8 @@ class SearchSpace:
 
     zero: tuple[int, ...] = _key("zero.stage", (0, 1, 2, 3))
     recompute: tuple[str, ...] = _key("recompute.mode", RECOMPUTE)
+    offload: tuple[bool, ...] = _key("recompute.offload", (False,))
+    pieces: tuple[int, ...] = _key("recompute.pieces", (1,))
     orders: tuple[str, ...] = _key("layout.order", ("tp-cp-ep-dp-pp", "tp-pp-cp-ep-dp"))
     cp: tuple[int, ...] = _key("layout.cp", (1,))
     ep: tuple[int, ...] = _key("layout.ep")  # empty: powers of two
@@ -102,7 +105,7 @@ def shapes(base: Job, space: SearchSpace, cluster: Cluster | None = None) -> Ite
     given, ways to divide experts are left out that are slower there than another and divide them no further."""
     model, batch, devices = base.config.model, base.global_batch, base.world
     pipeline = {"split": (), "schedule": default_kind(1)}
-    base = base.replaced(zero={"stage": 0}, recompute={"mode": "none"}, pipeline=pipeline)
+    base = base.replaced(zero={"stage": 0}, recompute=NOTHING_AGAIN, pipeline=pipeline)
     for tp in divisors(devices):
         alone = {"pp": 1, "cp": 1, "ep": 1, "etp": 0, "chunks": 1, "sequence_parallel": False}
         cut = base.replaced(layout={"tp": tp} | alone)
@@ -296,21 +299,42 @@ def _least_of(time: UnitTime) -> float:
 def _first_that_fits(
     shape: Job, zero: int, cluster: Cluster, limit: float, space: SearchSpace, found: SearchResult
 ) -> tuple[Job, float] | None:
-    def tried(mode: str) -> tuple[Job, float]:
-        job = shape.replaced(zero={"stage": zero}, recompute={"mode": mode})
+    def tried(keys: dict[str, Any]) -> tuple[Job, float]:
+        job = shape.replaced(zero={"stage": zero}, recompute=keys)
         return job, needed_gib(job, cluster)
 
-    first, *others = space.recompute
+    def fits(job: Job, memory: float) -> bool:
+        return memory <= limit and host_gib(job) <= cluster.node.host_gib
+
+    first, *others = recompute_settings(space)
     job, memory = tried(first)
-    if memory > limit and others:  # the last mode keeps the least: where that is too much, so are the others
+    if memory > limit and others:  # the last keeps the least: where that is too much, so are the others
         job, memory = tried(others[-1])
         if memory <= limit:
-            job, memory = next((each for each in map(tried, others[:-1]) if each[1] <= limit), (job, memory))
-    if memory <= limit:
+            job, memory = next((each for each in map(tried, others[:-1]) if fits(*each)), (job, memory))
+    if fits(job, memory):
         return job, memory
     if found.nearest is None or memory < found.nearest[0]:
         found.nearest = (memory, job)
     return None
+
+
+@lru_cache(maxsize=64)
+def recompute_settings(space: SearchSpace) -> list[dict[str, Any]]:
+    """Returns what may be recomputed and offloaded, from the fastest to what needs the least memory: host memory and
+    then pieces come to the mode that recomputes most."""
+    again = [(pieces, offload) for pieces in space.pieces for offload in space.offload]
+    least = [(mode, *again[0]) for mode in space.recompute] + [(space.recompute[-1], *each) for each in again[1:]]
+    blocks = {mode for mode in space.recompute if RecomputeConfig(mode).blocks}
+    keys = [{"mode": mode, "pieces": pieces, "offload": offload} for mode, pieces, offload in least]
+    return [each for each in keys if each["mode"] in blocks or not each["offload"]]
+
+
+def host_gib(job: Job) -> float:
+    """Returns the GiB of a node's memory that its ranks' offloaded activations take."""
+    if not job.config.recompute.offload:
+        return 0.0
+    return largest(job).offloaded * min(job.node_size, job.world) / GIB
 
 
 def why_nothing(
@@ -341,6 +365,7 @@ def why_nothing(
     return UserError(
         f"the model fits nowhere on {devices} x {cluster.device.name}{under}: the nearest layout (tp={c.layout.tp}, "
         f"pp={c.layout.pp}, dp={job.layout.dp}, micro-batch {c.train.micro_batch}, zero {c.zero.stage}, recompute "
-        f"{c.recompute.mode}) needs {needed:.1f} GiB of {limit:.1f}, {needed - limit:.1f} GiB too much: use devices "
+        f"{c.recompute.mode}{' and offloaded' if c.recompute.offload else ''}) needs {needed:.1f} GiB of {limit:.1f}, "
+        f"{needed - limit:.1f} GiB too much: use devices "
         f"with more memory{enough}" + (f"; others break a rule: {found.refused}" if found.refused else "")
     )

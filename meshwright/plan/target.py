@@ -24,7 +24,7 @@ LAYOUT_WORDS = {
     "chunks": "layout.chunks", "order": "layout.order",
     "sp": "layout.sequence_parallel", "sequence_parallel": "layout.sequence_parallel",
     "micro_batch": "train.micro_batch", "mb": "train.micro_batch", "schedule": "pipeline.schedule",
-    "zero": "zero.stage", "recompute": "recompute.mode",
+    "zero": "zero.stage", "recompute": "recompute.mode", "offload": "recompute.offload", "pieces": "recompute.pieces",
 }  # fmt: skip
 
 

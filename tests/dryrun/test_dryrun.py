@@ -43,6 +43,7 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "zero3-offload": (2, {"zero": {"stage": 3, "offload": DISK}, "train": BF16}),
     "zero1": (4, {"zero": {"stage": 1}, "layout": SP, "model": LLAMA}),
     "zero2": (4, {"zero": {"stage": 2}, "layout": {"pp": 2}, "train": BF16}),
+    "pieces": (2, {"recompute": {"mode": "full", "offload": True, "pieces": 3}, "layout": SP, "train": BF16}),
     "zero3-full": (4, {"zero": {"stage": 3}, "layout": SP, "recompute": {"mode": "full"}, "train": {"micro_batch": 4}}),
     "all": (8, {
         "layout": {**SP, "pp": 2, "chunks": 2}, "pipeline": {"schedule": "interleaved"}, "zero": {"stage": 3},

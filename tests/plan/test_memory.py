@@ -12,7 +12,7 @@ from meshwright.config.load import config_from, to_yaml
 from meshwright.config.sections import Config
 from meshwright.dryrun.meta_mode import SavedBytes
 from meshwright.dryrun.run_rank import lasting, state_bytes
-from meshwright.parts.gpt import MLPPart
+from meshwright.parts.mlp import MLPPart
 from meshwright.parts.part import Kept
 from meshwright.plan import activations, memory
 from meshwright.plan.job import job_of
