@@ -43,6 +43,7 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "pp-gpipe": (4, {"layout": {"pp": 2}, "pipeline": {"schedule": "gpipe"}, "model": UNTIED}),
     "grads-bf16": (4, {"train": {"precision": "bf16", "grad_dtype": "bf16"}, "zero": {"stage": 2}}),
     "moments-bf16": (4, {"train": {"precision": "bf16"}, "optimizer": {"state_dtype": "bf16", "master_dtype": "bf16"}}),
+    "moments-bf16-with-masters": (4, {"train": {"precision": "bf16"}, "optimizer": {"state_dtype": "bf16"}}),
     "states-cpu": (4, {"zero": {"stage": 1, "offload": {"optimizer": "cpu"}}, "train": {"precision": "bf16"}}),
     "states-disk": (4, {
         "zero": {"stage": 3, "offload": {"optimizer": "disk", "params": "disk", "buffer_mib": 0.04, "path": OFFLOAD}},
