@@ -9,7 +9,6 @@ which m + 0x8000 would carry into the sign are why the weight of every NaN is se
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,6 +17,8 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import kernels_take
+
+NAN = 0x7FC0  # the bits of a bf16 NaN
 
 
 def join(weights: Tensor, remainders: Tensor) -> Tensor:
@@ -28,8 +29,7 @@ def join(weights: Tensor, remainders: Tensor) -> Tensor:
         values = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
         copy_pairs(values, weights, remainders, join=True)
         return values
-    bits = weights.view(torch.int16).to(torch.int32)
-    return bits.bitwise_left_shift_(16).add_(remainders).view(torch.float32)
+    return weights.float().view(torch.int32).add_(remainders).view(torch.float32)  # float() shifts the bits by 16
 
 
 def halve(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,10 +42,9 @@ def halve(values: Tensor) -> tuple[Tensor, Tensor]:
         copy_pairs(values, weights, remainders, join=False)
         return weights, remainders
     bits = values.view(torch.int32)
-    high = (bits + 0x8000).bitwise_right_shift_(16)
-    weights = high.to(torch.int16).view(torch.bfloat16)
-    remainders = torch.sub(bits, high.bitwise_left_shift_(16)).to(torch.int16)
-    return weights.masked_fill_(values.isnan(), math.nan), remainders
+    high = (bits + 0x8000) >> 16
+    weights = torch.where(values.isnan(), NAN, high).to(torch.int16).view(torch.bfloat16)
+    return weights, bits.sub(high, alpha=2**16).to(torch.int16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +77,7 @@ class PairedTensor:
         return self.both(lambda half: half[at])
 
     def __setitem__(self, at: Any, values: Tensor) -> None:
-        self.weights[at], self.remainders[at] = halve(values)
+        self.weights[at], self.remainders[at] = halve(values.to(self.device))
 
     def zero_(self) -> None:
         self.both(Tensor.zero_)
