@@ -21,6 +21,7 @@ from meshwright.checkpoint.tensor_file import TensorFile, checksum
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord, overlap, row_of
 from meshwright.sharding.buffers import Rows, regions
+from meshwright.sharding.remainders import Values
 
 OPEN_FILES = 16
 
@@ -64,7 +65,7 @@ class Reader:
         """Sets `local`, of the record's local shape, from the global tensor."""
         self.fill_range(tensor, record, 0, record.numel, local.view(-1))
 
-    def fill_range(self, tensor: str, record: ParamRecord, low: int, high: int, values: Tensor) -> None:
+    def fill_range(self, tensor: str, record: ParamRecord, low: int, high: int, values: Values) -> None:
         """Sets `values`, which are elements low to high of the local tensor, from the global one."""
         found = self.index.tensors.get(tensor)
         if found is None:
@@ -105,6 +106,7 @@ def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
                 if name not in reader.index.tensors and state.name != "param":  # frozen when that was saved
                     values.zero_()
                 elif state.additive:
+                    assert isinstance(values, Tensor), "the states of reducers are not stored in pairs"
                     add_saved_rows(reader, name, slot.record, state.additive, low, high, values)
                 else:
                     reader.fill_range(name, slot.record, low, high, values)

@@ -35,6 +35,7 @@ from meshwright.errors import UserError
 from meshwright.layout.params import Box, row_of, slices_of
 from meshwright.sharding.buffers import Slot, State, regions
 from meshwright.sharding.data_parallel import DataParallel
+from meshwright.sharding.remainders import PairedTensor, Values, plain, tensors_of
 
 POLL_S = 0.02
 FAILED = ".failed"  # marks that a rank could not write its part: the save never counts, and no rank waits for it
@@ -80,23 +81,24 @@ def ranges_to_write(data_parallel: DataParallel, state: State) -> Iterator[tuple
 
 
 class Snapshot:
-    """One rank's part of a checkpoint: views of the training state until `copy_to_host` copies them out of it."""
+    """One rank's part of a checkpoint: views of the training state until `copy_to_host` copies them out of it. Masters
+    that are stored as weights and remainders are copied so, and joined block by block while they are written."""
 
     def __init__(self, trainer: Checkpointed) -> None:
-        self.blocks: list[tuple[str, tuple[int, ...], Tensor]] = []
+        self.blocks: list[tuple[str, tuple[int, ...], Values]] = []
         self.tensors: dict[str, dict[str, Any]] = {}
         for state in trainer.states():
             for slot, low, high in ranges_to_write(trainer.data_parallel, state):
                 record, values = slot.record, state.values(slot, low, high)
                 if state.additive:  # copied at once: the next backward, which saving does not wait for, changes it
-                    record, values = row_of(record, *state.additive), values.clone()
+                    record, values = row_of(record, *state.additive), plain(values).clone()
                 name = f"{state.name}/{record.name}"
                 dtype = str(values.dtype).removeprefix("torch.")
                 self.tensors[name] = {"shape": list(record.shape), "dtype": dtype}
-                for box, region in regions(record, low, high, values.detach()):
+                for box, region in regions(record, low, high, values):
                     self._add(name, box, region)
 
-    def _add(self, name: str, box: Box, values: Tensor) -> None:
+    def _add(self, name: str, box: Box, values: Values) -> None:
         if not box.shape:
             self.blocks.append((name, (), values))
             return
@@ -104,16 +106,20 @@ class Snapshot:
             corner = tuple(a + b for a, b in zip(box.start, start, strict=True))
             self.blocks.append((name, corner, values[slices_of(start, shape)]))
 
-    def copy_to_host(self, staging: dict[int, Tensor], everything: bool) -> None:
+    def copy_to_host(self, staging: dict[tuple[int, int], Tensor], everything: bool) -> None:
         """Copies every block, or only those that can't be written from where they are, into `staging`. Its buffers are
         kept from one save to the next: a copy into memory that was never touched takes many times as long."""
         for number, (name, start, values) in enumerate(self.blocks):
-            if not everything and values.device.type == "cpu" and values.is_contiguous():
+            held = tensors_of(values)
+            if not everything and all(x.device.type == "cpu" and x.is_contiguous() for x in held):
                 continue
-            if number not in staging:
-                pinned = values.device.type != "cpu"
-                staging[number] = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
-            self.blocks[number] = (name, start, staging[number].copy_(values, non_blocking=True))
+            copies = []
+            for half, x in enumerate(held):
+                at = number, half
+                if at not in staging:
+                    staging[at] = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type != "cpu")
+                copies.append(staging[at].copy_(x, non_blocking=True))
+            self.blocks[number] = (name, start, PairedTensor(*copies) if len(copies) == 2 else copies[0])
 
 
 def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
@@ -122,7 +128,7 @@ def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
     file = part_file(folder, rank)
     held = [values for _, _, values in snapshot.blocks]
     entries = [tensor_file.TensorEntry.of(str(n), values) for n, values in enumerate(held)]
-    sums = tensor_file.write_tensors(file, entries, held) if held else []
+    sums = tensor_file.write_tensors(file, entries, map(plain, held)) if held else []
     blocks = [
         SavedBlock(tensor, start, tuple(values.shape), file.name, str(n), crc)
         for n, ((tensor, start, values), crc) in enumerate(zip(snapshot.blocks, sums, strict=True))
@@ -195,7 +201,7 @@ class Saver:
         self._error: BaseException | None = None  # of the last save
         self._failures = 0  # one after the other
         self._patience = trainer.ctx.config.comm.timeout
-        self._staging: dict[int, Tensor] = {}
+        self._staging: dict[tuple[int, int], Tensor] = {}
         # Set while no copy to host memory is under way. The saving thread reads the weights and the optimizer's states
         # while the main thread computes gradients; the update, which changes them, waits here until the copy is done.
         self._staged = threading.Event()

@@ -88,7 +88,7 @@ class Job:
 
     @cached_property
     def states(self) -> States:
-        return self.stack.states or states_of(self.config)
+        return self.stack.states or states_of(self.config, self.stack.own)
 
     @property
     def global_batch(self) -> int:

@@ -93,7 +93,7 @@ def ring_bytes(job: Job, shares: list[int]) -> int:
     offloaded or stored in another precision than they are updated in."""
     s, wide = job.states, max(4, job.states.param)
     elsewhere = is_offloaded(job, s.optimizer_on)
-    kinds = [s.master] * (s.master > 0) + [s.moment] * s.moments
+    kinds = [s.master] * (s.master > 0 and not s.paired) + [s.moment] * s.moments
     brought = sum(elsewhere or size != wide for size in kinds)
     if not s.master:  # the weights are their own masters; a CPU reads them in place, even from a file
         brought += s.param != wide or (s.params_on != "device" and not job.host)

@@ -11,7 +11,7 @@ What a rank owns of a bucket is its *share*: all of it without ZeRO. Whole gradi
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from meshwright.nn.parallel import draw_parameter, is_unallocated, record_of
 from meshwright.nn.weight_grad import Sink
 from meshwright.sharding.offload import StateStore
 from meshwright.sharding.placement import Split, backward_order, bucket_elements, buffer_key, grad_bytes, place
+from meshwright.sharding.remainders import PairedTensor, Values
 
 
 class BufferKey(NamedTuple):
@@ -246,7 +247,7 @@ class State(NamedTuple):
 
     name: str
     buffer: FlatBuffer
-    tensors: list[Tensor]
+    tensors: Sequence[Values]
     additive: Rows | None = None
 
     def holds(self, slot: Slot) -> tuple[int, int]:
@@ -255,7 +256,7 @@ class State(NamedTuple):
         low, high = self._covered(slot)
         return max(low, slot.start) - slot.start, min(high, slot.stop) - slot.start
 
-    def values(self, slot: Slot, low: int, high: int) -> Tensor:
+    def values(self, slot: Slot, low: int, high: int) -> Values:
         """Returns elements low to high of a parameter, which this rank must hold."""
         at = slot.start - self._covered(slot)[0]
         return self.tensors[slot.bucket][at + low : at + high]
@@ -295,13 +296,19 @@ def build_buffers(
     return buffers, {id(slot.parameter): slot for buffer in buffers for slot in buffer.slots}
 
 
-def regions(record: ParamRecord, low: int, high: int, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
+def regions(record: ParamRecord, low: int, high: int, values: Values) -> Iterator[tuple[Box, Values]]:
     """Yields the boxes of the global tensor that elements low to high of the local one hold, each with its part of
     `values`, which are those elements."""
     strides = torch.empty(record.local_shape, device="meta").stride()
     for box in global_boxes(record, low, high):
         at = sum(a * stride for a, stride in zip(box.local_start, strides, strict=True)) - low
-        yield box, values.as_strided(box.shape, strides, values.storage_offset() + at)
+        yield box, _strided(values, box.shape, strides, at)
+
+
+def _strided(values: Values, shape: tuple[int, ...], strides: tuple[int, ...], at: int) -> Values:
+    if isinstance(values, PairedTensor):
+        return values.both(lambda half: half.as_strided(shape, strides, half.storage_offset() + at))
+    return values.as_strided(shape, strides, values.storage_offset() + at)
 
 
 def foreign_record(name: str, parameter: nn.Parameter) -> ParamRecord:
