@@ -11,7 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from meshwright.config.blocks import (
-    LONGEST_S, ExpertsConfig, LatentConfig, RopeScalingConfig, not_negative, positive, seconds_of,
+    LONGEST_S,
+    ExpertsConfig,
+    LatentConfig,
+    RopeScalingConfig,
+    not_negative,
+    positive,
+    seconds_of,
 )  # fmt: skip
 from meshwright.errors import UserError, divisors, either, nearest
 from meshwright.schedule.kinds import training_kinds
