@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from meshwright.config.blocks import ExpertsConfig, LatentConfig, not_negative, positive
+from meshwright.config.comm import CommConfig
 from meshwright.errors import UserError, divisors, either, nearest
 from meshwright.schedule.kinds import training_kinds
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
-LONGEST_S = 365 * 24 * 3600.0
 FP8_UNIT = 16  # products in fp8 take multiples of this
 # Of a model: how it is trained, not what it computes.
 TRAINING_KEYS = {
@@ -323,18 +323,6 @@ class DataConfig:
             raise UserError(
                 f"data.split={list(self.split)} must be three shares for train, valid and test, e.g. [0.95, 0.05, 0]"
             )
-
-
-@dataclass(frozen=True)
-class CommConfig:
-    backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
-    timeout: float = 600.0  # seconds until a collective that does not end is reported and the run stopped
-    bucket_mib: float = 25.0  # gradients are reduced in pieces of about this size
-
-    def __post_init__(self) -> None:
-        positive("comm", self, "timeout", "bucket_mib")
-        if self.timeout > LONGEST_S:
-            raise UserError(f"comm.timeout={self.timeout:g} is more than a year of seconds: lower it")
 
 
 @dataclass(frozen=True)

@@ -48,20 +48,22 @@ def whole_bytes(job: Job, pp_rank: int) -> list[list[Whole]]:
     if c.zero.stage < 2 or not job.stack.own:
         return [[Whole(0.0, 0.0)] * len(units) for units in chunks]
     dtypes = (c.train.precision, c.train.grad_dtype)
-    return _whole_bytes(chunks, job.at, job.layout, c.comm.bucket_mib, c.zero, dtypes, job.micro_batches > 1)
+    adds = job.micro_batches > 1
+    return _whole_bytes(chunks, job.at, job.layout, c.comm.bucket_mib, c.zero, dtypes, adds, job.sums.mixes)
 
 
 @lru_cache(maxsize=20_000)
 def _whole_bytes(
     chunks: tuple[tuple[Unit, ...], ...], at: Coordinate, layout: Layout, bucket_mib: float, zero: ZeroConfig,
-    dtypes: tuple[str, str], adds: bool,
+    dtypes: tuple[str, str], adds: bool, mixes: bool,
 ) -> list[list[Whole]]:  # fmt: skip
     """`adds`: the reduced gradient of a micro-batch is added to that of those before it."""
     held = _arrivals(chunks, at)
     arriving = [one for chunk in held for unit in chunk for one in unit.params]
     params = [(one, dtype_of(one.record, dtypes[0])) for one in {id(one): one for one in arriving}.values()]
     where: dict[int, _Bucket] = {}
-    for (dtype, axes, _, trained), items, places, bounds in packed(params, layout, bucket_mib, zero, dtypes[1]):
+    for shared, items, places, bounds in packed(params, layout, bucket_mib, zero, dtypes[1], mixes):
+        dtype, axes, _, trained, _ = shared
         stage, shards, _ = shard_axes(layout, zero, axes, trained)
         grad = grad_bytes(BYTES[dtype], BYTES[dtypes[1]]) if trained and stage >= 2 else 0
         share = grad / layout.size(shards) if shards and adds else 0.0

@@ -51,28 +51,32 @@ class BufferSizes(NamedTuple):
     shards: int  # ranks that shard it
     trained: bool
     element: int = 0  # bytes, where they are not those of other weights
+    mixed: bool = False  # a reducer that mixes elements sums its gradients
 
 
 def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
     """Returns the flat buffers of a rank."""
     c = job.config
     units = tuple(unit for stage in job.chunks[pp_rank] for _, _, unit in job.model.units(stage))
-    return _buffer_sizes(units, job.at, job.layout, c.comm.bucket_mib, c.zero, (c.train.precision, c.train.grad_dtype))
+    dtypes = (c.train.precision, c.train.grad_dtype)
+    return _buffer_sizes(units, job.at, job.layout, c.comm.bucket_mib, c.zero, dtypes, job.sums.mixes)
 
 
 @lru_cache(maxsize=20_000)
 def _buffer_sizes(
     units: tuple[Unit, ...], at: Coordinate, layout: Layout, bucket_mib: float, zero: ZeroConfig,
-    dtypes: tuple[str, str],
+    dtypes: tuple[str, str], mixes: bool,
 ) -> list[BufferSizes]:  # fmt: skip
     records = records_once(((unit, 1) for unit in units), at)
     params = [(HeldParameter(record, number, 0), dtype_of(record, dtypes[0])) for number, record, _ in records]
     found = []
-    for (dtype, data_axes, _, trained), _, _, buckets in packed(params, layout, bucket_mib, zero, dtypes[1]):
+    for shared, _, _, buckets in packed(params, layout, bucket_mib, zero, dtypes[1], mixes):
+        dtype, data_axes, _, trained, mixed = shared
         stage, axes, _ = shard_axes(layout, zero, data_axes, trained)
         sizes = [stop - start for start, stop in buckets]
         element = BYTES[dtype] if dtype != dtypes[0] else 0
-        found.append(BufferSizes(sizes, stage, layout.size(axes) if axes else 1, trained, element))
+        mixed &= layout.size(data_axes) > 1
+        found.append(BufferSizes(sizes, stage, layout.size(axes) if axes else 1, trained, element, mixed))
     return found
 
 
@@ -110,6 +114,7 @@ def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     parameters = (own if zero == 3 else whole) * (sizes.element or s.param) if s.keeps_param or zero <= 2 else 0.0
     gradients = (own if zero >= 2 else whole) * (s.grad + s.grad_copy)
     gradients += (own if zero >= 1 else whole) * s.step_copy
+    gradients += job.sums.state_bytes(whole, s.grad) if sizes.mixed else 0
     master = (own if zero >= 1 else whole) * s.master
     optimizer = (own if zero >= 1 else whole) * s.moment * s.moments
     if is_offloaded(job, s.optimizer_on):

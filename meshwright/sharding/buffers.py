@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshwright.layout import Layout
 from meshwright.layout.params import Box, Init, ParamRecord, global_boxes, whole
 from meshwright.nn.parallel import draw_parameter, is_unallocated, record_of
 from meshwright.nn.weight_grad import Sink
@@ -34,6 +35,7 @@ class BufferKey(NamedTuple):
     data_axes: str
     partial: tuple[str, ...]
     trained: bool = True
+    compressed: bool = False  # a reducer that mixes elements may sum them
 
 
 class NamedParameter(NamedTuple):
@@ -275,11 +277,13 @@ def build_buffers(
     grad_dtype: torch.dtype = torch.float32,
     params_at: tuple[str, Path] = ("none", Path()),
     seed: int = 0,
+    mixed_in: Layout | None = None,
 ) -> tuple[list[FlatBuffer], dict[int, Slot]]:
     """Builds buffers for every parameter of the chunks, in the order of backward. Returns each parameter's slot too.
     `split_of` says how the ranks divide a buffer; `units` gives the number of a parameter's unit, by its id. A
     parameter without a record (of a module that is not ours) is taken to be whole, and the same on every rank.
-    `requires_grad` decides whether a parameter is trained, and the record of its slot says the same."""
+    `requires_grad` decides whether a parameter is trained, and the record of its slot says the same. `mixed_in` is the
+    layout, where the reducer mixes elements."""
     named: dict[int, NamedParameter] = {}
     for chunk, module in enumerate(modules):
         for name, parameter in module.named_parameters():
@@ -288,7 +292,9 @@ def build_buffers(
                 record = replace(record, trained=parameter.requires_grad)
                 unit = (units or {}).get(id(parameter), chunk)
                 named[id(parameter)] = NamedParameter(f"{chunk}.{name}", parameter, record, unit)
-    keyed = backward_order(named.values(), lambda item: BufferKey(item.parameter.dtype, *buffer_key(item.record)))
+    keyed = backward_order(
+        named.values(), lambda item: BufferKey(item.parameter.dtype, *buffer_key(item.record, mixed_in))
+    )
     buffers = []
     for key, items in keyed.items():
         buffers.append(FlatBuffer(key, items, split_of(key), bucket_mib * 2**20, grad_dtype, params_at, seed))

@@ -65,8 +65,9 @@ class DataParallel:
         units = find_units(modules)
         params_at = (self._zero.offload.params, Path(self._zero.offload.path))
         self.buffers, slots = build_buffers(
-            modules, self._split, bucket_mib, number_units(units), grad_dtype, params_at, seed
-        )
+            modules, self._split, bucket_mib, number_units(units), grad_dtype, params_at, seed,
+            mesh.layout if reducer.mixes else None,
+        )  # fmt: skip
         self.stage = max((buffer.split.stage for buffer in self.buffers), default=0)
         self._check_ties()
         self.weights = WeightGatherer(units, slots, self.buffers, lambda each: self.groups(each).shards, mesh.ledger)
@@ -99,8 +100,9 @@ class DataParallel:
         self._groups[key] = DataGroups(shards, replicas)
         return Split(stage, shards.size, shards.index, replicas.size, replicas.index)
 
-    def begin(self, micro_batches: int) -> None:
-        """Begins a step; called before its first micro-batch."""
+    def begin(self, micro_batches: int, step: int = 1, scale: float = 1.0) -> None:
+        """Begins a step; called before its first micro-batch. Gradients will come multiplied by `scale`."""
+        self.reducer.begin_step(step, scale)
         self._once.begin(micro_batches)
         self._each.begin(micro_batches)
         for bucket in self.buckets:

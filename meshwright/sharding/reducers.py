@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from meshwright.comm.group import Group
+    from meshwright.layout.params import ParamRecord
     from meshwright.sharding.buffers import Bucket, FlatBuffer
 
 
@@ -25,9 +26,21 @@ class PendingReduction(Protocol):
 class ReducerPlan(Protocol):
     """What the planner needs to know of a reducer."""
 
-    def calls(self, op: str, elements: int, element_bytes: int, ranks: int) -> Iterable[tuple[str, int]]:
+    @property
+    def mixes(self) -> bool:
+        """Whether what becomes of an element depends on others of its bucket, or on random numbers. Ranks that hold
+        copies of a parameter would then not find the same sums, so such a reducer is only asked for buckets without
+        copies and without vectors (`BufferKey.compressed`); what others hold must be summed as it is."""
+
+    def calls(
+        self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = ()
+    ) -> Iterable[tuple[str, int]]:
         """The (op, payload bytes) that one rank's ledger counts when `op`, all_reduce or reduce_scatter, is asked of
-        this reducer for so many gradients over a group of so many ranks."""
+        this reducer for so many gradients over a group of so many ranks. `records` are those of a whole
+        bucket's parameters; there are none where a share is summed over replicas."""
+
+    def state_bytes(self, elements: int, element_bytes: int) -> int:
+        """The bytes that a rank keeps between steps for a bucket of so many gradients."""
 
 
 class Reducer(ReducerPlan, Protocol):
@@ -36,6 +49,10 @@ class Reducer(ReducerPlan, Protocol):
 
     def prepare(self, buffers: Sequence[FlatBuffer]) -> None:
         """Called once, before any gradient exists: the place to allocate states."""
+
+    def begin_step(self, step: int, scale: float) -> None:
+        """Called before a step's first gradient. Gradients are stored multiplied by `scale`, which may be another one
+        in the next step."""
 
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
         """Begins to replace `grads` by their sum over `group`. In ZeRO stage 0 these are the whole bucket's; where
@@ -54,10 +71,20 @@ class Reducer(ReducerPlan, Protocol):
 class PlainReducer:
     """A reducer that makes just the collective that it is asked for."""
 
-    def calls(self, op: str, elements: int, element_bytes: int, ranks: int) -> Iterable[tuple[str, int]]:
+    mixes = False
+
+    def calls(
+        self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = ()
+    ) -> Iterable[tuple[str, int]]:
         return [(op, elements * element_bytes)]
 
+    def state_bytes(self, elements: int, element_bytes: int) -> int:
+        return 0
+
     def prepare(self, buffers: Sequence[FlatBuffer]) -> None:
+        pass
+
+    def begin_step(self, step: int, scale: float) -> None:
         pass
 
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
