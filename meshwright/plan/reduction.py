@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.layout.params import ParamRecord
 from meshwright.parts.part import BlockUnit
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.communication import unit_records
+from meshwright.plan.communication import records_once, unit_records
 from meshwright.plan.compute import Setting, unit_time
 from meshwright.plan.efficiency import collective_seconds
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
+from meshwright.sharding.placement import may_be_mixed
 
 
 @dataclass
@@ -59,8 +62,9 @@ def sharded_block(job: Job, where: Setting, block: BlockUnit, count: int, axis: 
         return 0.0, 0.0
     cluster, stack, s = where.cluster, where.stack, job.states
     size, on_node = _divided(job)
-    params, pieces = sum(record.numel for record in unit_records(block, job.at)), stack.gathers
-    reduce = collective_seconds(cluster, "reduce_scatter", params * s.grad, size, on_node)
+    records, pieces = unit_records(block, job.at), stack.gathers
+    params = sum(record.numel for record in records)
+    reduce = sum_seconds(job, cluster, "reduce_scatter", [(record, 1) for record in records], (size, on_node))
     gather = pieces * collective_seconds(cluster, "all_gather", params * s.param / pieces, size, on_node)
     if zero == 2:
         gather = 0.0
@@ -82,20 +86,21 @@ def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], ax
     ranks = job.layout.size("dp-cp")
     slow = max(range(job.layout.pp), key=lambda rank: stages[rank].params)
     stage, (size, on_node) = stages[slow], _divided(job)
-    grads, weights = stage.params * job.states.grad, stage.params * job.states.param
+    weights = stage.params * job.states.param
+    held = [(record, count) for _, record, count in records_once(job.rank_units(slow), job.at)]
     exposed = 0.0
     if ranks > 1 and zero < 2:
         if zero == 0:
-            seconds, room = collective_seconds(cluster, "all_reduce", grads, ranks, on_node), stage.backward
+            seconds, room = sum_seconds(job, cluster, "all_reduce", held, (ranks, on_node)), stage.backward
         else:
-            seconds = collective_seconds(cluster, "reduce_scatter", grads, size, on_node)
+            seconds = sum_seconds(job, cluster, "reduce_scatter", held, (size, on_node))
             seconds += collective_seconds(cluster, "all_gather", weights, size, on_node)
             room = stage.backward + stage.forward
         exposed += _hide(job, cluster, seconds, room, axes["dp"])
     elif ranks > 1:
         exposed += _sharded_ends(job, cluster, stage, slow, axes["dp"])
     if zero and copies > 1:  # the replicas on other nodes are summed once per step
-        seconds = collective_seconds(cluster, "all_reduce", grads / size, copies, 1)
+        seconds = sum_seconds(job, cluster, "all_reduce", held, (copies, 1), shares=size)
         exposed += _hide(job, cluster, seconds, stage.backward, axes["dp"])
     tied = job.layout.size("embedding") if job.model.tied else 1
     if tied > 1:
@@ -105,6 +110,21 @@ def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], ax
         axes["embedding"].add(seconds)
         exposed += seconds
     return exposed
+
+
+def sum_seconds(
+    job: Job, cluster: Cluster, op: str, held: Sequence[tuple[ParamRecord, int]], group: tuple[int, int],
+    shares: int = 1,
+) -> float:  # fmt: skip
+    """Returns the seconds of summing the gradients of parameters (record, number of equal ones) as the job's reducer
+    does, over a group of so many ranks with so many on a node; `shares`: a rank sums one of so many parts of them.
+    (The time of making compressed messages is not in it.)"""
+    grad, reducer = job.states.grad, job.sums
+    mixed = [each for each in held if not reducer.mixes or may_be_mixed(each[0], job.layout)]
+    elements, rest = (sum(count * record.numel for record, count in each) for each in (mixed, held))
+    records = [record for record, count in mixed for _ in range(count)] if reducer.mixes and shares == 1 else []
+    calls = [*reducer.calls(op, elements // shares, grad, group[0], records), (op, (rest - elements) // shares * grad)]
+    return sum(collective_seconds(cluster, each, payload, *group) for each, payload in calls if payload)
 
 
 def _hide(job: Job, cluster: Cluster, seconds: float, room: float, axis: AxisTime) -> float:
@@ -123,8 +143,9 @@ def _sharded_ends(job: Job, cluster: Cluster, stage: StageCost, pp_rank: int, ax
     counts = {unit: sum(record.numel for record in unit_records(unit, job.at)) for unit, _ in pairs}
     # A tied table is gathered for both ends.
     fetched = sum(counts[unit] for unit, _ in pairs if not isinstance(unit, BlockUnit))
-    ends = stage.params - sum(count * counts[unit] for unit, count in pairs if isinstance(unit, BlockUnit))
-    reduce = collective_seconds(cluster, "reduce_scatter", ends * s.grad, size, on_node)
+    others = [(unit, count) for unit, count in pairs if not isinstance(unit, BlockUnit)]
+    outside = [(record, count) for _, record, count in records_once(others, job.at)]
+    reduce = sum_seconds(job, cluster, "reduce_scatter", outside, (size, on_node))
     if job.sharding[0] == 3:
         seconds = m * (reduce + 2 * collective_seconds(cluster, "all_gather", fetched * s.param, size, on_node))
         axis.add(seconds)

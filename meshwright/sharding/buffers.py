@@ -21,11 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout import Layout
-from meshwright.layout.params import Box, Init, ParamRecord, global_boxes, whole
+from meshwright.layout.params import Box, Init, ParamRecord, global_boxes, row_of, whole
 from meshwright.nn.parallel import draw_parameter, is_unallocated, record_of
 from meshwright.nn.weight_grad import Sink
 from meshwright.sharding.offload import StateStore
 from meshwright.sharding.placement import Split, backward_order, bucket_elements, buffer_key, grad_bytes, place
+
+REDUCER = "reducer."  # with which the names of a reducer's states begin
 
 
 class BufferKey(NamedTuple):
@@ -251,6 +253,15 @@ class State(NamedTuple):
     tensors: list[Tensor]
     additive: Rows | None = None
 
+    def record(self, slot: Slot) -> ParamRecord:
+        """Returns where a parameter's state lies in the global tensor that a checkpoint holds."""
+        return slot.record if self.additive is None else row_of(slot.record, *self.additive)
+
+    def clear(self, slot: Slot | None = None) -> None:
+        """Sets the state, or that of one parameter, as it is in a new run."""
+        for tensor in self.tensors if slot is None else [self.values(slot, *self.holds(slot))]:
+            tensor.zero_()
+
     def holds(self, slot: Slot) -> tuple[int, int]:
         """Returns the range of a parameter's elements that this rank holds; it is empty if the second is not above the
         first."""
@@ -267,6 +278,37 @@ class State(NamedTuple):
         bucket = self.buffer.buckets[slot.bucket]
         whole = self.tensors[slot.bucket].numel() == bucket.stop - bucket.start
         return (bucket.start, bucket.stop) if whole else bucket.share
+
+
+class SideState(NamedTuple):
+    """A state that has a tensor of another shape for some parameters of a buffer: by the slot's id, the tensor and the
+    record of where it lies in a global one. Data-parallel ranks hold the same; ranks that sum a gradient further, after
+    the reducer has, have a row each. A layout that cuts a parameter in another way begins with new ones (`draw`)."""
+
+    name: str
+    buffer: FlatBuffer
+    held: dict[int, tuple[Tensor, ParamRecord]]
+    rows: Rows
+    draw: Callable[[Slot], None]
+    additive: Rows | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor, _ in self.held.values()]
+
+    def record(self, slot: Slot) -> ParamRecord:
+        return row_of(self.held[id(slot)][1], *self.rows)
+
+    def clear(self, slot: Slot | None = None) -> None:
+        for each in self.buffer.slots if slot is None else [slot]:
+            if id(each) in self.held:
+                self.draw(each)
+
+    def holds(self, slot: Slot) -> tuple[int, int]:
+        return 0, self.held[id(slot)][1].numel if id(slot) in self.held else 0
+
+    def values(self, slot: Slot, low: int, high: int) -> Tensor:
+        return self.held[id(slot)][0].view(-1)[low:high]
 
 
 def build_buffers(

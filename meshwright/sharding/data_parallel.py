@@ -26,7 +26,17 @@ from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import ZeroConfig
 from meshwright.errors import UserError
 from meshwright.nn.weight_grad import Sink
-from meshwright.sharding.buffers import Bucket, BufferKey, FlatBuffer, Rows, Slot, State, build_buffers
+from meshwright.sharding.buffers import (
+    REDUCER,
+    Bucket,
+    BufferKey,
+    FlatBuffer,
+    Rows,
+    SideState,
+    Slot,
+    State,
+    build_buffers,
+)  # fmt: skip
 from meshwright.sharding.placement import Split, shard_axes
 from meshwright.sharding.reducers import PLAIN_REDUCER, PendingReduction, Reducer
 from meshwright.sharding.reduction import EveryMicroBatch, OncePerStep
@@ -153,17 +163,17 @@ class DataParallel:
         own = slice(low - bucket.share[0], high - bucket.share[0])
         bucket.own_params[own] += flat[low - slot.start : high - slot.start].to(bucket.own_params.device)
 
-    def reducer_states(self) -> Iterator[State]:
+    def reducer_states(self) -> Iterator[State | SideState]:
         """Yields the reducer's states, as a checkpoint holds them."""
         for name, buffer, tensors in self.reducer.states():
             groups = [self.mesh.group(axis) for axis in buffer.key.partial]
             groups += [group for group in self.groups(buffer) if not group.alone]
             if tensors[0].numel() < buffer.buckets[0].stop - buffer.buckets[0].start:
                 groups.remove(self.groups(buffer).shards)  # each of these ranks has a share of its own
-            row, rows = 0, 1
-            for group in groups:
-                row, rows = row * group.size + group.index, rows * group.size
-            yield State(f"reducer.{name}", buffer, tensors, Rows(row, rows))
+            yield State(REDUCER + name, buffer, tensors, _row_in(groups))
+        for name, buffer, held, draw in self.reducer.side_states():
+            groups = [self.mesh.group(axis) for axis in buffer.key.partial]
+            yield SideState(REDUCER + name, buffer, held, _row_in(groups), draw)
 
     def _check_ties(self) -> None:
         """Refuses a tie that is trained here and frozen on the stage of its other end, which would wait forever."""
@@ -212,6 +222,14 @@ class _Counted:
     def wait(self) -> None:
         with self._ledger.phase("reduce"), self._ledger.layer(None):
             self._work.wait()
+
+
+def _row_in(groups: Sequence[Group]) -> Rows:
+    """Returns this rank's number among the ranks of several groups, and how many they are."""
+    row, rows = 0, 1
+    for group in groups:
+        row, rows = row * group.size + group.index, rows * group.size
+    return Rows(row, rows)
 
 
 def _wait(works: Sequence[PendingReduction]) -> None:

@@ -6,7 +6,7 @@ say), and declares its calls to the planner. This file imports no torch, so that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
     from meshwright.comm.group import Group
     from meshwright.layout.params import ParamRecord
-    from meshwright.sharding.buffers import Bucket, FlatBuffer
+    from meshwright.sharding.buffers import Bucket, FlatBuffer, Slot
+
+    # Name, buffer, tensors and their records by the slot's id, and what draws a new one.
+    SideTensors = tuple[str, FlatBuffer, dict[int, tuple[Tensor, ParamRecord]], Callable[[Slot], None]]
 
 
 class PendingReduction(Protocol):
@@ -67,6 +70,9 @@ class Reducer(ReducerPlan, Protocol):
         this rank's share. Such a state is *additive*: what counts is its sum over the ranks that hold an element. A
         checkpoint stores one row for each of them, and the ranks of another layout add up the rows assigned to them."""
 
+    def side_states(self) -> Iterator[SideTensors]:
+        """Yields what else a checkpoint must hold, of other shapes than the parameters', see `SideState`."""
+
 
 class PlainReducer:
     """A reducer that makes just the collective that it is asked for."""
@@ -94,6 +100,9 @@ class PlainReducer:
         return group.reduce_scatter(out, grads, wait=False)
 
     def states(self) -> Iterator[tuple[str, FlatBuffer, list[Tensor]]]:
+        return iter(())
+
+    def side_states(self) -> Iterator[SideTensors]:
         return iter(())
 
 

@@ -25,7 +25,7 @@ from meshwright.pipeline.output import LOSS, Totals
 from meshwright.pipeline.trace import REDUCED, UPDATED
 from meshwright.schedule.table import Table
 from meshwright.schedule.verify import verified
-from meshwright.sharding.buffers import State
+from meshwright.sharding.buffers import SideState, State
 from meshwright.sharding.compression.make import make_reducer
 from meshwright.sharding.data_parallel import DataParallel
 from meshwright.sharding.reducers import Reducer
@@ -289,7 +289,7 @@ class Trainer:
         result.stop = stops > 0
         return new_names > 0
 
-    def states(self) -> Iterator[State]:
+    def states(self) -> Iterator[State | SideState]:
         """What a checkpoint holds of this rank, beside `counters`."""
         yield from self.optimizer.tensors()
         yield from self.data_parallel.reducer_states()

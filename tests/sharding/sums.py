@@ -40,7 +40,7 @@ def reduced(trainer: Trainer, steps: int) -> list[Pairs]:
 def kept_of(trainer: Trainer) -> Pairs:
     """What this rank's reducer owes to the sum, of each parameter that it holds first."""
     found = []
-    for state in trainer.data_parallel.reducer_states():
+    for state in (each for each in trainer.data_parallel.reducer_states() if each.additive):
         for slot in state.buffer.slots:
             low, high = state.holds(slot)
             if low < high and trainer.data_parallel.holds_first(slot, slot.record.partial):

@@ -112,8 +112,8 @@ NODES = {"zero": {"stage": 1, "shard_group": "node"}, "layout": {"node_size": 2}
 def test_nothing_is_lost() -> None:
     """Two of four ranks hold copies of norms and positions in one case; shards have copies in another."""
     cases = [
-        compressed("int8", {"layout": {"tp": 2}}), compressed("onebit", NODES),
-        compressed("topk", {"zero": {"stage": 3}}), compressed("powersgd", {"zero": {"stage": 2}}),
+        compressed("topk", {"layout": {"tp": 2}}), compressed("onebit", NODES),
+        compressed("int8", {"zero": {"stage": 3}}), compressed("powersgd", {"zero": {"stage": 2}}),
     ]  # fmt: skip
     check_nothing_is_lost(4, cases, {"model": FEW["model"] | {"tied_embeddings": True}})
 

@@ -144,13 +144,19 @@ class Gathering:
 
     def __init__(self, exchange: Exchange, out: Tensor) -> None:
         self._exchange, self._out = exchange, out
+        exchange.reducer.begun(self)
+
+    def proceed(self) -> None:
+        at = self._exchange
+        self._message = at.reducer.encoded(at.bucket, at.own, at.sum()[None], anew=False)
+        self._found = self._message.new_empty(at.group.size, self._message.shape[1])
+        self._pending = at.group.all_gather(self._found, self._message, wait=False)
 
     def wait(self) -> None:
         at = self._exchange
-        message = at.reducer.encoded(at.bucket, at.own, at.sum()[None], anew=False)
-        found = message.new_empty(at.group.size, message.shape[1])
-        at.group.all_gather(found, message)
-        self._out.copy_(at.reducer.decoded(at.bucket, at.start, found, at.elements, at.dtype).view(-1))
+        at.reducer.proceed()
+        self._pending.wait()
+        self._out.copy_(at.reducer.decoded(at.bucket, at.start, self._found, at.elements, at.dtype).view(-1))
 
 
 def gaps_of(bucket: Bucket) -> Iterator[tuple[int, int]]:

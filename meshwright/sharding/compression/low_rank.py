@@ -10,7 +10,9 @@ that two factors would not make smaller are sent as they are, beside the first o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,11 +20,16 @@ from torch import Tensor
 from meshwright.comm.group import Group
 from meshwright.config.comm import ReduceConfig
 from meshwright.device import generator
-from meshwright.layout.params import stream_seed
+from meshwright.layout.params import Box, ParamRecord, stream_seed
 from meshwright.sharding.buffers import Bucket, FlatBuffer, Slot
 from meshwright.sharding.compression.residual import Compressing, wide
 from meshwright.sharding.compression.sizes import Matrices, matrices_of
 from meshwright.sharding.reducers import PendingReduction
+
+if TYPE_CHECKING:
+    from meshwright.sharding.reducers import SideTensors
+
+Value = TypeVar("Value")
 
 
 class LowRankReducer(Compressing):
@@ -36,16 +43,28 @@ class LowRankReducer(Compressing):
         super().prepare(buffers)
         for slot in (slot for buffer in self.buffers for slot in buffer.slots):
             if (form := self.form(slot)).rank:
-                self.factors[id(slot)] = self._drawn(slot, form)
+                shape, like = (form.count, form.kept, form.rank), slot.grad
+                self.factors[id(slot)] = torch.empty(shape, dtype=wide(like.dtype), device=like.device)
+                self.draw(slot)
+
+    def sends_product(self, slot: Slot) -> bool:
+        return id(slot) in self.factors
 
     def form(self, slot: Slot) -> Matrices:
         return matrices_of(slot.record, self.config.rank)
 
-    def _drawn(self, slot: Slot, form: Matrices) -> Tensor:
-        numbers = generator(slot.grad.device)
+    def draw(self, slot: Slot) -> None:
+        """Sets the factor that a run begins with, the same on all data-parallel ranks."""
+        factor = self.factors[id(slot)]
+        numbers = generator(factor.device)
         numbers.manual_seed(stream_seed(self.seed, "powersgd", slot.record.name))
-        shape, dtype = (form.count, form.kept, form.rank), wide(slot.grad.dtype)
-        return torch.empty(shape, dtype=dtype, device=slot.grad.device).normal_(generator=numbers)
+        factor.normal_(generator=numbers)
+
+    def side_states(self) -> Iterator[SideTensors]:
+        for buffer in self.buffers:
+            slots = [slot for slot in buffer.slots if self.sends_product(slot)]
+            held = {id(slot): (self.factors[id(slot)], factor_record(slot.record, self.form(slot))) for slot in slots}
+            yield "factor", buffer, held, self.draw
 
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
         if bucket.stage or self.is_plain(bucket, group):
@@ -58,7 +77,7 @@ class LowRankReducer(Compressing):
         return LowRankSum(self, bucket, out, grads, bucket.share[0] - bucket.start, group)
 
     def is_plain(self, bucket: Bucket, group: Group) -> bool:
-        return super().is_plain(bucket, group) or all(id(slot) not in self.factors for slot in bucket.slots)
+        return super().is_plain(bucket, group) or not any(map(self.sends_product, bucket.slots))
 
 
 class LowRankSum:
@@ -72,6 +91,7 @@ class LowRankSum:
         self._parts = [self._first(slot) for slot in bucket.slots]
         self._sum = torch.cat([part.reshape(-1) for part in self._parts])
         self._pending = group.all_reduce(self._sum, wait=False)
+        reducer.begun(self)
 
     def _matrix(self, slot: Slot) -> Tensor:
         """Returns a parameter of the bucket as matrices, whose columns are on the side of the factor that is kept."""
@@ -80,33 +100,50 @@ class LowRankSum:
         return found.mT if form.transposed else found
 
     def _first(self, slot: Slot) -> Tensor:
-        factor = self._reducer.factors.get(id(slot))
-        return self._matrix(slot) if factor is None else self._matrix(slot) @ factor
+        matrix = self._matrix(slot)
+        return matrix @ self._reducer.factors[id(slot)] if self._reducer.sends_product(slot) else matrix
 
-    def wait(self) -> None:
+    def proceed(self) -> None:
         self._pending.wait()
         reducer, bucket = self._reducer, self._bucket
         found = self._sum.split([part.numel() for part in self._parts])
-        sums = {
-            id(slot): part.view_as(first) for slot, part, first in zip(bucket.slots, found, self._parts, strict=True)
-        }
-        products = [slot for slot in bucket.slots if id(slot) in reducer.factors]
-        bases = {id(slot): torch.linalg.qr(sums[id(slot)]).Q for slot in products}
-        own = [self._matrix(slot).mT @ bases[id(slot)] for slot in products]
-        second = torch.cat([factor.reshape(-1) for factor in own])
-        pending = self._group.all_reduce(second, wait=False)
-        for slot, factor in zip(products, own, strict=True):  # what is left of x is what is left out
-            self._matrix(slot).sub_(bases[id(slot)] @ factor.mT)
-        for slot in bucket.slots:
-            if id(slot) not in reducer.factors:
-                self._matrix(slot).zero_()
+        self._sums = [part.view_as(first) for part, first in zip(found, self._parts, strict=True)]
+        bases = (torch.linalg.qr(x).Q if reducer.sends_product(slot) else None for slot, x in self._of(self._sums))
+        self._bases = list(bases)
+        own = [None if base is None else self._matrix(slot).mT @ base for slot, base in self._of(self._bases)]
+        self._second = [factor for factor in own if factor is not None]
+        self._sum = torch.cat([factor.reshape(-1) for factor in self._second])
+        self._pending = self._group.all_reduce(self._sum, wait=False)
+        for (slot, base), factor in zip(self._of(self._bases), own, strict=True):  # what is left of x is left out
+            matrix = self._matrix(slot)
+            matrix.zero_() if base is None or factor is None else matrix.sub_(base @ factor.mT)
         reducer.keep(bucket, bucket.start, self._x, anew=True)
-        pending.wait()
-        for slot, part, factor in zip(products, second.split([factor.numel() for factor in own]), own, strict=True):
-            arrived, kept = part.view_as(factor), reducer.factors[id(slot)]
-            self._matrix(slot).copy_(bases[id(slot)] @ arrived.mT)
-            kept.copy_(torch.where(arrived.isfinite().all(), arrived, kept))
-        for slot in bucket.slots:
-            if id(slot) not in reducer.factors:
-                self._matrix(slot).copy_(sums[id(slot)])
+
+    def _of(self, values: Sequence[Value]) -> Iterator[tuple[Slot, Value]]:
+        return zip(self._bucket.slots, values, strict=True)
+
+    def wait(self) -> None:
+        self._reducer.proceed()
+        self._pending.wait()
+        arrived = iter(self._sum.split([factor.numel() for factor in self._second]))
+        for (slot, base), first in zip(self._of(self._bases), self._sums, strict=True):
+            if base is None:
+                self._matrix(slot).copy_(first)
+                continue
+            kept = self._reducer.factors[id(slot)]
+            factor = next(arrived).view_as(kept)
+            self._matrix(slot).copy_(base @ factor.mT)
+            useful = factor.isfinite().all() & (factor != 0).any(-2, keepdim=True)
+            kept.copy_(torch.where(useful, factor, kept))
         self._out.copy_(self._x[self._offset :][: self._out.numel()])
+
+
+def factor_record(record: ParamRecord, form: Matrices) -> ParamRecord:
+    """Returns where a parameter's kept factor lies in a global one: cut as the parameter is along the kept side."""
+    side, rank = -2 if form.transposed else -1, form.rank
+
+    def cut(place: tuple[int, ...], last: int) -> tuple[int, ...]:
+        return (*place[:-2], place[side], last)
+
+    boxes = tuple(Box(cut(b.start, 0), cut(b.shape, rank), cut(b.local_start, 0)) for b in record.boxes)
+    return replace(record, shape=cut(record.shape, rank), local_shape=cut(record.local_shape, rank), boxes=boxes)

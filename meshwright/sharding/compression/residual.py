@@ -7,6 +7,7 @@ of the next time. So at any time what has arrived and all ranks' residuals are t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -16,16 +17,31 @@ from meshwright.config.comm import ReduceConfig
 from meshwright.sharding.buffers import Bucket, FlatBuffer
 from meshwright.sharding.compression.sizes import CompressionPlan
 
+if TYPE_CHECKING:
+    from meshwright.sharding.reducers import SideTensors
+
+
+# Sums whose second half waits, so that their first half has time to end while backward computes.
+BEHIND = 2
+
+
+class TwoHalves(Protocol):
+    """A sum of two collectives, of which the second needs the first one's result."""
+
+    def proceed(self) -> None:
+        """Waits for the first and begins the second, unless that was done before."""
+
 
 class Compressing(CompressionPlan):
-    """What all reducers that compress have in common: when they do, and the residual, one number for each element of a
-    bucket on each rank."""
+    """What all reducers that compress have in common: when they do, the residual, one number for each element of a
+    bucket on each rank, and when a sum's second half begins."""
 
     def __init__(self, config: ReduceConfig, seed: int) -> None:
         super().__init__(config)
         self.seed, self.step, self.scale = seed, 1, 1.0
         self.buffers: list[FlatBuffer] = []
         self.residuals: dict[Bucket, Tensor] = {}
+        self._halfway: list[TwoHalves] = []
 
     def prepare(self, buffers: Sequence[FlatBuffer]) -> None:
         self.buffers = [buffer for buffer in buffers if buffer.key.compressed and buffer.split.ranks > 1]
@@ -56,9 +72,22 @@ class Compressing(CompressionPlan):
         left_out = left_out.view(-1).nan_to_num(0.0, 0.0, 0.0)
         at.copy_(left_out.div_(self.scale)) if anew else at.add_(left_out, alpha=1 / self.scale)
 
+    def begun(self, begun: TwoHalves) -> None:
+        """Notes a sum whose first half has begun. Second halves begin in the same order on every rank."""
+        self._halfway.append(begun)
+        self.proceed(BEHIND)
+
+    def proceed(self, behind: int = 0) -> None:
+        """Begins the second halves of all sums but the last few."""
+        while len(self._halfway) > behind:
+            self._halfway.pop(0).proceed()
+
     def states(self) -> Iterator[tuple[str, FlatBuffer, list[Tensor]]]:
         for buffer in self.buffers if self.residuals else []:
             yield "residual", buffer, [self.residuals[bucket] for bucket in buffer.buckets]
+
+    def side_states(self) -> Iterator[SideTensors]:
+        return iter(())
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
