@@ -147,10 +147,7 @@ class Device:
             return x.pin_memory()
 
     def upload(self, x: Tensor) -> Tensor:
-        """Returns a copy on this device. The host does not wait: the device itself copies pinned memory."""
-        if self.module is None:
-            return x.to(self.torch)
-        return (x if x.is_pinned() else x.pin_memory()).to(self.torch, non_blocking=True)
+        return upload(x, self.torch)
 
     def download(self, x: Tensor) -> Download:
         return Download(self, x)
@@ -250,6 +247,24 @@ def scaled_rows_are_wide(device: torch.device) -> bool:
     """Whether torch's fp8 product with row scales can have a float32 result: cuBLAS's on Hopper, from CUDA 12.9 on."""
     cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
     return torch.cuda.get_device_capability(device) == (9, 0) and cuda >= (12, 9)
+
+
+def cudnn_attends(q: Tensor) -> bool:
+    """Whether cuDNN's attention is the fastest for these queries [batch, heads, rows, width]: on Hopper and later it
+    is, by far, except for few rows (and one query with one key it refuses)."""
+    return q.is_cuda and q.shape[-1] <= 128 and q.shape[2] >= 64 and _capability(q.device) >= (9, 0)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """Returns a copy of a host tensor on a device. The host does not wait: the device itself copies pinned memory."""
+    if accelerator(device) is None:
+        return x.to(device)
+    return (x if x.is_pinned() else x.pin_memory()).to(device, non_blocking=True)
 
 
 def accelerator(device: torch.device) -> Any:

@@ -19,7 +19,12 @@ from meshwright.bench.models import job_of_bench, parameters, products
 from meshwright.bench.timing import copy_gb_s, draw, median_ms, times_ms
 from meshwright.config.sections import Config
 from meshwright.device import Device
+from meshwright.dryrun.stand_ins import documents_of
+from meshwright.layout.rows import ORDERS
+from meshwright.nn.context import ContextRows
+from meshwright.nn.documents import Documents, document_attention
 from meshwright.nn.grouped import grouped_product, grouped_weight_grad
+from meshwright.nn.pieces import Rows, kernel, kernel_backward
 from meshwright.parts.part import Product
 
 OPTIMIZER_BYTES = 28  # fp32 master, gradient and two moments read; master and moments written
@@ -95,11 +100,19 @@ def product_calls(wanted: list[Product], device: Device, dtype: torch.dtype) -> 
 
 
 def attention_call(config: Config, device: Device, dtype: torch.dtype) -> Callable[[], Any]:
-    """Returns the forward and backward of one layer's attention, by the fastest back end of the device."""
-    m, tp, batch = config.model, config.layout.tp, config.train.micro_batch
+    """Returns the forward and backward of one layer's attention, by the fastest back end of the device: of ranks that
+    share sequences, one rank's share of it, piece by piece and nothing else."""
+    m, tp, cp, batch = config.model, config.layout.tp, config.layout.cp, config.train.micro_batch
     heads, kv = m.heads // tp, max(1, m.kv_heads // tp)
+    if cp > 1 and config.context_kind in ("ring", "gather"):
+        return partial(_each, _pieces(config, device, dtype, heads, kv))
+    if cp > 1:
+        heads, kv = heads // cp, max(1, kv // cp)
     q, k, v = (draw(device, dtype, batch, n, m.seq, m.head_dim).requires_grad_() for n in (heads, kv, kv))
     grad = torch.randn_like(q)
+    if config.data.reset_attention:
+        within = Documents.of(documents_of(m.seq)[None].repeat(batch, 0), device.torch)
+        return lambda: torch.autograd.grad(document_attention(q, k, v, within), (q, k, v), grad)
 
     def both(backend: SDPBackend | None = None) -> None:
         with nullcontext() if backend is None else sdpa_kernel(backend):
@@ -116,6 +129,29 @@ def attention_call(config: Config, device: Device, dtype: torch.dtype) -> Callab
         except RuntimeError:  # this device or this torch has no such back end
             times.append(float("inf"))
     return ways[times.index(min(times))]
+
+
+def _pieces(config: Config, device: Device, dtype: torch.dtype, heads: int, kv: int) -> list[Callable[[], Any]]:
+    """Returns the kernels of the first of the ranks that share sequences, forward and backward of each piece."""
+    m, cp, batch = config.model, config.layout.cp, config.train.micro_batch
+    order = ORDERS[config.context.order](m.seq, cp, [m.seq]).order
+    given = ContextRows(Rows(order[None].repeat(batch, 0)), device.torch)
+    ring = config.context_kind == "ring"
+    sights = [given.sight(0, to, cp) for to in range(cp)] if ring else [given.gathered(0, cp)]
+    q, grad = (draw(device, dtype, batch, heads, m.seq // cp, m.head_dim) for _ in range(2))
+    k, v = (draw(device, dtype, batch, kv, m.seq // (cp if ring else 1), m.head_dim) for _ in range(2))
+    calls: list[Callable[[], Any]] = []
+    for _, p in (piece for sight in sights for piece in sight.split):
+        at, to = (..., slice(p.top, p.bottom), slice(None)), (..., slice(p.left, p.right), slice(None))
+        out, sums = kernel(q[at], k[to], v[to], p.causal)
+        calls.append(partial(kernel, q[at], k[to], v[to], p.causal))
+        calls.append(partial(kernel_backward, grad[at], q[at], k[to], v[to], out, sums, p.causal))
+    return calls
+
+
+def _each(calls: list[Callable[[], Any]]) -> None:
+    for call in calls:
+        call()
 
 
 def alone(device: Device, calls: Calls, least_ms: float = MIN_TIMED_MS) -> float:

@@ -19,19 +19,47 @@ BENCH_MODELS: dict[str, dict[str, Any]] = {
     "1b": {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "ffn": 8192, "vocab": 128256, "seq": 4096},
     "3b": {"layers": 28, "hidden": 3072, "heads": 24, "kv_heads": 8, "ffn": 8192, "vocab": 128256, "seq": 4096},
     "qwen3-30b-a3b-6l": {
-        "layers": 6, "hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "ffn": 6144, "vocab": 151936,
-        "seq": 4096, "qk_norm": True, "rope_theta": 1e6, "experts": {"count": 128, "top_k": 8, "ffn": 768},
+        "layers": 6,
+        "hidden": 2048,
+        "heads": 32,
+        "kv_heads": 4,
+        "head_dim": 128,
+        "ffn": 6144,
+        "vocab": 151936,
+        "seq": 4096,
+        "qk_norm": True,
+        "rope_theta": 1e6,
+        "experts": {"count": 128, "top_k": 8, "ffn": 768},
     },
     "olmoe-7b-6l": {
-        "layers": 6, "hidden": 2048, "heads": 16, "ffn": 1024, "vocab": 50304, "seq": 4096, "qk_norm": True,
+        "layers": 6,
+        "hidden": 2048,
+        "heads": 16,
+        "ffn": 1024,
+        "vocab": 50304,
+        "seq": 4096,
+        "qk_norm": True,
         "experts": {"count": 64, "top_k": 8, "ffn": 1024, "normalise": False},
     },
     "mixtral-8x7b-2l": {
-        "layers": 2, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000, "seq": 4096,
-        "rope_theta": 1e6, "experts": {"count": 8, "top_k": 2},
+        "layers": 2,
+        "hidden": 4096,
+        "heads": 32,
+        "kv_heads": 8,
+        "ffn": 14336,
+        "vocab": 32000,
+        "seq": 4096,
+        "rope_theta": 1e6,
+        "experts": {"count": 8, "top_k": 2},
     },
     "tiny-experts": {
-        "layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 384, "vocab": 1024, "seq": 128,
+        "layers": 2,
+        "hidden": 128,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn": 384,
+        "vocab": 1024,
+        "seq": 128,
         "experts": {"count": 8, "top_k": 2, "ffn": 128},
     },
     "8b-8l": {"layers": 8, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256, "seq": 4096},
@@ -43,19 +71,25 @@ DATASHEET = {"H200": 989.0, "H100": 989.0, "A100": 312.0}
 
 
 def bench_config(
-    model: str, precision: str = "bf16", micro_batches: int = 1, micro_batch: int = MICRO_BATCH, **sections: Any
-) -> Config:
-    """Returns the config of the run that a bench measures; `sections` override it."""
+    model: str, precision: str = "bf16", micro_batches: int = 1, micro_batch: int = MICRO_BATCH, seq: int = 0,
+    **sections: Any,
+) -> Config:  # fmt: skip
+    """Returns the config of the run that a bench measures; `sections` override it. `seq` is the model's, unless
+    given."""
     train = {"precision": precision, "micro_batch": micro_batch, "global_batch": micro_batch * micro_batches}
     train |= {"steps": 10**6} | sections.pop("train", {})
-    shape = LLAMA_ARCHITECTURE | BENCH_MODELS[model]
+    shape = LLAMA_ARCHITECTURE | BENCH_MODELS[model] | ({"seq": seq} if seq else {})
     base = {"model": shape, "data": {"prefixes": ["made"]}, "lr": {"schedule": "constant"}}
     return config_from(base | {"train": train} | sections)
 
 
 def job_of_bench(config: Config) -> Job:
     """Returns the bench's job on as few ranks as its layout needs."""
-    return job_of(config, config.layout.tp * config.layout.pp, COMPILED)
+    return job_of(config, ranks_of(config), COMPILED)
+
+
+def ranks_of(config: Config) -> int:
+    return config.layout.tp * config.layout.cp * config.layout.pp
 
 
 def work_of(config: Config) -> list[tuple[Work, int]]:
@@ -74,8 +108,8 @@ def parameters(config: Config) -> int:
     return rank_parameters(job_of_bench(config), 0)
 
 
-def flops(config: Config, tokens: int) -> float:
+def flops(config: Config, tokens: int, visible: float = 1.0) -> float:
     """Returns the FLOPs of the first rank: three times the products of forward, with only those attention scores that
-    the causal mask leaves. An embedding is looked up, not multiplied."""
-    forward = sum(count * work.flops for work, count in work_of(config))
+    the causal mask leaves, and of these the `visible` share. An embedding is looked up, not multiplied."""
+    forward = sum(count * (work.flops - (1.0 - visible) * work.attention_flops) for work, count in work_of(config))
     return 3.0 * forward * tokens / (config.train.micro_batch * config.model.seq)

@@ -6,23 +6,24 @@ import statistics
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 
 from meshwright.bench.floor import Floor
-from meshwright.bench.models import DATASHEET, flops
+from meshwright.bench.models import DATASHEET, flops, ranks_of
 from meshwright.bench.timing import by_kind
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import make_rank
-from meshwright.dryrun.stand_ins import release
+from meshwright.dryrun.stand_ins import documents_of, release
 from meshwright.train.loop import Ahead
 from meshwright.train.step import Trainer
 
 
 def make_trainer(config: Config, device: Device) -> Trainer:
     """Builds the trainer of the first rank of a job without data parallelism, inside a `fake_world` of the others."""
-    world = config.layout.tp * config.layout.pp
+    world = ranks_of(config)
     check(config, world)
     return make_rank(config, world, 0, device)
 
@@ -49,16 +50,25 @@ def measure(trainer: Trainer, steps: int, warm: int = 3) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def visible_share(config: Config) -> float:
+    """Returns the share of causal attention's pairs that lie within a document."""
+    if not config.data.reset_attention:
+        return 1.0
+    lengths = np.bincount(documents_of(config.model.seq)).astype(float)
+    return float((lengths * (lengths + 1)).sum() / (config.model.seq * (config.model.seq + 1.0)))
+
+
 def as_json(config: Config, device: Device, measured: dict[str, Any], floor: Floor) -> dict[str, Any]:
     """Returns what the command prints as JSON."""
-    tokens = config.train.global_batch * config.model.seq
+    tokens = config.train.global_batch * config.model.seq // config.layout.cp
     seconds = measured["step_ms"] / 1e3
-    tflops = flops(config, tokens) / seconds / 1e12
+    tflops = flops(config, config.train.global_batch * config.model.seq, visible_share(config)) / seconds / 1e12
     sheet = next((rate for part, rate in DATASHEET.items() if part in device.name), None)
     count = config.train.global_batch // config.train.micro_batch
     return {
         "device": device.name, "torch": torch.__version__, "precision": config.train.precision, "micro_batches": count,
-        "tp": config.layout.tp, "pp": config.layout.pp, "tokens_per_s": tokens / seconds, "tflops": tflops,
+        "tp": config.layout.tp, "cp": config.layout.cp, "pp": config.layout.pp, "seq": config.model.seq,
+        "tokens_per_s": tokens / seconds, "tflops": tflops,
         "mfu": tflops / sheet if sheet else None, "mfu_measured": tflops / floor.product_tflops,
         "floor_ms": floor.step_ms(count), "floor_loaded_ms": floor.step_ms(count, loaded=True),
         "of_floor": floor.step_ms(count) / measured["step_ms"], "floor": asdict(floor), **measured,

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from meshwright.bench.models import BENCH_MODELS, MICRO_BATCH, bench_config
+from meshwright.bench.models import BENCH_MODELS, MICRO_BATCH, bench_config, ranks_of
 from meshwright.errors import UserError, nearest
 
 EXAMPLES = """example:
@@ -15,6 +15,7 @@ EXAMPLES = """example:
   meshwright bench step --model 1b --micro-batches 8 --json
   meshwright bench step --model 3b --precision fp8
   meshwright bench step --model 3b --tp 2                (one rank's share, sequence parallel; the others are not there)
+  meshwright bench step --model 3b --micro-batch 1 --seq 131072 --cp 8 --context ring
 
 tflops counts 6 operations for each weight of a product and token, and 6 x layers x hidden x seq per token for causal
 attention; mfu divides by the maker's dense bf16 rate, mfu_measured by that of a large product measured here."""
@@ -28,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch", type=int, default=MICRO_BATCH, help=sequences)
     parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches of a step (default: 1)")
     parser.add_argument("--tp", type=int, default=1, help="measure one rank's share of this many tp ranks (default: 1)")
+    parser.add_argument("--cp", type=int, default=1, help="measure one rank's share of this many cp ranks (default: 1)")
+    parser.add_argument("--context", default="auto", help="context.kind of cp ranks (default: auto)")
+    parser.add_argument("--seq", type=int, default=0, help="tokens of a sequence (default: the model's)")
+    parser.add_argument("--documents", action="store_true", help="attention within documents of about 2048 tokens")
+    parser.add_argument("--recompute", default="none", help="recompute.mode (default: none)")
     parser.add_argument("--pp", type=int, default=1, help="measure the first of this many stages (default: 1)")
     parser.add_argument("--steps", type=int, default=10, help="steps to time after the warm-up (default: 10)")
     parser.add_argument("--compile", default="auto", choices=["auto", "true", "false"], help="train.compile")
@@ -38,13 +44,15 @@ def run(args: argparse.Namespace) -> None:
     if args.model not in BENCH_MODELS:
         choices = ", ".join(BENCH_MODELS)
         raise UserError(f"unknown model '{args.model}'{nearest(args.model, BENCH_MODELS)}: choose {choices}")
-    for name in ("micro_batch", "micro_batches", "steps", "tp", "pp"):
+    for name in ("micro_batch", "micro_batches", "steps", "tp", "cp", "pp"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     config = bench_config(
-        args.model, args.precision, args.micro_batches, args.micro_batch,
+        args.model, args.precision, args.micro_batches, args.micro_batch, args.seq,
         train={"compile": args.compile}, run={"device": args.device},
-        layout={"tp": args.tp, "pp": args.pp, "sequence_parallel": args.tp > 1},
+        layout={"tp": args.tp, "cp": args.cp, "pp": args.pp, "sequence_parallel": args.tp > 1},
+        context={"kind": args.context},
+        data={"prefixes": ["made"], "reset_attention": args.documents}, recompute={"mode": args.recompute},
     )  # fmt: skip
     from meshwright.bench import floor, step
     from meshwright.device import PRECISION_DTYPES, Device
@@ -53,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
     device = Device.choose(args.device)
     device.check_precision(args.precision)
     print(f"measuring {args.model} on {device.name}", file=sys.stderr, flush=True)
-    with fake_world(0, args.tp * args.pp):
+    with fake_world(0, ranks_of(config)):
         measured = step.measure(step.make_trainer(config, device), args.steps)
     device.empty_cache()
     least = floor.measure(config, device, PRECISION_DTYPES[args.precision])
@@ -79,6 +87,6 @@ def report(f: dict[str, Any]) -> str:
          f"optimizer {low['optimizer_ms']:.1f} per step"),
         ("by kind", ", ".join(f"{kind} {ms:.1f}" for kind, ms in f["kinds_ms"].items()) or "-"),
     ]  # fmt: skip
-    share = f"tp={f['tp']} pp={f['pp']}, " if f["tp"] * f["pp"] > 1 else ""
-    title = f"{f['model']} {f['precision']}, {share}{f['micro_batches']} micro-batches, {f['device']}"
+    share = f"tp={f['tp']} cp={f['cp']} pp={f['pp']}, " if f["tp"] * f["cp"] * f["pp"] > 1 else ""
+    title = f"{f['model']} {f['precision']}, seq={f['seq']}, {share}{f['micro_batches']} micro-batches, {f['device']}"
     return "\n".join([title, *(f"  {name:<8} {text}" for name, text in rows)])

@@ -91,6 +91,11 @@ class ModelConfig:
         self._check_positions()
 
     @property
+    def masks_documents(self) -> bool:
+        """Whether attention within documents takes a mask: the kernels for documents know no bias and no dropout."""
+        return self.position == "alibi" or self.dropout > 0
+
+    @property
     def rotary_dim(self) -> int:
         """Elements of a head that rotary positions turn, in pairs."""
         return self.latent.rope_dim if self.latent.kv_rank else int(self.head_dim * self.rotary_fraction)

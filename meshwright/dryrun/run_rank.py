@@ -9,9 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshwright.comm.ledger import CallTotals
@@ -70,7 +68,7 @@ def make_rank(config: Config, world: int, rank: int, device: Device) -> Trainer:
     stand_in(ctx.mesh)
     data = samples_of(ctx)
     trainer = Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
-    _read_here(trainer, data)
+    trainer.train_batches.reads = True  # the tensor-parallel rank that would broadcast the samples may not be there
     # Of ranks that hold the same gradients only the first counts them in the norm, and it may not be there: without a
     # norm a step has nothing to learn from and would be skipped.
     trainer.data_parallel.counts = lambda buffer, slot: True  # type: ignore[method-assign]
@@ -84,23 +82,6 @@ def samples_of(ctx: Context) -> RandomTokens:
     first = min(tp_rank * rows, c.model.vocab - 1)
     fields = ["positions"] * c.data.reset_positions + ["segments"] * c.data.reset_attention
     return RandomTokens(min(rows, c.model.vocab - first), c.model.seq, first, fields)
-
-
-def _read_here(trainer: Trainer, data: RandomTokens) -> None:
-    """Lets this rank read its own samples: the tensor-parallel rank that would broadcast them may not be there."""
-    batches: Any = trainer.train_batches
-    load, size = batches.load, batches.size
-
-    def filled(consumed: int, micro_batch: int) -> dict[str, Tensor]:
-        batch: dict[str, Tensor] = load(consumed, micro_batch)
-        if trainer.ctx.mesh.tp.index > 0:
-            for i in range(size):
-                sample = data.sample(consumed + micro_batch * size + i)
-                for name, values in batch.items():
-                    values[i].copy_(trainer.ctx.device.upload(torch.from_numpy(sample[name])))
-        return batch
-
-    batches.load = filled
 
 
 def _dry_step(trainer: Trainer, dry: MetaMode) -> Counts:

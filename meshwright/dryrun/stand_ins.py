@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.comm.group import Pending
+from meshwright.comm.group import Pending, Shift
 from meshwright.comm.mesh import Mesh
 from meshwright.nn.parallel import record_of
 from meshwright.train.step import Trainer
@@ -47,7 +47,7 @@ def stand_in(mesh: Mesh) -> None:
 
 def _fill(group: Any) -> None:
     """Wraps the calls that leave their output unwritten: it is filled after the call was made and counted as usual."""
-    take, scatter = group.receive, group.reduce_scatter
+    take, scatter, shift, exchange = group.receive, group.reduce_scatter, group.shift, group.all_to_all
 
     def receive(x: Tensor, source: int) -> Pending:
         pending: Pending = take(x, source)
@@ -59,19 +59,43 @@ def _fill(group: Any) -> None:
         out.copy_(x[group.index * out.shape[0] :][: out.shape[0]])
         return pending
 
-    group.receive, group.reduce_scatter = receive, reduce_scatter
+    def shifted(x: Tensor, by: int) -> Shift:
+        under_way: Shift = shift(x, by)
+        under_way.received.copy_(x)
+        return under_way
+
+    def all_to_all(out: Tensor, x: Tensor, *more: Any, **named: Any) -> Pending:
+        pending: Pending = exchange(out, x, *more, **named)
+        if out.shape == x.shape:
+            out.copy_(x)
+        return pending
+
+    group.receive, group.reduce_scatter, group.shift, group.all_to_all = receive, reduce_scatter, shifted, all_to_all
+
+
+DOCUMENT_TOKENS = 2048  # around which the lengths of documents vary
+
+
+def documents_of(seq: int) -> np.ndarray[Any, Any]:
+    """Returns the numbers of the documents that tokens belong to, the same in every sample."""
+    begins = np.random.default_rng(0).random(seq) < 1.0 / DOCUMENT_TOKENS
+    return np.cumsum(begins, dtype=np.int64) - int(begins[0])
 
 
 class RandomTokens:
-    """Samples of random ids, from `first` on. `fields` names further arrays of a sample, which count up from 0."""
+    """Samples of random ids, from `first` on. `fields` names further arrays of a sample: "segments", the documents, and
+    "positions", which begin anew in each of them."""
 
     def __init__(self, vocab: int, seq: int, first: int = 0, fields: Sequence[str] = ()) -> None:
-        self.vocab, self.seq, self.first, self.fields = vocab, seq, first, fields
+        self.vocab, self.seq, self.first = vocab, seq, first
+        segments, at = documents_of(seq), np.arange(seq, dtype=np.int64)
+        begins = np.maximum.accumulate(at * (np.diff(segments, prepend=0) > 0))
+        self.more = {name: {"segments": segments, "positions": at - begins}[name] for name in fields}
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
         ids = np.random.default_rng(n).integers(self.first, self.first + self.vocab, self.seq + 1)
         found = {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": np.ones(self.seq, dtype=np.int64)}
-        return found | {name: np.arange(self.seq, dtype=np.int64) for name in self.fields}
+        return found | self.more
 
 
 @torch.no_grad()

@@ -70,6 +70,7 @@ def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
     return AttentionPart(
         model.hidden, model.heads, model.kv_heads, model.head_dim, normal, output, model.position == "rope", model.bias,
         model.qkv_bias, model.qk_norm_over if model.qk_norm else "", model.norm_eps, model.dropout,
+        model.masks_documents,
     )  # fmt: skip
 
 
@@ -118,6 +119,15 @@ def stages_of(config: Config) -> list[Stage]:
 
 # Fields of a batch where ranks share sequences: the numbers and the documents of the rows of all of them.
 CONTEXT_ROWS, CONTEXT_DOCUMENTS = "context_rows", "context_documents"
+# Fields that decide who sees whom. Where a rank has read them itself, a batch has them on the host too, under
+# `on_host(name)`, so that no one waits for the device to read them back.
+WHO_SEES_WHOM = {"segments", CONTEXT_ROWS, CONTEXT_DOCUMENTS}
+
+
+def on_host(name: str) -> str:
+    return f"host.{name}"
+
+
 CP_INNER, CP_OUTER = "cp.inner", "cp.outer"  # parts of cp: ranks that exchange heads, and the ring between them
 
 

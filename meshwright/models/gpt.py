@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,16 +14,18 @@ from meshwright.comm.group import Group
 from meshwright.comm.ledger import Ledger
 from meshwright.config.sections import Config
 from meshwright.layout.params import records_under
-from meshwright.models.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, describe, fields_read
+from meshwright.models.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, describe, fields_read, on_host
 from meshwright.models.stage import Receives
 from meshwright.nn.attention import Alibi, KVCache, causal_mask
 from meshwright.nn.build import Block, build_module
 from meshwright.nn.context import ContextRows
+from meshwright.nn.documents import Documents
 from meshwright.nn.experts import RoutedInputs, Saved
 from meshwright.nn.linear import Linear
 from meshwright.nn.loss import output_loss
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
+from meshwright.nn.pieces import Rows
 from meshwright.nn.random import dropout
 from meshwright.nn.rotary import Rotary
 from meshwright.nn.unit import call_unit, recompute
@@ -106,6 +109,7 @@ class GPTStage(nn.Module):
         if model.tied and self.embedding is not None and self.head is not None:
             # Across stages, each end holds a copy and the gradients are summed.
             self.head.output.weight = self.embedding.tokens.get_parameter("weight")
+        self.masks = c.masks_documents
         self.micro_batch = config.train.micro_batch
         self._loss_weight: float | None = None
         self.losses = model.losses  # the terms that blocks add to the loss
@@ -150,7 +154,7 @@ class GPTStage(nn.Module):
         ids, positions = batch.get("tokens"), batch.get("positions")
         given = self._shared_rows(batch)
         if positions is None and given is not None:
-            positions = given.part(self.tokens.index, self.tokens.size).rows
+            positions = batch[CONTEXT_ROWS].chunk(self.tokens.size, 1)[self.tokens.index]
         if self.embedding is not None:
             assert ids is not None
             streams.seed_layer(-1)
@@ -187,10 +191,14 @@ class GPTStage(nn.Module):
         """Which rows all ranks that share the sequences hold, where there are several."""
         if self.tokens.alone:
             return None
-        return ContextRows(batch[CONTEXT_ROWS], batch.get(CONTEXT_DOCUMENTS))
+        documents = _read(batch, CONTEXT_DOCUMENTS) if CONTEXT_DOCUMENTS in batch else None
+        return ContextRows(Rows(_read(batch, CONTEXT_ROWS), documents), batch[CONTEXT_ROWS].device)
 
-    def _mask(self, batch: Batch, before: int, seq: int, device: torch.device) -> Tensor | None:
-        """Returns the attention mask, or the bias to add to the scores; None where attention is plainly causal."""
+    def _mask(self, batch: Batch, before: int, seq: int, device: torch.device) -> Tensor | Documents | None:
+        """Returns where documents begin, or the attention mask, or the bias to add to the scores; None where attention
+        is plainly causal."""
+        if "segments" in batch and not self.masks:
+            return Documents.of(_read(batch, "segments"), device)
         mask = None if "segments" not in batch else segment_mask(batch["segments"])
         if self.alibi is None:
             return mask
@@ -230,10 +238,16 @@ class BlockInputs(NamedTuple):
 
     sequences: int
     rotary: tuple[Tensor, Tensor] | None
-    mask: Tensor | ContextRows | None
+    mask: Tensor | Documents | ContextRows | None
     past: dict[str, KVCache]
     where: tuple[int, int, int]
     routed: dict[int, RoutedInputs]
+
+
+def _read(batch: Batch, name: str) -> np.ndarray[Any, Any]:
+    """Returns a field as the host reads it; ranks that got it from another one wait for the device."""
+    found: np.ndarray[Any, Any] = batch.get(on_host(name), batch[name]).cpu().numpy()
+    return found
 
 
 def _plus(total: Tensor | None, more: Tensor | None) -> Tensor | None:

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.config.sections import ModelConfig
 from meshwright.layout.params import ParamRecord
 from meshwright.nn.context import ContextRows, context_attention
+from meshwright.nn.documents import Documents, document_attention
 from meshwright.nn.linear import Linear, norm_product
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
@@ -122,20 +123,28 @@ class Attention(nn.Module):
         self.out = Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
         self.recompute_core = parallel.recompute.mode == "selective"
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None) -> Tensor:
         """Softmax of the scores times the values, all [batch, heads, seq, head_dim]."""
+        if isinstance(mask, Documents):
+            return document_attention(q, k, v, mask)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] == k.shape[2],
             dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.heads != self.kv_heads,
         )  # fmt: skip
 
     def forward(
-        self, x: Tensor, norm: Norm, batch: int, rotary: Tables | None, mask: Tensor | ContextRows | None,
-        past: KVCache | None, *unused: object,
+        self,
+        x: Tensor,
+        norm: Norm,
+        batch: int,
+        rotary: Tables | None,
+        mask: Tensor | Documents | ContextRows | None,
+        past: KVCache | None,
+        *unused: object,
     ) -> tuple[Tensor, Tensor]:
-        """Returns x [tokens, hidden] of `batch` sequences, for the residual, and attention of its norm. `mask` [batch,
-        1 or heads, seq, seq] is true where a query may attend, or is added to the scores; without it, attention is
-        causal. With `past`, x continues after its tokens."""
+        """Returns x [tokens, hidden] of `batch` sequences, for the residual, and attention of its norm. `mask` says
+        where documents begin or, [batch, 1 or heads, seq, seq], is true where a query may attend, or is added to the
+        scores; without it, attention is causal. With `past`, x continues after its tokens."""
         x, qkv = self.projection(x, norm)
         qkv = qkv.view(batch, qkv.shape[0] // batch, self.heads + 2 * self.kv_heads, self.head_dim)
         if self.fuses and rotary is not None and self.norms is None:

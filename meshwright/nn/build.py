@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshwright.layout.params import records_under
 from meshwright.nn.attention import Attention, KVCache
 from meshwright.nn.context import ContextRows
+from meshwright.nn.documents import Documents
 from meshwright.nn.embedding import PositionEmbedding, TokenEmbedding
 from meshwright.nn.experts import Experts, RoutedInputs
 from meshwright.nn.latent import LatentAttention
@@ -62,7 +63,7 @@ class Block(nn.Module):
         self.stream = parallel.streams.own if parallel.splits_tokens else parallel.streams.same
 
     def forward(
-        self, x: Tensor, batch: int, rotary: Tables | None, mask: Tensor | ContextRows | None,
+        self, x: Tensor, batch: int, rotary: Tables | None, mask: Tensor | Documents | ContextRows | None,
         past: KVCache | None = None, given: RoutedInputs | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Returns the sum and, if a body adds to the loss, the sums of its terms."""

@@ -11,6 +11,7 @@ from meshwright.comm.ops import copy_to, gather_from
 from meshwright.layout.params import ParamRecord, records_under
 from meshwright.nn.attention import KVCache
 from meshwright.nn.context import ContextRows, context_attention
+from meshwright.nn.documents import Documents, document_attention
 from meshwright.nn.linear import Linear
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
@@ -40,7 +41,9 @@ class LatentAttention(nn.Module):
         self.kv_b, self.out = linear("kv_b", "column"), linear("out", "row")
         self.recompute_core = parallel.recompute.mode == "selective"
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None) -> Tensor:
+        if isinstance(mask, Documents):
+            return document_attention(q, k, v, mask)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] == k.shape[2],
             dropout_p=self.part.dropout if self.training else 0.0,
@@ -52,7 +55,7 @@ class LatentAttention(nn.Module):
         norm: Norm,
         batch: int,
         rotary: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | ContextRows | None = None,
+        mask: Tensor | Documents | ContextRows | None = None,
         past: KVCache | None = None,
         *unused: object,
     ) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from meshwright.parts.part import Collective, Coordinate, Kept, MicroBatch
 
-CONTEXT_TILE = 1024  # queries and keys whose scores exist at once where attention is computed in tiles
-
 
 def context_calls(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int) -> Iterator[Collective]:
     """Yields the calls of attention to tokens of other ranks. With K the bytes of a rank's keys and values:
@@ -40,14 +38,15 @@ def context_calls(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_d
 
 
 def context_kept(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int) -> Iterator[Kept]:
-    """Yields what attention to tokens of other ranks keeps besides its queries, keys, values and result: its result as
-    the core returns it, log-sums and, of a ring, the last block that arrived. Ranks that exchange heads keep those that
-    arrived instead of their own, with the copies of heads that several ranks need."""
+    """Yields what attention to tokens of other ranks keeps besides its queries, keys, values and result: log-sums and,
+    of a ring, the last block that arrived. Ranks that exchange heads keep those that arrived instead of their own, with
+    the copies of heads that several ranks need, and the result as the core returns it."""
     tokens, e = batch.tokens(at), batch.element
     each = tokens * head_dim * e
-    yield Kept("result by heads", each * heads)
-    yield Kept("log-sums", tokens * heads * batch.wide)
     n = {"ulysses": at.size("cp"), "hybrid": at.size("cp.inner")}.get(at.context, 1)
+    if n > 1:
+        yield Kept("result by heads", each * heads)
+    yield Kept("log-sums", tokens * heads * batch.wide)
     dealt = max(kv, n) if n > 1 else kv
     if at.context in ("ring", "hybrid"):
         yield Kept("last block", 2 * each * dealt)
@@ -55,11 +54,15 @@ def context_kept(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_di
         yield Kept("copied heads", 2 * each * (dealt - kv))
 
 
-def context_working(at: Coordinate, batch: MicroBatch, heads: int) -> float:
-    """Returns the bytes of a tile's scores, its shares and their gradients, where attention is computed in tiles."""
+def context_working(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int) -> float:
+    """Returns the bytes that merging blocks takes for a moment, in backward: the gradient of the queries so far, wide,
+    and of one block; of gathered keys and values a copy in order and their gradients, wide."""
     n = {"ulysses": at.size("cp"), "hybrid": at.size("cp.inner")}.get(at.context, 1)
     if at.size("cp") == n and not batch.documents:
-        return 0.0  # whole sequences, by a fused kernel
-    rows = batch.seq // at.size("cp") * n
-    keys = batch.seq if at.context == "gather" else rows
-    return 4.0 * batch.sequences * (heads // n) * min(CONTEXT_TILE, rows) * min(CONTEXT_TILE, keys) * batch.wide
+        return 0.0  # whole sequences, by one kernel
+    each = batch.tokens(at) * head_dim
+    keys = 2.0 * each * max(kv, n if n > 1 else 0)
+    found = each * heads * (batch.wide + batch.element)
+    if at.context == "gather":
+        return found + at.size("cp") * keys * (2 * batch.element + batch.wide)
+    return found + keys * (2 * batch.element + batch.wide)

@@ -127,6 +127,7 @@ class AttentionPart(Part):
     qk_norm: str = ""  # RMS norm of queries and keys over each "head", or over "all" heads of a token
     norm_eps: float = 1e-5
     dropout: float = 0.0
+    masked: bool = False  # whether attention within documents takes a mask
 
     def own_heads(self, at: Coordinate) -> tuple[int, int]:
         """The query heads and key-value heads of one tp rank."""
@@ -233,7 +234,9 @@ class AttentionPart(Part):
             return
         if kernels.fused_attention:
             yield Kept("log-sums", tokens * h * wide, core=True)
-            if batch.documents:  # a mask, as numbers to add to the scores; kernels that take one know no grouped heads
+            if (
+                batch.documents and self.masked
+            ):  # a mask, as numbers to add to the scores; kernels that take one know no grouped heads
                 yield Kept("mask", batch.sequences * batch.seq**2 * e, core=True)
                 if h != k and not host:
                     yield Kept("repeated heads", 2 * tokens * h * d * e, core=True)
@@ -241,10 +244,9 @@ class AttentionPart(Part):
             scores = batch.sequences * h * (batch.seq // at.size("cp")) * batch.seq
             yield Kept("scores", scores * (e + (e + 1 if self.dropout else 0)), core=True)
 
-
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         shared = kernels.own and at.size("cp") > 1
-        return context_working(at, batch, self.own_heads(at)[0]) if shared else 0.0
+        return context_working(at, batch, *self.own_heads(at), self.head_dim) if shared else 0.0
 
 
 @dataclass(frozen=True)

@@ -97,5 +97,5 @@ class LatentAttentionPart(Part):
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Returns the bytes of the gradients of queries, keys and values."""
         heads = self.own_heads(at)
-        tile = context_working(at, batch, heads) if at.size("cp") > 1 else 0.0
-        return 3.0 * batch.tokens(at) * heads * self.head_dim * batch.element + tile
+        merged = context_working(at, batch, heads, heads, self.head_dim) if at.size("cp") > 1 else 0.0
+        return 3.0 * batch.tokens(at) * heads * self.head_dim * batch.element + merged

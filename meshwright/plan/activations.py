@@ -99,7 +99,8 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
         if at < len(parts) - int(stage.last)  # the head's gradients are computed in forward
     )
     batch = job.batch.tokens(job.at) * 8 * fields if stage.first else 0
-    masked = job.batch.documents and stage.layers and job.host  # a CPU also keeps the mask itself, one byte per element
+    # A CPU also keeps a mask itself, one byte per element.
+    masked = job.batch.documents and job.config.model.masks_documents and stage.layers and job.host
     mask = job.batch.sequences * job.batch.seq**2 if masked else 0
     loss = units[-1].working if stage.last else 0.0
     return ChunkBytes(sum(kept) + batch + mask, loss, moments)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout.rows import ORDERS
-from meshwright.models.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS
+from meshwright.models.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, WHO_SEES_WHOM, on_host
 from meshwright.train.context import Context
 from meshwright.train.losses import LossCounts
 
@@ -99,6 +99,10 @@ class MicroBatches:
             tp.broadcast(packed)
             for (name, shape), part in zip(fields, packed.split(sizes), strict=True):
                 batch[name] = part.view(self.size, *shape)
+            if self.reads:
+                for (name, shape), part in zip(fields, packs[dtype].split(sizes), strict=True):
+                    if name in WHO_SEES_WHOM:
+                        batch[on_host(name)] = part.view(self.size, *shape)
         return batch
 
     def of_step(self, consumed: int, count: int, following: int | None = None) -> Callable[[int], dict[str, Tensor]]:

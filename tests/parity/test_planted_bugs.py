@@ -21,6 +21,7 @@ import meshwright.nn.experts as experts
 import meshwright.nn.linear as linear
 import meshwright.train.batches as batches
 from meshwright.comm.group import DONE, Group, Shift, group_named
+from meshwright.nn.pieces import Merged, Sight
 from meshwright.nn.routing import Router
 from meshwright.nn.weight_grad import Sink
 from meshwright.parts.experts import EXPERT_DATA_AXES
@@ -334,9 +335,14 @@ def _unseen_block_counts(trainer: Trainer) -> Iterator[None]:
     """A row that sees no key of a block has the log-sum 0, as if it saw a key with the score 0."""
     real = context.attend
 
-    def fake(*args: Any) -> Any:
-        out, log_sum = real(*args)
-        return out, log_sum.masked_fill(log_sum == -torch.inf, 0.0)
+    def fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight, into: Merged) -> None:
+        found = Merged(q, v.shape[-1])
+        if sight.pieces:
+            real(q, k, v, sight, found)
+        else:  # nothing is seen, and nothing was written
+            found.out.zero_()
+            found.sums.zero_()
+        into.add(slice(None), 0, found.out, found.sums.masked_fill(found.sums == -torch.inf, 0.0))
 
     with mock.patch.object(context, "attend", fake):
         yield

@@ -1,0 +1,117 @@
+"""Attention within documents that lie one behind the other in a sequence, for one rank that holds all of it. It is a
+registered operator, so that torch.compile can call it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from meshwright.device import upload
+from meshwright.nn.pieces import Merged, Rows, Sight, attend, attend_backward, no_gradient, wide
+
+aten: Any = torch.ops.aten
+
+
+class Documents(NamedTuple):
+    """Where the documents of a micro-batch begin among its tokens, and where the last one ends, on the device and on
+    the host."""
+
+    starts: Tensor
+    on_host: Tensor
+
+    @staticmethod
+    def of(segments: np.ndarray[Any, Any], device: torch.device) -> Documents:
+        """`segments` [batch, seq] number the documents of each sample; none goes beyond its sample."""
+        begins = np.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
+        starts = np.append(np.flatnonzero(begins), segments.size).astype(np.int32)
+        found = Documents(upload(torch.from_numpy(starts), device), torch.from_numpy(starts))
+        for x in found:
+            torch._dynamo.maybe_mark_dynamic(x, 0)  # micro-batches have other numbers of documents
+        return found
+
+
+def document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+    """Returns causal attention within documents; q is [batch, heads, seq, width], and keys may have fewer heads."""
+    out: Tensor = _attention(q, k, v, *documents)[0]
+    return out
+
+
+@custom_op("meshwright::document_attention", mutates_args=())
+def _attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, on_host: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the result, and the log-sums [heads, tokens]."""
+    if _in_one_call(q):
+        longest = int(on_host.diff().max())
+        tokens = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        out, sums = aten._flash_attention_forward(*tokens, starts, starts, longest, longest, 0.0, True, False)[:2]
+        return out.unflatten(0, (q.shape[0], -1)).transpose(1, 2), sums
+    sight, found = _sight(q, on_host), Merged(q, v.shape[-1])
+    attend(q, k, v, sight, found)
+    return found.out.to(q.dtype), found.sums.transpose(0, 1).flatten(1)
+
+
+@_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, on_host: Tensor) -> tuple[Tensor, Tensor]:
+    batch, heads, seq, _ = q.shape
+    out = q.new_empty((batch, seq, heads, v.shape[-1])).transpose(1, 2)
+    return out, q.new_empty((heads, batch * seq), dtype=wide(q.dtype))
+
+
+@custom_op("meshwright::document_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, on_host: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    if _in_one_call(q):
+        longest, batch = int(on_host.diff().max()), q.shape[0]
+        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        tokens = (x.transpose(1, 2).flatten(0, 1) for x in (grad, q, k, v, out))
+        found = aten._flash_attention_backward(
+            *tokens, sums, starts, starts, longest, longest, 0.0, True, unused, unused
+        )
+        dq, dk, dv = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in found)
+        return dq, dk, dv
+    dq = no_gradient(q)
+    total = sums.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
+    dk, dv = attend_backward(q, k, v, _sight(q, on_host), grad, out, total, dq)
+    return tuple(_by_rows(x.to(q.dtype)) for x in (dq, dk, dv))  # type: ignore[return-value]
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, on_host: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(_by_rows(torch.empty_like(x)) for x in (q, k, v))  # type: ignore[return-value]
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """Returns [batch, heads, seq, width] as it lies in memory as [batch, seq, heads, width]."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, starts, on_host = inputs
+    ctx.save_for_backward(q, k, v, *output, starts, on_host)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    return (*_backward(grad, *ctx.saved_tensors), None, None)
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def _in_one_call(q: Tensor) -> bool:
+    return q.is_cuda and q.element_size() == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+def _sight(q: Tensor, on_host: Tensor) -> Sight:
+    batch, seq = q.shape[0], q.shape[2]
+    lengths = on_host.diff().numpy()
+    documents = np.repeat(np.arange(len(lengths)), lengths).reshape(batch, seq)
+    rows = Rows(np.arange(seq, dtype=np.int64)[None].repeat(batch, 0), documents)
+    return Sight(rows, rows, q.device)
