@@ -12,7 +12,7 @@ LONGEST_S = 365 * 24 * 3600.0
 BLOCK_UNIT = 16  # what a block of numbers with one scale is a multiple of
 # The kinds that a key of `comm.reduce` belongs to.
 SPARSE, LOW_RANK = ("topk", "threshold"), ("powersgd",)
-SCALED = ("fp8", "int8", "int4", "onebit")
+ROUNDED, SCALED = ("bf16", "fp8", "int8", "int4"), ("fp8", "int8", "int4", "onebit")
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,15 @@ class CommConfig:
     timeout: float = 600.0  # seconds until a collective that does not end is reported and the run stopped
     bucket_mib: float = 25.0  # gradients are reduced in pieces of about this size
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
+    # How gradients are summed: by torch's collective, or by one of ours on sends and receives.
+    algorithm: Literal["torch", "ring", "tree", "halving_doubling", "mesh", "hierarchical"] = "torch"
 
     def __post_init__(self) -> None:
         positive("comm", self, "timeout", "bucket_mib")
         if self.timeout > LONGEST_S:
             raise UserError(f"comm.timeout={self.timeout:g} is more than a year of seconds: lower it")
+        if self.algorithm != "torch" and self.reduce.kind != "plain":
+            raise UserError(
+                f"comm.algorithm={self.algorithm} sums gradients as they are, and comm.reduce.kind={self.reduce.kind} "
+                "compresses them: set comm.algorithm=torch or comm.reduce.kind=plain"
+            )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
+from meshwright.comm.algorithms import neighbours_on_node
 from meshwright.comm.ledger import wire_bytes
 from meshwright.config.sections import Config, ZeroConfig
 from meshwright.layout import Layout
@@ -274,7 +275,9 @@ def gradients(
                 times = micro_batches * max(held.fetches for held in inside) if stage == 3 else 1
                 yield _over(layout, "weights", "gather", shards, "all_gather", size * weight, times)
             for source, axes, asked, elements, of, times in sums if trained else []:
-                for op, payload in summing.calls(asked, elements, grad, layout.size(axes), of):
+                own = reducer is not PLAIN_REDUCER and "." not in axes
+                on_node = neighbours_on_node(layout.group(axes, 0), layout.node_size or layout.world) if own else 1
+                for op, payload in summing.calls(asked, elements, grad, layout.size(axes), of, on_node):
                     yield _over(layout, source, "reduce", axes, op, payload, times)
             for axis in partial:
                 yield _over(layout, "shared gradients", "reduce", axis, "all_reduce", share * grad)

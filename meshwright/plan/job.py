@@ -40,7 +40,7 @@ class Job:
     monitored: int = 0  # values that `forward_step` returns beside the loss
     terms: int = 0  # declared terms of the loss
     host: bool = False  # the devices are a machine's processors
-    reducer: ReducerPlan | None = None  # sums the gradients; None: as `comm.reduce` says after its first steps
+    reducer: ReducerPlan | None = None  # sums the gradients; None: as `comm` says, after `warmup_steps`
 
     def replaced(self, **sections: Mapping[str, Any]) -> Job:
         """Returns the same job with some keys of its config changed, section by section."""
@@ -64,7 +64,7 @@ class Job:
     @property
     def sums(self) -> ReducerPlan:
         """How gradients are summed over the data axes."""
-        return planned_reducer(self.config.comm.reduce) if self.reducer is None else self.reducer
+        return planned_reducer(self.config.comm) if self.reducer is None else self.reducer
 
     @property
     def node_size(self) -> int:

@@ -123,7 +123,8 @@ def sum_seconds(
     mixed = [each for each in held if not reducer.mixes or may_be_mixed(each[0], job.layout)]
     elements, rest = (sum(count * record.numel for record, count in each) for each in (mixed, held))
     records = [record for record, count in mixed for _ in range(count)] if reducer.mixes and shares == 1 else []
-    calls = [*reducer.calls(op, elements // shares, grad, group[0], records), (op, (rest - elements) // shares * grad)]
+    calls = list(reducer.calls(op, elements // shares, grad, group[0], records, group[1]))
+    calls.append((op, (rest - elements) // shares * grad))
     return sum(collective_seconds(cluster, each, payload, *group) for each, payload in calls if payload)
 
 

@@ -36,11 +36,13 @@ class ReducerPlan(Protocol):
         copies and without vectors (`BufferKey.compressed`); what others hold must be summed as it is."""
 
     def calls(
-        self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = ()
-    ) -> Iterable[tuple[str, int]]:
+        self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
+        on_node: int = 1,
+    ) -> Iterable[tuple[str, int]]:  # fmt: skip
         """The (op, payload bytes) that one rank's ledger counts when `op`, all_reduce or reduce_scatter, is asked of
         this reducer for so many gradients over a group of so many ranks. `records` are those of a whole
-        bucket's parameters; there are none where a share is summed over replicas."""
+        bucket's parameters; there are none where a share is summed over replicas. `on_node`: neighbours of the group
+        that are on one node."""
 
     def state_bytes(self, elements: int, element_bytes: int) -> int:
         """The bytes that a rank keeps between steps for a bucket of so many gradients."""
@@ -80,8 +82,9 @@ class PlainReducer:
     mixes = False
 
     def calls(
-        self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = ()
-    ) -> Iterable[tuple[str, int]]:
+        self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
+        on_node: int = 1,
+    ) -> Iterable[tuple[str, int]]:  # fmt: skip
         return [(op, elements * element_bytes)]
 
     def state_bytes(self, elements: int, element_bytes: int) -> int:

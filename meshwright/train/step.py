@@ -116,7 +116,8 @@ class Trainer:
     ) -> None:
         config = ctx.config
         self.ctx, self.modules = ctx, list(modules)
-        reducer = make_reducer(config.comm.reduce, config.train.seed) if reducer is None else reducer
+        if reducer is None:
+            reducer = make_reducer(config.comm, config.train.seed, ctx.layout.node_size or ctx.layout.world)
         grad_dtype, offload = PRECISION_DTYPES[config.train.grad_dtype], config.zero.offload
         parallel = DataParallel(
             self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed

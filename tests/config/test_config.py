@@ -113,6 +113,14 @@ def test_sums_that_make_no_sense(reduce: dict[str, object], sentence: str) -> No
         config_from(SMALL | {"comm": {"reduce": reduce}})
 
 
+def test_algorithms_that_do_not_fit() -> None:
+    with pytest.raises(UserError, match=r"comm.algorithm=ring sums gradients as they are, .* set comm.algorithm=torch"):
+        config_from(SMALL | {"comm": {"algorithm": "ring", "reduce": {"kind": "int8"}}})
+    halving = config_from(SMALL | {"comm": {"algorithm": "halving_doubling"}, "train": {"global_batch": 6}})
+    with pytest.raises(UserError, match="needs a power of two of data-parallel ranks, and there are 6: use ring or"):
+        check(halving, 6)
+
+
 def test_a_batch_beyond_a_pipelines_table() -> None:
     config = config_from(SMALL | {"layout": {"pp": 2}, "train": {"global_batch": 100_000_000}})
     with pytest.raises(UserError, match="train.global_batch=100000000 needs too large a table"):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from meshwright.comm.algorithms import ALGORITHMS
 from meshwright.config.comm import KINDS
 from meshwright.plan.communication import Line, Traffic, by_line, stage_calls
 from meshwright.plan.job import job_of
@@ -161,6 +162,32 @@ def test_all_elements_and_full_rank_are_exact() -> None:
 def test_all_elements_and_full_rank_are_exact_on_many_layouts() -> None:
     layout = {"tp": 2, "pp": 2}
     check_exact(8, [{"layout": layout, "zero": {"stage": stage}} for stage in range(4)])
+
+
+def check_algorithms(world: int, kinds: list[str], layouts: list[Sections]) -> None:
+    """Our own algorithms find torch's sums, and send what was planned."""
+    cases = [{"comm": {"bucket_mib": 0.02, "algorithm": kind}} | layout for kind in kinds for layout in layouts]
+    true, ranks = true_sums(FEW), run_ranks(world, sums_of, [case | FEW for case in cases])
+    for case, sections in enumerate(cases):
+        found = [rank[case] for rank in ranks]
+        together(rank.parameters for rank in found)
+        for step in range(STEPS):
+            sums = together(rank.sums[step] for rank in found)
+            for name, expected in true[step].items():
+                assert far(sums[name], expected) <= EXACT, (sections, name)
+        job = job_of(small_config(**sections, **FEW), world)
+        for number, rank in enumerate(found):
+            assert rank.calls == by_line(stage_calls(job, job.layout.coordinate(number)["pp"])), (sections, number)
+
+
+def test_own_algorithms() -> None:
+    check_algorithms(4, ["tree", "halving_doubling", "hierarchical"], [{"layout": {"node_size": 2}}])
+
+
+@pytest.mark.wide
+def test_own_algorithms_on_many_layouts() -> None:
+    layouts: list[Sections] = [{"zero": {"stage": stage}, "layout": {"node_size": 4}} for stage in range(4)]
+    check_algorithms(8, list(ALGORITHMS), [*layouts, {"layout": {"tp": 2, "pp": 2, "node_size": 4}}])
 
 
 def steps_of(rank: int, world: int, kinds: list[Sections]) -> list[list[tuple[float, float, int]]]:

@@ -46,7 +46,8 @@ class ErrorFeedback(PlainReducer):
         return torch.zeros(size, dtype=bucket.own_grads.dtype)
 
     def calls(
-        self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = ()
+        self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
+        on_node: int = 1,
     ) -> Iterable[tuple[str, int]]:
         count = elements * (ranks if op == "all_reduce" else 1)
         return [("all_gather" if op == "all_reduce" else "all_to_all", count * SENT.itemsize)]

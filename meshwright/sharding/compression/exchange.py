@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.group import Group, Pending
-from meshwright.config.comm import SPARSE, ReduceConfig
+from meshwright.config.comm import ROUNDED, SPARSE, ReduceConfig
 from meshwright.device import generator
 from meshwright.layout.params import ParamRecord, stream_seed
 from meshwright.sharding.buffers import Bucket, FlatBuffer
@@ -22,6 +22,8 @@ from meshwright.sharding.compression.quantised import Rounding, Signs
 from meshwright.sharding.compression.residual import Compressing, wide
 from meshwright.sharding.compression.sparse import Sparse
 from meshwright.sharding.reducers import PendingReduction
+
+AT_ONCE = 1 << 22  # elements that are compressed at once, unless a piece has more
 
 
 class Codec(Protocol):
@@ -77,13 +79,30 @@ class ExchangeReducer(Compressing):
 
     def encoded(self, bucket: Bucket, start: int, x: Tensor, anew: bool) -> Tensor:
         """Returns the messages of `x` [pieces, elements], which begins at `start` of the buffer; keeps the rest."""
-        message = self.codec.encode(x, self._noise(bucket, x))
-        if self.residuals:
-            self.keep(bucket, start, x - self.decoded(bucket, start, message, x.shape[1], x.dtype), anew)
-        return message
+        numbers, messages = self._random(bucket, x), []
+        for first, rows in few_at_once(x):
+            at = start + first * x.shape[1]
+            noise = None if numbers is None else torch.empty_like(rows, dtype=torch.float32).uniform_(generator=numbers)
+            messages.append(self.codec.encode(rows, noise))
+            del noise
+            if self.residuals:
+                self.keep(bucket, at, rows - self._decoded(bucket, at, messages[-1], x.shape[1], x.dtype), anew)
+        return torch.cat(messages)
 
-    def decoded(self, bucket: Bucket, start: int, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        """Returns the numbers of pieces that lie one after the other from `start` of the buffer."""
+    def decode_to(self, out: Tensor, bucket: Bucket, start: int, message: Tensor, dtype: torch.dtype) -> None:
+        """Sets `out` [pieces, elements], which begins at `start` of the buffer, to the numbers of messages."""
+        for first, rows in few_at_once(out):
+            some = message[first : first + rows.shape[0]]
+            rows.copy_(self._decoded(bucket, start + first * out.shape[1], some, out.shape[1], dtype))
+
+    def sum_of(self, bucket: Bucket, start: int, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        """Returns the sum of messages that all are of the same piece."""
+        total = torch.zeros(elements, dtype=dtype, device=message.device)
+        for first, rows in few_at_once(total.expand(message.shape[0], elements)):
+            total += self.codec.decode(message[first : first + rows.shape[0]], elements, dtype).sum(0)
+        return self.without_gaps(bucket, start, total)
+
+    def _decoded(self, bucket: Bucket, start: int, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         return self.without_gaps(bucket, start, self.codec.decode(message, elements, dtype))
 
     def without_gaps(self, bucket: Bucket, start: int, x: Tensor) -> Tensor:
@@ -93,10 +112,10 @@ class ExchangeReducer(Compressing):
             flat[max(low - start, 0) : max(high - start, 0)] = 0
         return x
 
-    def _noise(self, bucket: Bucket, x: Tensor) -> Tensor | None:
+    def _random(self, bucket: Bucket, x: Tensor) -> torch.Generator | None:
         """Random numbers keyed by seed, step, rank and place, never by the order of execution. With error feedback
         rounding needs no chance: nothing is lost."""
-        if self.config.feeds_back:
+        if self.config.feeds_back or self.config.kind not in ROUNDED:
             return None
         self._asked[bucket] += 1
         first, split = bucket.slots[0].record, bucket.buffer.split
@@ -104,7 +123,7 @@ class ExchangeReducer(Compressing):
         numbers.manual_seed(
             stream_seed(self.seed, self.step, first.name, self._asked[bucket], split.shard, split.replica, "rounding")
         )
-        return torch.empty(x.shape, dtype=torch.float32, device=x.device).uniform_(generator=numbers)
+        return numbers
 
 
 class Exchange:
@@ -124,8 +143,7 @@ class Exchange:
     def sum(self) -> Tensor:
         """Returns the sum of this rank's piece."""
         self._pending.wait()
-        pieces = self.reducer.codec.decode(self._found, self.elements, self.dtype)
-        return self.reducer.without_gaps(self.bucket, self.own, pieces.sum(0))
+        return self.reducer.sum_of(self.bucket, self.own, self._found, self.elements, self.dtype)
 
 
 class Scattering:
@@ -156,7 +174,15 @@ class Gathering:
         at = self._exchange
         at.reducer.proceed()
         self._pending.wait()
-        self._out.copy_(at.reducer.decoded(at.bucket, at.start, self._found, at.elements, at.dtype).view(-1))
+        at.reducer.decode_to(self._out.view(at.group.size, -1), at.bucket, at.start, self._found, at.dtype)
+
+
+def few_at_once(x: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yields (number of the first, pieces) of `x` [pieces, elements]: compressing takes several times the memory of
+    what is compressed, so not all is compressed at once."""
+    rows = max(1, AT_ONCE // x.shape[1])
+    for first in range(0, x.shape[0], rows):
+        yield first, x[first : first + rows]
 
 
 def gaps_of(bucket: Bucket) -> Iterator[tuple[int, int]]:

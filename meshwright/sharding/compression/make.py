@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from meshwright.config.comm import LOW_RANK, ReduceConfig
+from meshwright.config.comm import LOW_RANK, CommConfig
+from meshwright.sharding.algorithms import AlgorithmReducer
 from meshwright.sharding.compression.exchange import ExchangeReducer
 from meshwright.sharding.compression.low_rank import LowRankReducer
 from meshwright.sharding.reducers import PLAIN_REDUCER, Reducer
 
 
-def make_reducer(config: ReduceConfig, seed: int) -> Reducer:
-    """Returns the reducer that `comm.reduce` asks for; `seed` keys its random numbers."""
-    if config.kind == "plain":
+def make_reducer(config: CommConfig, seed: int, node_size: int) -> Reducer:
+    """Returns the reducer that a config asks for; `seed` keys its random numbers."""
+    if config.algorithm != "torch":
+        return AlgorithmReducer(config.algorithm, node_size)
+    if config.reduce.kind == "plain":
         return PLAIN_REDUCER
-    return LowRankReducer(config, seed) if config.kind in LOW_RANK else ExchangeReducer(config, seed)
+    compressing = LowRankReducer if config.reduce.kind in LOW_RANK else ExchangeReducer
+    return compressing(config.reduce, seed)

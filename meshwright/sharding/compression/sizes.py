@@ -11,8 +11,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from meshwright.config.comm import LOW_RANK, SPARSE, ReduceConfig
+from meshwright.config.comm import LOW_RANK, SPARSE, CommConfig, ReduceConfig
 from meshwright.layout.params import ParamRecord
+from meshwright.sharding.algorithms import AlgorithmReducer
 from meshwright.sharding.reducers import PLAIN_REDUCER, ReducerPlan
 
 BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "onebit": 1}
@@ -78,8 +79,9 @@ class CompressionPlan:
     mixes = True
 
     def calls(
-        self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = ()
-    ) -> Iterable[tuple[str, int]]:
+        self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
+        on_node: int = 1,
+    ) -> Iterable[tuple[str, int]]:  # fmt: skip
         """See `ReducerPlan`. Without `records` (shares that are summed over replicas) PowerSGD sends all as it is."""
         if ranks == 1:
             return []
@@ -104,5 +106,8 @@ def _low_rank_calls(
     yield "all_reduce", sum(each.second for each in held) * wide
 
 
-def planned_reducer(config: ReduceConfig) -> ReducerPlan:
-    return PLAIN_REDUCER if config.kind == "plain" else CompressionPlan(config)
+def planned_reducer(config: CommConfig) -> ReducerPlan:
+    """Returns what the planner needs to know of the reducer that a config asks for."""
+    if config.algorithm != "torch":
+        return AlgorithmReducer(config.algorithm)
+    return PLAIN_REDUCER if config.reduce.kind == "plain" else CompressionPlan(config.reduce)
