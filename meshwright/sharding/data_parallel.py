@@ -122,11 +122,14 @@ class DataParallel:
     def _launch(self, bucket: Bucket, out: Tensor) -> PendingReduction:
         """Begins the reduction of a bucket: over the ranks that share it or, where each holds it whole, over all."""
         shards, replicas = self.groups(bucket.buffer)
-        grads, ledger = bucket.grads.tensor, self.mesh.ledger
+        grads, ledger, reducer = bucket.grads.tensor, self.mesh.ledger, self._reducer_of(bucket.buffer)
         with ledger.phase("reduce"), ledger.layer(None):
             if bucket.stage:
-                return _Counted(self.reducer.reduce_scatter(bucket, out, grads, shards), ledger)
-            return _Counted(self.reducer.all_reduce(bucket, grads, replicas), ledger)
+                return _Counted(reducer.reduce_scatter(bucket, out, grads, shards), ledger)
+            return _Counted(reducer.all_reduce(bucket, grads, replicas), ledger)
+
+    def _reducer_of(self, buffer: FlatBuffer) -> Reducer:
+        return self.reducer if buffer.key.compressed or not self.reducer.mixes else PLAIN_REDUCER
 
     def gather(self, chunk: int, work: str) -> None:
         """Begins to gather the weights that a chunk's forward or backward (`work`) needs first."""
@@ -146,9 +149,9 @@ class DataParallel:
         self._each.finish()
         with self.mesh.ledger.phase("reduce"):
             for buffer in self.trained:
-                replicas = self.groups(buffer).replicas
+                replicas, reducer = self.groups(buffer).replicas, self._reducer_of(buffer)
                 if buffer.split.stage and not replicas.alone:
-                    _wait([self.reducer.all_reduce(bucket, bucket.own_grads, replicas) for bucket in buffer.buckets])
+                    _wait([reducer.all_reduce(bucket, bucket.own_grads, replicas) for bucket in buffer.buckets])
                 for group in (self.mesh.group(axis) for axis in buffer.key.partial):
                     _wait([group.all_reduce(bucket.own_grads, wait=False) for bucket in buffer.buckets])
 

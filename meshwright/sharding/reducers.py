@@ -33,7 +33,7 @@ class ReducerPlan(Protocol):
     def mixes(self) -> bool:
         """Whether what becomes of an element depends on others of its bucket, or on random numbers. Ranks that hold
         copies of a parameter would then not find the same sums, so such a reducer is only asked for buckets without
-        copies and without vectors (`BufferKey.compressed`); what others hold must be summed as it is."""
+        copies and without vectors (`BufferKey.compressed`); the others are summed plainly."""
 
     def calls(
         self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),

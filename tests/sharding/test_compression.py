@@ -218,6 +218,22 @@ def test_first_steps_are_plain_and_the_norm_is_that_of_what_arrived() -> None:
     assert warm[0][2] < warm[2][2], "compressed sums make a call more"
 
 
+def scaled(rank: int, world: int, sections: Sections) -> tuple[list[Whole], Whole]:
+    trainer, sums = trainer_of(rank, world, sections, None), []
+    for scale in (4.0, 0.5):
+        trainer.loss_scale.value = scale
+        sums.append({name: part / scale for name, part in boxes_of(reduced(trainer, 1)[0]).items()})
+    return sums, added(kept_of(trainer))
+
+
+@pytest.mark.parametrize("kind", ["onebit", "powersgd"])
+def test_what_is_kept_does_not_depend_on_the_loss_scale(kind: str) -> None:
+    true, ranks = true_sums(FEW), run_ranks(2, scaled, compressed(kind, FEW))
+    for name in ranks[0][1]:
+        arrived, kept = sum(step[name] for step in ranks[0][0]), sum(rank[1][name] for rank in ranks)
+        assert far(arrived + kept, true[0][name] + true[1][name]) <= EXACT, name
+
+
 @pytest.mark.parametrize("kind", ["int4", "onebit", "powersgd"])
 def test_a_gradient_that_is_not_finite_is_skipped_and_forgotten(kind: str) -> None:
     for skipped, finite, loss in run_ranks(2, overflow, compressed(kind)):

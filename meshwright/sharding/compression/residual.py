@@ -54,8 +54,8 @@ class Compressing(CompressionPlan):
         self.step, self.scale = step, scale
 
     def is_plain(self, bucket: Bucket, group: Group) -> bool:
-        """Whether a sum is made as it is: on one rank, of copies and vectors, and in the first steps."""
-        return group.alone or not bucket.buffer.key.compressed or self.step <= self.config.warmup_steps
+        """Whether a sum is made as it is: on one rank, and in the first steps."""
+        return group.alone or self.step <= self.config.warmup_steps
 
     def with_residual(self, bucket: Bucket, grads: Tensor) -> Tensor:
         """Returns the gradients to send, in place where their precision allows, with what was left out before."""
