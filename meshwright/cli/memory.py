@@ -7,6 +7,7 @@ import json
 
 from meshwright.cli.common_args import world_arguments, world_from_args
 from meshwright.errors import UserError
+from meshwright.plan.account import experts_json, experts_words
 from meshwright.plan.job import checked_job
 from meshwright.plan.memory import largest
 from meshwright.plan.rank import MEMORY_KINDS, rank_json
@@ -35,9 +36,11 @@ def run(args: argparse.Namespace) -> None:
     found = rank_json(job, pp_rank)
     bytes_by_kind = found["memory"]
     if args.json:
-        print(json.dumps({**found, **bytes_by_kind, "rank": rank, "rank_parameters": found["parameters"]}))
+        whole = {"rank": rank, "rank_parameters": found["parameters"], **experts_json(job)}
+        print(json.dumps({**found, **bytes_by_kind, **whole}))
         return
     how = {"compiled": "compiled blocks", "eager": "uncompiled blocks"}.get(job.stack.name, "blocks on a CPU")
     rows = [(f"rank {rank} of {world} (pipeline rank {pp_rank}, {how})", "bytes", "")]
     rows += [(kind, f"{bytes_by_kind[kind]:,}", size(bytes_by_kind[kind])) for kind in MEMORY_KINDS]
-    print(table(rows))
+    words = experts_words(job)
+    print((f"{words}\n\n" if words else "") + table(rows))

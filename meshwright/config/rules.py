@@ -300,6 +300,9 @@ RULES: list[Rule] = [
 # The rules about how tp cuts a model's sizes.
 TENSOR_PARALLEL_RULES: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn]
 
+# The rules about how ranks divide experts.
+EXPERT_RULES: list[Rule] = [experts_are_cut, etp_divides_experts, experts_stay_with_their_blocks]
+
 # Training also needs the true model: planning accepts a preset that only approximates it, and says so.
 TRAINING_RULES = [preset_is_its_model, *RULES]
 

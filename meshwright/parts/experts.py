@@ -79,6 +79,8 @@ class ExpertsPart(Part):
     mlp: MLPPart  # one expert; its `ffn` is cut over etp
     shared: MLPPart | None = None
 
+    has_experts = True
+
     def experts(self, at: Coordinate) -> int:
         """The experts of one rank."""
         return self.routing.count // at.size("ep")
@@ -98,6 +100,19 @@ class ExpertsPart(Part):
     def sent_rows(self, at: Coordinate, batch: MicroBatch) -> int:
         """The rows that a rank sends to experts; as many arrive where the experts are balanced."""
         return self.routing.slots(self.gathered_rows(at, batch))
+
+    def computed_rows(self, at: Coordinate, batch: MicroBatch) -> int:
+        """The rows that the experts of a rank compute: as many as it sends, or more on the busiest rank."""
+        return round(self.sent_rows(at, batch) * (batch.imbalance if self.uneven(at) else 1.0))
+
+    def uneven(self, at: Coordinate) -> bool:
+        """Whether ranks may get different numbers of rows."""
+        return at.size("ep") > 1 and self.routing.capacity is None
+
+    @property
+    def idle(self) -> int:
+        weights = (3 if self.mlp.gated else 2) * self.mlp.ffn * self.mlp.hidden
+        return (self.routing.count - self.routing.top_k) * weights
 
     def records(self, at: Coordinate, name: str) -> Records:
         count, hidden = self.routing.count, self.mlp.hidden
@@ -135,12 +150,12 @@ class ExpertsPart(Part):
             yield LossTerm("router z", self.routing.z_loss)
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        rows, width, hidden, local = self.sent_rows(at, batch), self.width(at), self.mlp.hidden, self.experts(at)
+        rows, width, hidden, local = self.computed_rows(at, batch), self.width(at), self.mlp.hidden, self.experts(at)
         up = 2 * width if self.mlp.gated else width
         products = (
             Product("router", self.own_rows(at, batch), self.routing.count, hidden, precise=True),
-            Product("expert up", rows, up, hidden, precise=True, groups=local),
-            Product("expert down", rows, hidden, width, precise=True, groups=local),
+            Product("expert up", rows, up, hidden, precise=kernels.own, groups=local),
+            Product("expert down", rows, hidden, width, precise=kernels.own, groups=local),
         )
         # Rows are copied to the experts and summed on their way back; the activation reads and writes between.
         moved = float(rows * (up + width + 3 * hidden) * batch.element)
@@ -159,7 +174,7 @@ class ExpertsPart(Part):
             yield Collective("forward", "ep", "all_to_all", self.count_bytes, replayed=True)
         rows = self.sent_rows(at, batch)
         for each in self.exchanges(batch):
-            yield Collective(each.phase, "ep", "all_to_all", rows * each.row_bytes)
+            yield Collective(each.phase, "ep", "all_to_all", rows * each.row_bytes, routed=self.uneven(at))
         if self.routing.has_losses:
             sequences = batch.sequences if self.routing.aux_level == "sequence" else 1
             sums = sequences * (2 * self.routing.count + 2) * batch.wide
@@ -204,7 +219,7 @@ class ExpertsPart(Part):
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         """Yields what the router, the experts and the way to them keep."""
         e, wide, k, count = batch.element, batch.wide, self.routing.top_k, self.routing.count
-        own, gathered, rows = self.own_rows(at, batch), self.gathered_rows(at, batch), self.sent_rows(at, batch)
+        own, gathered, rows = self.own_rows(at, batch), self.gathered_rows(at, batch), self.computed_rows(at, batch)
         up = (2 if self.mlp.gated else 1) * self.width(at)
         row = self.mlp.hidden * e
         whole = at.cuts_experts_alike and not at.splits_tokens  # every rank has all tokens, and routes a part of them
@@ -225,7 +240,7 @@ class ExpertsPart(Part):
         the last product's input. Where the activation is not gated, its own gradient comes on top."""
         copies = 2 if at.size("ep") > 1 else 1
         features = self.width(at) * (1 if self.mlp.gated else 4)
-        return float(self.sent_rows(at, batch) * (copies * self.mlp.hidden + features) * batch.element)
+        return float(self.computed_rows(at, batch) * (copies * self.mlp.hidden + features) * batch.element)
 
 
 def _expert_record(

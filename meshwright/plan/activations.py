@@ -75,7 +75,10 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     together, mode = job.config.recompute.blocks, job.config.recompute.mode
     stream = job.batch.rows(job.at) * job.model.hidden * job.batch.element
     selective = (job.stack.selective, job.stack.selective_core)
-    units = [unit_kept(unit, job.at, job.batch, job.kernels, mode, selective) for _, _, unit in job.model.units(stage)]
+    units = [
+        unit_kept(unit, unit.seen_by(job.at), job.batch, job.kernels, mode, selective)
+        for _, _, unit in job.model.units(stage)
+    ]
     first, last = int(stage.first), len(units) - int(stage.last)
     # Ranges of units that are kept and released together: single units, or runs of blocks recomputed together.
     parts = [(at, at + 1) for at in range(len(units))]

@@ -195,9 +195,13 @@ def records_once(units: Iterable[tuple[Unit, int]], at: Coordinate) -> Iterator[
             ties |= {tie} if tie else set()
 
 
-@lru_cache(maxsize=20_000)
 def unit_records(unit: Unit, at: Coordinate) -> tuple[ParamRecord, ...]:
     """Returns the parameters of a unit, which are the same wherever it stands in the model."""
+    return _unit_records(unit, unit.seen_by(at))
+
+
+@lru_cache(maxsize=20_000)
+def _unit_records(unit: Unit, at: Coordinate) -> tuple[ParamRecord, ...]:
     return tuple(unit.records(at).values())
 
 

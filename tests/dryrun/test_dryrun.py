@@ -294,3 +294,14 @@ def test_whole_steps_of_gpt3_and_mt_nlg(capsys: pytest.CaptureFixture[str]) -> N
     layer, embedding = 12 * h**2 // 8 + 7 * h // 8 + 6 * h, 51200 // 8 * h
     ends = [embedding + 2048 * h + 3 * layer, 3 * layer, embedding + 2 * h + 3 * layer]
     check_large(MT_NLG, ends, 120, capsys)
+
+
+@pytest.mark.parametrize("losses", [{"aux_loss": 0.1}, {"z_loss": 0.1}, {"aux_loss": 0.1, "router": "sigmoid"}])
+def test_nothing_of_a_routers_losses_outlives_its_micro_batch(losses: dict[str, Any]) -> None:
+    """A graph that no backward runs through would stay, and one step has many micro-batches."""
+    experts = {"count": 8, "top_k": 2, "ffn": 16, **losses}
+    kept = set()
+    for batch in (2, 16):
+        made = small_config(model={**LLAMA, "layers": 2, "experts": experts}, train={"global_batch": batch})
+        kept.add(run_rank(made, 1, 0, Device("meta")).most["activations"])
+    assert len(kept) == 1

@@ -341,6 +341,7 @@ def _contexts() -> Iterator[Case]:
 
     Documents of the made samples have 1 to 15 of a sequence's 16 tokens, so many are longer than the 8, 4 or 2 of a
     rank. In the contiguous order a ring's first ranks see no key of the blocks of later ones."""
+
     def case(label: str, cut: dict[str, Any], cp: int, data: dict[str, Any] | None = None, **extra: Any) -> Case:
         return _special(f"cp{cp}-{label}", {**_LLAMA, **cut, "cp": cp}, data, layout__cp=cp, **extra)
 
@@ -365,6 +366,15 @@ def _contexts() -> Iterator[Case]:
     yield case("one-kv-head", _cut(1, 1, 1), 4, **kinds[2], model__kv_heads=1)
     yield case("ring-8", _cut(1, 1, 1), 8, {"segments": True}, **kinds[1])
     yield case("hybrid-8", _cut(1, 1, 1), 8, {"segments": True}, **kinds[3])
+    yield case("gather-8", _cut(1, 1, 1), 8, {"segments": True}, **kinds[0])
+    yield case("gather-tp-sp-pp", _cut(1, 2, 2, sp=True), 2, {"segments": True}, **kinds[0])
+    yield case("ring-dp", _cut(2, 1, 1), 2, {"segments": True}, **kinds[1], zero__stage=2)
+    yield case(
+        "ulysses-chunks", _cut(1, 1, 2, schedule="interleaved"), 2, {"segments": True}, **kinds[2], zero__stage=3
+    )
+    for kind in kinds:  # every sample of a micro-batch is dealt by its own documents
+        label, order = f"{kind['context__kind']}-pairs", {"context__order": "documents"}
+        yield case(label, _cut(1, 1, 1), 4, {"segments": True}, **kind, **order, **pairs)
     experts = {f"model__experts__{key}": value for key, value in MIXTURES["deepseek"].items()}
     yield case("experts", _cut(1, 1, 1), 4, **kinds[1], **experts, layout__ep=4)
     yield case("experts-tp", _cut(1, 2, 1), 2, **kinds[0], **experts, layout__ep=2, layout__etp=1)

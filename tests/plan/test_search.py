@@ -212,6 +212,8 @@ def test_charts_of_little() -> None:
     assert "<circle" in svg(chart)
     words = re.findall(r">([^<>]+)</text>", svg(Chart("t", "x", "y", {"a": [(1024.0, 900.0), (16384.0, 4e6)]})))
     assert words == ["t", "x", "y", "1.02k", "16.4k", "1k", "3k", "10k", "30k", "100k", "300k", "1M", "3M", "a"]
+    words = re.findall(r">([^<>]+)</text>", svg(Chart("t", "x", "y", {"a": [(30.0, 6.5), (300.0, 4.5)]})))
+    assert words == ["t", "x", "y", "30", "300", "5", "6", "a"], "a range without powers of ten has marks"
 
 
 @pytest.mark.parametrize("words", [[], ["zero.offload.optimizer=cpu", "optimizer.state_dtype=bf16"]])
