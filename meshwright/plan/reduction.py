@@ -187,7 +187,8 @@ def sum_seconds(
 
 def _hide(job: Job, cluster: Cluster, seconds: float, room: float, axis: AxisTime) -> float:
     """Returns the exposed part of `seconds` behind `room` seconds of compute; the two slow each other down."""
-    hidden = min(job.stack.hide_dp * seconds, room)
+    overlaps = job.config.comm.algorithm == "torch"  # our own algorithms sum after backward
+    hidden = min(job.stack.hide_dp * seconds, room) if overlaps else 0.0
     axis.add(seconds, hidden)
     return seconds - hidden + contention(cluster, job.stack) * hidden
 
