@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from meshwright.config.comm import LOW_RANK, SPARSE, CommConfig, ReduceConfig
 from meshwright.layout.params import ParamRecord
 from meshwright.sharding.algorithms import AlgorithmReducer
-from meshwright.sharding.reducers import PLAIN_REDUCER, ReducerPlan
+from meshwright.sharding.reducers import PLAIN_REDUCER, PlainReducer, ReducerPlan
 
 BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "onebit": 1}
 SCALE_BYTES, INDEX_BYTES = 4, 4
@@ -104,6 +104,12 @@ def _low_rank_calls(
         return
     yield "all_reduce", sum(each.first for each in held) * wide
     yield "all_reduce", sum(each.second for each in held) * wide
+
+
+class WarmUpPlan(PlainReducer):
+    """The sums of a run's first steps (`comm.reduce.warmup_steps`): plain ones, of the buffers that are there."""
+
+    mixes = True
 
 
 def planned_reducer(config: CommConfig) -> ReducerPlan:
