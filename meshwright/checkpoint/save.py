@@ -32,8 +32,8 @@ from meshwright.comm.group import CommError
 from meshwright.config.load import to_mapping
 from meshwright.device import SideStream
 from meshwright.errors import UserError
-from meshwright.layout.params import Box, row_of, slices_of
-from meshwright.sharding.buffers import Slot, State, regions
+from meshwright.layout.params import Box, slices_of
+from meshwright.sharding.buffers import SideState, Slot, State, regions
 from meshwright.sharding.data_parallel import DataParallel
 from meshwright.sharding.remainders import PairedTensor, Values, plain, tensors_of
 
@@ -64,17 +64,19 @@ def remove_failed(folder: Path, rank: int) -> None:
             part_file(folder, rank).unlink(missing_ok=True)
 
 
-def ranges_to_write(data_parallel: DataParallel, state: State) -> Iterator[tuple[Slot, int, int]]:
+def ranges_to_write(data_parallel: DataParallel, state: State | SideState) -> Iterator[tuple[Slot, int, int]]:
     """Yields (slot, start, stop) of the elements of each parameter that this rank writes. Replicas divide what they
-    hold in common; of an additive state each rank writes a row of its own."""
+    hold in common; of an additive state each rank writes a row of its own, and a reducer's other tensors are written by
+    the first of the data-parallel ranks."""
     buffer = state.buffer
     for slot in buffer.slots:
         bucket = buffer.buckets[slot.bucket]
         low, high = buffer.split.written(bucket.start, bucket.stop)
         low, high = max(slot.start, low) - slot.start, min(slot.stop, high) - slot.start
         apart: tuple[str, ...] = ()
-        if state.additive:
-            low, high = state.holds(slot)
+        if state.additive or isinstance(state, SideState):
+            first = state.additive is not None or (buffer.split.shard, buffer.split.replica) == (0, 0)
+            low, high = state.holds(slot) if first else (0, 0)
             apart = slot.record.partial
         if low < high and data_parallel.holds_first(slot, apart):
             yield slot, low, high
@@ -89,9 +91,9 @@ class Snapshot:
         self.tensors: dict[str, dict[str, Any]] = {}
         for state in trainer.states():
             for slot, low, high in ranges_to_write(trainer.data_parallel, state):
-                record, values = slot.record, state.values(slot, low, high)
-                if state.additive:  # copied at once: the next backward, which saving does not wait for, changes it
-                    record, values = row_of(record, *state.additive), plain(values).clone()
+                record, values = state.record(slot), state.values(slot, low, high)
+                if record is not slot.record:  # the next backward, which saving does not wait for, changes a reducer's
+                    values = plain(values).clone()
                 name = f"{state.name}/{record.name}"
                 dtype = str(values.dtype).removeprefix("torch.")
                 self.tensors[name] = {"shape": list(record.shape), "dtype": dtype}

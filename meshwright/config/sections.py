@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from meshwright.config.blocks import (
-    LONGEST_S,
     ExpertsConfig,
     LatentConfig,
     RopeScalingConfig,
@@ -19,6 +18,7 @@ from meshwright.config.blocks import (
     positive,
     seconds_of,
 )  # fmt: skip
+from meshwright.config.comm import CommConfig
 from meshwright.errors import UserError, divisors, either, nearest
 from meshwright.schedule.kinds import training_kinds
 
@@ -347,18 +347,6 @@ class DataConfig:
             raise UserError(
                 f"data.split={list(self.split)} must be three shares for train, valid and test, e.g. [0.95, 0.05, 0]"
             )
-
-
-@dataclass(frozen=True)
-class CommConfig:
-    backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
-    timeout: float = 600.0  # seconds until a collective that does not end is reported and the run stopped
-    bucket_mib: float = 25.0  # gradients are reduced in pieces of about this size
-
-    def __post_init__(self) -> None:
-        positive("comm", self, "timeout", "bucket_mib")
-        if self.timeout > LONGEST_S:
-            raise UserError(f"comm.timeout={self.timeout:g} is more than a year of seconds: lower it")
 
 
 @dataclass(frozen=True)

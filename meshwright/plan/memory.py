@@ -50,6 +50,7 @@ class BufferSizes(NamedTuple):
     shards: int  # ranks that shard it
     trained: bool
     element: int = 0  # bytes, where they are not those of other weights
+    mixed: bool = False  # a reducer that mixes elements sums its gradients
 
 
 def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
@@ -60,7 +61,7 @@ def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
         job.known[key] = [
             BufferSizes(
                 one.buckets, *division_of(one, job.layout, job.config.zero), one.trained,
-                0 if one.weight == usual else one.weight,
+                0 if one.weight == usual else one.weight, one.mixed,
             )
             for one in packing_of(job, pp_rank).buffers
         ]  # fmt: skip
@@ -107,6 +108,7 @@ def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     parameters = (own if zero == 3 else whole) * (sizes.element or s.param) if s.keeps_param or zero <= 2 else 0.0
     gradients = (own if zero >= 2 else whole) * (s.grad + s.grad_copy)
     gradients += (own if zero >= 1 else whole) * s.step_copy
+    gradients += job.sums.state_bytes(whole, s.grad) if sizes.mixed else 0
     master = (own if zero >= 1 else whole) * s.master
     optimizer = (own if zero >= 1 else whole) * s.moment * s.moments
     if is_offloaded(job, s.optimizer_on):
