@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    _, job, cluster = step_from_args(args)
+    target, job, cluster = step_from_args(args)
+    if not target.own_batch:
+        raise UserError("the sequences of a step are not given: add train.global_batch=N, e.g. train.global_batch=1024")
     check_imbalance(f"--imbalance {args.imbalance:g}", args.imbalance)
     cost = predict_cost(with_imbalance(job, args.imbalance) if args.imbalance > 1 else job, cluster)
     tokens = _number(args.tokens) if args.tokens else None

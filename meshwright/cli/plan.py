@@ -47,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step")
     parser.add_argument("--seq", type=int, metavar="S", help="tokens of a sequence (default: the model's)")
     parser.add_argument("--fit", type=float, metavar="GiB", help="memory to fit (default: the device's)")
+    margin = "per cent of the device's memory to leave free (default 6; none of --fit)"
+    parser.add_argument("--margin", type=float, default=6.0, metavar="PERCENT", help=margin)
     parser.add_argument("--top", type=int, default=10, metavar="K", help="how many to show (default 10)")
     out = "the best layout's config (default NAME-plan.yaml, or the next free number; with --json none)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=out)
@@ -65,13 +67,15 @@ def run(args: argparse.Namespace) -> None:
         if word.startswith("pipeline.split="):  # one in a config file is ignored
             raise UserError(f"{word} would have no effect: leave it out, the search splits the layers itself")
     base = Job(target.config, devices, stack, min(cluster.node.devices, devices), host=cluster.device.units == 1)
-    limit = args.fit or cluster.device.memory_gib
+    if not 0 <= args.margin < 100:
+        raise UserError(f"--margin {args.margin:g} must be per cent of the device's memory, e.g. --margin 6")
+    limit = args.fit or cluster.device.memory_gib * (1 - args.margin / 100)
     space = _space(target.config, args.words)
     found = search(base, cluster, limit, space)
     if not found.candidates:
         fixed = [word for word in args.words if word.partition("=")[0] in NARROWING_KEYS]
         raise why_nothing(base, cluster, found, limit, space, fixed)
-    shown = found.candidates[: args.top]
+    shown = without_twins(found.candidates)[: args.top]
     reasons = why_best(found.candidates, found.layouts, found.fitting)
     if found.broken:
         reasons.append(f"{found.broken:,} more break a rule, the most promising of them this one: {found.refused}.")
@@ -82,6 +86,11 @@ def run(args: argparse.Namespace) -> None:
     title = f"{target.name} on {devices} x {cluster.device.name}"
     write(args.html, lambda: page(title, reasons, shown, limit))
     print(json.dumps(_json(shown, known)) if args.json else _text(shown, reasons))
+
+
+def without_twins(candidates: list[Candidate]) -> list[Candidate]:
+    """Of layouts whose figures all look the same, as where only the order of axes inside a node differs, the first."""
+    return list({ranking_cells(candidate)[1:]: candidate for candidate in reversed(candidates)}.values())[::-1]
 
 
 LONG_CONTEXT = 16384  # tokens from which on sharing sequences is tried: the search then takes about thrice the time

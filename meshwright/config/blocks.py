@@ -4,11 +4,14 @@ beyond the length that it was first trained on."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from meshwright.errors import UserError, divisors, either
+
+LONGEST_S = 365 * 24 * 3600.0
 
 
 def positive(section: str, values: object, *keys: str) -> None:
@@ -21,6 +24,19 @@ def not_negative(section: str, values: object, *keys: str) -> None:
     for key in keys:
         if not getattr(values, key) >= 0:
             raise UserError(f"{section}.{key}={getattr(values, key)} must not be negative")
+
+
+def seconds_of(key: str, text: str) -> float:
+    """The seconds of a time such as 90s, 30min or 1h30min."""
+    found = re.fullmatch(r"(?:([\d.]+)h)?(?:([\d.]+)min)?(?:([\d.]+)s)?", text)
+    try:
+        hours, minutes, rest = (float(part or 0) for part in found.groups()) if found else (0.0, 0.0, 0.0)
+        seconds = 3600 * hours + 60 * minutes + rest
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST_S:
+        raise UserError(f"{key}={text} is not a time: give it as 90s, 30min or 1h30min")
+    return seconds
 
 
 @dataclass(frozen=True)

@@ -183,8 +183,10 @@ def _value(hint: Any, key: str, value: Any) -> Any:
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        if value is None:
+        if value is None and type(None) in args:
             return None
+        if str in args and isinstance(value, str):
+            return value
         return _value(next(a for a in args if a is not type(None)), key, value)
     if origin is typing.Literal:
         value = str(value).lower() if isinstance(value, bool) else value

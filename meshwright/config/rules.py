@@ -275,6 +275,26 @@ def backend_fits_device(c: Config, world: int) -> Iterator[str]:
         yield f"comm.backend=gloo can't send between {c.run.device} devices: set comm.backend=auto or layout.pp=1"
 
 
+def device_has_fp8(c: Config, world: int) -> Iterator[str]:
+    if c.comm.reduce.kind == "fp8" and c.run.device == "npu":
+        yield "comm.reduce.kind=fp8 is not there on run.device=npu: use int8, which sends as much"
+
+
+def algorithm_fits_ranks(c: Config, world: int) -> Iterator[str]:
+    layout = _layout(c, world)
+    sizes = {axes: layout.size(axes) for axes in ("dp-cp", *(["edp"] if c.model.experts.count else []))}
+    if c.comm.algorithm == "halving_doubling" and any(size & (size - 1) for size in sizes.values()):
+        yield (
+            "comm.algorithm=halving_doubling needs a power of two of data-parallel ranks, and there are "
+            f"{either([size for size in sizes.values() if size & (size - 1)])}: use ring or tree"
+        )
+    if c.comm.algorithm != "torch" and c.zero.stage and c.zero.shard_group == "node":
+        yield (
+            f"comm.algorithm={c.comm.algorithm} can't be combined with zero.shard_group=node, which sums inside the "
+            "nodes first: set comm.algorithm=torch or zero.shard_group=dp"
+        )
+
+
 def positions_to_reset(c: Config, world: int) -> Iterator[str]:
     if c.data.reset_positions and c.model.position in ("none", "alibi"):
         yield f"data.reset_positions=true has no effect with model.position={c.model.position}: drop one of them"
@@ -290,7 +310,7 @@ RULES: list[Rule] = [
     experts_stay_with_their_blocks, tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits,
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
     dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
-    compiles_without_dropout, backend_fits_device,
+    compiles_without_dropout, backend_fits_device, device_has_fp8, algorithm_fits_ranks,
 ]  # fmt: skip
 
 # The rules about how tp cuts a model's sizes.

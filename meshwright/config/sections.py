@@ -10,12 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from meshwright.config.blocks import ExpertsConfig, LatentConfig, RopeScalingConfig, not_negative, positive
+from meshwright.config.blocks import (
+    ExpertsConfig,
+    LatentConfig,
+    RopeScalingConfig,
+    not_negative,
+    positive,
+    seconds_of,
+)  # fmt: skip
+from meshwright.config.comm import CommConfig
 from meshwright.errors import UserError, divisors, either, nearest
 from meshwright.schedule.kinds import training_kinds
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
-LONGEST_S = 365 * 24 * 3600.0
+AUTO_SAVE_S = 900.0  # between checkpoints, with every=auto
 FP8_UNIT = 16  # products in fp8 take multiples of this
 # Of a model: how it is trained, not what it computes.
 TRAINING_KEYS = {
@@ -318,9 +326,11 @@ class DataConfig:
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] = ()  # empty: in proportion to the tokens of each file
     split: tuple[float, ...] = (0.95, 0.05, 0.0)
+    draw_split: bool = True  # draw each part from all over a file; false: in its order, as Megatron-LM does
     mask_eod: bool = False
     reset_positions: bool = False
     reset_attention: bool = False
+    any_tokenizer: bool = False  # take data that were made with another tokenizer than the model's
     eod: int = -1  # the end token's id; -1: from the file that `data prepare` wrote beside the tokens
 
     def __post_init__(self) -> None:
@@ -340,27 +350,32 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class CommConfig:
-    backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
-    timeout: float = 600.0  # seconds until a collective that does not end is reported and the run stopped
-    bucket_mib: float = 25.0  # gradients are reduced in pieces of about this size
-
-    def __post_init__(self) -> None:
-        positive("comm", self, "timeout", "bucket_mib")
-        if self.timeout > LONGEST_S:
-            raise UserError(f"comm.timeout={self.timeout:g} is more than a year of seconds: lower it")
-
-
-@dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = 0  # steps between checkpoints; 0: only after the last step
+    # Steps between checkpoints, or a time (30min, 2h); auto: about 15min, less often where saving is slow; 0: only
+    # after the last step.
+    every: int | str = "auto"
     keep: int = 2  # newest checkpoints to keep; 0: all
     asynchronous: bool = field(default=True, metadata={"key": "async"})  # write in the background
     busy: Literal["wait", "skip"] = "wait"  # when the last save is still being written
     dir: str = ""  # empty: run.dir/checkpoints
 
     def __post_init__(self) -> None:
-        not_negative("checkpoint", self, "every", "keep")
+        not_negative("checkpoint", self, "keep")
+        if self.every_steps < 0:
+            raise UserError(f"checkpoint.every={self.every} must not be negative")
+        assert self.every_seconds >= 0
+
+    @property
+    def every_steps(self) -> int:
+        """0: not by steps."""
+        return self.every if isinstance(self.every, int) else 0
+
+    @property
+    def every_seconds(self) -> float:
+        """0: not by time."""
+        if isinstance(self.every, int):
+            return 0.0
+        return AUTO_SAVE_S if self.every == "auto" else seconds_of("checkpoint.every", self.every)
 
 
 @dataclass(frozen=True)
@@ -370,12 +385,15 @@ class RunConfig:
     eval_every: int = 0  # 0: only after the last step
     eval_samples: int = 0  # 0: four global batches
     tensorboard: bool = True
+    time_limit: str = ""  # a time such as 3h50min, by whose end the run is saved and stopped; empty: none
     trace: bool = False  # write one step as it was measured to trace.json, which Perfetto opens
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
 
     def __post_init__(self) -> None:
         positive("run", self, "log_every")
         not_negative("run", self, "eval_every", "eval_samples")
+        if self.time_limit:
+            seconds_of("run.time_limit", self.time_limit)
         if not self.dir:
             raise UserError("run.dir is empty: name a folder for the run")
 

@@ -226,5 +226,6 @@ def _optimizer_seconds(job: Job, cluster: Cluster, stage: StageCost) -> float:
 
 
 def optimizer_bytes(s: States) -> float:
-    """Returns the bytes per parameter that the update and the grad norm before it read and write."""
-    return s.grad + NORM_BYTES + 2 * (s.master or s.param) + 2 * s.moments * s.moment + s.param
+    """Returns the bytes per parameter that the update and the grad norm before it read and write. Weights that are one
+    half of their masters are read too."""
+    return s.grad + NORM_BYTES + 2 * (s.master or s.param) + 2 * s.moments * s.moment + (1 + s.paired) * s.param

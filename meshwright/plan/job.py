@@ -19,8 +19,9 @@ from meshwright.models.description import describe, layout_of, stages_of
 from meshwright.parts.part import Coordinate, Kernels, MicroBatch, Model, Stage, Unit, coordinate_of
 from meshwright.plan.stack import BYTES, Stack, States, own_stack, states_of
 from meshwright.schedule.kinds import placement_of
+from meshwright.sharding.compression.sizes import planned_reducer
 from meshwright.sharding.placement import shard_axes
-from meshwright.sharding.reducers import PLAIN_REDUCER, ReducerPlan
+from meshwright.sharding.reducers import ReducerPlan
 
 FIELD_BYTES = {
     "int64": 8, "float64": 8, "int32": 4, "float32": 4, "int16": 2, "float16": 2, "int8": 1, "uint8": 1, "bool": 1,
@@ -40,7 +41,7 @@ class Job:
     monitored: int = 0  # values that `forward_step` returns beside the loss
     terms: int = 0  # declared terms of the loss
     host: bool = False  # the devices are a machine's processors
-    reducer: ReducerPlan = PLAIN_REDUCER  # sums the gradients
+    reducer: ReducerPlan | None = None  # sums the gradients; None: as `comm` says, after `warmup_steps`
     imbalance: float = 1.0  # rows of the busiest rank's experts over the mean
 
     def replaced(self, **sections: Mapping[str, Any]) -> Job:
@@ -61,6 +62,11 @@ class Job:
     @cached_property
     def layout(self) -> Layout:
         return layout_of(self.config, self.world, self.cluster_node)
+
+    @property
+    def sums(self) -> ReducerPlan:
+        """How gradients are summed over the data axes."""
+        return planned_reducer(self.config.comm) if self.reducer is None else self.reducer
 
     @property
     def node_size(self) -> int:
@@ -88,7 +94,7 @@ class Job:
 
     @cached_property
     def states(self) -> States:
-        return self.stack.states or states_of(self.config)
+        return self.stack.states or states_of(self.config, self.stack.own)
 
     @property
     def global_batch(self) -> int:

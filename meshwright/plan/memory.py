@@ -50,6 +50,7 @@ class BufferSizes(NamedTuple):
     shards: int  # ranks that shard it
     trained: bool
     element: int = 0  # bytes, where they are not those of other weights
+    mixed: bool = False  # a reducer that mixes elements sums its gradients
 
 
 def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
@@ -60,7 +61,7 @@ def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
         job.known[key] = [
             BufferSizes(
                 one.buckets, *division_of(one, job.layout, job.config.zero), one.trained,
-                0 if one.weight == usual else one.weight,
+                0 if one.weight == usual else one.weight, one.mixed,
             )
             for one in packing_of(job, pp_rank).buffers
         ]  # fmt: skip
@@ -93,7 +94,7 @@ def ring_bytes(job: Job, shares: list[int]) -> int:
     offloaded or stored in another precision than they are updated in."""
     s, wide = job.states, max(4, job.states.param)
     elsewhere = is_offloaded(job, s.optimizer_on)
-    kinds = [s.master] * (s.master > 0) + [s.moment] * s.moments
+    kinds = [s.master] * (s.master > 0 and not s.paired) + [s.moment] * s.moments
     brought = sum(elsewhere or size != wide for size in kinds)
     if not s.master:  # the weights are their own masters; a CPU reads them in place, even from a file
         brought += s.param != wide or (s.params_on != "device" and not job.host)
@@ -107,6 +108,7 @@ def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     parameters = (own if zero == 3 else whole) * (sizes.element or s.param) if s.keeps_param or zero <= 2 else 0.0
     gradients = (own if zero >= 2 else whole) * (s.grad + s.grad_copy)
     gradients += (own if zero >= 1 else whole) * s.step_copy
+    gradients += job.sums.state_bytes(whole, s.grad) if sizes.mixed else 0
     master = (own if zero >= 1 else whole) * s.master
     optimizer = (own if zero >= 1 else whole) * s.moment * s.moments
     if is_offloaded(job, s.optimizer_on):

@@ -33,6 +33,7 @@ class Buffer(NamedTuple):
     data_axes: str
     trained: bool
     buckets: list[int]
+    mixed: bool  # a reducer that mixes elements sums its gradients
 
 
 class Packing(NamedTuple):
@@ -64,7 +65,7 @@ def packing_of(job: Job, pp_rank: int) -> Packing:
     if key not in job.known:
         chunks = tuple(tuple(unit for _, _, unit in job.model.units(stage)) for stage in job.chunks[pp_rank])
         dtypes = (c.train.precision, c.train.grad_dtype)
-        job.known[key] = _packing(chunks, job.at, job.layout, c.comm.bucket_mib, zero, dtypes)
+        job.known[key] = _packing(chunks, job.at, job.layout, c.comm.bucket_mib, zero, dtypes, job.sums.mixes)
     found: Packing = job.known[key]
     return found
 
@@ -72,7 +73,7 @@ def packing_of(job: Job, pp_rank: int) -> Packing:
 @lru_cache(maxsize=20_000)
 def _packing(
     chunks: tuple[tuple[Unit, ...], ...], at: Coordinate, layout: Layout, bucket_mib: float, zero: ZeroConfig,
-    dtypes: tuple[str, str],
+    dtypes: tuple[str, str], mixes: bool,
 ) -> Packing:  # fmt: skip
     held: list[HeldParameter] = []
     ties: dict[str, int] = {}
@@ -93,9 +94,10 @@ def _packing(
     buffers: list[Buffer] = []
     places = [(0, 0)] * len(held)
     typed = [(one, dtype_of(one.record, dtypes[0])) for one in held]
-    for (dtype, axes, _, trained), items, where, bounds in packed(typed, layout, bucket_mib, zero, dtypes[1]):
+    for shared, items, where, bounds in packed(typed, layout, bucket_mib, zero, dtypes[1], mixes):
+        dtype, axes, _, trained, mixed = shared
         for (one, _), (_, bucket) in zip(items, where, strict=True):
             places[one.fetches] = (len(buffers), bucket)
         gradient, sizes = grad_bytes(BYTES[dtype], BYTES[dtypes[1]]), [stop - start for start, stop in bounds]
-        buffers.append(Buffer(BYTES[dtype], gradient, axes, trained, sizes))
+        buffers.append(Buffer(BYTES[dtype], gradient, axes, trained, sizes, mixed and layout.size(axes) > 1))
     return Packing(units, buffers, [one.unit for one in held], places)

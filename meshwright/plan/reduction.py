@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,12 +10,12 @@ from meshwright.layout.params import DATA_AXES
 from meshwright.parts.experts import EXPERT_DATA_AXES
 from meshwright.parts.part import BlockUnit, Coordinate, Unit
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.communication import unit_records
+from meshwright.plan.communication import records_once, unit_records
 from meshwright.plan.compute import Setting, unit_time
 from meshwright.plan.efficiency import collective_seconds
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
-from meshwright.sharding.placement import shard_axes
+from meshwright.sharding.placement import may_be_mixed, shard_axes
 
 
 @dataclass
@@ -113,7 +113,7 @@ def sharded_block(
     time, times, slowed = unit_time(block, where), count * job.micro_batches, contention(cluster, stack)
     forward, backward, room = 0.0, 0.0, [time.forward, time.backward + time.again]
     for how, params in by_division(job, *unit_parameters(block, job.at)):
-        reduce = collective_seconds(cluster, "reduce_scatter", params * s.grad, how.shards, how.on_node)
+        reduce = sum_seconds(job, cluster, "reduce_scatter", params, how, [(block, 1)])
         gather = pieces * collective_seconds(cluster, "all_gather", params * s.param / pieces, how.shards, how.on_node)
         if zero == 2:
             gather = 0.0
@@ -132,12 +132,11 @@ def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], ax
     stage, exposed, taken = stages[slow], 0.0, 0.0
     for how, params in by_division(job, stage.expert_params, stage.params - stage.expert_params):
         before = axes[how.axis].hidden
-        exposed += _reduced(job, cluster, stage, how, params, axes[how.axis], taken)
+        exposed += _reduced(job, cluster, stage, slow, how, params, axes[how.axis], taken)
         if how.stage >= 2:
             exposed += _sharded_rest(job, cluster, stage, slow, how, params, axes[how.axis])
         if how.stage and how.copies > 1:  # the replicas on other nodes are summed once per step
-            size = params * job.states.grad / how.shards
-            seconds = collective_seconds(cluster, "all_reduce", size, how.copies, 1)
+            seconds = sum_seconds(job, cluster, "copies", params, how, job.rank_units(slow))
             exposed += _hide(job, cluster, seconds, stage.backward, axes[how.axis])
         taken += axes[how.axis].hidden - before
     tied = job.layout.size("embedding") if job.model.tied else 1
@@ -151,24 +150,45 @@ def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], ax
 
 
 def _reduced(
-    job: Job, cluster: Cluster, stage: StageCost, how: Divided, params: int, axis: AxisTime, taken: float
+    job: Job, cluster: Cluster, stage: StageCost, pp_rank: int, how: Divided, params: int, axis: AxisTime, taken: float
 ) -> float:
     """Returns the exposed seconds of stages 0 and 1. `taken`: seconds of compute behind which others hide already."""
-    grads, weights = params * job.states.grad, params * job.states.param
+    weights, units = params * job.states.param, job.rank_units(pp_rank)
     if how.stage >= 2:
         return 0.0
     if how.stage == 0:
-        seconds, room = collective_seconds(cluster, "all_reduce", grads, how.ranks, how.on_node), stage.backward
+        seconds, room = sum_seconds(job, cluster, "all_reduce", params, how, units), stage.backward
     else:
-        seconds = collective_seconds(cluster, "reduce_scatter", grads, how.shards, how.on_node)
+        seconds = sum_seconds(job, cluster, "reduce_scatter", params, how, units)
         seconds += collective_seconds(cluster, "all_gather", weights, how.shards, how.on_node)
         room = stage.backward + stage.forward
     return _hide(job, cluster, seconds, max(0.0, room - taken), axis)
 
 
+def sum_seconds(
+    job: Job, cluster: Cluster, op: str, params: int, how: Divided, units: Sequence[tuple[Unit, int]]
+) -> float:
+    """Returns the seconds of summing so many gradients, those of units (each with its number) that are divided in this
+    way, as the job's reducer does. `copies`: of summing the shares over the nodes that hold the same. (The time of
+    making compressed messages is not in it.)"""
+    grad, reducer, shares = job.states.grad, job.sums, how.shards if op == "copies" else 1
+    ranks = {"all_reduce": how.ranks, "copies": how.copies}.get(op, how.shards)
+    on_node, op = 1 if op == "copies" else how.on_node, "all_reduce" if op == "copies" else op
+    if not params or not reducer.mixes:
+        calls = list(reducer.calls(op, params // shares, grad, ranks, (), on_node))
+    else:
+        held = ((record, count) for _, record, count in records_once(units, job.at) if may_be_mixed(record, job.layout))
+        mixed = [record for record, count in held for _ in range(count) if divided(job, record.data_axes) == how]
+        elements = sum(record.numel for record in mixed)
+        calls = list(reducer.calls(op, elements // shares, grad, ranks, mixed if shares == 1 else (), on_node))
+        calls.append((op, (params - elements) // shares * grad))
+    return sum(collective_seconds(cluster, each, payload, ranks, on_node) for each, payload in calls)
+
+
 def _hide(job: Job, cluster: Cluster, seconds: float, room: float, axis: AxisTime) -> float:
     """Returns the exposed part of `seconds` behind `room` seconds of compute; the two slow each other down."""
-    hidden = min(job.stack.hide_dp * seconds, room)
+    overlaps = job.config.comm.algorithm == "torch"  # our own algorithms sum after backward
+    hidden = min(job.stack.hide_dp * seconds, room) if overlaps else 0.0
     axis.add(seconds, hidden)
     return seconds - hidden + contention(cluster, job.stack) * hidden
 
@@ -188,7 +208,8 @@ def _sharded_rest(
         fetched = sum(counts[unit][1] for unit, _ in pairs if not isinstance(unit, BlockUnit))
         blocks = sum(count * sum(counts[unit]) for unit, count in pairs if isinstance(unit, BlockUnit))
         ends = stage.params - blocks
-    reduce = collective_seconds(cluster, "reduce_scatter", ends * s.grad, how.shards, how.on_node)
+    outside = [(unit, count) for unit, count in pairs if not isinstance(unit, BlockUnit)]
+    reduce = sum_seconds(job, cluster, "reduce_scatter", ends, how, outside)
     if how.stage == 3:
         gather = collective_seconds(cluster, "all_gather", fetched * s.param, how.shards, how.on_node)
         seconds = m * (reduce + 2 * gather)
