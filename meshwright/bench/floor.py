@@ -27,7 +27,8 @@ from meshwright.nn.grouped import grouped_product, grouped_weight_grad
 from meshwright.nn.pieces import Rows, kernel, kernel_backward
 from meshwright.parts.part import Product
 
-OPTIMIZER_BYTES = 28  # fp32 master, gradient and two moments read; master and moments written
+# fp32 master, gradient and two moments read; master and moments written. A bf16 weight is one half of its master.
+OPTIMIZER_BYTES = 28
 BIG = 8192
 LOAD_S = 0.5  # seconds of work before timing under load, and while timing
 REST_S = 0.5  # seconds of rest after which a card's clock has recovered

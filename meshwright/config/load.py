@@ -215,6 +215,8 @@ def _value(hint: Any, key: str, value: Any) -> Any:
     if hint is str and isinstance(value, (bool, int, float)):
         raise UserError(f"{key} must be a word, and YAML reads a number or a yes or no there: put it in quotes")
     if dataclasses.is_dataclass(hint):
+        if isinstance(value, (list, tuple)) and hasattr(hint, "from_list"):
+            return hint.from_list([_value(float, key, item) for item in value])
         if not isinstance(value, Mapping):
             raise UserError(f"{key} must hold keys and values, not '{value}'")
         return _section(hint, key, value)

@@ -20,10 +20,11 @@ from meshwright.schedule.kinds import default_kind
 
 # The short words of --layout, and the config keys that they stand for.
 LAYOUT_WORDS = {
-    "tp": "layout.tp", "pp": "layout.pp", "cp": "layout.cp", "chunks": "layout.chunks", "order": "layout.order",
+    "tp": "layout.tp", "pp": "layout.pp", "cp": "layout.cp", "ep": "layout.ep", "etp": "layout.etp",
+    "chunks": "layout.chunks", "order": "layout.order",
     "sp": "layout.sequence_parallel", "sequence_parallel": "layout.sequence_parallel",
     "micro_batch": "train.micro_batch", "mb": "train.micro_batch", "schedule": "pipeline.schedule",
-    "zero": "zero.stage", "recompute": "recompute.mode",
+    "zero": "zero.stage", "recompute": "recompute.mode", "offload": "recompute.offload", "pieces": "recompute.pieces",
 }  # fmt: skip
 
 

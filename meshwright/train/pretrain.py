@@ -31,7 +31,7 @@ from meshwright.optim.schedules import consumed_after
 from meshwright.parts.part import Stage
 from meshwright.schedule.kinds import placement_of
 from meshwright.sharding.buffers import foreign_record
-from meshwright.sharding.reducers import PLAIN_REDUCER, Reducer
+from meshwright.sharding.reducers import Reducer
 from meshwright.train.context import Context, build_context, compiles
 from meshwright.train.loop import GivingUp, Hook, Recording, Saving, TimeLimit, TracedStep, Validating, Watcher, train
 from meshwright.train.losses import LossCounts
@@ -57,7 +57,7 @@ def pretrain(
     *,
     sections: Mapping[str, type] | None = None,
     process_groups: dict[str, Any] | None = None,
-    reducer: Reducer = PLAIN_REDUCER,
+    reducer: Reducer | None = None,
     source: str | None = None,
     watcher: Watcher | None = None,
     hooks: Sequence[Hook] = (),
@@ -80,7 +80,8 @@ def pretrain(
       first backward.
     - `config` may be the path of a YAML file; `sections` adds dataclasses of your own to it (`config.extra`).
     - `process_groups`: torch process groups made elsewhere, by the layout's name of the axis.
-    - `reducer` sums the gradients of each bucket over the data-parallel ranks (`sharding/reducers.py`).
+    - `reducer` sums the gradients of each bucket over the data-parallel ranks (`sharding/reducers.py`); without one,
+      `comm.reduce` says how.
     - `hooks` are called around every step (`train.loop.Hook`); `watcher` on the rank that writes the run alone.
     - A run whose folder holds checkpoints goes on from the newest; `source` (PATH[@STEP]) names another one, which in a
       new run gives the weights alone.

@@ -25,9 +25,10 @@ from meshwright.pipeline.output import LOSS, Totals
 from meshwright.pipeline.trace import REDUCED, UPDATED
 from meshwright.schedule.table import Table
 from meshwright.schedule.verify import verified
-from meshwright.sharding.buffers import State
+from meshwright.sharding.buffers import SideState, State
+from meshwright.sharding.compression.make import make_reducer
 from meshwright.sharding.data_parallel import DataParallel
-from meshwright.sharding.reducers import PLAIN_REDUCER, Reducer
+from meshwright.sharding.reducers import Reducer
 from meshwright.train.balance import ExpertBalance
 from meshwright.train.batches import Dataset, MicroBatches, Picked, by_source
 from meshwright.train.context import Context, compiles
@@ -111,11 +112,13 @@ class Trainer:
         forward_step: ForwardStep,
         train_data: Dataset,
         valid_data: Dataset | None = None,
-        reducer: Reducer = PLAIN_REDUCER,
+        reducer: Reducer | None = None,
         loss_counts: LossCounts | None = None,
     ) -> None:
         config = ctx.config
         self.ctx, self.modules = ctx, list(modules)
+        if reducer is None:
+            reducer = make_reducer(config.comm, config.train.seed, ctx.layout.node_size or ctx.layout.world)
         grad_dtype, offload = PRECISION_DTYPES[config.train.grad_dtype], config.zero.offload
         parallel = DataParallel(
             self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed
@@ -166,7 +169,7 @@ class Trainer:
         normalisation = self._normalisation(samples, count)
         for module in self.modules:
             module.train()
-        self.data_parallel.begin(count)
+        self.data_parallel.begin(count, self.step_number + 1, self.loss_scale.value)
         last = self.step_number + 1 == self.ctx.config.train.steps
         batch = self.train_batches.of_step(consumed, count, None if last else consumed + samples)
         totals = self.executor.run(self.table(count), batch, self.step_number + 1, normalisation.seeds())
@@ -295,7 +298,7 @@ class Trainer:
         result.stop, result.save = stops > 0, saves > 0
         return new_names > 0
 
-    def states(self) -> Iterator[State]:
+    def states(self) -> Iterator[State | SideState]:
         """What a checkpoint holds of this rank, beside `counters`."""
         yield from self.optimizer.tensors()
         yield from self.data_parallel.reducer_states()

@@ -97,6 +97,30 @@ def test_a_least_loss_scale_above_the_first() -> None:
         config_from(SMALL | {"loss_scale": {"min": 10.0, "initial": 8.0}})
 
 
+@pytest.mark.parametrize(("reduce", "sentence"), [
+    ({"kind": "topk", "ratio": 0}, "comm.reduce.ratio=0.0 must be above 0 and at most 1, e.g. 0.01"),
+    ({"kind": "threshold", "ratio": 1.5}, "comm.reduce.ratio=1.5 must be above 0 and at most 1"),
+    ({"kind": "int8", "ratio": 0.1}, "ratio has no effect with comm.reduce.kind=int8: .* one of topk, threshold"),
+    ({"kind": "int8", "block": 100}, "comm.reduce.block=100 must be a multiple of 16: try 112"),
+    ({"kind": "powersgd", "rank": 0}, "comm.reduce.rank=0 must be greater than zero"),
+    ({"rank": 8}, "rank has no effect with comm.reduce.kind=plain: leave it out, or set the kind to powersgd"),
+    ({"error_feedback": True}, "error_feedback has no effect with comm.reduce.kind=plain"),
+    ({"kind": "topk", "warmup_steps": -1}, "comm.reduce.warmup_steps=-1 must not be negative"),
+    ({"kind": "int7"}, "comm.reduce.kind"),
+])  # fmt: skip
+def test_sums_that_make_no_sense(reduce: dict[str, object], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        config_from(SMALL | {"comm": {"reduce": reduce}})
+
+
+def test_algorithms_that_do_not_fit() -> None:
+    with pytest.raises(UserError, match=r"comm.algorithm=ring sums gradients as they are, .* set comm.algorithm=torch"):
+        config_from(SMALL | {"comm": {"algorithm": "ring", "reduce": {"kind": "int8"}}})
+    halving = config_from(SMALL | {"comm": {"algorithm": "halving_doubling"}, "train": {"global_batch": 6}})
+    with pytest.raises(UserError, match="needs a power of two of data-parallel ranks, and there are 6: use ring or"):
+        check(halving, 6)
+
+
 def test_a_batch_beyond_a_pipelines_table() -> None:
     config = config_from(SMALL | {"layout": {"pp": 2}, "train": {"global_batch": 100_000_000}})
     with pytest.raises(UserError, match="train.global_batch=100000000 needs too large a table"):
