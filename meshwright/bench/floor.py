@@ -85,7 +85,7 @@ def product_calls(wanted: list[Product], device: Device, dtype: torch.dtype) -> 
     calls: Calls = []
     for p in wanted:
         x, y = draw(device, dtype, p.m, p.k), draw(device, dtype, p.m, p.n)
-        if p.groups == 1:
+        if not p.groups:
             w = draw(device, dtype, p.n, p.k)
             three = (lambda x=x, w=w: x @ w.t(), lambda y=y, w=w: y @ w, lambda x=x, y=y: y.t() @ x)
             calls += [(p.count, call) for call in three]
