@@ -44,7 +44,6 @@ TRAIN = {
     "chunks without interleaving": (["layout.chunks=2"], "pipeline.schedule=interleaved"),
     "split that does not add up": (["layout.pp=2", "pipeline.split=[1,2]", "--nproc", "2"], "add up to layers=4"),
     "global batch": (["train.global_batch=7", "--nproc", "2"], "try 6 or 8"),
-    "global batch below one round": (["train.global_batch=3", "--nproc", "4"], "1 = 4: try 4\n"),
     "offloading nothing": (["recompute.offload=true"], "recomputes none: set recompute.mode=full"),
     "no pieces": (["recompute.pieces=0"], "recompute.pieces=0 must be greater than zero"),
     "more pieces than tokens": (["recompute.pieces=9999"], "tokens of a rank's micro-batch: lower it"),

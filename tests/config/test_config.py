@@ -13,7 +13,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.config.load import config_from, load_config, parse_yaml, to_mapping, to_yaml
 from meshwright.config.presets import PRESETS
-from meshwright.config.rules import RULES, check
+from meshwright.config.rules import RULES, check, first_broken_rule
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 from meshwright.models.description import describe
@@ -208,6 +208,12 @@ def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str])
         main([command, "--help"])
     assert stop.value.code == 0
     assert "example" in capsys.readouterr().out
+
+
+def test_a_batch_below_one_round_gets_one_suggestion() -> None:
+    config = config_from(SMALL | {"train": {"global_batch": 3}})
+    assert str(first_broken_rule(config, 4)).endswith("4 x 1 = 4: try 4")
+    assert str(first_broken_rule(config, 2)).endswith("2 x 1 = 2: try 2 or 4")
 
 
 @pytest.mark.parametrize(
