@@ -15,26 +15,26 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint import tensor_file
-from meshwright.checkpoint.format import Index, SavedBlock, blocks_of
+from meshwright.checkpoint.format import SAFETENSORS_DTYPES, Index, SavedBlock, blocks_of
 from meshwright.checkpoint.hf_files import PRECISION_CODES, SHARDED_INDEX, SINGLE_FILE, HFFolder
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.tensor_file import DTYPE_CODES, TORCH_DTYPES, TensorEntry
 from meshwright.checkpoint.upcycle import Upcycled
-from meshwright.checkpoint.verify import SAFETENSORS_DTYPES
 from meshwright.config.sections import ModelConfig
-from meshwright.data.token_file import read_metadata
+from meshwright.data.token_file import Metadata, read_metadata
 from meshwright.errors import UserError
 from meshwright.layout.params import Box, Init, ParamRecord
 from meshwright.models.hf import FAMILIES, family_for
 from meshwright.models.hf.family import Family, model_section
 from meshwright.models.hf.rows import Mapped, SourceRows
+from meshwright.outside import of_kind, read_json
 
 ORIGIN = "hf_origin.json"
 NO_DATA = "imported"
@@ -130,6 +130,13 @@ def copy_extra_files(source: Path, to: Path) -> list[str]:
     return found
 
 
+class OriginFile(TypedDict):
+    """The file of an origin: its config.json, and by a tensor's full name its name and its code in safetensors."""
+
+    config: dict[str, Any]
+    tensors: dict[str, tuple[str, str]]
+
+
 @dataclass(frozen=True)
 class Origin:
     """The Hugging Face folder that a model comes from or shall be like: where its files are, its config.json, and how
@@ -146,12 +153,13 @@ def origin_of(folder: Path) -> Origin | None:
     for name in (ORIGIN, "config.json"):
         if (folder / name).is_file():
             try:
-                found = json.loads((folder / name).read_text(encoding="utf-8"))
+                found = read_json(folder / name)
                 found = found if name == ORIGIN else {"config": found, "tensors": {}}
-                if not isinstance(found["config"], dict):
-                    raise ValueError("it is no mapping of keys")
+                of_kind(found, OriginFile, "it")
+                if strange := {code for _, code in found["tensors"].values()} - set(TORCH_DTYPES):
+                    raise ValueError(f"it names the unknown dtype {min(strange)}")
                 return Origin(folder, found["config"], found["tensors"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError) as error:
                 raise UserError(f"{folder / name} can't be read ({error}): get it again") from None
     return None
 
@@ -288,9 +296,10 @@ def _rows(reader: Reader, theirs: ExportedTensor, low: int, high: int, dtype: to
     return ordered
 
 
-def _metadata(reader: Reader) -> tuple[Path, dict[str, Any]] | None:
+def _metadata(reader: Reader) -> tuple[Path, Metadata] | None:
     """Returns the prefix and the metadata of the first of a run's token files that has metadata."""
-    for prefix in reader.index.config.get("data", {}).get("prefixes", []):
+    prefixes = reader.index.config.get("data", {}).get("prefixes")
+    for prefix in map(str, prefixes if isinstance(prefixes, list) else ()):
         found = read_metadata(prefix)
         if found:
             return Path(prefix), found
@@ -299,7 +308,7 @@ def _metadata(reader: Reader) -> tuple[Path, dict[str, Any]] | None:
 
 def _end_token(reader: Reader) -> int | None:
     found = _metadata(reader)
-    return int(found[1]["eod"]) if found and found[1].get("eod") is not None else None
+    return found[1].get("eod") if found else None
 
 
 def copy_tokenizer(reader: Reader, to: Path) -> list[str]:
@@ -319,7 +328,7 @@ def copy_tokenizer(reader: Reader, to: Path) -> list[str]:
     shutil.copyfile(file, to / "tokenizer.json")
     from tokenizers import Tokenizer
 
-    end = Tokenizer.from_file(str(file)).id_to_token(int(metadata["eod"]))
+    end = Tokenizer.from_file(str(file)).id_to_token(metadata["eod"])
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end}
     fmt.write_whole(to / "tokenizer_config.json", (json.dumps(settings, indent=2) + "\n").encode())
     return ["tokenizer.json", "tokenizer_config.json"]

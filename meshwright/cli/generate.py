@@ -17,6 +17,7 @@ from meshwright.config.sections import Config
 from meshwright.data.token_file import read_metadata
 from meshwright.data.tokenizers import load_tokenizer
 from meshwright.errors import UserError, either
+from meshwright.outside import read_json
 from meshwright.train.launch import warm_up
 
 EXAMPLES = """example:
@@ -86,8 +87,8 @@ def tokenizer_of(path: Path, config: Config) -> Any:
         found = read_metadata(prefix) or {}
         if found.get("tokenizer") == "bytes":
             return load_tokenizer("bytes")
-        if found.get("tokenizer_file"):
-            return load_tokenizer(str(Path(prefix).parent / found["tokenizer_file"]))
+        if file := found.get("tokenizer_file"):
+            return load_tokenizer(str(Path(prefix).parent / file))
     return None
 
 
@@ -98,11 +99,12 @@ def end_tokens(path: Path, tokenizer: Any) -> set[int]:
     origin = origin_of(path)
     told: list[Any] = [] if origin is None else [origin.config]
     with contextlib.suppress(OSError, ValueError):  # the file is optional
-        told.insert(0, json.loads((path / "generation_config.json").read_text(encoding="utf-8")))
+        told.insert(0, read_json(path / "generation_config.json"))
     for each in told:
         found = each.get("eos_token_id") if isinstance(each, dict) else None
-        if found is not None:
-            return set(found) if isinstance(found, list) else {found}
+        ends = {end for end in (found if isinstance(found, list) else [found]) if type(end) is int}
+        if ends:
+            return ends
     return set() if tokenizer is None else {tokenizer.eod}
 
 

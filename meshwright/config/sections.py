@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from meshwright.config.blocks import ExpertsConfig, LatentConfig, not_negative, positive
+from meshwright.config.blocks import MOST_BLOCKS, ExpertsConfig, LatentConfig, at_most, not_negative, positive
 from meshwright.errors import UserError, divisors, either, nearest
 from meshwright.schedule.kinds import training_kinds
 
@@ -61,6 +61,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         positive("model", self, "layers", "hidden", "heads", "vocab", "seq", "norm_eps", "rope_theta", "init_std")
         not_negative("model", self, "kv_heads", "head_dim", "ffn", "position_offset")
+        at_most("model", self, MOST_BLOCKS, "layers", "heads")
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"model.dropout={self.dropout} must be at least 0 and below 1")
         if not self.head_dim and not self.latent.kv_rank and self.hidden % self.heads:
@@ -248,7 +249,7 @@ class RecomputeConfig:
 
     def __post_init__(self) -> None:
         number = self.mode.removeprefix("every:")
-        every = number != self.mode and number.isdecimal() and int(number) > 0
+        every = number != self.mode and number.isdecimal() and len(number) < 10 and int(number) > 0
         if self.mode not in ("none", "selective", "full") and not every:
             raise UserError(f"recompute.mode={self.mode} is not one of none, selective, full, every:N (N blocks)")
 

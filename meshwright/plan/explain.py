@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.config.load import config_from, dump_yaml, to_mapping
+from meshwright.config.load import config_from, to_mapping
+from meshwright.config.yaml_text import dump_yaml
 from meshwright.plan.account import balance_words, layout_of_cost, layout_words
 from meshwright.plan.cost import Cost
 from meshwright.plan.job import ranks_per_node

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
 from meshwright.config.rules import RULES, TENSOR_PARALLEL_RULES, first_broken_rule
 from meshwright.config.sections import Config
-from meshwright.errors import UserError
+from meshwright.errors import UserError, divisors
+from meshwright.layout.layout import LARGEST_WORLD
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import setting_of, unit_time
 from meshwright.plan.cost import Cost, predict_cost
@@ -83,11 +83,6 @@ def fixed_keys(words: Sequence[str]) -> list[str]:
 def space_of(config: Config, fixed: Sequence[str] = ()) -> SearchSpace:
     """Returns the search space in which the `fixed` keys keep their values from the config."""
     return SearchSpace(**{SPACE_FIELDS[key]: (attrgetter(key)(config),) for key in fixed})
-
-
-@lru_cache(maxsize=1024)
-def divisors(number: int) -> tuple[int, ...]:
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 def shapes(base: Job, space: SearchSpace) -> Iterator[Job]:
@@ -235,7 +230,7 @@ def why_nothing(
     c, enough = job.config, ""
     # The part of the space that needs the least memory: the most sharding and the most recomputation.
     least = replace(space, zero=space.zero[-1:], recompute=space.recompute[-1:])
-    for factor in (2, 4, 8, 16, 32, 64):
+    for factor in (factor for factor in (2, 4, 8, 16, 32, 64) if devices * factor <= LARGEST_WORLD):
         grown = replace(base.replaced(train={"global_batch": batch * factor}), world=devices * factor)
         if search(grown, cluster, limit, least).candidates:
             enough = f", or {devices * factor} of these devices with a global batch of {batch * factor}"

@@ -12,6 +12,7 @@ from meshwright.config.presets import PRESETS, RUNS
 from meshwright.config.rules import PLANNING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, nearest
+from meshwright.layout.layout import check_world
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.stack import STACKS, Stack, own_stack
@@ -133,6 +134,7 @@ def devices_for(target: Target, given: int | None) -> int:
     count = int(target.run.get("devices", 0)) if given is None else given
     if count < 1:
         raise UserError("give --devices with the number of devices, at least 1")
+    check_world(count, "--devices")
     return count
 
 
