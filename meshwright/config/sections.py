@@ -150,6 +150,11 @@ class LayoutConfig:
     def __post_init__(self) -> None:
         positive("layout", self, "tp", "pp", "cp", "ep", "chunks")
         not_negative("layout", self, "node_size", "etp")
+        if self.pp * self.chunks > MOST_BLOCKS:
+            raise UserError(
+                f"layout.pp={self.pp} x layout.chunks={self.chunks} are more stages than any model has blocks: use "
+                f"{MOST_BLOCKS} at most"
+            )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import os
 import shutil
 import typing
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -170,9 +170,10 @@ def keys_of_config() -> list[tuple[str, Any]]:
     return [each for each in keys(Config, "") if each[0] != "extra"]
 
 
-def word_of(random: Random) -> str:
+def word_of(random: Random, sections: Sequence[str] = ()) -> str:
     """Returns a `section.key=value` word with a value that is hostile, or nearly right."""
-    key, kind = random.choice(keys_of_config())
+    keys = keys_of_config()
+    key, kind = random.choice([each for each in keys if not sections or each[0].startswith(tuple(sections))])
     sizes = (0, 1, 2, 3, 4, 8, 16, 48, 10**6, 2**31, 2**62, -1)
     choices = [str(random.choice(sizes)), f"[{random.choice(sizes)},{random.choice(sizes)},{random.choice(sizes)}]"]
     choices += [str(word) for word in typing.get_args(kind) if isinstance(word, str)] * 2
@@ -191,13 +192,27 @@ def planner(random: Random, target: str) -> list[str]:
     commands = [
         ["config", "show", target], ["config", "check", target, "--world", str(random.choice((1, 2, 8, 10**12)))],
         ["cost", target, *CLUSTER], ["memory", target, "--world", "2"], ["plan", target, *CLUSTER, "--json"],
-        ["simulate", target, *CLUSTER],
+        ["simulate", target, *CLUSTER], ["dryrun", target, "--world", "1", "--micro-batches", "1"],
     ]  # fmt: skip
     return random.choice(commands)
 
 
 def config_words(random: Random) -> list[str]:
     return [*planner(random, "config.yaml"), *(word_of(random) for _ in range(random.choice((1, 1, 2, 3))))]
+
+
+# Sections and keys that a run of one step may have anything in: none is a size of the model or a folder to write to.
+TRAINED = (
+    "optimizer.", "lr.", "loss_scale.", "comm.", "zero.stage", "zero.shard", "zero.offload.buffer", "recompute.",
+    "data.", "checkpoint.every", "checkpoint.keep", "checkpoint.async", "checkpoint.busy", "run.log", "run.eval",
+    "train.clip", "train.seed", "train.ramp", "train.micro", "train.precision", "train.grad", "context.",
+    "pipeline.", "layout.",
+)  # fmt: skip
+
+
+def train_words(random: Random) -> list[str]:
+    words = [word_of(random, TRAINED) for _ in range(random.choice((1, 1, 2)))]
+    return ["train", "config.yaml", "run.dir=other", *words]
 
 
 def config_yaml(random: Random) -> list[str]:
@@ -250,7 +265,8 @@ def arguments(random: Random) -> list[str]:
 
 
 KINDS: dict[str, Case] = {
-    "config words": config_words, "config YAML": config_yaml, "arguments": arguments, "cluster files": cluster_file,
+    "config words": config_words, "words of a run": train_words, "config YAML": config_yaml, "arguments": arguments,
+    "cluster files": cluster_file,
     "checkpoint indexes": checkpoint_index, "tensor headers": tensor_header, "Hugging Face folders": hf_folder,
     "token files": token_files,
 }  # fmt: skip
