@@ -17,6 +17,7 @@ import numpy as np
 import yaml
 
 from meshwright.checkpoint import format as fmt
+from meshwright.checkpoint.hf import import_folder
 from meshwright.cli.main import main
 from meshwright.config.load import key_of
 from meshwright.config.sections import Config
@@ -264,9 +265,42 @@ def arguments(random: Random) -> list[str]:
     return random.choice(commands)
 
 
+def run_folder(random: Random) -> list[str]:
+    """A run's own files, which it reads when it goes on."""
+    name = random.choice(("metrics.jsonl", "validation.jsonl", "run.json", "config.yaml"))
+    path = Path("run", name)
+    if name == "config.yaml":
+        path.write_text(hostile.yaml_text(random, CONFIG), encoding="utf-8", errors="surrogatepass")
+    else:
+        path.write_bytes(damaged(path, random) + b"\n" * random.randrange(2))
+    return ["train", "config.yaml", "train.steps=2"]
+
+
+def imported(random: Random) -> list[str]:
+    """What is kept of a Hugging Face folder beside a checkpoint, words for upcycling, and tables of runs."""
+    if random.random() < 0.3:
+        given = random.choice(("count=2,top_k=1", "count=4", "ffn=24"))
+        return ["import", "hf", "--to", "out", f"--upcycle={given},{word_of(random).partition('.')[2]}"]
+    if random.random() < 0.3:
+        cells = [str(hostile.scalar(random)) for _ in range(12)]
+        heads = ["name", "model", "cluster", "devices", "tp", "pp", "global_batch", "seconds"]
+        Path("runs.csv").write_text(
+            ",".join(random.sample(heads, 6)) + "\n" + ",".join(cells), encoding="utf-8", errors="replace"
+        )
+        return ["predict", "--csv", "runs.csv"]
+    import_folder(Path("hf"), Path("imported"))
+    path = Path("imported", "hf_origin.json")
+    path.write_bytes(damaged(path, random))
+    return random.choice(
+        [["export", "imported", "--to", "out"], ["inspect", "imported"], ["eval", "imported", "--data", "tokens"],
+         ["generate", "imported", "--prompt-tokens=1", "--max-tokens=2"],
+         ["export", "run", "--to", "out", "--like", "imported"]]
+    )  # fmt: skip
+
+
 KINDS: dict[str, Case] = {
     "config words": config_words, "words of a run": train_words, "config YAML": config_yaml, "arguments": arguments,
     "cluster files": cluster_file,
     "checkpoint indexes": checkpoint_index, "tensor headers": tensor_header, "Hugging Face folders": hf_folder,
-    "token files": token_files,
+    "token files": token_files, "run folders": run_folder, "imported checkpoints": imported,
 }  # fmt: skip

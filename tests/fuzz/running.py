@@ -33,10 +33,10 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def verdict(words: Sequence[str], seconds: float = 30.0) -> str:
+def verdict(words: Sequence[str], seconds: float = 30.0, err: io.StringIO | None = None) -> str:
     """Runs a command. Returns what was wrong with the way it ended, or an empty text: it must succeed, or end with exit
-    code 2 and one short sentence, within the time."""
-    out, err = io.StringIO(), io.StringIO()
+    code 2 and one short sentence, within the time. What it says of mistakes is written to `err`."""
+    out, err = io.StringIO(), io.StringIO() if err is None else err
     try:
         with time_limit(seconds), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main(list(words))

@@ -12,17 +12,10 @@ from random import Random
 
 import pytest
 
-from tests.fuzz.cases import KINDS, make_good
+from tests.fuzz.cases import KINDS
 from tests.fuzz.running import verdict
 
-QUICK, WIDE = 2, 120  # inputs of each kind
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("good")
-    make_good(folder)
-    return folder
+QUICK, WIDE = 1, 92  # inputs of each kind
 
 
 def complaints(kind: str, seeds: range, good: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
