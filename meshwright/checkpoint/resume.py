@@ -12,17 +12,18 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint import format as fmt
+from meshwright.checkpoint.companions import check_tokenizer
 from meshwright.checkpoint.contract import Checkpointed
 from meshwright.checkpoint.format import find_checkpoint
 from meshwright.checkpoint.load import Reader, complete_load, read_into
 from meshwright.config.load import flat, to_mapping
 from meshwright.config.sections import TRAINING_KEYS
-from meshwright.errors import UserError
+from meshwright.errors import UserError, notice
 from meshwright.outside import read_json
 
 WENT_BACK = "went-back.json"  # notes, beside the checkpoints, that a job was told to restart from an older one
 # The keys that decide which tokens the sample of a given number holds.
-SAMPLES = ("data.prefixes", "data.weights", "data.split", "model.seq", "train.seed")
+SAMPLES = ("data.prefixes", "data.weights", "data.split", "data.draw_split", "model.seq", "train.seed")
 
 
 def resume(trainer: Checkpointed, source: str | None) -> None:
@@ -45,12 +46,22 @@ def resume(trainer: Checkpointed, source: str | None) -> None:
         if damage is not None:
             raise damage
     if trainer.writes:
+        _say_where(trainer, source, begun or own)
         try:
             fmt.set_aside(folder, trainer.step_number)
             if own:
                 fmt.write_json(folder / WENT_BACK, {"job": fmt.job_name(), "source": source})
         except OSError as error:
             raise UserError(f"{folder} can't be written: {error.strerror}") from None
+
+
+def _say_where(trainer: Checkpointed, source: str | None, continues: bool) -> None:
+    """All that was read was checked against its checksums."""
+    config, step = trainer.ctx.config, trainer.step_number
+    if continues and step:
+        notice(f"continues {config.run.dir} from step {step} of {config.train.steps}, checkpoint verified")
+    elif source is not None and not continues:
+        notice(f"begins {config.run.dir} with the weights of {source}, checkpoint verified")
 
 
 def _chosen(trainer: Checkpointed, folder: Path, source: str | None) -> tuple[bool, bool, list[int]]:
@@ -171,9 +182,12 @@ def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
     idle |= set() if ours["model.position"] == "rope" else {"rope_theta"}
     idle |= {"qkv_bias"} if ours["model.bias"] else set()
     computed = [key for key in ours if key.startswith("model.") and key.removeprefix("model.") not in idle]
+    if trainer.writes:
+        check_tokenizer(reader.folder, trainer.ctx.config.data)
+    theirs.setdefault("data.draw_split", False)  # of an older release
     for each in (ours, theirs):
-        prefixes = each.get("data.prefixes", [])
-        each["data.prefixes"] = [os.path.normpath(str(prefix)) for prefix in prefixes or ()]
+        prefixes = each.get("data.prefixes")
+        each["data.prefixes"] = [os.path.normpath(str(p)) for p in prefixes] if isinstance(prefixes, list) else []
 
     def changed(keys: Sequence[str]) -> str:
         others = [key for key in keys if key in theirs and theirs[key] != ours[key]]  # it may be of an older release

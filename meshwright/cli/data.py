@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tokenizers = "bytes (default), PATH/tokenizer.json, PATH.model (SentencePiece), or train:SIZE"
     options.add_argument("--tokenizer", default="bytes", metavar="T", help=tokenizers)
     options.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
-    options.add_argument("--eod", metavar="TOKEN", help="the end-of-document token, where it is not found")
+    options.add_argument("--eod", metavar="TOKEN|ID", help="the end-of-document token or its id, where it is not found")
     options.add_argument("--field", default="text", help="the field of a .jsonl line with the text (default: text)")
     options.add_argument("--force", action="store_true", help="write over existing output")
     # Every command has --json; a default here would undo one before the word `prepare`.
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     left_out = f" ({summary.empty:,} empty left out)" if summary.empty else ""
     print(f"documents   {summary.documents:,}{left_out} from {summary.input_files:,} files")
     print(f"tokens      {summary.tokens:,} as {summary.dtype}")
-    print(f"vocabulary  {summary.vocab_size:,}, documents end with {summary.eod} ({summary.tokenizer})")
+    print(f"vocabulary  {summary.vocab_size:,}, documents end with token {summary.eod} ({summary.tokenizer})")
     print(
         f"time        {summary.seconds:.1f} s for {summary.input_bytes / 1e6:,.1f} MB, "
         f"{summary.mb_per_s:.1f} MB/s, workers {summary.workers}"

@@ -215,6 +215,8 @@ def train_tokenizer(texts: Iterable[str], size: int, spec: str, eod: str | None 
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
+    if eod and eod.isdecimal():
+        raise UserError(f"--eod {eod} is the id of a token, and a new tokenizer has none yet: name a text, e.g. </s>")
     end = eod or END_TOKENS[0]
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -227,6 +229,11 @@ def train_tokenizer(texts: Iterable[str], size: int, spec: str, eod: str | None 
 
 
 def _end_token(vocabulary: dict[str, int], recipe: Recipe) -> int:
+    """The id of the token that ends a document; a number is an id, never a text of digits."""
+    if recipe.eod is not None and recipe.eod.isdecimal():
+        if int(recipe.eod) in vocabulary.values():
+            return int(recipe.eod)
+        raise UserError(f"{recipe.spec} has no token with the id {recipe.eod}: name one it has with --eod TOKEN or ID")
     for token in END_TOKENS if recipe.eod is None else (recipe.eod,):
         if token in vocabulary:
             return vocabulary[token]

@@ -17,13 +17,13 @@ from meshwright.parts.gpt import (
     KV_COPIES,
     KV_GROUPS,
     AttentionPart,
-    MLPPart,
     NormPart,
     OutputLayerPart,
     PositionEmbeddingPart,
     TokenEmbeddingPart,
 )
 from meshwright.parts.latent import LatentAttentionPart
+from meshwright.parts.mlp import MLPPart
 from meshwright.parts.part import BlockUnit, Model, NamedPart, Part, Stage, Unit
 from meshwright.schedule.kinds import ends_of
 
@@ -40,7 +40,7 @@ def gpt(model: ModelConfig) -> Model:
     def block(*last: tuple[str, Part]) -> BlockUnit:
         # Experts and latent attention state themselves what they keep of their norm.
         first = replace(norm, keeps_output=False) if model.latent.kv_rank else norm
-        second = replace(norm, keeps_output=False) if last[0][0] == "experts" else norm
+        second = replace(norm, keeps_output=False) if last[0][0] == "experts" else replace(norm, of_mlp=True)
         parts = [("norm1", first), ("attention", attention), ("norm2", second), *last]
         named = tuple(NamedPart(key, key, part) for key, part in parts)
         return BlockUnit(named, h, model.parallel_residual, model.dropout)
@@ -65,7 +65,7 @@ def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
     if short.kv_rank:
         return LatentAttentionPart(
             model.hidden, model.heads, short.q_rank, short.kv_rank, short.nope_dim, short.rope_dim, short.v_dim, normal,
-            output, model.norm_eps, model.dropout,
+            output, model.norm_eps, model.dropout, model.rope_scaling.attention_factors(latent=True)[1],
         )  # fmt: skip
     return AttentionPart(
         model.hidden, model.heads, model.kv_heads, model.head_dim, normal, output, model.position == "rope", model.bias,

@@ -30,12 +30,16 @@ class Checked:
             raise UserError(f"the data hold token {least}, and no token has a negative id: prepare them again")
         return sample
 
+    def source_of(self, n: int) -> str:
+        return str(self.dataset.source_of(n))
+
 
 def datasets_of(config: Config) -> tuple[Any, Any, Any]:
     """Train, valid and test (None where the split leaves none); raises for every mistake that the files show."""
     d = config.data
     options = SampleOptions(d.eod if d.eod >= 0 else None, d.mask_eod, d.reset_positions, d.reset_attention)
-    parts = build_datasets(d.prefixes, d.weights or None, d.split, config.model.seq, config.train.seed, options)
+    how = (config.model.seq, config.train.seed, options, d.draw_split)
+    parts = build_datasets(d.prefixes, d.weights or None, d.split, *how)
     assert parts[0] is not None
     needed = parts[0].vocab_needed
     if needed is not None and needed > config.model.vocab:

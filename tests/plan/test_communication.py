@@ -222,6 +222,20 @@ def test_predicted_equals_recorded(case: Case) -> None:
     assert list(differences(case, recorded(case))) == []
 
 
+@pytest.mark.wide
+def test_compiled_blocks_that_share_sequences_send_what_is_predicted() -> None:
+    """Every kind, with documents, as `train.compile=true` runs it."""
+    kinds: list[dict[str, Any]] = [{"kind": kind} for kind in ("gather", "ring", "ulysses")]
+    compiled = {"precision": "fp32", "compile": True}
+    cases = [
+        Case(str(kind), 4, {"layout": {"cp": 4}, "context": kind, "train": compiled, "model": {"seq": 16}}, ALL)
+        for kind in [*kinds, {"kind": "hybrid", "inner": 2}]
+    ]
+    ranks = run_ranks(4, record, cases, deadline=600.0)
+    for number, case in enumerate(cases):
+        assert list(differences(case, [rank[number] for rank in ranks])) == [], case.name
+
+
 def test_one_process_sends_nothing() -> None:
     assert predict_step(CASES[0].config, 1) == {} == recorded(CASES[0])[0][0]["comm"]
 
