@@ -176,11 +176,10 @@ def export_folder(
     if like is not None and origin is None:
         raise UserError(f"{like} has no config.json: --like takes a Hugging Face folder or an imported checkpoint")
     base = origin.config if origin is not None else {}
-    known = base.get("model_type") in FAMILIES and not FAMILIES[base["model_type"]].misfits(model)
+    known = str(base.get("model_type")) in FAMILIES and not FAMILIES[base["model_type"]].misfits(model)
     chosen = family_for(model, family or (base["model_type"] if known else ""))
     told, beside_of = base, origin.folder if origin is not None else checkpoint
-    told = reader.index.config.get("data", {}).get("prefixes")
-    prefixes = [str(prefix) for prefix in told] if isinstance(told, list) else []
+    prefixes = _prefixes(reader)
     if base.get("model_type") != chosen.model_type:
         origin, base = None, {}
     stored = origin.tensors if origin is not None else {}
@@ -202,6 +201,12 @@ def export_folder(
         "family": chosen.model_type, "step": reader.index.step, "tensors": len(planned), "bytes": total,
         "files": files, "beside": beside,
     }  # fmt: skip
+
+
+def _prefixes(reader: Reader) -> list[str]:
+    """Returns the token files of a checkpoint's run."""
+    told = reader.index.config.get("data", {}).get("prefixes")
+    return [str(prefix) for prefix in told] if isinstance(told, list) else []
 
 
 def _planned(
