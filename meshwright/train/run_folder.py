@@ -29,11 +29,22 @@ CHARTED = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "global_batc
 Lines = list[dict[str, Any]]
 
 
-class StepLine(TypedDict):
-    """What every line about a step has."""
+class _Line(TypedDict):
+    """What every line has."""
 
     step: int
     loss: float | None
+
+
+class StepLine(_Line, total=False):
+    """What summaries read of a step or of a validation."""
+
+    tokens: float | None
+    global_batch: float | None
+    step_time_s: float | None
+    tokens_per_s: float | None
+    phases: dict[str, float]
+    comm: dict[str, dict[str, float]]
 
 
 def refuse_finished(config: Config, source: str | None = None) -> None:

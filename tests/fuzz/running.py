@@ -13,6 +13,7 @@ from meshwright.cli.main import main
 from meshwright.errors import LONGEST_SENTENCE
 
 SAYS = "meshwright: "
+MOST_LINES = 3  # a note of what is begun may come before the sentence
 
 
 class TooLong(BaseException):
@@ -53,7 +54,7 @@ def verdict(words: Sequence[str], seconds: float = 30.0, err: io.StringIO | None
         return ""
     if code != 2:
         return f"exit code {code}: {err.getvalue()[-300:]}"
-    if not lines or not all(line.startswith(SAYS) for line in lines):
+    if not lines or not lines[-1].startswith(SAYS) or len(lines) > MOST_LINES:
         return f"no sentence: {err.getvalue()[:300]!r}"
     if max(map(len, lines)) > LONGEST_SENTENCE + len(SAYS):
         return f"a sentence of {max(map(len, lines))} characters: {lines[-1][:200]}"
