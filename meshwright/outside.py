@@ -6,6 +6,8 @@ import json
 import sys
 import types
 import typing
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,40 +42,114 @@ def read_json(path: Path) -> Any:
 def of_kind(value: Any, kind: Any, where: str) -> Any:
     """Returns a value from JSON if it is of a kind: a plain type, `Any`, a TypedDict, or a list, tuple, dict or union
     of kinds. Raises ValueError, which names the place, if not. Whole numbers are counts: at least 0 and below 2^63."""
-    _check(value, kind, where)
+    try:
+        _check_of(kind)(value)
+    except _Wrong as wrong:
+        raise ValueError(f"{where}{wrong.place} {wrong.what}") from None
     return value
 
 
-def _check(value: Any, kind: Any, where: str) -> None:
+class _Wrong(Exception):
+    """What is wrong, and at which place within the value that is checked."""
+
+    def __init__(self, what: str, place: str = "") -> None:
+        self.what, self.place = what, place
+
+    def within(self, key: str) -> _Wrong:
+        return _Wrong(self.what, key + self.place)
+
+
+Check = Callable[[Any], None]  # raises _Wrong
+
+
+@lru_cache(maxsize=1024)
+def _check_of(kind: Any) -> Check:
+    """Returns the check of a kind. It is made once: an index has a row for each of maybe a million blocks."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any or (value is None and type(None) in args):
-        return
+    if kind is Any:
+        return lambda value: None
     if origin in (typing.Union, types.UnionType):
-        _check(value, next(each for each in args if each is not type(None)), where)
-    elif origin is dict and isinstance(value, dict):
+        inner = _check_of(next(each for each in args if each is not type(None)))
+        return lambda value: None if value is None else inner(value)
+    if origin is dict:
+        return _table(_check_of(args[1]))
+    if origin is list or (origin is tuple and args[-1] is ...):
+        return _list(_check_of(args[0]))
+    if origin is tuple:
+        return _row([_check_of(each) for each in args])
+    if typing.is_typeddict(kind):
+        fields = {key: _check_of(each) for key, each in typing.get_type_hints(kind).items()}
+        return _record(fields, kind.__required_keys__)
+    return _plain(kind)
+
+
+def _must_be(wanted: str, value: Any) -> _Wrong:
+    return _Wrong(f"must be {wanted}, not {shortened(str(value), 60)}")
+
+
+def _table(inner: Check) -> Check:
+    def check(value: Any) -> None:
+        if type(value) is not dict:
+            raise _must_be("keys and values", value)
         for key, item in value.items():
-            _check(item, args[1], f"{where}.{shortened(str(key), 60)}")
-    elif origin is list and isinstance(value, list):
-        for item in value:
-            _check(item, args[0], f"an item of {where}")
-    elif origin is tuple and args[-1] is ... and isinstance(value, list):
-        _check(value, list[args[0]], where)  # type: ignore[valid-type]
-    elif origin is tuple and isinstance(value, list) and len(value) == len(args):
-        for item, each in zip(value, args, strict=True):
-            _check(item, each, where)
-    elif typing.is_typeddict(kind) and isinstance(value, dict):
-        for key, each in typing.get_type_hints(kind).items():
+            try:
+                inner(item)
+            except _Wrong as wrong:
+                raise wrong.within(f".{shortened(key, 60)}") from None
+
+    return check
+
+
+def _list(inner: Check) -> Check:
+    def check(value: Any) -> None:
+        if type(value) is not list:
+            raise _must_be("a list", value)
+        for number, item in enumerate(value):
+            try:
+                inner(item)
+            except _Wrong as wrong:
+                raise wrong.within(f"[{number}]") from None
+
+    return check
+
+
+def _row(inner: Sequence[Check]) -> Check:
+    def check(value: Any) -> None:
+        if type(value) is not list or len(value) != len(inner):
+            raise _must_be(f"a list of {len(inner)} values", value)
+        for number, (item, each) in enumerate(zip(value, inner, strict=True)):
+            try:
+                each(item)
+            except _Wrong as wrong:
+                raise wrong.within(f"[{number}]") from None
+
+    return check
+
+
+def _record(fields: Mapping[str, Check], required: frozenset[str]) -> Check:
+    def check(value: Any) -> None:
+        if type(value) is not dict:
+            raise _must_be("keys and values", value)
+        for key, each in fields.items():
             if key in value:
-                _check(value[key], each, f"{where}.{key}")
-            elif key in kind.__required_keys__:
-                raise ValueError(f"{where} lacks {key}")
-    elif not _is_plain(value, kind):
-        wanted = WORDS.get(kind, "keys and values" if origin is dict or typing.is_typeddict(kind) else "a list")
-        raise ValueError(f"{where} must be {wanted}, not {shortened(str(value), 60)}")
+                try:
+                    each(value[key])
+                except _Wrong as wrong:
+                    raise wrong.within(f".{key}") from None
+            elif key in required:
+                raise _Wrong(f"lacks {key}")
+
+    return check
 
 
-def _is_plain(value: Any, kind: Any) -> bool:
-    if kind is float:
-        return type(value) in (int, float) and abs(value) <= sys.float_info.max
-    return type(value) is kind and (kind is not int or 0 <= value < LARGEST)
+def _plain(kind: type) -> Check:
+    def check(value: Any) -> None:
+        fits = type(value) is kind
+        if kind is float:
+            fits = type(value) in (int, float) and abs(value) <= sys.float_info.max
+        elif kind is int:
+            fits = fits and 0 <= value < LARGEST
+        if not fits:
+            raise _must_be(WORDS[kind], value)
 
+    return check

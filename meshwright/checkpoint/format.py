@@ -60,9 +60,11 @@ class SavedBlock(NamedTuple):
     @classmethod
     def read(cls, row: Sequence[Any]) -> SavedBlock:
         """Returns the block that a list in a JSON file stands for. Raises ValueError for any other value."""
-        of_kind(row, tuple[tuple(get_type_hints(cls).values())], "a block")  # type: ignore[misc]
-        tensor, start, shape, *rest = row
+        tensor, start, shape, *rest = of_kind(row, _BLOCK, "a block")
         return cls(tensor, tuple(start), tuple(shape), *rest)
+
+
+_BLOCK = tuple[tuple(get_type_hints(SavedBlock).values())]  # type: ignore[misc, valid-type]
 
 
 class SavedTensor(TypedDict):

@@ -53,7 +53,7 @@ INDEXES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "a counter too few": (lambda i: {"state": {"updates": 1}}, "state lacks loss_scale"),
     "a counter that is a list": (lambda i: {"state": i["state"] | {"updates": []}}, "updates"),
     "a tensor without a shape": (lambda i: {"tensors": i["tensors"] | {"x": {"dtype": "float32"}}}, "lacks shape"),
-    "a shape of words": (lambda i: {"tensors": first(i["tensors"], shape=["a"])}, "shape must be a whole number"),
+    "a shape of words": (lambda i: {"tensors": first(i["tensors"], shape=["a"])}, "shape[0] must be a whole number"),
     "a dtype that nobody has": (lambda i: {"tensors": first(i["tensors"], dtype="float3")}, "float3"),
     "a shape without end": (lambda i: {"tensors": first(i["tensors"], shape=[2**62, 2**62])}, "can't be of shape"),
     "a file's size in words": (lambda i: {"files": dict.fromkeys(i["files"], "big")}, "files."),
