@@ -22,7 +22,7 @@ AXES = ("tp", "cp", "ep", "dp", "pp")
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
 EXPERT_WORDS = {"tp": "etp", "dp": "edp"}  # what stands in the expert view where the order string names these
-LARGEST_WORLD = 2**18  # ranks; layouts list them one by one
+LARGEST_WORLD = 2**20  # ranks; layouts list them one by one
 SPECIAL_GROUPS = ("embedding", "position_embedding", "world")
 
 GROUP_KINDS = (
@@ -211,9 +211,9 @@ class Layout:
             raise UserError(f"rank {rank} is not in a world of {self.world}: choose 0 to {self.world - 1}")
 
 
-def check_world(world: int, what: str = "world") -> None:
-    if world > LARGEST_WORLD:
-        raise UserError(f"{what}={world} is more ranks than anybody has: use {LARGEST_WORLD} at most")
+def check_world(world: int, what: str = "world", most: int = LARGEST_WORLD) -> None:
+    if world > most:
+        raise UserError(f"{what}={world} is more ranks than anybody has: use {most} at most")
 
 
 def _check_sizes(layout: Layout) -> None:

@@ -17,6 +17,7 @@ from meshwright.layout.layout import check_world
 from meshwright.models.hf import family_named
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import Job, job_of
+from meshwright.plan.search import MOST_DEVICES
 from meshwright.plan.stack import STACKS, Stack, own_stack
 from meshwright.schedule.kinds import default_kind
 
@@ -155,7 +156,7 @@ def devices_for(target: Target, given: int | None) -> int:
     count = int(target.run.get("devices", 0)) if given is None else given
     if count < 1:
         raise UserError("give --devices with the number of devices, at least 1")
-    check_world(count, "--devices")
+    check_world(count, "--devices", MOST_DEVICES)
     return count
 
 
