@@ -14,7 +14,6 @@ from meshwright.config.sections import Config
 from meshwright.config.yaml_text import read_yaml
 from meshwright.errors import UserError, nearest
 from meshwright.layout.layout import check_world
-from meshwright.models.hf import family_named
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.search import MOST_DEVICES
@@ -99,6 +98,8 @@ def _raw(target: str, as_run: bool) -> tuple[dict[str, Any], Mapping[str, Any], 
 
 def _of_hugging_face(path: Path) -> tuple[dict[str, Any], Mapping[str, Any], str]:
     """Returns the model of a config.json that transformers wrote."""
+    from meshwright.models.hf import family_named  # reads the table of families, for which other targets need not wait
+
     read = read_yaml(path)  # JSON is YAML
     if not isinstance(read, dict) or "model_type" not in read:
         raise UserError(f"{path} names no model_type: give a Hugging Face config.json, or a YAML file of ours")
