@@ -110,6 +110,11 @@ def test_an_owner_that_can_not_be_asked(tmp_path: Path, monkeypatch: pytest.Monk
             with pytest.raises(UserError, match="nothing can be known"):
                 Ownership(tmp_path)
         (tmp_path / ".owner-10").unlink(missing_ok=True)
+    # The same script started twice under one name: its second try does not count as the first run's own.
+    living = replace(me, pid=os.getppid(), began=run_owner._began(os.getppid()) or "", job="77", attempt=0)
+    note(tmp_path, living, 9)
+    with pytest.raises(UserError, match="still training"):
+        Ownership(tmp_path)
 
 
 def test_a_note_that_is_written_late_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
