@@ -14,8 +14,7 @@ from meshwright.cli.eval import resolve, sections_of
 from meshwright.cli.ranks import start
 from meshwright.config import rules
 from meshwright.config.sections import Config
-from meshwright.data.token_file import read_metadata
-from meshwright.data.tokenizers import load_tokenizer
+from meshwright.data.tokenizers import load_tokenizer, tokenizer_of_data
 from meshwright.errors import UserError, either
 from meshwright.train.launch import warm_up
 
@@ -52,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     from meshwright.train.evaluate import config_with, open_model
 
     config = config_with(open_model(args.source)[1], args.sections)
+    if config.model.kind == "bert":
+        raise UserError(f"{args.source} is an encoder, which predicts masked tokens and no text: use meshwright eval")
     check_cut(config, args.nproc)
     rules.check(config, args.nproc, rules.READING_RULES)
     args.ids = prompt_ids(args, tokenizer_of(Path(args.source), config), config.model.vocab)
@@ -83,11 +84,8 @@ def tokenizer_of(path: Path, config: Config) -> Any:
         if (path / name).is_file():
             return load_tokenizer(str(path / name))
     for prefix in config.data.prefixes:
-        found = read_metadata(prefix) or {}
-        if found.get("tokenizer") == "bytes":
-            return load_tokenizer("bytes")
-        if found.get("tokenizer_file"):
-            return load_tokenizer(str(Path(prefix).parent / found["tokenizer_file"]))
+        if (found := tokenizer_of_data(prefix)) is not None:
+            return found
     return None
 
 

@@ -13,11 +13,12 @@ import heapq
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.dataset import GPTDataset, keyed_permutation
+from meshwright.data.dataset import keyed_permutation
 
 MAX_PERIOD = 1 << 16
 
@@ -61,10 +62,21 @@ def blend_pattern(weights: Sequence[int], seed: int = 0) -> NDArray[np.int32]:
     return pattern
 
 
+class Numbered(Protocol):
+    """A dataset that can be blended."""
+
+    seq: int
+
+    @property
+    def epoch_samples(self) -> int: ...
+    def own_labels(self, n: int) -> int: ...
+    def sample(self, n: int) -> Any: ...
+
+
 class Blend:
     """Draws samples from several datasets in proportion to their weights, each dataset's in its own order."""
 
-    def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float], seed: int) -> None:
+    def __init__(self, datasets: Sequence[Numbered], weights: Sequence[float], seed: int) -> None:
         assert len(datasets) == len(weights) > 0, (len(datasets), len(weights))
         assert len({dataset.seq for dataset in datasets}) == 1, "datasets of one sequence length"
         self.datasets, self.seq = list(datasets), datasets[0].seq
@@ -94,7 +106,7 @@ class Blend:
         d, k = self.locate(n)
         return self.datasets[d].own_labels(k)
 
-    def sample(self, n: int) -> NDArray[np.int64]:
-        """Returns the tokens of sample n: [seq + 1]."""
+    def sample(self, n: int) -> Any:
+        """Returns what its dataset has as sample n: of a `GPTDataset` the tokens [seq + 1]."""
         d, k = self.locate(n)
         return self.datasets[d].sample(k)

@@ -68,7 +68,7 @@ class GPTDataset:
         low, high = (0, file.document_count) if documents is None else documents
         assert 0 <= low <= high <= file.document_count, (low, high)
         self.file, self.seq, self.seed, self.stream = file, seq, seed, stream
-        self._pointers, self._lengths = _document_table(file, low, high)
+        self._pointers, self._lengths = document_table(file, low, high)
         self.documents = (low, high)
         self.tokens_per_epoch = int(self._lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch < seq + 1:
@@ -141,7 +141,7 @@ class GPTDataset:
         return sample
 
 
-def _document_table(file: TokenFile, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+def document_table(file: TokenFile, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """Returns the byte at which each document begins and its number of tokens: views of the index, where every document
     is one sequence. It checks that documents follow one another in the file: a page of the index that a copy lost would
     otherwise give one document's tokens to another."""

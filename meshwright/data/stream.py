@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.blend import Blend
 from meshwright.data.dataset import GPTDataset, TooSmall
+from meshwright.data.masked import DocumentPieces, MaskedStream, Masking
 from meshwright.data.token_file import TokenFile
 from meshwright.errors import UserError
 
@@ -69,7 +70,7 @@ class OneEpoch:
     """At most `limit` samples of a stream, all from its first epoch. Each token is a label once: where a sample goes on
     into the second epoch it has no loss, and a sample that lies wholly beyond it is left out."""
 
-    def __init__(self, stream: SampleStream, limit: int) -> None:
+    def __init__(self, stream: SampleStream | MaskedStream, limit: int) -> None:
         self.stream, source = stream, stream.source
         self._numbers = list(islice((n for n in range(source.epoch_samples) if source.own_labels(n)), limit))
         self.samples = len(self._numbers)
@@ -105,9 +106,10 @@ def build_datasets(
     seq: int,
     seed: int,
     options: SampleOptions | None = None,
-) -> list[SampleStream | None]:
+    masking: Masking | None = None,
+) -> list[SampleStream | MaskedStream | None]:
     """Returns the train, valid and test streams of token files, blended by `weights` (None: by their tokens). Each file
-    is split by documents; a part whose share is 0 is None."""
+    is split by documents; a part whose share is 0 is None. With `masking`, samples have masked tokens."""
     files = [TokenFile(prefix) for prefix in prefixes]
     found = [file.metadata() for file in files]
     _check_tokenizers(files, found)
@@ -115,20 +117,27 @@ def build_datasets(
     vocab = max((int(entry["vocab_size"]) for entry in found if entry), default=None)
     if weights is None:
         weights = [file.token_count for file in files]
-    streams: list[SampleStream | None] = []
+    streams: list[SampleStream | MaskedStream | None] = []
     for part, name in enumerate(SPLIT_NAMES):
         if not split[part]:
             streams.append(None)
             continue
-        datasets = []
+        datasets: list[GPTDataset | DocumentPieces] = []
         for number, file in enumerate(files):
             documents = split_documents(file.document_count, split)[part]
             try:
-                datasets.append(GPTDataset(file, seq, seed, documents, stream=f"{name}/{number}"))
+                if masking is None:
+                    datasets.append(GPTDataset(file, seq, seed, documents, f"{name}/{number}"))
+                else:
+                    datasets.append(DocumentPieces(file, seq - masking.added, seed, documents, f"{name}/{number}"))
             except TooSmall as error:
                 raise UserError(f"the {name} part is too small: {error}") from None
-        source = datasets[0] if len(datasets) == 1 else Blend(datasets, weights, seed)
-        streams.append(SampleStream(source, options, vocab))
+        source: Any = datasets[0] if len(datasets) == 1 else Blend(datasets, weights, seed)
+        if masking is None:
+            streams.append(SampleStream(source, options, vocab))
+        else:
+            needed = None if vocab is None else max(vocab, *(id + 1 for id in masking.specials))
+            streams.append(MaskedStream(source, seq, masking, seed, name, needed))
     return streams
 
 

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.token_file import token_dtype
+from meshwright.data.token_file import read_metadata, token_dtype
 from meshwright.errors import UserError
 
-END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
+END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 SMALLEST_TRAINED = 257
 LARGEST_TRAINED = 2**24
 SPEC_FORMS = "bytes, PATH/tokenizer.json, PATH.model or train:SIZE"
@@ -79,6 +79,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    def pieces(self) -> list[str]:
+        """Returns how the vocabulary spells each id; empty for ids that it leaves out."""
+
 
 class ByteTokenizer(Tokenizer):
     """Its ids are the 256 byte values of UTF-8 text, and 256 ends a document."""
@@ -101,6 +104,10 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text; ends of documents, and ids that only a padded vocabulary has, are left out."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def pieces(self) -> list[str]:
+        """Returns bytes as characters; those of text that is not ASCII as the letters that Latin-1 has from there."""
+        return [chr(i) if i < 128 else "\u00ff" for i in range(256)] + [""]
 
 
 class JsonTokenizer(Tokenizer):
@@ -142,6 +149,9 @@ class JsonTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._library.decode(list(map(int, ids)), skip_special_tokens=True))
 
+    def pieces(self) -> list[str]:
+        return [self._library.id_to_token(i) or "" for i in range(self.vocab_size)]
+
 
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece .model."""
@@ -175,6 +185,9 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._library.decode(list(map(int, ids))))
 
+    def pieces(self) -> list[str]:
+        return [str(self._library.id_to_piece(i)) for i in range(self.vocab_size)]
+
 
 def load_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
     """Returns the tokenizer that a spec names: `bytes`, a tokenizer.json (or its folder), or a SentencePiece .model."""
@@ -192,6 +205,17 @@ def load_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
     except OSError as error:
         raise UserError(f"cannot read the tokenizer {spec}: {error.strerror}") from None
     return Recipe(kind, content, eod, path).make()
+
+
+def tokenizer_of_data(prefix: str) -> Tokenizer | None:
+    """Returns the tokenizer that `data prepare` used for a token file; None where that is not known, or its file is
+    gone."""
+    found = read_metadata(prefix) or {}
+    beside = os.path.join(os.path.dirname(prefix), found.get("tokenizer_file") or "")
+    spec = beside if found.get("tokenizer_file") else found.get("tokenizer")
+    if not isinstance(spec, str) or (spec != "bytes" and not os.path.isfile(spec)):
+        return None
+    return load_tokenizer(spec)
 
 
 def trained_size(spec: str) -> int | None:

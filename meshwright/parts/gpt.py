@@ -77,6 +77,7 @@ class NormPart(Part):
     eps: float
     bias: bool = False
     keeps_output: bool = True
+    fuses: bool = True  # with the product after it, where kernels do that
 
     def records(self, at: Coordinate, name: str) -> Records:
         shape = (self.width,)
@@ -102,18 +103,18 @@ class NormPart(Part):
             yield Kept("input" if e == wide else "wide input", rows * self.width * wide)
             yield Kept("normed input", rows * self.width * wide)
             yield Kept("statistics", rows * wide)
-        if self.keeps_output and not (kernels.fused and self.kind == "rmsnorm"):
+        if self.keeps_output and not (kernels.fused and self.fuses and self.kind == "rmsnorm"):
             yield Kept("output", stream)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """The gradient of the input and the normed input, which a fused RMS norm makes again in one pass."""
-        fused = kernels.fused and self.kind == "rmsnorm" and self.keeps_output
+        fused = kernels.fused and self.fuses and self.kind == "rmsnorm" and self.keeps_output
         return 2.0 * batch.rows(at) * self.width * batch.element if fused else 0.0
 
 
 @dataclass(frozen=True)
 class AttentionPart(Part):
-    """Causal self-attention with grouped key-value heads, cut over tp by heads and over cp by tokens."""
+    """Self-attention with grouped key-value heads, cut over tp by heads and over cp by tokens."""
 
     hidden: int
     heads: int
@@ -128,6 +129,7 @@ class AttentionPart(Part):
     norm_eps: float = 1e-5
     dropout: float = 0.0
     masked: bool = False  # whether attention within documents takes a mask
+    causal: bool = True  # whether a token sees only those before it
 
     def own_heads(self, at: Coordinate) -> tuple[int, int]:
         """The query heads and key-value heads of one tp rank."""
@@ -182,9 +184,9 @@ class AttentionPart(Part):
         ]
         rotary = 2.0 * tokens * (heads + kv) * d * batch.element if self.rope else 0.0
         if kernels.fused_attention:
-            # Scores and mix of the lower triangle: half of 4 s^2 d per head.
-            causal = 2.0 * batch.sequences * heads * d * batch.seq * (batch.seq / cp)
-            return Work(tuple(products), causal, rotary, kernels=10)
+            # Scores and mix: 4 s^2 d per head, or half of it for the lower triangle.
+            core = (2.0 if self.causal else 4.0) * batch.sequences * heads * d * batch.seq * (batch.seq / cp)
+            return Work(tuple(products), core, rotary, kernels=10)
         s, count = batch.seq, batch.sequences * heads
         products += [
             Product("scores", s // cp, s, d, count, linear=False),
@@ -234,10 +236,9 @@ class AttentionPart(Part):
             return
         if kernels.fused_attention:
             yield Kept("log-sums", tokens * h * wide, core=True)
-            if (
-                batch.documents and self.masked
-            ):  # a mask, as numbers to add to the scores; kernels that take one know no grouped heads
-                yield Kept("mask", batch.sequences * batch.seq**2 * e, core=True)
+            if batch.documents and self.masked:  # numbers to add to the scores; such kernels know no grouped heads
+                queries = batch.seq if self.causal else 1  # where all see the same keys, one row says it
+                yield Kept("mask", batch.sequences * queries * batch.seq * e, core=True)
                 if h != k and not host:
                     yield Kept("repeated heads", 2 * tokens * h * d * e, core=True)
         else:
@@ -253,7 +254,7 @@ class AttentionPart(Part):
 class MLPPart(Part):
     """The feed-forward part, cut over tp by its inner features."""
 
-    kind: str  # gelu, gelu_tanh, relu, or swiglu, which is gated
+    kind: str  # gelu, gelu_tanh, quick_gelu, relu, or one that is gated: swiglu, geglu, reglu
     hidden: int
     ffn: int
     init: Init
@@ -262,7 +263,7 @@ class MLPPart(Part):
 
     @property
     def gated(self) -> bool:
-        return self.kind == "swiglu"
+        return self.kind.endswith("glu")
 
     @property
     def first(self) -> str:
@@ -299,17 +300,17 @@ class MLPPart(Part):
         yield from row_calls(at, batch, self.hidden)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields what the activation keeps. SwiGLU: both halves, the gate's activation and the result, or only the
-        halves where the next product recomputes the rest. Others: the activation's input and result, of which ReLU
-        needs one."""
-        copies: float = {"relu": 1.0}.get(self.kind, 2.0)
+        """Yields what the activation keeps. Gated: both halves, the gate's activation and the result, or of SwiGLU only
+        the halves where the next product recomputes the rest. Others: the activation's input and result, of which ReLU
+        needs one; uncompiled, the quick GELU also keeps its sigmoid."""
+        copies: float = {"relu": 1.0, "quick_gelu": 2.0 if kernels.fused else 3.0}.get(self.kind, 2.0)
         if self.gated:
             copies = 2.0 if self._recomputes_swiglu(at, kernels) else kernels.gate_copies
         yield Kept("mlp", batch.tokens(at) * self.width(at) * batch.element * copies)
 
     def _recomputes_swiglu(self, at: Coordinate, kernels: Kernels) -> bool:
         """Whether the second product recomputes SwiGLU in backward: not where it adds a bias itself."""
-        return kernels.fused and not (self.bias and at.size("tp") == 1)
+        return kernels.fused and self.kind == "swiglu" and not (self.bias and at.size("tp") == 1)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Returns the bytes of the widest tensors' gradients, and of SwiGLU's result where it is recomputed."""
@@ -324,17 +325,18 @@ def vocabulary_rows(vocab: int, at: Coordinate) -> int:
     return -(-vocab // at.size("tp"))
 
 
-def vocabulary_record(at: Coordinate, name: str, sizes: tuple[int, int], init: Init, tied: bool) -> ParamRecord:
-    """Returns the record of a table [vocabulary, hidden] cut over tp by rows. Across stages, each end of a tie holds a
-    copy."""
-    vocab, hidden = sizes
+def vocabulary_record(at: Coordinate, name: str, sizes: tuple[int, ...], init: Init, tied: bool = False) -> ParamRecord:
+    """Returns the record of a table [vocabulary, hidden] or a bias [vocabulary] cut over tp by rows. Across stages,
+    each end of a tie holds a copy."""
+    vocab, *tail = sizes
     rows = vocabulary_rows(vocab, at)
     first = at.index("tp") * rows
     held = max(0, min(rows, vocab - first))
     axes = ("embedding",) if tied and at.size("embedding") > 1 else ()
     return rows_of(
-        name, ((first, held, 0),), vocab, (hidden,), init, rows, partial=axes, copies=axes, tied=name if tied else ""
-    )
+        name, ((first, held, 0),), vocab, tuple(tail), init, rows, decay=bool(tail), partial=axes, copies=axes,
+        tied=name if tied else "",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -391,16 +393,18 @@ class PositionEmbeddingPart(Part):
 @dataclass(frozen=True)
 class OutputLayerPart(Part):
     """The output layer, a product cut over the vocabulary, and the cross entropy. Their gradients are computed in
-    forward, one piece of the tokens at a time."""
+    forward, one piece of the tokens at a time. `bias` is the whole name of its bias, if it has one."""
 
     vocab: int
     hidden: int
     init: Init
     tied: bool = False
+    bias: str = ""
 
     def records(self, at: Coordinate, name: str) -> Records:
         weight = vocabulary_record(at, f"{name}.weight", (self.vocab, self.hidden), self.init, self.tied)
-        return {"weight": weight}
+        bias = {"bias": vocabulary_record(at, self.bias, (self.vocab,), ZEROS)} if self.bias else {}
+        return {"weight": weight} | bias
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         """Returns the product and the loss. Other programs' losses move as many bytes per logit as they hold at their
@@ -431,7 +435,8 @@ class OutputLayerPart(Part):
         weight, the weight gradient is kept too, since the embedding adds to the same place later."""
         if not kernels.own:
             return
-        yield Kept("input gradient", batch.tokens(at) * self.hidden * batch.element)
+        wide = vocabulary_rows(self.vocab, at) * batch.wide if self.bias else 0  # the bias's gradient
+        yield Kept("input gradient", batch.tokens(at) * self.hidden * batch.element + wide)
         if self.tied and at.size("embedding") == 1:
             yield Kept("weight gradient", vocabulary_rows(self.vocab, at) * self.hidden * batch.wide)
 

@@ -140,6 +140,7 @@ _INTERLEAVED = {"schedule": "interleaved"}
 _REVERSED = "pp-dp-ep-cp-tp"
 _NEOX = {"model__position": "rope", "model__rotary_fraction": 0.5, "model__parallel_residual": True}
 _TOKEN_NORMS = {"model__qk_norm": True, "model__qk_norm_over": "all"}
+_POST = {"model__norm_place": "post"}
 _BLOOM = {"model__position": "alibi", "model__embedding_norm": True}
 
 SPECIAL = [
@@ -195,6 +196,9 @@ SPECIAL = [
     _special("position-offset-relu", _cut(1, 2, 1, sp=True), model__position_offset=2, model__mlp="relu"),
     _special("position-offset-relu", _cut(1, 1, 2), {"segments": True}, model__position_offset=2, model__mlp="relu"),
     _special("rope-scaling", _cut(1, 2, 1, **_LLAMA), model__rope_scaling=[4.0, 1.0, 4.0, 8.0]),
+    _special("post-norm", _cut(1, 2, 1, sp=True), **_POST, model__mlp="geglu"),
+    _special("post-norm", _cut(2, 1, 2), **_POST, model__mlp="quick_gelu", recompute__mode="full", zero__stage=3),
+    _special("post-norm-rms", _cut(1, 2, 2, **_LLAMA), **_POST, model__mlp="reglu"),
     _special("one-bucket", _cut(2, 2, 1), comm__bucket_mib=25.0),
     _special("bucket-a-parameter", _cut(2, 1, 2), comm__bucket_mib=1e-4),
     _special("sgd-unclipped", _cut(2, 2, 1), optimizer__name="sgd", train__clip=0.0),
@@ -395,7 +399,7 @@ _QUICK_SHARDED = ("zero1-node", "zero3-ramp", "zero3-chunks-on-one-rank")
 _QUICK_LABELS = (
     "chunks-on-one-rank", "uneven-split", "micro-batch-2", "documents", "masked-rank", "ramp", "order",
     "rank-without-vocabulary", "kv-copies-with-bias", "split-ends-without-layers", "qk-norm", "qk-norm-over-all",
-    "partial-rotary-parallel-residual", "alibi-embedding-norm",
+    "partial-rotary-parallel-residual", "alibi-embedding-norm", "post-norm",
 )  # fmt: skip
 _QUICK_EXPERTS = (
     "dp2-tp1-pp1-1f1b-llama-tied-deepseek-ep2",  # ep across dp

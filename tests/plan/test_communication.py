@@ -25,7 +25,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.layout.params import Init, whole
 from meshwright.models.description import fields_read
-from meshwright.parts import gpt
+from meshwright.parts import bert, gpt
 from meshwright.parts.gpt import context_calls
 from meshwright.plan import communication
 from meshwright.plan.communication import HeldParameter, Line, Traffic, predict_detail, predict_rank, predict_step
@@ -36,6 +36,7 @@ from tests.support.ranks import RankFailed, run_ranks
 STEPS = 2
 LLAMA = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied_embeddings": False}
 SP = {"sequence_parallel": True}
+BERT = {"kind": "bert", "predictions": 5}
 KV = (("tp", (("tp.kv", 2), ("tp.q", 2))),)
 ALL = {"tokens": "int64", "labels": "int64", "loss_mask": "int64", "positions": "int64", "segments": "int64"}
 
@@ -131,6 +132,11 @@ CASES = [
         "layout": {"cp": 4, "pp": 2}, "context": {"kind": "hybrid", "inner": 2, "order": "contiguous"},
         "zero": {"stage": 1},
     }),
+    Case("bert-tp", 2, {"layout": {"tp": 2}, "model": BERT, "train": {"micro_batch": 2}}),
+    Case("bert-tp-sp", 2, {"layout": {"tp": 2, **SP}, "model": BERT, "recompute": {"mode": "full"}}),
+    Case("bert-zero3", 2, {"zero": {"stage": 3}, "model": {**BERT, "pooler": False}, "train": {"precision": "bf16"}}),
+    Case("bert-pp", 4, {"layout": {"pp": 2}, "model": BERT, "zero": {"stage": 1}, "train": {"precision": "fp32"}}),
+    Case("bert-all", 8, {"layout": {"tp": 2, "pp": 2, **SP}, "model": {**BERT, "norm_place": "pre", "vocab": 51}}),
     Case("tp-pp-middle", 8, {"layout": {"tp": 2, "pp": 4}, "model": {"layers": 4, "hidden": 8}}),
 ]  # fmt: skip
 
@@ -154,7 +160,8 @@ def record(rank: int, world: int, cases: list[Case]) -> list[list[dict[str, Any]
 
     found = []
     for case in cases:
-        trainer = make_trainer(case.config, rank, world, Fields(case.config, case.fields))
+        made = Fields(case.config, case.fields) if case.config.model.kind == "gpt" else None
+        trainer = make_trainer(case.config, rank, world, made)
         if case.monitored:
             ctx, values = trainer.ctx, {f"value{i}": float(i) for i in range(case.monitored)}
 
@@ -276,6 +283,8 @@ MUTATIONS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
     "a ring that closes": ("cp-ring", instead_in_parts("context_calls", closed_ring)),
     "no rows of other ranks": ("cp-gather-tp", instead("WIDE", 0)),
     "no sends back": ("pp-interleaved", without(communication, "pipeline", lambda call: call.phase == "backward")),
+    "no rows of masked tokens": ("bert-tp-sp", without(bert.ChosenRowsPart, "collectives", lambda call: True)),
+    "labels of all tokens": ("bert-tp", instead("field_elements", lambda name, model, at, batch: batch.tokens(at))),
     "forgotten axes": ("kv-copies", instead("counts_bytes", lambda axes: counts_bytes(5))),
 }  # fmt: skip
 
