@@ -1,11 +1,12 @@
 """A small mixture of experts beside the dense model with as many active parameters, on the demo's text.
 
     meshwright data prepare stdlib --out data-cache/stdlib --tokenizer train:2048
-    python benchmarks/experts_loss.py data-cache/stdlib
+    python benchmarks/experts_loss.py data-cache/stdlib --svg losses.svg
 
 Both see the same samples in the same order for the same number of steps, on one CPU core. Prints the validation losses
 and, for the mixture, the rows of the busiest expert over the mean (of the block where that is largest, and over all of
-the steps after the warm-up together), as Markdown.
+the steps after the warm-up together), as Markdown. Draws the training losses, without the balance loss; no sample is
+seen twice.
 """
 
 from __future__ import annotations
@@ -21,18 +22,24 @@ from typing import Any
 
 import numpy as np
 
-WARMUP = 30  # steps before balance is counted
+from meshwright.show.chart import Chart, svg
+
+WARMUP = 100  # steps before balance is counted
+MEAN = 15  # steps that a point of the drawing is the mean of
 SHAPE = [
     "model.layers=4", "model.hidden=128", "model.heads=4", "model.vocab=2048", "model.seq=128", "model.ffn=384",
     "model.norm=rmsnorm", "model.mlp=swiglu", "model.position=rope", "model.bias=false", "train.global_batch=16",
-    "train.micro_batch=16", "optimizer.lr=3e-3", "lr.warmup=10", "lr.min=3e-4", "data.split=0.9,0.1,0",
+    "train.micro_batch=16", "optimizer.lr=3e-3", "lr.warmup=30", "lr.min=3e-4", "data.split=0.9,0.1,0",
     "run.eval_samples=256", "run.device=cpu",
 ]  # fmt: skip
-# Two of eight experts, each half as wide as the dense MLP. With weights that add up to 2 they begin as large as it.
-MIXTURE = ["count=8", "top_k=2", "ffn=192", "scale=2", "aux_loss=0.1"]
+# Three of eight experts and one for all tokens, each a quarter as wide as the dense MLP. With weights that add up to 3
+# they begin as large as it.
+MIXTURE = ["count=8", "top_k=3", "shared=1", "ffn=96", "scale=3", "aux_loss=0.1"]
+
+Lines = list[dict[str, Any]]
 
 
-def run(prefix: str, steps: int, folder: Path, words: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def run(prefix: str, steps: int, folder: Path, words: list[str]) -> tuple[Lines, Lines]:
     """Trains, and returns the lines of metrics.jsonl and of validation.jsonl."""
     given = [f"data.prefixes={prefix}", f"train.steps={steps}", f"run.dir={folder}", f"run.eval_every={steps // 3}"]
     (folder.parent / "empty.yaml").write_text("")
@@ -43,15 +50,31 @@ def run(prefix: str, steps: int, folder: Path, words: list[str]) -> tuple[list[d
     return metrics, validation
 
 
+def averaged(metrics: Lines) -> list[tuple[float, float]]:
+    """Returns the loss of the next token in means over some steps, at the last of them, after the steep beginning."""
+    losses = [line.get("losses", line)["loss"] for line in metrics]
+    return [(n + MEAN, statistics.mean(losses[n : n + MEAN])) for n in range(3 * MEAN, len(losses) - MEAN + 1, MEAN)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prefix", help="token files, without .bin")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the losses")
     args = parser.parse_args()
+    seed = f"train.seed={args.seed}"
     with tempfile.TemporaryDirectory() as folder:
-        _, dense = run(args.prefix, args.steps, Path(folder) / "dense", [])
-        words = [f"model.experts.{word}" for word in MIXTURE]
+        plain, dense = run(args.prefix, args.steps, Path(folder) / "dense", [seed])
+        words = [seed, *(f"model.experts.{word}" for word in MIXTURE)]
         metrics, mixed = run(args.prefix, args.steps, Path(folder) / "mixture", words)
+    report(dense, mixed, metrics)
+    if args.svg:
+        lines = {"dense": averaged(plain), "mixture": averaged(metrics)}
+        args.svg.write_text(svg(Chart(f"Training loss, means of {MEAN} steps", "step", "loss", lines)))
+
+
+def report(dense: Lines, mixed: Lines, metrics: Lines) -> None:
     print("| validation loss at step | dense | mixture |\n|---|---|---|")
     for one, other in zip(dense, mixed, strict=True):
         print(f"| {one['step']} | {one['loss']:.4f} | {other['loss']:.4f} |")
@@ -60,8 +83,9 @@ def main() -> None:
     rows = np.array([line["rows"] for line in later]).sum(0)
     print(
         f"\nbusiest expert over the mean, after {WARMUP} steps: {statistics.mean(busiest):.2f} per step in the worst "
-        f"block, {statistics.mean(busiest[-50:]):.2f} over the last 50 steps, {(rows.max(1) / rows.mean(1)).max():.2f} "
-        "over all these steps together"
+        f"block (1.5 or more in {sum(each >= 1.5 for each in busiest)} of {len(busiest)} steps), "
+        f"{statistics.mean(busiest[-50:]):.2f} over the last 50 steps, {(rows.max(1) / rows.mean(1)).max():.2f} over "
+        "all these steps together"
     )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +34,9 @@ from meshwright.plan.memory import needed_gib
 from meshwright.plan.stack import STACKS, Stack, States
 from meshwright.schedule.kinds import default_kind
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from mixtures import is_mixture, mixture_of  # noqa: E402
+
 Row = Mapping[str, str]
 
 NEEDED = (
@@ -39,7 +44,7 @@ NEEDED = (
 )  # fmt: skip
 SIZES = (
     "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "gpus", "nodes", "tp", "pp", "vpp", "cp", "ep",
-    "dp", "micro_batch", "global_batch",
+    "etp", "dp", "micro_batch", "global_batch",
 )  # fmt: skip
 MEASURED = (
     "step_time_s", "step_time_s_calc", "tokens_s_gpu", "tokens_s_gpu_calc", "tflops_per_gpu", "mem_gb", "params_b",
@@ -52,7 +57,7 @@ COLUMNS = ("id", "step_time_s", "tokens_s_gpu", "mem_gb", "error", "reason")
 
 # The cluster of a device's name, first match.
 DEVICES = (
-    (r"H100-96", "h100-96g-500w"), (r"H100|H800", "h100-80g-dgx"), (r"H200", "h200-141g-dgx"),
+    (r"H100-96", "h100-96g-500w"), (r"H100", "h100-80g-dgx"), (r"H800", "h800-80g"), (r"H200", "h200-141g-dgx"),
     (r"B200", "b200-180g-dgx"), (r"A100.*40", "a100-40g-dgx"), (r"A100|A800", "a100-80g-dgx"),
     (r"V100.*16", "v100-16g"), (r"V100", "v100-32g"), (r"Ascend", "ascend-910-32g"),
 )  # fmt: skip
@@ -129,8 +134,6 @@ def case_of(row: Row) -> Case:
     if missing:
         raise CannotTake(f"not given: {', '.join(missing)}")
     _check_numbers(row)
-    if _int(row, "ep", 1) > 1 or re.search(r"\bMoE\b", row.get("note", "")) or row.get("active_params_b"):
-        raise CannotTake("a mixture of experts: the table has no column for their number")
     cluster = cluster_of(row)
     job = job_of_row(row, cluster)
     return Case(
@@ -214,11 +217,16 @@ def network_gb_s(words: str, node: int) -> float:
 
 def model_of(row: Row, stack: Stack) -> ModelConfig:
     """Returns the model; whether its MLP is gated and its embeddings are tied is what fits the stated parameters
-    best."""
+    best. A mixture of experts is the one of that name."""
+    unit = VOCAB_UNIT * _int(row, "tp", 1)
+    if is_mixture(row):
+        known = mixture_of(row)
+        if known is None:
+            raise CannotTake("a mixture of experts whose shape is not known here (benchmarks/mixtures.py)")
+        return replace(known, vocab=-(-known.vocab // unit) * unit)
     hidden, heads = _int(row, "hidden", 0), _int(row, "heads", 0)
     ffn = _int(row, "ffn", 0)
-    tp = _int(row, "tp", 1)
-    vocab = -(-_int(row, "vocab", DEFAULT_VOCAB) // (VOCAB_UNIT * tp)) * VOCAB_UNIT * tp
+    vocab = -(-_int(row, "vocab", DEFAULT_VOCAB) // unit) * unit
     params = _float(row, "params_b", 0.0) * 1e9
     found: list[tuple[float, ModelConfig]] = []
     for gated in (False, True):
@@ -249,7 +257,8 @@ def job_of_row(row: Row, cluster: Cluster) -> Job:
     if tp > min(model.heads, model.ffn) or cp > model.seq:
         raise CannotTake(f"tp={tp} or cp={cp} cuts the model finer than its heads, MLP or sequence")
     _check_cut(model, tp, pp, text)
-    chunks, schedule = _schedule(row, model.layers, pp)
+    ends = _ends_are_slots(model.layers, pp, text)
+    chunks, schedule = _schedule(row, model.layers + 2 * ends, pp)
     precision = row.get("precision", "") or DEFAULT_PRECISION
     if precision not in ("fp32", "bf16", "fp16", "fp8"):
         raise CannotTake(f"no cluster has rates for the precision {precision}")
@@ -261,7 +270,8 @@ def job_of_row(row: Row, cluster: Cluster) -> Job:
     config = Config(
         model, DataConfig(("tokens",)),
         LayoutConfig(
-            tp=tp, pp=pp, cp=cp, sequence_parallel=sequence_parallel, chunks=chunks, node_size=cluster.node.devices
+            tp=tp, pp=pp, cp=cp, ep=_int(row, "ep", 1), etp=_expert_tp(row), sequence_parallel=sequence_parallel,
+            chunks=chunks, node_size=cluster.node.devices,
         ),
         PipelineConfig(schedule, _split(model, pp, chunks, text)),
         TrainConfig(
@@ -272,6 +282,12 @@ def job_of_row(row: Row, cluster: Cluster) -> Job:
     )  # fmt: skip
     loss = FUSED_LOGIT_BYTES if re.search(r", Liger,", text) else stack.logit_bytes
     return Job(config, gpus, replace(stack, states=states, logit_bytes=loss))
+
+
+def _expert_tp(row: Row) -> int:
+    """Returns etp as the row or its note says; 0, which is tp, as programs had it before they could differ."""
+    said = re.search(r"\bETP=(\d+)", row.get("note", ""))
+    return _int(row, "etp", int(said[1]) if said else 0)
 
 
 def _check_cut(model: ModelConfig, tp: int, pp: int, text: str) -> None:
@@ -317,13 +333,13 @@ def _ends_are_slots(layers: int, pp: int, text: str) -> bool:
 
 def _split(model: ModelConfig, pp: int, chunks: int, text: str) -> tuple[int, ...]:
     """Returns the layers of each stage if the source says how they are split; else an even split."""
-    layers = model.layers
-    if chunks > 1 or pp == 1:
+    layers, stages = model.layers, pp * chunks
+    if pp == 1:
         return ()
-    if "nanotron" in text:  # it weighs blocks by their products, the output layer among them
+    if "nanotron" in text and chunks == 1:  # it weighs blocks by their products, the output layer among them
         return balanced_split(model, pp)
     if _ends_are_slots(layers, pp, text):
-        slots = [(layers + 2) // pp + (i < (layers + 2) % pp) for i in range(pp)]
+        slots = [(layers + 2) // stages + (i < (layers + 2) % stages) for i in range(stages)]
         slots[0] -= 1
         slots[-1] -= 1
         return tuple(slots)

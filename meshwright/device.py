@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
+import re
+import resource
 import time
 import warnings
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -290,6 +294,18 @@ def return_freed_memory() -> None:
     if setting is not None:
         mmap_threshold = -3  # its number in malloc.h
         setting(mmap_threshold, 2**20)
+
+
+def host_memory_bytes() -> float:
+    """Returns the bytes of host memory that this process may still take: those that are free, and the limits set."""
+    found = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    for path, pattern, unit in (("/proc/meminfo", r"MemAvailable:\s+(\d+)", 1024),
+                                ("/sys/fs/cgroup/memory.max", r"(\d+)", 1)):  # fmt: skip
+        with suppress(OSError):
+            if told := re.search(pattern, Path(path).read_text(encoding="utf-8")):
+                found.append(float(told.group(1)) * unit)
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return min(*found, math.inf if limit == resource.RLIM_INFINITY else float(limit))
 
 
 def check_machine(kind: str, backend: str, precision: str, ranks: int) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.comm.ledger import bus_factor
-from meshwright.plan.efficiency import START
+from meshwright.plan.efficiency import START, adapter_share
 
 MIN_COEFFICIENT = 1e-15  # seconds per byte or per hop: the smallest coefficient that a fit may return
 # A fitted rate is at most this many times that of the fastest measured call, whose latency may account for the gap.
@@ -88,8 +88,8 @@ def fit_link(points: Sequence[Measurement], inside_latency: float | None = None)
         else:
             known, count = 0.0, inside + across
         rows[i, 0] = count
-        # A ring crosses from node to node once, with the shares of all its ranks there.
-        rows[i, 1 + ops.index(p.op)] = p.payload * bus_factor(p.op, p.ranks) / (p.per_node if p.across else 1)
+        share = adapter_share(p.op, p.ranks, p.per_node) if p.across else bus_factor(p.op, p.ranks)
+        rows[i, 1 + ops.index(p.op)] = p.payload * share
         times[i] = max(p.seconds - START - known, 1e-9)
     measured = np.array([p.seconds for p in points])
     found = robust(rows, times, measured)

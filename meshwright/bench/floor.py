@@ -27,7 +27,8 @@ from meshwright.nn.grouped import grouped_product, grouped_weight_grad
 from meshwright.nn.pieces import Rows, kernel, kernel_backward
 from meshwright.parts.part import Product
 
-OPTIMIZER_BYTES = 28  # fp32 master, gradient and two moments read; master and moments written
+# fp32 master, gradient and two moments read; master and moments written. A bf16 weight is one half of its master.
+OPTIMIZER_BYTES = 28
 BIG = 8192
 LOAD_S = 0.5  # seconds of work before timing under load, and while timing
 REST_S = 0.5  # seconds of rest after which a card's clock has recovered
@@ -84,7 +85,7 @@ def product_calls(wanted: list[Product], device: Device, dtype: torch.dtype) -> 
     calls: Calls = []
     for p in wanted:
         x, y = draw(device, dtype, p.m, p.k), draw(device, dtype, p.m, p.n)
-        if p.groups == 1:
+        if not p.groups:
             w = draw(device, dtype, p.n, p.k)
             three = (lambda x=x, w=w: x @ w.t(), lambda y=y, w=w: y @ w, lambda x=x, y=y: y.t() @ x)
             calls += [(p.count, call) for call in three]

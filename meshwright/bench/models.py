@@ -39,6 +39,7 @@ BENCH_MODELS: dict[str, dict[str, Any]] = {
         "vocab": 50304,
         "seq": 4096,
         "qk_norm": True,
+        "qk_norm_over": "all",
         "experts": {"count": 64, "top_k": 8, "ffn": 1024, "normalise": False},
     },
     "mixtral-8x7b-2l": {

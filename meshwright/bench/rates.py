@@ -21,8 +21,9 @@ from meshwright.bench.profile import lone_cluster
 from meshwright.bench.request import host_bytes
 from meshwright.bench.timing import copy_gb_s, draw
 from meshwright.comm.mesh import Mesh
+from meshwright.config.comm import CommConfig
 from meshwright.config.load import config_from
-from meshwright.config.sections import CommConfig, Config
+from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES, Device
 from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device, release
 from meshwright.optim.scaling import gradient_scaling

@@ -10,7 +10,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.layout import Layout
-from meshwright.sharding.buffers import State
+from meshwright.sharding.buffers import SideState, State
 from meshwright.sharding.data_parallel import DataParallel
 
 
@@ -48,7 +48,7 @@ class Checkpointed(Protocol):
     def writes(self) -> bool:
         """Whether this is the one rank that makes and removes checkpoints' folders."""
 
-    def states(self) -> Iterator[State]:
+    def states(self) -> Iterator[State | SideState]:
         """Yields this rank's tensors, which a save reads and a load fills."""
 
     def counters(self) -> Mapping[str, float | None]:

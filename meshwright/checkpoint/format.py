@@ -250,6 +250,10 @@ def find_checkpoint(source: str) -> Path:
             raise UserError(f"{path} is one checkpoint, not a run's folder: leave @{wanted} out")
         return path
     found = dict(list_checkpoints(path) or list_checkpoints(path / "checkpoints"))
+    if not found and (path / "config.json").is_file():
+        raise UserError(
+            f"{path} is a Hugging Face folder: turn it into a checkpoint with `meshwright import {path} --to FOLDER`"
+        )
     if not found:
         raise UserError(f"there is no complete checkpoint in {path}: name a run's folder or a checkpoint's")
     step = int(wanted) if wanted else max(found)

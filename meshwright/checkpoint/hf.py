@@ -22,6 +22,7 @@ from torch import Tensor
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint import tensor_file
+from meshwright.checkpoint.companions import ORIGIN, copy_files, copy_tokenizer, end_token
 from meshwright.checkpoint.format import Index, SavedBlock, blocks_of
 from meshwright.checkpoint.hf_files import PRECISION_CODES, SHARDED_INDEX, SINGLE_FILE, HFFolder
 from meshwright.checkpoint.load import Reader
@@ -29,22 +30,16 @@ from meshwright.checkpoint.tensor_file import DTYPE_CODES, TORCH_DTYPES, TensorE
 from meshwright.checkpoint.upcycle import Upcycled
 from meshwright.checkpoint.verify import SAFETENSORS_DTYPES
 from meshwright.config.sections import ModelConfig
-from meshwright.data.token_file import read_metadata
 from meshwright.errors import UserError
 from meshwright.layout.params import Box, Init, ParamRecord
 from meshwright.models.hf import FAMILIES, family_for
 from meshwright.models.hf.family import Family, model_section
 from meshwright.models.hf.rows import Mapped, SourceRows
 
-ORIGIN = "hf_origin.json"
 NO_DATA = "imported"
 WEIGHTS_FILE = "rank-00000.safetensors"
 SHARD_BYTES = 5 * 10**9
 METADATA = {"format": "pt"}  # transformers refuses a file without it
-EXTRA_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
-)  # fmt: skip
 
 
 @contextmanager
@@ -89,7 +84,7 @@ def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0, upcycle
         index.blocks = [block._replace(crc32=crc) for block, crc in zip(index.blocks, sums, strict=True)]
         assert not index.incomplete(), f"not all elements of {index.incomplete()} were written"
         fmt.write_json(aside / ORIGIN, _origin(folder))
-        copy_extra_files(source, aside)
+        copy_files(source, aside)
         fmt.write_index(aside, index)
     return weights.model
 
@@ -120,14 +115,6 @@ def _values(
     for block, entry in zip(wanted, entries, strict=True):
         values = weights.block(block.tensor.removeprefix("param/"), block.start, block.shape)
         yield values.to(TORCH_DTYPES[entry.dtype])
-
-
-def copy_extra_files(source: Path, to: Path) -> list[str]:
-    """Copies the files of the tokenizer and of the generation settings that are there, and returns their names."""
-    found = [name for name in EXTRA_FILES if (source / name).is_file()]
-    for name in found:
-        shutil.copyfile(source / name, to / name)
-    return found
 
 
 @dataclass(frozen=True)
@@ -183,16 +170,17 @@ def export_folder(
     base = origin.config if origin is not None else {}
     known = base.get("model_type") in FAMILIES and not FAMILIES[base["model_type"]].misfits(model)
     chosen = family_for(model, family or (base["model_type"] if known else ""))
-    told, beside_of = base, origin.folder if origin is not None else None
+    told, beside_of = base, origin.folder if origin is not None else checkpoint
+    prefixes = reader.index.config.get("data", {}).get("prefixes", [])
     if base.get("model_type") != chosen.model_type:
         origin, base = None, {}
     stored = origin.tensors if origin is not None else {}
     planned = list(_planned(reader, chosen, model, stored, dtype))
     config = chosen.config_of(model, base or None)
     with written_aside(to) as aside:
-        beside = copy_extra_files(beside_of, aside) if beside_of else copy_tokenizer(reader, aside)
+        beside = copy_files(beside_of, aside) or copy_tokenizer(prefixes, aside)
         if not base:
-            end = _end_token(reader)
+            end = end_token(checkpoint, prefixes)
             ends = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
             config |= {key: told.get(key, value) for key, value in ends.items()}
         if dtype or not {each.entry.name for each in planned} <= {name for name, _ in stored.values()}:
@@ -286,40 +274,3 @@ def _rows(reader: Reader, theirs: ExportedTensor, low: int, high: int, dtype: to
         where = part.theirs
         ordered[where.start - low : where.stop - low : where.step] = rows
     return ordered
-
-
-def _metadata(reader: Reader) -> tuple[Path, dict[str, Any]] | None:
-    """Returns the prefix and the metadata of the first of a run's token files that has metadata."""
-    for prefix in reader.index.config.get("data", {}).get("prefixes", []):
-        found = read_metadata(prefix)
-        if found:
-            return Path(prefix), found
-    return None
-
-
-def _end_token(reader: Reader) -> int | None:
-    found = _metadata(reader)
-    return int(found[1]["eod"]) if found and found[1].get("eod") is not None else None
-
-
-def copy_tokenizer(reader: Reader, to: Path) -> list[str]:
-    """Copies the tokenizer of the run's data, if its file still exists, and returns the names of the copies."""
-    found = _metadata(reader)
-    if found is None:
-        return []
-    prefix, metadata = found
-    words = [metadata.get("tokenizer_file"), metadata.get("tokenizer")]
-    places = [place for word in words if word for place in (prefix.parent / word, Path(word))]
-    file = next((place for place in places if place.is_file()), None)
-    if file is None:
-        return []
-    if file.suffix == ".model":
-        shutil.copyfile(file, to / "tokenizer.model")
-        return ["tokenizer.model"]
-    shutil.copyfile(file, to / "tokenizer.json")
-    from tokenizers import Tokenizer
-
-    end = Tokenizer.from_file(str(file)).id_to_token(int(metadata["eod"]))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end}
-    fmt.write_whole(to / "tokenizer_config.json", (json.dumps(settings, indent=2) + "\n").encode())
-    return ["tokenizer.json", "tokenizer_config.json"]

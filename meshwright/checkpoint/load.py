@@ -20,7 +20,8 @@ from meshwright.checkpoint.format import DamagedCheckpoint, Index, SavedBlock
 from meshwright.checkpoint.tensor_file import TensorFile, checksum
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord, overlap, row_of
-from meshwright.sharding.buffers import Rows, regions
+from meshwright.sharding.buffers import REDUCER, Rows, SideState, Slot, State, regions
+from meshwright.sharding.remainders import Values
 
 OPEN_FILES = 16
 
@@ -64,7 +65,7 @@ class Reader:
         """Sets `local`, of the record's local shape, from the global tensor."""
         self.fill_range(tensor, record, 0, record.numel, local.view(-1))
 
-    def fill_range(self, tensor: str, record: ParamRecord, low: int, high: int, values: Tensor) -> None:
+    def fill_range(self, tensor: str, record: ParamRecord, low: int, high: int, values: Values) -> None:
         """Sets `values`, which are elements low to high of the local tensor, from the global one."""
         found = self.index.tensors.get(tensor)
         if found is None:
@@ -95,19 +96,26 @@ def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
     optimizer and begins at step 0). No rank waits for another, so one may fail alone."""
     for state in trainer.states():
         if state.name != "param" and (model_only or state.name not in reader.states):
-            for tensor in state.tensors:
-                tensor.zero_()  # a damaged checkpoint that was tried before this one may have left something
+            state.clear()  # a damaged checkpoint that was tried before this one may have left something
             continue
         for slot in state.buffer.slots:
             low, high = state.holds(slot)
             if low < high:
                 name, values = f"{state.name}/{slot.record.name}", state.values(slot, low, high)
-                if name not in reader.index.tensors and state.name != "param":  # frozen when that was saved
-                    values.zero_()
+                if state.name != "param" and not has_state(reader, name, state, slot):
+                    state.clear(slot)
                 elif state.additive:
+                    assert isinstance(values, Tensor), "the states of reducers are not stored in pairs"
                     add_saved_rows(reader, name, slot.record, state.additive, low, high, values)
                 else:
-                    reader.fill_range(name, slot.record, low, high, values)
+                    reader.fill_range(name, state.record(slot), low, high, values)
+
+
+def has_state(reader: Reader, name: str, state: State | SideState, slot: Slot) -> bool:
+    """Whether a checkpoint has this state of a parameter, which may have been frozen when that was saved, or cut in a
+    way that gives a reducer's tensors another shape."""
+    found = reader.index.tensors.get(name)
+    return found is not None and (isinstance(state, State) or tuple(found["shape"]) == state.record(slot).shape)
 
 
 def add_saved_rows(
@@ -128,7 +136,7 @@ def complete_load(trainer: Checkpointed, reader: Reader, model_only: bool) -> No
     trainer.publish()
     if not model_only:
         counters = reader.index.state
-        if any(state.name not in reader.states for state in trainer.states() if not state.additive):
+        if any(state.name not in reader.states for state in trainer.states() if not state.name.startswith(REDUCER)):
             # Another optimizer saved it: the moments start from zero, and so must their bias correction.
             counters = counters | {"updates": 0}
         trainer.restore(reader.index.step, reader.index.consumed, counters)

@@ -13,16 +13,17 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint import format as fmt
+from meshwright.checkpoint.companions import check_tokenizer
 from meshwright.checkpoint.contract import Checkpointed
 from meshwright.checkpoint.format import find_checkpoint
 from meshwright.checkpoint.load import Reader, complete_load, read_into
 from meshwright.config.load import flat, to_mapping
 from meshwright.config.sections import TRAINING_KEYS
-from meshwright.errors import UserError
+from meshwright.errors import UserError, notice
 
 WENT_BACK = "went-back.json"  # notes, beside the checkpoints, that a job was told to restart from an older one
 # The keys that decide which tokens the sample of a given number holds.
-SAMPLES = ("data.prefixes", "data.weights", "data.split", "model.seq", "train.seed")
+SAMPLES = ("data.prefixes", "data.weights", "data.split", "data.draw_split", "model.seq", "train.seed")
 
 
 def resume(trainer: Checkpointed, source: str | None) -> None:
@@ -45,12 +46,22 @@ def resume(trainer: Checkpointed, source: str | None) -> None:
         if damage is not None:
             raise damage
     if trainer.writes:
+        _say_where(trainer, source, begun or own)
         try:
             fmt.set_aside(folder, trainer.step_number)
             if own:
                 fmt.write_json(folder / WENT_BACK, {"job": fmt.job_name(), "source": source})
         except OSError as error:
             raise UserError(f"{folder} can't be written: {error.strerror}") from None
+
+
+def _say_where(trainer: Checkpointed, source: str | None, continues: bool) -> None:
+    """All that was read was checked against its checksums."""
+    config, step = trainer.ctx.config, trainer.step_number
+    if continues and step:
+        notice(f"continues {config.run.dir} from step {step} of {config.train.steps}, checkpoint verified")
+    elif source is not None and not continues:
+        notice(f"begins {config.run.dir} with the weights of {source}, checkpoint verified")
 
 
 def _chosen(trainer: Checkpointed, folder: Path, source: str | None) -> tuple[bool, bool, list[int]]:
@@ -171,6 +182,9 @@ def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
     idle |= set() if ours["model.position"] == "rope" else {"rope_theta"}
     idle |= {"qkv_bias"} if ours["model.bias"] else set()
     computed = [key for key in ours if key.startswith("model.") and key.removeprefix("model.") not in idle]
+    if trainer.writes:
+        check_tokenizer(reader.folder, trainer.ctx.config.data)
+    theirs.setdefault("data.draw_split", False)  # of an older release
     for each in (ours, theirs):
         each["data.prefixes"] = [os.path.normpath(prefix) for prefix in each.get("data.prefixes", [])]
 

@@ -25,15 +25,17 @@ from torch import Tensor
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint import tensor_file
+from meshwright.checkpoint.companions import copy_all
 from meshwright.checkpoint.contract import Checkpointed
 from meshwright.checkpoint.format import Index, SavedBlock
 from meshwright.comm.group import CommError
 from meshwright.config.load import to_mapping
 from meshwright.device import SideStream
 from meshwright.errors import UserError
-from meshwright.layout.params import Box, row_of, slices_of
-from meshwright.sharding.buffers import Slot, State, regions
+from meshwright.layout.params import Box, slices_of
+from meshwright.sharding.buffers import SideState, Slot, State, regions
 from meshwright.sharding.data_parallel import DataParallel
+from meshwright.sharding.remainders import PairedTensor, Values, plain, tensors_of
 
 POLL_S = 0.02
 FAILED = ".failed"  # marks that a rank could not write its part: the save never counts, and no rank waits for it
@@ -62,40 +64,43 @@ def remove_failed(folder: Path, rank: int) -> None:
             part_file(folder, rank).unlink(missing_ok=True)
 
 
-def ranges_to_write(data_parallel: DataParallel, state: State) -> Iterator[tuple[Slot, int, int]]:
+def ranges_to_write(data_parallel: DataParallel, state: State | SideState) -> Iterator[tuple[Slot, int, int]]:
     """Yields (slot, start, stop) of the elements of each parameter that this rank writes. Replicas divide what they
-    hold in common; of an additive state each rank writes a row of its own."""
+    hold in common; of an additive state each rank writes a row of its own, and a reducer's other tensors are written by
+    the first of the data-parallel ranks."""
     buffer = state.buffer
     for slot in buffer.slots:
         bucket = buffer.buckets[slot.bucket]
         low, high = buffer.split.written(bucket.start, bucket.stop)
         low, high = max(slot.start, low) - slot.start, min(slot.stop, high) - slot.start
         apart: tuple[str, ...] = ()
-        if state.additive:
-            low, high = state.holds(slot)
+        if state.additive or isinstance(state, SideState):
+            first = state.additive is not None or (buffer.split.shard, buffer.split.replica) == (0, 0)
+            low, high = state.holds(slot) if first else (0, 0)
             apart = slot.record.partial
         if low < high and data_parallel.holds_first(slot, apart):
             yield slot, low, high
 
 
 class Snapshot:
-    """One rank's part of a checkpoint: views of the training state until `copy_to_host` copies them out of it."""
+    """One rank's part of a checkpoint: views of the training state until `copy_to_host` copies them out of it. Masters
+    that are stored as weights and remainders are copied so, and joined block by block while they are written."""
 
     def __init__(self, trainer: Checkpointed) -> None:
-        self.blocks: list[tuple[str, tuple[int, ...], Tensor]] = []
+        self.blocks: list[tuple[str, tuple[int, ...], Values]] = []
         self.tensors: dict[str, dict[str, Any]] = {}
         for state in trainer.states():
             for slot, low, high in ranges_to_write(trainer.data_parallel, state):
-                record, values = slot.record, state.values(slot, low, high)
-                if state.additive:  # copied at once: the next backward, which saving does not wait for, changes it
-                    record, values = row_of(record, *state.additive), values.clone()
+                record, values = state.record(slot), state.values(slot, low, high)
+                if record is not slot.record:  # the next backward, which saving does not wait for, changes a reducer's
+                    values = plain(values).clone()
                 name = f"{state.name}/{record.name}"
                 dtype = str(values.dtype).removeprefix("torch.")
                 self.tensors[name] = {"shape": list(record.shape), "dtype": dtype}
-                for box, region in regions(record, low, high, values.detach()):
+                for box, region in regions(record, low, high, values):
                     self._add(name, box, region)
 
-    def _add(self, name: str, box: Box, values: Tensor) -> None:
+    def _add(self, name: str, box: Box, values: Values) -> None:
         if not box.shape:
             self.blocks.append((name, (), values))
             return
@@ -103,16 +108,20 @@ class Snapshot:
             corner = tuple(a + b for a, b in zip(box.start, start, strict=True))
             self.blocks.append((name, corner, values[slices_of(start, shape)]))
 
-    def copy_to_host(self, staging: dict[int, Tensor], everything: bool) -> None:
+    def copy_to_host(self, staging: dict[tuple[int, int], Tensor], everything: bool) -> None:
         """Copies every block, or only those that can't be written from where they are, into `staging`. Its buffers are
         kept from one save to the next: a copy into memory that was never touched takes many times as long."""
         for number, (name, start, values) in enumerate(self.blocks):
-            if not everything and values.device.type == "cpu" and values.is_contiguous():
+            held = tensors_of(values)
+            if not everything and all(x.device.type == "cpu" and x.is_contiguous() for x in held):
                 continue
-            if number not in staging:
-                pinned = values.device.type != "cpu"
-                staging[number] = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
-            self.blocks[number] = (name, start, staging[number].copy_(values, non_blocking=True))
+            copies = []
+            for half, x in enumerate(held):
+                at = number, half
+                if at not in staging:
+                    staging[at] = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type != "cpu")
+                copies.append(staging[at].copy_(x, non_blocking=True))
+            self.blocks[number] = (name, start, PairedTensor(*copies) if len(copies) == 2 else copies[0])
 
 
 def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
@@ -121,7 +130,7 @@ def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
     file = part_file(folder, rank)
     held = [values for _, _, values in snapshot.blocks]
     entries = [tensor_file.TensorEntry.of(str(n), values) for n, values in enumerate(held)]
-    sums = tensor_file.write_tensors(file, entries, held) if held else []
+    sums = tensor_file.write_tensors(file, entries, map(plain, held)) if held else []
     blocks = [
         SavedBlock(tensor, start, tuple(values.shape), file.name, str(n), crc)
         for n, ((tensor, start, values), crc) in enumerate(zip(snapshot.blocks, sums, strict=True))
@@ -131,8 +140,11 @@ def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
     fmt.write_json(part_list(folder, rank), part)
 
 
-def commit(folder: Path, step: int, index: Index, keep: int, patience: float) -> None:
-    """Waits for every rank's part, checks that they cover every tensor, and makes the folder a checkpoint."""
+def commit(
+    folder: Path, step: int, index: Index, keep: int, patience: float, companions: Path | None = None
+) -> None:
+    """Waits for every rank's part, checks that they cover every tensor, and makes the folder a checkpoint, with copies
+    of the model's companions in it."""
     aside, final = folder / fmt.saving_name(step), folder / fmt.folder_name(step)
     parts = [part_list(aside, rank) for rank in range(index.world)]
     wait_for(parts, patience)
@@ -143,6 +155,8 @@ def commit(folder: Path, step: int, index: Index, keep: int, patience: float) ->
         index.tensors |= part["tensors"]
         index.blocks += [SavedBlock.read(row) for row in part["blocks"]]
     assert not index.incomplete(), f"not all elements of {index.incomplete()} were written"
+    if companions is not None:
+        copy_all(companions, aside)
     fmt.write_index(aside, index)
     for path in parts:
         path.unlink()
@@ -189,13 +203,15 @@ class Saver:
         self._error: BaseException | None = None  # of the last save
         self._failures = 0  # one after the other
         self._patience = trainer.ctx.config.comm.timeout
-        self._staging: dict[int, Tensor] = {}
+        self._staging: dict[tuple[int, int], Tensor] = {}
         # Set while no copy to host memory is under way. The saving thread reads the weights and the optimizer's states
         # while the main thread computes gradients; the update, which changes them, waits here until the copy is done.
         self._staged = threading.Event()
         self._staged.set()
-        trainer.before_update = self._staged.wait
+        trainer.before_update = self._wait_for_copy
         self.saved_step: int | None = None
+        self.companions: Path | None = None  # a folder of what every checkpoint gets a copy of
+        self.blocked_s = self.took_s = 0.0  # of the last save: how long training waited for it, how long it took
 
     def __enter__(self) -> Saver:
         return self
@@ -215,13 +231,25 @@ class Saver:
     def save(self, last: bool = False) -> bool:
         """Begins a save of the present state; False if it is skipped since the one before is still under way. The
         `last` state of a run is never skipped."""
-        if self.busy == "skip" and not last and self._any(self._thread is not None and self._thread.is_alive()):
+        if self.busy == "skip" and not last and self._any(self.is_writing):
             return False
         self.wait()
+        begun = time.monotonic()
         self._begin()
         if not self.asynchronous:
             self.wait()
+        self.blocked_s = time.monotonic() - begun
         return True
+
+    @property
+    def is_writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _wait_for_copy(self) -> None:
+        if not self._staged.is_set():
+            begun = time.monotonic()
+            self._staged.wait()
+            self.blocked_s += time.monotonic() - begun
 
     def _begin(self) -> None:
         if self.saved_step is not None:
@@ -247,7 +275,7 @@ class Saver:
             return bool(ctx.mesh.world.agreed(float(here), ctx.device.torch))
 
     def _write(self, snapshot: Snapshot, index: Index, copies: SideStream) -> None:
-        aside, rank = self.folder / fmt.saving_name(index.step), self.trainer.ctx.rank
+        aside, rank, begun = self.folder / fmt.saving_name(index.step), self.trainer.ctx.rank, time.monotonic()
         try:
             with copies:
                 self._stage(snapshot)
@@ -255,7 +283,7 @@ class Saver:
                 self._staged.set()
             write_part(aside, rank, snapshot)
             if self.trainer.writes:
-                commit(self.folder, index.step, index, self.keep, self._patience)
+                commit(self.folder, index.step, index, self.keep, self._patience, self.companions)
         except BaseException as error:
             mark_failed(aside, rank)
             self._failures += 1
@@ -268,7 +296,7 @@ class Saver:
                 text = f"meshwright: warning: {self._error!s}; {next_one} the next one"
                 print(text, file=sys.stderr, flush=True)
         else:
-            self._failures = 0
+            self._failures, self.took_s = 0, time.monotonic() - begun
         finally:
             self._staged.set()
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.verify import SAFETENSORS_DTYPES, read_header
+from meshwright.sharding.remainders import Values
 
 TORCH_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, (name, _) in SAFETENSORS_DTYPES.items()}
 DTYPE_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
@@ -46,7 +47,7 @@ class TensorEntry:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, name: str, values: Tensor) -> TensorEntry:
+    def of(cls, name: str, values: Values) -> TensorEntry:
         return cls(name, DTYPE_CODES[values.dtype], tuple(values.shape))
 
     @property

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from meshwright.config.presets import APPROXIMATE_PRESETS
-from meshwright.errors import UserError
+from meshwright.errors import UserError, notice
 from meshwright.plan.cluster import Cluster, known_clusters
 from meshwright.plan.job import Job
 from meshwright.plan.stack import STACKS, Stack
@@ -23,7 +23,7 @@ from meshwright.plan.target import (
 
 
 def _target_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="CONFIG|PRESET", help="a config file, or the name of a model")
+    parser.add_argument("target", metavar="CONFIG|PRESET", help="a config file, transformers' config.json, or a preset")
     parser.add_argument("words", nargs="*", metavar="key=value", help="config keys, as for train")
 
 
@@ -63,7 +63,9 @@ def planned_from_args(
     """Returns what to plan; with `as_run` it has the layout and the stack of a preset's published run."""
     target = _target_of(args.target, words, layout, as_run)
     cluster = cluster_for(target, args.cluster)
-    target = with_supported_precision(target, cluster)
+    before, target = target.config.train.precision, with_supported_precision(target, cluster)
+    if (precision := target.config.train.precision) != before:
+        notice(f"planned in {precision}, which {cluster.name} is used with: set train.precision for another")
     stack = args.stack or (target.run.get("stack") if as_run else None)
     return target, cluster, stack_for(target.config, cluster, stack)
 

@@ -9,22 +9,29 @@ from meshwright.cli.common_args import step_arguments, step_from_args
 from meshwright.errors import UserError
 from meshwright.plan.account import as_json, report
 from meshwright.plan.cost import predict_cost
+from meshwright.plan.whatif import check_imbalance, with_imbalance
 
 EXAMPLES = """example:
   meshwright cost gpt3-175b --cluster a100-80g-dgx --devices 1024 --layout tp=8,pp=16,recompute=full \\
       train.global_batch=1536 --tokens 300e9
   meshwright cost bloom-176b                      # the published run: its cluster, devices and layout
-  meshwright cost config.yaml --cluster h100-80g-dgx --devices 64 --json"""
+  meshwright cost config.yaml --cluster h100-80g-dgx --devices 64 --json
+  meshwright cost mixture.yaml --cluster h100-80g-dgx --devices 64 --layout ep=8,etp=1 --imbalance 1.3"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     step_arguments(parser)
     parser.add_argument("--tokens", metavar="N", help="tokens of the whole run: its days and price too")
+    busiest = "of a mixture, the busiest rank's rows over the mean (default 1: balanced experts)"
+    parser.add_argument("--imbalance", type=float, default=1.0, metavar="X", help=busiest)
 
 
 def run(args: argparse.Namespace) -> None:
-    _, job, cluster = step_from_args(args)
-    cost = predict_cost(job, cluster)
+    target, job, cluster = step_from_args(args)
+    if not target.own_batch:
+        raise UserError("the sequences of a step are not given: add train.global_batch=N, e.g. train.global_batch=1024")
+    check_imbalance(f"--imbalance {args.imbalance:g}", args.imbalance)
+    cost = predict_cost(with_imbalance(job, args.imbalance) if args.imbalance > 1 else job, cluster)
     tokens = _number(args.tokens) if args.tokens else None
     print(json.dumps(as_json(cost, tokens)) if args.json else report(cost, tokens))
 

@@ -8,12 +8,12 @@ import json
 import os
 import sys
 
+from meshwright.checkpoint.companions import tokenizer_of_data
+from meshwright.config.data import SPECIALS
 from meshwright.config.load import load_config
-from meshwright.config.objectives import SPECIALS
 from meshwright.config.rules import READING_RULES, check
 from meshwright.data.prepare import prepare
 from meshwright.data.stream import SPLIT_NAMES
-from meshwright.data.tokenizers import tokenizer_of_data
 from meshwright.errors import UserError
 from meshwright.show.progress import progress
 from meshwright.show.terminal import console_for, show
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tokenizers = "bytes (default), PATH/tokenizer.json, PATH.model (SentencePiece), or train:SIZE"
     options.add_argument("--tokenizer", default="bytes", metavar="T", help=tokenizers)
     options.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
-    options.add_argument("--eod", metavar="TOKEN", help="the end-of-document token, where it is not found")
+    options.add_argument("--eod", metavar="TOKEN|ID", help="the end-of-document token or its id, where it is not found")
     options.add_argument("--field", default="text", help="the field of a .jsonl line with the text (default: text)")
     options.add_argument("--force", action="store_true", help="write over existing output")
     # Every command has --json; a default here would undo one before the word `prepare`.
@@ -85,7 +85,7 @@ def show_sample(args: argparse.Namespace) -> None:
         print(json.dumps({name: value.tolist() for name, value in sample.items()}))
         return
     special: dict[int, str] = {}
-    tokenizer = tokenizer_of_data(config.data.prefixes[0])
+    tokenizer = tokenizer_of_data(config.data.prefixes)
     if config.objective == "masked":
         named = zip(masking_of(config).specials, SPECIALS, strict=True)
         special = {token: f"[{name.upper()}]" for token, name in named}
@@ -113,7 +113,7 @@ def prepare_files(args: argparse.Namespace) -> None:
     left_out = f" ({summary.empty:,} empty left out)" if summary.empty else ""
     print(f"documents   {summary.documents:,}{left_out} from {summary.input_files:,} files")
     print(f"tokens      {summary.tokens:,} as {summary.dtype}")
-    print(f"vocabulary  {summary.vocab_size:,}, documents end with {summary.eod} ({summary.tokenizer})")
+    print(f"vocabulary  {summary.vocab_size:,}, documents end with token {summary.eod} ({summary.tokenizer})")
     print(
         f"time        {summary.seconds:.1f} s for {summary.input_bytes / 1e6:,.1f} MB, "
         f"{summary.mb_per_s:.1f} MB/s, workers {summary.workers}"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.companions import check_tokenizer
 from meshwright.checkpoint.format import find_checkpoint
 from meshwright.cli.ranks import start
 from meshwright.config.load import set_key
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     world = find_place().world if args.nproc == 1 else args.nproc
     config = config_with(open_model(args.source)[1], sections_of(args.overrides, world, args.data))
     check(config, world, READING_RULES)
+    check_tokenizer(Path(args.source), config.data)
     data_of(args, config, 0)  # finds mistakes before ranks start; this draws no sample yet
     return start(args.nproc, evaluate_rank, args)
 

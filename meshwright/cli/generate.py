@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.companions import read_note, tokenizer_beside
 from meshwright.cli.eval import resolve, sections_of
 from meshwright.cli.ranks import start
 from meshwright.config import rules
 from meshwright.config.sections import Config
-from meshwright.data.tokenizers import load_tokenizer, tokenizer_of_data
+from meshwright.data.tokenizers import load_tokenizer
 from meshwright.errors import UserError, either
 from meshwright.train.launch import warm_up
 
@@ -30,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT")
     prompt.add_argument("--prompt-tokens", metavar="1,2,3")
+    tokenizer = "bytes, PATH/tokenizer.json or PATH.model (default: the one that the model was trained with)"
+    parser.add_argument("--tokenizer", metavar="T", help=tokenizer)
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) takes the likeliest token")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that hold this share")
@@ -55,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.source} is an encoder, which predicts masked tokens and no text: use meshwright eval")
     check_cut(config, args.nproc)
     rules.check(config, args.nproc, rules.READING_RULES)
-    args.ids = prompt_ids(args, tokenizer_of(Path(args.source), config), config.model.vocab)
+    args.ids = prompt_ids(args, tokenizer_of(args, config), config.model.vocab)
     return start(args.nproc, generate_rank, args)
 
 
@@ -78,15 +81,11 @@ def check_cut(config: Config, nproc: int) -> None:
         raise UserError(f"--nproc {nproc} {reasons[rule]}: try --nproc {fitting}")
 
 
-def tokenizer_of(path: Path, config: Config) -> Any:
-    """Returns the tokenizer beside a checkpoint, or the one used for the run's data; None if there is none."""
-    for name in ("tokenizer.json", "tokenizer.model"):
-        if (path / name).is_file():
-            return load_tokenizer(str(path / name))
-    for prefix in config.data.prefixes:
-        if (found := tokenizer_of_data(prefix)) is not None:
-            return found
-    return None
+def tokenizer_of(args: argparse.Namespace, config: Config) -> Any:
+    """Returns the tokenizer that was named, or the one beside a checkpoint, or that of the run's data; or None."""
+    if args.tokenizer:
+        return load_tokenizer(args.tokenizer)
+    return tokenizer_beside(Path(args.source), config.data.prefixes)
 
 
 def end_tokens(path: Path, tokenizer: Any) -> set[int]:
@@ -94,7 +93,8 @@ def end_tokens(path: Path, tokenizer: Any) -> set[int]:
     from meshwright.checkpoint.hf import origin_of
 
     origin = origin_of(path)
-    told: list[Any] = [] if origin is None else [origin.config]
+    told: list[Any] = [{"eos_token_id": read_note(path).get("eod")}]  # the data's, where they have their own tokenizer
+    told += [] if origin is None else [origin.config]
     with contextlib.suppress(OSError, ValueError):  # the file is optional
         told.insert(0, json.loads((path / "generation_config.json").read_text(encoding="utf-8")))
     for each in told:
@@ -116,7 +116,7 @@ def prompt_ids(args: argparse.Namespace, tokenizer: Any, vocab: int) -> list[int
             raise UserError(f"--prompt-tokens must lie between 0 and {vocab - 1}, the model's vocabulary")
         return ids
     if tokenizer is None:
-        raise UserError("no tokenizer is known for this model: give --prompt-tokens instead of --prompt")
+        raise UserError("no tokenizer is known for this model: name one with --tokenizer, or give --prompt-tokens")
     try:
         args.prompt.encode()
     except UnicodeEncodeError:
@@ -135,7 +135,7 @@ def generate_rank(args: argparse.Namespace) -> None:
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
         model, path, prompt = ctx.config.model, Path(args.source), args.ids
-        tokenizer = tokenizer_of(path, ctx.config)
+        tokenizer = tokenizer_of(args, ctx.config)
         ends = end_tokens(path, tokenizer)
         generator = Generator(modules[0], model.vocab, min(model.seq, len(prompt) + args.max_tokens))
         most = min(args.max_tokens, max(1, model.seq - len(prompt) + 1))  # the last token is never fed back

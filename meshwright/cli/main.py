@@ -61,8 +61,8 @@ def usage() -> str:
 
 def run(argv: list[str]) -> int:
     name = argv[0] if argv else "--help"
-    if name in ("-h", "--help", "--version"):
-        print(meshwright.__version__ if name == "--version" else usage())
+    if name in ("-h", "--help", "help", "--version", "version"):
+        print(meshwright.__version__ if name.endswith("version") else usage())
         return 0
     if name not in COMMANDS:
         raise UserError(f"unknown command '{name}'{nearest(name, COMMANDS)}: the commands are {', '.join(COMMANDS)}")

@@ -7,6 +7,7 @@ import json
 
 from meshwright.cli.common_args import world_arguments, world_from_args
 from meshwright.errors import UserError
+from meshwright.plan.account import experts_json, experts_words
 from meshwright.plan.job import checked_job
 from meshwright.plan.memory import largest
 from meshwright.plan.rank import MEMORY_KINDS, rank_json
@@ -17,7 +18,8 @@ EXAMPLES = """example:
   meshwright memory config.yaml --world 64 zero.stage=1
   meshwright memory gpt3-175b layout.tp=8 layout.pp=16 train.global_batch=1536 --world 1024 --rank 0 --json
 
-`buffers` holds what is gathered or in flight; `peak` is the most at once in a step, not a sum. --json has bytes."""
+`buffers` holds what is gathered or in flight; `peak` is the most at once in a step, not a sum;
+`offloaded` are activations in host memory. --json has bytes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,9 +37,11 @@ def run(args: argparse.Namespace) -> None:
     found = rank_json(job, pp_rank)
     bytes_by_kind = found["memory"]
     if args.json:
-        print(json.dumps({**found, **bytes_by_kind, "rank": rank, "rank_parameters": found["parameters"]}))
+        whole = {"rank": rank, "rank_parameters": found["parameters"], **experts_json(job)}
+        print(json.dumps({**found, **bytes_by_kind, **whole}))
         return
     how = {"compiled": "compiled blocks", "eager": "uncompiled blocks"}.get(job.stack.name, "blocks on a CPU")
     rows = [(f"rank {rank} of {world} (pipeline rank {pp_rank}, {how})", "bytes", "")]
     rows += [(kind, f"{bytes_by_kind[kind]:,}", size(bytes_by_kind[kind])) for kind in MEMORY_KINDS]
-    print(table(rows))
+    words = experts_words(job)
+    print((f"{words}\n\n" if words else "") + table(rows))

@@ -14,10 +14,10 @@ from meshwright.cli.common_args import cluster_arguments, planned_from_args
 from meshwright.cli.files import write
 from meshwright.cli.plan_page import page, ranking_cells
 from meshwright.config.rules import context_is_shared
-from meshwright.config.sections import Config
+from meshwright.config.sections import Config, RecomputeConfig
 from meshwright.errors import UserError
-from meshwright.parts.part import parameter_count
-from meshwright.plan.account import layout_of_cost, layout_words
+from meshwright.parts.part import active_parameters, parameter_count
+from meshwright.plan.account import experts_json, layout_of_cost, layout_words, parameters_words
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.explain import against, why_best, yaml_of
@@ -37,7 +37,7 @@ EXAMPLES = """example:
   meshwright plan mt-nlg-530b --cluster a100-80g-dgx --devices 4480 --global-batch 1920 --html plan.html
   meshwright plan config.yaml --cluster a100-40g-dgx --devices 64 --global-batch 512 --fit 36 --json
 
-A key of the layout that is given here stays fixed, e.g. layout.tp=8, recompute.mode=full, zero.stage=1 or
+A key of the layout that is given here stays fixed, e.g. layout.tp=8, layout.ep=8, recompute.mode=full, zero.stage=1 or
 pipeline.schedule=1f1b; a config file's own are searched like the rest. What `train` would refuse is not ranked."""
 
 
@@ -47,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step")
     parser.add_argument("--seq", type=int, metavar="S", help="tokens of a sequence (default: the model's)")
     parser.add_argument("--fit", type=float, metavar="GiB", help="memory to fit (default: the device's)")
+    margin = "per cent of the device's memory to leave free (default 6; none of --fit)"
+    parser.add_argument("--margin", type=float, default=6.0, metavar="PERCENT", help=margin)
     parser.add_argument("--top", type=int, default=10, metavar="K", help="how many to show (default 10)")
     out = "the best layout's config (default NAME-plan.yaml, or the next free number; with --json none)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=out)
@@ -65,13 +67,15 @@ def run(args: argparse.Namespace) -> None:
         if word.startswith("pipeline.split="):  # one in a config file is ignored
             raise UserError(f"{word} would have no effect: leave it out, the search splits the layers itself")
     base = Job(target.config, devices, stack, min(cluster.node.devices, devices), host=cluster.device.units == 1)
-    limit = args.fit or cluster.device.memory_gib
+    if not 0 <= args.margin < 100:
+        raise UserError(f"--margin {args.margin:g} must be per cent of the device's memory, e.g. --margin 6")
+    limit = args.fit or cluster.device.memory_gib * (1 - args.margin / 100)
     space = _space(target.config, args.words)
     found = search(base, cluster, limit, space)
     if not found.candidates:
         fixed = [word for word in args.words if word.partition("=")[0] in NARROWING_KEYS]
         raise why_nothing(base, cluster, found, limit, space, fixed)
-    shown = found.candidates[: args.top]
+    shown = without_twins(found.candidates)[: args.top]
     reasons = why_best(found.candidates, found.layouts, found.fitting)
     if found.broken:
         reasons.append(f"{found.broken:,} more break a rule, the most promising of them this one: {found.refused}.")
@@ -84,17 +88,28 @@ def run(args: argparse.Namespace) -> None:
     print(json.dumps(_json(shown, known)) if args.json else _text(shown, reasons))
 
 
+def without_twins(candidates: list[Candidate]) -> list[Candidate]:
+    """Of layouts whose figures all look the same, as where only the order of axes inside a node differs, the first."""
+    return list({ranking_cells(candidate)[1:]: candidate for candidate in reversed(candidates)}.values())[::-1]
+
+
 LONG_CONTEXT = 16384  # tokens from which on sharing sequences is tried: the search then takes about thrice the time
+PIECES = (1, 8)  # of MLPs, over the tokens of long sequences
 
 
 def _space(config: Config, words: list[str]) -> SearchSpace:
-    """Returns the search space: what the words leave open, and context parallelism for long sequences."""
+    """Returns the search space: what the words leave open, and for long sequences context parallelism, activations in
+    host memory and MLPs in pieces."""
     fixed = fixed_keys(words)
     space = space_of(config, fixed)
     probe = replace(config, layout=replace(config.layout, cp=2))
     long = config.model.seq >= LONG_CONTEXT
     if "layout.cp" not in fixed and long and not any(context_is_shared(probe, 2)):
         space = replace(space, cp=(1, 2, 4, 8))
+    if "recompute.offload" not in fixed and long and any(RecomputeConfig(mode).blocks for mode in space.recompute):
+        space = replace(space, offload=(False, True))
+    if "recompute.pieces" not in fixed and long and not config.model.experts.count and config.train.precision != "fp8":
+        space = replace(space, pieces=PIECES)
     return space
 
 
@@ -144,7 +159,8 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "mfu": cost.mfu, "hfu": cost.hfu, "memory_gib": candidate.memory_gib, "bubble": cost.bubble,
         "comm_s": {name: axis.seconds for name, axis in cost.axes.items()},
         "exposed_comm_s": {name: axis.exposed for name, axis in cost.axes.items()},
-        "parameters": parameter_count(cost.job.model), "precision": cost.job.config.train.precision,
+        "parameters": parameter_count(cost.job.model), "active_parameters": active_parameters(cost.job.model),
+        **experts_json(cost.job), "precision": cost.job.config.train.precision,
         "rank": rank_json(cost.job, cost.memory.pp_rank),
     }  # fmt: skip
 
@@ -158,7 +174,7 @@ def _json(shown: list[Candidate], known: Candidate | None) -> dict[str, Any]:
 
 def _text(shown: list[Candidate], reasons: list[str]) -> str:
     rows = [("layout", "step", "tokens/s/device", "MFU", "bubble", "GiB"), *map(ranking_cells, shown)]
-    lines = [*reasons, "", table(rows), "", "What the next ones lose on:"]
+    lines = [f"{parameters_words(shown[0].job)}.", *reasons, "", table(rows), "", "What the next ones lose on:"]
     for candidate in shown[1:5]:
         lines.append(f"  {layout_words(layout_of_cost(candidate.cost))}: {against(shown[0].cost, candidate.cost)}")
     return "\n".join(lines)

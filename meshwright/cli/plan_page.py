@@ -19,7 +19,8 @@ MEMORY_COLOURS = {
 }  # fmt: skip
 TIME_COLOURS = {
     "compute": "#3b6fb6", "optimizer": "#8c6bb1", "idle": "#d8d8d8", "tp": "#e08e3c", "cp": "#c9b13c",
-    "dp": "#c2618d", "pp": "#5aa9a3", "embedding": "#7a4fa3", "waiting and the rest": "#9a9a9a",
+    "ep": "#b5533c", "etp": "#d6a77a", "dp": "#c2618d", "edp": "#e3a6c0", "pp": "#5aa9a3",
+    "embedding": "#7a4fa3", "waiting and the rest": "#9a9a9a",
 }  # fmt: skip
 SHOWN_MICRO_BATCHES = 24
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 
 from meshwright.errors import UserError
@@ -34,13 +35,25 @@ def run_as_rank(
 
 
 def start(
-    ranks: int, main: Callable[..., None], args: argparse.Namespace, restarts: int = 0, stops: bool = False
+    ranks: int,
+    main: Callable[..., None],
+    args: argparse.Namespace,
+    restarts: int = 0,
+    stops: bool = False,
+    loses: Callable[[], str] | None = None,
 ) -> int:
-    """Runs on local ranks; one rank alone, if it need not be started again, is this process."""
-    if ranks == 1 and not restarts:
+    """Runs on local ranks; one rank alone, if it need not be started again, is this process. `loses` says what is lost
+    when a second Ctrl-C ends it."""
+    if ranks > 1 or restarts:
+        return launch(ranks, restarts, main, args, stops=stops, loses=loses)
+    try:
         main(args)
-        return 0
-    return launch(ranks, restarts, main, args, stops=stops)
+    except KeyboardInterrupt:
+        if loses is None:
+            raise
+        print(f"meshwright: {loses()}", file=sys.stderr)
+        return 130
+    return 0
 
 
 def local_devices(kind: str, least: int) -> int:

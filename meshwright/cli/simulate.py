@@ -10,6 +10,7 @@ from typing import Any
 from meshwright.cli.common_args import step_arguments, step_from_args
 from meshwright.cli.files import write
 from meshwright.pipeline.trace import trace_json
+from meshwright.plan.account import experts_json, experts_words
 from meshwright.plan.whatif import SimulatedStep, parse_change, step_of, step_spans
 from meshwright.show.chart import check_svg
 from meshwright.show.schedule_drawing import timeline_svg
@@ -27,7 +28,7 @@ Open a trace at https://ui.perfetto.dev; each --what-if is tried by itself, and 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     step_arguments(parser)
-    changes = "slow-link=0.5, slow-network=0.5, slow-rank=RANK:0.7 or fewer-nodes=1"
+    changes = "slow-link=0.5, slow-network=0.5, slow-rank=RANK:0.7, fewer-nodes=1 or imbalance=1.3 (of experts)"
     parser.add_argument("--what-if", action="append", default=[], metavar="CHANGE", help=changes)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the drawing")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
@@ -46,9 +47,11 @@ def run(args: argparse.Namespace) -> None:
     write(args.trace, lambda: trace_json(step_spans(shown), target.name))
     steps = [("as it is", plain), *tried]
     if args.json:
-        print(json.dumps({"steps": [{"what": name, **_json(step)} for name, step in steps]}))
+        found = [{"what": name, **_json(step)} for name, step in steps]
+        print(json.dumps({**experts_json(job), "steps": found}))
     else:
-        print(_text(steps))
+        words = experts_words(job)
+        print((f"{words}\n\n" if words else "") + _text(steps))
 
 
 def _json(step: SimulatedStep) -> dict[str, Any]:

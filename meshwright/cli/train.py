@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.companions import check_tokenizer
+from meshwright.checkpoint.format import checkpoint_folder, find_checkpoint, list_checkpoints
 from meshwright.cli.ranks import local_devices, place_in_launcher, run_as_rank, start
 from meshwright.config.load import load_config
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
-from meshwright.errors import UserError
+from meshwright.errors import UserError, notice
 from meshwright.train.datasets import datasets_of
 from meshwright.train.launch import warm_up
-from meshwright.train.processes import find_place
-from meshwright.train.run_folder import refuse_finished
+from meshwright.train.processes import Place, find_place
+from meshwright.train.run_folder import refuse_finished, what_is_lost
+from meshwright.train.run_owner import refuse_owned
 
 EXAMPLES = """example:
   meshwright train examples/demo.yaml --nproc 8 layout.tp=2 layout.pp=2 train.steps=50
@@ -39,22 +44,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if place := place_in_launcher(args):
-        return run_as_rank(place, lambda at: check(config_of(args), at.world, TRAINING_RULES), train, args, stops=True)
+        return run_as_rank(place, lambda at: prepare(args, at), train, args, stops=True)
     config = config_of(args)
     if args.nproc is not None and args.nproc < 1:
         raise UserError(f"--nproc {args.nproc} must be at least 1")
     if args.restarts < 0:
         raise UserError(f"--restarts {args.restarts} must not be negative")
+    refuse_owned(Path(config.run.dir))
     if args.nproc != 1:
         warm_up()
-    from meshwright.device import check_machine
-
-    ranks = args.nproc or local_devices(config.run.device, least=1)
-    check(config, ranks, TRAINING_RULES)
-    check_machine(config.run.device, config.comm.backend, config.train.precision, ranks)
+    known = args.nproc or (1 if config.run.device == "cpu" else 0)
+    if known:
+        check(config, known, TRAINING_RULES)
     refuse_finished(config, args.source)
     datasets_of(config)
-    return start(ranks, train, args, args.restarts, stops=True)
+    if args.source and not list_checkpoints(checkpoint_folder(config)):
+        check_tokenizer(find_checkpoint(args.source), config.data)
+    say_start(config, known)  # before torch is loaded, which takes seconds
+    from meshwright.cli.fits import check_memory
+    from meshwright.device import check_machine
+
+    ranks = known or local_devices(config.run.device, least=1)
+    check(config, ranks, TRAINING_RULES)
+    check_machine(config.run.device, config.comm.backend, config.train.precision, ranks)
+    check_memory(config, ranks)
+    return start(ranks, train, args, args.restarts, stops=True, loses=partial(what_is_lost, config))
+
+
+def prepare(args: argparse.Namespace, place: Place) -> None:
+    """What a rank of another launcher checks before torch is loaded."""
+    config = config_of(args)
+    check(config, place.world, TRAINING_RULES)
+    if place.rank == 0:
+        say_start(config, place.world)
+        attempt, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+        if attempt != "0":
+            notice(f"a rank had failed: all ranks were started again (restart {attempt} of {most})")
+
+
+def say_start(config: Config, ranks: int) -> None:
+    with_ranks = f" with {ranks} ranks" if ranks > 1 else ""
+    notice(f"starts {config.run.dir}{with_ranks}, {config.train.steps} steps")
 
 
 def config_of(args: argparse.Namespace) -> Config:
@@ -63,14 +93,23 @@ def config_of(args: argparse.Namespace) -> Config:
 
 def train(args: argparse.Namespace) -> None:
     """Runs one rank of the whole run."""
+    from meshwright.cli.fits import out_of_memory
     from meshwright.show.live import Display
     from meshwright.show.run_page import summary
     from meshwright.train.gpt import datasets_provider, forward_step, model_provider
     from meshwright.train.pretrain import pretrain
 
     config = config_of(args)
-    with Display(config, find_place().world) as display:
-        trainer = pretrain(config, model_provider, datasets_provider, forward_step, source=args.source, watcher=display)
+    place = find_place()
+    try:
+        with Display(config, place.world) as display:
+            trainer = pretrain(
+                config, model_provider, datasets_provider, forward_step, source=args.source, watcher=display
+            )
+    except (RuntimeError, MemoryError) as error:
+        if sentence := out_of_memory(config, place.world, place.local_world, place.rank, error):
+            raise sentence from None
+        raise
     if trainer.writes and args.json:
         print(json.dumps(figures_of(config.run.dir)), flush=True)
     elif trainer.writes:

@@ -1,11 +1,17 @@
-"""The sections of a model that stand for special parts of its blocks: a mixture of experts, latent attention."""
+"""The sections of a model that stand for special parts of it: a mixture of experts, latent attention, rotary positions
+beyond the length that it was first trained on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from meshwright.errors import UserError, divisors, either
+
+LONGEST_S = 365 * 24 * 3600.0
 
 
 def positive(section: str, values: object, *keys: str) -> None:
@@ -18,6 +24,19 @@ def not_negative(section: str, values: object, *keys: str) -> None:
     for key in keys:
         if not getattr(values, key) >= 0:
             raise UserError(f"{section}.{key}={getattr(values, key)} must not be negative")
+
+
+def seconds_of(key: str, text: str) -> float:
+    """The seconds of a time such as 90s, 30min or 1h30min."""
+    found = re.fullmatch(r"(?:([\d.]+)h)?(?:([\d.]+)min)?(?:([\d.]+)s)?", text)
+    try:
+        hours, minutes, rest = (float(part or 0) for part in found.groups()) if found else (0.0, 0.0, 0.0)
+        seconds = 3600 * hours + 60 * minutes + rest
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST_S:
+        raise UserError(f"{key}={text} is not a time: give it as 90s, 30min or 1h30min")
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -113,3 +132,73 @@ class LatentConfig:
                 f"model.latent.v_dim={self.v_dim} must not be above nope_dim + rope_dim = "
                 f"{self.nope_dim + self.rope_dim}: lower it"
             )
+
+
+# Which keys each kind of rotary scaling has, in the order of the numbers that older configs hold.
+ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", "original"),
+    "llama3": ("factor", "low", "high", "original"),
+    "yarn": (
+        "factor", "original", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RopeScalingConfig:
+    """How rotary positions are slowed for sequences longer than those a model was first trained on. A `factor` slows
+    all frequencies (linear) or, of those that turn seldom over `original` tokens, some (llama3, yarn); dynamic raises
+    rope_theta by how much model.seq is longer than `original`."""
+
+    kind: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
+    factor: float = 1.0
+    original: int = 0  # tokens of a sequence that the model was first trained on
+    low: float = 1.0  # llama3: frequencies that turn fewer times over `original` tokens are slowed by the factor
+    high: float = 4.0  # llama3: those that turn more often stay as they are
+    beta_fast: float = 32.0  # yarn: those that turn more often than this stay as they are
+    beta_slow: float = 1.0  # yarn: those that turn fewer times are slowed by the factor
+    truncate: bool = True  # yarn: the two bounds are rounded to whole frequencies
+    attention_factor: float = 0.0  # yarn: of cosines and sines; 0: 0.1 ln(factor) + 1
+    mscale: float = 0.0  # yarn, with mscale_all_dim: attention_factor is the quotient of 0.1 mscale ln(factor) + 1, ...
+    mscale_all_dim: float = 0.0  # ... by the same of this, whose square multiplies latent attention's scores
+
+    def __post_init__(self) -> None:
+        name, given = "model.rope_scaling", ROPE_KEYS[self.kind]
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if field.name not in given and value != field.default:
+                raise UserError(f"{name}.{field.name}={value} has no effect with {name}.kind={self.kind}: leave it out")
+        positive(name, self, "factor", *(key for key in given if key in ("original", "low", "beta_slow")))
+        not_negative(name, self, "attention_factor", "mscale", "mscale_all_dim")
+        for low, high in (("low", "high"), ("beta_slow", "beta_fast")):
+            if getattr(self, low) >= getattr(self, high):
+                raise UserError(
+                    f"{name}.{low}={getattr(self, low):g} must be below {name}.{high}={getattr(self, high):g}: "
+                    "change one of them"
+                )
+
+    @classmethod
+    def from_list(cls, numbers: Sequence[float]) -> RopeScalingConfig:
+        """Returns the section that older configs wrote as numbers: one factor, or Llama 3.1's four."""
+        kind = {0: "none", 1: "linear", 4: "llama3"}.get(len(numbers))
+        if kind is None:
+            raise UserError(
+                f"model.rope_scaling={list(numbers)} must hold keys and values, e.g. {{kind: yarn, factor: 4, "
+                "original: 8192}"
+            )
+        values = dict(zip(ROPE_KEYS[kind], numbers, strict=True))
+        values |= {"original": int(values["original"])} if "original" in values else {}
+        return cls(kind, **values)  # type: ignore[arg-type]
+
+    def attention_factors(self, latent: bool) -> tuple[float, float]:
+        """Returns what yarn multiplies cosines and sines by, and what the scores of latent attention."""
+        if self.kind != "yarn":
+            return 1.0, 1.0
+        of_all = self._magnitude(self.mscale_all_dim)
+        own = self._magnitude(self.mscale) / of_all if self.mscale and self.mscale_all_dim else self._magnitude(1.0)
+        return self.attention_factor or own, of_all**2 if latent else 1.0
+
+    def _magnitude(self, scale: float) -> float:
+        return 1.0 if self.factor <= 1.0 else 0.1 * scale * math.log(self.factor) + 1.0

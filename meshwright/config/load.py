@@ -184,8 +184,10 @@ def _value(hint: Any, key: str, value: Any) -> Any:
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        if value is None:
+        if value is None and type(None) in args:
             return None
+        if str in args and isinstance(value, str):
+            return value
         return _value(next(a for a in args if a is not type(None)), key, value)
     if origin is typing.Literal:
         value = str(value).lower() if isinstance(value, bool) else value
@@ -214,6 +216,8 @@ def _value(hint: Any, key: str, value: Any) -> Any:
     if hint is str and isinstance(value, (bool, int, float)):
         raise UserError(f"{key} must be a word, and YAML reads a number or a yes or no there: put it in quotes")
     if dataclasses.is_dataclass(hint):
+        if isinstance(value, (list, tuple)) and hasattr(hint, "from_list"):
+            return hint.from_list([_value(float, key, item) for item in value])
         if not isinstance(value, Mapping):
             raise UserError(f"{key} must hold keys and values, not '{value}'")
         return _section(hint, key, value)

@@ -223,9 +223,10 @@ def batch_divides(c: Config, world: int) -> Iterator[str]:
     for size in sizes:
         if size % unit:
             where = "train.ramp passes through" if c.train.ramp else "train.global_batch ="
+            near = either(sorted({max(unit, size // unit * unit), -(-size // unit) * unit}))
             yield (
                 f"{where} {size} samples, which is not a multiple of dp x micro_batch = {dp} x "
-                f"{c.train.micro_batch} = {unit}: try {max(unit, size // unit * unit)} or {-(-size // unit) * unit}"
+                f"{c.train.micro_batch} = {unit}: try {near}"
             )
 
 
@@ -271,6 +272,22 @@ def fp8_fits_tokens(c: Config, world: int) -> Iterator[str]:
         )
 
 
+def pieces_cut_tokens(c: Config, world: int) -> Iterator[str]:
+    pieces, tokens, experts = c.recompute.pieces, c.train.micro_batch * c.model.seq // c.layout.cp, c.model.experts
+    if pieces > 1 and all(experts.in_block(layer) for layer in range(c.model.layers)):
+        yield (
+            f"recompute.pieces={pieces} cuts the tokens of dense MLPs, and all blocks of this model have experts: "
+            "leave it out"
+        )
+    if pieces > tokens:
+        yield f"recompute.pieces={pieces} is more than the {tokens} tokens of a rank's micro-batch: lower it"
+    elif c.train.precision == "fp8" and pieces > 1 and (tokens % pieces or tokens // pieces % FP8_UNIT):
+        yield (
+            f"recompute.pieces={pieces} does not cut the {tokens} tokens of a rank's micro-batch into multiples of "
+            f"{FP8_UNIT}, which train.precision=fp8 multiplies: change it, or set train.precision=bf16"
+        )
+
+
 def lr_fits_steps(c: Config, world: int) -> Iterator[str]:
     if c.lr.warmup > c.train.steps:
         yield f"lr.warmup={c.lr.warmup} is longer than train.steps={c.train.steps}: lower it"
@@ -290,6 +307,26 @@ def backend_fits_device(c: Config, world: int) -> Iterator[str]:
         yield f"comm.backend=gloo can't send between {c.run.device} devices: set comm.backend=auto or layout.pp=1"
 
 
+def device_has_fp8(c: Config, world: int) -> Iterator[str]:
+    if c.comm.reduce.kind == "fp8" and c.run.device == "npu":
+        yield "comm.reduce.kind=fp8 is not there on run.device=npu: use int8, which sends as much"
+
+
+def algorithm_fits_ranks(c: Config, world: int) -> Iterator[str]:
+    layout = _layout(c, world)
+    sizes = {axes: layout.size(axes) for axes in ("dp-cp", *(["edp"] if c.model.experts.count else []))}
+    if c.comm.algorithm == "halving_doubling" and any(size & (size - 1) for size in sizes.values()):
+        yield (
+            "comm.algorithm=halving_doubling needs a power of two of data-parallel ranks, and there are "
+            f"{either([size for size in sizes.values() if size & (size - 1)])}: use ring or tree"
+        )
+    if c.comm.algorithm != "torch" and c.zero.stage and c.zero.shard_group == "node":
+        yield (
+            f"comm.algorithm={c.comm.algorithm} can't be combined with zero.shard_group=node, which sums inside the "
+            "nodes first: set comm.algorithm=torch or zero.shard_group=dp"
+        )
+
+
 def positions_to_reset(c: Config, world: int) -> Iterator[str]:
     if c.data.reset_positions and c.model.position in ("none", "alibi"):
         yield f"data.reset_positions=true has no effect with model.position={c.model.position}: drop one of them"
@@ -304,12 +341,15 @@ RULES: list[Rule] = [
     kind_fits, context_is_shared, world_divides, experts_are_cut, etp_divides_experts, order_names_axes,
     experts_stay_with_their_blocks, tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits,
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
-    dtypes_fit_precision, fp8_fits_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
-    compiles_without_dropout, backend_fits_device,
+    dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
+    compiles_without_dropout, backend_fits_device, device_has_fp8, algorithm_fits_ranks,
 ]  # fmt: skip
 
 # The rules about how tp cuts a model's sizes.
 TENSOR_PARALLEL_RULES: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn]
+
+# The rules about how ranks divide experts.
+EXPERT_RULES: list[Rule] = [experts_are_cut, etp_divides_experts, experts_stay_with_their_blocks]
 
 # Training also needs the true model: planning accepts a preset that only approximates it, and says so.
 TRAINING_RULES = [preset_is_its_model, *RULES]

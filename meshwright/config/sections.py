@@ -10,13 +10,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from meshwright.config.blocks import ExpertsConfig, LatentConfig, not_negative, positive
-from meshwright.config.objectives import MaskedConfig
+from meshwright.config.blocks import (
+    ExpertsConfig,
+    LatentConfig,
+    RopeScalingConfig,
+    not_negative,
+    positive,
+    seconds_of,
+)  # fmt: skip
+from meshwright.config.comm import CommConfig
+from meshwright.config.data import DataConfig
 from meshwright.errors import UserError, divisors, either, nearest
 from meshwright.schedule.kinds import training_kinds
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
-LONGEST_S = 365 * 24 * 3600.0
+AUTO_SAVE_S = 900.0  # between checkpoints, with every=auto
 FP8_UNIT = 16  # products in fp8 take multiples of this
 # Of a model: how it is trained, not what it computes.
 TRAINING_KEYS = {
@@ -47,7 +55,6 @@ class ModelConfig:
     position_offset: int = 0  # rows of the position table before the first position (OPT: 2)
     rope_theta: float = 10000.0
     rotary_fraction: float = 1.0  # the part of each head that turns with the position
-    rope_scaling: tuple[float, ...] = ()  # (factor,), or Llama 3.1's (factor, low, high, original length)
     bias: bool = True
     qkv_bias: bool = False  # with bias=false: on queries, keys and values alone
     qk_norm: bool = False  # RMS norm of queries and keys
@@ -64,6 +71,7 @@ class ModelConfig:
     predictions: int = 0  # of a bert: the most tokens of a sample that are masked; 0: 15 %
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     latent: LatentConfig = field(default_factory=LatentConfig)
+    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
 
     def __post_init__(self) -> None:
         positive("model", self, "layers", "hidden", "heads", "vocab", "seq", "norm_eps", "rope_theta", "init_std")
@@ -134,20 +142,15 @@ class ModelConfig:
                 raise UserError(f"model.{key}=true has no effect on model.latent's attention: set model.{key}=false")
         if self.latent.kv_rank and self.position != "rope":
             raise UserError(f"model.latent needs model.position=rope, not {self.position}: change one of them")
-        kinds = (("position_offset", "learned", 0), ("rope_scaling", "rope", ()), ("rotary_fraction", "rope", 1.0))
+        plain = RopeScalingConfig()
+        kinds = (("position_offset", "learned", 0), ("rope_scaling", "rope", plain), ("rotary_fraction", "rope", 1.0))
         for key, of, default in kinds:
             if self.position != of and getattr(self, key) != default:
                 raise UserError(f"model.{key} has no effect with model.position={self.position}: drop one of them")
-        if self.rope_scaling and (len(self.rope_scaling) not in (1, 4) or min(self.rope_scaling) <= 0):
-            raise UserError(
-                f"model.rope_scaling={list(self.rope_scaling)} must be one factor above zero, or Llama 3.1's four "
-                "numbers: factor, low, high, original length, e.g. [8, 1, 4, 8192]"
-            )
-        if len(self.rope_scaling) == 4 and self.rope_scaling[1] >= self.rope_scaling[2]:
-            raise UserError(
-                f"model.rope_scaling={list(self.rope_scaling)}: the low factor (second) must be below the high "
-                "one (third), e.g. [8, 1, 4, 8192]"
-            )
+        if self.rope_scaling.kind == "dynamic" and self.rotary_dim <= 2:
+            raise UserError("model.rope_scaling.kind=dynamic needs more than one pair of elements to turn: use linear")
+        if self.rope_scaling.kind == "yarn" and self.rope_theta <= 1.0:
+            raise UserError(f"model.rope_theta={self.rope_theta:g} must be above 1 for model.rope_scaling.kind=yarn")
 
 
 @dataclass(frozen=True)
@@ -263,12 +266,20 @@ class RecomputeConfig:
     """Which activations backward computes again instead of keeping them."""
 
     mode: str = "none"  # none, selective (the attention core), full (each block), every:N (each run of N blocks)
+    offload: bool = False  # the inputs of recomputed blocks go to host memory
+    pieces: int = 1  # over tokens, of each block's MLP: each piece is computed again in backward, in every mode
 
     def __post_init__(self) -> None:
+        positive("recompute", self, "pieces")
         number = self.mode.removeprefix("every:")
         every = number != self.mode and number.isdecimal() and int(number) > 0
         if self.mode not in ("none", "selective", "full") and not every:
             raise UserError(f"recompute.mode={self.mode} is not one of none, selective, full, every:N (N blocks)")
+        if self.offload and not self.blocks:
+            raise UserError(
+                f"recompute.offload=true moves the inputs of recomputed blocks, and recompute.mode={self.mode} "
+                "recomputes none: set recompute.mode=full"
+            )
 
     @property
     def blocks(self) -> int:
@@ -276,6 +287,12 @@ class RecomputeConfig:
         if self.mode == "full":
             return 1
         return int(self.mode.removeprefix("every:")) if self.mode.startswith("every:") else 0
+
+    def offloaded(self, runs: int, first: bool, last: bool) -> range:
+        """Returns which of a chunk's runs of blocks have their input in host memory: not the one whose input another
+        stage sent, which waits on the device for its gradient, and not the model's last, whose backward comes next.
+        `first` and `last`: whether the model begins or ends in the chunk."""
+        return range(int(not first), runs - int(last)) if self.offload else range(0)
 
 
 @dataclass(frozen=True)
@@ -323,55 +340,32 @@ class LRConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] = ()  # empty: in proportion to the tokens of each file
-    split: tuple[float, ...] = (0.95, 0.05, 0.0)
-    mask_eod: bool = False
-    reset_positions: bool = False
-    reset_attention: bool = False
-    eod: int = -1  # the end token's id; -1: from the file that `data prepare` wrote beside the tokens
-    objective: Literal["auto", "causal", "masked"] = "auto"  # auto: causal, or masked for model.kind=bert
-    masked: MaskedConfig = field(default_factory=MaskedConfig)
-
-    def __post_init__(self) -> None:
-        if not self.prefixes:
-            raise UserError("data.prefixes is empty: name at least one token file (the path without .bin)")
-        if self.weights and len(self.weights) != len(self.prefixes):
-            raise UserError(
-                f"data.weights has {len(self.weights)} numbers for {len(self.prefixes)} data.prefixes: "
-                "give one each, or none"
-            )
-        if any(weight <= 0 for weight in self.weights):
-            raise UserError(f"data.weights={list(self.weights)} must all be greater than zero")
-        if len(self.split) != 3 or min(self.split) < 0 or self.split[0] <= 0:
-            raise UserError(
-                f"data.split={list(self.split)} must be three shares for train, valid and test, e.g. [0.95, 0.05, 0]"
-            )
-
-
-@dataclass(frozen=True)
-class CommConfig:
-    backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
-    timeout: float = 600.0  # seconds until a collective that does not end is reported and the run stopped
-    bucket_mib: float = 25.0  # gradients are reduced in pieces of about this size
-
-    def __post_init__(self) -> None:
-        positive("comm", self, "timeout", "bucket_mib")
-        if self.timeout > LONGEST_S:
-            raise UserError(f"comm.timeout={self.timeout:g} is more than a year of seconds: lower it")
-
-
-@dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = 0  # steps between checkpoints; 0: only after the last step
+    # Steps between checkpoints, or a time (30min, 2h); auto: about 15min, less often where saving is slow; 0: only
+    # after the last step.
+    every: int | str = "auto"
     keep: int = 2  # newest checkpoints to keep; 0: all
     asynchronous: bool = field(default=True, metadata={"key": "async"})  # write in the background
     busy: Literal["wait", "skip"] = "wait"  # when the last save is still being written
     dir: str = ""  # empty: run.dir/checkpoints
 
     def __post_init__(self) -> None:
-        not_negative("checkpoint", self, "every", "keep")
+        not_negative("checkpoint", self, "keep")
+        if self.every_steps < 0:
+            raise UserError(f"checkpoint.every={self.every} must not be negative")
+        assert self.every_seconds >= 0
+
+    @property
+    def every_steps(self) -> int:
+        """0: not by steps."""
+        return self.every if isinstance(self.every, int) else 0
+
+    @property
+    def every_seconds(self) -> float:
+        """0: not by time."""
+        if isinstance(self.every, int):
+            return 0.0
+        return AUTO_SAVE_S if self.every == "auto" else seconds_of("checkpoint.every", self.every)
 
 
 @dataclass(frozen=True)
@@ -381,12 +375,15 @@ class RunConfig:
     eval_every: int = 0  # 0: only after the last step
     eval_samples: int = 0  # 0: four global batches
     tensorboard: bool = True
+    time_limit: str = ""  # a time such as 3h50min, by whose end the run is saved and stopped; empty: none
     trace: bool = False  # write one step as it was measured to trace.json, which Perfetto opens
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
 
     def __post_init__(self) -> None:
         positive("run", self, "log_every")
         not_negative("run", self, "eval_every", "eval_samples")
+        if self.time_limit:
+            seconds_of("run.time_limit", self.time_limit)
         if not self.dir:
             raise UserError("run.dir is empty: name a folder for the run")
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.dataset import keyed_permutation
+from meshwright.data.token_file import TokenFile
 
 MAX_PERIOD = 1 << 16
 
@@ -65,6 +66,7 @@ def blend_pattern(weights: Sequence[int], seed: int = 0) -> NDArray[np.int32]:
 class Numbered(Protocol):
     """A dataset that can be blended."""
 
+    file: TokenFile
     seq: int
 
     @property
@@ -92,6 +94,10 @@ class Blend:
         periods, slot = divmod(n, self.period)
         d = int(self._dataset[slot])
         return d, periods * self.weights[d] + int(self._rank[slot])
+
+    def source_of(self, n: int) -> str:
+        """Returns the token file that sample n comes from."""
+        return self.datasets[self.locate(n)[0]].file.prefix
 
     @property
     def epoch_samples(self) -> int:

@@ -59,18 +59,30 @@ class Epoch:
 
 class GPTDataset:
     """Packs documents [documents[0], documents[1]) of a token file into samples; by default all documents. `stream`
-    keeps datasets with the same seed apart. An epoch in use holds 4 bytes per document and 16 per sample."""
+    keeps datasets with the same seed apart. An epoch in use holds 4 bytes per document and 16 per sample.
+
+    With `drawn`, the numbers of `documents` are places in one order of the file's documents that depends on nothing but
+    their count: parts of a split then hold documents from all over the file."""
 
     def __init__(
-        self, file: TokenFile, seq: int, seed: int, documents: tuple[int, int] | None = None, stream: str = ""
+        self,
+        file: TokenFile,
+        seq: int,
+        seed: int,
+        documents: tuple[int, int] | None = None,
+        stream: str = "",
+        drawn: bool = False,
     ) -> None:
         assert seq >= 1, seq
         low, high = (0, file.document_count) if documents is None else documents
         assert 0 <= low <= high <= file.document_count, (low, high)
         self.file, self.seq, self.seed, self.stream = file, seq, seed, stream
-        self._pointers, self._lengths = document_table(file, low, high)
+        self._chosen = drawn_documents(file, low, high) if drawn else None
+        whole = (low, high) if self._chosen is None else (0, file.document_count)
+        self._pointers, self._lengths = document_table(file, *whole)
         self.documents = (low, high)
-        self.tokens_per_epoch = int(self._lengths.sum(dtype=np.int64))
+        lengths = self._lengths if self._chosen is None else self._lengths[self._chosen]
+        self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch < seq + 1:
             raise TooSmall(
                 f"documents {low} to {high} of {file.prefix} hold {self.tokens_per_epoch} tokens, one sample takes "
@@ -112,7 +124,9 @@ class GPTDataset:
         return self._read(documents, skip, int(following.offset[0]) + 1)
 
     def _draw(self, number: int) -> Epoch:
-        order = keyed_permutation(len(self._lengths), self.seed, self.stream, "documents", number)
+        count = len(self._lengths) if self._chosen is None else len(self._chosen)
+        order = keyed_permutation(count, self.seed, self.stream, "documents", number)
+        order = order if self._chosen is None else self._chosen[order]
         ends = np.cumsum(self._lengths[order], dtype=np.int64)
         first, after = self.first_sample(number), self.first_sample(number + 1)
         starts = np.arange(first, after, dtype=np.int64) * self.seq - number * self.tokens_per_epoch
@@ -139,6 +153,14 @@ class GPTDataset:
         if len(sample) != self.seq + 1:
             raise UserError(f"{self.file.idx_path} is damaged (a document reaches past the end): prepare it again")
         return sample
+
+
+def drawn_documents(file: TokenFile, low: int, high: int) -> NDArray[np.unsignedinteger[Any]] | None:
+    """Returns the numbers of as many documents drawn from all over a file, ascending, and other ones for other ranges;
+    None where that is all of them."""
+    if high - low == file.document_count:
+        return None
+    return np.sort(keyed_permutation(file.document_count, "split")[low:high])
 
 
 def document_table(file: TokenFile, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[Any]]:

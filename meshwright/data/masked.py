@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.blend import Blend
-from meshwright.data.dataset import EPOCHS_KEPT, TooSmall, document_table, keyed_permutation
+from meshwright.data.dataset import EPOCHS_KEPT, TooSmall, document_table, drawn_documents, keyed_permutation
 from meshwright.data.token_file import TokenFile
 from meshwright.data.word_parts import WordParts
 
@@ -40,12 +40,18 @@ class Piece(NamedTuple):
 
 class DocumentPieces:
     """Cuts documents [documents[0], documents[1]) of a token file into pieces of at most `most` tokens; an epoch is
-    every piece once, in an order drawn from (seed, epoch). `stream` keeps datasets with the same seed apart."""
+    every piece once, in an order drawn from (seed, epoch). `stream` keeps datasets with the same seed apart; `drawn`
+    takes as many documents from all over the file."""
 
-    def __init__(self, file: TokenFile, most: int, seed: int, documents: tuple[int, int], stream: str = "") -> None:
+    def __init__(
+        self, file: TokenFile, most: int, seed: int, documents: tuple[int, int], stream: str = "", drawn: bool = False
+    ) -> None:
         self.file, self.seq, self.seed, self.stream = file, most, seed, stream
-        self._first = documents[0]
+        self._numbers: NDArray[Any] = np.arange(*documents)
         self._pointers, self._lengths = document_table(file, *documents)
+        if drawn and (chosen := drawn_documents(file, *documents)) is not None:
+            self._numbers = chosen
+            self._pointers, self._lengths = (x[chosen] for x in document_table(file, 0, file.document_count))
         counts = np.maximum(1, -(-(self._lengths.astype(np.int64) - 1) // most))
         self._ends = np.cumsum(counts)
         self.epoch_samples = int(self._ends[-1]) if len(counts) else 0
@@ -69,7 +75,7 @@ class DocumentPieces:
         low, high = ((number - first + side) * length // count for side in (0, 1))
         begin = int(self._pointers[document]) // self.file.dtype.itemsize
         tokens = self.file.tokens[begin + low : begin + high].astype(np.int64)
-        sentences = self._sentences(self._first + document)
+        sentences = self._sentences(int(self._numbers[document]))
         return Piece(tokens, sentences[(sentences > low) & (sentences < high)] - low)
 
     def _sentences(self, document: int) -> NDArray[np.int64]:
@@ -106,6 +112,10 @@ class MaskedStream:
     ) -> None:
         self.source, self.seq, self.masking, self.vocab_needed = source, seq, masking, vocab_needed
         self.key = (seed, name, "masked")
+
+    def source_of(self, n: int) -> str:
+        """Returns which of several token files sample n comes from; an empty word if there is one."""
+        return self.source.source_of(n) if isinstance(self.source, Blend) else ""
 
     def sample(self, n: int) -> dict[str, NDArray[np.int64]]:
         """Returns tokens, token_types and segments (1: padding) [seq]; places, labels and loss_mask [predictions] of

@@ -65,6 +65,10 @@ class SampleStream:
             found["segments"] = np.cumsum(begins, dtype=np.int64)
         return found
 
+    def source_of(self, n: int) -> str:
+        """Returns which of several token files sample n comes from; an empty word if there is one."""
+        return self.source.source_of(n) if isinstance(self.source, Blend) else ""
+
 
 class OneEpoch:
     """At most `limit` samples of a stream, all from its first epoch. Each token is a label once: where a sample goes on
@@ -106,10 +110,12 @@ def build_datasets(
     seq: int,
     seed: int,
     options: SampleOptions | None = None,
+    drawn: bool = False,
     masking: Masking | None = None,
 ) -> list[SampleStream | MaskedStream | None]:
     """Returns the train, valid and test streams of token files, blended by `weights` (None: by their tokens). Each file
-    is split by documents; a part whose share is 0 is None. With `masking`, samples have masked tokens."""
+    is split by documents, in their order or `drawn` from all over it; a part whose share is 0 is None. With `masking`,
+    samples have masked tokens."""
     files = [TokenFile(prefix) for prefix in prefixes]
     found = [file.metadata() for file in files]
     _check_tokenizers(files, found)
@@ -126,10 +132,11 @@ def build_datasets(
         for number, file in enumerate(files):
             documents = split_documents(file.document_count, split)[part]
             try:
+                key = f"{name}/{number}"
                 if masking is None:
-                    datasets.append(GPTDataset(file, seq, seed, documents, f"{name}/{number}"))
+                    datasets.append(GPTDataset(file, seq, seed, documents, key, drawn))
                 else:
-                    datasets.append(DocumentPieces(file, seq - masking.added, seed, documents, f"{name}/{number}"))
+                    datasets.append(DocumentPieces(file, seq - masking.added, seed, documents, key, drawn))
             except TooSmall as error:
                 raise UserError(f"the {name} part is too small: {error}") from None
         source: Any = datasets[0] if len(datasets) == 1 else Blend(datasets, weights, seed)

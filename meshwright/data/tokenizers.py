@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.token_file import read_metadata, token_dtype
+from meshwright.data.token_file import token_dtype
 from meshwright.errors import UserError
 
 END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
@@ -207,17 +207,6 @@ def load_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
     return Recipe(kind, content, eod, path).make()
 
 
-def tokenizer_of_data(prefix: str) -> Tokenizer | None:
-    """Returns the tokenizer that `data prepare` used for a token file; None where that is not known, or its file is
-    gone."""
-    found = read_metadata(prefix) or {}
-    beside = os.path.join(os.path.dirname(prefix), found.get("tokenizer_file") or "")
-    spec = beside if found.get("tokenizer_file") else found.get("tokenizer")
-    if not isinstance(spec, str) or (spec != "bytes" and not os.path.isfile(spec)):
-        return None
-    return load_tokenizer(spec)
-
-
 def trained_size(spec: str) -> int | None:
     """Returns SIZE of `train:SIZE`, and None for any other spec."""
     if not spec.startswith("train:"):
@@ -238,6 +227,8 @@ def train_tokenizer(texts: Iterable[str], size: int, spec: str, eod: str | None 
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
+    if eod and eod.isdecimal():
+        raise UserError(f"--eod {eod} is the id of a token, and a new tokenizer has none yet: name a text, e.g. </s>")
     end = eod or END_TOKENS[0]
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -250,6 +241,11 @@ def train_tokenizer(texts: Iterable[str], size: int, spec: str, eod: str | None 
 
 
 def _end_token(vocabulary: dict[str, int], recipe: Recipe) -> int:
+    """The id of the token that ends a document; a number is an id, never a text of digits."""
+    if recipe.eod is not None and recipe.eod.isdecimal():
+        if int(recipe.eod) in vocabulary.values():
+            return int(recipe.eod)
+        raise UserError(f"{recipe.spec} has no token with the id {recipe.eod}: name one it has with --eod TOKEN or ID")
     for token in END_TOKENS if recipe.eod is None else (recipe.eod,):
         if token in vocabulary:
             return vocabulary[token]

@@ -101,7 +101,14 @@ def _dry_step(trainer: Trainer, dry: MetaMode) -> Counts:
     saved = SavedBytes(lasting(trainer))
     with saved:
         trainer.step()
-    return {"activations": saved.bytes.most, "gathered": storages.named.most, "peak": storages.all.most}
+    found = {"activations": saved.bytes.most, "gathered": storages.named.most, "peak": storages.all.most}
+    return found | _offloaded(trainer)
+
+
+def _offloaded(trainer: Trainer) -> Counts:
+    """Returns the most bytes of activations that were in host memory at once, where they may be."""
+    memory = trainer.ctx.parallel.offload
+    return {} if memory is None else {"offloaded": memory.most_bytes}
 
 
 def lasting(trainer: Trainer) -> Iterable[Tensor]:
@@ -123,16 +130,17 @@ def _timed_steps(trainer: Trainer) -> tuple[Counts, float]:
     seconds = statistics.median(trainer.step().step_time_s for _ in range(TIMED))
     device.synchronize()
     peak = device.peak_bytes()
-    return {} if peak is None else {"peak": peak}, seconds
+    return ({} if peak is None else {"peak": peak}) | _offloaded(trainer), seconds
 
 
 def state_bytes(trainer: Trainer) -> Counts:
     """Returns the bytes by kind of the tensors that persist from step to step, except those that are offloaded."""
     buffers, states = trainer.data_parallel.buffers, trainer.optimizer.states
     weights = [buffer.store for buffer in buffers if buffer.store is not None]
+    kept = (x.nbytes for _, _, tensors in trainer.data_parallel.reducer.states() for x in tensors)
     return {
         "parameters": sum(buffer.params.nbytes for buffer in buffers) + _on_device(weights),
-        "gradients": sum(buffer.grads.nbytes for buffer in buffers),
+        "gradients": sum(buffer.grads.nbytes for buffer in buffers) + sum(kept),
         "master": _on_device(state.stores[0] for state in states if not state.in_place),
         "optimizer": _on_device(store for state in states for store in state.stores[1:]),
     }

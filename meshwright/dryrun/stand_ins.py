@@ -16,6 +16,7 @@ from meshwright.comm.group import Pending, Shift
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import ModelConfig
 from meshwright.nn.parallel import record_of
+from meshwright.sharding.remainders import tensors_of
 from meshwright.train.step import Trainer
 
 
@@ -132,7 +133,7 @@ def draw_on_device(module: nn.Module, seed: int) -> None:
 def release(trainer: Trainer) -> None:
     """Releases a trainer's memory. Autograd's hooks keep its buffers alive, and those keep each other alive, so
     dropping the trainer would not."""
-    tensors = [share for state in trainer.states() for share in state.tensors]
+    tensors = [half for state in trainer.states() for share in state.tensors for half in tensors_of(share)]
     for buffer in trainer.data_parallel.buffers:
         tensors += [buffer.params, buffer.grads]
         tensors += [memory.tensor for bucket in buffer.buckets for memory in (bucket.params, bucket.grads)]

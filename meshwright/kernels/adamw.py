@@ -1,8 +1,10 @@
 """One pass of AdamW over a flat range: gradient, both moments and the master are read once and written once, and the
-low-precision weights are written in the same pass."""
+low-precision weights are written in the same pass. Masters may be remainders beside bf16 weights, which are then read
+too; sharding/remainders.py says what they are."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,9 +13,26 @@ BLOCK, WARPS = 1024, 4  # the fastest of the sizes tried on an H200, at 4.2 TB/s
 
 
 @triton.jit
+def _join(weights, remainders):
+    """The float32 values of bf16 weights and their remainders."""
+    high = weights.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return (high + remainders.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _halve(values):
+    """The bf16 weights of float32 values, and their remainders."""
+    bits = values.to(tl.int32, bitcast=True)
+    high = (bits + 0x8000) >> 16
+    remainders = (bits - (high << 16)).to(tl.int16)
+    high = tl.where(values != values, 0x7FC0, high)
+    return high.to(tl.int16).to(tl.bfloat16, bitcast=True), remainders
+
+
+@triton.jit
 def _adamw(
     master, grad, first, second, low, numbers, size, lr, beta1, beta2, eps, decay,
-    HAS_LOW: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_LOW: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(numbers) == 0.0:
         return
@@ -26,26 +45,53 @@ def _adamw(
     m = tl.load(first + at, mask=inside)
     v = tl.load(second + at, mask=inside)
     p = tl.load(master + at, mask=inside)
+    if PAIRED:
+        p = _join(tl.load(low + at, mask=inside), p)
     m += (g - m) * (1.0 - beta1)
     v = v * beta2 + g * g * (1.0 - beta2)
     p *= 1.0 - lr * decay
     p -= lr * (m / correction1) / (tl.sqrt(v / correction2) + eps)
     tl.store(first + at, m, mask=inside)
     tl.store(second + at, v, mask=inside)
-    tl.store(master + at, p, mask=inside)
-    if HAS_LOW:
-        tl.store(low + at, p, mask=inside)
+    if PAIRED:
+        weights, remainders = _halve(p)
+        tl.store(low + at, weights, mask=inside)
+        tl.store(master + at, remainders, mask=inside)
+    else:
+        tl.store(master + at, p, mask=inside)
+        if HAS_LOW:
+            tl.store(low + at, p, mask=inside)
 
 
 def adamw(
     master: Tensor, grad: Tensor, first: Tensor, second: Tensor, low: Tensor | None, numbers: Tensor, *,
     lr: float, betas: tuple[float, float], eps: float, decay: float,
 ) -> None:  # fmt: skip
-    """Updates `master` and the moments (float32) and writes `low`, if given. `numbers` holds, on the device: whether to
-    update at all (0: leave everything), what to multiply the gradient by, 1 - beta1^t and 1 - beta2^t."""
+    """Updates `master` and the moments (float32) and writes `low`, if given. A `master` of int16 holds the remainders
+    of the bf16 weights `low`. `numbers` holds, on the device: whether to update at all (0: leave everything), what to
+    multiply the gradient by, 1 - beta1^t and 1 - beta2^t."""
     size = master.numel()
     grid = (triton.cdiv(size, BLOCK),)
     _adamw[grid](
         master, grad, first, second, master if low is None else low, numbers, size, lr, *betas, eps, decay,
-        HAS_LOW=low is not None, BLOCK=BLOCK, num_warps=WARPS,
+        HAS_LOW=low is not None, PAIRED=master.dtype == torch.int16, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
+
+
+@triton.jit
+def _pairs(values, weights, remainders, size, JOIN: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    if JOIN:
+        joined = _join(tl.load(weights + at, mask=inside), tl.load(remainders + at, mask=inside))
+        tl.store(values + at, joined, mask=inside)
+    else:
+        high, rest = _halve(tl.load(values + at, mask=inside))
+        tl.store(weights + at, high, mask=inside)
+        tl.store(remainders + at, rest, mask=inside)
+
+
+def copy_pairs(values: Tensor, weights: Tensor, remainders: Tensor, join: bool) -> None:
+    """Sets contiguous values from weights and remainders, or these from the values."""
+    grid = (triton.cdiv(values.numel(), BLOCK),)
+    _pairs[grid](values, weights, remainders, values.numel(), JOIN=join, BLOCK=BLOCK, num_warps=WARPS)

@@ -18,13 +18,13 @@ from meshwright.parts.gpt import (
     KV_COPIES,
     KV_GROUPS,
     AttentionPart,
-    MLPPart,
     NormPart,
     OutputLayerPart,
     PositionEmbeddingPart,
     TokenEmbeddingPart,
 )
 from meshwright.parts.latent import LatentAttentionPart
+from meshwright.parts.mlp import MLPPart
 from meshwright.parts.part import BlockUnit, Coordinate, MicroBatch, Model, NamedPart, Part, Stage, Unit
 from meshwright.schedule.kinds import ends_of
 
@@ -99,7 +99,7 @@ def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
     def block(*last: tuple[str, Part]) -> BlockUnit:
         # Experts and latent attention state themselves what they keep of their norm.
         first = replace(norm, keeps_output=False) if model.latent.kv_rank else norm
-        second = replace(norm, keeps_output=False) if last[0][0] == "experts" else norm
+        second = replace(norm, keeps_output=False) if last[0][0] == "experts" else replace(norm, of_mlp=True)
         parts = [("norm1", first), ("attention", attention), ("norm2", second), *last]
         named = tuple(NamedPart(key, key, part) for key, part in parts)
         return BlockUnit(named, model.hidden, model.parallel_residual, model.dropout, post)
@@ -115,6 +115,7 @@ def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
         return LatentAttentionPart(
             model.hidden, model.heads, short.q_rank, short.kv_rank, short.nope_dim, short.rope_dim, short.v_dim, normal,
             output, model.norm_eps, model.attention_dropout or 0.0,
+            model.rope_scaling.attention_factors(latent=True)[1],
         )  # fmt: skip
     return AttentionPart(
         model.hidden, model.heads, model.kv_heads, model.head_dim, normal, output, model.position == "rope", model.bias,

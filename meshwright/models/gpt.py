@@ -26,7 +26,7 @@ from meshwright.nn.parallel import Parallel
 from meshwright.nn.pieces import Rows
 from meshwright.nn.random import dropout
 from meshwright.nn.rotary import Rotary
-from meshwright.nn.unit import call_unit, recompute
+from meshwright.nn.unit import Kept, call_unit, recompute
 from meshwright.parts.part import BlockUnit as Description
 from meshwright.parts.part import Coordinate, MicroBatch, Records, Stage, Unit
 
@@ -159,10 +159,20 @@ class GPTStage(nn.Module):
         if not together:
             hidden, *losses = run(layers, hidden, False)
             return hidden, losses[0] if losses else None
-        total: Tensor | None = None
-        for first in range(0, len(layers), together):
-            hidden, *losses = recompute(partial(run, layers[first : first + together]), hidden)
-            total = _plus(total, losses[0] if losses else None)
+        return self._recomputed(run, [layers[at : at + together] for at in range(0, len(layers), together)], hidden)
+
+    def _recomputed(self, run: Any, runs: list[list[int]], hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns what `trunk` does, of runs of blocks that are recomputed in backward."""
+        memory, total, last = self.parallel.offload, None, None
+        away = self.parallel.recompute.offloaded(len(runs), self.stage.first, self.stage.last)
+        for number, layers in enumerate(runs):
+            if memory is not None:
+                memory.release()
+            kept = Kept(memory if number in away else None, last)
+            hidden, *losses = recompute(partial(run, layers), hidden, kept)
+            last, total = kept.last, _plus(total, losses[0] if losses else None)
+        if memory is not None:
+            memory.release()
         return hidden, total
 
     def _routed(self, batch: Batch) -> dict[int, RoutedInputs]:

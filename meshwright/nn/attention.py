@@ -129,7 +129,7 @@ class Attention(nn.Module):
         if isinstance(mask, Documents):
             return document_attention(q, k, v, mask)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=self.causal and mask is None and q.shape[2] == k.shape[2],
+            q, k, v, attn_mask=mask, is_causal=bool(self.causal and mask is None and q.shape[2] == k.shape[2]),
             dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.heads != self.kv_heads,
         )  # fmt: skip
 

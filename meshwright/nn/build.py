@@ -23,7 +23,7 @@ from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
 from meshwright.nn.rotary import Tables
 from meshwright.nn.rows import ChosenRows, Dense
-from meshwright.parts import bert, experts, gpt, latent
+from meshwright.parts import bert, experts, gpt, latent, mlp
 from meshwright.parts.part import BlockUnit, Part, Records
 
 
@@ -39,7 +39,7 @@ MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
     gpt.NormPart: Norm,
     gpt.AttentionPart: Attention,
     latent.LatentAttentionPart: LatentAttention,
-    gpt.MLPPart: MLP,
+    mlp.MLPPart: MLP,
     experts.ExpertsPart: Experts,
     gpt.TokenEmbeddingPart: TokenEmbedding,
     gpt.PositionEmbeddingPart: PositionEmbedding,
@@ -101,11 +101,12 @@ class Block(nn.Module):
         return any(isinstance(getattr(self, body), Experts) for _, body in self.branches)
 
     def compiled_parts(self) -> list[nn.Module]:
-        """The block as one graph; beside experts, whose rows no compiler can count before, only the other bodies, and
-        without attention where that waits for other ranks' tokens."""
+        """The block as one graph; beside experts, whose rows no compiler can count before, and MLPs in pieces only the
+        other bodies, and without attention where that waits for other ranks' tokens."""
         bodies = [getattr(self, body) for _, body in self.branches]
         if self.shares_sequences:
             bodies = [body for body in bodies if isinstance(body, MLP)]
-        elif not self.has_experts:
+        elif not self.has_experts and not any(isinstance(body, MLP) and body.pieces > 1 for body in bodies):
             return [self]
-        return [body for body in bodies if not isinstance(body, Experts)]
+        left = [body for body in bodies if not isinstance(body, Experts)]
+        return [body.compiled_part if isinstance(body, MLP) else body for body in left]

@@ -3,6 +3,7 @@ registered operator, so that torch.compile can call it."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,8 +31,9 @@ class Documents(NamedTuple):
         begins = np.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
         starts = np.append(np.flatnonzero(begins), segments.size).astype(np.int32)
         found = Documents(upload(torch.from_numpy(starts), device), torch.from_numpy(starts), causal)
-        for x in found[:2]:
-            torch._dynamo.maybe_mark_dynamic(x, 0)  # micro-batches have other numbers of documents
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes a second
+            for x in found[:2]:
+                torch._dynamo.maybe_mark_dynamic(x, 0)  # micro-batches have other numbers of documents
         return found
 
 

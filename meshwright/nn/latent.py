@@ -45,7 +45,7 @@ class LatentAttention(nn.Module):
         if isinstance(mask, Documents):
             return document_attention(q, k, v, mask)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] == k.shape[2],
+            q, k, v, attn_mask=mask, is_causal=bool(mask is None and q.shape[2] == k.shape[2]),
             dropout_p=self.part.dropout if self.training else 0.0,
         )  # fmt: skip
 
@@ -75,6 +75,7 @@ class LatentAttention(nn.Module):
         k_nope, v = kv.split((p.nope, p.value), dim=3)
         turned = rotate(shared.view(batch, seq, 1, p.rope), rotary).expand(-1, -1, self.heads, -1)
         q = torch.cat((q_nope, rotate(q_rope, rotary)), dim=3).transpose(1, 2)
+        q = q if p.scores_factor == 1.0 else q * p.scores_factor
         k = torch.cat((k_nope, turned), dim=3).transpose(1, 2)
         v = F.pad(v, (0, p.head_dim - p.value)).transpose(1, 2)
         if past is not None:

@@ -158,26 +158,35 @@ class Linear(nn.Module):
     def settings(self) -> ProductSettings:
         return (self.sinks.get("weight"), self.mode, self.group, self.size, self.kind)
 
+    def alone(self, x: Tensor, after_swiglu: bool = False) -> Tensor:
+        """Returns this rank's own product, of x or of its SwiGLU: without collectives, and without a bias that is added
+        after a sum."""
+        settings = (self.sinks.get("weight"), "plain", self.group, self.size, self.kind)
+        if after_swiglu and self.fuses and self._inside is None:
+            return _SwigluProduct.apply(x, self.weight, *settings)
+        return _Product.apply(swiglu(x) if after_swiglu else x, self.weight, self._inside, *settings)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self._biased(_Product.apply(x, self.weight, self._inside, *self.settings))
+        return self.biased(_Product.apply(x, self.weight, self._inside, *self.settings))
 
     def after_norm(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """Returns x and the product of its norm. Whatever else needs x must use the returned one, so that its gradient
         is added in this layer's backward."""
         x, y = norm_product(x, norm, self.weight, self._inside, self.settings)
-        return x, self._biased(y)
+        return x, self.biased(y)
 
     def after_swiglu(self, x: Tensor) -> Tensor:
         if not self.fuses or self._inside is not None:
             return self(swiglu(x))
-        return self._biased(_SwigluProduct.apply(x, self.weight, *self.settings))
+        return self.biased(_SwigluProduct.apply(x, self.weight, *self.settings))
 
     @property
     def _inside(self) -> Tensor | None:
-        """The bias, where the product itself adds it and not `_biased` after the sum."""
+        """The bias, where the product itself adds it and not `biased` after the sum."""
         return self.bias if self.mode in ("plain", "column", "gather") else None
 
-    def _biased(self, y: Tensor) -> Tensor:
+    def biased(self, y: Tensor) -> Tensor:
+        """Returns the sum of all ranks' own products with the bias, unless the product has added it."""
         return y if self.bias is None or self._inside is not None else y + self.bias
 
 

@@ -1,20 +1,24 @@
-"""The feed-forward part of a block, cut over tp by its inner features."""
+"""The feed-forward part of a block, cut over tp by its inner features; on request, a piece of the tokens at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
 from meshwright.layout.params import ParamRecord
-from meshwright.nn.linear import Linear
+from meshwright.nn.linear import Linear, sum_input_grad
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
-from meshwright.parts import gpt
+from meshwright.nn.weight_grad import piece_of_contribution
+from meshwright.parts.mlp import MLPPart, rows_of_piece
 
 Activation = Callable[[Tensor], Tensor]
+
 
 def gated(activation: Activation) -> Activation:
     """Returns the product of the activation of a tensor's first half, the gate, with the second."""
@@ -39,15 +43,20 @@ ACTIVATIONS: dict[str, Activation] = {
 class MLP(nn.Module):
     """Two projections with an activation between them; a gated MLP has gate and up in its first projection."""
 
-    def __init__(self, parallel: Parallel, part: gpt.MLPPart, records: dict[str, ParamRecord]) -> None:
+    def __init__(self, parallel: Parallel, part: MLPPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         name = part.first
         self.up = Linear(parallel, records[f"{name}.weight"], records.get(f"{name}.bias"), "column")
         self.activation = None if part.kind == "swiglu" else ACTIVATIONS[part.kind]
         self.down = Linear(parallel, records["down.weight"], records.get("down.bias"), "row")
+        self.pieces = parallel.recompute.pieces
+        self.piece = _Piece(self)
 
     def forward(self, x: Tensor, norm: Norm, *unused: object) -> tuple[Tensor, Tensor]:
         """Returns x, for the residual, and the MLP of its norm. What attention needs besides is unused."""
+        if self.pieces > 1:
+            trained = [each for each in self.parameters() if each.requires_grad]
+            return x, self.down.biased(_InPieces.apply(norm(x), self, *trained))
         x, inner = self.up.after_norm(x, norm)
         return x, self._down(inner)
 
@@ -57,3 +66,68 @@ class MLP(nn.Module):
 
     def _down(self, inner: Tensor) -> Tensor:
         return self.down.after_swiglu(inner) if self.activation is None else self.down(self.activation(inner))
+
+    @property
+    def compiled_part(self) -> nn.Module:
+        """What a compiler takes as one graph: the loop over pieces and its collectives stay outside."""
+        return self.piece if self.pieces > 1 else self
+
+
+class _Piece(nn.Module):
+    """This rank's own part of the MLP of some tokens, without collectives."""
+
+    def __init__(self, mlp: MLP) -> None:
+        super().__init__()
+        self.up, self.down, self.activation = mlp.up, mlp.down, mlp.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up.alone(x)
+        if self.activation is None:
+            return self.down.alone(inner, after_swiglu=True)
+        return self.down.alone(self.activation(inner))
+
+
+class _InPieces(torch.autograd.Function):
+    """The MLP of all tokens, of which only x is kept. Each piece is computed again in its backward, so nothing as wide
+    as the inner features exists for more than one piece. Tokens are gathered and sums taken for all pieces at once,
+    with the same calls as without pieces. Weight gradients go to their sinks piece by piece, as one contribution; those
+    of `trained` parameters that have no sink are summed here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mlp: MLP, *trained: Tensor) -> Tensor:
+        ctx.mlp, up, down = mlp, mlp.up, mlp.down
+        ctx.mode, ctx.group, ctx.size = up.mode, up.group, up.size
+        ctx.save_for_backward(x, *trained)
+        full = all_gather(x, up.group, up.size) if up.mode == "gather" else x
+        y = torch.empty_like(full)
+        for at in _rows(full, mlp.pieces):
+            y[at] = mlp.piece(full[at])
+        if down.mode == "row":
+            all_reduce_(y, down.group, "sum")
+        return reduce_scatter(y, down.group, down.size) if down.mode == "scatter" else y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, *trained), mlp = ctx.saved_tensors, ctx.mlp
+        grad = all_gather(grad, ctx.group, ctx.size) if mlp.down.mode == "scatter" else grad
+        full = all_gather(x, ctx.group, ctx.size, again=True) if ctx.mode == "gather" else x
+        grad_x, rows = torch.empty_like(full), _rows(full, mlp.pieces)
+        sums: list[Tensor | None] = [None] * len(trained)
+        for at in rows:
+            part = full[at].detach().requires_grad_()
+            with torch.enable_grad():
+                y = mlp.piece(part)
+            with piece_of_contribution(last=at is rows[-1]):
+                found, *own = torch.autograd.grad(y, [part, *trained], grad[at], allow_unused=True)
+            grad_x[at] = found
+            for number, new in enumerate(own):
+                if new is not None:
+                    before = sums[number]
+                    sums[number] = new if before is None else before + new
+            del y, found, own  # otherwise they would exist beside the next piece's
+        return sum_input_grad(ctx, grad_x), None, *sums
+
+
+def _rows(x: Tensor, pieces: int) -> list[slice]:
+    each = rows_of_piece(x.shape[0], pieces)
+    return [slice(begin, begin + each) for begin in range(0, x.shape[0], each)]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from meshwright.comm.group import Group
 from meshwright.config.sections import RecomputeConfig
 from meshwright.layout.params import TILE, ParamRecord, tiles
+from meshwright.nn.offload import HostActivations
 from meshwright.nn.random import Streams
 
 
@@ -49,6 +50,7 @@ class Parallel:
     host: bool = False  # this is a CPU, or a dry run of one
     experts: ExpertGroups | None = None  # where the model has experts
     context: ContextGroups | None = None  # where ranks share sequences
+    offload: HostActivations | None = None  # where inputs of recomputed blocks go to host memory
 
     @property
     def splits_tokens(self) -> bool:

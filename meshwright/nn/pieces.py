@@ -132,7 +132,7 @@ class Merged:
         batch, heads, queries, _ = q.shape
         self._out = q.new_empty((batch, queries, heads, width), dtype=wide(q.dtype))
         self._sums = q.new_empty((heads, batch, queries), dtype=wide(q.dtype))
-        self._fresh = True
+        self._written = np.zeros((batch, queries), bool)  # which queries have a result already
 
     @property
     def out(self) -> Tensor:
@@ -146,7 +146,7 @@ class Merged:
         """Merges in the result `new` of queries `top` and on of some samples."""
         if new.is_meta:
             return
-        fresh = self._begin(samples == ALL and new.shape[2] == self._out.shape[1])
+        fresh = self._writes((samples, slice(top, top + new.shape[2])))
         if kernels_take(new, self._out) and samples == ALL:
             from meshwright.kernels.merge import merge_into
 
@@ -165,19 +165,21 @@ class Merged:
     def add_tokens(self, index: Tensor | None, new: Tensor, sums: Tensor) -> None:
         """Merges in the result `new` [tokens, heads, width] with log-sums [heads, tokens] of the tokens `index`, or of
         all."""
-        fresh = self._begin(index is None)
+        fresh = self._writes(ALL) if index is None else self._writes(ALL, some=True)
         from meshwright.kernels.merge import merge_into
 
         flat = self._out.flatten(0, 1)[None]
         merge_into(flat, self._sums.flatten(1)[:, None], new[None], sums[None], 0, index, fresh)
 
-    def _begin(self, whole: bool) -> bool:
-        """Returns whether nothing is there yet and all is about to be written."""
-        fresh, self._fresh = self._fresh and whole, False if whole else self._fresh
-        if self._fresh:
+    def _writes(self, at: Any, some: bool = False) -> bool:
+        """Notes that results of these queries come, or of some of them. Returns whether they are the first, so that
+        nothing is there to merge them with."""
+        first = not self._written.any()
+        fresh = not some and not self._written[at].any()
+        if first and (some or self._written[at].size < self._written.size):
             self._out.zero_()
             self._sums.fill_(-torch.inf)
-            self._fresh = False
+        self._written[at] = True
         return fresh
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.library import custom_op
 
+from meshwright.config.blocks import RopeScalingConfig
 from meshwright.config.sections import ModelConfig
 from meshwright.kernels import kernels_take
 from meshwright.nn.parallel import Parallel
@@ -26,12 +27,11 @@ class Rotary(nn.Module):
     def __init__(self, model: ModelConfig, parallel: Parallel) -> None:
         super().__init__()
         exact = torch.float64
-        frequency = model.rope_theta ** (-torch.arange(0, model.rotary_dim, 2, dtype=exact) / model.rotary_dim)
-        frequency = scaled_frequency(frequency, model.rope_scaling)
+        frequency, factor = rotary_frequencies(model)
         angle = torch.outer(torch.arange(model.seq, dtype=exact), frequency)
         dtype = exact if parallel.dtype == exact else torch.float32
         for name, table in (("cos", angle.cos()), ("sin", angle.sin())):
-            self.register_buffer(name, table.to(parallel.device, dtype), persistent=False)
+            self.register_buffer(name, (factor * table).to(parallel.device, dtype), persistent=False)
 
     def forward(self, positions: Tensor | None, seq: int) -> Tables:
         """Returns the tables of cosines and sines, [1 or batch, seq, 1, rotary_dim / 2]."""
@@ -40,18 +40,37 @@ class Rotary(nn.Module):
         return self.cos[positions][:, :, None], self.sin[positions][:, :, None]
 
 
-def scaled_frequency(frequency: Tensor, scaling: tuple[float, ...]) -> Tensor:
-    """Rotary frequencies for sequences longer than those a model was first trained on. One number slows all by that
-    factor. Llama 3.1's (factor, low, high, length) slows those that turn fewer than `low` times over `length`
-    positions, leaves those that turn more than `high` times, and blends between."""
-    if not scaling:
-        return frequency
-    if len(scaling) == 1:
-        return frequency / scaling[0]
-    factor, low, high, length = scaling
-    turns = length * frequency / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return keep * frequency + (1 - keep) * frequency / factor
+def rotary_frequencies(model: ModelConfig) -> tuple[Tensor, float]:
+    """Returns how far each pair turns per position, and what cosines and sines are multiplied by."""
+    scaling, width, theta = model.rope_scaling, model.rotary_dim, model.rope_theta
+    if scaling.kind == "dynamic" and model.seq > scaling.original:
+        longer = scaling.factor * model.seq / scaling.original - (scaling.factor - 1)
+        theta *= longer ** (width / (width - 2))
+    frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    if scaling.kind in ("linear", "llama3", "yarn"):
+        keep = _kept_share(scaling, frequency, width, theta)
+        frequency = keep * frequency + (1 - keep) * frequency / scaling.factor
+    return frequency, scaling.attention_factors(latent=False)[0]
+
+
+def _kept_share(scaling: RopeScalingConfig, frequency: Tensor, width: int, theta: float) -> Tensor:
+    """Returns how much of each frequency stays as it is (1) or is slowed by the factor (0)."""
+    if scaling.kind == "linear":
+        return torch.zeros_like(frequency)
+    if scaling.kind == "llama3":  # a straight line over how often a pair turns
+        turns = scaling.original * frequency / (2 * math.pi)
+        return ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
+    # yarn: a straight line over the pairs' numbers, between those that turn `beta_fast` and `beta_slow` times.
+
+    def pair(turns: float) -> float:
+        return width * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    last += 0.001 if first == last else 0.0  # as everywhere in the field
+    return 1 - ((torch.arange(width // 2, dtype=torch.float64) - first) / (last - first)).clamp(0.0, 1.0)
 
 
 def rotate(x: Tensor, tables: Tables) -> Tensor:

@@ -139,7 +139,8 @@ def router_losses(
     member = F.one_hot(tokens.sequence, tokens.sequences).to(shares.dtype)
     counted = tokens.counted.to(shares.dtype)
     mass = member.t() @ shares  # [sequences, experts], which has the gradient
-    squares = member.t() @ (logits.logsumexp(1).square() * counted)
+    heights = logits if r.z_loss else logits.detach()  # a graph that no backward runs through would be kept
+    squares = member.t() @ (heights.logsumexp(1).square() * counted)
     sums = torch.cat([member.t() @ picks, mass.detach(), (member.t() @ counted)[:, None], squares.detach()[:, None]], 1)
     group.all_reduce(sums)
     choices, all_mass, count = sums[:, : r.count], sums[:, r.count : -2], sums[:, -2]

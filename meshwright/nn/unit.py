@@ -7,10 +7,13 @@ gate. Without a gate that is a plain call. Units that are called through `recomp
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from meshwright.nn.offload import HostActivations, HostCopy
 
 
 class Gate(Protocol):
@@ -63,24 +66,41 @@ Run = Callable[[Tensor, bool], tuple[Tensor, ...]]
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Run) -> tuple[Tensor, ...]:
-        ctx.run = run
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, x: Tensor, run: Run, kept: Kept) -> tuple[Tensor, ...]:
+        ctx.run, ctx.copy, ctx.before = run, None, kept.last
+        if kept.memory is None:
+            ctx.save_for_backward(x)
+        else:
+            ctx.copy = kept.last = kept.memory.keep(x, kept.last)
         return run(x, False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
-        (saved,) = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.copy is not None:
+            saved, ctx.copy = ctx.copy.fetch(), None
+        else:
+            (saved,) = ctx.saved_tensors
+            if ctx.before is not None:
+                ctx.before.prefetch()
         x = saved.detach().requires_grad_()
         with torch.enable_grad():
             ys = ctx.run(x, True)
         torch.autograd.backward(ys, grads)
-        return x.grad, None
+        return x.grad, None, None
 
 
-def recompute(run: Run, x: Tensor) -> tuple[Tensor, ...]:
+@dataclass
+class Kept:
+    """Where the inputs of recomputed blocks are kept: in host `memory`, or on the device where that is None. `last` is
+    the last that went to host memory, and comes back first."""
+
+    memory: HostActivations | None = None
+    last: HostCopy | None = None
+
+
+def recompute(run: Run, x: Tensor, kept: Kept | None = None) -> tuple[Tensor, ...]:
     """Returns run(x, again=False), of which only x is kept, and calls run(x, again=True) in backward. `run` itself must
     repeat its random numbers and collectives."""
     # Autograd skips the backward of a function none of whose inputs needs a gradient, and the weights inside `run` are
     # no inputs. So x gets one even where it needs none, as after a frozen embedding.
-    return _Recompute.apply(x if x.requires_grad else x.detach().requires_grad_(), run)
+    return _Recompute.apply(x if x.requires_grad else x.detach().requires_grad_(), run, kept or Kept())

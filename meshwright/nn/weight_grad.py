@@ -35,8 +35,9 @@ class Sink:
 
     def done(self) -> None:
         self.fresh = False
-        self.contributions += 1
-        self._arrived(self)
+        if not _UNFINISHED:
+            self.contributions += 1
+            self._arrived(self)
 
     def add(self, grad: Tensor) -> None:
         """Adds one contribution, given as a whole gradient."""
@@ -76,7 +77,13 @@ class Deferred:
     def add(self, call: Callable[..., None], *tensors: Tensor) -> None:
         # Detached, or a saved activation would hold the whole graph behind it.
         held = [x.detach().clone() if self.copies else x.detach() for x in tensors]
-        self._calls.append(lambda: call(*held))
+        last = not _UNFINISHED
+
+        def later() -> None:
+            with piece_of_contribution(last):
+                call(*held)
+
+        self._calls.append(later)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -84,6 +91,21 @@ class Deferred:
         calls, self._calls = self._calls, []
         for call in calls:
             call()
+
+
+# Not empty while pieces of contributions arrive that are not their last. Process-wide for the same reason as below.
+_UNFINISHED: list[None] = []
+
+
+@contextmanager
+def piece_of_contribution(last: bool) -> Iterator[None]:
+    """What is added to sinks inside is a piece of one contribution, which only the `last` piece completes."""
+    marks = [] if last else [None]
+    _UNFINISHED.extend(marks)
+    try:
+        yield
+    finally:
+        del _UNFINISHED[len(_UNFINISHED) - len(marks) :]
 
 
 # Where weight gradients go while a backward defers them. Process-wide, since the operators that look here take tensors

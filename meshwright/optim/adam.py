@@ -1,8 +1,9 @@
 """Optimizers on flat buffers: a few fused calls for the whole model, each rank on the shares that it owns.
 
 fp64 and fp32 weights are updated in place; bf16 and fp16 weights have fp32 masters, which are copied over after the
-update. Updates are computed in fp32 (fp64 for fp64), whatever precision the states are stored in, and wherever. The
-gradient's scale (loss scale, token count, clipping) is one number that the update divides by.
+update. Where both are on the device, a bf16 weight is one half of its master and the states hold the other
+(`sharding/remainders.py`). Updates are computed in fp32 (fp64 for fp64), whatever precision the states are stored in,
+and wherever. The gradient's scale (loss scale, token count, clipping) is one number that the update divides by.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from meshwright.optim.scaling import Scaling
 from meshwright.sharding.buffers import Bucket, FlatBuffer, State
 from meshwright.sharding.offload import Prefetcher, StateStore, cut_pieces
 from meshwright.sharding.placement import piece_size
+from meshwright.sharding.remainders import PairedTensor, Values
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+JOINED = 2**22  # masters that are joined at a time where no kernel updates them as they are stored
 
 
 class UpdatePart(NamedTuple):
     """The tensors of a range that this rank owns and whose weights all decay or all don't. `weights` are the model's
-    own weights, where they are narrower than the masters."""
+    own weights, where they are narrower than the masters; masters of int16 are the weights' remainders."""
 
     decay: bool
     master: Tensor
@@ -47,8 +50,9 @@ class DecayRange(NamedTuple):
 
 class FlatState:
     """The masters and moments of one buffer. Each is a store with one tensor per bucket, of this rank's share of it.
-    `in_place` says that the model's own weights are the masters, `ready` that updates use all stores as they are; else
-    a prefetcher copies them in pieces."""
+    `in_place` says that the model's own weights are the masters, `paired` that they are one half of them and the first
+    store holds the remainders; `ready` that updates use all stores as they are; else a prefetcher copies them in
+    pieces."""
 
     def __init__(self, buffer: FlatBuffer, config: OptimizerConfig, offload: OffloadConfig) -> None:
         self.buffer = buffer
@@ -63,12 +67,15 @@ class FlatState:
         def new(dtype: torch.dtype) -> StateStore:
             return StateStore(sizes, dtype, buffer.device, offload.optimizer, Path(offload.path))
 
-        self.stores = [StateStore.existing(own) if self.in_place else new(master_dtype)]
-        if not self.in_place:
-            for master, params in zip(self.master, own, strict=True):
+        halves = (buffer.key.dtype, master_dtype) == (torch.bfloat16, torch.float32)
+        self.paired = halves and offload.optimizer == offload.params == "none"
+        masters = StateStore.existing(own) if self.in_place else new(torch.int16 if self.paired else master_dtype)
+        if not self.in_place and not self.paired:
+            for master, params in zip(masters.shares, own, strict=True):
                 master.copy_(params)
-        self.stores += [new(state_dtype) for _ in MOMENTS if config.name == "adamw"]
-        ready = all(store.ready_in_place(buffer.device, self.dtype) for store in self.stores)
+        self.stores = [masters, *(new(state_dtype) for _ in MOMENTS if config.name == "adamw")]
+        brought = self.stores[1:] if self.paired else self.stores
+        ready = all(store.ready_in_place(buffer.device, self.dtype) for store in brought)
         self.ready = ready and buffer.grads.dtype == self.dtype
         self._ranges = list(self._find_ranges())
         if self.ready:
@@ -76,11 +83,15 @@ class FlatState:
         else:
             limit = piece_size(int(offload.buffer_mib * 2**20 // self.dtype.itemsize), sizes)
             self._order = cut_pieces(sizes, list(reversed(range(len(sizes)))), limit)
-            self._prefetcher = Prefetcher(self.stores, buffer.device, self.dtype, limit)
+            self._prefetcher = Prefetcher(brought, buffer.device, self.dtype, limit)
 
     @property
-    def master(self) -> list[Tensor]:
-        return self.stores[0].shares
+    def master(self) -> list[Values]:
+        """The masters of each share."""
+        stored = self.stores[0].shares
+        if not self.paired:
+            return list(stored)
+        return [PairedTensor(b.own_params, rest) for b, rest in zip(self.buffer.buckets, stored, strict=True)]
 
     def _find_ranges(self) -> Iterator[DecayRange]:
         """Yields the ranges to update, joined across buckets where possible, so that few fused calls update everything.
@@ -120,9 +131,11 @@ class FlatState:
     def _prefetched(self) -> Iterator[tuple[list[UpdatePart], list[Bucket]]]:
         # Weights that are themselves updated in copied pieces are complete only when the last has been copied back.
         late = self.in_place and not self.stores[0].ready_in_place(self.buffer.device, self.dtype)
-        for piece, (master, *moments) in self._prefetcher.run(self._order):
+        for piece, brought in self._prefetcher.run(self._order):
             bucket, parts = self.buffer.buckets[piece.share], []
             grad = bucket.own_grads[piece.low : piece.high].to(self.dtype)
+            kept = [self.stores[0].shares[piece.share][piece.low : piece.high]] if self.paired else []
+            master, *moments = kept + brought
             for _, low, high, decay in (found for found in self._ranges if found.bucket is bucket):
                 low, high = max(low, piece.low), min(high, piece.high)
                 if low < high:
@@ -137,6 +150,22 @@ class FlatState:
 def _from(share: Tensor, low: int, high: int) -> Tensor:
     """Returns elements low to high of a share. Unlike a slice, they may reach into the next shares in memory."""
     return share.as_strided((high - low,), (1,), share.storage_offset() + low)
+
+
+def _joined(parts: list[UpdatePart]) -> Iterator[list[UpdatePart]]:
+    """Yields what is updated at once, with masters in full: first the parts that have them, and then the others in
+    pieces. A piece is joined from weights and remainders, which are set when the next one is asked for."""
+    yield [part for part in parts if part.master.dtype != torch.int16]
+    for decay, master, grad, moments, weights in (part for part in parts if part.master.dtype == torch.int16):
+        assert weights is not None
+        if master.is_meta:
+            continue  # a dry run's update is the kernel's, which joins nothing in memory
+        for low in range(0, master.numel(), JOINED):
+            at = slice(low, low + JOINED)
+            paired = PairedTensor(weights[at], master[at])
+            piece = paired.join()
+            yield [UpdatePart(decay, piece, grad[at], tuple(moment[at] for moment in moments), None)]
+            paired[:] = piece
 
 
 class FlatOptimizer:
@@ -167,7 +196,8 @@ class FlatOptimizer:
     def tensors(self) -> Iterator[State]:
         """Yields every state that a checkpoint must hold."""
         for state in self.states:
-            for name, store in zip(("param", *MOMENTS), state.stores, strict=False):
+            yield State("param", state.buffer, state.master)
+            for name, store in zip(MOMENTS, state.stores[1:], strict=False):
                 yield State(name, state.buffer, store.shares)
         for buffer in self.frozen:
             yield State("param", buffer, [bucket.own_params for bucket in buffer.buckets])
@@ -175,8 +205,8 @@ class FlatOptimizer:
     def publish(self) -> None:
         """Brings the model's weights up to date after a load has set the masters."""
         for state in self.states:
-            if not state.in_place:
-                for bucket, master in zip(state.buffer.buckets, state.master, strict=True):
+            for bucket, master in zip(state.buffer.buckets, state.stores[0].shares, strict=True):
+                if not (state.in_place or state.paired):
                     bucket.own_params.copy_(master)
             for bucket in reversed(state.buffer.buckets):
                 self.updated(bucket)
@@ -185,7 +215,8 @@ class FlatOptimizer:
     def on_device(self) -> bool:
         """Whether `step_on_device` can run: a fused pass over float32 masters, with numbers from the device."""
         return self.config.name == "adamw" and bool(self.states) and all(
-            state.ready and kernels_take(*state.master, state.buffer.buckets[0].own_params, state.buffer.grads)
+            state.ready
+            and kernels_take(*state.stores[0].shares, state.buffer.buckets[0].own_params, state.buffer.grads)
             for state in self.states
         )  # fmt: skip
 
@@ -219,11 +250,12 @@ class FlatOptimizer:
         """Makes one update with gradients / divisor."""
         self.updates += 1
         for parts, done in self._portions():
-            for decay in (True, False):
-                self._update([part for part in parts if part.decay == decay], decay, lr, divisor)
-            for part in parts:
-                if part.weights is not None:
-                    part.weights.copy_(part.master)
+            for whole in _joined(parts):
+                for decay in (True, False):
+                    self._update([part for part in whole if part.decay == decay], decay, lr, divisor)
+                for part in whole:
+                    if part.weights is not None:
+                        part.weights.copy_(part.master)
             for bucket in done:
                 self.updated(bucket)
 

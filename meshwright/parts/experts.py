@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshwright.layout.params import Box, Init, ParamRecord, whole
-from meshwright.parts.gpt import ZEROS, MLPPart
+from meshwright.parts.gpt import ZEROS
+from meshwright.parts.mlp import MLPPart
 from meshwright.parts.part import (
     Collective,
     Coordinate,
@@ -79,6 +80,8 @@ class ExpertsPart(Part):
     mlp: MLPPart  # one expert; its `ffn` is cut over etp
     shared: MLPPart | None = None
 
+    has_experts = True
+
     def experts(self, at: Coordinate) -> int:
         """The experts of one rank."""
         return self.routing.count // at.size("ep")
@@ -98,6 +101,19 @@ class ExpertsPart(Part):
     def sent_rows(self, at: Coordinate, batch: MicroBatch) -> int:
         """The rows that a rank sends to experts; as many arrive where the experts are balanced."""
         return self.routing.slots(self.gathered_rows(at, batch))
+
+    def computed_rows(self, at: Coordinate, batch: MicroBatch) -> int:
+        """The rows that the experts of a rank compute: as many as it sends, or more on the busiest rank."""
+        return round(self.sent_rows(at, batch) * (batch.imbalance if self.uneven(at) else 1.0))
+
+    def uneven(self, at: Coordinate) -> bool:
+        """Whether ranks may get different numbers of rows."""
+        return at.size("ep") > 1 and self.routing.capacity is None
+
+    @property
+    def idle(self) -> int:
+        weights = (3 if self.mlp.gated else 2) * self.mlp.ffn * self.mlp.hidden
+        return (self.routing.count - self.routing.top_k) * weights
 
     def records(self, at: Coordinate, name: str) -> Records:
         count, hidden = self.routing.count, self.mlp.hidden
@@ -135,17 +151,17 @@ class ExpertsPart(Part):
             yield LossTerm("router z", self.routing.z_loss)
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        rows, width, hidden, local = self.sent_rows(at, batch), self.width(at), self.mlp.hidden, self.experts(at)
+        rows, width, hidden, local = self.computed_rows(at, batch), self.width(at), self.mlp.hidden, self.experts(at)
         up = 2 * width if self.mlp.gated else width
         products = (
             Product("router", self.own_rows(at, batch), self.routing.count, hidden, precise=True),
-            Product("expert up", rows, up, hidden, precise=True, groups=local),
-            Product("expert down", rows, hidden, width, precise=True, groups=local),
+            Product("expert up", rows, up, hidden, precise=kernels.own, groups=local),
+            Product("expert down", rows, hidden, width, precise=kernels.own, groups=local),
         )
         # Rows are copied to the experts and summed on their way back; the activation reads and writes between.
         moved = float(rows * (up + width + 3 * hidden) * batch.element)
         found = Work(products, moved=moved, kernels=24)
-        return found + self.shared.work(at, batch, kernels) if self.shared is not None else found
+        return found + self.shared.work(at, batch, replace(kernels, pieces=1)) if self.shared is not None else found
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
         """Yields the calls of experts that get equal numbers of rows.
@@ -159,7 +175,7 @@ class ExpertsPart(Part):
             yield Collective("forward", "ep", "all_to_all", self.count_bytes, replayed=True)
         rows = self.sent_rows(at, batch)
         for each in self.exchanges(batch):
-            yield Collective(each.phase, "ep", "all_to_all", rows * each.row_bytes)
+            yield Collective(each.phase, "ep", "all_to_all", rows * each.row_bytes, routed=self.uneven(at))
         if self.routing.has_losses:
             sequences = batch.sequences if self.routing.aux_level == "sequence" else 1
             sums = sequences * (2 * self.routing.count + 2) * batch.wide
@@ -204,7 +220,7 @@ class ExpertsPart(Part):
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         """Yields what the router, the experts and the way to them keep."""
         e, wide, k, count = batch.element, batch.wide, self.routing.top_k, self.routing.count
-        own, gathered, rows = self.own_rows(at, batch), self.gathered_rows(at, batch), self.sent_rows(at, batch)
+        own, gathered, rows = self.own_rows(at, batch), self.gathered_rows(at, batch), self.computed_rows(at, batch)
         up = (2 if self.mlp.gated else 1) * self.width(at)
         row = self.mlp.hidden * e
         whole = at.cuts_experts_alike and not at.splits_tokens  # every rank has all tokens, and routes a part of them
@@ -218,14 +234,14 @@ class ExpertsPart(Part):
         yield Kept("expert features", rows * (up * e + wide))
         yield Kept("expert rows", 3 * rows * INDEX_BYTES)
         if self.shared is not None:
-            yield from self.shared.kept(at, batch, kernels)
+            yield from self.shared.kept(at, batch, replace(kernels, pieces=1))
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Returns the bytes of the gradient's rows, as they arrive and as the experts take them, and of the gradient of
         the last product's input. Where the activation is not gated, its own gradient comes on top."""
         copies = 2 if at.size("ep") > 1 else 1
         features = self.width(at) * (1 if self.mlp.gated else 4)
-        return float(self.sent_rows(at, batch) * (copies * self.mlp.hidden + features) * batch.element)
+        return float(self.computed_rows(at, batch) * (copies * self.mlp.hidden + features) * batch.element)
 
 
 def _expert_record(

@@ -78,6 +78,7 @@ class NormPart(Part):
     bias: bool = False
     keeps_output: bool = True
     fuses: bool = True  # with the product after it, where kernels do that
+    of_mlp: bool = False  # the MLP after it may be computed in pieces, and then it is computed apart
 
     def records(self, at: Coordinate, name: str) -> Records:
         shape = (self.width,)
@@ -103,12 +104,17 @@ class NormPart(Part):
             yield Kept("input" if e == wide else "wide input", rows * self.width * wide)
             yield Kept("normed input", rows * self.width * wide)
             yield Kept("statistics", rows * wide)
-        if self.keeps_output and not (kernels.fused and self.fuses and self.kind == "rmsnorm"):
+        if self.keeps_output and not self._fuses(kernels):
             yield Kept("output", stream)
+
+    def _fuses(self, kernels: Kernels) -> bool:
+        """Whether the product after it computes it."""
+        apart = not self.fuses or (self.of_mlp and kernels.pieces > 1)
+        return kernels.fused and self.kind == "rmsnorm" and not apart
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """The gradient of the input and the normed input, which a fused RMS norm makes again in one pass."""
-        fused = kernels.fused and self.fuses and self.kind == "rmsnorm" and self.keeps_output
+        fused = self._fuses(kernels) and self.keeps_output
         return 2.0 * batch.rows(at) * self.width * batch.element if fused else 0.0
 
 
@@ -248,76 +254,6 @@ class AttentionPart(Part):
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         shared = kernels.own and at.size("cp") > 1
         return context_working(at, batch, *self.own_heads(at), self.head_dim) if shared else 0.0
-
-
-@dataclass(frozen=True)
-class MLPPart(Part):
-    """The feed-forward part, cut over tp by its inner features."""
-
-    kind: str  # gelu, gelu_tanh, quick_gelu, relu, or one that is gated: swiglu, geglu, reglu
-    hidden: int
-    ffn: int
-    init: Init
-    out_init: Init
-    bias: bool = False
-
-    @property
-    def gated(self) -> bool:
-        return self.kind.endswith("glu")
-
-    @property
-    def first(self) -> str:
-        """The name of the first projection, which holds the gate and the rest of a gated MLP."""
-        return "gate_up" if self.gated else "up"
-
-    def width(self, at: Coordinate) -> int:
-        """The inner features of one tp rank."""
-        return self.ffn // at.size("tp")
-
-    def records(self, at: Coordinate, name: str) -> Records:
-        width, key = self.width(at), self.first
-        first = at.index("tp") * width
-        parts: tuple[tuple[int, int, int], ...] = ((first, width, 0),)
-        total = self.ffn
-        if self.gated:
-            parts, total = (*parts, (self.ffn + first, width, width)), 2 * self.ffn
-        records = {f"{key}.weight": rows_of(f"{name}.{key}.weight", parts, total, (self.hidden,), self.init)}
-        if self.bias:
-            records[f"{key}.bias"] = rows_of(f"{name}.{key}.bias", parts, total, (), ZEROS, decay=False)
-        return records | row_records(at, name, "down", (self.hidden, self.ffn), self.out_init, self.bias)
-
-    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        f, tokens = self.width(at), batch.tokens(at)
-        up = 2 * f if self.gated else f
-        products = (
-            Product("up", tokens, up, self.hidden),
-            Product("down", tokens, self.hidden, f, scattered=True),
-        )
-        return Work(products, moved=float(tokens * (up + f) * batch.element), kernels=6)
-
-    def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        yield from column_calls(at, batch, self.hidden)
-        yield from row_calls(at, batch, self.hidden)
-
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields what the activation keeps. Gated: both halves, the gate's activation and the result, or of SwiGLU only
-        the halves where the next product recomputes the rest. Others: the activation's input and result, of which ReLU
-        needs one; uncompiled, the quick GELU also keeps its sigmoid."""
-        copies: float = {"relu": 1.0, "quick_gelu": 2.0 if kernels.fused else 3.0}.get(self.kind, 2.0)
-        if self.gated:
-            copies = 2.0 if self._recomputes_swiglu(at, kernels) else kernels.gate_copies
-        yield Kept("mlp", batch.tokens(at) * self.width(at) * batch.element * copies)
-
-    def _recomputes_swiglu(self, at: Coordinate, kernels: Kernels) -> bool:
-        """Whether the second product recomputes SwiGLU in backward: not where it adds a bias itself."""
-        return kernels.fused and self.kind == "swiglu" and not (self.bias and at.size("tp") == 1)
-
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the widest tensors' gradients, and of SwiGLU's result where it is recomputed."""
-        widths = 2
-        if self.gated:
-            widths = 3 if self._recomputes_swiglu(at, kernels) else 5
-        return float(batch.tokens(at) * self.width(at) * batch.element * widths)
 
 
 def vocabulary_rows(vocab: int, at: Coordinate) -> int:

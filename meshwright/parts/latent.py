@@ -27,6 +27,7 @@ class LatentAttentionPart(Part):
     out_init: Init
     norm_eps: float = 1e-5
     dropout: float = 0.0
+    scores_factor: float = 1.0  # of all scores, beside the square root of the width of keys
 
     @property
     def head_dim(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from meshwright.layout.params import ParamRecord
 Records = dict[str, ParamRecord]
 
 
-def _hash_once(self: Any) -> int:
+def hash_once(self: Any) -> int:
     """Hashes a value once and remembers it: the planner's caches are keyed by these values, and hashing a model of a
     hundred blocks at each lookup is slow."""
     found = self.__dict__.get("_hash")
@@ -41,7 +41,7 @@ class Coordinate:
     sequence_parallel: bool = False
     context: str = "ring"  # how ranks along cp share their tokens (see `context.kind`)
 
-    __hash__ = _hash_once
+    __hash__ = hash_once
 
     @cached_property
     def _axes(self) -> dict[str, tuple[int, int]]:
@@ -49,10 +49,18 @@ class Coordinate:
 
     def size(self, axis: str) -> int:
         """Returns the size of an axis, or of a product of axes as in "tp-cp"."""
-        return math.prod(self._axes.get(word, (1, 0))[0] for word in axis.split("-"))
+        if "-" not in axis:
+            return self._axes.get(axis, (1, 0))[0]
+        return math.prod(self.size(word) for word in axis.split("-"))
 
     def index(self, axis: str) -> int:
         return self._axes.get(axis, (1, 0))[1]
+
+    @cached_property
+    def dense(self) -> Coordinate:
+        """The place along the axes that cut everything but experts."""
+        axes = tuple(each for each in self.axes if each[0] not in ("ep", "etp"))
+        return self if len(axes) == len(self.axes) else replace(self, axes=axes)
 
     @property
     def splits_tokens(self) -> bool:
@@ -77,15 +85,16 @@ def coordinate_of(layout: Layout, rank: int, sequence_parallel: bool, context: s
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch: the number of sequences, their length, the bytes of one activation, and whether attention stays
-    within a document, which needs a mask."""
+    """One micro-batch: the number of sequences, their length, the bytes of one activation, whether attention stays
+    within a document, which needs a mask, and how unevenly tokens fall on experts."""
 
     sequences: int
     seq: int
     element: int = 2
     documents: bool = False
+    imbalance: float = 1.0  # rows of the busiest rank's experts over the mean
 
-    __hash__ = _hash_once
+    __hash__ = hash_once
 
     def tokens(self, at: Coordinate) -> int:
         """Returns the tokens that a rank's products work on; all tp ranks of a group work on the same ones."""
@@ -107,7 +116,7 @@ class Product:
 
     `linear`: one factor is a weight. `scattered`: under sequence parallelism each tp rank keeps only its own rows of
     the result. `precise`: it runs in bf16 where others run in fp8. `groups`: the m rows are divided among so many
-    weights.
+    weights; 0: there is one, for all rows. `again`: in backward it is computed once more, whatever else is recomputed.
     """
 
     name: str
@@ -118,7 +127,8 @@ class Product:
     linear: bool = True
     scattered: bool = False
     precise: bool = False
-    groups: int = 1
+    groups: int = 0
+    again: bool = False
 
     @property
     def flops(self) -> float:
@@ -150,7 +160,8 @@ class Work:
 class Collective:
     """One rank's `times` equal calls for one micro-batch; `payload` is the whole logical tensor in bytes. `repeated`:
     backward repeats a call of forward, and only a weight gradient waits for it. `replayed`: a recomputation takes what
-    arrived in the first pass instead of calling again."""
+    arrived in the first pass instead of calling again. `routed`: the payload is that of balanced experts, and a busy
+    rank exchanges more."""
 
     phase: str
     axis: str
@@ -159,6 +170,7 @@ class Collective:
     times: int = 1
     repeated: bool = False
     replayed: bool = False
+    routed: bool = False
 
 
 class LossTerm(NamedTuple):
@@ -170,11 +182,12 @@ class LossTerm(NamedTuple):
 
 class Kept(NamedTuple):
     """A tensor that is kept for backward. `core`: the attention core produces it, so recomputing the core saves its
-    memory."""
+    memory. `passing`: it exists only while its part's backward runs."""
 
     name: str
     size: float
     core: bool = False
+    passing: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,14 +202,17 @@ class Kernels:
     mask_bytes: float = 0.0  # per element of a dropout mask; 0: as many as an activation has
     logit_bytes: float = 0.0  # per logit, at the peak of a loss that makes all logits at once; 0: our loss in pieces
     host: bool = False  # a CPU's kernels keep other things
+    pieces: int = 1  # of our MLPs, over tokens
     own: bool = True  # our kernels; of other programs only what they keep is known, not their temporary memory
 
-    __hash__ = _hash_once
+    __hash__ = hash_once
 
 
 class Part:
     """The base of all parts, whose statements are empty. A concrete part is a frozen dataclass of its sizes, and
     `nn/build.py` names the module that computes it."""
+
+    has_experts = False  # whether it is cut along the axes of experts
 
     def records(self, at: Coordinate, name: str) -> Records:
         """Returns the parameters that a rank holds, by their name in the part's module; `name` begins their global
@@ -206,6 +222,11 @@ class Part:
     def losses(self) -> Iterable[LossTerm]:
         """Returns the terms that the part adds to the loss."""
         return ()
+
+    @property
+    def idle(self) -> int:
+        """The parameters that a token does not use."""
+        return 0
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         """Returns what the forward of one micro-batch computes."""
@@ -239,7 +260,15 @@ class Unit:
 
     parts: tuple[NamedPart, ...]
 
-    __hash__ = _hash_once
+    __hash__ = hash_once
+
+    @cached_property
+    def has_experts(self) -> bool:
+        return any(part.has_experts for _, _, part in self.parts)
+
+    def seen_by(self, at: Coordinate) -> Coordinate:
+        """Returns what of a coordinate the unit depends on, by which the planner remembers its figures."""
+        return at if self.has_experts else at.dense
 
     def records(self, at: Coordinate, prefix: str = "") -> Records:
         return {
@@ -273,7 +302,7 @@ class BlockUnit(Unit):
     dropout: float = 0.0
     post_norm: bool = False
 
-    __hash__ = _hash_once
+    __hash__ = hash_once
 
     @property
     def branches(self) -> list[tuple[NamedPart, NamedPart]]:
@@ -336,7 +365,7 @@ class Model:
     predictions: int = 0  # tokens of a sample that are predicted, where they are chosen ones; 0: all
     terms: tuple[str, ...] = ("loss",)  # of the loss, beside those that parts of blocks add
 
-    __hash__ = _hash_once
+    __hash__ = hash_once
 
     def units(self, stage: Stage) -> Iterator[tuple[str, str, Unit]]:
         """Yields the units of a stage in the order of forward: module key, prefix of global names, unit."""
@@ -387,3 +416,9 @@ ALONE = Coordinate()
 def parameter_count(model: Model) -> int:
     """Returns the number of parameters of a whole model."""
     return sum(record.numel for record in model.records(ALONE).values())
+
+
+def active_parameters(model: Model) -> int:
+    """Returns the number of parameters that one token uses: of a mixture, the experts that it goes to."""
+    idle = (count * part.idle for block, count in model.kinds for _, _, part in block.parts)
+    return parameter_count(model) - sum(idle)

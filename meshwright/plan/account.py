@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from meshwright.layout.rows import ORDERS, balance, causal_work
-from meshwright.parts.part import parameter_count
+from meshwright.parts.part import active_parameters, parameter_count
 from meshwright.plan.communication import Traffic, all_ranks, by_axis
 from meshwright.plan.cost import Cost
 from meshwright.plan.flops import model_flops
@@ -23,18 +23,21 @@ DAY = 86400.0
 
 def layout_of_cost(cost: Cost) -> dict[str, Any]:
     """Returns the choices that a plan makes, by the names that --layout uses."""
-    c = cost.job.config
+    c, layout = cost.job.config, cost.job.layout
     return {
-        "tp": c.layout.tp, "pp": c.layout.pp, "dp": cost.job.layout.dp, "cp": c.layout.cp, "chunks": c.layout.chunks,
+        "tp": c.layout.tp, "pp": c.layout.pp, "dp": layout.dp, "cp": c.layout.cp,
+        **({"ep": layout.ep, "etp": layout.etp} if c.model.experts.count else {}), "chunks": c.layout.chunks,
         "order": c.layout.order, "sequence_parallel": c.layout.sequence_parallel and c.layout.tp > 1,
         "schedule": c.pipeline.schedule, "micro_batch": c.train.micro_batch, "zero": c.zero.stage,
-        "recompute": c.recompute.mode, "split": list(c.pipeline.split),
+        "recompute": c.recompute.mode, "offload": c.recompute.offload, "pieces": c.recompute.pieces,
+        "split": list(c.pipeline.split),
     }  # fmt: skip
 
 
 def layout_words(layout: dict[str, Any]) -> str:
     """Describes a layout in a few words; defaults are left out."""
-    plain = {"split": [], "cp": 1, "chunks": 1, "order": "tp-cp-ep-dp-pp", "schedule": default_kind(1)}
+    plain: dict[str, Any] = {"split": [], "cp": 1, "chunks": 1, "order": "tp-cp-ep-dp-pp", "schedule": default_kind(1)}
+    plain |= {"offload": False, "pieces": 1}
     names = {"sequence_parallel": "sp", "micro_batch": "micro-batch"}
     return ", ".join(
         f"{names.get(key, key)} {_value(value)}" for key, value in layout.items() if plain.get(key) != value
@@ -47,6 +50,33 @@ def _value(value: Any) -> str:
         return str(value).lower()
     runs = ((layers, len(list(stages))) for layers, stages in groupby(value))
     return "+".join(f"{times}x{layers}" if times > 1 else str(layers) for layers, times in runs)
+
+
+def parameters_words(job: Job) -> str:
+    """Returns the size of a model in words; of a mixture also what a token uses."""
+    found = f"{count(parameter_count(job.model))} parameters"
+    if not job.config.model.experts.count:
+        return found
+    return f"{found} (a token uses {count(active_parameters(job.model))})"
+
+
+def experts_json(job: Job) -> dict[str, Any]:
+    """Returns how a mixture of experts is divided, under the key `experts`; nothing for dense models."""
+    e, layout = job.config.model.experts, job.layout
+    if not e.count:
+        return {}
+    here = {"count": e.count, "top_k": e.top_k, "ep": layout.ep, "etp": layout.etp, "edp": layout.edp}
+    return {"experts": here | {"per_rank": e.count // layout.ep}}
+
+
+def experts_words(job: Job) -> str:
+    """Returns the same in words, empty for dense models."""
+    found = experts_json(job).get("experts")
+    if not found:
+        return ""
+    words = f"{found['count']} experts, {found['top_k']} for a token; ep {found['ep']}, etp {found['etp']}: "
+    words += f"{count(found['per_rank'])} on a rank"
+    return words + (f" ({found['edp']} copies)" if found["edp"] > 1 else "")
 
 
 def whole_run(cost: Cost, tokens: float) -> dict[str, float]:
@@ -82,6 +112,7 @@ def as_json(cost: Cost, tokens: float | None = None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "cluster": cost.cluster.name, "stack": job.stack.name, "devices": job.world, "layout": layout_of_cost(cost),
         "precision": job.config.train.precision, "parameters": parameter_count(job.model),
+        "active_parameters": active_parameters(job.model), **experts_json(job), "imbalance": job.imbalance,
         "global_batch": job.global_batch, "seq": job.config.model.seq,
         "micro_batches": job.micro_batches, "step_time_s": cost.step_s,
         "tokens_per_s": cost.tokens_per_s_device * job.world, "tokens_per_s_per_device": cost.tokens_per_s_device,
@@ -138,8 +169,10 @@ def report(cost: Cost, tokens: float | None = None) -> str:
     """Returns the same as `as_json`, as text for people."""
     job, c = cost.job, cost.job.config
     m = as_json(cost, tokens)
+    words = experts_words(job)
     lines = [
-        f"{count(m['parameters'])} parameters on {job.world} x {cost.cluster.device.name}: {layout_words(m['layout'])}",
+        f"{parameters_words(job)} on {job.world} x {cost.cluster.device.name}: {layout_words(m['layout'])}",
+        *([words] if words else []),
         f"global batch {job.global_batch} x {c.model.seq} tokens, {job.micro_batches} micro-batches, "
         f"{c.train.precision}, stack {job.stack.name}",
         "",
@@ -158,7 +191,7 @@ def report(cost: Cost, tokens: float | None = None) -> str:
         hidden = percent(axis.hidden / axis.seconds) if axis.seconds else "-"
         time, everybody = seconds(axis.seconds) if axis.seconds else "-", size(m["ledger"][name]["wire_bytes"])
         rows.append((name, f"{traffic.calls:,}", size(traffic.wire_bytes), time, hidden, everybody))
-    lines += [table(rows) if cost.traffic else "  no communication", ""]
+    lines += [table(rows) if cost.traffic else "  no communication", *_about_ep(cost), ""]
     stages = [("stage (one micro-batch)", "forward", "backward", "TFLOP forward", "parameters")]
     pp = job.layout.pp
     for rank in range(pp) if pp <= 6 else (0, 1, pp - 2, pp - 1):
@@ -168,6 +201,19 @@ def report(cost: Cost, tokens: float | None = None) -> str:
     if tokens:
         lines += ["", _run_lines(m["run"])]
     return "\n".join(lines)
+
+
+def _about_ep(cost: Cost) -> list[str]:
+    """Says what the bytes over ep suppose."""
+    if "ep" not in cost.traffic:
+        return []
+    if cost.job.config.model.experts.capacity is not None:
+        return ["  The capacity fixes the bytes over ep."]
+    lines = ["  Bytes over ep are those of balanced experts: what a rank sends depends on what its tokens choose."]
+    if cost.job.imbalance > 1:
+        text = f"{cost.job.imbalance:g} times the mean rows, in time and memory."
+        lines.append(f"  The busiest rank's experts are taken to have {text}")
+    return lines
 
 
 def _memory_lines(memory: dict[str, Any]) -> str:

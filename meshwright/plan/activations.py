@@ -29,17 +29,18 @@ def unit_kept(
 ) -> KeptBytes:
     """Returns the bytes of a unit under a recompute mode. `selective` says what the mode of this name recomputes: the
     share of a block's linear products, and whether it recomputes the attention core."""
-    kept, working = unit.kept(at, batch, kernels), unit.working(at, batch, kernels)
-    everything = sum(each.size for each in kept)
+    stated, working = unit.kept(at, batch, kernels), unit.working(at, batch, kernels)
+    kept = [each for each in stated if not each.passing]
+    everything, passing = sum(each.size for each in kept), sum(each.size for each in stated if each.passing)
     if not isinstance(unit, BlockUnit) or mode == "none":
-        return KeptBytes(everything, 0.0, working)
+        return KeptBytes(everything, passing, working)
     stream = batch.rows(at) * unit.hidden * batch.element
     share, core = selective
     if mode == "selective" and core:
         dropped = sum(each.size for each in kept if each.core)
-        return KeptBytes(everything - dropped, dropped if not kernels.fused_attention else 0.0, working)
+        return KeptBytes(everything - dropped, passing + (dropped if not kernels.fused_attention else 0.0), working)
     if mode == "selective" and not share:
-        return KeptBytes(everything, 0.0, working)
+        return KeptBytes(everything, passing, working)
     if mode == "selective":
         # The block's input, the attention output and this share of the products' results are kept.
         products = [product for product in unit.work(at, batch, kernels).products if product.linear]
@@ -50,7 +51,7 @@ def unit_kept(
         return KeptBytes(held, everything - held, working)
     # The input of the recomputed blocks is kept already, and their first norm saves the same tensor.
     shared = stream if any(each.name == "input" for each in kept) else 0.0
-    return KeptBytes(everything, -shared, working)
+    return KeptBytes(everything, passing - shared, working)
 
 
 class BackwardUnit(NamedTuple):
@@ -68,6 +69,7 @@ class ChunkBytes:
     kept: float  # after its forward
     loss: float  # temporary workspace of the loss
     backward: tuple[BackwardUnit, ...]  # at whose backward the peak can occur: the first and the last few
+    offloaded: float = 0.0  # in host memory after its forward
 
 
 def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
@@ -75,26 +77,34 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     together, mode = job.config.recompute.blocks, job.config.recompute.mode
     stream = job.batch.rows(job.at) * job.model.hidden * job.batch.element
     selective = (job.stack.selective, job.stack.selective_core)
-    units = [unit_kept(unit, job.at, job.batch, job.kernels, mode, selective) for _, _, unit in job.model.units(stage)]
+    units = [
+        unit_kept(unit, unit.seen_by(job.at), job.batch, job.kernels, mode, selective)
+        for _, _, unit in job.model.units(stage)
+    ]
     first, last = int(stage.first), len(units) - int(stage.last)
     # Ranges of units that are kept and released together: single units, or runs of blocks recomputed together.
     parts = [(at, at + 1) for at in range(len(units))]
     if together:
         runs = [(at, min(at + together, last)) for at in range(first, last, together)]
         parts = [*parts[:first], *runs, *parts[last:]]
-    kept, again = [], []
-    for begin, end in parts:
+    kept, again, away = [], [], _offloaded(job, stage, len(parts) - first - int(stage.last))
+    for number, (begin, end) in enumerate(parts, start=-first):
         inside = units[begin:end]
         if together and first <= begin < last:
-            kept.append(stream if job.states.checkpoints_on == "device" else 0.0)
-            again.append(sum(each.lasting for each in inside) + inside[0].again)
+            kept.append(0.0 if number in away or job.states.checkpoints_on != "device" else stream)
+            again.append(sum(each.lasting for each in inside) + inside[0].again + stream * (number in away))
         else:
             kept.append(inside[0].lasting)
             again.append(inside[0].again)
     done = [0.0, *accumulate(reversed(kept))][::-1][1:]  # bytes kept by the parts after each
     shown = {0, 1, *range(len(parts) - 4, len(parts))} & set(range(len(parts)))
+
+    def working(at: int) -> float:
+        """Of its kernels, and the input of the run before where that is brought back from host memory."""
+        return max(each.working for each in units[slice(*parts[at])]) + stream * (at - first - 1 in away)
+
     moments = tuple(
-        BackwardUnit(parts[at][1] - 1, again[at] - done[at], max(each.working for each in units[slice(*parts[at])]))
+        BackwardUnit(parts[at][1] - 1, again[at] - done[at], working(at))
         for at in sorted(shown, reverse=True)
         if at < len(parts) - int(stage.last)  # the head's gradients are computed in forward
     )
@@ -103,7 +113,12 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     masked = job.batch.documents and job.config.model.masks_documents and stage.layers and job.host
     mask = job.batch.sequences * job.batch.seq * (job.batch.seq if job.model.causal else 1) if masked else 0
     loss = units[-1].working if stage.last else 0.0
-    return ChunkBytes(sum(kept) + batch + mask, loss, moments)
+    return ChunkBytes(sum(kept) + batch + mask, loss, moments, stream * len(away))
+
+
+def _offloaded(job: Job, stage: Stage, runs: int) -> range:
+    """Returns which of a chunk's runs of recomputed blocks have their input in host memory; a CPU's is its own."""
+    return range(0) if job.host else job.config.recompute.offloaded(runs, stage.first, stage.last)
 
 
 def chunks_of(job: Job, pp_rank: int) -> list[ChunkBytes]:
@@ -122,10 +137,11 @@ class RankActivations(NamedTuple):
     chunks: list[ChunkBytes]
     after_forward: list[float]
     before_backward: list[float]
+    offloaded: float  # the most of them in host memory
 
 
 def rank_activations(job: Job, pp_rank: int) -> RankActivations:
-    key = ("activations", job.config.recompute.mode, pp_rank)
+    key = ("activations", job.config.recompute, pp_rank)
     if key not in job.known:
         chunks = chunks_of(job, pp_rank)
         job.known[key] = RankActivations(chunks, *bytes_in_flight(job, pp_rank, chunks))
@@ -163,9 +179,9 @@ def micro_batches_to_steady_state(job: Job) -> int:
     return few if drains else m
 
 
-def bytes_in_flight(job: Job, pp_rank: int, chunks: list[ChunkBytes]) -> tuple[list[float], list[float]]:
+def bytes_in_flight(job: Job, pp_rank: int, chunks: list[ChunkBytes]) -> tuple[list[float], list[float], float]:
     """Returns the most bytes of all micro-batches in flight on a rank, each as its forward left it: by chunk, right
-    after a forward of that chunk, and when a backward of it begins."""
+    after a forward of that chunk, and when a backward of it begins; and the most in host memory."""
     c = job.config
     enough = micro_batches_to_steady_state(job)
     forwards, backwards = in_flight(c.pipeline.schedule, c.layout.pp, enough, len(chunks), pp_rank)
@@ -178,4 +194,5 @@ def bytes_in_flight(job: Job, pp_rank: int, chunks: list[ChunkBytes]) -> tuple[l
         return lasting + max(sum(n * each.kept for n, each in zip(flying, chunks, strict=True)) for flying in numbers)
 
     numbers = range(len(chunks))
-    return [most(forwards, chunk) for chunk in numbers], [most(backwards, chunk) for chunk in numbers]
+    away = max(sum(n * each.offloaded for n, each in zip(flying, chunks, strict=True)) for flying, _ in forwards)
+    return [most(forwards, chunk) for chunk in numbers], [most(backwards, chunk) for chunk in numbers], away

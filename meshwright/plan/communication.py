@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
+from meshwright.comm.algorithms import neighbours_on_node
 from meshwright.comm.ledger import wire_bytes
 from meshwright.config.sections import Config, ZeroConfig
 from meshwright.layout import Layout
@@ -195,9 +196,13 @@ def records_once(units: Iterable[tuple[Unit, int]], at: Coordinate) -> Iterator[
             ties |= {tie} if tie else set()
 
 
-@lru_cache(maxsize=20_000)
 def unit_records(unit: Unit, at: Coordinate) -> tuple[ParamRecord, ...]:
     """Returns the parameters of a unit, which are the same wherever it stands in the model."""
+    return _unit_records(unit, unit.seen_by(at))
+
+
+@lru_cache(maxsize=20_000)
+def _unit_records(unit: Unit, at: Coordinate) -> tuple[ParamRecord, ...]:
     return tuple(unit.records(at).values())
 
 
@@ -209,17 +214,21 @@ def dtype_of(record: ParamRecord, precision: str) -> str:
 class PackedBuffer(NamedTuple):
     """A flat buffer and its parameters, which are in the order of backward."""
 
-    shared: tuple[str, str, tuple[str, ...], bool]  # by all: dtype, data axes, further partial axes, whether trained
+    # By all: dtype, data axes, further partial axes, whether trained, whether a reducer that mixes elements sums it.
+    shared: tuple[str, str, tuple[str, ...], bool, bool]
     items: list[tuple[HeldParameter, str]]
     places: list[tuple[int, int]]  # (start, bucket) of each parameter
     buckets: list[tuple[int, int]]  # (start, stop) of each
 
 
 def packed(
-    params: Iterable[tuple[HeldParameter, str]], layout: Layout, bucket_mib: float, zero: ZeroConfig, grad_dtype: str
-) -> Iterator[PackedBuffer]:
-    """Packs parameters (held, dtype), given in the order of forward, into buffers as `sharding` builds them."""
-    keyed = backward_order(params, lambda item: (item[1], *buffer_key(item[0].record)))
+    params: Iterable[tuple[HeldParameter, str]], layout: Layout, bucket_mib: float, zero: ZeroConfig, grad_dtype: str,
+    mixes: bool,
+) -> Iterator[PackedBuffer]:  # fmt: skip
+    """Packs parameters (held, dtype), given in the order of forward, into buffers as `sharding` builds them. `mixes`:
+    see `ReducerPlan`."""
+    mixed_in = layout if mixes else None
+    keyed = backward_order(params, lambda item: (item[1], *buffer_key(item[0].record, mixed_in)))
     for shared, items in keyed.items():
         sizes, units = [held.record.numel for held, _ in items], [held.unit for held, _ in items]
         elements = bucket_elements(bucket_mib * 2**20, grad_bytes(BYTES[shared[0]], BYTES[grad_dtype]))
@@ -253,23 +262,27 @@ def gradients(
     along which the gradients are partial sums. A `reducer` may make other calls for the sums over the data axes.
     """
     zero = zero or ZeroConfig()
-    for shared, items, places, buckets in packed(params, layout, bucket_mib, zero, grad_dtype):
-        dtype, data_axes, partial, trained = shared
+    for shared, items, places, buckets in packed(params, layout, bucket_mib, zero, grad_dtype, reducer.mixes):
+        dtype, data_axes, partial, trained, mixed = shared
+        summing = reducer if mixed or not reducer.mixes else PLAIN_REDUCER
         stage, shards, replicas = shard_axes(layout, zero, data_axes, trained)
         grad, weight = grad_bytes(BYTES[dtype], BYTES[grad_dtype]), BYTES[dtype]
         for number, (start, stop) in enumerate(buckets):
             size = stop - start
             share = size // (layout.size(shards) if shards else 1)
+            inside = [held for (held, _), (_, where) in zip(items, places, strict=True) if where == number]
+            records = [held.record for held in inside]
             if shards is None:
-                sums = [("gradients", data_axes, "all_reduce", size, 1)]
+                sums = [("gradients", data_axes, "all_reduce", size, records, 1)]
             else:
-                sums = [("gradients", shards, "reduce_scatter", size, micro_batches if stage >= 2 else 1)]
-                sums += [("copies", replicas, "all_reduce", share, 1)] if replicas is not None else []
-                inside = (held for (held, _), (_, where) in zip(items, places, strict=True) if where == number)
+                sums = [("gradients", shards, "reduce_scatter", size, records, micro_batches if stage >= 2 else 1)]
+                sums += [("copies", replicas, "all_reduce", share, [], 1)] if replicas is not None else []
                 times = micro_batches * max(held.fetches for held in inside) if stage == 3 else 1
                 yield _over(layout, "weights", "gather", shards, "all_gather", size * weight, times)
-            for source, axes, asked, elements, times in sums if trained else []:
-                for op, payload in reducer.calls(asked, elements, grad, layout.size(axes)):
+            for source, axes, asked, elements, of, times in sums if trained else []:
+                own = reducer is not PLAIN_REDUCER and "." not in axes
+                on_node = neighbours_on_node(layout.group(axes, 0), layout.node_size or layout.world) if own else 1
+                for op, payload in summing.calls(asked, elements, grad, layout.size(axes), of, on_node):
                     yield _over(layout, source, "reduce", axes, op, payload, times)
             for axis in partial:
                 yield _over(layout, "shared gradients", "reduce", axis, "all_reduce", share * grad)
@@ -308,7 +321,7 @@ def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
     params = [(param, dtype_of(param.record, c.train.precision)) for param in parameters(job, held)]
     calls = [*batch(job, held), *(call for stage in held for call in units(job, stage)), *pipeline(job, pp_rank)]
     calls += gradients(
-        params, job.layout, c.comm.bucket_mib, c.zero, job.micro_batches, c.train.grad_dtype, job.reducer
+        params, job.layout, c.comm.bucket_mib, c.zero, job.micro_batches, c.train.grad_dtype, job.sums
     )
     calls += sums(job)
     return [call for call in calls if call.size > 1 and call.times]

@@ -3,19 +3,32 @@ its collectives, priced on a cluster. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
-from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Product, Unit, Work
+from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Product, Unit, Work, hash_once
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import unit_collectives
-from meshwright.plan.efficiency import collective_seconds, product_seconds
+from meshwright.plan.efficiency import ALIGNED, collective_seconds, product_seconds
 from meshwright.plan.flops import unit_work
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
 
 ATTENTION_BACKWARD = 2.5  # the backward of a fused core has five products, its forward two
+CONTEXT_AXES = ("cp", "cp.inner", "cp.outer")
+UNIT_AXES = ("tp", *CONTEXT_AXES, "ep", "etp", "tp-cp")  # over which units communicate
 MOVED_BACKWARD = 1.5  # a backward kernel reads the forward's input and the gradient, and writes one gradient
+
+
+class AxisUse(NamedTuple):
+    """The seconds of a unit's collectives over one axis: exposed in forward and in backward, and hidden."""
+
+    axis: str
+    forward: float = 0.0
+    backward: float = 0.0
+    hidden: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -25,12 +38,8 @@ class UnitTime:
     forward: float
     backward: float
     again: float  # the part of forward that is recomputed before backward
-    tp_forward: float = 0.0  # exposed
-    tp_backward: float = 0.0
-    tp_hidden: float = 0.0
-    flops: float = 0.0  # in forward
-    cp: float = 0.0  # exposed, forward and backward
-    cp_hidden: float = 0.0
+    flops: float  # in forward
+    axes: tuple[AxisUse, ...] = ()
 
     @property
     def computed(self) -> float:
@@ -38,11 +47,11 @@ class UnitTime:
 
     @property
     def whole_forward(self) -> float:
-        return self.forward + self.tp_forward
+        return self.forward + sum(use.forward for use in self.axes)
 
     @property
     def whole_backward(self) -> float:
-        return self.backward + self.again + self.tp_backward + self.cp
+        return self.backward + self.again + sum(use.backward for use in self.axes)
 
 
 @dataclass(frozen=True)
@@ -56,22 +65,37 @@ class Setting:
     stack: Stack
     precision: str
     recompute: str
-    tp_on_node: int
-    cp_on_node: int
+    per_node: tuple[tuple[str, int], ...]  # ranks of a group on one node, by axis
+
+    __hash__ = hash_once
+
+    @cached_property
+    def dense(self) -> Setting:
+        """What everything but experts depends on."""
+        axes = tuple(each for each in self.per_node if each[0] not in ("ep", "etp"))
+        return self if self.at.dense is self.at else replace(self, at=self.at.dense, per_node=axes)
+
+    def on_node(self, axis: str) -> int:
+        return next((count for name, count in self.per_node if name == axis), 1)
 
 
 def setting_of(job: Job, cluster: Cluster, recompute: str | None = None) -> Setting:
     c = job.config
+    axes = [axis for axis in UNIT_AXES if job.at.size(axis) > 1]
     return Setting(
         job.at, job.batch, job.kernels, cluster, job.stack, c.train.precision,
         c.recompute.mode if recompute is None else recompute,
-        ranks_per_node(job.layout, "tp"), ranks_per_node(job.layout, "cp"),
+        tuple((axis, ranks_per_node(job.layout, axis)) for axis in axes),
     )  # fmt: skip
 
 
-@lru_cache(maxsize=50_000)
 def unit_time(unit: Unit, where: Setting) -> UnitTime:
     """Returns the time of one unit and one micro-batch. The embedding and the head are never recomputed."""
+    return _unit_time(unit, where if unit.has_experts else where.dense)
+
+
+@lru_cache(maxsize=50_000)
+def _unit_time(unit: Unit, where: Setting) -> UnitTime:
     cluster, stack = where.cluster, where.stack
     work = unit_work(unit, where.at, where.batch, where.kernels)
     linear, attention, rest = _forward(work, where)
@@ -82,18 +106,21 @@ def unit_time(unit: Unit, where: Setting) -> UnitTime:
     forward = max(linear + attention + rest, launch) + calls
     core = ATTENTION_BACKWARD if stack.fused_attention else 2.0
     # Both gradients of every product with a weight.
-    gradients = [(p, each) for p in work.products if p.linear for each in ((p.m, p.k, p.n), (p.k, p.n, p.m))]
-    backward = sum(_product_seconds(p, each, where) for p, each in gradients) + attention * core + rest * MOVED_BACKWARD
-    backward = max(backward, 2 * launch) + 2 * calls
+    gradients = sum(_product_seconds(p, where, gradient) for p in work.products if p.linear for gradient in (1, 2))
+    backward = max(gradients + attention * core + rest * MOVED_BACKWARD, 2 * launch) + 2 * calls
     again = share = 0.0
     if block and where.recompute == "selective":
         again = (attention if stack.selective_core else 0.0) + stack.selective * (linear + rest)
         share = stack.selective
     elif block and where.recompute != "none":
         again, share = forward, 1.0
-    tp = _tensor_parallel(unit, where, linear, share)
-    cp = _context_parallel(unit, where, attention, share if where.recompute != "selective" else 0.0)
-    return UnitTime(forward, backward, again, *tp, work.flops, *cp)
+    again += sum(_product_seconds(p, where) for p in work.products if p.again)
+    axes = (
+        _tensor_parallel(unit, where, linear, share),
+        _context_parallel(unit, where, attention, share if where.recompute != "selective" else 0.0),
+        *_expert_parallel(unit, where, share),
+    )
+    return UnitTime(forward, backward, again, work.flops, tuple(use for use in axes if any(use[1:])))
 
 
 def _forward(work: Work, where: Setting) -> tuple[float, float, float]:
@@ -101,7 +128,7 @@ def _forward(work: Work, where: Setting) -> tuple[float, float, float]:
     device, e = where.cluster.device, where.cluster.efficiency
     linear = attention = 0.0
     for p in work.products:
-        seconds = _product_seconds(p, (p.m, p.n, p.k), where)
+        seconds = _product_seconds(p, where)
         if p.linear:
             linear += seconds
         else:
@@ -113,56 +140,75 @@ def _forward(work: Work, where: Setting) -> tuple[float, float, float]:
     return linear, attention, work.moved * where.stack.passes / where.cluster.memory_rate
 
 
-def _product_seconds(p: Product, sizes: tuple[int, int, int], where: Setting) -> float:
-    """Returns the seconds of one product. Only products with a weight run in fp8, except the output layer's."""
+def _product_seconds(p: Product, where: Setting, gradient: int = 0) -> float:
+    """Returns the seconds of one product, or of the gradient of its first or second factor. Only products with a weight
+    run in fp8, except the output layer's. Rows that are divided among weights make as many smaller products."""
     cluster = where.cluster
     fp8 = where.precision == "fp8" and p.linear and not p.precise
     precision = "bf16" if where.precision == "fp8" and not fp8 else where.precision
     share = cluster.efficiency.product * (cluster.efficiency.fp8 if fp8 else 1.0)
-    element = where.batch.element
-    return product_seconds(cluster.device, precision, share, cluster.memory_rate, *sizes, p.count, element)
+    m, count = p.m, p.count
+    if p.groups:  # any number of rows goes to a weight, and kernels fill them up
+        m, count = -(-p.m // (p.groups * ALIGNED)) * ALIGNED, p.count * p.groups
+    sizes = ((m, p.n, p.k), (m, p.k, p.n), (p.k, p.n, m))[gradient]
+    return product_seconds(cluster.device, precision, share, cluster.memory_rate, *sizes, count, where.batch.element)
 
 
-def _seconds_by_phase(
-    unit: Unit, where: Setting, axis: str, on_node: int, with_repeated: bool = True
-) -> dict[str, float]:
-    """Returns the seconds of a unit's collectives over one axis, in forward and in backward."""
+class _Phases(NamedTuple):
+    forward: float
+    backward: float
+    again: float  # what a recomputation of all of forward repeats
+
+
+def _seconds(unit: Unit, where: Setting, axes: tuple[str, ...], with_repeated: bool = True) -> _Phases:
+    """Returns the seconds of a unit's collectives over these axes."""
     times = {"forward": 0.0, "backward": 0.0}
+    again = 0.0
     for call in unit_collectives(unit, where.at, where.batch):
-        if call.axis == axis and (with_repeated or not call.repeated):
-            seconds = collective_seconds(where.cluster, call.op, call.payload, where.at.size(axis), on_node)
-            times[call.phase] += call.times * seconds
-    return times
+        if call.axis in axes and (with_repeated or not call.repeated):
+            payload = call.payload * (where.batch.imbalance if call.routed else 1.0)
+            size, per_node = where.at.size(call.axis), where.on_node(call.axis)
+            seconds = call.times * collective_seconds(where.cluster, call.op, payload, size, per_node)
+            times[call.phase] += seconds
+            again += seconds if call.phase == "forward" and not call.replayed else 0.0
+    return _Phases(times["forward"], times["backward"], again)
 
 
-def _tensor_parallel(unit: Unit, where: Setting, linear: float, again: float) -> tuple[float, float, float]:
-    """Returns the exposed forward, exposed backward and hidden seconds of a unit's tp collectives; `again` is the share
-    of forward that is recomputed."""
+def _tensor_parallel(unit: Unit, where: Setting, linear: float, again: float) -> AxisUse:
+    """Returns the use of tp; `again` is the share of forward that is recomputed."""
     if where.at.size("tp") == 1:
-        return 0.0, 0.0, 0.0
+        return AxisUse("tp")
     stack = where.stack
     # Stacks that hide anything hide all gathers that backward repeats, behind the product for the input's gradient.
-    times = _seconds_by_phase(unit, where, "tp", where.tp_on_node, with_repeated=not stack.hide_tp)
-    forward, backward = times["forward"], times["backward"] + again * times["forward"]
+    times = _seconds(unit, where, ("tp",), with_repeated=not stack.hide_tp)
+    forward, backward = times.forward, times.backward + again * times.again
     if not isinstance(unit, BlockUnit):  # the embedding and the head have nothing to hide behind
-        return forward, backward, 0.0
+        return AxisUse("tp", forward, backward)
     room = stack.hide_tp * linear
     hidden_forward, hidden_backward = min(forward * stack.hide_tp, room), min(backward * stack.hide_tp, 2 * room)
-    return forward - hidden_forward, backward - hidden_backward, hidden_forward + hidden_backward
+    hidden = hidden_forward + hidden_backward
+    return AxisUse("tp", forward - hidden_forward, backward - hidden_backward, hidden)
 
 
-def _context_parallel(unit: Unit, where: Setting, attention: float, again: float) -> tuple[float, float]:
-    """Returns the exposed and hidden seconds of the ring over the cp group, which overlaps attention's core."""
+def _context_parallel(unit: Unit, where: Setting, attention: float, again: float) -> AxisUse:
+    """Returns the use of cp. A ring overlaps attention's core; attention waits for everything else."""
     size = where.at.size("cp")
     if size == 1:
-        return 0.0, 0.0
-    times = {"forward": 0.0, "backward": 0.0}
-    for axis in ("cp", "cp.inner", "cp.outer"):
-        for phase, seconds in _seconds_by_phase(unit, where, axis, where.cp_on_node).items():
-            times[phase] += seconds
-    if where.at.context in ("gather", "ulysses"):  # attention waits for these
-        return sum(times.values()) + again * times["forward"], 0.0
-    compute = {"forward": attention * (1 + again), "backward": attention * ATTENTION_BACKWARD}
-    times["forward"] *= 1 + again
-    hidden = sum(min(times[phase], compute[phase] * (size - 1) / size) for phase in times)
-    return sum(times.values()) - hidden, hidden
+        return AxisUse("cp")
+    times = _seconds(unit, where, CONTEXT_AXES)
+    forward, backward = times.forward * (1 + again), times.backward
+    if where.at.context in ("gather", "ulysses"):
+        return AxisUse("cp", 0.0, forward + backward)
+    overlapped = (size - 1) / size * attention
+    hidden = min(forward, overlapped * (1 + again)) + min(backward, overlapped * ATTENTION_BACKWARD)
+    return AxisUse("cp", 0.0, forward + backward - hidden, hidden)
+
+
+def _expert_parallel(unit: Unit, where: Setting, again: float) -> Iterator[AxisUse]:
+    """Yields the uses of ep, of etp and of the axes over which routers' sums go; nothing hides them. What goes over etp
+    is counted with tp where that divides experts too."""
+    alike = where.at.cuts_experts_alike
+    for name, axes in (("ep", ("ep",)), ("tp" if alike else "etp", ("etp",)), ("tp", ("tp-cp",))):
+        if where.at.size(axes[0]) > 1:
+            times = _seconds(unit, where, axes)
+            yield AxisUse(name, times.forward, times.backward + again * times.again)

@@ -7,15 +7,25 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from meshwright.layout.params import DATA_AXES
+from meshwright.parts.experts import EXPERT_DATA_AXES
 from meshwright.parts.part import BlockUnit
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.communication import Traffic, by_axis, by_line, crossings, passed_bytes, stage_calls, unit_records
+from meshwright.plan.communication import Traffic, by_axis, by_line, crossings, passed_bytes, stage_calls
 from meshwright.plan.compute import Setting, setting_of, unit_time
 from meshwright.plan.efficiency import collective_seconds, wait_seconds
 from meshwright.plan.flops import model_flops, recomputed_flops
 from meshwright.plan.job import Job, ranks_per_node, senders_across
 from meshwright.plan.memory import Memory, largest, rank_parameters
-from meshwright.plan.reduction import AxisTime, StageCost, reduce_seconds, sharded_block
+from meshwright.plan.reduction import (
+    AxisTime,
+    StageCost,
+    divided,
+    expert_parameters,
+    reduce_seconds,
+    sharded_block,
+    unit_parameters,
+)
 from meshwright.plan.stack import States
 from meshwright.schedule.kinds import build
 from meshwright.schedule.simulate import Simulation, simulate
@@ -24,6 +34,7 @@ LARGEST_SIMULATED = 12_000  # largest table, in computes, that is simulated; bey
 NORM_BYTES = 4  # the grad norm reads the gradients in a pass of its own, besides the update's traffic
 JITTER = 0.005  # a step waits for its slowest node: share of its time lost per doubling of the nodes
 STEP_CALLS = 2  # small all_reduces over all ranks per step: loss and grad norm, and the counts
+TIMED_AXES = ("tp", "cp", "ep", "etp", "dp", "edp", "pp", "embedding")
 STEP_FLOOR = 2e-3  # seconds per step that nothing else here models: the host's loop, data, logging
 
 RankTimes = tuple[tuple[float, float], ...]  # (forward, backward) seconds of each chunk
@@ -78,14 +89,14 @@ class Cost:
 def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = LARGEST_SIMULATED) -> Cost:
     """Predicts a step. With `exact` the pipeline is timed by its own table if that has at most `largest` computes."""
     where = setting_of(job, cluster)
-    axes = {name: AxisTime() for name in ("tp", "cp", "dp", "pp", "embedding")}
+    axes = {name: AxisTime() for name in TIMED_AXES}
     chunk_times, stages = _stages(job, where, axes)
     send = _send_seconds(job, cluster)
     pipeline, bubble, idle, simulated = _pipeline_seconds(job, chunk_times, send, largest if exact else 0)
     sends = job.micro_batches * max(sum(map(sum, crossings(job, rank))) for rank in range(job.layout.pp))
     axes["pp"].add(sends * send, sends * send * job.stack.hide_pp)
     reduce = reduce_seconds(job, cluster, stages, axes)
-    optimizer = _optimizer_seconds(job, cluster, max(stage.params for stage in stages))
+    optimizer = max(_optimizer_seconds(job, cluster, stage) for stage in set(stages))
     compute = job.micro_batches * max(_compute_only(job, where, rank) for rank in set(job.representative_ranks))
     # A step is longer because nodes vary and all of them wait for each other.
     jitter = 1.0 + JITTER * math.log2(max(1.0, job.world / job.node_size))
@@ -112,7 +123,7 @@ def _stages(job: Job, where: Setting, axes: dict[str, AxisTime]) -> tuple[ChunkT
 def _stage(job: Job, where: Setting, pp_rank: int) -> tuple[RankTimes, StageCost, dict[str, AxisTime]]:
     """Returns the times of one pipeline rank's chunks, their sums, and its communication inside units."""
     m, times, flops = job.micro_batches, [], 0.0
-    inside = {name: AxisTime() for name in ("tp", "cp", "dp")}
+    inside = {name: AxisTime() for name in TIMED_AXES}
     for stage in job.chunks[pp_rank]:
         # On a rank that holds an end of the model, the batch is one small broadcast over tp.
         reads = stage.first or (stage.last and not job.chunks[pp_rank][0].first)
@@ -122,18 +133,17 @@ def _stage(job: Job, where: Setting, pp_rank: int) -> tuple[RankTimes, StageCost
             t = unit_time(unit, where)
             extra, adding = (0.0, 0.0), 0.0
             if isinstance(unit, BlockUnit):
-                extra = sharded_block(job, where, unit, count, inside["dp"])
+                extra = sharded_block(job, where, unit, count, inside)
                 if m > 1:  # adding a weight gradient to the sum over micro-batches reads and writes the sum
-                    numel = sum(record.numel for record in unit_records(unit, job.at))
-                    adding = numel * job.stack.accumulate / where.cluster.memory_rate
+                    adding = sum(unit_parameters(unit, job.at)) * job.stack.accumulate / where.cluster.memory_rate
             forward += count * (t.whole_forward + extra[0])
             backward += count * (t.whole_backward + extra[1] + adding)
             flops += count * t.flops
-            inside["tp"].add(count * m * (t.tp_forward + t.tp_backward + t.tp_hidden), count * m * t.tp_hidden)
-            inside["cp"].add(count * m * (t.cp + t.cp_hidden), count * m * t.cp_hidden)
+            for use in t.axes:
+                inside[use.axis].add(count * m * (use.forward + use.backward + use.hidden), count * m * use.hidden)
         times.append((forward, backward))
-    params = rank_parameters(job, pp_rank)
-    return tuple(times), StageCost(sum(f for f, _ in times), sum(b for _, b in times), flops, params), inside
+    params, experts = rank_parameters(job, pp_rank), expert_parameters(job, pp_rank)
+    return tuple(times), StageCost(sum(f for f, _ in times), sum(b for _, b in times), flops, params, experts), inside
 
 
 def _compute_only(job: Job, where: Setting, pp_rank: int) -> float:
@@ -206,15 +216,16 @@ def closed_seconds(busy: list[float], micro_batches: int, chunks: int) -> float:
     return (micro_batches + missing * (chunks - 1) / 2 / chunks) * slowest + (sum(busy) - slowest) / chunks
 
 
-def _optimizer_seconds(job: Job, cluster: Cluster, params: int) -> float:
+def _optimizer_seconds(job: Job, cluster: Cluster, stage: StageCost) -> float:
     """Returns the seconds of the update: all states pass once at the memory's rate, or through the host's CPUs."""
-    stage, shards, _ = job.sharding
-    mine = params / shards if stage else params
+    held = {DATA_AXES: stage.params - stage.expert_params, EXPERT_DATA_AXES: stage.expert_params}
+    mine = sum(count / divided(job, axes).shards for axes, count in held.items() if count)
     if job.states.optimizer_on != "device":
         return mine * min(job.node_size, job.world) / cluster.node.host_params_s
     return mine * optimizer_bytes(job.states) / cluster.optimizer_rate
 
 
 def optimizer_bytes(s: States) -> float:
-    """Returns the bytes per parameter that the update and the grad norm before it read and write."""
-    return s.grad + NORM_BYTES + 2 * (s.master or s.param) + 2 * s.moments * s.moment + s.param
+    """Returns the bytes per parameter that the update and the grad norm before it read and write. Weights that are one
+    half of their masters are read too."""
+    return s.grad + NORM_BYTES + 2 * (s.master or s.param) + 2 * s.moments * s.moment + (1 + s.paired) * s.param

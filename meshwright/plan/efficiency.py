@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
+from meshwright.comm.ledger import bus_factor
 from meshwright.plan.cluster import Cluster, DeviceSpec
 
 # The tiles of product kernels, with the share of the best rate that each can reach: smaller tiles read their factors
@@ -57,6 +58,13 @@ def wire_rate(cluster: Cluster, size: int, per_node: int) -> float:
     return min(link, cluster.network.node_gb_s * 1e9 * cluster.efficiency.network * share)
 
 
+def adapter_share(op: str, size: int, per_node: int) -> float:
+    """Returns, of each byte of payload, how much one rank's share of its node's adapters carries, where a group spans
+    several nodes. A ring crosses from node to node once, with the shares of all its ranks there; of an all_to_all every
+    rank sends its own rows for other nodes."""
+    return (size - per_node) / size if op == "all_to_all" else bus_factor(op, size) / per_node
+
+
 def hop_seconds(cluster: Cluster, size: int, per_node: int) -> float:
     """Returns the latency of one trip round a ring."""
     nodes = max(1, -(-size // per_node))
@@ -84,9 +92,20 @@ def _bare_seconds(cluster: Cluster, op: str, payload: float, size: int, per_node
         latency = cluster.network.latency_us if per_node < size else cluster.node.link_latency_us
         return START + latency * 1e-6 + payload / rate
     if op == "all_to_all":
-        return START + ring / size * math.log2(size) + once
+        return START + ring / size * math.log2(size) + _exchange_seconds(cluster, payload, size, per_node)
     if op != "all_reduce":
         return START + ring + once
     nodes = max(1, -(-size // per_node))
     tree = 2 * math.log2(max(2, nodes)) * cluster.network.latency_us * 1e-6 + hop_seconds(cluster, per_node, per_node)
     return START + min(2 * ring, tree + 0.1 * once) + 2 * once
+
+
+def _exchange_seconds(cluster: Cluster, payload: float, size: int, per_node: int) -> float:
+    """Returns the seconds of an all_to_all's bytes: those for ranks on the same node and those for other nodes go at
+    once, the latter over the rank's own share of the node's adapters."""
+    rate = cluster.ops.get("all_to_all", 1.0)
+    inside = payload * (per_node - 1) / size / (wire_rate(cluster, per_node, per_node) * rate)
+    if size <= per_node:
+        return inside
+    adapter = cluster.network.node_gb_s * 1e9 * cluster.efficiency.network / cluster.node.devices
+    return max(inside, payload * adapter_share("all_to_all", size, per_node) / (adapter * rate))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from meshwright.config.load import config_from, dump_yaml, to_mapping
+from meshwright.layout.params import DATA_AXES
+from meshwright.parts.experts import EXPERT_DATA_AXES
 from meshwright.plan.account import balance_words, layout_of_cost, layout_words
-from meshwright.plan.cost import Cost
-from meshwright.plan.job import ranks_per_node
-from meshwright.plan.search import Candidate
-from meshwright.show.units import percent, seconds
+from meshwright.plan.cost import TIMED_AXES, Cost, predict_cost
+from meshwright.plan.job import Job, ranks_per_node
+from meshwright.plan.memory import needed_gib
+from meshwright.plan.reduction import divided
+from meshwright.plan.search import Candidate, divided_otherwise
+from meshwright.show.units import percent, seconds, size
 
 # The keys that a written config always names, even where they have their default.
 ALWAYS_WRITTEN = {
@@ -21,7 +26,7 @@ ALWAYS_WRITTEN = {
 def parts_of(cost: Cost) -> dict[str, float]:
     """Returns where a step's seconds go; they add up to the step."""
     found = {"compute": cost.compute_s, "optimizer": cost.optimizer_s, "idle": cost.idle_s}
-    for name in ("tp", "cp", "dp", "pp", "embedding"):
+    for name in TIMED_AXES:
         found[name] = cost.axes[name].exposed if name in cost.axes else 0.0
     return found | {"waiting and the rest": max(0.0, cost.step_s - sum(found.values()))}
 
@@ -43,7 +48,7 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
     shares = sorted(((value / cost.step_s, name) for name, value in parts_of(cost).items()), reverse=True)
     spent = ", ".join(f"{name} {percent(share)}" for share, name in shares if share > 0.004)
     lines = [
-        f"{found_layouts:,} combinations were looked at, {fitting:,} layouts fit; "
+        f"{found_layouts:,} combinations were looked at, {fitting:,} of those that may be fast fit; "
         f"the best takes {seconds(cost.step_s)} per step at {percent(cost.mfu)} MFU in {c.train.precision}.",
         f"The busiest rank's time: {spent}.",
     ]
@@ -58,15 +63,58 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
             f"pp={pp} with {job.micro_batches} micro-batches has a bubble of {percent(cost.bubble)}, the idle share of "
             f"all its ranks; stages pass on {seconds(cost.axes['pp'].seconds)} of sends."
         )
-    zero, shards, _ = job.sharding
-    if zero:
-        what = {1: "the optimizer states", 2: "optimizer states and gradients", 3: "all states"}[zero]
-        lines.append(f"ZeRO stage {zero} divides {what} among {shards} ranks.")
+    lines += [*_about_experts(best), *_about_states(job)]
     mode = {"none": "Nothing is recomputed", "selective": "Only attention's core is recomputed"}
     room = cost.cluster.device.memory_gib - best.memory_gib
     left = f"{room:.1f} GiB of the device stay free" if room >= 0 else f"{-room:.1f} GiB more than the device has"
-    lines.append(f"{mode.get(c.recompute.mode, 'Blocks are recomputed')}; {left}.")
+    again = mode.get(c.recompute.mode, "Blocks are recomputed")
+    if c.recompute.offload:
+        again += f" and their inputs, {size(cost.memory.offloaded)} of a rank, are in host memory"
+    if c.recompute.pieces > 1:
+        again += f"; MLPs run in {c.recompute.pieces} pieces, each computed again"
+    lines.append(f"{again}; {left}.")
     return lines
+
+
+def _about_states(job: Job) -> Iterator[str]:
+    """Says among how many ranks ZeRO divides what."""
+    zero = job.config.zero.stage
+    usual, experts = divided(job, DATA_AXES), divided(job, EXPERT_DATA_AXES)
+    parts = [f"among {usual.shards} ranks"] if usual.stage else []
+    if job.config.model.experts.count and experts != usual and experts.stage:
+        parts.append(f"those of experts among {experts.shards}" + (" ranks" if not parts else ""))
+    if parts:
+        what = {1: "the optimizer states", 2: "optimizer states and gradients", 3: "all states"}[zero]
+        yield f"ZeRO stage {zero} divides {what} {', '.join(parts)}."
+
+
+def _about_experts(best: Candidate) -> Iterator[str]:
+    """Says how the best layout divides experts, and what the same layout loses that divides them otherwise."""
+    cost, layout, experts = best.cost, best.job.layout, best.job.config.model.experts
+    if not experts.count:
+        return
+    cut = "Experts are whole" if layout.etp == 1 else f"etp={layout.etp} cuts each expert"
+    if layout.ep > 1:
+        place = "stays inside a node" if ranks_per_node(layout, "ep") == layout.ep else "crosses nodes"
+        took = cost.axes["ep"].seconds if "ep" in cost.axes else 0.0
+        exchange = f"exchanging rows takes {seconds(took)}, {percent(took / cost.step_s)} of the step"
+        yield f"{cut}; ep={layout.ep} {place} and leaves {experts.count // layout.ep} to a rank: {exchange}."
+    else:
+        yield f"{cut}; with ep=1 every rank has all of them, and no rows are exchanged."
+    others = [(needed_gib(job, cost.cluster), job) for job in divided_otherwise(best.job)]
+    fitting = [predict_cost(job, cost.cluster) for gib, job in others if gib <= cost.cluster.device.memory_gib]
+    if fitting:
+        other = min(fitting, key=lambda one: one.step_s)
+        name, more = _cut_words(other.job), percent(other.step_s / cost.step_s - 1)
+        lost = f"with all else the same it takes {more} more, lost on {against(cost, other)}"
+        yield f"Of other ways that fit, {name} is the fastest: {lost}."
+    elif others:
+        gib, job = min(others, key=lambda pair: pair[0])
+        yield f"No other way fits with all else the same: {_cut_words(job)} needs {gib:.1f} GiB."
+
+
+def _cut_words(job: Job) -> str:
+    return f"ep={job.layout.ep} and etp={job.layout.etp}"
 
 
 def yaml_of(best: Candidate) -> str:

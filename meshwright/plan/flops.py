@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 
 from meshwright.config.sections import ModelConfig
@@ -29,7 +30,8 @@ def _sequence_flops(units: Iterable[tuple[Unit, int]], seq: int) -> tuple[float,
 
 @lru_cache(maxsize=256)
 def _model_sequence(model: ModelConfig) -> tuple[tuple[float, float], tuple[float, float]]:
-    described = describe(model)
+    # A capacity leaves places empty or drops rows; a model's FLOPs are those of all choices.
+    described = describe(replace(model, experts=replace(model.experts, capacity=None)))
     return _sequence_flops(described.kinds, model.seq), _sequence_flops([(described.head, 1)], model.seq)
 
 

@@ -14,12 +14,14 @@ from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.layout.layout import DENSE_AXES, EXPERT_AXES, EXPERT_WORDS
 from meshwright.models.description import data_fields, describe, layout_of, stages_of
 from meshwright.parts.part import Coordinate, Kernels, MicroBatch, Model, Stage, Unit, coordinate_of
 from meshwright.plan.stack import BYTES, Stack, States, own_stack, states_of
 from meshwright.schedule.kinds import placement_of
+from meshwright.sharding.compression.sizes import planned_reducer
 from meshwright.sharding.placement import shard_axes
-from meshwright.sharding.reducers import PLAIN_REDUCER, ReducerPlan
+from meshwright.sharding.reducers import ReducerPlan
 
 FIELD_BYTES = {
     "int64": 8, "float64": 8, "int32": 4, "float32": 4, "int16": 2, "float16": 2, "int8": 1, "uint8": 1, "bool": 1,
@@ -39,7 +41,8 @@ class Job:
     monitored: int = 0  # values that `forward_step` returns beside the loss
     terms: int = 0  # terms of the loss that a program declares; 0: the model's own
     host: bool = False  # the devices are a machine's processors
-    reducer: ReducerPlan = PLAIN_REDUCER  # sums the gradients
+    reducer: ReducerPlan | None = None  # sums the gradients; None: as `comm` says, after `warmup_steps`
+    imbalance: float = 1.0  # rows of the busiest rank's experts over the mean
 
     def replaced(self, **sections: Mapping[str, Any]) -> Job:
         """Returns the same job with some keys of its config changed, section by section."""
@@ -61,6 +64,11 @@ class Job:
         return layout_of(self.config, self.world, self.cluster_node)
 
     @property
+    def sums(self) -> ReducerPlan:
+        """How gradients are summed over the data axes."""
+        return planned_reducer(self.config.comm) if self.reducer is None else self.reducer
+
+    @property
     def node_size(self) -> int:
         return self.config.layout.node_size or self.cluster_node or self.world
 
@@ -77,15 +85,15 @@ class Job:
     @cached_property
     def batch(self) -> MicroBatch:
         c = self.config
-        return MicroBatch(c.train.micro_batch, c.model.seq, BYTES[c.train.precision], c.has_segments)
+        return MicroBatch(c.train.micro_batch, c.model.seq, BYTES[c.train.precision], c.has_segments, self.imbalance)
 
     @cached_property
     def kernels(self) -> Kernels:
-        return self.stack.kernels(self.host)
+        return self.stack.kernels(self.host, self.config.recompute.pieces)
 
     @cached_property
     def states(self) -> States:
-        return self.stack.states or states_of(self.config)
+        return self.stack.states or states_of(self.config, self.stack.own)
 
     @property
     def global_batch(self) -> int:
@@ -149,7 +157,8 @@ class Job:
 
     @cached_property
     def sharding(self) -> tuple[int, int, int]:
-        """The effective ZeRO stage, the ranks that shard the states, and the replicas of these shards."""
+        """The effective ZeRO stage, the ranks that shard the states and the replicas of these shards, of everything but
+        experts."""
         stage, shards, replicas = shard_axes(self.layout, self.config.zero)
         return stage, self.layout.size(shards) if shards else 1, self.layout.size(replicas) if replicas else 1
 
@@ -190,24 +199,29 @@ def checked_job(config: Config, world: int, stack: Stack | None = None, **more: 
 
 def ranks_per_node(layout: Layout, axis: str) -> int:
     """Returns how many ranks of one group of `axis` are on one node, for the group that spans the most nodes."""
-    return _ranks_per_node(replace(layout, parts=()) if layout.parts else layout, axis)
+    return _ranks_per_node(replace(layout, parts=()) if layout.parts and "." not in axis else layout, axis)
 
 
 @lru_cache(maxsize=100_000)
 def _ranks_per_node(layout: Layout, axis: str) -> int:
     node = layout.node_size or layout.world
     first = layout.group(axis, 0)
-    groups = (first,) if _groups_align_with_nodes(layout, node) else layout.groups(axis)
+    alike = "." not in axis and _groups_align_with_nodes(layout, node, axis)
+    groups = (first,) if alike else layout.groups(axis)
     return max(1, len(first) // max(len({rank // node for rank in group}) for group in groups))
 
 
-def _groups_align_with_nodes(layout: Layout, node_size: int) -> bool:
-    """Returns whether no group of neighbours begins inside one node and ends inside another, so that all are alike."""
+def _groups_align_with_nodes(layout: Layout, node_size: int, axis: str = "pp") -> bool:
+    """Returns whether no group of neighbours, in the view of the axis, begins inside one node and ends inside another,
+    so that all are alike."""
+    expert = axis in ("ep", "etp", "edp")
+    words = [EXPERT_WORDS.get(word, word) if expert else word for word in layout.order.split("-")]
     span = 1
-    for axis in layout.order.split("-"):
-        span *= layout.axis_size(axis)
-        if node_size % span and span % node_size:
-            return False
+    for word in words:
+        if word in (EXPERT_AXES if expert else DENSE_AXES):
+            span *= layout.axis_size(word)
+            if node_size % span and span % node_size:
+                return False
     return True
 
 

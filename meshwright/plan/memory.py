@@ -5,19 +5,17 @@ programs keep the same tensors in their own ways, which their stack describes.""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
-from meshwright.config.sections import ZeroConfig
-from meshwright.layout import Layout
-from meshwright.parts.part import BlockUnit, Coordinate, Unit
+from meshwright.parts.part import BlockUnit
 from meshwright.plan.activations import rank_activations
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.communication import HeldParameter, dtype_of, packed, records_once, unit_records
+from meshwright.plan.communication import records_once, unit_records
 from meshwright.plan.gathered import whole_bytes
 from meshwright.plan.job import Job
+from meshwright.plan.packing import division_of, packing_of
 from meshwright.plan.stack import BYTES
-from meshwright.sharding.placement import RING, piece_size, shard_axes
+from meshwright.sharding.placement import RING, piece_size
 
 GIB = 2**30
 DEEPSPEED_LIVE, DEEPSPEED_BUCKET = 1e9, 5e8  # DeepSpeed's stage3_max_live_parameters and reduce_bucket_size
@@ -35,8 +33,9 @@ class Memory:
     master: float
     optimizer: float
     activations: float  # all micro-batches in flight
-    buffers: float  # gathered weights, and gradients and pieces of states in flight
+    buffers: float  # gathered weights, whole gradients, and pieces of states in flight
     peak: float  # the most that is allocated at once in a step
+    offloaded: float = 0.0  # activations in host memory
 
     @property
     def states(self) -> float:
@@ -51,28 +50,22 @@ class BufferSizes(NamedTuple):
     shards: int  # ranks that shard it
     trained: bool
     element: int = 0  # bytes, where they are not those of other weights
+    mixed: bool = False  # a reducer that mixes elements sums its gradients
 
 
 def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
     """Returns the flat buffers of a rank."""
-    c = job.config
-    units = tuple(unit for stage in job.chunks[pp_rank] for _, _, unit in job.model.units(stage))
-    return _buffer_sizes(units, job.at, job.layout, c.comm.bucket_mib, c.zero, (c.train.precision, c.train.grad_dtype))
-
-
-@lru_cache(maxsize=20_000)
-def _buffer_sizes(
-    units: tuple[Unit, ...], at: Coordinate, layout: Layout, bucket_mib: float, zero: ZeroConfig,
-    dtypes: tuple[str, str],
-) -> list[BufferSizes]:  # fmt: skip
-    records = records_once(((unit, 1) for unit in units), at)
-    params = [(HeldParameter(record, number, 0), dtype_of(record, dtypes[0])) for number, record, _ in records]
-    found = []
-    for (dtype, data_axes, _, trained), _, _, buckets in packed(params, layout, bucket_mib, zero, dtypes[1]):
-        stage, axes, _ = shard_axes(layout, zero, data_axes, trained)
-        sizes = [stop - start for start, stop in buckets]
-        element = BYTES[dtype] if dtype != dtypes[0] else 0
-        found.append(BufferSizes(sizes, stage, layout.size(axes) if axes else 1, trained, element))
+    key = ("buffers", job.config.zero, pp_rank)
+    if key not in job.known:
+        usual = BYTES[job.config.train.precision]
+        job.known[key] = [
+            BufferSizes(
+                one.buckets, *division_of(one, job.layout, job.config.zero), one.trained,
+                0 if one.weight == usual else one.weight, one.mixed,
+            )
+            for one in packing_of(job, pp_rank).buffers
+        ]  # fmt: skip
+    found: list[BufferSizes] = job.known[key]
     return found
 
 
@@ -83,7 +76,12 @@ def rank_stage(job: Job, pp_rank: int) -> int:
 
 def rank_parameters(job: Job, pp_rank: int) -> int:
     """Returns the parameters of a rank at this pipeline rank, before ZeRO shards them; tied ones count once."""
-    return sum(count * record.numel for _, record, count in records_once(job.rank_units(pp_rank), job.at))
+    key = ("parameters", pp_rank)
+    if key not in job.known:
+        records = records_once(job.rank_units(pp_rank), job.at)
+        job.known[key] = sum(count * record.numel for _, record, count in records)
+    found: int = job.known[key]
+    return found
 
 
 def is_offloaded(job: Job, place: str) -> bool:
@@ -96,7 +94,7 @@ def ring_bytes(job: Job, shares: list[int]) -> int:
     offloaded or stored in another precision than they are updated in."""
     s, wide = job.states, max(4, job.states.param)
     elsewhere = is_offloaded(job, s.optimizer_on)
-    kinds = [s.master] * (s.master > 0) + [s.moment] * s.moments
+    kinds = [s.master] * (s.master > 0 and not s.paired) + [s.moment] * s.moments
     brought = sum(elsewhere or size != wide for size in kinds)
     if not s.master:  # the weights are their own masters; a CPU reads them in place, even from a file
         brought += s.param != wide or (s.params_on != "device" and not job.host)
@@ -110,6 +108,7 @@ def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     parameters = (own if zero == 3 else whole) * (sizes.element or s.param) if s.keeps_param or zero <= 2 else 0.0
     gradients = (own if zero >= 2 else whole) * (s.grad + s.grad_copy)
     gradients += (own if zero >= 1 else whole) * s.step_copy
+    gradients += job.sums.state_bytes(whole, s.grad) if sizes.mixed else 0
     master = (own if zero >= 1 else whole) * s.master
     optimizer = (own if zero >= 1 else whole) * s.moment * s.moments
     if is_offloaded(job, s.optimizer_on):
@@ -121,19 +120,26 @@ def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     return (parameters, gradients, master, optimizer) if sizes.trained else (parameters, 0.0, 0.0, 0.0)
 
 
+def rank_states(job: Job, pp_rank: int) -> tuple[float, float, float, float]:
+    """Returns the bytes of a rank's parameters, gradients, masters and moments that persist between steps."""
+    parameters, gradients, master, optimizer = (
+        sum(each) for each in zip(*(_states(job, one) for one in buffer_sizes(job, pp_rank)), strict=True)
+    )
+    return parameters, gradients, master, optimizer
+
+
 def rank_memory(job: Job, pp_rank: int) -> Memory:
     """Returns the memory of one rank of a pipeline stage."""
-    sizes = buffer_sizes(job, pp_rank)
-    parameters, gradients, master, optimizer = map(sum, zip(*(_states(job, one) for one in sizes), strict=True))
-    states = (parameters, gradients, master, optimizer)
+    sizes, states = buffer_sizes(job, pp_rank), rank_states(job, pp_rank)
     held = job.chunks[pp_rank]
-    chunks, forwards, backwards = rank_activations(job, pp_rank)
+    chunks, forwards, backwards, away = rank_activations(job, pp_rank)
     kept = max(forwards)
     most, buffers = max(total + chunk.loss for total, chunk in zip(forwards, chunks, strict=True)), 0.0
     for number, (total, chunk, whole) in enumerate(zip(backwards, chunks, whole_bytes(job, pp_rank), strict=True)):
         following = [0.0, *(each.weights for each in whole[:-1])]  # those of the next unit are gathered ahead
         flying = [each.gradients + each.weights + ahead for each, ahead in zip(whole, following, strict=True)]
         buffers = max(buffers, *flying)
+        flying = [bytes_whole + each.shares for bytes_whole, each in zip(flying, whole, strict=True)]
         # The head's gradients are computed with the loss, and its weights are the last that forward gathers. A shared
         # table's are kept until backward begins, and are then added to the table's place.
         with_loss = forwards[number] + chunk.loss + flying[-1] - following[-1] - whole[-1].tied
@@ -144,9 +150,9 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
             most = max(most, total + moment.kept + moment.working + flying[moment.unit] + rows)
     if not job.stack.own:
         gathered = gathered_bytes(job, pp_rank)
-        return Memory(pp_rank, *states, kept, gathered + most - kept, sum(states) + most + gathered)
+        return Memory(pp_rank, *states, kept, gathered + most - kept, sum(states) + most + gathered, away)
     rings = sum(ring_bytes(job, [n // one.shards for n in one.buckets]) for one in sizes if one.trained)
-    return Memory(pp_rank, *states, kept, buffers + rings, sum(states) + most + rings)
+    return Memory(pp_rank, *states, kept, buffers + rings, sum(states) + most + rings, away)
 
 
 def _rows_gradient(job: Job) -> float:
@@ -176,11 +182,21 @@ def gathered_bytes(job: Job, pp_rank: int) -> float:
     return passed + (2 * layer * s.grad if zero == 2 else 0.0)
 
 
-def largest(job: Job) -> Memory:
-    """Returns the pipeline rank with the highest peak. Of ranks with equal layers, the first or the last has the most
-    in flight, whichever way a schedule fills the pipeline."""
+def _different_ranks(job: Job) -> list[int]:
+    """Returns the pipeline ranks to compare: of those with equal layers, the first or the last has the most in flight,
+    whichever way a schedule fills the pipeline."""
     last = {first: rank for rank, first in enumerate(job.representative_ranks)}
-    return max((rank_memory(job, rank) for rank in sorted({*last, *last.values()})), key=lambda memory: memory.peak)
+    return sorted({*last, *last.values()})
+
+
+def largest(job: Job) -> Memory:
+    """Returns the memory of the pipeline rank with the highest peak."""
+    return max((rank_memory(job, rank) for rank in _different_ranks(job)), key=lambda memory: memory.peak)
+
+
+def states_gib(job: Job) -> float:
+    """Returns the GiB of the states alone, on the rank that has the most of them."""
+    return max(sum(rank_states(job, rank)) for rank in set(job.representative_ranks)) / GIB
 
 
 def needed_gib(job: Job, cluster: Cluster, memory: Memory | None = None) -> float:

@@ -12,9 +12,9 @@ from meshwright.schedule.kinds import build
 from meshwright.schedule.table import action_counts
 
 STATES = ("parameters", "gradients", "master", "optimizer")
-MEMORY_KINDS = (*STATES, "activations", "buffers", "peak")
+MEMORY_KINDS = (*STATES, "activations", "buffers", "peak", "offloaded")
 # The kinds of memory whose peak the dry run measures, by its name for them.
-PEAK_KINDS = {"activations": "activations", "gathered": "buffers", "peak": "peak"}
+PEAK_KINDS = {"activations": "activations", "gathered": "buffers", "peak": "peak", "offloaded": "offloaded"}
 
 Counts = dict[str, int]
 
@@ -56,6 +56,9 @@ def rank_json(job: Job, pp_rank: int) -> dict[str, Any]:
 
 def expected(job: Job, rank: int) -> Expected:
     coordinate = job.layout.coordinate(rank)
+    axes = ["tp", "cp", "dp", "pp"]
+    if job.config.model.experts.count:
+        coordinate, axes = coordinate | job.layout.expert_coordinate(rank), [*axes, "ep", "etp"]
     pp_rank = coordinate["pp"]
     memory = memory_bytes(rank_memory(job, pp_rank))
     c = job.config
@@ -66,7 +69,7 @@ def expected(job: Job, rank: int) -> Expected:
         calls={line: traffic._asdict() for line, traffic in by_line(stage_calls(job, pp_rank)).items()},
         schedule=action_counts(table.ranks[pp_rank]),
         most={name: memory[kind] for name, kind in PEAK_KINDS.items()},
-        coordinate={axis: coordinate[axis] for axis in ("tp", "cp", "dp", "pp")},
+        coordinate={axis: coordinate[axis] for axis in axes},
         layers=[layer for stage in job.chunks[pp_rank] for layer in stage.layers],
         micro_batches=job.micro_batches,
     )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from meshwright.parts.part import BlockUnit
+from meshwright.layout.params import DATA_AXES
+from meshwright.parts.experts import EXPERT_DATA_AXES
+from meshwright.parts.part import BlockUnit, Coordinate, Unit
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.communication import unit_records
+from meshwright.plan.communication import records_once, unit_records
 from meshwright.plan.compute import Setting, unit_time
 from meshwright.plan.efficiency import collective_seconds
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
+from meshwright.sharding.placement import may_be_mixed, shard_axes
 
 
 @dataclass
@@ -37,6 +42,19 @@ class StageCost:
     backward: float
     flops: float
     params: int  # on one rank
+    expert_params: int = 0  # of these, those that are summed and divided over edp
+
+
+@dataclass(frozen=True)
+class Divided:
+    """The ranks that sum the gradients of some parameters, and how many of them divide their states."""
+
+    axis: str  # under which their time is counted
+    ranks: int
+    stage: int  # of ZeRO
+    shards: int
+    copies: int
+    on_node: int  # of the ranks that divide, or else of those that sum
 
 
 def contention(cluster: Cluster, stack: Stack) -> float:
@@ -44,59 +62,83 @@ def contention(cluster: Cluster, stack: Stack) -> float:
     return max(stack.contention, cluster.efficiency.contention)
 
 
-def _divided(job: Job) -> tuple[int, int]:
-    """Returns the number of ranks that shard the states, and how many of them are on one node."""
-    size = job.sharding[1] if job.sharding[0] else job.layout.size("dp-cp")
-    axis = "dp-cp" if job.layout.cp > 1 else "dp"
-    return size, min(size, ranks_per_node(job.layout, axis))
+def divided(job: Job, axes: str) -> Divided:
+    """Returns how the parameters that are summed over these axes are divided."""
+    layout, found = job.layout, job.known.get(("divided", axes, job.config.zero))
+    if found is None:
+        stage, shards, replicas = shard_axes(layout, job.config.zero, axes)
+        name = layout.without_ones(axes)
+        ranks, size = layout.size(axes), layout.size(shards) if shards else 1
+        on_node = min(size if stage else ranks, ranks_per_node(layout, name))
+        counted = "edp" if name == "edp" else "dp"
+        copies = layout.size(replicas) if replicas else 1
+        found = Divided(counted, ranks, stage, size, copies, on_node)
+        job.known["divided", axes, job.config.zero] = found
+    answer: Divided = found
+    return answer
 
 
-def sharded_block(job: Job, where: Setting, block: BlockUnit, count: int, axis: AxisTime) -> tuple[float, float]:
+@lru_cache(maxsize=20_000)
+def unit_parameters(unit: Unit, at: Coordinate) -> tuple[int, int]:
+    """Returns the parameters of a unit on one rank: those of experts, and all others."""
+    sizes = [(record.data_axes == EXPERT_DATA_AXES, record.numel) for record in unit_records(unit, at)]
+    return sum(numel for expert, numel in sizes if expert), sum(numel for expert, numel in sizes if not expert)
+
+
+def expert_parameters(job: Job, pp_rank: int) -> int:
+    """Returns the parameters of experts on a rank of this pipeline stage."""
+    return sum(count * unit_parameters(unit, job.at)[0] for unit, count in job.rank_units(pp_rank))
+
+
+def by_division(job: Job, experts: int, others: int) -> Iterator[tuple[Divided, int]]:
+    """Yields these numbers of parameters with how they are divided, where several ranks share them. Experts that are
+    divided like everything else count with it."""
+    usual = divided(job, DATA_AXES)
+    own = divided(job, EXPERT_DATA_AXES) if experts else usual
+    pairs = [(usual, others + experts)] if own == usual else [(usual, others), (own, experts)]
+    yield from ((how, count) for how, count in pairs if how.ranks > 1 and count)
+
+
+def sharded_block(
+    job: Job, where: Setting, block: BlockUnit, count: int, axes: dict[str, AxisTime]
+) -> tuple[float, float]:
     """Returns the exposed seconds per block and micro-batch that sharded weights and gradients add to forward and
-    backward; `axis` gets the seconds of `count` blocks and all micro-batches."""
-    zero = job.sharding[0]
-    if zero < 2 or job.layout.size("dp-cp") == 1:
+    backward; `axes` get the seconds of `count` blocks and all micro-batches."""
+    zero = job.config.zero.stage
+    if zero < 2:
         return 0.0, 0.0
-    cluster, stack, s = where.cluster, where.stack, job.states
-    size, on_node = _divided(job)
-    params, pieces = sum(record.numel for record in unit_records(block, job.at)), stack.gathers
-    reduce = collective_seconds(cluster, "reduce_scatter", params * s.grad, size, on_node)
-    gather = pieces * collective_seconds(cluster, "all_gather", params * s.param / pieces, size, on_node)
-    if zero == 2:
-        gather = 0.0
+    cluster, stack, s, pieces = where.cluster, where.stack, job.states, where.stack.gathers
     # Blocks that are recomputed together gather the weights of all but the last once more.
     again = 1.0 - 1.0 / max(1, job.config.recompute.blocks) if zero == 3 else 0.0
-    time = unit_time(block, where)
-    comm = (gather, (1 + again) * gather + reduce)
-    compute = (time.forward, time.backward + time.again)
-    hidden = [min(each * stack.hide_dp, room) for each, room in zip(comm, compute, strict=True)]
-    times = count * job.micro_batches
-    axis.add(times * ((2 + again) * gather + reduce), times * sum(hidden))
-    slowed = contention(cluster, stack)
-    return comm[0] - hidden[0] + slowed * hidden[0], comm[1] - hidden[1] + slowed * hidden[1]
+    time, times, slowed = unit_time(block, where), count * job.micro_batches, contention(cluster, stack)
+    forward, backward, room = 0.0, 0.0, [time.forward, time.backward + time.again]
+    for how, params in by_division(job, *unit_parameters(block, job.at)):
+        reduce = sum_seconds(job, cluster, "reduce_scatter", params, how, [(block, 1)])
+        gather = pieces * collective_seconds(cluster, "all_gather", params * s.param / pieces, how.shards, how.on_node)
+        if zero == 2:
+            gather = 0.0
+        comm = (gather, (1 + again) * gather + reduce)
+        hidden = [min(each * stack.hide_dp, left) for each, left in zip(comm, room, strict=True)]
+        axes[how.axis].add(times * ((2 + again) * gather + reduce), times * sum(hidden))
+        room = [left - each for left, each in zip(room, hidden, strict=True)]
+        forward += comm[0] - hidden[0] + slowed * hidden[0]
+        backward += comm[1] - hidden[1] + slowed * hidden[1]
+    return forward, backward
 
 
 def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], axes: dict[str, AxisTime]) -> float:
     """Returns the exposed seconds per step of reducing gradients and gathering weights."""
-    zero, _, copies = job.sharding
-    ranks = job.layout.size("dp-cp")
     slow = max(range(job.layout.pp), key=lambda rank: stages[rank].params)
-    stage, (size, on_node) = stages[slow], _divided(job)
-    grads, weights = stage.params * job.states.grad, stage.params * job.states.param
-    exposed = 0.0
-    if ranks > 1 and zero < 2:
-        if zero == 0:
-            seconds, room = collective_seconds(cluster, "all_reduce", grads, ranks, on_node), stage.backward
-        else:
-            seconds = collective_seconds(cluster, "reduce_scatter", grads, size, on_node)
-            seconds += collective_seconds(cluster, "all_gather", weights, size, on_node)
-            room = stage.backward + stage.forward
-        exposed += _hide(job, cluster, seconds, room, axes["dp"])
-    elif ranks > 1:
-        exposed += _sharded_ends(job, cluster, stage, slow, axes["dp"])
-    if zero and copies > 1:  # the replicas on other nodes are summed once per step
-        seconds = collective_seconds(cluster, "all_reduce", grads / size, copies, 1)
-        exposed += _hide(job, cluster, seconds, stage.backward, axes["dp"])
+    stage, exposed, taken = stages[slow], 0.0, 0.0
+    for how, params in by_division(job, stage.expert_params, stage.params - stage.expert_params):
+        before = axes[how.axis].hidden
+        exposed += _reduced(job, cluster, stage, slow, how, params, axes[how.axis], taken)
+        if how.stage >= 2:
+            exposed += _sharded_rest(job, cluster, stage, slow, how, params, axes[how.axis])
+        if how.stage and how.copies > 1:  # the replicas on other nodes are summed once per step
+            seconds = sum_seconds(job, cluster, "copies", params, how, job.rank_units(slow))
+            exposed += _hide(job, cluster, seconds, stage.backward, axes[how.axis])
+        taken += axes[how.axis].hidden - before
     tied = job.layout.size("embedding") if job.model.tied else 1
     if tied > 1:
         table = max(record.numel for record in unit_records(job.model.head, job.at)) * job.states.grad
@@ -107,29 +149,73 @@ def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], ax
     return exposed
 
 
+def _reduced(
+    job: Job, cluster: Cluster, stage: StageCost, pp_rank: int, how: Divided, params: int, axis: AxisTime, taken: float
+) -> float:
+    """Returns the exposed seconds of stages 0 and 1. `taken`: seconds of compute behind which others hide already."""
+    weights, units = params * job.states.param, job.rank_units(pp_rank)
+    if how.stage >= 2:
+        return 0.0
+    if how.stage == 0:
+        seconds, room = sum_seconds(job, cluster, "all_reduce", params, how, units), stage.backward
+    else:
+        seconds = sum_seconds(job, cluster, "reduce_scatter", params, how, units)
+        seconds += collective_seconds(cluster, "all_gather", weights, how.shards, how.on_node)
+        room = stage.backward + stage.forward
+    return _hide(job, cluster, seconds, max(0.0, room - taken), axis)
+
+
+def sum_seconds(
+    job: Job, cluster: Cluster, op: str, params: int, how: Divided, units: Sequence[tuple[Unit, int]]
+) -> float:
+    """Returns the seconds of summing so many gradients, those of units (each with its number) that are divided in this
+    way, as the job's reducer does. `copies`: of summing the shares over the nodes that hold the same. (The time of
+    making compressed messages is not in it.)"""
+    grad, reducer, shares = job.states.grad, job.sums, how.shards if op == "copies" else 1
+    ranks = {"all_reduce": how.ranks, "copies": how.copies}.get(op, how.shards)
+    on_node, op = 1 if op == "copies" else how.on_node, "all_reduce" if op == "copies" else op
+    if not params or not reducer.mixes:
+        calls = list(reducer.calls(op, params // shares, grad, ranks, (), on_node))
+    else:
+        held = ((record, count) for _, record, count in records_once(units, job.at) if may_be_mixed(record, job.layout))
+        mixed = [record for record, count in held for _ in range(count) if divided(job, record.data_axes) == how]
+        elements = sum(record.numel for record in mixed)
+        calls = list(reducer.calls(op, elements // shares, grad, ranks, mixed if shares == 1 else (), on_node))
+        calls.append((op, (params - elements) // shares * grad))
+    return sum(collective_seconds(cluster, each, payload, ranks, on_node) for each, payload in calls)
+
+
 def _hide(job: Job, cluster: Cluster, seconds: float, room: float, axis: AxisTime) -> float:
     """Returns the exposed part of `seconds` behind `room` seconds of compute; the two slow each other down."""
-    hidden = min(job.stack.hide_dp * seconds, room)
+    overlaps = job.config.comm.algorithm == "torch"  # our own algorithms sum after backward
+    hidden = min(job.stack.hide_dp * seconds, room) if overlaps else 0.0
     axis.add(seconds, hidden)
     return seconds - hidden + contention(cluster, job.stack) * hidden
 
 
-def _sharded_ends(job: Job, cluster: Cluster, stage: StageCost, pp_rank: int, axis: AxisTime) -> float:
+def _sharded_rest(
+    job: Job, cluster: Cluster, stage: StageCost, pp_rank: int, how: Divided, params: int, axis: AxisTime
+) -> float:
     """Returns the exposed seconds per step of the embedding and the head. Like those of the blocks, their gradients are
     reduced with every micro-batch, and in stage 3 their weights are gathered too; in stage 2 the gathers of all updated
     weights are added."""
-    s, m, (size, on_node) = job.states, job.micro_batches, _divided(job)
+    s, m = job.states, job.micro_batches
     pairs = job.rank_units(pp_rank)
-    counts = {unit: sum(record.numel for record in unit_records(unit, job.at)) for unit, _ in pairs}
-    # A tied table is gathered for both ends.
-    fetched = sum(counts[unit] for unit, _ in pairs if not isinstance(unit, BlockUnit))
-    ends = stage.params - sum(count * counts[unit] for unit, count in pairs if isinstance(unit, BlockUnit))
-    reduce = collective_seconds(cluster, "reduce_scatter", ends * s.grad, size, on_node)
-    if job.sharding[0] == 3:
-        seconds = m * (reduce + 2 * collective_seconds(cluster, "all_gather", fetched * s.param, size, on_node))
+    ends = fetched = 0
+    if how == divided(job, DATA_AXES):
+        counts = {unit: unit_parameters(unit, job.at) for unit, _ in pairs}
+        # A tied table is gathered for both ends.
+        fetched = sum(counts[unit][1] for unit, _ in pairs if not isinstance(unit, BlockUnit))
+        blocks = sum(count * sum(counts[unit]) for unit, count in pairs if isinstance(unit, BlockUnit))
+        ends = stage.params - blocks
+    outside = [(unit, count) for unit, count in pairs if not isinstance(unit, BlockUnit)]
+    reduce = sum_seconds(job, cluster, "reduce_scatter", ends, how, outside)
+    if how.stage == 3:
+        gather = collective_seconds(cluster, "all_gather", fetched * s.param, how.shards, how.on_node)
+        seconds = m * (reduce + 2 * gather)
         axis.add(seconds)
         return seconds
-    gather = collective_seconds(cluster, "all_gather", stage.params * s.param, size, on_node)
+    gather = collective_seconds(cluster, "all_gather", params * s.param, how.shards, how.on_node)
     hidden = min(job.stack.hide_dp * gather, stage.forward) + m * min(job.stack.hide_dp * reduce, stage.backward)
     axis.add(m * reduce + gather, hidden)
     return m * reduce + gather - hidden

@@ -1,32 +1,38 @@
 """The search: it enumerates every valid layout of a model on a number of devices (configs, made from the given one by
 changing keys), keeps those that fit, and ranks them by predicted step time. Two rules keep it fast without losing
 anything: with all else equal, recomputing less is never slower, so the first mode that fits is taken; and a layout
-whose compute and bubble alone take much longer than the best whole step is skipped. No torch."""
+whose compute and bubble alone take much longer than the best whole step, or longer than as many whole steps as are
+ranked, is skipped. Experts are divided in powers of two, and less only where that is faster. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from heapq import heappop, heappush
+from itertools import product
 from operator import attrgetter
 from typing import Any
 
-from meshwright.config.rules import RULES, TENSOR_PARALLEL_RULES, first_broken_rule
-from meshwright.config.sections import Config
+from meshwright.config.rules import EXPERT_RULES, RULES, TENSOR_PARALLEL_RULES, first_broken_rule
+from meshwright.config.sections import Config, RecomputeConfig
 from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.compute import setting_of, unit_time
+from meshwright.plan.compute import UnitTime, setting_of, unit_time
 from meshwright.plan.cost import Cost, predict_cost
 from meshwright.plan.flops import best_split
 from meshwright.plan.job import Job
-from meshwright.plan.memory import needed_gib
+from meshwright.plan.memory import GIB, largest, needed_gib, states_gib
 from meshwright.schedule.kinds import KINDS, default_kind
 
 RECOMPUTE = ("none", "selective", "full")
-PRUNE_RATIO = 1.5  # layouts whose compute and bubble alone take this much longer than the best step are skipped
+NOTHING_AGAIN = {"mode": "none", "offload": False, "pieces": 1}
+PRUNE_RATIO = 1.3  # layouts whose compute and bubble alone take this much longer than the best step are skipped
 BEST_ONLY_RATIO = 1.1  # the same where only the best is wanted: the error of a closed formula
 REFINE_TOP = 12  # the best this many by closed formulas are timed again by their own schedule tables
+KEPT = 8 * REFINE_TOP  # how many are ranked
 LIKELY_TP, LIKELY_PP = 4, 8  # shapes near these tend to be fast, so they are tried first
+WORTHWHILE = 0.05  # of the blocks' time: what dividing experts less must save to be tried
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class SearchResult:
 
     candidates: list[Candidate] = field(default_factory=list)
     layouts: int = 0  # valid combinations
-    fitting: int = 0
+    fitting: int = 0  # of those that are not too slow whatever they need
     nearest: tuple[float, Job] | None = None  # the least GiB needed by a layout that doesn't fit, and its job
     broken: int = 0  # combinations that break a config rule, not counted above
     refused: str = ""  # the rule that the most promising one of them breaks
@@ -61,8 +67,12 @@ class SearchSpace:
 
     zero: tuple[int, ...] = _key("zero.stage", (0, 1, 2, 3))
     recompute: tuple[str, ...] = _key("recompute.mode", RECOMPUTE)
+    offload: tuple[bool, ...] = _key("recompute.offload", (False,))
+    pieces: tuple[int, ...] = _key("recompute.pieces", (1,))
     orders: tuple[str, ...] = _key("layout.order", ("tp-cp-ep-dp-pp", "tp-pp-cp-ep-dp"))
     cp: tuple[int, ...] = _key("layout.cp", (1,))
+    ep: tuple[int, ...] = _key("layout.ep")  # empty: powers of two
+    etp: tuple[int, ...] = _key("layout.etp")  # empty: powers of two up to tp
     tp: tuple[int, ...] = _key("layout.tp")  # empty: all up to the node's devices
     pp: tuple[int, ...] = _key("layout.pp")  # empty: all
     chunks: tuple[int, ...] = _key("layout.chunks", (1, 2, 3, 4, 5, 6, 7, 8, 10, 12))
@@ -90,13 +100,15 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
-def shapes(base: Job, space: SearchSpace) -> Iterator[Job]:
-    """Yields every valid combination of keys of the layout and micro-batches, with unsharded states."""
+def shapes(base: Job, space: SearchSpace, cluster: Cluster | None = None) -> Iterator[Job]:
+    """Yields every valid combination of keys of the layout and micro-batches, with unsharded states. Where a cluster is
+    given, ways to divide experts are left out that are slower there than another and divide them no further."""
     model, batch, devices = base.config.model, base.global_batch, base.world
     pipeline = {"split": (), "schedule": default_kind(1)}
-    base = base.replaced(zero={"stage": 0}, recompute={"mode": "none"}, pipeline=pipeline)
+    base = base.replaced(zero={"stage": 0}, recompute=NOTHING_AGAIN, pipeline=pipeline)
     for tp in divisors(devices):
-        cut = base.replaced(layout={"tp": tp, "pp": 1, "cp": 1, "chunks": 1, "sequence_parallel": False})
+        alone = {"pp": 1, "cp": 1, "ep": 1, "etp": 0, "chunks": 1, "sequence_parallel": False}
+        cut = base.replaced(layout={"tp": tp} | alone)
         allowed = tp in space.tp if space.tp else tp <= base.node_size
         if not allowed or first_broken_rule(cut.config, devices, TENSOR_PARALLEL_RULES):
             continue
@@ -109,31 +121,90 @@ def shapes(base: Job, space: SearchSpace) -> Iterator[Job]:
                 if space.pp and pp not in space.pp:
                     continue
                 dp = devices // (tp * cp * pp)
-                for micro in space.micro_batch:
-                    if batch % (dp * micro) == 0 and dp * cp % base.config.layout.ep == 0:
-                        plain = cut.replaced(layout={"cp": cp, "pp": pp}, train={"micro_batch": micro})
-                        yield from _variants(plain, space)
+                plain = cut.replaced(layout={"cp": cp, "pp": pp})
+                yield from _variants(plain, [n for n in space.micro_batch if batch % (dp * n) == 0], space, cluster)
 
 
-def _variants(plain: Job, space: SearchSpace) -> Iterator[Job]:
-    c, layout = plain.config, plain.layout
-    model, pp, tp = c.model, layout.pp, layout.tp
+def _variants(plain: Job, micro: list[int], space: SearchSpace, cluster: Cluster | None) -> Iterator[Job]:
+    """Yields a cut of the model with these micro-batches and everything else that may differ."""
+    layout, seq = plain.layout, plain.config.model.seq
+    # With one stage, or where stages and replicas both fill whole nodes, the order changes nothing.
+    several = layout.pp > 1 and layout.dp > 1 and layout.tp < plain.node_size
+    for parts in space.sequence_parallel if layout.tp > 1 else (False,):
+        sized = [plain.replaced(train={"micro_batch": n}) for n in micro if not parts or n * seq % layout.tp == 0]
+        for order in space.orders if several else space.orders[:1]:
+            cuts = _expert_cuts(sized, {"sequence_parallel": parts, "order": order}, space, cluster)
+            yield from (shape for job in sized for keys in cuts for shape in _pipelines(job, keys, space))
+
+
+def _pipelines(plain: Job, keys: dict[str, Any], space: SearchSpace) -> Iterator[Job]:
+    model, pp = plain.config.model, plain.layout.pp
     split = best_split(model, pp)
     for chunks in space.chunks:
         if chunks > 1 and (pp == 1 or model.layers % (pp * chunks) or plain.micro_batches < pp):
             continue
         schedule = space.schedule[0] if space.schedule else default_kind(chunks)
-        if not KINDS[schedule].takes(chunks):
-            continue
-        pipeline = {"schedule": schedule, "split": split if chunks == 1 else ()}
-        for parts in space.sequence_parallel if tp > 1 else (False,):
-            if parts and c.train.micro_batch * model.seq % tp:
-                continue
-            # With one stage, or where stages and replicas both fill whole nodes, the order changes nothing.
-            orders = space.orders if pp > 1 and layout.dp > 1 and tp < plain.node_size else space.orders[:1]
-            for order in orders:
-                keys = {"chunks": chunks, "sequence_parallel": parts, "order": order}
-                yield plain.replaced(layout=keys, pipeline=pipeline)
+        if KINDS[schedule].takes(chunks):
+            pipeline = {"schedule": schedule, "split": split if chunks == 1 else ()}
+            yield plain.replaced(layout=keys | {"chunks": chunks}, pipeline=pipeline)
+
+
+def _expert_cuts(
+    sized: list[Job], keys: dict[str, Any], space: SearchSpace, cluster: Cluster | None
+) -> list[dict[str, Any]]:
+    """Returns `keys` with each way to divide experts, if the model has any. `sized` are the same cut with all sizes of
+    micro-batches, of which the smallest and the largest decide what is worth trying."""
+    if not sized:
+        return []
+    experts, layout = sized[0].config.model.experts, sized[0].layout
+    if not experts.count:
+        return [keys]
+    folded, tried = layout.tp * layout.cp * layout.dp, []
+    for etp, ep in product(space.etp or _powers(layout.tp), space.ep or _powers(experts.count)):
+        if folded % ((etp or layout.tp) * ep) == 0 and experts.count % ep == 0:
+            tried.append(keys | {"ep": ep, "etp": etp})
+    if cluster is None:
+        return tried
+    ends = sized if len(sized) == 1 else [sized[0], sized[-1]]
+    chosen = [cut for job in ends for cut in _front(job, tried, cluster)]
+    return [cut for number, cut in enumerate(chosen) if cut not in chosen[:number]]
+
+
+def _front(plain: Job, cuts: list[dict[str, Any]], cluster: Cluster) -> Iterator[dict[str, Any]]:
+    """Yields the ways to divide experts of which none is both slower than another and divides them less, which needs
+    more memory and sums more gradients."""
+    timed = []
+    for number, cut in enumerate(cuts):
+        job = plain.replaced(layout=cut)
+        if not first_broken_rule(job.config, job.world, EXPERT_RULES):
+            timed.append((-job.layout.ep * job.layout.etp, _mixture_seconds(job, cluster), number))
+    fastest = float("inf")
+    for _, seconds, number in sorted(timed):
+        if seconds < fastest * (1 - WORTHWHILE):
+            fastest = seconds
+            yield cuts[number]
+
+
+def divided_otherwise(job: Job) -> Iterator[Job]:
+    """Yields the same layout with every other way to divide experts."""
+    own = (job.layout.ep, job.layout.etp)
+    for cut in _expert_cuts([job], {}, SearchSpace(), None):
+        if (cut["ep"], cut["etp"]) != own:
+            other = job.replaced(layout=cut)
+            if not first_broken_rule(other.config, job.world, EXPERT_RULES):
+                yield other
+
+
+def _powers(number: int) -> tuple[int, ...]:
+    """Returns the powers of two that divide a number."""
+    return tuple(2**power for power in range(number.bit_length()) if number % 2**power == 0)
+
+
+def _mixture_seconds(job: Job, cluster: Cluster) -> float:
+    """Returns the seconds of one micro-batch in all blocks with experts, with the communication that nothing hides."""
+    where = setting_of(job, cluster, recompute="none")
+    times = ((count, unit_time(block, where)) for block, count in job.model.kinds if block.has_experts)
+    return sum(count * (time.whole_forward + time.whole_backward) for count, time in times)
 
 
 def search(
@@ -144,9 +215,13 @@ def search(
     space = space or SearchSpace()
     limit = fit_gib or cluster.device.memory_gib
     found = SearchResult()
+    if not base.config.model.experts.count and (why := first_broken_rule(base.config, base.world, EXPERT_RULES)):
+        return replace(found, refused=why)
     best = float("inf")
     rough: list[Candidate] = []
-    for shape in sorted(shapes(base, space), key=_promise):
+    shortest: list[float] = []  # the steps of the best that are kept, negative, the longest first
+    too_large: set[object] = set()  # what did not fit will not fit with larger micro-batches, which come later
+    for shape in sorted(shapes(base, space, cluster), key=_promise):
         bound = _least_seconds(shape, cluster)
         if best_only and bound > BEST_ONLY_RATIO * best:
             continue
@@ -157,19 +232,32 @@ def search(
                 found.refused = found.refused or why
                 continue
             found.layouts += len(space.recompute)
+            if bound > PRUNE_RATIO * best or (len(shortest) == KEPT and bound > -shortest[0]):
+                continue
+            key = (_without_batch(shape), zero)
+            if key in too_large or (rough and states_gib(shape.replaced(zero={"stage": zero})) > limit):
+                continue
             fitting = _first_that_fits(shape, zero, cluster, limit, space, found)
             if fitting is None:
+                too_large.add(key)
                 continue
             found.fitting += 1
-            if bound > PRUNE_RATIO * best:
-                continue
             rough.append(Candidate(predict_cost(fitting[0], cluster, exact=False), fitting[1]))
             best = min(best, rough[-1].cost.step_s)
+            heappush(shortest, -rough[-1].cost.step_s)
+            if len(shortest) > KEPT:
+                heappop(shortest)
     rough.sort(key=lambda candidate: candidate.cost.step_s)
     refined = [replace(one, cost=predict_cost(one.job, cluster)) for one in rough[:REFINE_TOP]]
-    refined += rough[REFINE_TOP : 8 * REFINE_TOP]
+    refined += rough[REFINE_TOP:KEPT]
     found.candidates = sorted(refined, key=lambda candidate: candidate.cost.step_s)
     return found
+
+
+def _without_batch(shape: Job) -> object:
+    """Returns everything that is chosen but the micro-batch and the states."""
+    c = shape.config
+    return c.layout, c.pipeline.schedule
 
 
 def _refused(shape: Job, zero: int) -> str | None:
@@ -183,7 +271,7 @@ def _refused(shape: Job, zero: int) -> str | None:
 
 def _stages(shape: Job, space: SearchSpace) -> tuple[int, ...]:
     """Returns the ZeRO stages to try: a single replica has nothing to shard, but offloaded weights need stage 3."""
-    if shape.layout.dp * shape.layout.cp > 1:
+    if shape.layout.dp * shape.layout.cp > 1 or (shape.config.model.experts.count and shape.layout.edp > 1):
         return space.zero
     return (3,) if shape.states.params_on != "device" and 3 in space.zero else (0,)
 
@@ -197,22 +285,56 @@ def _promise(shape: Job) -> tuple[int, int, int]:
 def _least_seconds(shape: Job, cluster: Cluster) -> float:
     """Returns a lower bound for a step of the shape: its blocks' compute, evenly divided, and the bubble of that."""
     where = setting_of(shape, cluster, recompute="none")
-    blocks = sum(count * unit_time(block, where).computed for block, count in shape.model.kinds)
+    blocks = sum(count * _least_of(unit_time(block, where)) for block, count in shape.model.kinds)
     pp = shape.layout.pp
     return (shape.micro_batches + (pp - 1) / shape.config.layout.chunks) * blocks / pp
+
+
+def _least_of(time: UnitTime) -> float:
+    """Returns what a block takes at least: its compute, and its exchanges with other experts' ranks, which nothing
+    hides."""
+    return time.computed + sum(use.forward + use.backward for use in time.axes if use.axis in ("ep", "etp"))
 
 
 def _first_that_fits(
     shape: Job, zero: int, cluster: Cluster, limit: float, space: SearchSpace, found: SearchResult
 ) -> tuple[Job, float] | None:
-    for mode in space.recompute:
-        tried = shape.replaced(zero={"stage": zero}, recompute={"mode": mode})
-        memory = needed_gib(tried, cluster)
+    def tried(keys: dict[str, Any]) -> tuple[Job, float]:
+        job = shape.replaced(zero={"stage": zero}, recompute=keys)
+        return job, needed_gib(job, cluster)
+
+    def fits(job: Job, memory: float) -> bool:
+        return memory <= limit and host_gib(job) <= cluster.node.host_gib
+
+    first, *others = recompute_settings(space)
+    job, memory = tried(first)
+    if memory > limit and others:  # the last keeps the least: where that is too much, so are the others
+        job, memory = tried(others[-1])
         if memory <= limit:
-            return tried, memory
-        if found.nearest is None or memory < found.nearest[0]:
-            found.nearest = (memory, tried)
+            job, memory = next((each for each in map(tried, others[:-1]) if fits(*each)), (job, memory))
+    if fits(job, memory):
+        return job, memory
+    if found.nearest is None or memory < found.nearest[0]:
+        found.nearest = (memory, job)
     return None
+
+
+@lru_cache(maxsize=64)
+def recompute_settings(space: SearchSpace) -> list[dict[str, Any]]:
+    """Returns what may be recomputed and offloaded, from the fastest to what needs the least memory: host memory and
+    then pieces come to the mode that recomputes most."""
+    again = [(pieces, offload) for pieces in space.pieces for offload in space.offload]
+    least = [(mode, *again[0]) for mode in space.recompute] + [(space.recompute[-1], *each) for each in again[1:]]
+    blocks = {mode for mode in space.recompute if RecomputeConfig(mode).blocks}
+    keys = [{"mode": mode, "pieces": pieces, "offload": offload} for mode, pieces, offload in least]
+    return [each for each in keys if each["mode"] in blocks or not each["offload"]]
+
+
+def host_gib(job: Job) -> float:
+    """Returns the GiB of a node's memory that its ranks' offloaded activations take."""
+    if not job.config.recompute.offload:
+        return 0.0
+    return largest(job).offloaded * min(job.node_size, job.world) / GIB
 
 
 def why_nothing(
@@ -243,6 +365,7 @@ def why_nothing(
     return UserError(
         f"the model fits nowhere on {devices} x {cluster.device.name}{under}: the nearest layout (tp={c.layout.tp}, "
         f"pp={c.layout.pp}, dp={job.layout.dp}, micro-batch {c.train.micro_batch}, zero {c.zero.stage}, recompute "
-        f"{c.recompute.mode}) needs {needed:.1f} GiB of {limit:.1f}, {needed - limit:.1f} GiB too much: use devices "
+        f"{c.recompute.mode}{' and offloaded' if c.recompute.offload else ''}) needs {needed:.1f} GiB of {limit:.1f}, "
+        f"{needed - limit:.1f} GiB too much: use devices "
         f"with more memory{enough}" + (f"; others break a rule: {found.refused}" if found.refused else "")
     )

@@ -25,6 +25,7 @@ class States:
     master: int = 4
     moment: int = 4
     moments: int = 2
+    paired: bool = False  # the master is the parameter with the 16 bits that rounding took from it
     keeps_param: bool = True  # besides the master, parameters are kept in the precision of the products
     grad_copy: int = 0  # bytes per parameter of a second gradient in another precision
     step_copy: int = 0  # temporary bytes per owned parameter during the update
@@ -34,19 +35,21 @@ class States:
     checkpoints_on: str = "device"  # where the inputs of recomputed blocks are kept
 
 
-def states_of(config: Config) -> States:
-    """Returns how Meshwright keeps the states of a config."""
+def states_of(config: Config, own: bool = True) -> States:
+    """Returns how Meshwright keeps the states of a config; others (not `own`) keep whole masters beside the weights."""
     precision, master = config.train.precision, config.optimizer.master_dtype
-    own = BYTES[precision]
+    param = BYTES[precision]
 
     def wide(name: str) -> int:
         return max(BYTES.get(name, 4), 8 if precision == "fp64" else 0)
 
-    places = {"none": "device", "cpu": "cpu", "disk": "disk"}
+    places, offload = {"none": "device", "cpu": "cpu", "disk": "disk"}, config.zero.offload
+    has_master = param < 4 and BYTES[master] > param
+    paired = own and has_master and precision in ("bf16", "fp8") and offload.optimizer == offload.params == "none"
     return States(
-        param=own, grad=wide(config.train.grad_dtype), master=wide(master) if own < 4 and master != precision else 0,
-        moment=wide(config.optimizer.state_dtype), moments=2 if config.optimizer.name == "adamw" else 0,
-        optimizer_on=places[config.zero.offload.optimizer], params_on=places[config.zero.offload.params],
+        param=param, grad=wide(config.train.grad_dtype), master=(2 if paired else wide(master)) if has_master else 0,
+        moment=wide(config.optimizer.state_dtype), moments=2 if config.optimizer.name == "adamw" else 0, paired=paired,
+        optimizer_on=places[offload.optimizer], params_on=places[offload.params],
     )  # fmt: skip
 
 
@@ -77,10 +80,10 @@ class Stack:
     compiled: bool = False  # its blocks are compiled
     states: States | None = None  # how it keeps states, if not like Meshwright
 
-    def kernels(self, host: bool = False) -> Kernels:
-        """Returns what its kernels keep for backward; `host` means on a CPU."""
+    def kernels(self, host: bool = False, pieces: int = 1) -> Kernels:
+        """Returns what its kernels keep for backward; `host` means on a CPU, `pieces` those of our MLPs."""
         if self.own:
-            return Kernels(fused=self.compiled, host=host)
+            return Kernels(fused=self.compiled, host=host, pieces=pieces)
         return Kernels(
             fused_attention=self.fused_attention, gate_copies=self.gate_copies, keeps_rotation=self.gate_copies > 3,
             mask_bytes=1.0, logit_bytes=self.logit_bytes, own=False,

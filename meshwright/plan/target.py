@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.load import config_from, read_sections, set_key
+from meshwright.config.load import config_from, read_sections, read_yaml, set_key
 from meshwright.config.presets import PRESETS, RUNS
 from meshwright.config.rules import PLANNING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, nearest
+from meshwright.models.hf import family_named
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.stack import STACKS, Stack, own_stack
@@ -19,10 +20,11 @@ from meshwright.schedule.kinds import default_kind
 
 # The short words of --layout, and the config keys that they stand for.
 LAYOUT_WORDS = {
-    "tp": "layout.tp", "pp": "layout.pp", "cp": "layout.cp", "chunks": "layout.chunks", "order": "layout.order",
+    "tp": "layout.tp", "pp": "layout.pp", "cp": "layout.cp", "ep": "layout.ep", "etp": "layout.etp",
+    "chunks": "layout.chunks", "order": "layout.order",
     "sp": "layout.sequence_parallel", "sequence_parallel": "layout.sequence_parallel",
     "micro_batch": "train.micro_batch", "mb": "train.micro_batch", "schedule": "pipeline.schedule",
-    "zero": "zero.stage", "recompute": "recompute.mode",
+    "zero": "zero.stage", "recompute": "recompute.mode", "offload": "recompute.offload", "pieces": "recompute.pieces",
 }  # fmt: skip
 
 
@@ -33,7 +35,8 @@ class Target:
     name: str
     config: Config
     run: Mapping[str, Any] = field(default_factory=dict)
-    own_precision: bool = True  # set by the user; a preset's precision is replaced if a cluster lacks it
+    own_precision: bool = True  # set by the user; otherwise it is the one that a cluster's devices are used with
+    own_batch: bool = True  # train.global_batch was given, here or by a published run
 
 
 def target_of(target: str, words: Sequence[str] = (), layout: str = "", as_run: bool = True) -> Target:
@@ -46,7 +49,9 @@ def target_of(target: str, words: Sequence[str] = (), layout: str = "", as_run: 
     if run and "pipeline.split" not in keys and _moved_stages(raw, run):
         raw.get("pipeline", {}).pop("split", None)
     _interleave(raw)
-    return Target(name, config_from(raw), run, own_precision=target not in PRESETS or "train.precision" in keys)
+    train = raw["train"] if isinstance(raw.get("train"), dict) else {}
+    said = "precision" in train if target not in PRESETS else "train.precision" in keys
+    return Target(name, config_from(raw), run, said, "global_batch" in train)
 
 
 def _moved_stages(raw: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
@@ -75,14 +80,27 @@ def _raw(target: str, as_run: bool) -> tuple[dict[str, Any], Mapping[str, Any], 
         for section in ("layout", "pipeline", "train", "zero", "recompute") if as_run else ("train",):
             raw[section] = {**raw.get(section, {}), **run.get(section, {})}
         return {key: value for key, value in raw.items() if value}, run, target
+    if path.suffix == ".json" and path.is_file():
+        return _of_hugging_face(path)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         read = read_sections(target)
         data = {"prefixes": ["tokens"]} if read.get("data") is None else read["data"]
         return read | {"data": data}, {}, path.stem
+    if (path / "config.json").is_file():
+        return _of_hugging_face(path / "config.json")
     raise UserError(
         f"there is no config file and no preset '{target}'{nearest(target, PRESETS)}: "
         f"the presets are {', '.join(sorted(PRESETS))}"
     )
+
+
+def _of_hugging_face(path: Path) -> tuple[dict[str, Any], Mapping[str, Any], str]:
+    """Returns the model of a config.json that transformers wrote."""
+    read = read_yaml(path)  # JSON is YAML
+    if not isinstance(read, dict) or "model_type" not in read:
+        raise UserError(f"{path} names no model_type: give a Hugging Face config.json, or a YAML file of ours")
+    model = family_named(read["model_type"]).model_of(read, 0)
+    return {"model": asdict(model), "data": {"prefixes": ["tokens"]}}, {}, path.absolute().parent.name
 
 
 def _layout_words(text: str) -> list[str]:
@@ -110,11 +128,13 @@ def on_cluster(target: Target, devices: int, cluster: Cluster, stack: Stack | No
 
 
 def with_supported_precision(target: Target, cluster: Cluster) -> Target:
-    """Returns the target in fp16 where the cluster's devices lack the bf16 of a preset."""
+    """Returns the target in the precision that accelerators are used with, bf16, or fp16 where they lack that, unless
+    the user gives another."""
     c, peak = target.config, cluster.device.peak
-    if target.own_precision or c.train.precision != "bf16" or "bf16" in peak or "fp16" not in peak:
+    usual = next((name for name in ("bf16", "fp16") if name in peak), c.train.precision)
+    if target.own_precision or cluster.device.units == 1 or usual == c.train.precision:
         return target
-    return replace(target, config=replace(c, train=replace(c.train, precision="fp16")))
+    return replace(target, config=replace(c, train=replace(c.train, precision=usual)))
 
 
 def cluster_for(target: Target, name: str | None) -> Cluster:

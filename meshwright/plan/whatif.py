@@ -15,7 +15,7 @@ from meshwright.schedule.simulate import Simulation
 from meshwright.show.units import plural
 
 WHOLE_TABLE = 10**9  # a table of any size is simulated, since it is drawn
-CHANGE_KINDS = ("slow-link", "slow-network", "slow-rank", "fewer-nodes")
+CHANGE_KINDS = ("slow-link", "slow-network", "slow-rank", "fewer-nodes", "imbalance")
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,14 @@ class Change:
     """One `--what-if`."""
 
     kind: str
-    factor: float  # the share of the speed that is left, or the number of missing nodes
+    factor: float  # the share of the speed that is left, the number of missing nodes, or the busiest rank's rows
     rank: int = -1  # of the pipeline
 
     def __str__(self) -> str:
         if self.kind == "fewer-nodes":
             return f"{plural(round(self.factor), 'node')} fewer"
+        if self.kind == "imbalance":
+            return f"the busiest rank's experts have {self.factor:g} x the mean rows"
         what = {"slow-link": "the links inside nodes", "slow-network": "the network between nodes"}
         return f"{what.get(self.kind, f'pipeline rank {self.rank}')} at {100 * self.factor:.0f} % speed"
 
@@ -52,19 +54,21 @@ def parse_change(text: str) -> Change:
     if kind not in CHANGE_KINDS:
         raise UserError(
             f"--what-if '{text}'{nearest(kind, CHANGE_KINDS)}: "
-            "write slow-link=0.5, slow-network=0.5, slow-rank=3:0.7 or fewer-nodes=1"
+            "write slow-link=0.5, slow-network=0.5, slow-rank=3:0.7, fewer-nodes=1 or imbalance=1.3"
         )
     rank, _, factor = value.rpartition(":") if kind == "slow-rank" else ("", "", value)
     try:
         change = Change(kind, float(factor), int(rank) if rank else -1)
     except ValueError:
-        example = {"slow-rank": "3:0.7", "fewer-nodes": "1"}.get(kind, "0.5")
+        example = {"slow-rank": "3:0.7", "fewer-nodes": "1", "imbalance": "1.3"}.get(kind, "0.5")
         raise UserError(f"--what-if '{text}' needs a number after '=', e.g. {kind}={example}") from None
     if kind == "slow-rank" and change.rank < 0:
         raise UserError(f"--what-if '{text}' must name the pipeline rank, e.g. slow-rank=3:0.7")
     if kind == "fewer-nodes":
         if not 1 <= change.factor < math.inf or change.factor != int(change.factor):
             raise UserError(f"--what-if '{text}': give a whole number of nodes, at least 1")
+    elif kind == "imbalance":
+        check_imbalance(f"--what-if '{text}'", change.factor)
     elif not 0 < change.factor <= 1:
         raise UserError(f"--what-if '{text}': the share of the speed that is left lies above 0 and is at most 1")
     return change
@@ -83,12 +87,33 @@ def step_of(job: Job, cluster: Cluster, changes: Sequence[Change] = ()) -> Simul
             if change.rank >= job.layout.pp:
                 raise UserError(f"there is no pipeline rank {change.rank}: choose 0 to {job.layout.pp - 1}")
             slow[change.rank] = change.factor
+        elif change.kind == "imbalance":
+            job = with_imbalance(job, change.factor)
         else:
             job = without_nodes(job, int(change.factor))
     cost = predict_cost(job, cluster, largest=WHOLE_TABLE)
     timeline = _timeline(cost, slow)
     usual = timeline if not slow else _timeline(cost, {})
     return SimulatedStep(cost, timeline, cost.step_s + timeline.makespan - usual.makespan)
+
+
+def check_imbalance(given: str, factor: float) -> None:
+    """Raises unless the busiest rank's rows over the mean can be so many; `given` begins the sentence."""
+    if not 1 <= factor < math.inf:
+        raise UserError(f"{given}: the busiest rank's rows over the mean are at least 1, e.g. 1.3")
+
+
+def with_imbalance(job: Job, factor: float) -> Job:
+    """Returns the job where the busiest rank's experts get `factor` times the mean rows."""
+    ep, experts = job.layout.ep, job.config.model.experts
+    if not experts.count or ep == 1:
+        why = "the model has no experts" if not experts.count else "every rank computes its own rows with layout.ep=1"
+        raise UserError(f"an imbalance of {factor:g} changes nothing, since {why}: leave it out")
+    if experts.capacity is not None:
+        raise UserError(f"an imbalance of {factor:g} changes nothing, since the capacity fixes the rows: leave it out")
+    if factor > ep:
+        raise UserError(f"an imbalance of {factor:g} is more than ep={ep}, where one rank has all rows: give less")
+    return replace(job, imbalance=factor)
 
 
 def without_nodes(job: Job, nodes: int) -> Job:
@@ -120,8 +145,9 @@ def step_spans(step: SimulatedStep) -> list[Span]:
     spans = list(spans_of(step.timeline))
     end = step.timeline.makespan
     axes = step.cost.axes
-    after = "dp" in axes and step.cost.job.sharding[0] < 2  # from stage 2 on, every micro-batch includes its reduction
-    later = [(REDUCED, axes["dp"].exposed)] if after else []
+    reduced = [name for name in ("dp", "edp") if name in axes]
+    after = reduced and step.cost.job.config.zero.stage < 2  # from stage 2 on, every micro-batch includes its reduction
+    later = [(REDUCED, sum(axes[name].exposed for name in reduced))] if after else []
     later += [("tied embedding", axes["embedding"].exposed)] if "embedding" in axes else []
     later.append((UPDATED, step.cost.optimizer_s))
     for rank in range(step.cost.job.layout.pp):

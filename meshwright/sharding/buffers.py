@@ -11,7 +11,7 @@ What a rank owns of a bucket is its *share*: all of it without ZeRO. Whole gradi
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,11 +20,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.layout.params import Box, Init, ParamRecord, global_boxes, whole
+from meshwright.layout import Layout
+from meshwright.layout.params import Box, Init, ParamRecord, global_boxes, row_of, whole
 from meshwright.nn.parallel import draw_parameter, is_unallocated, record_of
 from meshwright.nn.weight_grad import Sink
 from meshwright.sharding.offload import StateStore
 from meshwright.sharding.placement import Split, backward_order, bucket_elements, buffer_key, grad_bytes, place
+from meshwright.sharding.remainders import PairedTensor, Values
+
+REDUCER = "reducer."  # with which the names of a reducer's states begin
 
 
 class BufferKey(NamedTuple):
@@ -34,6 +38,7 @@ class BufferKey(NamedTuple):
     data_axes: str
     partial: tuple[str, ...]
     trained: bool = True
+    compressed: bool = False  # a reducer that mixes elements may sum them
 
 
 class NamedParameter(NamedTuple):
@@ -246,8 +251,17 @@ class State(NamedTuple):
 
     name: str
     buffer: FlatBuffer
-    tensors: list[Tensor]
+    tensors: Sequence[Values]
     additive: Rows | None = None
+
+    def record(self, slot: Slot) -> ParamRecord:
+        """Returns where a parameter's state lies in the global tensor that a checkpoint holds."""
+        return slot.record if self.additive is None else row_of(slot.record, *self.additive)
+
+    def clear(self, slot: Slot | None = None) -> None:
+        """Sets the state, or that of one parameter, as it is in a new run."""
+        for tensor in self.tensors if slot is None else [self.values(slot, *self.holds(slot))]:
+            tensor.zero_()
 
     def holds(self, slot: Slot) -> tuple[int, int]:
         """Returns the range of a parameter's elements that this rank holds; it is empty if the second is not above the
@@ -255,7 +269,7 @@ class State(NamedTuple):
         low, high = self._covered(slot)
         return max(low, slot.start) - slot.start, min(high, slot.stop) - slot.start
 
-    def values(self, slot: Slot, low: int, high: int) -> Tensor:
+    def values(self, slot: Slot, low: int, high: int) -> Values:
         """Returns elements low to high of a parameter, which this rank must hold."""
         at = slot.start - self._covered(slot)[0]
         return self.tensors[slot.bucket][at + low : at + high]
@@ -267,6 +281,37 @@ class State(NamedTuple):
         return (bucket.start, bucket.stop) if whole else bucket.share
 
 
+class SideState(NamedTuple):
+    """A state that has a tensor of another shape for some parameters of a buffer: by the slot's id, the tensor and the
+    record of where it lies in a global one. Data-parallel ranks hold the same; ranks that sum a gradient further, after
+    the reducer has, have a row each. A layout that cuts a parameter in another way begins with new ones (`draw`)."""
+
+    name: str
+    buffer: FlatBuffer
+    held: dict[int, tuple[Tensor, ParamRecord]]
+    rows: Rows
+    draw: Callable[[Slot], None]
+    additive: Rows | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor, _ in self.held.values()]
+
+    def record(self, slot: Slot) -> ParamRecord:
+        return row_of(self.held[id(slot)][1], *self.rows)
+
+    def clear(self, slot: Slot | None = None) -> None:
+        for each in self.buffer.slots if slot is None else [slot]:
+            if id(each) in self.held:
+                self.draw(each)
+
+    def holds(self, slot: Slot) -> tuple[int, int]:
+        return 0, self.held[id(slot)][1].numel if id(slot) in self.held else 0
+
+    def values(self, slot: Slot, low: int, high: int) -> Tensor:
+        return self.held[id(slot)][0].view(-1)[low:high]
+
+
 def build_buffers(
     modules: Iterable[nn.Module],
     split_of: Callable[[BufferKey], Split],
@@ -275,11 +320,13 @@ def build_buffers(
     grad_dtype: torch.dtype = torch.float32,
     params_at: tuple[str, Path] = ("none", Path()),
     seed: int = 0,
+    mixed_in: Layout | None = None,
 ) -> tuple[list[FlatBuffer], dict[int, Slot]]:
     """Builds buffers for every parameter of the chunks, in the order of backward. Returns each parameter's slot too.
     `split_of` says how the ranks divide a buffer; `units` gives the number of a parameter's unit, by its id. A
     parameter without a record (of a module that is not ours) is taken to be whole, and the same on every rank.
-    `requires_grad` decides whether a parameter is trained, and the record of its slot says the same."""
+    `requires_grad` decides whether a parameter is trained, and the record of its slot says the same. `mixed_in` is the
+    layout, where the reducer mixes elements."""
     named: dict[int, NamedParameter] = {}
     for chunk, module in enumerate(modules):
         for name, parameter in module.named_parameters():
@@ -288,20 +335,28 @@ def build_buffers(
                 record = replace(record, trained=parameter.requires_grad)
                 unit = (units or {}).get(id(parameter), chunk)
                 named[id(parameter)] = NamedParameter(f"{chunk}.{name}", parameter, record, unit)
-    keyed = backward_order(named.values(), lambda item: BufferKey(item.parameter.dtype, *buffer_key(item.record)))
+    keyed = backward_order(
+        named.values(), lambda item: BufferKey(item.parameter.dtype, *buffer_key(item.record, mixed_in))
+    )
     buffers = []
     for key, items in keyed.items():
         buffers.append(FlatBuffer(key, items, split_of(key), bucket_mib * 2**20, grad_dtype, params_at, seed))
     return buffers, {id(slot.parameter): slot for buffer in buffers for slot in buffer.slots}
 
 
-def regions(record: ParamRecord, low: int, high: int, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
+def regions(record: ParamRecord, low: int, high: int, values: Values) -> Iterator[tuple[Box, Values]]:
     """Yields the boxes of the global tensor that elements low to high of the local one hold, each with its part of
     `values`, which are those elements."""
     strides = torch.empty(record.local_shape, device="meta").stride()
     for box in global_boxes(record, low, high):
         at = sum(a * stride for a, stride in zip(box.local_start, strides, strict=True)) - low
-        yield box, values.as_strided(box.shape, strides, values.storage_offset() + at)
+        yield box, _strided(values, box.shape, strides, at)
+
+
+def _strided(values: Values, shape: tuple[int, ...], strides: tuple[int, ...], at: int) -> Values:
+    if isinstance(values, PairedTensor):
+        return values.both(lambda half: half.as_strided(shape, strides, half.storage_offset() + at))
+    return values.as_strided(shape, strides, values.storage_offset() + at)
 
 
 def foreign_record(name: str, parameter: nn.Parameter) -> ParamRecord:

@@ -26,7 +26,17 @@ from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import ZeroConfig
 from meshwright.errors import UserError
 from meshwright.nn.weight_grad import Sink
-from meshwright.sharding.buffers import Bucket, BufferKey, FlatBuffer, Rows, Slot, State, build_buffers
+from meshwright.sharding.buffers import (
+    REDUCER,
+    Bucket,
+    BufferKey,
+    FlatBuffer,
+    Rows,
+    SideState,
+    Slot,
+    State,
+    build_buffers,
+)  # fmt: skip
 from meshwright.sharding.placement import Split, shard_axes
 from meshwright.sharding.reducers import PLAIN_REDUCER, PendingReduction, Reducer
 from meshwright.sharding.reduction import EveryMicroBatch, OncePerStep
@@ -65,8 +75,9 @@ class DataParallel:
         units = find_units(modules)
         params_at = (self._zero.offload.params, Path(self._zero.offload.path))
         self.buffers, slots = build_buffers(
-            modules, self._split, bucket_mib, number_units(units), grad_dtype, params_at, seed
-        )
+            modules, self._split, bucket_mib, number_units(units), grad_dtype, params_at, seed,
+            mesh.layout if reducer.mixes else None,
+        )  # fmt: skip
         self.stage = max((buffer.split.stage for buffer in self.buffers), default=0)
         self._check_ties()
         self.weights = WeightGatherer(units, slots, self.buffers, lambda each: self.groups(each).shards, mesh.ledger)
@@ -99,8 +110,9 @@ class DataParallel:
         self._groups[key] = DataGroups(shards, replicas)
         return Split(stage, shards.size, shards.index, replicas.size, replicas.index)
 
-    def begin(self, micro_batches: int) -> None:
-        """Begins a step; called before its first micro-batch."""
+    def begin(self, micro_batches: int, step: int = 1, scale: float = 1.0) -> None:
+        """Begins a step; called before its first micro-batch. Gradients will come multiplied by `scale`."""
+        self.reducer.begin_step(step, scale)
         self._once.begin(micro_batches)
         self._each.begin(micro_batches)
         for bucket in self.buckets:
@@ -110,11 +122,14 @@ class DataParallel:
     def _launch(self, bucket: Bucket, out: Tensor) -> PendingReduction:
         """Begins the reduction of a bucket: over the ranks that share it or, where each holds it whole, over all."""
         shards, replicas = self.groups(bucket.buffer)
-        grads, ledger = bucket.grads.tensor, self.mesh.ledger
+        grads, ledger, reducer = bucket.grads.tensor, self.mesh.ledger, self._reducer_of(bucket.buffer)
         with ledger.phase("reduce"), ledger.layer(None):
             if bucket.stage:
-                return _Counted(self.reducer.reduce_scatter(bucket, out, grads, shards), ledger)
-            return _Counted(self.reducer.all_reduce(bucket, grads, replicas), ledger)
+                return _Counted(reducer.reduce_scatter(bucket, out, grads, shards), ledger)
+            return _Counted(reducer.all_reduce(bucket, grads, replicas), ledger)
+
+    def _reducer_of(self, buffer: FlatBuffer) -> Reducer:
+        return self.reducer if buffer.key.compressed or not self.reducer.mixes else PLAIN_REDUCER
 
     def gather(self, chunk: int, work: str) -> None:
         """Begins to gather the weights that a chunk's forward or backward (`work`) needs first."""
@@ -134,9 +149,9 @@ class DataParallel:
         self._each.finish()
         with self.mesh.ledger.phase("reduce"):
             for buffer in self.trained:
-                replicas = self.groups(buffer).replicas
+                replicas, reducer = self.groups(buffer).replicas, self._reducer_of(buffer)
                 if buffer.split.stage and not replicas.alone:
-                    _wait([self.reducer.all_reduce(bucket, bucket.own_grads, replicas) for bucket in buffer.buckets])
+                    _wait([reducer.all_reduce(bucket, bucket.own_grads, replicas) for bucket in buffer.buckets])
                 for group in (self.mesh.group(axis) for axis in buffer.key.partial):
                     _wait([group.all_reduce(bucket.own_grads, wait=False) for bucket in buffer.buckets])
 
@@ -151,17 +166,17 @@ class DataParallel:
         own = slice(low - bucket.share[0], high - bucket.share[0])
         bucket.own_params[own] += flat[low - slot.start : high - slot.start].to(bucket.own_params.device)
 
-    def reducer_states(self) -> Iterator[State]:
+    def reducer_states(self) -> Iterator[State | SideState]:
         """Yields the reducer's states, as a checkpoint holds them."""
         for name, buffer, tensors in self.reducer.states():
             groups = [self.mesh.group(axis) for axis in buffer.key.partial]
             groups += [group for group in self.groups(buffer) if not group.alone]
             if tensors[0].numel() < buffer.buckets[0].stop - buffer.buckets[0].start:
                 groups.remove(self.groups(buffer).shards)  # each of these ranks has a share of its own
-            row, rows = 0, 1
-            for group in groups:
-                row, rows = row * group.size + group.index, rows * group.size
-            yield State(f"reducer.{name}", buffer, tensors, Rows(row, rows))
+            yield State(REDUCER + name, buffer, tensors, _row_in(groups))
+        for name, buffer, held, draw in self.reducer.side_states():
+            groups = [self.mesh.group(axis) for axis in buffer.key.partial]
+            yield SideState(REDUCER + name, buffer, held, _row_in(groups), draw)
 
     def _check_ties(self) -> None:
         """Refuses a tie that is trained here and frozen on the stage of its other end, which would wait forever."""
@@ -210,6 +225,14 @@ class _Counted:
     def wait(self) -> None:
         with self._ledger.phase("reduce"), self._ledger.layer(None):
             self._work.wait()
+
+
+def _row_in(groups: Sequence[Group]) -> Rows:
+    """Returns this rank's number among the ranks of several groups, and how many they are."""
+    row, rows = 0, 1
+    for group in groups:
+        row, rows = row * group.size + group.index, rows * group.size
+    return Rows(row, rows)
 
 
 def _wait(works: Sequence[PendingReduction]) -> None:

@@ -33,10 +33,20 @@ def bucket_elements(bucket_bytes: float, element_bytes: int) -> int:
     return max(1, int(bucket_bytes // element_bytes))
 
 
-def buffer_key(record: ParamRecord) -> tuple[str, tuple[str, ...], bool]:
+def buffer_key(record: ParamRecord, mixed_in: Layout | None) -> tuple[str, tuple[str, ...], bool, bool]:
     """Returns what the parameters of one flat buffer have in common besides their dtype: data axes, further partial
-    axes, and whether they are trained. (A frozen parameter has no gradient to sum over further axes.)"""
-    return record.data_axes, record.partial if record.trained else (), record.trained
+    axes, whether they are trained, and whether a reducer that mixes elements may sum them; `mixed_in` is the layout
+    where there is such a reducer. (A frozen parameter has no gradient to sum over further axes.)"""
+    mixed = mixed_in is not None and record.trained and may_be_mixed(record, mixed_in)
+    return record.data_axes, record.partial if record.trained else (), record.trained, mixed
+
+
+def may_be_mixed(record: ParamRecord, layout: Layout) -> bool:
+    """Whether a gradient may be summed by a reducer whose result for an element depends on its neighbours. Copies on
+    other ranks have other neighbours, and would drift apart unless they are summed over those ranks too; vectors are
+    small, and matter."""
+    apart = (axis for axis in record.copies if axis not in record.partial)
+    return len(record.local_shape) > 1 and all(layout.size(axis) == 1 for axis in apart)
 
 
 def backward_order(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:

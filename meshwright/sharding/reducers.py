@@ -6,14 +6,18 @@ say), and declares its calls to the planner. This file imports no torch, so that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from meshwright.comm.group import Group
-    from meshwright.sharding.buffers import Bucket, FlatBuffer
+    from meshwright.layout.params import ParamRecord
+    from meshwright.sharding.buffers import Bucket, FlatBuffer, Slot
+
+    # Name, buffer, tensors and their records by the slot's id, and what draws a new one.
+    SideTensors = tuple[str, FlatBuffer, dict[int, tuple[Tensor, ParamRecord]], Callable[[Slot], None]]
 
 
 class PendingReduction(Protocol):
@@ -25,9 +29,23 @@ class PendingReduction(Protocol):
 class ReducerPlan(Protocol):
     """What the planner needs to know of a reducer."""
 
-    def calls(self, op: str, elements: int, element_bytes: int, ranks: int) -> Iterable[tuple[str, int]]:
+    @property
+    def mixes(self) -> bool:
+        """Whether what becomes of an element depends on others of its bucket, or on random numbers. Ranks that hold
+        copies of a parameter would then not find the same sums, so such a reducer is only asked for buckets without
+        copies and without vectors (`BufferKey.compressed`); the others are summed plainly."""
+
+    def calls(
+        self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
+        on_node: int = 1,
+    ) -> Iterable[tuple[str, int]]:  # fmt: skip
         """The (op, payload bytes) that one rank's ledger counts when `op`, all_reduce or reduce_scatter, is asked of
-        this reducer for so many gradients over a group of so many ranks."""
+        this reducer for so many gradients over a group of so many ranks. `records` are those of a whole
+        bucket's parameters; there are none where a share is summed over replicas. `on_node`: neighbours of the group
+        that are on one node."""
+
+    def state_bytes(self, elements: int, element_bytes: int) -> int:
+        """The bytes that a rank keeps between steps for a bucket of so many gradients."""
 
 
 class Reducer(ReducerPlan, Protocol):
@@ -36,6 +54,10 @@ class Reducer(ReducerPlan, Protocol):
 
     def prepare(self, buffers: Sequence[FlatBuffer]) -> None:
         """Called once, before any gradient exists: the place to allocate states."""
+
+    def begin_step(self, step: int, scale: float) -> None:
+        """Called before a step's first gradient. Gradients are stored multiplied by `scale`, which may be another one
+        in the next step."""
 
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
         """Begins to replace `grads` by their sum over `group`. In ZeRO stage 0 these are the whole bucket's; where
@@ -50,14 +72,28 @@ class Reducer(ReducerPlan, Protocol):
         this rank's share. Such a state is *additive*: what counts is its sum over the ranks that hold an element. A
         checkpoint stores one row for each of them, and the ranks of another layout add up the rows assigned to them."""
 
+    def side_states(self) -> Iterator[SideTensors]:
+        """Yields what else a checkpoint must hold, of other shapes than the parameters', see `SideState`."""
+
 
 class PlainReducer:
     """A reducer that makes just the collective that it is asked for."""
 
-    def calls(self, op: str, elements: int, element_bytes: int, ranks: int) -> Iterable[tuple[str, int]]:
+    mixes = False
+
+    def calls(
+        self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
+        on_node: int = 1,
+    ) -> Iterable[tuple[str, int]]:  # fmt: skip
         return [(op, elements * element_bytes)]
 
+    def state_bytes(self, elements: int, element_bytes: int) -> int:
+        return 0
+
     def prepare(self, buffers: Sequence[FlatBuffer]) -> None:
+        pass
+
+    def begin_step(self, step: int, scale: float) -> None:
         pass
 
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
@@ -67,6 +103,9 @@ class PlainReducer:
         return group.reduce_scatter(out, grads, wait=False)
 
     def states(self) -> Iterator[tuple[str, FlatBuffer, list[Tensor]]]:
+        return iter(())
+
+    def side_states(self) -> Iterator[SideTensors]:
         return iter(())
 
 

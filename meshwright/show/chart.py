@@ -30,7 +30,8 @@ class Chart:
     def box(self) -> tuple[float, float, float, float]:
         points = [point for line in self.lines.values() for point in line]
         xs, ys = [p[0] for p in points] or [1.0], [p[1] for p in points] or [1.0]
-        return min(xs), max(max(xs), min(xs) * 1.01), min(ys) / 1.2, max(ys) * 1.2
+        margin = min(1.2, (max(ys) / min(ys)) ** 0.1) if max(ys) > min(ys) else 1.2
+        return min(xs), max(max(xs), min(xs) * 1.01), min(ys) / margin, max(ys) * margin
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         x0, x1, y0, y1 = self.box
@@ -50,6 +51,13 @@ def _short(label: str) -> str:
     return re.sub(r"(\.\d*?)0+(?=\D*$)", lambda found: found[1].rstrip("."), label)
 
 
+def _marks(low: float, high: float) -> list[float]:
+    """Returns the values that get a line: two in each power of ten, or equal steps where those are too few."""
+    found = [10.0**n * factor for n in range(-12, 15) for factor in (1, 3) if low <= 10.0**n * factor <= high]
+    step = 10.0 ** math.floor(math.log10(high - low))
+    return found if len(found) > 1 else [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
 def svg(chart: Chart) -> str:
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
@@ -67,9 +75,7 @@ def svg(chart: Chart) -> str:
         label = escape(_short(chart.label(x)))
         out.append(f'<path d="M{px:.1f} {TOP}V{bottom}" stroke="#e6eaee"/>')
         out.append(f'<text x="{px:.1f}" y="{bottom + 18}" text-anchor="middle">{label}</text>')
-    for y in (10.0**n * factor for n in range(-12, 15) for factor in (1, 3)):
-        if not y0 <= y <= y1:
-            continue
+    for y in _marks(y0, y1):
         _, py = chart.at(x0, y)
         label = _short(count(y)) if y >= 1 else f"{y:g}"
         out.append(f'<path d="M{LEFT} {py:.1f}H{right}" stroke="#e6eaee"/>')

@@ -105,7 +105,9 @@ class Display:
     def validated(self, line: Mapping[str, Any]) -> None:
         with self._lock:
             self.valid, self.validating = line, False
-        self._print((f"validation at step {line['step']}  ", "dim"), (f"loss {decimals(line['loss'], 4)}", "valid"))
+        each = "  ".join(f"{printable(name)} {decimals(loss, 4)}" for name, loss in line.get("sources", {}).items())
+        what = (f"loss {decimals(line['loss'], 4)}", "valid")
+        self._print((f"validation at step {line['step']}  ", "dim"), what, f"  {each}" if each else "")
 
     def finished(self) -> None:
         self.close()
@@ -113,7 +115,11 @@ class Display:
         skipped = f", {self.skipped} skipped" if self.skipped else ""
         took = clock(time.monotonic() - self.begin)
         where = printable(self.config.run.dir)
-        self._print(("finished ", "good"), f"{plural(done, 'step')}{skipped} in {took}: {where}")
+        if done < self.steps:
+            again = f"saved in {where}; run the same command to continue"
+            self._print(("stopped ", "good"), f"at step {done} of {self.steps}{skipped} after {took}, {again}")
+        else:
+            self._print(("finished ", "good"), f"{plural(done, 'step')}{skipped} in {took}: {where}")
 
     def close(self) -> None:
         """Stops redrawing and restores the cursor; a second call does nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +21,29 @@ class Dataset(Protocol):
     """Sample n of a run, for any n: a pure function of the seed and n."""
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]: ...
+
+
+class Picked:
+    """The samples of a dataset with these numbers. Those behind, which fill up the last round of the ranks, have no
+    loss."""
+
+    def __init__(self, dataset: Dataset, numbers: Sequence[int]) -> None:
+        self.dataset, self.numbers = dataset, numbers
+
+    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
+        if n < len(self.numbers):
+            return self.dataset.sample(self.numbers[n])
+        found = self.dataset.sample(self.numbers[0])
+        return found | {"loss_mask": np.zeros_like(found["loss_mask"])}
+
+
+def by_source(dataset: Dataset, samples: int) -> dict[str, list[int]]:
+    """The numbers of the first samples by where they come from, if the dataset says that (`source_of`)."""
+    found: dict[str, list[int]] = {}
+    source_of = getattr(dataset, "source_of", lambda n: "")
+    for n in range(samples):
+        found.setdefault(source_of(n), []).append(n)
+    return found
 
 
 def sample_ids(consumed: int, micro_batch: int, size: int, dp_rank: int, dp: int) -> range:

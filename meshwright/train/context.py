@@ -12,6 +12,7 @@ from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES, Device, return_freed_memory
 from meshwright.layout import Layout
 from meshwright.models.description import CP_INNER, CP_OUTER, layout_of
+from meshwright.nn.offload import HostActivations
 from meshwright.nn.parallel import ContextGroups, ExpertGroups, Parallel
 from meshwright.nn.random import Streams
 from meshwright.parts.part import Coordinate, coordinate_of
@@ -71,6 +72,7 @@ def build_context(
         unallocated=trains and shard_axes(layout, config.zero).stage == 3, host=is_host(config, device),
         experts=expert_groups(mesh) if config.model.experts.count else None,
         context=context_groups(mesh, config) if layout.cp > 1 else None,
+        offload=HostActivations(device.torch) if config.recompute.offload and not is_host(config, device) else None,
     )  # fmt: skip
     return Context(config, layout, mesh, device, parallel)
 

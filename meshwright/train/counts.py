@@ -7,9 +7,10 @@ PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 
 # Summed over the world in int64 after the update: for each axis of the mesh these, then the microseconds of each phase,
 # and one number for what ranks ask for: 1 for each that was asked to stop, NEW_NAME for each that monitors a value
-# under a name that the others don't know.
+# under a name that the others don't know, SAVE if the rank that writes the run wants a checkpoint after this step.
 COUNTS = ("calls", "payload_bytes", "wire_bytes")
 NEW_NAME = 1 << 32
+SAVE = 1 << 56
 
 WIDE = 8  # bytes of a float64 or an int64
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.config.objectives import SPECIALS
+from meshwright.checkpoint.companions import tokenizer_of_data
+from meshwright.config.data import SPECIALS
 from meshwright.config.sections import Config
 from meshwright.data.masked import Masking
 from meshwright.data.stream import SampleOptions, build_datasets
 from meshwright.data.token_file import read_metadata
-from meshwright.data.tokenizers import tokenizer_of_data
 from meshwright.data.word_parts import special_ids, word_parts
 from meshwright.errors import UserError
 
@@ -35,11 +35,14 @@ class Checked:
             raise UserError(f"the data hold token {least}, and no token has a negative id: prepare them again")
         return sample
 
+    def source_of(self, n: int) -> str:
+        return str(self.dataset.source_of(n))
+
 
 def masking_of(config: Config) -> Masking:
     """How tokens are masked. Words and special tokens come from the tokenizer of the first file, if that is known."""
     m, c, prefix = config.model, config.data.masked, config.data.prefixes[0]
-    tokenizer = tokenizer_of_data(prefix)
+    tokenizer = tokenizer_of_data(config.data.prefixes)
     pieces = [] if tokenizer is None else tokenizer.pieces()
     if c.whole_words == "true" and not pieces:
         raise UserError(
@@ -67,9 +70,8 @@ def datasets_of(config: Config) -> tuple[Any, Any, Any]:
     d = config.data
     options = SampleOptions(d.eod if d.eod >= 0 else None, d.mask_eod, d.reset_positions, d.reset_attention)
     masking = masking_of(config) if config.objective == "masked" else None
-    parts = build_datasets(
-        d.prefixes, d.weights or None, d.split, config.model.seq, config.train.seed, options, masking
-    )
+    how = (config.model.seq, config.train.seed, options, d.draw_split, masking)
+    parts = build_datasets(d.prefixes, d.weights or None, d.split, *how)
     assert parts[0] is not None
     needed = parts[0].vocab_needed
     if needed is not None and needed > config.model.vocab:

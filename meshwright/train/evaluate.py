@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from meshwright.checkpoint.format import find_checkpoint
@@ -23,7 +22,7 @@ from meshwright.errors import UserError
 from meshwright.models.stage import stage_of
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.output import LOSS
-from meshwright.train.batches import Dataset, MicroBatches
+from meshwright.train.batches import Dataset, MicroBatches, Picked
 from meshwright.train.context import Context, build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
@@ -69,24 +68,11 @@ def with_model(
             leave()
 
 
-class First:
-    """The first `count` samples of a dataset. Those behind, which fill up the last round of the ranks, have no loss."""
-
-    def __init__(self, dataset: Dataset, count: int) -> None:
-        self.dataset, self.count = dataset, count
-
-    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
-        if n < self.count:
-            return self.dataset.sample(n)
-        found = self.dataset.sample(0)
-        return found | {"loss_mask": np.zeros_like(found["loss_mask"])}
-
-
 def evaluate(ctx: Context, modules: list[nn.Module], dataset: Dataset, samples: int) -> dict[str, Any]:
     """Mean loss and perplexity over the first `samples` samples, on however many data-parallel ranks."""
     executor = Executor(modules, ctx.mesh.pp, partial(forward_step, ctx), ctx.parallel.streams)
     unit = ctx.mesh.samples.size * ctx.config.train.micro_batch
-    batches = MicroBatches(ctx, First(dataset, samples), fields_of(modules), ThreadPoolExecutor(1))
+    batches = MicroBatches(ctx, Picked(dataset, range(samples)), fields_of(modules), ThreadPoolExecutor(1))
     declared = stage_of(modules[0]).loss_counts
     terms = (LOSS,) if declared is None else tuple(declared(dataset.sample(0)))
     found = mean_loss(executor, batches, -(-samples // unit) * unit, terms=terms)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -10,7 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.checkpoint.save import Saver
-from meshwright.errors import UserError
+from meshwright.config.sections import CheckpointConfig
+from meshwright.errors import UserError, notice
 from meshwright.pipeline.trace import Recorder, Span, trace_json
 from meshwright.train.context import Context
 from meshwright.train.monitor import gather_bytes
@@ -19,6 +22,7 @@ from meshwright.train.signals import StopRequests
 from meshwright.train.step import Launched, StepResult, Trainer
 
 MAX_SKIPPED_STEPS = 25  # in a row, after which a run gives up
+SAVING_SHARE = 0.01  # of a run's time that saving may take with checkpoint.every=auto
 TRACED = 3  # the third step of a process: the first ones make what later ones reuse
 
 
@@ -31,6 +35,10 @@ class Hook:
 
     def before(self, step: int) -> None:
         """Called before a step is begun, or, if the loop runs ahead, before its result is waited for."""
+
+    def wants_save(self) -> bool:
+        """Whether to save after the step that is begun next; only the rank that writes the run is listened to."""
+        return False
 
     def after(self, result: StepResult, last: bool) -> None:
         """Called with each step's result; `last` says that no further step will follow."""
@@ -52,18 +60,19 @@ class Ahead:
     def __init__(self, trainer: Trainer, pauses: Callable[[int], bool]) -> None:
         self.trainer, self.pauses = trainer, pauses
         self._waiting: Launched | None = None
-        self._stop = False
+        self._stop = self._save = False
 
-    def next(self, stop_requested: bool) -> StepResult:
-        """The next step's result. A request to stop that is seen in a result whose successor already runs is passed on
-        to that one, so that the trainer stands where the last result says."""
-        current = self._waiting or self.trainer.launch(stop_requested)
+    def next(self, stop_requested: bool, save_requested: bool = False) -> StepResult:
+        """The next step's result. A request to stop or to save that is seen in a result whose successor already runs is
+        passed on to that one, so that the trainer stands where the last result says."""
+        current = self._waiting or self.trainer.launch(stop_requested, save_requested)
         self._waiting = None
-        if self.trainer.runs_ahead and not self._stop and not self.pauses(current.result.step):
-            self._waiting = self.trainer.launch(stop_requested)
+        if self.trainer.runs_ahead and not (self._stop or self._save or self.pauses(current.result.step)):
+            self._waiting = self.trainer.launch(stop_requested, save_requested)
         result = self.trainer.read(current)
-        self._stop |= result.stop
-        result.stop = self._stop and self._waiting is None
+        stop, save, stands = self._stop or result.stop, self._save or result.save, self._waiting is None
+        result.stop, result.save = stop and stands, save and stands
+        self._stop, self._save = stop, save and not stands
         return result
 
 
@@ -75,7 +84,7 @@ def train(trainer: Trainer, hooks: Sequence[Hook], requests: StopRequests) -> No
     while step < steps and not stopped:
         for hook in hooks:
             hook.before(step + 1)
-        result = ahead.next(requests.seen)
+        result = ahead.next(requests.seen, any(hook.wants_save() for hook in hooks))
         step, stopped = result.step, result.stop
         for hook in hooks:
             hook.after(result, step == steps or stopped)
@@ -110,19 +119,48 @@ class GivingUp(Hook):
 
 
 class Saving(Hook):
-    """Checkpoints, every so many steps and at the end."""
+    """Checkpoints, every so many steps or so often, and at the end. The clock is that of the rank that writes the run,
+    whose wish reaches the others with the step's counts. `auto` saves so seldom that it takes a hundredth of the
+    time."""
 
-    def __init__(self, saver: Saver, every: int) -> None:
-        self.saver, self.every = saver, every
+    def __init__(self, saver: Saver, config: CheckpointConfig) -> None:
+        self.saver, self.steps, self.seconds = saver, config.every_steps, config.every_seconds
+        self.share = SAVING_SHARE if config.every == "auto" else math.inf
+        self.saved_at = time.monotonic()
 
     def pauses(self, step: int) -> bool:
-        return self.every > 0 and step % self.every == 0
+        return self.steps > 0 and step % self.steps == 0
+
+    def wants_save(self) -> bool:
+        gone = time.monotonic() - self.saved_at
+        return 0 < self.seconds <= gone and self.saver.blocked_s <= self.share * gone and not self.saver.is_writing
 
     def after(self, result: StepResult, last: bool) -> None:
-        if last or self.pauses(result.step):
+        if last or result.save or self.pauses(result.step):
+            self.saved_at = time.monotonic()
             self.saver.save(last)
         if last:
             self.saver.committed()  # before anything else can fail
+
+
+class TimeLimit(Hook):
+    """Asks to stop so early that the last step is saved when the limit is reached, if all goes on as it did so far."""
+
+    def __init__(self, requests: StopRequests, saver: Saver, limit: float, began: float) -> None:
+        self.requests, self.saver, self.end = requests, saver, began + limit if limit else math.inf
+        self.longest = 0.0  # of the steps so far, without the first, which makes what later ones reuse
+        self.seen = 0
+
+    def before(self, step: int) -> None:
+        due = time.monotonic() + 2 * self.longest + self.saver.took_s >= self.end  # the next step may run already
+        if due and self.saver.trainer.writes and not self.requests.seen:
+            notice("the end of run.time_limit is near: saves after this step")
+            self.requests.request()
+
+    def after(self, result: StepResult, last: bool) -> None:
+        self.seen += 1
+        if self.seen > 1:
+            self.longest = max(self.longest, result.step_time_s)
 
 
 class Validating(Hook):

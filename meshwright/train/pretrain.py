@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.checkpoint.format import checkpoint_folder
+from meshwright.checkpoint import companions
+from meshwright.checkpoint.format import checkpoint_folder, find_checkpoint
 from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.save import Saver
 from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
+from meshwright.config.blocks import seconds_of
 from meshwright.config.load import load_config
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
@@ -28,11 +31,14 @@ from meshwright.optim.schedules import consumed_after
 from meshwright.parts.part import Stage
 from meshwright.schedule.kinds import placement_of
 from meshwright.sharding.buffers import foreign_record
-from meshwright.sharding.reducers import PLAIN_REDUCER, Reducer
+from meshwright.sharding.reducers import Reducer
 from meshwright.train.context import Context, build_context, compiles
-from meshwright.train.loop import GivingUp, Hook, Recording, Saving, TracedStep, Validating, Watcher, train
+from meshwright.train.loop import GivingUp, Hook, Recording, Saving, TimeLimit, TracedStep, Validating, Watcher, train
+from meshwright.train.own_models import check_own, in_precision, is_own
 from meshwright.train.processes import enter, find_place, joined_place, leave
-from meshwright.train.run_folder import RunFolder, refuse_finished
+from meshwright.train.rank_process import end_with_launcher, name_rank
+from meshwright.train.run_folder import RunFolder, refuse_finished, what_is_lost
+from meshwright.train.run_owner import owning
 from meshwright.train.signals import StopRequests
 from meshwright.train.step import ForwardStep, Trainer, validation_samples
 
@@ -50,7 +56,7 @@ def pretrain(
     *,
     sections: Mapping[str, type] | None = None,
     process_groups: dict[str, Any] | None = None,
-    reducer: Reducer = PLAIN_REDUCER,
+    reducer: Reducer | None = None,
     source: str | None = None,
     watcher: Watcher | None = None,
     hooks: Sequence[Hook] = (),
@@ -73,15 +79,20 @@ def pretrain(
       first backward.
     - `config` may be the path of a YAML file; `sections` adds dataclasses of your own to it (`config.extra`).
     - `process_groups`: torch process groups made elsewhere, by the layout's name of the axis.
-    - `reducer` sums the gradients of each bucket over the data-parallel ranks (`sharding/reducers.py`).
+    - `reducer` sums the gradients of each bucket over the data-parallel ranks (`sharding/reducers.py`); without one,
+      `comm.reduce` says how.
     - `hooks` are called around every step (`train.loop.Hook`); `watcher` on the rank that writes the run alone.
     - A run whose folder holds checkpoints goes on from the newest; `source` (PATH[@STEP]) names another one, which in a
       new run gives the weights alone.
     """
+    began = time.monotonic()
     if not isinstance(config, Config):
         config = load_config(config, sections=sections)
     place = joined_place() or find_place()
     check(config, place.world, TRAINING_RULES)
+    if place.launched:
+        end_with_launcher()
+        name_rank(place.rank, place.world, Path(config.run.dir).name)
     comm = config.comm
     device, own_world = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
     ctx = build_context(config, place.rank, place.world, device, place.local_world, process_groups, trains=True)
@@ -92,8 +103,9 @@ def pretrain(
         validated = validation_samples(config)
         samples = (consumed_after(config, config.train.steps), validated, validated)
         train_data, valid_data, _ = datasets_provider(ctx, samples)
+        forward_step = in_precision(ctx, modules, forward_step)
         trainer = Trainer(ctx, modules, forward_step, train_data, valid_data, reducer, loss_counts)
-        run(trainer, source, watcher, hooks)
+        run(trainer, source, watcher, hooks, began)
     if own_world:  # after an error the process ends, and leaving could wait for peers that are gone
         leave()
     return trainer
@@ -109,6 +121,8 @@ def build_modules(
         if rank == ctx.pp_rank:
             torch.manual_seed(stream_seed(config.train.seed, "stage", index))  # stages must not begin alike
             module = model_provider(ctx, stage).to(ctx.device.torch)
+            if is_own(module):
+                check_own(ctx, module)
             for name, parameter in module.named_parameters():
                 if record_of(parameter) is None:
                     # Two stages of a foreign module may use one name for different parameters.
@@ -138,14 +152,26 @@ def compile_blocks(module: nn.Module) -> None:
         block.compile(fullgraph=True)
 
 
-def run(trainer: Trainer, source: str | None, watcher: Watcher | None, hooks: Sequence[Hook]) -> None:
-    """Resumes, trains and closes the run. One rank writes the run's folder and drives the display."""
+def run(trainer: Trainer, source: str | None, watcher: Watcher | None, hooks: Sequence[Hook], began: float) -> None:
+    """Owns the run's folder, and trains in it. One rank writes it and drives the display."""
+    config = trainer.ctx.config
+    # Checkpoints in another folder may be those of another run too.
+    folders = [Path(config.run.dir), *([Path(config.checkpoint.dir)] if config.checkpoint.dir else [])]
+    with ExitStack() as held:
+        agree(trainer.ctx, (lambda: held.enter_context(owning(*folders))) if trainer.writes else None)
+        run_owned(trainer, source, watcher, hooks, began)
+
+
+def run_owned(
+    trainer: Trainer, source: str | None, watcher: Watcher | None, hooks: Sequence[Hook], began: float
+) -> None:
+    """Resumes, trains and closes the run."""
     ctx, config = trainer.ctx, trainer.ctx.config
     agree(ctx, (lambda: refuse_finished(config, source)) if trainer.writes else None)
     check_shared(trainer, checkpoint_folder(config))
     resume(trainer, source)
     validating = trainer.valid_batches is not None
-    make = partial(RunFolder, config, ctx.layout.world, trainer.step_number, validating)
+    make = partial(open_folder, trainer, source, validating)
     folder: RunFolder | None = agree(ctx, make if trainer.writes else None)
     watcher = watcher if folder else None
     if watcher:
@@ -154,10 +180,14 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None, hooks: Se
     # A copy of states that live on disk would need the memory that is not there.
     asynchronous = c.asynchronous and "disk" not in (offload.optimizer, offload.params)
     saver = Saver(trainer, checkpoint_folder(config), asynchronous, c.busy, c.keep)
-    saving, validation = Saving(saver, c.every), Validating(trainer, folder, watcher)
-    # In this order after each step: a step is recorded before it is saved, and saved before anything else can fail.
-    all_hooks = [TracedStep(trainer), Recording(folder, watcher), GivingUp(), saving, validation, *hooks]
-    with StopRequests() as requests, saver:
+    saver.companions = Path(config.run.dir) / companions.FOLDER
+    saving, validation = Saving(saver, c), Validating(trainer, folder, watcher)
+    limit = seconds_of("run.time_limit", config.run.time_limit) if config.run.time_limit else 0.0
+    launched, loses = find_place().launched, partial(what_is_lost, config)
+    with StopRequests(speaks=trainer.writes, launched=launched, loses=loses) as requests, saver:
+        ending = TimeLimit(requests, saver, limit, began)
+        # In this order after each step: a step is recorded before it is saved, and saved before anything else can fail.
+        all_hooks = [ending, TracedStep(trainer), Recording(folder, watcher), GivingUp(), saving, validation, *hooks]
         validation.catch_up()
         train(trainer, all_hooks, requests)
     trainer.data_parallel.weights.wait_for_gathers()
@@ -165,6 +195,17 @@ def run(trainer: Trainer, source: str | None, watcher: Watcher | None, hooks: Se
         folder.close()
     if watcher:
         watcher.finished()
+
+
+def open_folder(trainer: Trainer, source: str | None, validates: bool) -> RunFolder:
+    """The run's folder, with what travels with its model."""
+    config, step = trainer.ctx.config, trainer.step_number
+    begun = find_checkpoint(source) if source is not None and not step else None
+    try:
+        companions.collect(config.data, begun, Path(config.run.dir) / companions.FOLDER, source)
+    except OSError as error:
+        raise UserError(f"run.dir={config.run.dir} can't be written: {error.strerror}") from None
+    return RunFolder(config, trainer.ctx.layout.world, step, validates, source)
 
 
 def check_shared(trainer: Trainer, folder: Path) -> None:

@@ -93,8 +93,8 @@ def enter(place: Place, kind: str, backend: str, timeout: float, precision: str 
     `leave` is ours to call. What the device can't do is told before."""
     import torch.distributed as dist
 
+    from meshwright.comm.meeting import meet
     from meshwright.comm.mesh import torch_limit
-    from meshwright.comm.watchdog import open_store, store_keeper
     from meshwright.device import Device, limit_threads
 
     limit_threads(place.local_world)
@@ -110,14 +110,11 @@ def enter(place: Place, kind: str, backend: str, timeout: float, precision: str 
     host, port = rendezvous()
     os.environ.update({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
     limit = torch_limit(timeout)
-    # A launcher's store outlives its ranks, and those it starts again must not read what the dead ones wrote.
-    store = open_store() if store_keeper() is None else None
-    if store is not None:
-        store.set_timeout(limit)  # torch leaves a store that it is given as it is; NCCL's ranks meet through it
     try:
         # Ranks of our own launcher will meet; one of another's may never come.
         own = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN)
         with nullcontext() if own else ends_at_once():
+            store = meet(place.rank, place.world, place.local_rank == 0, host, port, limit)
             dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=limit)
     except dist.DistError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():

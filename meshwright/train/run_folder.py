@@ -51,17 +51,30 @@ def refuse_finished(config: Config, source: str | None = None) -> None:
     )
 
 
+def what_is_lost(config: Config) -> str:
+    """What a run that is ended at once loses, in a sentence."""
+    folder, lines = Path(config.run.dir), _read_lines(Path(config.run.dir) / "metrics.jsonl")
+    saved = max((step for step, _ in fmt.list_checkpoints(fmt.checkpoint_folder(config))), default=0)
+    done = max((line["step"] for line in lines), default=0)
+    where = f"its newest checkpoint is of step {saved}" if saved else "it has no checkpoint"
+    lost = f"steps {saved + 1} to {done} are lost" if done > saved else "no finished step is lost"
+    return f"stopped at once at step {done} of {config.train.steps}: {folder}: {where}, {lost}"
+
+
 class RunFolder:
     """Written by one rank. Each line is flushed, so that a killed run keeps every step it finished."""
 
-    def __init__(self, config: Config, world: int, step: int = 0, validates: bool = True) -> None:
+    def __init__(
+        self, config: Config, world: int, step: int = 0, validates: bool = True, source: str | None = None
+    ) -> None:
         """`step` is the one that the run goes on from: lines of later steps, which will be trained again, move to
-        lost.jsonl, so that the history has each step once."""
+        lost.jsonl, so that the history has each step once. `source` is what gave a new run its weights."""
         self.path = Path(config.run.dir)
+        source = _read_note(self.path, "from") if step and source is None else source
         with self._written():
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-            notes = json.dumps({"world": world, "validates": validates})
+            notes = json.dumps({"world": world, "validates": validates, "from": source})
             (self.path / "run.json").write_text(notes + "\n", encoding="utf-8")
             for name in ("metrics.jsonl", "validation.jsonl"):
                 _set_lost_aside(self.path / name, step)
@@ -80,7 +93,8 @@ class RunFolder:
         self._write(self._metrics, line, values)
 
     def validation(self, line: dict[str, Any]) -> None:
-        self._write(self._validation, line, {"validation/loss": line["loss"]})
+        sources = {f"validation/{name}": loss for name, loss in line.get("sources", {}).items()}
+        self._write(self._validation, line, {"validation/loss": line["loss"]} | sources)
 
     def _write(self, file: TextIO, line: dict[str, Any], charted: dict[str, float]) -> None:
         """One line of strict JSON, where a number that is not finite is null, and TensorBoard's events."""

@@ -1,4 +1,5 @@
-"""A scheduler's request to stop: SIGTERM or SIGUSR1 ask for a checkpoint and a clean end at the next step."""
+"""A request to stop asks for a checkpoint and a clean end after the step under way: SIGTERM or SIGUSR1 of a scheduler,
+Ctrl-C (SIGINT), a terminal that is closed (SIGHUP). A second Ctrl-C ends at once."""
 
 from __future__ import annotations
 
@@ -7,16 +8,25 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from meshwright.errors import notice
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)  # who starts a process may have it ignore these, as nohup does
 
 # A scheduler may signal a launcher and its ranks, and the launcher passes it on: within so many seconds all are one.
 SAME_REQUEST_S = 5.0
+SAME_CTRL_C_S = 0.5  # a wrapper such as `uv run` may pass on what the terminal has sent to all
 BLOCKED_S = 1.0  # a main thread that has not handled a signal by then is waiting for something that may never come
+
+
+def taken_over(number: int) -> bool:
+    """Whether a process that stops on request has this signal to itself, or was started to ignore it."""
+    return number not in OF_TERMINALS or signal.getsignal(number) is not signal.SIG_IGN
 
 
 class StopRequests:
@@ -25,10 +35,14 @@ class StopRequests:
 
     handled = 0.0  # when the main thread of this process last handled a request
 
-    def __init__(self, after: Any = None) -> None:
-        """`after`: how the signals are handled when this is left (None: as before)."""
+    def __init__(
+        self, after: Any = None, speaks: bool = False, launched: bool = True, loses: Callable[[], str] | None = None
+    ) -> None:
+        """`after`: how the signals are handled when this is left (None: as before). `speaks`: it tells of the first
+        request. `launched`: a launcher sends Ctrl-C too; otherwise a second one is the user's, and raises
+        KeyboardInterrupt, or says what is lost (`loses`) and ends a process that handles nothing."""
         self._since: float | None = None
-        self._after = after
+        self._after, self._speaks, self._launched, self._loses = after, speaks, launched, loses
         self._before: dict[int, Any] = {}
         self._bell: tuple[socket.socket, socket.socket] | None = None
 
@@ -42,12 +56,17 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
+            for number in filter(taken_over, STOP_SIGNALS):
                 self._before[number] = signal.signal(number, self._note)
                 if _has_seen(self._before[number]):
                     self.request()
             self._listen()
         return self
+
+    def _is_again(self, number: int, since: float, now: float) -> bool:
+        """Whether a signal is a request of its own, not the first one passed on."""
+        mine = number == signal.SIGINT and not self._launched
+        return now - since > (SAME_CTRL_C_S if mine else SAME_REQUEST_S)
 
     def _listen(self) -> None:
         """Python calls `_note` between two of its own instructions only; a byte is written at once."""
@@ -72,17 +91,25 @@ class StopRequests:
         first: float | None = None
         while heard := end.recv(1):
             number, now = heard[0], time.monotonic()
-            if number in STOP_SIGNALS:
-                first = first or now
-                if now - first > SAME_REQUEST_S:
-                    time.sleep(BLOCKED_S)
-                    if StopRequests.handled < now - BLOCKED_S:
-                        os._exit(128 + number)
+            if number not in STOP_SIGNALS:
+                continue
+            if first is None:
+                first = now
+                if self._speaks:
+                    notice("asked to stop: saves after this step (Ctrl-C again stops at once, and saves nothing)")
+            elif self._is_again(number, first, now):
+                time.sleep(BLOCKED_S)
+                if StopRequests.handled < now - BLOCKED_S:
+                    if self._loses:
+                        notice(self._loses())
+                    os._exit(128 + number)
         end.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         StopRequests.handled = time.monotonic()
-        if self._since is not None and time.monotonic() - self._since > SAME_REQUEST_S:
+        if self._since is not None and self._is_again(number, self._since, time.monotonic()):
+            if number == signal.SIGINT and not self._launched:
+                raise KeyboardInterrupt
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.request()
@@ -108,7 +135,7 @@ def stops_handled_by(handler: Any) -> Iterator[dict[int, Any]]:
     if threading.current_thread() is not threading.main_thread():
         yield {}
         return
-    before: dict[int, Any] = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    before: dict[int, Any] = {number: signal.signal(number, handler) for number in filter(taken_over, STOP_SIGNALS)}
     try:
         yield before
     finally:

@@ -25,13 +25,14 @@ from meshwright.pipeline.output import LOSS, Totals
 from meshwright.pipeline.trace import REDUCED, UPDATED
 from meshwright.schedule.table import Table
 from meshwright.schedule.verify import verified
-from meshwright.sharding.buffers import State
+from meshwright.sharding.buffers import SideState, State
+from meshwright.sharding.compression.make import make_reducer
 from meshwright.sharding.data_parallel import DataParallel
-from meshwright.sharding.reducers import PLAIN_REDUCER, Reducer
+from meshwright.sharding.reducers import Reducer
 from meshwright.train.balance import ExpertBalance
-from meshwright.train.batches import Dataset, MicroBatches
+from meshwright.train.batches import Dataset, MicroBatches, Picked, by_source
 from meshwright.train.context import Context, compiles
-from meshwright.train.counts import COUNTS, NEW_NAME, PHASES, counts_bytes
+from meshwright.train.counts import COUNTS, NEW_NAME, PHASES, SAVE, counts_bytes
 from meshwright.train.losses import Normalisation, Sums, counts_over_world, sums_over_world
 from meshwright.train.monitor import Monitored, Summing
 
@@ -57,6 +58,7 @@ class StepResult:
     comm: dict[str, dict[str, int]] = field(default_factory=dict)
     step_time_s: float = 0.0
     stop: bool = False
+    save: bool = False
 
     @property
     def why_skipped(self) -> str:
@@ -110,11 +112,13 @@ class Trainer:
         forward_step: ForwardStep,
         train_data: Dataset,
         valid_data: Dataset | None = None,
-        reducer: Reducer = PLAIN_REDUCER,
+        reducer: Reducer | None = None,
         loss_counts: LossCounts | None = None,
     ) -> None:
         config = ctx.config
         self.ctx, self.modules = ctx, list(modules)
+        if reducer is None:
+            reducer = make_reducer(config.comm, config.train.seed, ctx.layout.node_size or ctx.layout.world)
         grad_dtype, offload = PRECISION_DTYPES[config.train.grad_dtype], config.zero.offload
         parallel = DataParallel(
             self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed
@@ -130,6 +134,12 @@ class Trainer:
         loss_counts = loss_counts or stage_of(self.modules[0]).loss_counts
         self.train_batches = MicroBatches(ctx, train_data, fields, reader, loss_counts)
         self.valid_batches = MicroBatches(ctx, valid_data, fields, reader) if valid_data is not None else None
+        # Validation samples by the file that they come from, where the data say so.
+        sources = by_source(valid_data, validation_samples(config)) if valid_data is not None else {}
+        self.valid_sources = {
+            name: MicroBatches(ctx, Picked(valid_data, numbers), fields, reader)  # type: ignore[arg-type]
+            for name, numbers in sources.items() if len(sources) > 1 and loss_counts is None
+        }  # fmt: skip
         # The terms of the loss, in one order on every rank; the first one's count is what a run reports as its tokens.
         self.declared_terms = (LOSS,) if loss_counts is None else tuple(loss_counts(train_data.sample(0)))
         self.blocks = {term.name: count for module in modules for term, count in stage_of(module).losses}
@@ -141,8 +151,8 @@ class Trainer:
 
     @property
     def writes(self) -> bool:
-        """Whether this is the one rank that writes the run's folder: the first of those that hold the last stage."""
-        return self.ctx.pp_rank == self.ctx.layout.first_and_last[1] and self.ctx.mesh.is_first("tp", "dp", "cp")
+        """Whether this is the one rank that owns and writes the run's folder, and speaks: rank 0, on the first node."""
+        return self.ctx.rank == 0
 
     @property
     def micro_batches(self) -> int:
@@ -160,7 +170,7 @@ class Trainer:
         normalisation = self._normalisation(samples, count)
         for module in self.modules:
             module.train()
-        self.data_parallel.begin(count)
+        self.data_parallel.begin(count, self.step_number + 1, self.loss_scale.value)
         last = self.step_number + 1 == self.ctx.config.train.steps
         batch = self.train_batches.of_step(consumed, count, None if last else consumed + samples)
         totals = self.executor.run(self.table(count), batch, self.step_number + 1, normalisation.seeds())
@@ -180,10 +190,10 @@ class Trainer:
 
     def step(self, stop_requested: bool = False) -> StepResult:
         """One update (or a skipped one): consumes its batch either way. `stop` of the result says whether any rank was
-        asked to stop, so that all stop after the same step."""
+        asked to stop, so that all stop after the same step; `save` whether the rank that writes wants a checkpoint."""
         return self.read(self.launch(stop_requested))
 
-    def launch(self, stop_requested: bool = False) -> Launched:
+    def launch(self, stop_requested: bool = False, save_requested: bool = False) -> Launched:
         """Runs all of a step except reading its numbers. If `runs_ahead`, the host never waits for the device here."""
         begin = time.perf_counter()
         config, ledger = self.ctx.config, self.ctx.ledger
@@ -206,7 +216,8 @@ class Trainer:
         self.step_number += 1
         self.consumed += samples
         result = StepResult(self.step_number, 0.0, 0.0, lr, scale, False, 0, samples)
-        counts = self._count(totals.seconds, stop_requested, self.monitored.is_new(totals))
+        asks = int(stop_requested) + NEW_NAME * int(self.monitored.is_new(totals))
+        counts = self._count(totals.seconds, asks + SAVE * int(save_requested and self.writes))
         return Launched(result, begin, totals, normalisation, read, counts, monitored, balance)
 
     def _update(self, lr: float, sums: Tensor, normalisation: Normalisation) -> float:
@@ -254,9 +265,9 @@ class Trainer:
         self._read_at = end
         return result
 
-    def _count(self, seconds: Mapping[str, float], stop_requested: bool, new_names: bool) -> Download:
-        """Sum over all ranks of the ledger of this step, this very call included, the seconds by phase, the ranks that
-        were asked to stop, and those that monitor a value whose name the others don't know."""
+    def _count(self, seconds: Mapping[str, float], asks: int) -> Download:
+        """Sum over all ranks of the ledger of this step, this very call included, the seconds by phase, and what the
+        ranks ask for (`train/counts.py`)."""
         mesh = self.ctx.mesh
         axes = mesh.layout.step_groups()
         totals = self.ctx.ledger.totals("axis")
@@ -266,7 +277,6 @@ class Trainer:
             totals["world"].add(CallTotals(1, payload, wire_bytes("all_reduce", payload, mesh.world.size)))
         counts = [getattr(totals[axis], count) for axis in axes for count in COUNTS]
         micros = [int(seconds.get(name, 0.0) * 1e6) for name in PHASES]
-        asks = int(stop_requested) + NEW_NAME * int(new_names)
         vector = torch.tensor([*counts, *micros, asks], dtype=torch.int64)
         if mesh.world.alone:
             return Device("cpu").download(vector)
@@ -284,11 +294,12 @@ class Trainer:
                 result.comm[axis] = counts
         means = [n / 1e6 / mesh.world.size for n in numbers[width * len(axes) : -1]]
         result.phases = dict(zip(PHASES, means, strict=True))
-        new_names, stops = divmod(numbers[-1], NEW_NAME)
-        result.stop = stops > 0
+        saves, rest = divmod(numbers[-1], SAVE)
+        new_names, stops = divmod(rest, NEW_NAME)
+        result.stop, result.save = stops > 0, saves > 0
         return new_names > 0
 
-    def states(self) -> Iterator[State]:
+    def states(self) -> Iterator[State | SideState]:
         """What a checkpoint holds of this rank, beside `counters`."""
         yield from self.optimizer.tensors()
         yield from self.data_parallel.reducer_states()
@@ -314,10 +325,23 @@ class Trainer:
         """The loss over the first samples of the validation data, or None without any."""
         if self.valid_batches is None:
             return None
-        samples = validation_samples(self.ctx.config)
-        found = mean_loss(self.executor, self.valid_batches, samples, self.data_parallel.stage, self.declared_terms)
+        samples, stage = validation_samples(self.ctx.config), self.data_parallel.stage
+        if self.valid_sources:
+            return {"step": self.step_number, "samples": samples} | self._validate_sources(stage)
+        found = mean_loss(self.executor, self.valid_batches, samples, stage, self.declared_terms)
         line = {"step": self.step_number, "loss": found.loss, "tokens": math.ceil(found.tokens), "samples": samples}
         return line | ({"losses": found.losses} if found.losses else {})
+
+    def _validate_sources(self, stage: int) -> dict[str, Any]:
+        """The same samples source by source, each filled up to whole rounds of the ranks by samples without a loss."""
+        unit, found = self.ctx.mesh.samples.size * self.ctx.config.train.micro_batch, {}
+        for name, batches in self.valid_sources.items():
+            count = len(batches.dataset.numbers)  # type: ignore[attr-defined]
+            found[name] = mean_loss(self.executor, batches, -(-count // unit) * unit, stage)
+        tokens = sum(sums.tokens for sums in found.values())
+        total = sum(sums.loss * sums.tokens for sums in found.values() if sums.tokens)
+        by_name = {name: sums.loss for name, sums in found.items()}
+        return {"loss": total / tokens if tokens else math.nan, "tokens": math.ceil(tokens), "sources": by_name}
 
 
 def fields_of(modules: Sequence[nn.Module]) -> set[str] | None:

@@ -16,7 +16,7 @@ from meshwright.comm.ledger import bus_factor
 from meshwright.config.load import parse_yaml
 from meshwright.plan.cluster import cluster_from, load_cluster
 from meshwright.plan.cost import predict_cost
-from meshwright.plan.efficiency import START, collective_seconds
+from meshwright.plan.efficiency import START, adapter_share, collective_seconds
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.stack import CPU
 from meshwright.plan.target import target_of
@@ -39,7 +39,8 @@ def times(
         for n, size in enumerate(SIZES):
             own = rate / 3 if op == "reduce_scatter" else rate
             hop = inside * near + across * latency if per_node < ranks else inside * latency
-            seconds = START + hop + size * bus_factor(op, ranks) / own / (per_node if per_node < ranks else 1)
+            share = adapter_share(op, ranks, per_node) if per_node < ranks else bus_factor(op, ranks)
+            seconds = START + hop + size * share / own
             seconds *= rng.uniform(1 - noise, 1 + noise) * (4.0 if noise and n % 8 == 3 else 1.0)
             points.append(Measurement("dp", op, ranks, per_node, size, seconds))
     return points

@@ -17,6 +17,7 @@ LLAMA31 = {
 }  # fmt: skip
 
 MIXTURE = {**LLAMA, "num_experts": 8, "num_experts_per_tok": 3}
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 2.0, "original_max_position_embeddings": 24}
 DEEPSEEK = {
     **LLAMA, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
     "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "kv_lora_rank": 16, "q_lora_rank": 24,
@@ -42,7 +43,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", LLAMA),
     "qwen2-tied": ("Qwen2Config", {**LLAMA, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {**LLAMA, "head_dim": 16}),
-    "qwen3-one-kv-head": ("Qwen3Config", {**LLAMA, "head_dim": 8, "num_key_value_heads": 1}),
+    "qwen3-one-kv-head": (
+        "Qwen3Config",
+        {**LLAMA, "head_dim": 8, "num_key_value_heads": 1, "rope_scaling": {**YARN, "truncate": False}},
+    ),
     "mistral": ("MistralConfig", {**LLAMA, "sliding_window": 96}),
     "gpt-neox": ("GPTNeoXConfig", {**SIZES, "intermediate_size": 48, "max_position_embeddings": 96}),
     "gpt-neox-in-series": (
@@ -65,20 +69,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3-direct-queries": (
         "DeepseekV3Config",
         {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2,
-         "first_k_dense_replace": 0, "norm_topk_prob": False, "tie_word_embeddings": True},
+         "first_k_dense_replace": 0, "norm_topk_prob": False, "tie_word_embeddings": True,
+         "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}},
     ),
 }  # fmt: skip
 EXPERTS = ["mixtral", "qwen3-moe", "qwen3-moe-some-blocks", "olmoe", "deepseek-v3", "deepseek-v3-direct-queries"]
 
 
-def make(name: str, dtype: torch.dtype = torch.float32, std: float = 0.15) -> Any:
+def make(name: str, dtype: torch.dtype = torch.float32, std: float = 0.15, **changed: Any) -> Any:
     """A model whose weights are all random: also the norms and biases, which would start as ones and zeros. The bias
     that balances DeepSeek's experts is no parameter."""
     import transformers
 
     kind, arguments = MODELS[name]
     torch.manual_seed(len(name))
-    config = getattr(transformers, kind)(**arguments)
+    config = getattr(transformers, kind)(**arguments | changed)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         biases = [(key, value) for key, value in model.named_buffers() if key.endswith("e_score_correction_bias")]
@@ -93,8 +98,8 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids).logits.float()
 
 
-def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, std: float = 0.15) -> Any:
-    model = make(name, dtype, std)
+def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, std: float = 0.15, **changed: Any) -> Any:
+    model = make(name, dtype, std, **changed)
     model.save_pretrained(folder)
     return model
 

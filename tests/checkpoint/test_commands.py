@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,77 +19,10 @@ import pytest
 
 from meshwright.checkpoint import format as fmt
 from meshwright.cli.main import main
-from meshwright.config.load import to_yaml
-from tests.checkpoint.runs import Sections, assert_same, complete, saved, steps, tiny
-from tests.support.oracle import small_config
-from tests.support.token_files import write_documents
+from tests.checkpoint.runs import assert_same, complete, saved, steps, tiny
+from tests.support.commands import ended, folder, ranks, sections, start, until
 
-WAIT = 180.0
-LONG = 100000  # steps of a run that ends only when it is asked to
-
-
-def sections(folder: Path, run: str, steps: int = LONG, **more: dict[str, Any]) -> Sections:
-    data = {"prefixes": [str(folder / "tokens")], "split": [0.8, 0.2, 0]}
-    return tiny(folder / run, data=data, train={"steps": steps}, lr={"schedule": "constant"}, **more)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_documents(tmp_path / "tokens", list(np.random.default_rng(0).integers(0, 31, (50, 100))))
-    (tmp_path / "config.yaml").write_text(to_yaml(small_config(**sections(tmp_path, "run"))))
-    return tmp_path
-
-
-def command(folder: Path, *words: str, **options: Any) -> subprocess.Popen[str]:
-    (folder / "tmp").mkdir(exist_ok=True)
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp"), "PYTHONFAULTHANDLER": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "meshwright", "train", "config.yaml", *words],
-        cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
-    )  # fmt: skip
-
-
-@pytest.fixture
-def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts `meshwright train` in the folder; nothing of it outlives the test."""
-    made: list[subprocess.Popen[str]] = []
-
-    def starting(*words: str, **options: Any) -> subprocess.Popen[str]:
-        made.append(command(folder, *words, start_new_session=True, **options))
-        return made[-1]
-
-    yield starting
-    for process in made:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-
-
-def until(ready: Callable[[], Any], process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + WAIT
-    while not ready():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, "no progress"
-        time.sleep(0.05)
-
-
-def ranks(folder: Path, attempt: int = 0) -> dict[int, int]:
-    """The process of each rank that the launcher has started."""
-    paths = list((folder / "tmp").glob(f"meshwright-*/pid-{attempt}-*"))
-    found = {int(path.name.split("-")[-1]): path.read_text() for path in paths}
-    return {rank: int(pid) for rank, pid in found.items() if pid}  # one may be about to be written
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """The exit code and what was said; if it does not end, where each of its processes is."""
-    try:
-        _, said = process.communicate(timeout=WAIT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGABRT)
-        _, said = process.communicate(timeout=WAIT)
-        raise AssertionError(f"not ended within {WAIT:.0f} s:\n{said}") from None
-    return process.returncode, said
-
+__all__ = ["folder", "start"]  # fixtures
 
 def assert_stopped_cleanly(run: Path, process: subprocess.Popen[str], at_least: int) -> None:
     """Exit 0, and a complete checkpoint at the step that the run came to."""
@@ -156,6 +89,9 @@ def test_restarts(folder: Path, start: Any) -> None:
         os.kill(ranks(folder, attempt)[attempt], signal.SIGKILL)
     code, said = ended(process)
     assert code == 0, said
+    for attempt in (0, 1):
+        again = f"all ranks start again (restart {attempt + 1} of 3, from the newest checkpoint)"
+        assert f"rank {attempt} was killed by SIGKILL; the other ranks were stopped; {again}\n" in said, said
     assert_same(run, complete(2, sections(folder, "straight", 16, checkpoint={"every": 4})))
     assert len(ranks(folder)) == 0, "the launcher removes its files"
 

@@ -26,7 +26,7 @@ from meshwright.models.description import describe, layout_of
 from meshwright.models.hf import FAMILIES
 from meshwright.models.hf.family import model_section
 from meshwright.parts.part import coordinate_of
-from tests.checkpoint.hf_models import EXPERTS, MODELS, logits, make, run_models, save, sections_of
+from tests.checkpoint.hf_models import EXPERTS, MODELS, YARN, logits, make, run_models, save, sections_of
 from tests.models.test_hf_families import SECTIONS
 from tests.support.oracle import load_into, make_trainer, small_config
 from tests.support.ranks import run_ranks
@@ -94,6 +94,34 @@ def test_imported_models_have_the_same_logits(name: str, layout: str, made: dict
     ours, theirs = computed(layout)[name][..., :61], made[name][1].numpy()
     assert np.abs(ours - theirs).max() <= CLOSE
     assert np.abs(theirs).max() > 1.0  # there is something to compare
+
+
+@pytest.mark.parametrize(
+    ("name", "scaling", "longest"),
+    [
+        ("llama2", {"rope_type": "dynamic", "factor": 3.0}, 10),
+        ("llama2", YARN, 96),
+        ("llama2", YARN | {"attention_factor": 1.3, "beta_fast": 1.5, "beta_slow": 0.5}, 96),
+        ("llama2", YARN | {"mscale": 1.0, "mscale_all_dim": 0.6}, 96),  # without latent attention, scores stay
+        ("deepseek-v3", YARN | {"mscale_all_dim": 0.8}, 96),
+        ("deepseek-v3", {"rope_type": "linear", "factor": 3.0}, 96),
+        ("deepseek-v3", {"rope_type": "dynamic", "factor": 3.0}, 10),
+    ],
+    ids=str,
+)
+def test_rotary_scalings_have_the_same_logits(name: str, scaling: Any, longest: int, tmp_path: Path) -> None:
+    """Of dynamic scaling at model.seq, which is longer here than what the model was first trained on; and without
+    knowing where the model comes from, transformers gets the same from what we write."""
+    changed = {"rope_scaling": scaling, "max_position_embeddings": longest, "rope_theta": 100.0}
+    theirs = logits(save(name, tmp_path / "hf", **changed), IDS)
+    import_folder(tmp_path / "hf", tmp_path / "checkpoint", seq=IDS.shape[1])
+    (ours,) = run_models(0, 1, [str(tmp_path / "checkpoint")], IDS, {})
+    assert np.abs(ours[..., :61] - theirs.numpy()).max() <= CLOSE
+    unscaled = logits(make(name, **changed | {"rope_scaling": None}), IDS)
+    assert (unscaled - theirs).abs().max() > 1e-3
+    (tmp_path / "checkpoint" / ORIGIN).unlink()
+    export_folder(tmp_path / "checkpoint", tmp_path / "out")
+    assert torch.equal(logits(load(tmp_path / "out"), IDS), theirs)
 
 
 @pytest.mark.parametrize("name", list(MODELS))

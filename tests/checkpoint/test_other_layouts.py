@@ -18,6 +18,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import Config
 from meshwright.layout import Layout
 from meshwright.models.description import layout_of
+from meshwright.sharding.remainders import plain
 from tests.checkpoint.runs import tensors
 from tests.support.oracle import EXACT, Made, load_into, make_trainer, small_config
 from tests.support.ranks import run_ranks
@@ -200,7 +201,7 @@ def undisturbed(tied: bool, steps: int, experts: bool = False) -> tuple[dict[str
     whole = {}
     for state in trainer.states():
         for slot in state.buffer.slots:
-            local = state.values(slot, 0, slot.record.numel).view(slot.record.local_shape)
+            local = plain(state.values(slot, 0, slot.record.numel)).view(slot.record.local_shape)
             whole[f"{state.name}/{slot.record.name}"] = local.numpy()
     return whole, read
 

@@ -75,6 +75,24 @@ def test_resume_is_bit_identical_over_forty_steps(layout: str, precision: str, t
     kill_and_resume(tmp_path, *LAYOUTS[layout], precision, 40)
 
 
+def train_with_clocks_that_differ(rank: int, world: int, sections: Any) -> tuple[int, int]:
+    """Rank 0 is due after every third look, and rank 1 always: only the first one's wish may count."""
+    from meshwright.train.loop import Saving
+
+    looks = itertools.count(1)
+    Saving.wants_save = lambda self: rank == 1 or next(looks) % 3 == 0  # type: ignore[method-assign]
+    return train(rank, world, sections, None, None)
+
+
+def test_a_run_that_saves_by_the_clock_resumes_to_the_bit(tmp_path: Path) -> None:
+    reference = complete(2, tiny(tmp_path / "straight", checkpoint={"every": 0}))
+    sections = tiny(tmp_path / "clock", checkpoint={"every": "auto", "keep": 0})
+    run_ranks(2, train_with_clocks_that_differ, sections)
+    assert saved(tmp_path / "clock") == [3, 6, 8]
+    shutil.rmtree(tmp_path / "clock" / "checkpoints" / "step-00000008")
+    assert_same(complete(2, sections), reference)
+
+
 def test_a_run_that_ends_in_its_last_validation_is_saved_and_goes_on_there(tmp_path: Path) -> None:
     checkpoint = {"checkpoint": {"every": 0}}
     reference = complete(2, tiny(tmp_path / "straight", **checkpoint))

@@ -20,6 +20,7 @@ from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.save import Saver
 from meshwright.errors import UserError
+from meshwright.sharding.remainders import plain, tensors_of
 from meshwright.train.step import Trainer
 from tests.checkpoint.runs import tensors
 from tests.support.oracle import load_into, make_trainer, small_config
@@ -41,7 +42,7 @@ def state_of(trainer: Trainer) -> dict[str, np.ndarray]:
     out = {}
     for state in trainer.states():
         for slot in state.buffer.slots:
-            local = state.values(slot, 0, slot.record.numel).view(slot.record.local_shape)
+            local = plain(state.values(slot, 0, slot.record.numel)).view(slot.record.local_shape)
             out[f"{state.name}/{slot.record.name}"] = local.detach().clone().numpy()
     return out
 
@@ -137,8 +138,8 @@ def test_loading_needs_no_more_than_a_few_blocks_beside_the_state(
     saver.save()
     saver.committed()
     ((_, path),) = fmt.list_checkpoints(tmp_path)
-    for share in (share for state in trainer.states() for share in state.tensors):
-        share.fill_(0.5)  # all of its memory is there before the load
+    for tensor in (half for state in trainer.states() for share in state.tensors for half in tensors_of(share)):
+        tensor.fill_(0.5)  # all of its memory is there before the load
     seen, real = [], Reader.block
 
     def noted(reader: Reader, block: fmt.SavedBlock) -> torch.Tensor:

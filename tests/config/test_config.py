@@ -13,7 +13,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.config.load import config_from, load_config, parse_yaml, to_mapping, to_yaml
 from meshwright.config.presets import PRESETS
-from meshwright.config.rules import RULES, check
+from meshwright.config.rules import RULES, check, first_broken_rule
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 from meshwright.models.description import describe
@@ -95,6 +95,30 @@ def test_an_end_token_beyond_the_vocabulary() -> None:
 def test_a_least_loss_scale_above_the_first() -> None:
     with pytest.raises(UserError, match="loss_scale.min=10.0 must not be above loss_scale.initial=8.0"):
         config_from(SMALL | {"loss_scale": {"min": 10.0, "initial": 8.0}})
+
+
+@pytest.mark.parametrize(("reduce", "sentence"), [
+    ({"kind": "topk", "ratio": 0}, "comm.reduce.ratio=0.0 must be above 0 and at most 1, e.g. 0.01"),
+    ({"kind": "threshold", "ratio": 1.5}, "comm.reduce.ratio=1.5 must be above 0 and at most 1"),
+    ({"kind": "int8", "ratio": 0.1}, "ratio has no effect with comm.reduce.kind=int8: .* one of topk, threshold"),
+    ({"kind": "int8", "block": 100}, "comm.reduce.block=100 must be a multiple of 16: try 112"),
+    ({"kind": "powersgd", "rank": 0}, "comm.reduce.rank=0 must be greater than zero"),
+    ({"rank": 8}, "rank has no effect with comm.reduce.kind=plain: leave it out, or set the kind to powersgd"),
+    ({"error_feedback": True}, "error_feedback has no effect with comm.reduce.kind=plain"),
+    ({"kind": "topk", "warmup_steps": -1}, "comm.reduce.warmup_steps=-1 must not be negative"),
+    ({"kind": "int7"}, "comm.reduce.kind"),
+])  # fmt: skip
+def test_sums_that_make_no_sense(reduce: dict[str, object], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        config_from(SMALL | {"comm": {"reduce": reduce}})
+
+
+def test_algorithms_that_do_not_fit() -> None:
+    with pytest.raises(UserError, match=r"comm.algorithm=ring sums gradients as they are, .* set comm.algorithm=torch"):
+        config_from(SMALL | {"comm": {"algorithm": "ring", "reduce": {"kind": "int8"}}})
+    halving = config_from(SMALL | {"comm": {"algorithm": "halving_doubling"}, "train": {"global_batch": 6}})
+    with pytest.raises(UserError, match="needs a power of two of data-parallel ranks, and there are 6: use ring or"):
+        check(halving, 6)
 
 
 def test_a_batch_beyond_a_pipelines_table() -> None:
@@ -184,3 +208,25 @@ def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str])
         main([command, "--help"])
     assert stop.value.code == 0
     assert "example" in capsys.readouterr().out
+
+
+def test_a_batch_below_one_round_gets_one_suggestion() -> None:
+    config = config_from(SMALL | {"train": {"global_batch": 3}})
+    assert str(first_broken_rule(config, 4)).endswith("4 x 1 = 4: try 4")
+    assert str(first_broken_rule(config, 2)).endswith("2 x 1 = 2: try 2 or 4")
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "seconds"),
+    [("auto", 0, 900.0), (500, 500, 0.0), (0, 0, 0.0), ("30min", 0, 1800.0), ("1h30min", 0, 5400.0), ("0.5s", 0, 0.5)],
+)
+def test_how_often_to_save(given: str | int, steps: int, seconds: float) -> None:
+    words = [f"checkpoint.every={given}", "data.prefixes=x", "model.preset=gpt2-124m"]
+    checkpoint = load_config(None, words).checkpoint
+    assert (checkpoint.every_steps, checkpoint.every_seconds) == (steps, seconds)
+
+
+@pytest.mark.parametrize("word", ["checkpoint.every=often", "run.time_limit=5", "run.time_limit=h"])
+def test_times_that_are_none(word: str) -> None:
+    with pytest.raises(UserError, match="is not a time: give it as 90s, 30min or 1h30min"):
+        load_config(None, [word, "data.prefixes=x", "model.preset=gpt2-124m"])

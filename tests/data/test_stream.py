@@ -207,3 +207,24 @@ def test_damaged_metadata_is_one_sentence(tmp_path: Path, metadata: dict[str, ob
     prefix = write(tmp_path / "a", 10, **metadata)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="a.json is damaged"):
         build_datasets([prefix], None, ALL, 7, 5)
+
+
+def test_a_split_is_drawn_from_all_over_a_file(tmp_path: Path) -> None:
+    """Of two inputs one after the other, both are validated on; the parts have no document in common, and the same ones
+    whatever the seed; in the file's order it is the last input alone."""
+    write_documents(tmp_path / "two", [np.full(20, n) for n in range(200)])
+
+    def documents(seed: int, drawn: bool) -> list[set[int]]:
+        parts = build_datasets([str(tmp_path / "two")], None, (8, 1, 1), 19, seed, drawn=drawn)
+        found = []
+        for part in parts:
+            assert part is not None
+            numbers = range(part.source.epoch_samples)
+            found.append({int(token) for n in numbers for token in part.sample(n)["tokens"]})
+        return found
+
+    train, valid, test = documents(1, True)
+    assert len(train) == 160 and len(valid) == len(test) == 20 and len(train | valid | test) == 200
+    assert 4 <= len(valid & set(range(100))) <= 16, "about half of it is the first input's"
+    assert documents(2, True) == [train, valid, test]
+    assert documents(1, False)[1:] == [set(range(160, 180)), set(range(180, 200))]

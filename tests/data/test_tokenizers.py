@@ -156,6 +156,12 @@ def test_an_end_token_must_be_found(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "t.json"))
     tokenizer = load_tokenizer(str(tmp_path / "t.json"), "<stop>")
     assert (tokenizer.eod, tokenizer.vocab_size) == (3, 8)  # ids may have gaps
+    Tokenizer(models.WordLevel({"2": 5, "a": 0, "b": 2}, unk_token="a")).save(str(tmp_path / "t.json"))
+    assert load_tokenizer(str(tmp_path / "t.json"), "2").eod == 2, "a number is an id, not the text of a digit"
+    with pytest.raises(UserError, match="no token with the id 9"):
+        load_tokenizer(str(tmp_path / "t.json"), "9")
+    with pytest.raises(UserError, match="--eod 2 is the id of a token"):
+        train_tokenizer(["some text"], 300, "train:300", "2")
     for end in ("</s>", "<eos>", "<|end_of_text|>"):
         Tokenizer(models.WordLevel({"a": 0, end: 1}, unk_token="a")).save(str(tmp_path / "t.json"))
         assert load_tokenizer(str(tmp_path / "t.json")).eod == 1

@@ -44,6 +44,7 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "bert": (4, {"layout": {**SP, "pp": 2}, "model": {"kind": "bert"}, "train": BF16}),
     "zero1": (4, {"zero": {"stage": 1}, "layout": SP, "model": LLAMA}),
     "zero2": (4, {"zero": {"stage": 2}, "layout": {"pp": 2}, "train": BF16}),
+    "pieces": (2, {"recompute": {"mode": "full", "offload": True, "pieces": 3}, "layout": SP, "train": BF16}),
     "zero3-full": (4, {"zero": {"stage": 3}, "layout": SP, "recompute": {"mode": "full"}, "train": {"micro_batch": 4}}),
     "all": (8, {
         "layout": {**SP, "pp": 2, "chunks": 2}, "pipeline": {"schedule": "interleaved"}, "zero": {"stage": 3},
@@ -216,7 +217,7 @@ def test_json_holds_every_figure_twice(config_file: str, capsys: pytest.CaptureF
         "calls", "payload_bytes", "wire_bytes",
     }  # fmt: skip
     assert one["bytes"]["gradients"]["ran"] == 2 * one["bytes"]["parameters"]["ran"]
-    assert one["bytes"]["master"]["ran"] == one["bytes"]["gradients"]["ran"] // 2, "divided by two ranks"
+    assert one["bytes"]["master"]["ran"] == one["bytes"]["parameters"]["ran"] // 2, "remainders, divided by two ranks"
     assert one["schedule"]["forward"]["ran"] == 4 and set(one["most"]) == {"activations", "gathered", "peak"}
 
 
@@ -295,3 +296,14 @@ def test_whole_steps_of_gpt3_and_mt_nlg(capsys: pytest.CaptureFixture[str]) -> N
     layer, embedding = 12 * h**2 // 8 + 7 * h // 8 + 6 * h, 51200 // 8 * h
     ends = [embedding + 2048 * h + 3 * layer, 3 * layer, embedding + 2 * h + 3 * layer]
     check_large(MT_NLG, ends, 120, capsys)
+
+
+@pytest.mark.parametrize("losses", [{"aux_loss": 0.1}, {"z_loss": 0.1}, {"aux_loss": 0.1, "router": "sigmoid"}])
+def test_nothing_of_a_routers_losses_outlives_its_micro_batch(losses: dict[str, Any]) -> None:
+    """A graph that no backward runs through would stay, and one step has many micro-batches."""
+    experts = {"count": 8, "top_k": 2, "ffn": 16, **losses}
+    kept = set()
+    for batch in (2, 16):
+        made = small_config(model={**LLAMA, "layers": 2, "experts": experts}, train={"global_batch": batch})
+        kept.add(run_rank(made, 1, 0, Device("meta")).most["activations"])
+    assert len(kept) == 1

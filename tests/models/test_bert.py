@@ -3,6 +3,7 @@ written in both directions."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch.nn.functional as F
 from meshwright.checkpoint.hf import export_folder, import_folder
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import load_weights
-from meshwright.config.load import to_mapping
 from meshwright.errors import UserError
 from meshwright.models.gpt import GPTStage
 from meshwright.models.heads import MaskedHead
@@ -69,8 +69,7 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: P
     theirs.save_pretrained(tmp_path / "hf")
     folder = HFFolder(tmp_path / "hf")
     assert folder.model.pooler == (name != "masked") and folder.model.predictions == 2
-    model = to_mapping(small_config(model={"kind": "bert"}))["model"] | vars(folder.model)
-    config = small_config(model={**model, "experts": {}, "latent": {}, "predictions": 4}, train={"global_batch": 4})
+    config = small_config(model={**asdict(folder.model), "predictions": 4}, train={"global_batch": 4})
     data = MadeMasked(config.model)
     trainer = make_trainer(config, data=data)
     load_weights(trainer.modules, folder)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.config.blocks import RopeScalingConfig
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 from meshwright.models.hf import FAMILIES, family_for, family_named
@@ -18,10 +20,14 @@ SIZES: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 61, "se
 LLAMA: dict[str, Any] = {
     **SIZES, "norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "kv_heads": 2, "ffn": 48,
 }  # fmt: skip
+DEEPSEEK_ROPE = {"kind": "yarn", "factor": 40.0, "original": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
 SECTIONS: dict[str, dict[str, Any]] = {
     "gpt2": {**SIZES, "mlp": "gelu_tanh"},
-    "llama": {**LLAMA, "rope_scaling": (8.0, 1.0, 4.0, 8192.0), "tied_embeddings": False},
-    "qwen2": {**LLAMA, "qkv_bias": True},
+    "llama": {**LLAMA, "rope_scaling": {"kind": "llama3", "factor": 8.0, "original": 8192}, "tied_embeddings": False},
+    "qwen2": {
+        **LLAMA, "qkv_bias": True,
+        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original": 16, "beta_fast": 8.0, "truncate": False},
+    },
     "qwen3": {**LLAMA, "qk_norm": True, "head_dim": 16},
     "gpt_neox": {**SIZES, "position": "rope", "rotary_fraction": 0.25, "parallel_residual": True},
     "opt": {**SIZES, "position_offset": 2, "mlp": "relu"},
@@ -36,7 +42,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         **LLAMA, "qk_norm": True, "qk_norm_over": "all", "experts": {"count": 8, "top_k": 3, "normalise": False},
     },
     "deepseek_v3": {
-        **LLAMA, "norm_eps": 1e-6,
+        **LLAMA, "norm_eps": 1e-6, "rope_scaling": DEEPSEEK_ROPE | {"mscale": 0.7},
         "latent": {"kv_rank": 16, "q_rank": 24, "nope_dim": 12, "rope_dim": 8, "v_dim": 10},
         "experts": {
             "count": 8, "top_k": 3, "ffn": 24, "shared": 2, "first_dense": 1, "router": "sigmoid", "scale": 2.5,
@@ -103,7 +109,8 @@ def test_a_family_that_was_asked_for_must_fit() -> None:
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm=True"),
         ("gpt_neox", {"attention_bias": False}, "attention_bias=False"),
-        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope' .* linear, dynamic"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' .* lacks original_max_position"),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "lacks factor"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("qwen3", {"attention_bias": True}, "attention_bias=True"),
@@ -115,8 +122,6 @@ def test_a_family_that_was_asked_for_must_fit() -> None:
         ("qwen3_moe", {"num_experts_per_tok": 9}, "top_k=9 is more than model.experts.count=8"),
         ("mixtral", {"sliding_window": 32}, "looks back 32 tokens"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
-        ("deepseek_v3", {"rope_scaling": {"rope_type": "yarn", "factor": 40}}, "'yarn' .* can't be imported"),
-        ("deepseek_v3", {"rope_scaling": {"rope_type": "linear", "factor": 40}}, "model.rope_scaling=.40.0."),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "fewer key-value heads than heads"),
         ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
@@ -160,6 +165,7 @@ def test_mixtures_of_no_family(name: str, change: dict[str, Any], words: str) ->
         family_for(model_section(section))
 
 
+ORIGINAL = "original_max_position_embeddings"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -172,6 +178,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": None}}, "'linear' .* lacks factor"),
         ("llama", {"rope_scaling": {"rope_type": ["a"]}}, r"rope_type '\['a'\]' .* can't be imported"),
         ("llama", {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": None}}, "lacks original_max_posi"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2, ORIGINAL: 8.5}}, "must be a whole number"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2, ORIGINAL: 8, "truncate": "x"}}, "true or false"),
         ("llama", {"rope_theta": "abc"}, "rope_theta='abc' .* must be a finite number"),
         ("llama", {"rope_theta": True}, "rope_theta=True .* must be a finite number"),
         ("llama", {"rope_theta": float("nan")}, "rope_theta=nan .* must be a finite number"),
@@ -200,7 +208,7 @@ def test_rotary_fields_that_are_null_or_given_twice() -> None:
     assert llama.model_of(config).rope_theta == 10000.0
     twice = {"rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 3.0}}
     model = llama.model_of(config | twice)
-    assert (model.rope_theta, model.rope_scaling) == (7.0, (2.0,))
+    assert (model.rope_theta, model.rope_scaling) == (7.0, RopeScalingConfig("linear", 2.0))
     config = neox.config_of(model_section(SECTIONS["gpt_neox"]))
     model = neox.model_of(config | {"rotary_emb_base": 5.0, "rotary_pct": 0.5})
     assert (model.rope_theta, model.rotary_fraction) == (5.0, 0.5)
@@ -227,8 +235,12 @@ def test_configs_of_transformers_5() -> None:
         del config[key]
     config["rope_parameters"] = {"partial_rotary_factor": 0.5, "rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}
     model = family.model_of(config)
-    assert (model.rotary_fraction, model.rope_theta, model.rope_scaling) == (0.5, 5e5, (2.0,))
+    assert (model.rotary_fraction, model.rope_theta, model.rope_scaling) == (0.5, 5e5, RopeScalingConfig("linear", 2.0))
     assert family.config_of(model, config) == config
+
+
+YARN = {"rope_scaling": {"kind": "yarn", "factor": 2.0, "original": 16}}
+DYNAMIC = {"rope_scaling": {"kind": "dynamic", "factor": 2.0, "original": 16}}
 
 
 @pytest.mark.parametrize(
@@ -238,16 +250,48 @@ def test_configs_of_transformers_5() -> None:
         ({"position": "rope", "rotary_fraction": 0.1}, "less than one pair"),
         ({"position": "rope", "rotary_fraction": 0.4}, "must be even"),
         ({"position": "rope", "position_offset": 2}, "position_offset has no effect"),
-        ({"rope_scaling": (8.0,)}, "rope_scaling has no effect"),
-        ({"position": "rope", "rope_scaling": (8.0, 1.0)}, "four numbers"),
-        ({"position": "rope", "rope_scaling": (8.0, 4.0, 1.0, 64.0)}, "must be below the high"),
+        ({"rope_scaling": {"kind": "linear", "factor": 8}}, "rope_scaling has no effect"),
+        ({"rope_scaling": [8.0, 1.0]}, "must hold keys and values, e.g"),
+        ({"rope_scaling": [8.0, 4.0, 1.0, 64.0]}, "rope_scaling.low=4 must be below model.rope_scaling.high=1"),
+        ({"rope_scaling": {"kind": "yarn", "factor": 8}}, "rope_scaling.original=0 must be greater"),
+        ({"rope_scaling": {"kind": "linear", "original": 8}}, "original=8 has no effect with .*kind=linear"),
+        ({"rope_scaling": {"factor": 8}}, "factor=8.0 has no effect with .*kind=none"),
+        ({"rope_scaling": {"kind": "ntk"}}, "rope_scaling.kind=ntk is not one of none, linear"),
+        ({**YARN, "position": "rope", "rope_theta": 1.0}, "rope_theta=1 must be above 1"),
+        ({**DYNAMIC, "position": "rope", "head_dim": 2}, "more than one pair"),
         ({"position_offset": -1}, "must not be negative"),
     ],
     ids=str,
 )
 def test_parts_that_contradict_each_other(change: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        ModelConfig(**SIZES | change)
+        model_section(SIZES | change)
+
+
+def test_rotary_scaling_as_older_configs_hold_it() -> None:
+    """Numbers: none, one factor, or Llama 3.1's four."""
+    found = [model_section(LLAMA | {"rope_scaling": each}).rope_scaling for each in ([], [2.0], [8.0, 1.0, 4.0, 64.0])]
+    assert found == [RopeScalingConfig(), RopeScalingConfig("linear", 2.0), RopeScalingConfig("llama3", 8.0, 64)]
+
+
+def test_deepseek_v3_as_it_was_published() -> None:
+    """The rotary settings of its config.json: scores are multiplied by (0.1 ln 40 + 1)^2, cosines and sines by 1."""
+    family = FAMILIES["deepseek_v3"]
+    settings = {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, ORIGINAL: 4096,
+        "type": "yarn",
+    }  # fmt: skip
+    model = family.model_of(family.config_of(model_section(SECTIONS["deepseek_v3"])) | {"rope_scaling": settings})
+    assert model.rope_scaling == RopeScalingConfig(**DEEPSEEK_ROPE)
+    assert model.rope_scaling.attention_factors(latent=True) == (1.0, pytest.approx((0.1 * math.log(40) + 1) ** 2))
+
+
+def test_dynamic_scaling_keeps_the_length_it_begins_at() -> None:
+    """transformers has one key for it, which is the longest sequence of other models."""
+    family, section = FAMILIES["llama"], model_section(LLAMA | DYNAMIC)
+    config = family.config_of(section)
+    assert (config["max_position_embeddings"], config["rope_scaling"]["factor"]) == (16, 2.0)
+    assert family.model_of(config).seq == 16 and same_function(family.model_of(config, seq=64), section)
 
 
 def test_bloom_as_it_was_published() -> None:

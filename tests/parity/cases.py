@@ -135,7 +135,12 @@ def _cut(dp: int, tp: int, pp: int, **more: Any) -> dict[str, Any]:
     return {"dp": dp, "tp": tp, "pp": pp, **more}
 
 
+def _rope(kind: str, original: int, **more: float) -> dict[str, Any]:
+    return {"kind": kind, "factor": 4.0, "original": original, **more}
+
+
 _LLAMA = {"family": "llama"}
+_YARN = _rope("yarn", 8, beta_fast=2.0, beta_slow=0.1)
 _INTERLEAVED = {"schedule": "interleaved"}
 _REVERSED = "pp-dp-ep-cp-tp"
 _NEOX = {"model__position": "rope", "model__rotary_fraction": 0.5, "model__parallel_residual": True}
@@ -195,10 +200,14 @@ SPECIAL = [
     _special("alibi-embedding-norm", _cut(1, 2, 2, sp=True, **_INTERLEAVED), {"segments": True}, **_BLOOM),
     _special("position-offset-relu", _cut(1, 2, 1, sp=True), model__position_offset=2, model__mlp="relu"),
     _special("position-offset-relu", _cut(1, 1, 2), {"segments": True}, model__position_offset=2, model__mlp="relu"),
-    _special("rope-scaling", _cut(1, 2, 1, **_LLAMA), model__rope_scaling=[4.0, 1.0, 4.0, 8.0]),
-    _special("post-norm", _cut(1, 2, 1, sp=True), **_POST, model__mlp="geglu"),
+    _special("rope-scaling", _cut(1, 2, 1, **_LLAMA), model__rope_scaling=_rope("llama3", 8)),
+    _special("rope-scaling", _cut(1, 1, 2, **_LLAMA), {"segments": True}, model__rope_scaling=_rope("dynamic", 8)),
+    _special("pieces", _cut(1, 2, 1, sp=True, **_LLAMA), recompute__pieces=3, recompute__mode="full"),
+    _special("pieces", _cut(2, 2, 1), recompute__pieces=2, zero__stage=2),  # with biases
+    _special("pieces", _cut(1, 2, 2, **_LLAMA, **_INTERLEAVED), recompute__pieces=16, recompute__mode="every:2"),
+    _special("pieces", _cut(2, 1, 1, **_LLAMA), {"blind": True}, recompute__pieces=5, zero__stage=3),
+    _special("post-norm", _cut(1, 2, 1, sp=True), **_POST, model__mlp="geglu", recompute__pieces=2),
     _special("post-norm", _cut(2, 1, 2), **_POST, model__mlp="quick_gelu", recompute__mode="full", zero__stage=3),
-    _special("post-norm-rms", _cut(1, 2, 2, **_LLAMA), **_POST, model__mlp="reglu"),
     _special("one-bucket", _cut(2, 2, 1), comm__bucket_mib=25.0),
     _special("bucket-a-parameter", _cut(2, 1, 2), comm__bucket_mib=1e-4),
     _special("sgd-unclipped", _cut(2, 2, 1), optimizer__name="sgd", train__clip=0.0),
@@ -345,6 +354,7 @@ def _contexts() -> Iterator[Case]:
 
     Documents of the made samples have 1 to 15 of a sequence's 16 tokens, so many are longer than the 8, 4 or 2 of a
     rank. In the contiguous order a ring's first ranks see no key of the blocks of later ones."""
+
     def case(label: str, cut: dict[str, Any], cp: int, data: dict[str, Any] | None = None, **extra: Any) -> Case:
         return _special(f"cp{cp}-{label}", {**_LLAMA, **cut, "cp": cp}, data, layout__cp=cp, **extra)
 
@@ -360,7 +370,10 @@ def _contexts() -> Iterator[Case]:
     yield case("ring-tp-sp", _cut(1, 2, 1, sp=True), 2, {"segments": True}, **kinds[1], zero__stage=1)
     yield case("gather-tp", _cut(1, 2, 1), 2, **kinds[0], zero__stage=3)
     yield case("ulysses-tp", _cut(1, 2, 1), 2, **kinds[2])
-    yield case("ring-pp", _cut(1, 1, 2), 2, {"segments": True}, **kinds[1])
+    yield case("ring-pp", _cut(1, 1, 2), 2, {"segments": True}, **kinds[1], model__rope_scaling=_YARN)
+    latent = {f"model__latent__{key}": value for key, value in LATENT.items()}
+    scaled = _YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}
+    yield case("latent-yarn", _cut(1, 2, 1), 2, {"segments": True}, **kinds[0], **latent, model__rope_scaling=scaled)
     yield case("ring-chunks", _cut(1, 1, 2, schedule="interleaved"), 2, **kinds[1], zero__stage=2)
     yield case("gather-dp", _cut(2, 1, 1), 2, {"blind": True}, **kinds[0], zero__stage=3)
     yield case("ring-recompute", _cut(1, 1, 1), 2, {"segments": True}, **kinds[1], recompute__mode="full")
@@ -369,6 +382,15 @@ def _contexts() -> Iterator[Case]:
     yield case("one-kv-head", _cut(1, 1, 1), 4, **kinds[2], model__kv_heads=1)
     yield case("ring-8", _cut(1, 1, 1), 8, {"segments": True}, **kinds[1])
     yield case("hybrid-8", _cut(1, 1, 1), 8, {"segments": True}, **kinds[3])
+    yield case("gather-8", _cut(1, 1, 1), 8, {"segments": True}, **kinds[0])
+    yield case("gather-tp-sp-pp", _cut(1, 2, 2, sp=True), 2, {"segments": True}, **kinds[0])
+    yield case("ring-dp", _cut(2, 1, 1), 2, {"segments": True}, **kinds[1], zero__stage=2)
+    yield case(
+        "ulysses-chunks", _cut(1, 1, 2, schedule="interleaved"), 2, {"segments": True}, **kinds[2], zero__stage=3
+    )
+    for kind in kinds:  # every sample of a micro-batch is dealt by its own documents
+        label, order = f"{kind['context__kind']}-pairs", {"context__order": "documents"}
+        yield case(label, _cut(1, 1, 1), 4, {"segments": True}, **kind, **order, **pairs)
     experts = {f"model__experts__{key}": value for key, value in MIXTURES["deepseek"].items()}
     yield case("experts", _cut(1, 1, 1), 4, **kinds[1], **experts, layout__ep=4)
     yield case("experts-tp", _cut(1, 2, 1), 2, **kinds[0], **experts, layout__ep=2, layout__etp=1)
@@ -399,7 +421,7 @@ _QUICK_SHARDED = ("zero1-node", "zero3-ramp", "zero3-chunks-on-one-rank")
 _QUICK_LABELS = (
     "chunks-on-one-rank", "uneven-split", "micro-batch-2", "documents", "masked-rank", "ramp", "order",
     "rank-without-vocabulary", "kv-copies-with-bias", "split-ends-without-layers", "qk-norm", "qk-norm-over-all",
-    "partial-rotary-parallel-residual", "alibi-embedding-norm", "post-norm",
+    "partial-rotary-parallel-residual", "alibi-embedding-norm", "pieces", "post-norm",
 )  # fmt: skip
 _QUICK_EXPERTS = (
     "dp2-tp1-pp1-1f1b-llama-tied-deepseek-ep2",  # ep across dp

@@ -25,7 +25,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.layout.params import Init, whole
 from meshwright.models.description import fields_read
-from meshwright.parts import bert, gpt
+from meshwright.parts import gpt
 from meshwright.parts.gpt import context_calls
 from meshwright.plan import communication
 from meshwright.plan.communication import HeldParameter, Line, Traffic, predict_detail, predict_rank, predict_step
@@ -36,7 +36,6 @@ from tests.support.ranks import RankFailed, run_ranks
 STEPS = 2
 LLAMA = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied_embeddings": False}
 SP = {"sequence_parallel": True}
-BERT = {"kind": "bert", "predictions": 5}
 KV = (("tp", (("tp.kv", 2), ("tp.q", 2))),)
 ALL = {"tokens": "int64", "labels": "int64", "loss_mask": "int64", "positions": "int64", "segments": "int64"}
 
@@ -132,11 +131,6 @@ CASES = [
         "layout": {"cp": 4, "pp": 2}, "context": {"kind": "hybrid", "inner": 2, "order": "contiguous"},
         "zero": {"stage": 1},
     }),
-    Case("bert-tp", 2, {"layout": {"tp": 2}, "model": BERT, "train": {"micro_batch": 2}}),
-    Case("bert-tp-sp", 2, {"layout": {"tp": 2, **SP}, "model": BERT, "recompute": {"mode": "full"}}),
-    Case("bert-zero3", 2, {"zero": {"stage": 3}, "model": {**BERT, "pooler": False}, "train": {"precision": "bf16"}}),
-    Case("bert-pp", 4, {"layout": {"pp": 2}, "model": BERT, "zero": {"stage": 1}, "train": {"precision": "fp32"}}),
-    Case("bert-all", 8, {"layout": {"tp": 2, "pp": 2, **SP}, "model": {**BERT, "norm_place": "pre", "vocab": 51}}),
     Case("tp-pp-middle", 8, {"layout": {"tp": 2, "pp": 4}, "model": {"layers": 4, "hidden": 8}}),
 ]  # fmt: skip
 
@@ -229,6 +223,20 @@ def test_predicted_equals_recorded(case: Case) -> None:
     assert list(differences(case, recorded(case))) == []
 
 
+@pytest.mark.wide
+def test_compiled_blocks_that_share_sequences_send_what_is_predicted() -> None:
+    """Every kind, with documents, as `train.compile=true` runs it."""
+    kinds: list[dict[str, Any]] = [{"kind": kind} for kind in ("gather", "ring", "ulysses")]
+    compiled = {"precision": "fp32", "compile": True}
+    cases = [
+        Case(str(kind), 4, {"layout": {"cp": 4}, "context": kind, "train": compiled, "model": {"seq": 16}}, ALL)
+        for kind in [*kinds, {"kind": "hybrid", "inner": 2}]
+    ]
+    ranks = run_ranks(4, record, cases, deadline=600.0)
+    for number, case in enumerate(cases):
+        assert list(differences(case, [rank[number] for rank in ranks])) == [], case.name
+
+
 def test_one_process_sends_nothing() -> None:
     assert predict_step(CASES[0].config, 1) == {} == recorded(CASES[0])[0][0]["comm"]
 
@@ -283,8 +291,6 @@ MUTATIONS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
     "a ring that closes": ("cp-ring", instead_in_parts("context_calls", closed_ring)),
     "no rows of other ranks": ("cp-gather-tp", instead("WIDE", 0)),
     "no sends back": ("pp-interleaved", without(communication, "pipeline", lambda call: call.phase == "backward")),
-    "no rows of masked tokens": ("bert-tp-sp", without(bert.ChosenRowsPart, "collectives", lambda call: True)),
-    "labels of all tokens": ("bert-tp", instead("field_elements", lambda name, model, at, batch: batch.tokens(at))),
     "forgotten axes": ("kv-copies", instead("counts_bytes", lambda axes: counts_bytes(5))),
 }  # fmt: skip
 

@@ -5,7 +5,7 @@ average."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -59,9 +59,12 @@ CASES = [
     Case("tp4", 4, {"tp": 4, "ep": 2, "etp": 2}),
     Case("pp", 4, {"pp": 2, "ep": 2}, {"first_dense": 1}),
     Case("zero3", 4, {"ep": 2}, sections={"zero": {"stage": 3}}),
-    Case("compiled", 2, {"ep": 2}, train={"precision": "fp32", "compile": True}),
+    Case("cp", 2, {"cp": 2, "ep": 2}),
+    Case("across-cp", 4, {"tp": 2, "cp": 2, "ep": 4, "etp": 1, **SP}, {"aux_loss": 0.1}),
 ]  # fmt: skip
-QUICK = {case.name for case in CASES if case.world == 2} - {"compiled"}
+QUICK = {case.name for case in CASES if case.world == 2}
+COMPILED = [replace(each, name=f"{each.name}-compiled", train=each.train | {"compile": True}) for each in CASES]
+ALL = [*CASES, *COMPILED]
 
 
 @dataclass
@@ -76,6 +79,8 @@ class Recorded:
 def record(rank: int, world: int, cases: list[Case]) -> list[Recorded]:
     from unittest import mock
 
+    import torch
+
     from meshwright.nn import experts
     from tests.support.oracle import make_trainer
 
@@ -89,9 +94,10 @@ def record(rank: int, world: int, cases: list[Case]) -> list[Recorded]:
             seen.rows.setdefault(ep.ledger.current_layer, []).append(rows)
             return exchange(order, routing, ep)
 
+        torch.compiler.reset()  # or another case's sizes would make this one's unknown
         with mock.patch.object(experts, "exchange_counts", noted):
             trainer = make_trainer(case.config, rank, world)
-            assert trainer.executor.compiled == (case.name == "compiled")
+            assert trainer.executor.compiled == bool(case.train.get("compile"))
             trainer.step()
         for entry, tally in trainer.ctx.ledger.entries.items():
             if entry.axis == "ep":
@@ -106,15 +112,14 @@ def record(rank: int, world: int, cases: list[Case]) -> list[Recorded]:
 @cache
 def launched(world: int, names: tuple[str, ...]) -> dict[str, list[Recorded]]:
     """For each of these cases what every rank recorded."""
-    cases = [case for case in CASES if case.name in names]
-    ranks = run_ranks(world, record, cases, deadline=300)
+    cases = [case for case in ALL if case.name in names]
+    ranks = run_ranks(world, record, cases, deadline=600)
     return {case.name: [rank[i] for rank in ranks] for i, case in enumerate(cases)}
 
 
 def recorded(case: Case) -> list[Recorded]:
-    together = [other.name for other in CASES if other.world == case.world and other.name != "compiled"]
-    names = tuple(together) if case.name in together else (case.name,)
-    return launched(case.world, names)[case.name]
+    alike = CASES if case in CASES else COMPILED
+    return launched(case.world, tuple(other.name for other in alike if other.world == case.world))[case.name]
 
 
 def mixture(job: Job, layer: int) -> ExpertsPart:
@@ -135,7 +140,7 @@ def given_the_rows(job: Job, ranks: list[Recorded], rank: int, layer: int) -> di
     return found
 
 
-CHOSEN = [pytest.param(case, marks=[] if case.name in QUICK else [pytest.mark.wide], id=case.name) for case in CASES]
+CHOSEN = [pytest.param(case, marks=[] if case.name in QUICK else [pytest.mark.wide], id=case.name) for case in ALL]
 
 
 @pytest.mark.parametrize("case", CHOSEN)

@@ -12,11 +12,13 @@ from meshwright.config.load import config_from, to_yaml
 from meshwright.config.sections import Config
 from meshwright.dryrun.meta_mode import SavedBytes
 from meshwright.dryrun.run_rank import lasting, state_bytes
-from meshwright.parts.gpt import MLPPart
+from meshwright.parts.mlp import MLPPart
 from meshwright.parts.part import Kept
 from meshwright.plan import activations, memory
+from meshwright.plan.cost import NORM_BYTES, optimizer_bytes
 from meshwright.plan.job import job_of
 from meshwright.plan.memory import Memory
+from meshwright.plan.stack import STACKS, states_of
 from tests.parity.cases import OFFLOAD
 from tests.support.oracle import Made, make_trainer, small_config
 from tests.support.ranks import run_ranks
@@ -43,6 +45,7 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "pp-gpipe": (4, {"layout": {"pp": 2}, "pipeline": {"schedule": "gpipe"}, "model": UNTIED}),
     "grads-bf16": (4, {"train": {"precision": "bf16", "grad_dtype": "bf16"}, "zero": {"stage": 2}}),
     "moments-bf16": (4, {"train": {"precision": "bf16"}, "optimizer": {"state_dtype": "bf16", "master_dtype": "bf16"}}),
+    "moments-bf16-with-masters": (4, {"train": {"precision": "bf16"}, "optimizer": {"state_dtype": "bf16"}}),
     "states-cpu": (4, {"zero": {"stage": 1, "offload": {"optimizer": "cpu"}}, "train": {"precision": "bf16"}}),
     "states-disk": (4, {
         "zero": {"stage": 3, "offload": {"optimizer": "disk", "params": "disk", "buffer_mib": 0.04, "path": OFFLOAD}},
@@ -124,6 +127,14 @@ def rings(name: str, rank: int) -> int:
         without = said_of(name, rank)
     assert with_pieces.peak - without.peak == with_pieces.buffers - without.buffers
     return int(with_pieces.buffers - without.buffers)
+
+
+def test_other_programs_keep_whole_masters() -> None:
+    """Ours are the 16 bits that a bf16 weight lacks; the update then reads and writes weights too, 28 bytes in all."""
+    config = config_of("dp4-bf16")
+    ours, theirs = (memory.rank_memory(job_of(config, 4, stack), 0) for stack in (None, STACKS["fused"]))
+    assert (ours.master, theirs.master) == (ours.parameters, 2 * ours.parameters)
+    assert [optimizer_bytes(states_of(config, own)) - NORM_BYTES for own in (True, False)] == [28, 30]
 
 
 def test_a_wrong_formula_is_found(counted: dict[str, list[dict[str, int]]], monkeypatch: pytest.MonkeyPatch) -> None:

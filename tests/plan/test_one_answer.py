@@ -11,6 +11,19 @@ import pytest
 from meshwright.cli.main import main
 
 EAGER = "train.compile=false"
+# Mixtures of experts with few layers: shaped like Mixtral, Qwen3-MoE and DeepSeek-V2-Lite (with a balance loss).
+MIXTRAL = ["model.layers=4", "model.kv_heads=8", "model.ffn=14336", "model.experts.count=8", "train.global_batch=32"]
+QWEN = [
+    "model.layers=6", "model.hidden=2048", "model.heads=32", "model.kv_heads=4", "model.head_dim=128",
+    "model.qk_norm=true", "model.vocab=151936", "model.experts.count=128", "model.experts.top_k=8",
+    "model.experts.ffn=768", "train.global_batch=32",
+]  # fmt: skip
+DEEPSEEK = [
+    "model.layers=6", "model.hidden=2048", "model.heads=16", "model.kv_heads=16", "model.ffn=10944",
+    "model.vocab=102400", "model.latent.kv_rank=512", "model.experts.count=64", "model.experts.top_k=6",
+    "model.experts.ffn=1408", "model.experts.shared=2", "model.experts.first_dense=1", "model.experts.router=sigmoid",
+    "model.experts.bias_balance=0.001", "model.experts.aux_loss=0.001", "train.global_batch=32",
+]  # fmt: skip
 # name: (target, ranks, layout in short words, further config words)
 CASES: dict[str, tuple[str, int, str, list[str]]] = {
     "gpt2": ("gpt2-124m", 1, "mb=8", ["train.global_batch=8"]),
@@ -63,13 +76,32 @@ CASES: dict[str, tuple[str, int, str, list[str]]] = {
     "token-norms": (
         "llama3-8b", 8, "tp=2,sp=true", ["train.global_batch=8", "model.qk_norm=true", "model.qk_norm_over=all"]
     ),
+    "mixtral-every": ("llama2-7b", 8, "tp=2,pp=2,ep=2,etp=1,zero=3", [*MIXTRAL, "model.experts.every=2"]),
+    # Only experts are divided by ZeRO: there is one data-parallel rank, and each tp rank has a copy of the experts.
+    "mixtral-experts-zero1": ("llama2-7b", 2, "tp=2,ep=1,etp=1,zero=1", MIXTRAL),
+    "mixtral-experts-zero2": ("llama2-7b", 2, "tp=2,ep=1,etp=1,zero=2", MIXTRAL),
+    "mixtral-experts-zero3": ("llama2-7b", 2, "tp=2,ep=1,etp=1,zero=3", MIXTRAL),
+    # Everything but the experts is divided, since each has one copy.
+    "mixtral-dense-zero1": ("llama2-7b", 8, "ep=8,etp=1,zero=1", MIXTRAL),
+    "mixtral-dense-zero2": ("llama2-7b", 8, "ep=8,etp=1,zero=2", MIXTRAL),
+    "mixtral-dense-zero3": ("llama2-7b", 8, "ep=8,etp=1,zero=3", MIXTRAL),
+    "mixtral-etp": ("llama2-7b", 4, "tp=2,sp=true,ep=2,etp=2,zero=3", MIXTRAL),
+    "qwen3-moe": ("llama2-7b", 8, "ep=4,etp=1,zero=2", QWEN),
+    "qwen3-moe-across-tp": ("llama2-7b", 4, "tp=4,ep=2,etp=1,zero=3", QWEN),
+    "qwen3-moe-chunks": ("llama2-7b", 8, "pp=2,chunks=3,ep=4,etp=1,zero=1", QWEN),
+    "qwen3-moe-capacity": ("llama2-7b", 8, "ep=8,etp=1,zero=1", [*QWEN, "model.experts.capacity=1.25"]),
+    "deepseek-zero2": ("llama2-7b", 8, "tp=2,sp=true,ep=4,etp=1,zero=2", DEEPSEEK),
+    "deepseek-zero3": ("llama2-7b", 8, "pp=2,ep=2,etp=1,zero=3", DEEPSEEK),
+    "deepseek-full": ("llama2-7b", 4, "ep=2,etp=1,zero=3,recompute=full", DEEPSEEK),
+    "deepseek-eager": ("llama2-7b", 8, "ep=8,etp=1,zero=1", [*DEEPSEEK, EAGER]),
 }  # fmt: skip
 QUICK = {
     "gpt2-zero3", "gpt2-zero3-pp", "gpt2-cpu", "llama2-7b", "llama3-8b-every", "llama3-8b-chunks", "neox",
+    "mixtral-every", "mixtral-experts-zero3", "mixtral-dense-zero3", "deepseek-zero2",
 }  # fmt: skip
 SHORT = {
-    "tp": "layout.tp", "cp": "layout.cp", "pp": "layout.pp", "chunks": "layout.chunks",
-    "sp": "layout.sequence_parallel", "mb": "train.micro_batch", "zero": "zero.stage",
+    "tp": "layout.tp", "cp": "layout.cp", "pp": "layout.pp", "ep": "layout.ep", "etp": "layout.etp",
+    "chunks": "layout.chunks", "sp": "layout.sequence_parallel", "mb": "train.micro_batch", "zero": "zero.stage",
     "recompute": "recompute.mode", "schedule": "pipeline.schedule",
 }  # fmt: skip
 FIXED = {
@@ -102,6 +134,8 @@ def test_four_commands_give_one_answer(name: str, capsys: pytest.CaptureFixture[
     dry = answer(capsys, "dryrun", target, "--world", str(world), "--ranks", str(rank["rank"]), *keys, *words)
 
     assert plan["best"]["parameters"] == cost["parameters"] and plan["best"]["rank"] == rank
+    assert plan["best"]["active_parameters"] == cost["active_parameters"]
+    assert plan["best"].get("experts") == cost.get("experts") == memory.get("experts")
     assert memory["rank"] == rank["rank"] and memory["comm"] == rank["comm"]
     assert {kind: memory[kind] for kind in rank["memory"]} == rank["memory"] == {
         kind: cost["memory"][kind] for kind in rank["memory"]

@@ -24,10 +24,12 @@ from benchmarks.published import (
     stack_of_row,
 )
 from meshwright.cli.main import main
+from meshwright.parts.part import active_parameters, parameter_count
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.stack import STACKS, Stack
 
 TABLE = Path(__file__).parent / "published.csv"
+MIXTURES = Path(__file__).parents[2] / "benchmarks" / "published_mixtures.csv"
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +58,29 @@ def test_memory_is_close_and_out_of_memory_is_foreseen(predictions: list[Predict
 
 def test_rows_that_cannot_be_taken_say_why(predictions: list[Prediction]) -> None:
     reasons = {p.id: p.reason for p in predictions if p.reason}
-    assert "mixture of experts" in reasons["dgxc-grok1-bf16-8-2L-gbs1024"]
     assert "recompute" in reasons["zb-1.5b-m24-1f1b-i"]
-    assert len(reasons) == 2
+    assert len(reasons) == 1
+    row = next(row for row in read_rows(TABLE) if row["id"].startswith("dgxc-grok1"))
+    with pytest.raises(CannotTake, match="a mixture of experts whose shape is not known"):
+        case_of({**row, "model": "Another-8x3B"})
+
+
+def test_mixtures_are_taken_by_their_names(predictions: list[Prediction]) -> None:
+    grok = next(p for p in predictions if p.id.startswith("dgxc-grok1"))
+    assert grok.case is not None and grok.error is not None and abs(grok.error) < 0.2
+    job = grok.case.job
+    assert (job.layout.ep, job.layout.etp, job.config.model.experts.count) == (2, 4, 8)
+    found = {p.id: p for p in predict_file(MIXTURES)}
+    assert all(p.error is not None for p in found.values())
+    for name, total, active in (("zoo-mixtral-8x22b", 141, 39), ("zoo-qwen3-235b-tp4", 235, 22)):
+        case = found[name].case
+        assert case is not None and case.job.layout.etp == 1
+        assert parameter_count(case.job.model) / 1e9 == pytest.approx(total, rel=0.01)
+        assert active_parameters(case.job.model) / 1e9 == pytest.approx(active, rel=0.02)
+    for name in ("mcore-mixtral-8x7b", "zoo-mixtral-8x22b"):
+        assert abs(found[name].error or 1.0) < 0.1
+    pp32 = found["zoo-qwen3-235b-pp32"].case
+    assert pp32 is not None and pp32.job.config.pipeline.split == (0, *[1] * 94, 0)
 
 
 def test_the_command_writes_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

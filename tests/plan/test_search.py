@@ -13,6 +13,7 @@ import yaml
 
 from meshwright.cli.main import main
 from meshwright.config.load import load_config
+from meshwright.config.sections import RecomputeConfig
 from meshwright.pipeline.trace import trace_json
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.cost import predict_cost
@@ -82,6 +83,20 @@ def test_plan_writes_a_config_that_loads(tmp_path: Path, capsys: pytest.CaptureF
         assert part in page
     assert main(["cost", str(out), "--cluster", "h100-80g-dgx", "--devices", "32", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step_time_s"] == pytest.approx(found["best"]["step_time_s"])
+
+
+def test_a_long_sequence_finds_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of eight devices the ranks share it; on two, blocks are recomputed from host memory, MLPs in pieces."""
+    words = ["plan", "llama3-8b", "--seq", "131072", "--cluster", "h100-80g-dgx", "--json", "--top", "1"]
+    assert main([*words, "--devices", "8", "--global-batch", "8"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"]["layout"]["cp"] > 1
+    out = str(tmp_path / "plan.yaml")
+    assert main([*words, "--devices", "2", "--global-batch", "2", "--out", out]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert (best["layout"]["recompute"], best["layout"]["offload"], best["layout"]["pieces"]) == ("full", True, 8)
+    rows = 131072 // best["layout"]["tp"]
+    assert best["rank"]["memory"]["offloaded"] == 31 * rows * 4096 * 2  # the last block's input stays
+    assert load_config(out).recompute == RecomputeConfig("full", True, 8)
 
 
 def test_the_largest_search_is_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,6 +227,8 @@ def test_charts_of_little() -> None:
     assert "<circle" in svg(chart)
     words = re.findall(r">([^<>]+)</text>", svg(Chart("t", "x", "y", {"a": [(1024.0, 900.0), (16384.0, 4e6)]})))
     assert words == ["t", "x", "y", "1.02k", "16.4k", "1k", "3k", "10k", "30k", "100k", "300k", "1M", "3M", "a"]
+    words = re.findall(r">([^<>]+)</text>", svg(Chart("t", "x", "y", {"a": [(30.0, 6.5), (300.0, 4.5)]})))
+    assert words == ["t", "x", "y", "30", "300", "5", "6", "a"], "a range without powers of ten has marks"
 
 
 @pytest.mark.parametrize("words", [[], ["zero.offload.optimizer=cpu", "optimizer.state_dtype=bf16"]])

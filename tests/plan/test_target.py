@@ -126,7 +126,7 @@ def test_a_plan_says_the_balance(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 
 def test_fewer_devices_than_a_node_are_a_node(capsys: pytest.CaptureFixture[str]) -> None:
-    few = ["--cluster", "h100-80g-dgx", "--devices", "4", "zero.stage=1"]
+    few = ["--cluster", "h100-80g-dgx", "--devices", "4", "zero.stage=1", "train.global_batch=8"]
     same = [answer(capsys, ["cost", "llama2-7b", *few, f"zero.shard_group={group}"]) for group in ("dp", "node")]
     assert same[0] == same[1]
 

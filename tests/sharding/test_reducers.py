@@ -25,17 +25,15 @@ from meshwright.layout.params import ParamRecord
 from meshwright.plan.communication import Line, Traffic, by_line, stage_calls
 from meshwright.plan.job import job_of
 from meshwright.sharding.buffers import Bucket, FlatBuffer
-from meshwright.sharding.reducers import PLAIN_REDUCER, PendingReduction
-from meshwright.train.gpt import forward_step, model_provider
-from meshwright.train.pretrain import build_modules
-from meshwright.train.step import Trainer
-from tests.support.oracle import EXACT, Made, Pairs, _at, _whole, load_into, make_trainer, small_config
+from meshwright.sharding.reducers import PLAIN_REDUCER, PendingReduction, PlainReducer
+from tests.sharding.sums import added, kept_of, lines_of, placed, reduced, trainer_of
+from tests.support.oracle import EXACT, Pairs, load_into, small_config
 from tests.support.ranks import run_ranks
 
 SENT = torch.bfloat16
 
 
-class ErrorFeedback:
+class ErrorFeedback(PlainReducer):
     """All ranks' rounded gradients are gathered, or exchanged, and added up in full precision."""
 
     def prepare(self, buffers: Sequence[FlatBuffer]) -> None:
@@ -47,7 +45,10 @@ class ErrorFeedback:
     def _zeros(bucket: Bucket, size: int) -> Tensor:
         return torch.zeros(size, dtype=bucket.own_grads.dtype)
 
-    def calls(self, op: str, elements: int, element_bytes: int, ranks: int) -> Iterable[tuple[str, int]]:
+    def calls(
+        self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
+        on_node: int = 1,
+    ) -> Iterable[tuple[str, int]]:
         count = elements * (ranks if op == "all_reduce" else 1)
         return [("all_gather" if op == "all_reduce" else "all_to_all", count * SENT.itemsize)]
 
@@ -84,47 +85,6 @@ class ErrorFeedback:
                 yield "share", buffer, [self.of_shares[bucket] for bucket in buffer.buckets]
 
 
-def trainer_of(rank: int, world: int, sections: dict[str, Any], reducer: Any) -> Trainer:
-    plain = make_trainer(small_config(**sections), rank, world)
-    data = Made(plain.ctx.config.model.vocab, plain.ctx.config.model.seq)
-    return Trainer(plain.ctx, build_modules(plain.ctx, model_provider), forward_step, data, reducer=reducer)
-
-
-def reduced(trainer: Trainer, steps: int) -> list[Pairs]:
-    """The gradients of several steps, without updates between them."""
-    found = []
-    for _ in range(steps):
-        trainer.gradients()
-        found.append([
-            (slot.record, grad.clone()) for buffer in trainer.data_parallel.buffers
-            for slot, grad in _whole(trainer, buffer, [bucket.own_grads for bucket in buffer.buckets])
-        ])  # fmt: skip
-        trainer.consumed += trainer.ctx.config.train.global_batch
-        trainer.step_number += 1
-    return found
-
-
-def kept_of(trainer: Trainer) -> Pairs:
-    """What this rank's reducer owes to the sum, of each parameter that it holds first."""
-    found = []
-    for state in trainer.data_parallel.reducer_states():
-        for slot in state.buffer.slots:
-            low, high = state.holds(slot)
-            if low < high and trainer.data_parallel.holds_first(slot, slot.record.partial):
-                flat = torch.zeros(slot.record.numel, dtype=torch.float64)
-                flat[low:high] = state.values(slot, low, high)
-                found.append((slot.record, flat.view(slot.record.local_shape)))
-    return found
-
-
-def lines_of(trainer: Trainer) -> dict[Line, Traffic]:
-    found: dict[Line, Traffic] = {}
-    for entry, t in trainer.ctx.ledger.entries.items():
-        line = Line(entry.phase, entry.axis, entry.op)
-        found[line] = found.get(line, Traffic()).plus(Traffic(t.calls, t.payload_bytes, t.wire_bytes))
-    return found
-
-
 Found = tuple[list[Pairs], Pairs, dict[Line, Traffic]]
 
 
@@ -144,22 +104,6 @@ def go_on(rank: int, world: int, cases: list[dict[str, Any]], folder: str) -> li
         trainer.step()
         found.append((gradients, kept, lines_of(trainer)))
     return found
-
-
-def added(pairs: Iterable[tuple[ParamRecord, Tensor]]) -> dict[str, np.ndarray]:
-    whole: dict[str, np.ndarray] = {}
-    for record, local in pairs:
-        target = whole.setdefault(record.name, np.zeros(record.shape))
-        for box in record.boxes:
-            target[_at(box.start, box.shape)] += local[_at(box.local_start, box.shape)].numpy()
-    return whole
-
-
-def placed(pairs: Pairs, into: dict[str, np.ndarray]) -> None:
-    for record, local in pairs:
-        target = into.setdefault(record.name, np.full(record.shape, np.nan))
-        for box in record.boxes:
-            target[_at(box.start, box.shape)] = local[_at(box.local_start, box.shape)].numpy()
 
 
 SP = {"layout": {"tp": 2, "sequence_parallel": True}}

@@ -144,7 +144,7 @@ def test_skipped_and_infinite_steps_are_told_off_the_rhythm() -> None:
     text = play(io.StringIO(), config(), [result(1), bad(2), result(3, loss=math.inf)])
     assert re.search(r"step  2/20  loss nan  norm inf .* scale 65.5k  SKIPPED", text)
     assert re.search(r"step  3/20  loss inf .* LOSS NOT FINITE", text)
-    assert "finished 3 steps, 1 skipped" in text
+    assert "stopped at step 3 of 20, 1 skipped after 0:00, saved in runs/test; run the same command to continue" in text
 
 
 @pytest.mark.parametrize("columns", [12, 30, 50, 80, 100, 200])
@@ -175,7 +175,7 @@ def test_what_happens_scrolls_away_above_the_block() -> None:
     assert screen.lines[1] == "validation at step 2  loss 5.4321"
     assert screen.lines[2].startswith("step") and "validation 5.4321 at step 2" in screen.lines[3]
     assert "×" in screen.lines[3] and "× 1 skipped" in screen.lines[5]
-    assert screen.lines[8].startswith("finished 2 steps, 1 skipped in 0:00: runs/test")
+    assert screen.lines[8].startswith("stopped at step 2 of 20, 1 skipped after 0:00, saved in runs/test; run the same")
 
 
 def test_redraws_are_few_and_the_last_state_is_shown() -> None:

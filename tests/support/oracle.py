@@ -14,7 +14,7 @@ from meshwright.config.load import config_from
 from meshwright.config.rules import check
 from meshwright.config.sections import Config, ModelConfig
 from meshwright.device import Device
-from meshwright.sharding.buffers import FlatBuffer, Slot
+from meshwright.sharding.buffers import REDUCER, FlatBuffer, Slot
 from meshwright.train.context import Context, build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.losses import Sums, sums_over_world
@@ -154,9 +154,10 @@ def parameters(trainer: Trainer) -> Pairs:
 def moments(trainer: Trainer) -> Pairs:
     """(record, value) of both moments of every local parameter, the second ones under a name of their own."""
     pairs = []
-    for name, buffer, shares, additive in trainer.states():
-        if name != "param" and not additive:
-            found = _whole(trainer, buffer, shares)
+    for state in trainer.states():
+        name = state.name
+        if name != "param" and not name.startswith(REDUCER):
+            found = _whole(trainer, state.buffer, state.tensors)
             pairs += [(replace(slot.record, name=f"{name}/{slot.record.name}"), value) for slot, value in found]
     return pairs
 

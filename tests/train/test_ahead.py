@@ -14,6 +14,7 @@ from meshwright.train.loop import Ahead
 class Result:
     step: int
     stop: bool
+    save: bool
 
 
 @dataclass
@@ -29,10 +30,10 @@ class Recorder:
     step_number: int = 0
     seen: list[str] = field(default_factory=list)
 
-    def launch(self, stop_requested: bool) -> Launch:
+    def launch(self, stop_requested: bool, save_requested: bool) -> Launch:
         self.step_number += 1
         self.seen.append(f"launch {self.step_number}")
-        return Launch(Result(self.step_number, stop_requested))
+        return Launch(Result(self.step_number, stop_requested, save_requested))
 
     def read(self, launched: Launch) -> Result:
         self.seen.append(f"read {launched.result.step}")
@@ -68,3 +69,18 @@ def test_a_stop_takes_hold_where_the_trainer_stands(asked: int) -> None:
         if result.stop:
             break
     assert result.stop and trainer.step_number == result.step and asked <= result.step <= asked + 2
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("asked", [1, 2, 3, 4])
+def test_a_save_takes_hold_once_where_the_trainer_stands(asked: int, runs_ahead: bool) -> None:
+    trainer = Recorder(runs_ahead)
+    ahead, wanted, saves = ahead_of(trainer, 4, 8), False, []
+    for call in range(1, 9):
+        wanted |= call == asked  # asked for again and again until it is done
+        result = ahead.next(False, wanted)
+        if result.save:
+            assert trainer.step_number == result.step
+            saves.append(result.step)
+            wanted = False
+    assert len(saves) == 1 and asked <= saves[0] <= asked + 2 * runs_ahead, saves

@@ -144,3 +144,74 @@ def test_values_that_only_some_micro_batches_have(tmp_path: Path) -> None:
 
     own_run(tmp_path / "run", sometimes, steps=3, micro=1)
     assert [line["monitored"] for line in lines_of(tmp_path / "run")] == 3 * [{"x": 10.0}]
+
+
+class Wide(nn.Module):
+    """Two layers, for the dtype of their products and the shapes of their weights."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Embedding(7, 16), nn.Linear(16, 7)).to(dtype)
+        self.register_buffer("count", torch.tensor(3), persistent=True)
+        self.receives: dict[str, Any] = {}
+
+
+def wide_run(folder: str, seen: list[Any], dtype: torch.dtype = torch.float32, **sections: dict[str, Any]) -> Any:
+    train_keys = {"steps": 2, "global_batch": 4} | sections.pop("train", {})
+    config = config_from(
+        {
+            "model": {"layers": 1, "hidden": 8, "heads": 2, "vocab": 7, "seq": 8},
+            "data": {"prefixes": ["none"]},
+            "train": train_keys,
+            "run": {"dir": folder, "tensorboard": False, "device": "cpu"},
+            **sections,
+        }
+    )
+
+    def step(ctx: Any, module: Wide, batch: dict[str, torch.Tensor], received: Any) -> Any:
+        logits = module.inner(batch["tokens"])
+        seen.append(logits.dtype)
+        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+        return loss, batch["labels"].numel(), {}
+
+    return meshwright.pretrain(config, lambda ctx, stage: Wide(dtype), lambda ctx, n: (Cycle(), None, None), step)
+
+
+def test_the_precision_is_that_of_an_own_model_too(tmp_path: Path) -> None:
+    for number, (precision, dtype, expected) in enumerate(
+        [("fp32", torch.float32, torch.float32), ("bf16", torch.float32, torch.bfloat16),
+         ("bf16", torch.bfloat16, torch.bfloat16), ("fp64", torch.float64, torch.float64)]
+    ):  # fmt: skip
+        seen: list[Any] = []
+        wide_run(str(tmp_path / str(number)), seen, dtype, train={"precision": precision})
+        assert set(seen) == {expected}, (precision, dtype)
+    with pytest.raises(UserError, match="train.precision=fp64 can't be applied to Wide, whose parameters have another"):
+        wide_run(str(tmp_path / "fp64"), [], train={"precision": "fp64"})
+
+
+def state_dicts_of(rank: int, world: int, folder: str, stage: int) -> Any:
+    trainer = wide_run(folder, [], zero={"stage": stage})
+    held = sum(parameter.untyped_storage().nbytes() for parameter in trainer.modules[0].parameters())
+    return held, meshwright.state_dicts(trainer)[0], list(trainer.modules[0].state_dict())
+
+
+def test_the_weights_of_an_own_model_are_gathered_whole(tmp_path: Path) -> None:
+    """With zero.stage=3 the module itself holds none of them."""
+    (_, first, names), (_, same, _) = run_ranks(2, state_dicts_of, str(tmp_path / "0"), 0)
+    (held, third, _), (_, other, _) = run_ranks(2, state_dicts_of, str(tmp_path / "3"), 3)
+    assert held == 0 and list(third) == names == list(first)
+    for name, values in first.items():
+        assert torch.equal(values, third[name]) and torch.equal(values, other[name]) and torch.equal(values, same[name])
+        assert values.numel() > 0
+
+
+def cut_run(rank: int, world: int, folder: str, axis: str) -> str:
+    with pytest.raises(UserError) as caught:
+        wide_run(folder, [], layout={axis: 2})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_ranks_that_would_all_compute_the_same_are_refused(axis: str, tmp_path: Path) -> None:
+    said = run_ranks(2, cut_run, str(tmp_path / "run"), axis)
+    assert all(f"layout.{axis}=2 would have every rank compute all of Wide" in text for text in said)

@@ -76,6 +76,32 @@ with signals.StopRequests():
         time.sleep(0.01)
 print("ready", flush=True)
 """
+# A process that nobody launched: its user's Ctrl-C comes twice when a wrapper passes it on, and then once more.
+CTRL_C = """
+import time
+from meshwright.train import signals
+signals.SAME_CTRL_C_S = 0.3
+with signals.StopRequests(launched=False, speaks=True) as requests:
+    print("ready", flush=True)
+    try:
+        while True:
+            time.sleep(0.01)
+    except KeyboardInterrupt:
+        print(requests.seen, flush=True)
+"""
+STUCK = BLOCKED.replace("0.5, 0.1", "9.0, 0.1\nsignals.SAME_CTRL_C_S = 0.3").replace(
+    "with signals.StopRequests(), signals.StopRequests():",
+    "with signals.StopRequests(launched=False, loses=lambda: 'steps 1 to 2 are lost'):",
+)
+IGNORED = """
+import signal, time
+from meshwright.train.signals import StopRequests, ends_at_once
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with StopRequests() as requests, ends_at_once():
+    print("ready", flush=True)
+    time.sleep(0.5)
+print(requests.seen, flush=True)
+"""
 GUARDED = """
 import signal, time
 from meshwright.train.launch import guarded
@@ -88,7 +114,7 @@ guarded(None, False, body)
 
 
 def started(code: str) -> subprocess.Popen[str]:
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
     return child
 
@@ -103,9 +129,10 @@ def test_a_second_request_ends_a_process_that_handles_nothing() -> None:
     assert child.wait(10.0) == 128 + signal.SIGTERM
 
 
-def test_a_request_is_noted_and_ends_with_the_run() -> None:
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+def test_a_request_is_noted_and_ends_with_the_run(number: signal.Signals) -> None:
     child = started(NOTED)
-    child.send_signal(signal.SIGUSR1)
+    child.send_signal(number)
     out, _ = child.communicate(timeout=10.0)
     assert out == "False\n" and child.returncode == 0
 
@@ -120,3 +147,29 @@ def test_where_nothing_can_be_lost_the_first_request_ends(code: str) -> None:
     begin = time.monotonic()
     child.send_signal(signal.SIGTERM)
     assert child.wait(10.0) == -signal.SIGTERM and time.monotonic() - begin < 5.0
+
+
+def test_a_second_ctrl_c_interrupts_and_one_that_is_passed_on_does_not() -> None:
+    child = started(CTRL_C)
+    for pause in (0.0, 0.1, 0.4):
+        time.sleep(pause)
+        child.send_signal(signal.SIGINT)
+    out, said = child.communicate(timeout=10.0)
+    assert out == "True\n" and child.returncode == 0
+    assert said == "asked to stop: saves after this step (Ctrl-C again stops at once, and saves nothing)\n"
+
+
+def test_a_second_ctrl_c_ends_a_process_that_handles_nothing_and_says_what_is_lost() -> None:
+    child = started(STUCK)
+    child.send_signal(signal.SIGINT)
+    time.sleep(0.4)
+    child.send_signal(signal.SIGINT)
+    _, said = child.communicate(timeout=10.0)
+    assert child.returncode == 130 and said == "steps 1 to 2 are lost\n"
+
+
+def test_a_process_that_was_started_to_ignore_hangups_does() -> None:
+    child = started(IGNORED)
+    child.send_signal(signal.SIGHUP)
+    out, _ = child.communicate(timeout=10.0)
+    assert out == "False\n" and child.returncode == 0

@@ -7,11 +7,16 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.config.blocks import ROPE_KEYS, RopeScalingConfig
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 
-LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-ROPE_KINDS = {"default": (), "linear": LLAMA3[:1], "llama3": LLAMA3}
+# Our keys of rotary scaling whose names differ there, and those that config.json must have.
+ORIGINAL = "original_max_position_embeddings"
+THEIRS = {"low": "low_freq_factor", "high": "high_freq_factor", "original": ORIGINAL}
+REQUIRED = ("factor", "low", "high", "original")
+LONGEST = "max_position_embeddings"
+UNSCALED = RopeScalingConfig()
 PART = "partial_rotary_factor"  # of each head, which turns
 
 
@@ -40,16 +45,6 @@ def read_rotary(config: Mapping[str, Any], theta: str, fraction: str | None) -> 
     """Returns the rotary keys of our model section. Outside of the rotary settings, config.json has the base under
     `theta` and the part of each head that turns under `fraction`; None: whole heads turn in this family."""
     given = _settings(config)
-    kind = given.get("rope_type") or given.get("type") or "default"
-    if not isinstance(kind, str) or kind not in ROPE_KINDS:
-        raise UserError(
-            f"rotary scaling of rope_type '{kind}' in config.json can't be imported: use a model with linear or llama3 "
-            "scaling, or with none"
-        )
-    scaling = {key: read_number(given, key) for key in ROPE_KINDS[kind]}
-    missing = [key for key, value in scaling.items() if value is None]
-    if missing:
-        raise UserError(f"rotary scaling of rope_type '{kind}' in config.json lacks {missing[0]}: add it to the file")
     base, part = read_number(given, "rope_theta"), read_number(given, PART)
     base = read_number(config, theta) if base is None else base
     part = read_number(config, fraction or PART) if part is None else part
@@ -58,7 +53,35 @@ def read_rotary(config: Mapping[str, Any], theta: str, fraction: str | None) -> 
             f"{PART}={part} in config.json can't be imported: only in a gpt_neox may a part of each head turn"
         )
     turned = {} if fraction is None else {"rotary_fraction": part}
-    return {"rope_theta": base, "rope_scaling": list(scaling.values()), **turned}
+    scaling = {f"rope_scaling.{key}": value for key, value in _read_scaling(config, given).items()}
+    return {"rope_theta": base, **scaling, **turned}
+
+
+def _read_scaling(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns our section of rotary scaling from the rotary settings of config.json. A dynamic scaling begins beyond
+    max_position_embeddings; elsewhere the length of the first training stands in the settings."""
+    kind = given.get("rope_type") or given.get("type") or "default"
+    ours = "none" if kind == "default" else kind
+    if not isinstance(ours, str) or ours not in ROPE_KEYS:
+        known = ", ".join(key for key in ROPE_KEYS if key != "none")
+        raise UserError(
+            f"rotary scaling of rope_type '{kind}' in config.json can't be imported: use a model with one of {known}, "
+            "or with none"
+        )
+    found: dict[str, Any] = {}
+    for key in ROPE_KEYS[ours]:
+        name = THEIRS.get(key, key)
+        if key == "original":
+            found[key] = read_length(*((config, LONGEST) if ours == "dynamic" else (given, name)))
+        elif key == "truncate":
+            found[key] = given.get(name)
+            if not isinstance(found[key], bool | None):
+                raise UserError(f"{name}={found[key]!r} in config.json must be true or false: correct it")
+        else:
+            found[key] = read_number(given, name)
+        if found[key] is None and key in REQUIRED:
+            raise UserError(f"rotary scaling of rope_type '{kind}' in config.json lacks {name}: add it to the file")
+    return {"kind": ours} | {key: value for key, value in found.items() if value is not None}
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,12 +98,13 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_rotary(model: ModelConfig) -> dict[str, Any]:
-    """Returns the rotary settings under the keys of transformers 4, which transformers 5 reads too."""
-    scaling: dict[str, Any] | None = None
-    if model.rope_scaling:
-        names = LLAMA3[: len(model.rope_scaling)]
-        scaling = {"rope_type": "linear" if len(names) == 1 else "llama3"}
-        scaling |= dict(zip(names, model.rope_scaling, strict=True))
-        if len(names) == 4:
-            scaling[LLAMA3[3]] = int(scaling[LLAMA3[3]])
-    return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+    """Returns the rotary settings under the keys of transformers 4, which transformers 5 reads too. Of a dynamic
+    scaling they compute the base for each length themselves, from the length that the model was first trained on."""
+    ours = model.rope_scaling
+    if ours.kind == "none":
+        return {"rope_theta": model.rope_theta, "rope_scaling": None}
+    changed = {key: getattr(ours, key) for key in ROPE_KEYS[ours.kind]}
+    changed = {key: value for key, value in changed.items() if key in REQUIRED or value != getattr(UNSCALED, key)}
+    longest = {LONGEST: changed.pop("original")} if ours.kind == "dynamic" else {}
+    scaling = {"rope_type": ours.kind, **{THEIRS.get(key, key): value for key, value in changed.items()}}
+    return {"rope_theta": model.rope_theta, "rope_scaling": scaling, **longest}

@@ -1,0 +1,74 @@
+"""The section on communication: back end, buckets, and how gradients are summed over the data-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from meshwright.config.blocks import LONGEST_S, not_negative, positive
+from meshwright.errors import UserError
+
+BLOCK_UNIT = 16  # what a block of numbers with one scale is a multiple of
+# The kinds that a key of `comm.reduce` belongs to.
+SPARSE, LOW_RANK = ("topk", "threshold"), ("powersgd",)
+ROUNDED, SCALED = ("bf16", "fp8", "int8", "int4"), ("fp8", "int8", "int4", "onebit")
+
+
+@dataclass(frozen=True)
+class ReduceConfig:
+    """How gradients are summed over the data-parallel ranks: as they are, or compressed."""
+
+    kind: Literal["plain", "bf16", "fp8", "int8", "int4", "onebit", "powersgd", "topk", "threshold"] = "plain"
+    ratio: float = 0.01  # topk, threshold: the part of the elements that is sent
+    rank: int = 4  # powersgd: of the product that stands for a matrix
+    block: int = 256  # fp8, int8, int4, onebit: elements that share a scale
+    error_feedback: Literal["auto", "true", "false"] = "auto"  # what was left out is added to the next step's gradient
+    warmup_steps: int = 0  # first steps of a run that are summed as they are
+
+    def __post_init__(self) -> None:
+        positive("comm.reduce", self, "rank", "block")
+        not_negative("comm.reduce", self, "warmup_steps")
+        if not 0.0 < self.ratio <= 1.0:
+            raise UserError(f"comm.reduce.ratio={self.ratio} must be above 0 and at most 1, e.g. 0.01 for one per cent")
+        if self.block % BLOCK_UNIT:
+            up = -(-self.block // BLOCK_UNIT) * BLOCK_UNIT
+            raise UserError(f"comm.reduce.block={self.block} must be a multiple of {BLOCK_UNIT}: try {up}")
+        belongs = {"ratio": SPARSE, "rank": LOW_RANK, "block": SCALED}
+        lossy = tuple(kind for kind in KINDS if kind != "plain")
+        for key in self.__dataclass_fields__:
+            kinds = belongs.get(key, lossy)
+            if key != "kind" and self.kind not in kinds and getattr(self, key) != getattr(ReduceConfig, key):
+                raise UserError(
+                    f"comm.reduce.{key} has no effect with comm.reduce.kind={self.kind}: leave it out, or set the kind "
+                    f"to {kinds[0] if len(kinds) == 1 else 'one of ' + ', '.join(kinds)}"
+                )
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether each rank keeps what it left out. Rounding to a few bits is by chance and right on average, so
+        `auto` keeps it for the other kinds alone."""
+        by_itself = self.kind in ("onebit", *LOW_RANK, *SPARSE)
+        return self.error_feedback == "true" or (self.error_feedback == "auto" and by_itself)
+
+
+KINDS = ("plain", "bf16", *SCALED, *LOW_RANK, *SPARSE)
+
+
+@dataclass(frozen=True)
+class CommConfig:
+    backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
+    timeout: float = 600.0  # seconds until a collective that does not end is reported and the run stopped
+    bucket_mib: float = 25.0  # gradients are reduced in pieces of about this size
+    reduce: ReduceConfig = field(default_factory=ReduceConfig)
+    # How gradients are summed: by torch's collective, or by one of ours on sends and receives.
+    algorithm: Literal["torch", "ring", "tree", "halving_doubling", "mesh", "hierarchical"] = "torch"
+
+    def __post_init__(self) -> None:
+        positive("comm", self, "timeout", "bucket_mib")
+        if self.timeout > LONGEST_S:
+            raise UserError(f"comm.timeout={self.timeout:g} is more than a year of seconds: lower it")
+        if self.algorithm != "torch" and self.reduce.kind != "plain":
+            raise UserError(
+                f"comm.algorithm={self.algorithm} sums gradients as they are, and comm.reduce.kind={self.reduce.kind} "
+                "compresses them: set comm.algorithm=torch or comm.reduce.kind=plain"
+            )

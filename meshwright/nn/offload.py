@@ -1,0 +1,104 @@
+"""Inputs of recomputed blocks in host memory: copied out while their block computes, and back one block ahead of its
+backward, on two streams of the device beside the computation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.device import accelerator, pin
+
+
+class HostCopy:
+    """A tensor that is in host memory, or on its way there or back. `before` is fetched next after it."""
+
+    def __init__(self, memory: HostActivations, x: Tensor, before: HostCopy | None) -> None:
+        self.memory, self.shape, self.dtype, self.nbytes, self.before = memory, x.shape, x.dtype, x.nbytes, before
+        self.buffer: Tensor | None = None  # none on `meta`, where tensors have no values
+        self.arriving: tuple[Tensor, Any] | None = None
+
+    def fetch(self) -> Tensor:
+        return self.memory.fetch(self)
+
+    def prefetch(self) -> None:
+        """Begins to copy it to the device."""
+        if self.arriving is None:
+            self.arriving = self.memory.copy_in(self)
+
+
+class HostActivations:
+    """This rank's host memory for the inputs of recomputed blocks. Its buffers are pinned and used again.
+
+    A tensor that is being copied out keeps its memory until the computation, which goes on, has waited for the copy:
+    that is when the next block begins. So no more than the present block's input is on the device, whatever the host
+    has launched ahead. On `meta` nothing is copied, and tensors come and go as on a device.
+    """
+
+    def __init__(self, device: torch.device, module: Any = None) -> None:
+        """`module`: what offers streams, by default torch's of the device."""
+        self.device, self.module = device, module or accelerator(device)
+        streams: list[Any] = [self.module.Stream(device) if self.module else None for _ in range(2)]
+        self._out, self._in = streams
+        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self._leaving: tuple[Tensor, Any] | None = None
+        self.bytes = self.most_bytes = 0  # in host memory now, and the most at once
+
+    def keep(self, x: Tensor, before: HostCopy | None) -> HostCopy:
+        """Begins to copy x out; the caller drops it."""
+        self.release()
+        copy = HostCopy(self, x, before)
+        self.bytes += copy.nbytes
+        self.most_bytes = max(self.most_bytes, self.bytes)
+        x, left = x.detach(), None
+        if self.module is not None:
+            copy.buffer = self._buffer(x)
+            # The computation so far made x, and waited for what was last read from the buffer.
+            self._out.wait_stream(self.module.current_stream(self.device))
+            with self.module.stream(self._out):
+                copy.buffer.copy_(x, non_blocking=True)
+                left = self._out.record_event()
+        self._leaving = (x, left)
+        return copy
+
+    def release(self) -> None:
+        """Waits, on the device, for what is being copied out, and releases its memory."""
+        if self._leaving is not None and self.module is not None:
+            self.module.current_stream(self.device).wait_event(self._leaving[1])
+        self._leaving = None
+
+    def fetch(self, copy: HostCopy) -> Tensor:
+        """Returns the tensor on the device, and begins to copy the one that comes next."""
+        copy.prefetch()
+        assert copy.arriving is not None
+        (x, arrived), copy.arriving = copy.arriving, None
+        self.bytes -= copy.nbytes
+        if self.module is not None:
+            assert copy.buffer is not None
+            self.module.current_stream(self.device).wait_event(arrived)
+            self._free.setdefault((copy.shape, copy.dtype), []).append(copy.buffer)
+            copy.buffer = None
+        if copy.before is not None:
+            copy.before.prefetch()
+        return x
+
+    def copy_in(self, copy: HostCopy) -> tuple[Tensor, Any]:
+        self.release()
+        x = torch.empty(copy.shape, dtype=copy.dtype, device=self.device)
+        if self.module is None:
+            return x, None
+        assert copy.buffer is not None, "what was kept is fetched once"
+        # The computation so far waited for the copy to the host, and may still use the memory that x has now.
+        self._in.wait_stream(self.module.current_stream(self.device))
+        with self.module.stream(self._in):
+            x.copy_(copy.buffer, non_blocking=True)
+            return x, self._in.record_event()
+
+    def _buffer(self, x: Tensor) -> Tensor:
+        free = self._free.get((x.shape, x.dtype))
+        if free:
+            return free.pop()
+        buffer = torch.empty(x.shape, dtype=x.dtype)
+        pin(buffer, self.device)
+        return buffer

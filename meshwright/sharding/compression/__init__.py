@@ -1,0 +1,1 @@
+"""Reducers that send less than the gradients themselves."""

@@ -1,0 +1,119 @@
+"""What a compressed sum sends, in bytes: the formulas of the messages, which the planner reads too. No torch.
+
+A sum of N elements over n ranks is cut into n pieces. Each rank compresses its n pieces and sends each to the rank that
+adds it up (all_to_all); where all ranks need the whole sum, each compresses the piece it has added up and all gather
+them. So there are two compressions whatever the number of ranks, and sums are never made of compressed numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from meshwright.config.comm import LOW_RANK, SPARSE, CommConfig, ReduceConfig
+from meshwright.layout.params import ParamRecord
+from meshwright.sharding.algorithms import AlgorithmReducer
+from meshwright.sharding.reducers import PLAIN_REDUCER, PlainReducer, ReducerPlan
+
+BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "onebit": 1}
+SCALE_BYTES, INDEX_BYTES = 4, 4
+WIDE_BYTES = 4  # numbers are added up, and kept, in float32 at least
+
+
+def sent_elements(config: ReduceConfig, elements: int) -> int:
+    """Returns how many elements of a piece are sent by their place and value."""
+    return min(elements, math.ceil(config.ratio * elements))
+
+
+def message_bytes(config: ReduceConfig, elements: int, element_bytes: int) -> int:
+    """Returns the bytes of one compressed piece of a sum."""
+    if config.kind in SPARSE:
+        return sent_elements(config, elements) * (INDEX_BYTES + max(WIDE_BYTES, element_bytes))
+    scales = 0 if config.kind == "bf16" else -(-elements // config.block)
+    return elements * BITS[config.kind] // 8 + scales * SCALE_BYTES
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """A parameter as matrices of one shape (the experts of a block are several), and how it is sent."""
+
+    count: int
+    rows: int
+    columns: int
+    rank: int  # of the product that is sent in place of each; 0: it is sent as it is
+    transposed: bool  # the factor with a matrix's rows is kept for the next step, and not that with its columns
+
+    @property
+    def numel(self) -> int:
+        return self.count * self.rows * self.columns
+
+    @property
+    def kept(self) -> int:
+        """Rows of the factor that is summed second and kept."""
+        return self.rows if self.transposed else self.columns
+
+    @property
+    def first(self) -> int:
+        """Elements of the first sum: of the other factor, or of the parameter itself."""
+        return self.count * (self.rows + self.columns - self.kept) * self.rank or self.numel
+
+    @property
+    def second(self) -> int:
+        return self.count * self.kept * self.rank
+
+
+def matrices_of(record: ParamRecord, rank: int) -> Matrices:
+    """Returns how a parameter is sent: as two factors of `rank` columns, where those are smaller than it is. The kept
+    factor has the side along which ranks cut the matrix: it is cut like the parameter itself."""
+    *counts, rows, columns = record.local_shape
+    smaller = (rows + columns) * rank < rows * columns
+    return Matrices(math.prod(counts), rows, columns, rank if smaller else 0, smaller and columns == record.shape[-1])
+
+
+@dataclass(frozen=True)
+class CompressionPlan:
+    """What the planner needs to know of a compressed sum."""
+
+    config: ReduceConfig
+    mixes = True
+
+    def calls(
+        self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
+        on_node: int = 1,
+    ) -> Iterable[tuple[str, int]]:  # fmt: skip
+        """See `ReducerPlan`. Without `records` (shares that are summed over replicas) PowerSGD sends all as it is."""
+        if ranks == 1:
+            return []
+        if self.config.kind in LOW_RANK:
+            return list(_low_rank_calls(self.config.rank, op, elements, element_bytes, records))
+        message = ranks * message_bytes(self.config, elements // ranks, element_bytes)
+        return [("all_to_all", message), *([("all_gather", message)] if op == "all_reduce" else [])]
+
+    def state_bytes(self, elements: int, element_bytes: int) -> int:
+        """Returns the bytes that a rank keeps from step to step for so many elements."""
+        return elements * max(WIDE_BYTES, element_bytes) if self.config.feeds_back else 0
+
+
+def _low_rank_calls(
+    rank: int, op: str, elements: int, element_bytes: int, records: Sequence[ParamRecord]
+) -> Iterator[tuple[str, int]]:
+    held, wide = [matrices_of(record, rank) for record in records], max(WIDE_BYTES, element_bytes)
+    if not any(each.rank for each in held):
+        yield op, elements * element_bytes
+        return
+    yield "all_reduce", sum(each.first for each in held) * wide
+    yield "all_reduce", sum(each.second for each in held) * wide
+
+
+class WarmUpPlan(PlainReducer):
+    """The sums of a run's first steps (`comm.reduce.warmup_steps`): plain ones, of the buffers that are there."""
+
+    mixes = True
+
+
+def planned_reducer(config: CommConfig) -> ReducerPlan:
+    """Returns what the planner needs to know of the reducer that a config asks for."""
+    if config.algorithm != "torch":
+        return AlgorithmReducer(config.algorithm)
+    return PLAIN_REDUCER if config.reduce.kind == "plain" else CompressionPlan(config.reduce)

@@ -1,0 +1,116 @@
+"""What travels with a model: from its data or the folder it was imported from into runs, checkpoints and exports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.checkpoint.companions import EXTRA_FILES, ORIGIN
+from meshwright.cli.main import main
+from tests.checkpoint.hf_models import save
+from tests.cli.test_text_commands import write_tokenizer
+
+TEXT = " ".join(f"w{n % 59 + 2}" for n in range(2000)) + "\n"
+KEYS = ["train.global_batch=2", "run.device=cpu", "run.tensorboard=false", "run.eval_samples=2", "lr.schedule=constant"]
+SIZES = ["model.layers=1", "model.hidden=16", "model.heads=2", "model.seq=16"]
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with text, and two tokenizers that give the same words other ids."""
+    monkeypatch.chdir(tmp_path)
+    for number in range(4):
+        (tmp_path / "text").mkdir(exist_ok=True)
+        (tmp_path / "text" / f"{number}.txt").write_text(TEXT)
+    for name, size in (("tok", 61), ("other", 60)):
+        (tmp_path / name).mkdir()
+        write_tokenizer(tmp_path / name, size)
+    (tmp_path / "empty.yaml").write_text("")
+    return tmp_path
+
+
+def prepare(name: str, tokenizer: str) -> None:
+    assert main(["data", "prepare", "text", "--out", f"data/{name}", "--tokenizer", tokenizer, "--workers", "1"]) == 0
+
+
+def train(run: str, data: str, steps: int, *more: str) -> int:
+    words = [f"run.dir={run}", f"data.prefixes=data/{data}", f"train.steps={steps}", "data.split=0.5,0.5,0"]
+    return main(["train", "empty.yaml", "--nproc", "1", *words, *KEYS, *more])
+
+
+@pytest.mark.parametrize("tokenizer", ["tok/tokenizer.json", "bytes", "train:300"])
+def test_text_goes_in_and_out_wherever_the_run_is(
+    tokenizer: str, there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though the data and the tokenizer's own file are gone, and from another folder."""
+    prepare("made", tokenizer)
+    assert train("run", "made", 1, *SIZES, "model.vocab=300") == 0
+    ends = json.loads((there / "data" / "made.json").read_text())["eod"]
+    shutil.rmtree(there / "data")
+    shutil.rmtree(there / "tok")
+    monkeypatch.chdir("/")
+    capsys.readouterr()
+    assert main(["generate", str(there / "run"), "--prompt", "w5 w6", "--max-tokens", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] is not None
+    (moved,) = (there / "run" / "checkpoints").glob("step-*")
+    shutil.copytree(moved, there / "alone")
+    assert main(["export", str(there / "alone"), "--to", str(there / "hf"), "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)["beside"]
+    assert written == ([] if tokenizer == "bytes" else ["tokenizer.json", "tokenizer_config.json"])
+    assert json.loads((there / "hf" / "config.json").read_text())["eos_token_id"] == ends
+
+
+def test_what_was_imported_stays_with_the_model(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Family, chat template and generation settings, through training and a resume; and where it came from is noted."""
+    hf = there / "hf"
+    save("mistral", hf, std=0.1)
+    shutil.copytree(there / "tok", hf, dirs_exist_ok=True)
+    (hf / "chat_template.jinja").write_text("{{ messages }}")
+    (hf / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
+    assert main(["import", "hf", "--to", "imported", "--json"]) == 0
+    model: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])["model"]
+    given = {"model": {key: value for key, value in model.items() if key not in ("experts", "latent")} | {"seq": 16}}
+    (there / "empty.yaml").write_text(json.dumps(given))
+    prepare("own", "hf/tokenizer.json")
+    prepare("foreign", "other/tokenizer.json")
+    capsys.readouterr()
+
+    assert train("run", "foreign", 1, "--from", "imported") == 2
+    said = capsys.readouterr().err
+    assert "data/foreign was made with another tokenizer than the model in imported" in said
+    assert "--tokenizer imported/tokenizer.json, or set data.any_tokenizer=true" in said
+    assert not (there / "run").exists(), "a refused run leaves nothing behind"
+    assert train("run", "own", 1, "--from", "imported") == 0
+    assert "begins run with the weights of imported, checkpoint verified" in capsys.readouterr().err
+    shutil.rmtree(there / "imported")
+    assert train("run", "own", 2) == 0
+    assert json.loads((there / "run" / "run.json").read_text())["from"] == "imported"
+    assert main(["export", "run", "--to", "out", "--json"]) == 0
+    written = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert written["family"] == "mistral" and written["step"] == 2
+    assert {"tokenizer.json", "chat_template.jinja", "generation_config.json"} <= set(written["beside"])
+    for name in EXTRA_FILES:
+        if (hf / name).exists():
+            assert (there / "out" / name).read_bytes() == (hf / name).read_bytes(), name
+
+    for words in (["eval", "run", "--data", "data/foreign"], ["train", "empty.yaml"]):
+        refused = main(words) if words[0] == "eval" else train("run", "foreign", 3)
+        assert refused == 2 and "data/foreign was made with another tokenizer" in capsys.readouterr().err, words
+    assert main(["eval", "run", "--data", "data/foreign", "data.any_tokenizer=true"]) == 0
+    assert train("run", "foreign", 3, "data.any_tokenizer=true") == 0
+    newest = there / "run" / "checkpoints" / "step-00000003"
+    assert (newest / "tokenizer.json").read_bytes() == (there / "other" / "tokenizer.json").read_bytes()
+    assert not (newest / "chat_template.jinja").exists(), "it was the other tokenizer's"
+    assert json.loads((there / "run" / "companions" / "companions.json").read_text())["from"] == "imported"
+    assert (newest / ORIGIN).exists(), "the family stays"
+
+
+def test_a_hugging_face_folder_is_not_a_checkpoint(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save("llama2", there / "hf")
+    prepare("own", "tok/tokenizer.json")
+    assert train("run", "own", 1, *SIZES, "model.vocab=61", "--from", "hf") == 2
+    assert "hf is a Hugging Face folder: turn it into a checkpoint with `meshwright imp" in capsys.readouterr().err

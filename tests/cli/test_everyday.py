@@ -1,0 +1,149 @@
+"""Runs as people handle them: two at once, a launcher that is killed, Ctrl-C, a closed terminal; and what they say."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.runs import saved, steps
+from tests.support.commands import ended, folder, start, torchrun, until
+
+__all__ = ["folder", "start"]  # fixtures
+
+def begin(start: Any, launcher: str, *words: str) -> subprocess.Popen[str]:
+    if launcher == "torchrun":
+        return start(*words, launcher=torchrun(2))  # type: ignore[no-any-return]
+    return start(*words, "--nproc", "2" if launcher == "meshwright" else "1")  # type: ignore[no-any-return]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("launcher", ["alone", "meshwright", "torchrun"])
+def test_a_second_run_in_the_same_folder_is_refused(launcher: str, folder: Path, start: Any) -> None:
+    """Also one that finds the folder free before it starts its ranks, since both start at once."""
+    begun = [begin(start, launcher) for _ in range(2)]
+    end = time.monotonic() + 120.0
+    while all(process.poll() is None for process in begun):
+        assert time.monotonic() < end, "both train"
+        time.sleep(0.05)
+    refused = next(process for process in begun if process.poll() is not None)
+    trains = next(process for process in begun if process is not refused)
+    code, said = ended(refused)
+    assert code != 0 and said.count("belongs to a run that is still training (process") == 1, said
+    assert code == 2 or launcher == "torchrun"
+    until(lambda: len(steps(folder / "run")) >= 3, trains)
+    code, said = ended(start("--nproc", "2"))
+    assert code == 2 and "still training" in said and "Traceback" not in said
+    os.killpg(trains.pid, signal.SIGTERM)
+    code, said = ended(trains)
+    assert code == 0 or launcher == "torchrun", said  # whose own exit code is never 0 then
+    done = steps(folder / "run")
+    assert done == list(range(1, len(done) + 1)) and saved(folder / "run")[-1] == done[-1]
+
+
+def named(run: str) -> dict[int, str]:
+    """The processes that are called ranks of a run, as `ps` shows them."""
+    told = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    words = [line.split() for line in told.splitlines()]
+    return {int(pid): " ".join(name) for pid, *name in words if name[:2] == ["meshwright", "rank"] and name[-1] == run}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the names of processes")
+@pytest.mark.parametrize("launcher", ["meshwright", pytest.param("torchrun", marks=pytest.mark.wide)])
+def test_ranks_have_names_and_end_when_their_launcher_is_killed(launcher: str, folder: Path, start: Any) -> None:
+    """Nobody else trains beside them. The run that is started next says whose place it takes and where it goes on; one
+    Ctrl-C, and it is saved."""
+    name = f"own-run-{os.getpid()}"
+    process = begin(start, launcher, f"run.dir={name}", "checkpoint.every=0.5s")
+    run = folder / name
+    until(lambda: saved(run), process)
+    code, said = ended(start("--nproc", "2", f"run.dir={name}"))
+    assert code == 2 and f"run.dir={name} belongs to a run that is still training (process" in said, said
+    assert sorted(named(name).values()) == [f"meshwright rank {rank}/2 {name}" for rank in (0, 1)]
+    os.kill(process.pid, signal.SIGKILL)
+    end = time.monotonic() + 5.0
+    while named(name):
+        assert time.monotonic() < end, "ranks outlived their launcher"
+        time.sleep(0.05)
+    code, said = ended(process)
+    reached, done = saved(run)[-1], steps(run)[-1]
+
+    process = start("--nproc", "1", f"run.dir={name}", "checkpoint.every=auto")
+    until(lambda: steps(run)[-1:] > [done + 2], process)
+    os.killpg(process.pid, signal.SIGINT)
+    code, said = ended(process)
+    told = [line for line in said.splitlines() if not line.startswith(("step", "validation", "meshwright ", "    "))]
+    last = steps(run)[-1]
+    assert code == 0 and len(told) == 5, said
+    assert told[0] == f"starts {name}, 100000 steps"
+    assert told[1].startswith(f"{name} was left by a run that is gone (process ")
+    assert told[2] == f"continues {name} from step {reached} of 100000, checkpoint verified"
+    assert told[3].startswith("asked to stop: saves after this step (Ctrl-C again stops at once")
+    assert told[4].startswith(f"stopped at step {last} of 100000 after ") and "run the same command" in told[4]
+    assert saved(run)[-1] == last
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(ranks: int, folder: Path, start: Any) -> None:
+    """Though a step takes long, and with nothing saved since."""
+    process = start("--nproc", str(ranks), "checkpoint.every=0", "train.global_batch=800")
+    until(lambda: len(steps(folder / "run")) >= 1, process)
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.7)
+    os.killpg(process.pid, signal.SIGINT)
+    begun = time.monotonic()
+    code, said = ended(process)
+    done = steps(folder / "run")[-1]
+    assert code == 130 and time.monotonic() - begun < 5.0, said
+    assert f"stopped at once at step {done} of 100000" in said and f"steps 1 to {done} are lost" in said, said
+    assert "Traceback" not in said and saved(folder / "run") == []
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("ranks", "number"), [(1, "SIGHUP"), (2, "SIGHUP"), (2, "SIGINT"), (2, "limit")])
+def test_what_is_trained_is_saved_however_a_run_is_stopped(ranks: int, number: str, folder: Path, start: Any) -> None:
+    words = ["run.time_limit=3s"] if number == "limit" else []
+    process = start("--nproc", str(ranks), "checkpoint.every=auto", *words)
+    if number != "limit":
+        until(lambda: len(steps(folder / "run")) >= 3, process)
+        os.killpg(process.pid, signal.Signals[number])  # as a terminal does
+    code, said = ended(process)
+    done = steps(folder / "run")
+    assert code == 0 and saved(folder / "run") == [done[-1]], said
+    assert said.count("saves after this step") == 1 and f"stopped at step {done[-1]} of 100000" in said, said
+
+
+@pytest.mark.wide
+def test_a_run_that_ignores_hangups_goes_on(folder: Path, start: Any) -> None:
+    """As with nohup."""
+    ignore = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    process = start("--nproc", "2", "train.steps=60", "checkpoint.every=0", preexec_fn=ignore)
+    until(lambda: len(steps(folder / "run")) >= 3, process)
+    os.killpg(process.pid, signal.SIGHUP)
+    code, said = ended(process)
+    assert code == 0 and "finished 60 steps" in said, said
+
+
+@pytest.mark.wide
+def test_the_first_line_comes_at_once_and_missing_ranks_are_waited_for_aloud(folder: Path, start: Any) -> None:
+    """A rank that another launcher started alone."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": "0"}
+    begun = time.monotonic()
+    process = start(env=env)
+    assert process.stderr.readline() == f"starts {folder / 'run'} with 2 ranks, 100000 steps\n"
+    assert time.monotonic() - begun < 3.0, "1 s on a machine that does nothing else"
+    assert process.stderr.readline().startswith(f"waiting for 1 of 2 ranks at 127.0.0.1:{port}, 5 s")
+    process.send_signal(signal.SIGINT)
+    assert ended(process)[0] == -signal.SIGINT

@@ -1,0 +1,79 @@
+"""Memory before time: what does not fit is said before a rank starts, with what would fit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.cli.fits import ways_to_fit
+from meshwright.cli.main import main
+from meshwright.config.load import load_config
+from meshwright.plan.job import checked_job
+from meshwright.plan.memory import largest
+from tests.support.token_files import write_documents
+
+CONFIG = """
+model: {layers: 2, hidden: 64, heads: 4, vocab: 64, seq: 64}
+data: {prefixes: [tokens], split: [0.8, 0.2, 0]}
+train: {steps: 2, global_batch: 16, micro_batch: 4}
+run: {dir: run, device: cpu, tensorboard: false}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_documents(tmp_path / "tokens", list(np.random.default_rng(0).integers(0, 64, (50, 100))))
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def test_what_can_not_fit_is_refused_and_what_may_not_is_told(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need = largest(checked_job(load_config("config.yaml"), 1))
+    assert need.states < 0.9 * need.peak, "the test needs activations"
+    room = need.states - 1
+    monkeypatch.setattr("meshwright.device.host_memory_bytes", lambda: room)
+    assert main(["train", "config.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert "weights, gradients and optimizer states take" in said and "and it has" in said
+    assert not (here / "run").exists()
+    room = 0.9 * need.peak
+    assert main(["train", "config.yaml"]) == 0
+    said = capsys.readouterr().err
+    (warned,) = [line for line in said.splitlines() if "warning" in line]
+    assert "a rank needs about" in warned and "train.micro_batch=1" in warned, warned
+    room = 2 * need.peak
+    assert main(["train", "config.yaml", "run.dir=other"]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_what_is_named_fits(here: Path) -> None:
+    """Each way, put into the config, needs no more than there is; and the figure beside it is the planner's."""
+    config = load_config("config.yaml")
+    peak = largest(checked_job(config, 4)).peak
+    for share in (0.8, 0.5, 0.3):
+        said = ways_to_fit(config, 4, share * peak)
+        ways = re.findall(r"((?:[\w.]+=\w+ ?)+)\(", said)
+        assert 1 <= len(ways) <= 3, said
+        for words in ways:
+            changed = load_config("config.yaml", words.split())
+            assert largest(checked_job(changed, 4)).peak <= share * peak, words
+    assert "no other zero.stage" in ways_to_fit(config, 4, 1000.0)
+
+
+def test_running_out_of_memory_is_one_sentence(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    monkeypatch.setattr("meshwright.train.gpt.forward_step", full)
+    assert main(["train", "config.yaml"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("meshwright: rank 0 ran out of memory (planned were ") and ": try " in said

@@ -1,0 +1,62 @@
+"""Own algorithms for sums, simulated: every rank has the sum, and sends as little as can be."""
+
+from __future__ import annotations
+
+from math import ceil, log2
+
+import pytest
+
+from meshwright.comm.algorithms import ALGORITHMS, Round, neighbours_on_node
+
+SIZES = [2, 3, 4, 5, 6, 7, 8, 9, 12, 16]
+CASES = [(kind, size) for kind in ALGORITHMS for size in SIZES if kind != "halving_doubling" or size & (size - 1) == 0]
+
+
+def run(rounds: list[list[Round]], held: list[list[int]], adds: bool) -> None:
+    """Runs the rounds of all ranks in step; what is sent and what is received must agree."""
+    for step in range(len(rounds[0])):
+        before = [list(pieces) for pieces in held]
+        for place, each in enumerate(rounds):
+            to, sent, source, received = each[step]
+            assert rounds[source][step].to == place and rounds[source][step].sent == received
+            assert rounds[to][step].source == place and rounds[to][step].received == sent
+            for piece in received:
+                held[place][piece] = before[source][piece] + (before[place][piece] if adds else 0)
+
+
+@pytest.mark.parametrize(("kind", "size"), CASES)
+def test_every_rank_gets_the_sum(kind: str, size: int) -> None:
+    on_node = next(width for width in (4, 3, 2, 1) if size % width == 0)
+    sums = [ALGORITHMS[kind](size, place, on_node) for place in range(size)]
+    held = [[(1 << place) * (piece + 1) for piece in range(size)] for place in range(size)]
+    true = [((1 << size) - 1) * (piece + 1) for piece in range(size)]
+    run([each.reduce for each in sums], held, adds=True)
+    assert [held[place][place] for place in range(size)] == true
+    held = [[value if piece == place else -1 for piece, value in enumerate(row)] for place, row in enumerate(held)]
+    run([each.gather for each in sums], held, adds=False)
+    assert held == [true] * size
+    for each in sums:
+        assert sum(len(one.sent) for one in each.reduce) == sum(len(one.sent) for one in each.gather) == size - 1
+    rounds = len(sums[0].reduce)
+    wide = {"mesh": next(w for w in range(int(size**0.5), 0, -1) if size % w == 0), "hierarchical": on_node}
+    logarithmic = ceil(log2(size))
+    hops = {kind: width - 1 + size // width - 1 for kind, width in wide.items()} | {"ring": size - 1}
+    assert rounds == hops.get(kind, logarithmic)
+
+
+def test_between_nodes_travels_what_a_node_has_summed() -> None:
+    """Eight ranks on nodes of four: 3 rounds of two pieces inside a node, 1 round of one piece to the other."""
+    for place in range(8):
+        found = ALGORITHMS["hierarchical"](8, place, 4)
+        across = [len(one.sent) for one in (*found.reduce, *found.gather) if one.to // 4 != place // 4]
+        assert across == [1, 1]
+        ring = ALGORITHMS["ring"](8, place, 4)
+        crossing = sum(len(one.sent) for one in (*ring.reduce, *ring.gather) if one.to // 4 != place // 4)
+        assert crossing == (14 if place % 4 == 3 else 0), "a ring sends all of it between two of them"
+
+
+def test_neighbours_on_a_node() -> None:
+    assert neighbours_on_node(range(8), 4) == 4
+    assert neighbours_on_node(range(0, 16, 2), 8) == 4
+    assert neighbours_on_node(range(0, 16, 4), 4) == 1
+    assert neighbours_on_node((0, 1, 2, 4), 4) == 1
