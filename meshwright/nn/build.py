@@ -82,7 +82,7 @@ class Block(nn.Module):
         losses: Tensor | None = None
         for norm, body in self.branches:
             source = x if total is None or self.parallel_residual else total
-            before = self.no_norm or getattr(self, norm)
+            before = getattr(self, norm) if self.no_norm is None else self.no_norm
             source, change, *terms = getattr(self, body)(source, before, batch, rotary, mask, past, given)
             losses = terms[0] if terms else losses
             if self.p and self.training:
