@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -40,8 +42,7 @@ class Dense(nn.Module):
     def __init__(self, parallel: Parallel, part: bert.DensePart, records: Records) -> None:
         super().__init__()
         activations = {**ACTIVATIONS, "tanh": torch.tanh}
-        self.linear = Linear(parallel, records["weight"], records["bias"], "whole")
-        self.linear.kind = ""
+        self.linear = Linear(replace(parallel, products=""), records["weight"], records["bias"], "whole")
         self.activation = activations[part.activation] if part.activation else None
 
     def forward(self, x: Tensor) -> Tensor:
