@@ -194,9 +194,10 @@ class GPTStage(nn.Module):
         is plainly causal, or to all tokens."""
         if "segments" in batch and not self.masks:
             return Documents.of(_read(batch, "segments"), device, self.causal)
+        segments = batch.get("segments")
         if not self.causal:  # the tokens of the first document are seen by all; what follows is padding
-            return (x == x[:, :1])[:, None, None] if (x := batch.get("segments")) is not None else None
-        mask = None if "segments" not in batch else segment_mask(batch["segments"])
+            return None if segments is None else (segments == segments[:, :1])[:, None, None]
+        mask = None if segments is None else segment_mask(segments)
         if self.alibi is None:
             return mask
         if mask is None and not before:

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +20,16 @@ from meshwright.pipeline.output import Term, as_output
 from meshwright.train.step import Trainer
 from tests.parity.cases import Case
 from tests.parity.launches import Launches, data_of, reference_of
-from tests.support.oracle import Outcome, Reference, compare_steps, complaints, make_trainer, small_config
+from tests.support.oracle import (
+    Outcome,
+    Reference,
+    compare_steps,
+    complaints,
+    made_for,
+    make_trainer,
+    small_config,
+    validation_loss,
+)
 from tests.support.ranks import RankFailed, run_ranks
 
 LLAMA = {
@@ -157,3 +167,24 @@ def test_one_process_counts_samples_and_tokens_apart() -> None:
         assert step.tokens == counts[0] == 6.0 and counts[1] == 4.0
         found.append(torch.tensor([step.loss, step.grad_norm, *step.losses.values()], dtype=torch.float64))
     assert torch.allclose(*found, rtol=1e-12, atol=0.0)
+
+
+def test_padding_is_unseen_with_dropout_too() -> None:
+    """Kernels with dropout take a mask, those without take lengths: without any dropout at work they agree. What stands
+    in the padding changes nothing; a model without segments sees it."""
+    losses = []
+    for share, pad in ((0.0, 0), (0.3, 0), (0.0, 7)):
+        config = small_config(model={"kind": "bert", "layers": 2, "attention_dropout": share})
+        data = made_for(config)
+        real = data.sample
+
+        def padded(n: int, real: Any = real, pad: int = pad) -> dict[str, Any]:
+            sample = real(n)
+            return sample | {"tokens": np.where(sample["segments"] == 1, pad, sample["tokens"])}
+
+        data.sample = padded
+        losses.append(validation_loss(make_trainer(config, data=data)))
+        data.sample = lambda n, padded=padded: padded(n) | {"segments": np.zeros(16, np.int64)}
+        seen = validation_loss(make_trainer(config, data=data))
+        assert abs(seen - losses[0]) > 1e-6
+    assert max(losses) - min(losses) < 1e-12
