@@ -34,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq", type=int, default=0, help="tokens of a sequence (default: the model's)")
     parser.add_argument("--documents", action="store_true", help="attention within documents of about 2048 tokens")
     parser.add_argument("--recompute", default="none", help="recompute.mode (default: none)")
+    parser.add_argument("--offload", action="store_true", help="recompute.offload: inputs of blocks in host memory")
+    parser.add_argument("--pieces", type=int, default=1, help="recompute.pieces of MLPs (default: 1)")
     parser.add_argument("--pp", type=int, default=1, help="measure the first of this many stages (default: 1)")
     parser.add_argument("--steps", type=int, default=10, help="steps to time after the warm-up (default: 10)")
     parser.add_argument("--compile", default="auto", choices=["auto", "true", "false"], help="train.compile")
@@ -52,7 +54,8 @@ def run(args: argparse.Namespace) -> None:
         train={"compile": args.compile}, run={"device": args.device},
         layout={"tp": args.tp, "cp": args.cp, "pp": args.pp, "sequence_parallel": args.tp > 1},
         context={"kind": args.context},
-        data={"prefixes": ["made"], "reset_attention": args.documents}, recompute={"mode": args.recompute},
+        data={"prefixes": ["made"], "reset_attention": args.documents},
+        recompute={"mode": args.recompute, "offload": args.offload, "pieces": args.pieces},
     )  # fmt: skip
     from meshwright.bench import floor, step
     from meshwright.device import PRECISION_DTYPES, Device

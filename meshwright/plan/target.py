@@ -12,7 +12,6 @@ from meshwright.config.presets import PRESETS, RUNS
 from meshwright.config.rules import PLANNING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, nearest
-from meshwright.models.hf import family_named
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.stack import STACKS, Stack, own_stack
@@ -96,6 +95,8 @@ def _raw(target: str, as_run: bool) -> tuple[dict[str, Any], Mapping[str, Any], 
 
 def _of_hugging_face(path: Path) -> tuple[dict[str, Any], Mapping[str, Any], str]:
     """Returns the model of a config.json that transformers wrote."""
+    from meshwright.models.hf import family_named  # reads the table of families, for which other targets need not wait
+
     read = read_yaml(path)  # JSON is YAML
     if not isinstance(read, dict) or "model_type" not in read:
         raise UserError(f"{path} names no model_type: give a Hugging Face config.json, or a YAML file of ours")
