@@ -67,7 +67,7 @@ CASES = [
     encoder("llama", 1, 4, 1, sp=True, **LLAMA),
     encoder("ramp", 2, 1, 1, **{"train.ramp": [2, 2, 20], "train.global_batch": 6}),
 ]
-QUICK = {"bert-tp-sp", "bert-pp"}  # and dp: the cases of the bugs are also run without them
+QUICK = {"bert-tp-sp"}  # and dp: the cases of the bugs are also run without them
 
 
 def _params() -> list[object]:
