@@ -67,7 +67,7 @@ def remove_failed(folder: Path, rank: int) -> None:
 def ranges_to_write(data_parallel: DataParallel, state: State | SideState) -> Iterator[tuple[Slot, int, int]]:
     """Yields (slot, start, stop) of the elements of each parameter that this rank writes. Replicas divide what they
     hold in common; of an additive state each rank writes a row of its own, and a reducer's other tensors are written by
-    the first of the data-parallel ranks."""
+    the first of the ranks that hold the same."""
     buffer = state.buffer
     for slot in buffer.slots:
         bucket = buffer.buckets[slot.bucket]
@@ -75,8 +75,8 @@ def ranges_to_write(data_parallel: DataParallel, state: State | SideState) -> It
         low, high = max(slot.start, low) - slot.start, min(slot.stop, high) - slot.start
         apart: tuple[str, ...] = ()
         if state.additive or isinstance(state, SideState):
-            first = state.additive is not None or (buffer.split.shard, buffer.split.replica) == (0, 0)
-            low, high = state.holds(slot) if first else (0, 0)
+            writes = not isinstance(state, SideState) or state.writes
+            low, high = state.holds(slot) if writes else (0, 0)
             apart = slot.record.partial
         if low < high and data_parallel.holds_first(slot, apart):
             yield slot, low, high

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from meshwright.config.blocks import (
+    MOST_BLOCKS,
     ExpertsConfig,
     LatentConfig,
     RopeScalingConfig,
+    at_most,
     not_negative,
     positive,
     seconds_of,
@@ -76,6 +78,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         positive("model", self, "layers", "hidden", "heads", "vocab", "seq", "norm_eps", "rope_theta", "init_std")
         not_negative("model", self, "kv_heads", "head_dim", "ffn", "position_offset", "token_types", "predictions")
+        at_most("model", self, MOST_BLOCKS, "layers", "heads")
         for key in ("dropout", "attention_dropout", "embedding_dropout"):
             share = self.dropout if getattr(self, key) is None else getattr(self, key)
             if not 0.0 <= share < 1.0:
@@ -170,6 +173,11 @@ class LayoutConfig:
     def __post_init__(self) -> None:
         positive("layout", self, "tp", "pp", "cp", "ep", "chunks")
         not_negative("layout", self, "node_size", "etp")
+        if self.pp * self.chunks > MOST_BLOCKS:
+            raise UserError(
+                f"layout.pp={self.pp} x layout.chunks={self.chunks} are more stages than any model has blocks: use "
+                f"{MOST_BLOCKS} at most"
+            )
 
 
 @dataclass(frozen=True)
@@ -272,7 +280,7 @@ class RecomputeConfig:
     def __post_init__(self) -> None:
         positive("recompute", self, "pieces")
         number = self.mode.removeprefix("every:")
-        every = number != self.mode and number.isdecimal() and int(number) > 0
+        every = number != self.mode and number.isdecimal() and len(number) < 10 and int(number) > 0
         if self.mode not in ("none", "selective", "full") and not every:
             raise UserError(f"recompute.mode={self.mode} is not one of none, selective, full, every:N (N blocks)")
         if self.offload and not self.blocks:

@@ -64,9 +64,8 @@ def blend_pattern(weights: Sequence[int], seed: int = 0) -> NDArray[np.int32]:
 
 
 class Numbered(Protocol):
-    """A dataset that can be blended."""
+    """A dataset of numbered samples."""
 
-    file: TokenFile
     seq: int
 
     @property
@@ -75,10 +74,16 @@ class Numbered(Protocol):
     def sample(self, n: int) -> Any: ...
 
 
+class FromFile(Numbered, Protocol):
+    """One that can be blended with others."""
+
+    file: TokenFile
+
+
 class Blend:
     """Draws samples from several datasets in proportion to their weights, each dataset's in its own order."""
 
-    def __init__(self, datasets: Sequence[Numbered], weights: Sequence[float], seed: int) -> None:
+    def __init__(self, datasets: Sequence[FromFile], weights: Sequence[float], seed: int) -> None:
         assert len(datasets) == len(weights) > 0, (len(datasets), len(weights))
         assert len({dataset.seq for dataset in datasets}) == 1, "datasets of one sequence length"
         self.datasets, self.seq = list(datasets), datasets[0].seq

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.blend import Blend
+from meshwright.data.blend import Blend, Numbered
 from meshwright.data.dataset import EPOCHS_KEPT, TooSmall, document_table, drawn_documents, keyed_permutation
 from meshwright.data.token_file import TokenFile
 from meshwright.data.word_parts import WordParts
@@ -108,7 +108,7 @@ class MaskedStream:
     """The samples of one part of the data. Sample n, and so every batch, is a pure function of the seed and n."""
 
     def __init__(
-        self, source: DocumentPieces | Blend, seq: int, masking: Masking, seed: int, name: str, vocab_needed: int | None
+        self, source: Numbered, seq: int, masking: Masking, seed: int, name: str, vocab_needed: int | None
     ) -> None:
         self.source, self.seq, self.masking, self.vocab_needed = source, seq, masking, vocab_needed
         self.key = (seed, name, "masked")

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.blend import Blend
+from meshwright.data.blend import Blend, FromFile, Numbered
 from meshwright.data.dataset import GPTDataset, TooSmall
 from meshwright.data.masked import DocumentPieces, MaskedStream, Masking
-from meshwright.data.token_file import TokenFile
+from meshwright.data.token_file import Metadata, TokenFile
 from meshwright.errors import UserError
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -41,7 +40,7 @@ class SampleOptions:
 class SampleStream:
     """The samples of one part of the data. Sample n, and so every batch, is a pure function of the seed and n."""
 
-    def __init__(self, source: GPTDataset | Blend, options: SampleOptions, vocab_needed: int | None = None) -> None:
+    def __init__(self, source: Numbered, options: SampleOptions, vocab_needed: int | None = None) -> None:
         assert options.eod is not None or not options.need_eod, "these options need an end token"
         self.source, self.seq, self.options, self.vocab_needed = source, source.seq, options, vocab_needed
 
@@ -128,7 +127,7 @@ def build_datasets(
         if not split[part]:
             streams.append(None)
             continue
-        datasets: list[GPTDataset | DocumentPieces] = []
+        datasets: list[FromFile] = []
         for number, file in enumerate(files):
             documents = split_documents(file.document_count, split)[part]
             try:
@@ -139,7 +138,7 @@ def build_datasets(
                     datasets.append(DocumentPieces(file, seq - masking.added, seed, documents, key, drawn))
             except TooSmall as error:
                 raise UserError(f"the {name} part is too small: {error}") from None
-        source: Any = datasets[0] if len(datasets) == 1 else Blend(datasets, weights, seed)
+        source: Numbered = datasets[0] if len(datasets) == 1 else Blend(datasets, weights, seed)
         if masking is None:
             streams.append(SampleStream(source, options, vocab))
         else:
@@ -148,7 +147,7 @@ def build_datasets(
     return streams
 
 
-def _check_tokenizers(files: Sequence[TokenFile], found: Sequence[dict[str, Any] | None]) -> None:
+def _check_tokenizers(files: Sequence[TokenFile], found: Sequence[Metadata | None]) -> None:
     """Refuses files that were made with different tokenizers: nothing would show that their ids are mixed."""
     known = [(file.prefix, entry["tokenizer_digest"]) for file, entry in zip(files, found, strict=True)
              if entry and entry.get("tokenizer_digest")]  # fmt: skip
@@ -161,7 +160,7 @@ def _check_tokenizers(files: Sequence[TokenFile], found: Sequence[dict[str, Any]
 
 
 def _with_eod(
-    options: SampleOptions, files: Sequence[TokenFile], found: Sequence[dict[str, Any] | None]
+    options: SampleOptions, files: Sequence[TokenFile], found: Sequence[Metadata | None]
 ) -> SampleOptions:
     """Returns the options with the end token from the metadata, where they need one and do not name it."""
     if options.eod is not None or not options.need_eod:

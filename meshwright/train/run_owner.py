@@ -21,6 +21,7 @@ from typing import Literal
 
 from meshwright.checkpoint import format as fmt
 from meshwright.errors import UserError, notice
+from meshwright.outside import read_json
 
 UNWRITTEN_S = 3.0  # a note that is still empty after so long was begun by a process that died
 State = Literal["ended", "gone", "restarted", "alive", "unknown"]
@@ -183,7 +184,7 @@ def _newest(folder: Path) -> tuple[int, Owner | None]:
 
 def _note(folder: Path, number: int) -> Owner | None:
     try:
-        values = json.loads(_file(folder, number).read_text(encoding="utf-8"))
+        values = read_json(_file(folder, number))
         return Owner(**{field.name: values[field.name] for field in fields(Owner)})
     except (OSError, ValueError, KeyError, TypeError):
         return None
