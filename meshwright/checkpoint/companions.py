@@ -17,7 +17,7 @@ from meshwright.checkpoint import format as fmt
 from meshwright.config.data import DataConfig
 from meshwright.data.token_file import Metadata, read_metadata
 from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer
-from meshwright.errors import UserError
+from meshwright.errors import UserError, shortened
 from meshwright.outside import of_kind, read_json
 
 FOLDER = "companions"  # in a run's folder
@@ -85,7 +85,11 @@ def copy_tokenizer(prefixes: Sequence[str], to: Path) -> list[str]:
     shutil.copyfile(file, to / "tokenizer.json")
     from tokenizers import Tokenizer as Library
 
-    end = Library.from_file(str(file)).id_to_token(found[1].get("eod", 0))
+    try:
+        end = Library.from_file(str(file)).id_to_token(found[1].get("eod", 0))
+    except Exception as error:  # the library raises nothing narrower
+        said = shortened(str(error), 200)
+        raise UserError(f"{file}, the tokenizer of the data, can't be read ({said}): replace it") from None
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end}
     fmt.write_whole(to / "tokenizer_config.json", (json.dumps(settings, indent=2) + "\n").encode())
     return ["tokenizer.json", "tokenizer_config.json"]

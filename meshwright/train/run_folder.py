@@ -230,7 +230,7 @@ def _read_lines(path: Path) -> Lines:
     found: dict[int, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
-            value = of_kind(parse_json(line), StepLine, "the line")
+            value = of_kind(_finite(parse_json(line)), StepLine, "the line")
         except ValueError:
             continue
         value["loss"] = math.nan if value["loss"] is None else value["loss"]  # null: not finite

@@ -52,15 +52,15 @@ class Owner:
         """Whether the owner is still there, as far as `me` can know."""
         if self.ended:
             return "ended"
-        if me.job not in ("", "none") and self.job == me.job and self.attempt < me.attempt:
+        ours = me.job not in ("", "none") and self.job == me.job and self.attempt < me.attempt
+        visible = (self.host, self.pids) == (me.host, me.pids) and self.boot == me.boot
+        if visible and _began(self.pid) == self.began:
+            return "alive"  # whatever it is called: jobs that are started twice may share a name
+        if ours:
             return "restarted"
-        if self.host != me.host:
-            return "unknown"
-        if self.boot != me.boot:
-            return "gone"  # the machine was started again
-        if self.pids != me.pids:
-            return "unknown"
-        return "alive" if _began(self.pid) == self.began else "gone"
+        if visible or (self.host == me.host and self.boot != me.boot):
+            return "gone"  # the process ended, or the machine was started again
+        return "unknown"
 
     def __str__(self) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
