@@ -11,7 +11,7 @@ import pytest
 from meshwright.cli.main import main
 
 EAGER = "train.compile=false"
-BF16 = "train.precision=bf16"  # without it, `plan` and `cost` take a preset of an fp16 run in what the cluster is used with
+BF16 = "train.precision=bf16"  # an fp16 run's preset is planned in what the cluster is used with, and run in fp16
 # Mixtures of experts with few layers: shaped like Mixtral, Qwen3-MoE and DeepSeek-V2-Lite (with a balance loss).
 MIXTRAL = ["model.layers=4", "model.kv_heads=8", "model.ffn=14336", "model.experts.count=8", "train.global_batch=32"]
 QWEN = [
