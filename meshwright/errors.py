@@ -5,13 +5,38 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any
 
+LONGEST_SENTENCE = 600
+LONGEST_WORD = 100  # within a sentence that is longer than that
+
 
 class UserError(ValueError):
-    """Something the user can fix; the message is one sentence that says how."""
+    """Something the user can fix; the message is one sentence that says how. It may repeat a value that anybody has
+    written, so what is too long of it is left out here."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
+
+def one_line(text: str) -> str:
+    """Returns a text as one line for people: what can't be printed as escapes, its long words and then its middle
+    shortened. Its beginning, which names the place, and its end, which names the fix, stay."""
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if len(text) > LONGEST_SENTENCE:
+        text = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: shortened(word[0], LONGEST_WORD), text)
+    return shortened(text, LONGEST_SENTENCE)
+
+
+def shortened(text: str, most: int) -> str:
+    """Returns the beginning and the end of a text that is longer than `most` characters."""
+    half = (most - len(" ... ")) // 2
+    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 
 
 def notice(text: str) -> None:
@@ -38,4 +63,9 @@ def either(values: Iterable[Any]) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    """Returns what divides a number, in order. Beyond 2^40, where looking takes long, 1 and the number itself stand for
+    all."""
+    if number > 2**40:
+        return [1, number]
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n != number]

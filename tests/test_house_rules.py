@@ -25,12 +25,12 @@ DISTRIBUTED = {
     "train/launch.py": {"elastic", "launcher", "TCPStore"},
 }  # fmt: skip
 
-# A room imports only from rooms below it. `data` needs only the errors; `show` is given what it draws; `plan` reads the
-# plain parts of all below it.
+# A room imports only from rooms below it. `data` needs only the errors and the reader of JSON; `show` is given
+# what it draws; `plan` reads the plain parts of all below it.
 LEVELS = {
-    "errors": 0, "device": 1, "layout": 1, "schedule": 1, "data": 1, "kernels": 1, "parts": 2, "config": 2, "comm": 3,
-    "nn": 4, "models": 5, "pipeline": 6, "sharding": 6, "optim": 7, "checkpoint": 8, "train": 9, "show": 10, "plan": 11,
-    "dryrun": 12, "bench": 13, "cli": 14, "__main__": 15,
+    "errors": 0, "outside": 1, "device": 2, "layout": 2, "schedule": 2, "data": 2, "kernels": 2, "parts": 3,
+    "config": 3, "comm": 4, "nn": 5, "models": 6, "pipeline": 7, "sharding": 7, "optim": 8, "checkpoint": 9,
+    "train": 10, "show": 11, "plan": 12, "dryrun": 13, "bench": 14, "cli": 15, "__main__": 16,
 }  # fmt: skip
 
 WITHOUT_TORCH = [

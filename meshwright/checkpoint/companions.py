@@ -11,13 +11,14 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from meshwright.checkpoint import format as fmt
 from meshwright.config.sections import DataConfig
-from meshwright.data.token_file import read_metadata
+from meshwright.data.token_file import Metadata, read_metadata
 from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer
-from meshwright.errors import UserError
+from meshwright.errors import UserError, shortened
+from meshwright.outside import of_kind, read_json
 
 FOLDER = "companions"  # in a run's folder
 NOTE = "companions.json"  # which tokenizer that is, and where the weights came from
@@ -41,15 +42,22 @@ def copy_all(source: Path, to: Path) -> None:
     copy_files(source, to, (*EXTRA_FILES, ORIGIN, NOTE))
 
 
+class Note(TypedDict, total=False):
+    """Which tokenizer a model has: its file or kind, its digest and end token; and where the weights came from."""
+
+    tokenizer: str | None
+    digest: str | None
+    eod: int | None
+
+
 def read_note(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / NOTE).read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+        return dict(of_kind(read_json(folder / NOTE), Note, "it"))
     except (OSError, ValueError):
         return {}
 
 
-def _of_data(prefixes: Sequence[str]) -> tuple[Path, dict[str, Any]] | None:
+def _of_data(prefixes: Sequence[str]) -> tuple[Path, Metadata] | None:
     """The prefix and the metadata of the first of a run's token files that has metadata."""
     for prefix in prefixes:
         found = read_metadata(prefix)
@@ -58,7 +66,7 @@ def _of_data(prefixes: Sequence[str]) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def _file_of(prefix: Path, metadata: dict[str, Any]) -> Path | None:
+def _file_of(prefix: Path, metadata: Metadata) -> Path | None:
     """The tokenizer's file, if it still exists: one that was trained lies beside the tokens."""
     words = [metadata.get("tokenizer_file"), metadata.get("tokenizer")]
     places = [place for word in words if word for place in (prefix.parent / word, Path(word))]
@@ -77,7 +85,11 @@ def copy_tokenizer(prefixes: Sequence[str], to: Path) -> list[str]:
     shutil.copyfile(file, to / "tokenizer.json")
     from tokenizers import Tokenizer as Library
 
-    end = Library.from_file(str(file)).id_to_token(int(found[1]["eod"]))
+    try:
+        end = Library.from_file(str(file)).id_to_token(found[1].get("eod", 0))
+    except Exception as error:  # the library raises nothing narrower
+        said = shortened(str(error), 200)
+        raise UserError(f"{file}, the tokenizer of the data, can't be read ({said}): replace it") from None
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end}
     fmt.write_whole(to / "tokenizer_config.json", (json.dumps(settings, indent=2) + "\n").encode())
     return ["tokenizer.json", "tokenizer_config.json"]
@@ -130,7 +142,7 @@ def check_tokenizer(folder: Path, data: DataConfig) -> None:
     """Refuses data that were made with another tokenizer than the model's: its ids mean other texts."""
     theirs = known_digests(folder)
     for prefix in data.prefixes if theirs and not data.any_tokenizer else ():
-        digest = (read_metadata(prefix) or {}).get("tokenizer_digest")
+        digest = (read_metadata(prefix) or Metadata()).get("tokenizer_digest")
         if digest and digest not in theirs:
             names = [str(folder / name) for name in TOKENIZERS if (folder / name).is_file()]
             with_it = names[0] if names else "the model's own"
@@ -155,7 +167,7 @@ def tokenizer_beside(folder: Path, prefixes: Sequence[str]) -> Tokenizer | None:
     if found[1].get("tokenizer") == "bytes":
         return load_tokenizer("bytes")
     file = _file_of(*found)
-    return load_tokenizer(str(file), str(found[1]["eod"])) if file else None
+    return load_tokenizer(str(file), str(found[1].get("eod", 0))) if file else None
 
 
 def end_token(folder: Path, prefixes: Sequence[str]) -> int | None:
@@ -163,4 +175,4 @@ def end_token(folder: Path, prefixes: Sequence[str]) -> int | None:
     found = _of_data(prefixes)
     told = read_note(folder).get("eod")
     told = found[1].get("eod") if told is None and found else told
-    return None if told is None else int(told)
+    return told

@@ -22,16 +22,25 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, get_type_hints
 
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
+from meshwright.outside import LARGEST, of_kind, parse_json
 
 FORMAT = "meshwright checkpoint"
 FORMAT_VERSION = 1
 INDEX = "index.json"
 SEAL = b', "crc32": '  # before the index's last value, the checksum of all that stands before this
 BLOCK_BYTES = 16 * 2**20  # a reader that needs a part of a block reads and checks all of it
+
+# By the name in safetensors: the name in torch, and the bytes of an element.
+SAFETENSORS_DTYPES = {
+    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
+    "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}  # fmt: skip
+ELEMENT_BYTES = dict(SAFETENSORS_DTYPES.values())
 
 
 class DamagedCheckpoint(UserError):
@@ -50,21 +59,39 @@ class SavedBlock(NamedTuple):
 
     @classmethod
     def read(cls, row: Sequence[Any]) -> SavedBlock:
-        """Returns the block that a list in a JSON file stands for."""
-        tensor, start, shape, *rest = row
+        """Returns the block that a list in a JSON file stands for. Raises ValueError for any other value."""
+        tensor, start, shape, *rest = of_kind(row, _BLOCK, "a block")
         return cls(tensor, tuple(start), tuple(shape), *rest)
+
+
+_BLOCK = tuple[tuple(get_type_hints(SavedBlock).values())]  # type: ignore[misc, valid-type]
+
+
+class SavedTensor(TypedDict):
+    """A global tensor: its shape, and the name of its dtype in torch."""
+
+    shape: list[int]
+    dtype: str
+
+
+class Counters(TypedDict):
+    """The numbers that a run keeps beside its tensors."""
+
+    updates: int
+    loss_scale: float | None
+    good_steps: int
 
 
 @dataclass
 class Index:
-    """All of a checkpoint but the numbers themselves."""
+    """All of a checkpoint but the numbers themselves. The annotations are also what `read_index` checks a file by."""
 
     step: int
     consumed: int
     world: int
-    config: dict[str, Any]
-    state: dict[str, Any] = field(default_factory=dict)  # counters: updates, loss scale, ...
-    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> shape, dtype
+    config: dict[str, dict[str, Any]]
+    state: dict[str, float | None] = field(default_factory=dict)  # `Counters`, or nothing in an imported one
+    tensors: dict[str, SavedTensor] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)  # name -> bytes
     blocks: list[SavedBlock] = field(default_factory=list)
 
@@ -181,7 +208,7 @@ def read_index(folder: Path) -> Index:
     path = folder / INDEX
     try:
         data = path.read_bytes()
-        value = json.loads(data)
+        value = parse_json(data)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path} is missing: use another checkpoint") from None
     except (ValueError, OSError) as error:
@@ -195,19 +222,44 @@ def read_index(folder: Path) -> Index:
     if value.pop("crc32", None) != zlib.crc32(head):
         raise DamagedCheckpoint(f"{path} is damaged (wrong checksum): use another checkpoint")
     try:
-        value["blocks"] = [SavedBlock.read(row) for row in value["blocks"]]
-        index = Index(**value)
-    except (TypeError, ValueError, KeyError):
-        raise DamagedCheckpoint(f"{path} lacks a part of the index: use another checkpoint") from None
-    strange = any(os.path.basename(name) != name for name in index.files)
-    if strange or any(block.file not in index.files for block in index.blocks):
-        raise DamagedCheckpoint(f"{path} names files that are not the checkpoint's: use another checkpoint")
+        index = _index_of(value)
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path} is no whole index ({error}): use another checkpoint") from None
     for path, size in ((folder / name, size) for name, size in index.files.items()):
         if not path.is_file():
             raise DamagedCheckpoint(f"{path} is missing: use another checkpoint")
         found = path.stat().st_size
         if found != size:
             raise DamagedCheckpoint(f"{path} has {found} bytes where {size} were written: use another checkpoint")
+    return index
+
+
+def _index_of(value: dict[str, Any]) -> Index:
+    """Builds an index from JSON, and checks all of it, so that nobody who reads it has to. Raises ValueError."""
+    kinds = get_type_hints(Index)
+    if strange := sorted(kinds.keys() ^ value.keys()):
+        raise ValueError(f"{strange[0]} is {'lacking' if strange[0] in kinds else 'unknown'}")
+    for key, kind in kinds.items():
+        if key != "blocks":
+            of_kind(value[key], kind, key)
+    of_kind(value["blocks"], list[Any], "blocks")
+    index = Index(**value | {"blocks": [SavedBlock.read(row) for row in value["blocks"]]})
+    if index.state:
+        of_kind(index.state, Counters, "state")
+    if "model" not in index.config or index.world < 1:
+        raise ValueError("its config has no model" if index.world else "it was written by no rank")
+    for name, tensor in index.tensors.items():
+        if tensor["dtype"] not in ELEMENT_BYTES or math.prod(tensor["shape"]) * 8 >= LARGEST:
+            raise ValueError(f"{name} can't be of shape {tensor['shape']} and dtype {tensor['dtype']}")
+    if any(os.path.basename(name) != name or name in ("", ".", "..") for name in index.files):
+        raise ValueError("it names files that are not the checkpoint's")
+    for block in index.blocks:
+        whole = index.tensors[block.tensor]["shape"] if block.tensor in index.tensors else None
+        inside = whole is not None and len(whole) == len(block.start) == len(block.shape)
+        if not inside or any(a + n > size for a, n, size in zip(block.start, block.shape, whole or (), strict=True)):
+            raise ValueError(f"a block of {block.tensor} lies outside of it")
+        if block.file not in index.files:
+            raise ValueError("it names files that are not the checkpoint's")
     return index
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -23,18 +23,18 @@ from torch import Tensor
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint import tensor_file
 from meshwright.checkpoint.companions import ORIGIN, copy_files, copy_tokenizer, end_token
-from meshwright.checkpoint.format import Index, SavedBlock, blocks_of
+from meshwright.checkpoint.format import SAFETENSORS_DTYPES, Index, SavedBlock, blocks_of
 from meshwright.checkpoint.hf_files import PRECISION_CODES, SHARDED_INDEX, SINGLE_FILE, HFFolder
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.tensor_file import DTYPE_CODES, TORCH_DTYPES, TensorEntry
 from meshwright.checkpoint.upcycle import Upcycled
-from meshwright.checkpoint.verify import SAFETENSORS_DTYPES
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 from meshwright.layout.params import Box, Init, ParamRecord
 from meshwright.models.hf import FAMILIES, family_for
 from meshwright.models.hf.family import Family, model_section
 from meshwright.models.hf.rows import Mapped, SourceRows
+from meshwright.outside import of_kind, read_json
 
 NO_DATA = "imported"
 WEIGHTS_FILE = "rank-00000.safetensors"
@@ -117,6 +117,13 @@ def _values(
         yield values.to(TORCH_DTYPES[entry.dtype])
 
 
+class OriginFile(TypedDict):
+    """The file of an origin: its config.json, and by a tensor's full name its name and its code in safetensors."""
+
+    config: dict[str, Any]
+    tensors: dict[str, tuple[str, str]]
+
+
 @dataclass(frozen=True)
 class Origin:
     """The Hugging Face folder that a model comes from or shall be like: where its files are, its config.json, and how
@@ -133,12 +140,13 @@ def origin_of(folder: Path) -> Origin | None:
     for name in (ORIGIN, "config.json"):
         if (folder / name).is_file():
             try:
-                found = json.loads((folder / name).read_text(encoding="utf-8"))
+                found = read_json(folder / name)
                 found = found if name == ORIGIN else {"config": found, "tensors": {}}
-                if not isinstance(found["config"], dict):
-                    raise ValueError("it is no mapping of keys")
+                of_kind(found, OriginFile, "it")
+                if strange := {code for _, code in found["tensors"].values()} - set(TORCH_DTYPES):
+                    raise ValueError(f"it names the unknown dtype {min(strange)}")
                 return Origin(folder, found["config"], found["tensors"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError) as error:
                 raise UserError(f"{folder / name} can't be read ({error}): get it again") from None
     return None
 
@@ -168,10 +176,10 @@ def export_folder(
     if like is not None and origin is None:
         raise UserError(f"{like} has no config.json: --like takes a Hugging Face folder or an imported checkpoint")
     base = origin.config if origin is not None else {}
-    known = base.get("model_type") in FAMILIES and not FAMILIES[base["model_type"]].misfits(model)
+    known = str(base.get("model_type")) in FAMILIES and not FAMILIES[base["model_type"]].misfits(model)
     chosen = family_for(model, family or (base["model_type"] if known else ""))
     told, beside_of = base, origin.folder if origin is not None else checkpoint
-    prefixes = reader.index.config.get("data", {}).get("prefixes", [])
+    prefixes = _prefixes(reader)
     if base.get("model_type") != chosen.model_type:
         origin, base = None, {}
     stored = origin.tensors if origin is not None else {}
@@ -193,6 +201,12 @@ def export_folder(
         "family": chosen.model_type, "step": reader.index.step, "tensors": len(planned), "bytes": total,
         "files": files, "beside": beside,
     }  # fmt: skip
+
+
+def _prefixes(reader: Reader) -> list[str]:
+    """Returns the token files of a checkpoint's run."""
+    told = reader.index.config.get("data", {}).get("prefixes")
+    return [str(prefix) for prefix in told] if isinstance(told, list) else []
 
 
 def _planned(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,12 +18,19 @@ from meshwright.layout.params import ParamRecord, slices_of
 from meshwright.models.hf import family_named
 from meshwright.models.hf.family import Family
 from meshwright.models.hf.rows import Mapped
+from meshwright.outside import of_kind, read_json
 
 SINGLE_FILE = "model.safetensors"
 SHARDED_INDEX = "model.safetensors.index.json"
 
 # What safetensors calls the precisions that weights may have.
 PRECISION_CODES = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+
+
+class WeightMap(TypedDict):
+    """The index of weights in several files: in which file each tensor is."""
+
+    weight_map: dict[str, str]
 
 
 class HFFolder:
@@ -133,16 +139,13 @@ def _sum(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
-def _json(path: Path, folder: Path) -> dict[str, Any]:
+def _json(path: Path, folder: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return cast(dict[str, Any], of_kind(read_json(path), kind, "it"))
     except FileNotFoundError:
         raise UserError(f"{folder} has no {path.name}: name a folder that transformers saved a model in") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} can't be read ({error}): get it again") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a JSON object: get it again")
-    return value
 
 
 def _opened(path: Path) -> Any:
@@ -155,8 +158,8 @@ def _opened(path: Path) -> Any:
 def _weight_files(folder: Path) -> list[str]:
     """Returns the names of the files that hold the weights."""
     if (folder / SHARDED_INDEX).is_file():
-        found = _json(folder / SHARDED_INDEX, folder).get("weight_map")
-        files = sorted(set(found.values())) if isinstance(found, dict) else []
+        found = _json(folder / SHARDED_INDEX, folder, WeightMap)
+        files = sorted(set(found["weight_map"].values()))
         if not files:
             raise UserError(f"{folder} is incomplete: {SHARDED_INDEX} names no files")
         for name in files:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from meshwright.checkpoint.load import Reader, complete_load, read_into
 from meshwright.config.load import flat, to_mapping
 from meshwright.config.sections import TRAINING_KEYS
 from meshwright.errors import UserError, notice
+from meshwright.outside import read_json
 
 WENT_BACK = "went-back.json"  # notes, beside the checkpoints, that a job was told to restart from an older one
 # The keys that decide which tokens the sample of a given number holds.
@@ -117,7 +117,7 @@ def _candidates(folder: Path, source: str | None) -> list[int]:
 def _went_back(folder: Path, source: str) -> bool:
     """Whether ranks of this very job have gone back to `source` before, and then went on and died."""
     try:
-        return fmt.was_restarted() and json.loads((folder / WENT_BACK).read_text()) == {
+        return fmt.was_restarted() and read_json(folder / WENT_BACK) == {
             "job": fmt.job_name(), "source": source,
         }  # fmt: skip
     except (OSError, ValueError):
@@ -186,7 +186,8 @@ def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
         check_tokenizer(reader.folder, trainer.ctx.config.data)
     theirs.setdefault("data.draw_split", False)  # of an older release
     for each in (ours, theirs):
-        each["data.prefixes"] = [os.path.normpath(prefix) for prefix in each.get("data.prefixes", [])]
+        prefixes = each.get("data.prefixes")
+        each["data.prefixes"] = [os.path.normpath(str(p)) for p in prefixes] if isinstance(prefixes, list) else []
 
     def changed(keys: Sequence[str]) -> str:
         others = [key for key in keys if key in theirs and theirs[key] != ours[key]]  # it may be of an older release

@@ -53,6 +53,7 @@ def part_list(folder: Path, rank: int) -> Path:
 def mark_failed(folder: Path, rank: int) -> None:
     """Tells the other ranks that the save failed on this one, and removes its part."""
     with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)  # it may have failed before anything was written
         part_file(folder, rank).unlink(missing_ok=True)
         part_file(folder, rank).with_suffix(FAILED).touch()
 
@@ -67,7 +68,7 @@ def remove_failed(folder: Path, rank: int) -> None:
 def ranges_to_write(data_parallel: DataParallel, state: State | SideState) -> Iterator[tuple[Slot, int, int]]:
     """Yields (slot, start, stop) of the elements of each parameter that this rank writes. Replicas divide what they
     hold in common; of an additive state each rank writes a row of its own, and a reducer's other tensors are written by
-    the first of the data-parallel ranks."""
+    the first of the ranks that hold the same."""
     buffer = state.buffer
     for slot in buffer.slots:
         bucket = buffer.buckets[slot.bucket]
@@ -75,8 +76,8 @@ def ranges_to_write(data_parallel: DataParallel, state: State | SideState) -> It
         low, high = max(slot.start, low) - slot.start, min(slot.stop, high) - slot.start
         apart: tuple[str, ...] = ()
         if state.additive or isinstance(state, SideState):
-            first = state.additive is not None or (buffer.split.shard, buffer.split.replica) == (0, 0)
-            low, high = state.holds(slot) if first else (0, 0)
+            writes = not isinstance(state, SideState) or state.writes
+            low, high = state.holds(slot) if writes else (0, 0)
             apart = slot.record.partial
         if low < high and data_parallel.holds_first(slot, apart):
             yield slot, low, high
@@ -89,6 +90,7 @@ class Snapshot:
     def __init__(self, trainer: Checkpointed) -> None:
         self.blocks: list[tuple[str, tuple[int, ...], Values]] = []
         self.tensors: dict[str, dict[str, Any]] = {}
+        self._being_copied: list[Any] = []
         for state in trainer.states():
             for slot, low, high in ranges_to_write(trainer.data_parallel, state):
                 record, values = state.record(slot), state.values(slot, low, high)
@@ -110,7 +112,10 @@ class Snapshot:
 
     def copy_to_host(self, staging: dict[tuple[int, int], Tensor], everything: bool) -> None:
         """Copies every block, or only those that can't be written from where they are, into `staging`. Its buffers are
-        kept from one save to the next: a copy into memory that was never touched takes many times as long."""
+        kept from one save to the next: a copy into memory that was never touched takes many times as long. What is
+        copied is held on to until `copied`: copies may still be under way on a stream of their own, and memory that
+        nobody holds may be written to by others before it was read."""
+        self._being_copied = list(self.blocks)
         for number, (name, start, values) in enumerate(self.blocks):
             held = tensors_of(values)
             if not everything and all(x.device.type == "cpu" and x.is_contiguous() for x in held):
@@ -122,6 +127,11 @@ class Snapshot:
                     staging[at] = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type != "cpu")
                 copies.append(staging[at].copy_(x, non_blocking=True))
             self.blocks[number] = (name, start, PairedTensor(*copies) if len(copies) == 2 else copies[0])
+
+
+    def copied(self) -> None:
+        """Says that all copies are complete."""
+        self._being_copied = []
 
 
 def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
@@ -279,6 +289,7 @@ class Saver:
         try:
             with copies:
                 self._stage(snapshot)
+            snapshot.copied()
             if self.asynchronous:
                 self._staged.set()
             write_part(aside, rank, snapshot)

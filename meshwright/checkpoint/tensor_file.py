@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.verify import SAFETENSORS_DTYPES, read_header
+from meshwright.checkpoint.format import SAFETENSORS_DTYPES
+from meshwright.checkpoint.verify import read_header
 from meshwright.sharding.remainders import Values
 
 TORCH_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, (name, _) in SAFETENSORS_DTYPES.items()}
@@ -113,10 +114,10 @@ class TensorFile:
         try:
             entry = self.header[key]
             dtype, shape, (start, stop) = TORCH_DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
-        except (KeyError, TypeError, ValueError):
+        except KeyError:
             raise ValueError(f"it has no tensor '{key}' of a known kind") from None
         wanted = math.prod(shape) * dtype.itemsize
-        if start < 0 or stop - start != wanted or self._begin + stop > len(self._data):
+        if stop - start != wanted or self._begin + stop > len(self._data):
             raise ValueError(f"tensor '{key}' lies outside of it")
         data = self._data[self._begin + start : self._begin + stop]
         if (self._begin + start) % dtype.itemsize:  # a view of wider numbers must be aligned

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.hf_files import HFFolder
-from meshwright.config.load import merged, parse_yaml
+from meshwright.config.load import merged
 from meshwright.config.sections import ModelConfig, TrainConfig
+from meshwright.config.yaml_text import parse_yaml
 from meshwright.errors import UserError, divisors, either, nearest
 from meshwright.layout.params import slices_of
 from meshwright.models.description import describe

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict, cast
 
-from meshwright.checkpoint.format import DamagedCheckpoint, Index, SavedBlock
+from meshwright.checkpoint.format import SAFETENSORS_DTYPES, DamagedCheckpoint, Index, SavedBlock
+from meshwright.outside import of_kind, parse_json
 
-# By the name in safetensors: the name in torch, and the bytes of an element.
-SAFETENSORS_DTYPES = {
-    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
-    "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U8": ("uint8", 1),
-    "BOOL": ("bool", 1),
-}  # fmt: skip
-ELEMENT_BYTES = dict(SAFETENSORS_DTYPES.values())
+
+class Entry(TypedDict):
+    """A tensor in the table of a safetensors file: its code, its shape, and its first and last byte."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
 READ_BYTES = 4 * 2**20
 LONGEST_HEADER = 1 << 30
 
@@ -40,7 +42,7 @@ def verify_checkpoint(folder: Path, index: Index, advance: Callable[[int], None]
             total += _verify_file(folder / name, blocks, index, advance)
         except DamagedCheckpoint:
             raise
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        except (OSError, ValueError, KeyError) as error:
             raise DamagedCheckpoint(f"{folder / name} can't be read ({error}): use another checkpoint") from None
     return total
 
@@ -65,13 +67,12 @@ def _verify_file(path: Path, blocks: list[SavedBlock], index: Index, advance: Ca
     return total
 
 
-def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+def read_header(file: BinaryIO) -> tuple[dict[str, Entry], int]:
     """Returns a safetensors file's table, and the position where the tensors' bytes begin. Raises ValueError for a file
     that has none."""
     size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, LONGEST_HEADER):
         raise ValueError("its header is cut off")
-    head = json.loads(file.read(length))
-    if not isinstance(head, dict):
-        raise ValueError("its header is no table")
-    return head, 8 + length
+    head = of_kind(parse_json(file.read(length)), dict[str, Any], "its header")
+    head.pop("__metadata__", None)
+    return cast(dict[str, Entry], of_kind(head, dict[str, Entry], "its header")), 8 + length

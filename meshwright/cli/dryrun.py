@@ -13,6 +13,7 @@ from meshwright.cli.common_args import world_arguments, world_from_args
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
+from meshwright.outside import LARGEST
 from meshwright.plan.communication import Line, Traffic, by_axis
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import Expected, expected
@@ -71,6 +72,8 @@ def _run_one(config: Config, world: int, rank: int, device: Device) -> dict[str,
     from meshwright.dryrun.run_rank import run_rank
 
     said = expected(checked_job(config, world), rank)
+    if said.most["peak"] >= LARGEST // 8:
+        raise UserError(f"rank {rank} would hold {size(said.most['peak'])}: use a smaller model")
     what = f"{said.parameters:,} parameters, {said.micro_batches} micro-batches"
     print(f"rank {rank} of {world} ({_place(said.coordinate)}): {what}", file=sys.stderr, flush=True)
     try:

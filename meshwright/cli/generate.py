@@ -17,6 +17,7 @@ from meshwright.config import rules
 from meshwright.config.sections import Config
 from meshwright.data.tokenizers import load_tokenizer
 from meshwright.errors import UserError, either
+from meshwright.outside import read_json
 from meshwright.train.launch import warm_up
 
 EXAMPLES = """example:
@@ -94,11 +95,12 @@ def end_tokens(path: Path, tokenizer: Any) -> set[int]:
     told: list[Any] = [{"eos_token_id": read_note(path).get("eod")}]  # the data's, where they have their own tokenizer
     told += [] if origin is None else [origin.config]
     with contextlib.suppress(OSError, ValueError):  # the file is optional
-        told.insert(0, json.loads((path / "generation_config.json").read_text(encoding="utf-8")))
+        told.insert(0, read_json(path / "generation_config.json"))
     for each in told:
         found = each.get("eos_token_id") if isinstance(each, dict) else None
-        if found is not None:
-            return set(found) if isinstance(found, list) else {found}
+        ends = {end for end in (found if isinstance(found, list) else [found]) if type(end) is int}
+        if ends:
+            return ends
     return set() if tokenizer is None else {tokenizer.eod}
 
 

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.format import Index, find_checkpoint, read_index
-from meshwright.checkpoint.verify import ELEMENT_BYTES, verify_checkpoint
+from meshwright.checkpoint.format import ELEMENT_BYTES, Index, find_checkpoint, read_index
+from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.show.progress import progress
 from meshwright.show.terminal import table
 from meshwright.show.units import plural, size
@@ -63,8 +63,9 @@ def describe(path: Path, index: Index) -> dict[str, Any]:
 def page(found: dict[str, Any]) -> list[str]:
     """Returns the same as text for people."""
     layout, model, world = found["layout"], found["model"], found["world"]
-    cut = int(layout.get("tp", 1)) * int(layout.get("pp", 1)) * int(layout.get("cp", 1))
-    sizes = {"dp": world // cut} | {axis: layout[axis] for axis in ("tp", "pp", "cp", "ep", "chunks") if axis in layout}
+    cut = math.prod(ranks for axis in ("tp", "pp", "cp") if type(ranks := layout.get(axis)) is int)
+    axes_there = [axis for axis in ("tp", "pp", "cp", "ep", "chunks") if axis in layout]
+    sizes = {"dp": world // max(cut, 1)} | {axis: layout[axis] for axis in axes_there}
     axes = " ".join(f"{axis}={ranks}" for axis, ranks in sizes.items() if ranks != 1) or "none"
     shape = [f"{key}={model[key]}" for key in ("layers", "hidden", "heads", "vocab", "seq") if key in model]
     counters = ", ".join(f"{key} {value:g}" for key, value in found["counters"].items() if value is not None)

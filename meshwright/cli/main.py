@@ -10,7 +10,7 @@ import os
 import sys
 
 import meshwright
-from meshwright.errors import UserError, nearest
+from meshwright.errors import UserError, nearest, one_line
 
 # The errors of a wrong path.
 PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENOSPC, errno.ELOOP)
@@ -93,5 +93,5 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in PATHS or not error.filename:
             raise
-        print(f"meshwright: {error.filename}: {error.strerror}: use another path", file=sys.stderr)
+        print(f"meshwright: {one_line(f'{error.filename}: {error.strerror}: use another path')}", file=sys.stderr)
         return 2

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.files import write
+from meshwright.errors import UserError
 from meshwright.schedule.kinds import KINDS, build
 from meshwright.schedule.simulate import Simulation, Timed, simulate
 from meshwright.schedule.verify import verify
@@ -21,6 +22,8 @@ EXAMPLES = """example:
   meshwright schedule --kind 1f1b --pp 4 --micro-batches 8
   meshwright schedule --kind interleaved --pp 4 --micro-batches 8 --chunks 2 --svg timeline.svg
   meshwright schedule --kind gpipe --pp 8 --micro-batches 32 --send 0.1 --json"""
+
+LARGEST_DRAWN = 2**16  # stages x micro-batches, which takes seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     check_svg("--svg", args.svg)
+    if args.pp * args.micro_batches * args.chunks > LARGEST_DRAWN:
+        raise UserError(
+            f"--pp {args.pp} x --micro-batches {args.micro_batches} x --chunks {args.chunks} is too large a drawing: "
+            f"keep the product within {LARGEST_DRAWN}"
+        )
     built = build(args.kind, args.pp, args.micro_batches, args.chunks)
     verify(built)
     simulation = simulate(built, args.forward, args.backward, args.send)

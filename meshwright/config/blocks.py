@@ -11,6 +11,7 @@ from typing import Literal
 
 from meshwright.errors import UserError, divisors, either
 
+MOST_BLOCKS = 2**16  # also of heads and experts: what loops go through one by one
 LONGEST_S = 365 * 24 * 3600.0
 
 
@@ -24,6 +25,12 @@ def not_negative(section: str, values: object, *keys: str) -> None:
     for key in keys:
         if not getattr(values, key) >= 0:
             raise UserError(f"{section}.{key}={getattr(values, key)} must not be negative")
+
+
+def at_most(section: str, values: object, most: int, *keys: str) -> None:
+    for key in keys:
+        if getattr(values, key) > most:
+            raise UserError(f"{section}.{key}={getattr(values, key)} is too large: use {most} at most")
 
 
 def seconds_of(key: str, text: str) -> float:
@@ -65,6 +72,7 @@ class ExpertsConfig:
             "model.experts", self, "count", "ffn", "shared", "first_dense", "bias_balance", "aux_loss", "z_loss"
         )
         positive("model.experts", self, "top_k", "every", "scale", "groups", "groups_used")
+        at_most("model.experts", self, MOST_BLOCKS, "count")
         if self.capacity is not None and not self.capacity > 0:
             raise UserError(
                 f"model.experts.capacity={self.capacity:g} leaves no room for any token: give e.g. 1.25, or leave it "

@@ -1,82 +1,20 @@
-"""A config from a YAML file and `a.b=c` words, and back to YAML. Every mistake names the key and the fix."""
+"""A config from a YAML file and `a.b=c` words, and back to plain values. Every mistake names the key and the fix."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from meshwright.config.presets import PRESETS
 from meshwright.config.sections import Config
+from meshwright.config.yaml_text import dump_yaml, parse_yaml, read_yaml
 from meshwright.errors import UserError, nearest
-
-LARGEST = 2**63  # sizes of tensors are 64-bit
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as people write it: `1e-3` is a number (plain PyYAML reads a string), a date is a word, and a key that comes
-    twice is a mistake."""
-
-    def compose_mapping_node(self, anchor: Any) -> Any:
-        node = super().compose_mapping_node(anchor)
-        seen: dict[Any, int] = {}
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
-                    problem = f"'{key.value}' was given in line {seen[key.value]} already"
-                    raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
-                seen[key.value] = key.start_mark.line + 1
-        return node
-
-
-_DATE = "tag:yaml.org,2002:timestamp"
-_Loader.yaml_implicit_resolvers = {
-    letter: [(tag, pattern) for tag, pattern in known if tag != _DATE]
-    for letter, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_FLOAT = (
-    r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
-    r"|\.[0-9_]+(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes words that the loader would read as something else."""
-
-
-_Dumper.yaml_implicit_resolvers = {
-    letter: [*_Loader.yaml_implicit_resolvers.get(letter, []), *known]
-    for letter, known in yaml.SafeDumper.yaml_implicit_resolvers.items()
-}
-
-
-def parse_yaml(text: str, where: str, words: bool = False) -> Any:
-    """Parses YAML from `where`, which errors name. With `words`, every value is a word, even if it looks like a
-    number."""
-    try:
-        return yaml.load(text, yaml.BaseLoader if words else _Loader)  # noqa: S506 (both are safe)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark else ""
-        raise UserError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', error)}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or too many nested brackets
-        raise UserError(f"{where} can't be read: {error}") from None
-
-
-def read_yaml(path: Path) -> Any:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read as UTF-8 text: {error}") from None
-    return parse_yaml(text, str(path))
+from meshwright.outside import LARGEST
 
 
 def load_config(
@@ -273,11 +211,6 @@ def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_yaml(config: Config) -> str:
     return dump_yaml(to_mapping(config))
-
-
-def dump_yaml(raw: Mapping[str, Any]) -> str:
-    """Returns YAML that `parse_yaml` reads back as the same values."""
-    return yaml.dump(raw, Dumper=_Dumper, sort_keys=False)
 
 
 def _list(names: Any) -> str:

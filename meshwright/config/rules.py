@@ -185,10 +185,8 @@ def batch_divides(c: Config, world: int) -> Iterator[str]:
     dp = world // (c.layout.tp * c.layout.pp * c.layout.cp)
     unit = dp * c.train.micro_batch
     yield from _table_fits(c, "train.global_batch", c.train.global_batch, unit)
-    sizes = [c.train.global_batch]
-    if c.train.ramp:
-        sizes = list(range(c.train.ramp[0], c.train.global_batch + 1, c.train.ramp[1]))
-    for size in sizes:
+    start, step = c.train.ramp[:2] if c.train.ramp else (c.train.global_batch, unit)
+    for size in (start, min(start + step, c.train.global_batch)):  # if both are multiples, so are all after them
         if size % unit:
             where = "train.ramp passes through" if c.train.ramp else "train.global_batch ="
             near = either(sorted({max(unit, size // unit * unit), -(-size // unit) * unit}))

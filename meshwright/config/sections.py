@@ -11,9 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from meshwright.config.blocks import (
+    MOST_BLOCKS,
     ExpertsConfig,
     LatentConfig,
     RopeScalingConfig,
+    at_most,
     not_negative,
     positive,
     seconds_of,
@@ -69,6 +71,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         positive("model", self, "layers", "hidden", "heads", "vocab", "seq", "norm_eps", "rope_theta", "init_std")
         not_negative("model", self, "kv_heads", "head_dim", "ffn", "position_offset")
+        at_most("model", self, MOST_BLOCKS, "layers", "heads")
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"model.dropout={self.dropout} must be at least 0 and below 1")
         if not self.head_dim and not self.latent.kv_rank and self.hidden % self.heads:
@@ -152,6 +155,11 @@ class LayoutConfig:
     def __post_init__(self) -> None:
         positive("layout", self, "tp", "pp", "cp", "ep", "chunks")
         not_negative("layout", self, "node_size", "etp")
+        if self.pp * self.chunks > MOST_BLOCKS:
+            raise UserError(
+                f"layout.pp={self.pp} x layout.chunks={self.chunks} are more stages than any model has blocks: use "
+                f"{MOST_BLOCKS} at most"
+            )
 
 
 @dataclass(frozen=True)
@@ -254,7 +262,7 @@ class RecomputeConfig:
     def __post_init__(self) -> None:
         positive("recompute", self, "pieces")
         number = self.mode.removeprefix("every:")
-        every = number != self.mode and number.isdecimal() and int(number) > 0
+        every = number != self.mode and number.isdecimal() and len(number) < 10 and int(number) > 0
         if self.mode not in ("none", "selective", "full") and not every:
             raise UserError(f"recompute.mode={self.mode} is not one of none, selective, full, every:N (N blocks)")
         if self.offload and not self.blocks:

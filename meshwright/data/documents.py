@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.errors import UserError
+from meshwright.outside import parse_json
 
 TASK_BYTES = 1 << 20
 WINDOW_BYTES = 1 << 16
@@ -175,8 +176,8 @@ def _lines(span: ByteRange, data: bytes, field: str) -> Iterator[DocumentPart]:
             continue
         text, replaced = _decode(line)
         try:
-            found = json.loads(text)[field]
-        except (ValueError, RecursionError) as error:
+            found = parse_json(text)[field]
+        except ValueError as error:
             what = error.msg if isinstance(error, json.JSONDecodeError) else error
             raise UserError(f"{_place(span, number)} is not JSON ({what}): correct or remove the line") from None
         except (KeyError, IndexError, TypeError):

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.blend import Blend
 from meshwright.data.dataset import GPTDataset, TooSmall
-from meshwright.data.token_file import TokenFile
+from meshwright.data.token_file import Metadata, TokenFile
 from meshwright.errors import UserError
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -137,7 +136,7 @@ def build_datasets(
     return streams
 
 
-def _check_tokenizers(files: Sequence[TokenFile], found: Sequence[dict[str, Any] | None]) -> None:
+def _check_tokenizers(files: Sequence[TokenFile], found: Sequence[Metadata | None]) -> None:
     """Refuses files that were made with different tokenizers: nothing would show that their ids are mixed."""
     known = [(file.prefix, entry["tokenizer_digest"]) for file, entry in zip(files, found, strict=True)
              if entry and entry.get("tokenizer_digest")]  # fmt: skip
@@ -150,7 +149,7 @@ def _check_tokenizers(files: Sequence[TokenFile], found: Sequence[dict[str, Any]
 
 
 def _with_eod(
-    options: SampleOptions, files: Sequence[TokenFile], found: Sequence[dict[str, Any] | None]
+    options: SampleOptions, files: Sequence[TokenFile], found: Sequence[Metadata | None]
 ) -> SampleOptions:
     """Returns the options with the end token from the metadata, where they need one and do not name it."""
     if options.eod is not None or not options.need_eod:

@@ -16,15 +16,16 @@ document. The index, little-endian throughout:
 
 from __future__ import annotations
 
-import json
 import os
 import struct
-from typing import Any
+from pathlib import Path
+from typing import Any, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.errors import UserError
+from meshwright.outside import of_kind, read_json
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -41,17 +42,29 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
-def read_metadata(prefix: str) -> dict[str, Any] | None:
+class Metadata(TypedDict, total=False):
+    """What a model and a sampler need to know about the tokens."""
+
+    tokenizer: str
+    tokenizer_file: str | None
+    tokenizer_digest: str
+    vocab_size: int
+    eod: int
+
+
+def read_metadata(prefix: str) -> Metadata | None:
     """Returns what `data prepare` wrote beside a token file, or None where it wrote nothing (a file of Megatron's)."""
     path = f"{prefix}.json"
     try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
+        found = read_json(Path(path))
+        if not isinstance(found, dict) or found.get("format") != METADATA_FORMAT:
+            return None
+        of_kind(found, Metadata, "it")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path} ({error}): prepare the data again, or remove that file") from None
-    return found if isinstance(found, dict) and found.get("format") == METADATA_FORMAT else None
+    return cast(Metadata, found)
 
 
 class TokenFile:
@@ -87,11 +100,11 @@ class TokenFile:
             return 0
         return int(self.pointers[-1]) // self.dtype.itemsize + int(self.sizes[-1])
 
-    def metadata(self) -> dict[str, Any] | None:
+    def metadata(self) -> Metadata | None:
         """Returns the metadata beside the file if `data prepare` wrote them, with at least `vocab_size` and `eod`."""
         found = read_metadata(self.prefix)
         for key in ("vocab_size", "eod"):
-            if found is not None and type(found.get(key)) is not int:
+            if found is not None and key not in found:
                 raise UserError(
                     f"{self.prefix}.json is damaged (it has no number {key}): prepare the data again, or remove it"
                 )

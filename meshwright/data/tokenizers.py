@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.token_file import token_dtype
 from meshwright.errors import UserError
+from meshwright.outside import of_kind, parse_json
 
 END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
 SMALLEST_TRAINED = 257
@@ -43,7 +44,7 @@ class Recipe:
         out what writing or loading a tokenizer.json changes: blanks, the order of keys, and padding."""
         content = self.content
         if self.kind == "json":
-            found = json.loads(content.decode("utf-8", "replace"))
+            found = of_kind(parse_json(content.decode("utf-8", "replace")), dict[str, Any], "it")
             kept = {key: value for key, value in found.items() if key not in ("truncation", "padding")}
             content = json.dumps(kept, sort_keys=True).encode()
         return f"{self.kind}:{hashlib.sha256(content).hexdigest()}"

@@ -34,10 +34,12 @@ def _merge(
         merged, both = y, b
     else:
         a = tl.load(sum_at, mask=there, other=0.0)
-        most = tl.maximum(a, b)
-        both = most + tl.log(tl.exp(a - most) + tl.exp(b - most))
+        most = tl.maximum(tl.maximum(a, b), -1e30)  # finite, also where neither has seen a key
+        old, now = tl.exp(a - most), tl.exp(b - most)
+        sum = old + now
+        both = most + tl.log(sum)
         x = tl.load(at, mask=inside, other=0.0)
-        merged = x * tl.exp(a - both)[:, None] + y * tl.exp(b - both)[:, None]
+        merged = (x * old[:, None] + y * now[:, None]) / tl.where(sum == 0.0, 1.0, sum)[:, None]
     tl.store(at, merged, mask=inside)
     tl.store(sum_at, both, mask=there)
 

@@ -22,6 +22,7 @@ AXES = ("tp", "cp", "ep", "dp", "pp")
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
 EXPERT_WORDS = {"tp": "etp", "dp": "edp"}  # what stands in the expert view where the order string names these
+LARGEST_WORLD = 2**20  # ranks; layouts list them one by one
 SPECIAL_GROUPS = ("embedding", "position_embedding", "world")
 
 GROUP_KINDS = (
@@ -210,7 +211,13 @@ class Layout:
             raise UserError(f"rank {rank} is not in a world of {self.world}: choose 0 to {self.world - 1}")
 
 
+def check_world(world: int, what: str = "world", most: int = LARGEST_WORLD) -> None:
+    if world > most:
+        raise UserError(f"{what}={world} is more ranks than anybody has: use {most} at most")
+
+
 def _check_sizes(layout: Layout) -> None:
+    check_world(layout.world)
     for name in ("world", "tp", "cp", "pp", "ep", "etp"):
         if layout.axis_size(name) < 1:
             raise UserError(f"{name}={layout.axis_size(name)} is not a size: choose {name}=1 or more")

@@ -149,6 +149,11 @@ ORDERS: dict[str, Callable[[int, int, Sequence[int]], RowTable]] = {
 }
 
 
+def causal_pairs(order: str, rows: int, ranks: int) -> Integers:
+    """Counts, by rank, the pairs of a query and a key that it sees in a text of so many rows."""
+    return ORDERS[order](rows, ranks, [rows]).totals(causal_work(rows))
+
+
 def packed(lengths: Sequence[int], capacity: int) -> RowTable:
     """Packs whole documents into as few sequences of `capacity` rows as best-fit decreasing finds. The ranks of this
     table are the sequences of a batch; rows that a sequence lacks to `capacity` are padding."""

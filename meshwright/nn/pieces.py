@@ -270,7 +270,7 @@ def _fused(q: Tensor) -> bool:
     """Whether a fused kernel takes queries of this dtype and width."""
     if q.is_cuda:
         return q.element_size() == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return q.dtype != torch.float16
+    return (q.is_cpu or q.is_meta) and q.dtype != torch.float16
 
 
 def _in_rounds(q: Tensor, sight: Sight) -> bool:

@@ -42,5 +42,9 @@ def consumed_after(config: Config, steps: int) -> int:
     """Returns the samples that have been seen after the first `steps` steps."""
     consumed = done = 0
     while done < steps and (now := global_batch(config, consumed)) < config.train.global_batch:
-        consumed, done = consumed + now, done + 1
+        start, increment, samples = config.train.ramp
+        rises, risen = (config.train.global_batch - start) // increment, (now - start) // increment
+        until_next = -(-samples * (risen + 1) // rises) - consumed  # samples before the batch grows again
+        count = min(steps - done, -(-until_next // now))
+        consumed, done = consumed + count * now, done + count
     return consumed + (steps - done) * config.train.global_batch

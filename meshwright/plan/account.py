@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from meshwright.layout.rows import ORDERS, balance, causal_work
+from meshwright.layout.rows import balance, causal_pairs
 from meshwright.parts.part import active_parameters, parameter_count
 from meshwright.plan.communication import Traffic, all_ranks, by_axis
 from meshwright.plan.cost import Cost
@@ -142,8 +142,7 @@ def context_balance(job: Job) -> dict[str, Any]:
     """Returns how ranks share a sequence and how evenly: pairs of a query and a key that it sees, the most that a rank
     has, and that over the mean. Documents, which only the data know, are left out."""
     c, cp = job.config, job.layout.cp
-    seq = c.model.seq
-    pairs = ORDERS[c.context.order](seq, cp, [seq]).totals(causal_work(seq))
+    pairs = causal_pairs(c.context.order, c.model.seq, cp)
     found = {"kind": job.at.context, "order": c.context.order, "pairs": int(pairs.max()), "balance": balance(pairs)}
     return found | ({"inner": c.context.inner} if c.context.inner else {})
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.load import read_yaml
+from meshwright.config.yaml_text import read_yaml
 from meshwright.errors import UserError, nearest
 
 FOLDER = Path(__file__).parent / "clusters"

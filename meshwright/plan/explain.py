@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.config.load import config_from, dump_yaml, to_mapping
+from meshwright.config.load import config_from, to_mapping
+from meshwright.config.yaml_text import dump_yaml
 from meshwright.layout.params import DATA_AXES
 from meshwright.parts.experts import EXPERT_DATA_AXES
 from meshwright.plan.account import balance_words, layout_of_cost, layout_words

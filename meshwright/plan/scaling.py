@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from meshwright.errors import UserError
+from meshwright.layout.layout import check_world
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.job import Job
-from meshwright.plan.search import Candidate, SearchSpace, search
+from meshwright.plan.search import MOST_DEVICES, Candidate, SearchSpace, search
 
 WAYS = ("data", "tensor", "pipeline", "hybrid")
 
@@ -46,6 +47,7 @@ def device_counts(text: str) -> list[int]:
         counts = []
     if not counts or counts[0] < 1:
         raise UserError(f"--devices {text} is no range: write e.g. 8:16384 (doubling) or 8,24,96")
+    check_world(counts[-1], "--devices", MOST_DEVICES)
     return counts
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from meshwright.config.rules import EXPERT_RULES, RULES, TENSOR_PARALLEL_RULES, first_broken_rule
 from meshwright.config.sections import Config, RecomputeConfig
-from meshwright.errors import UserError
+from meshwright.errors import UserError, divisors
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import UnitTime, setting_of, unit_time
 from meshwright.plan.cost import Cost, predict_cost
@@ -31,6 +31,7 @@ PRUNE_RATIO = 1.3  # layouts whose compute and bubble alone take this much longe
 BEST_ONLY_RATIO = 1.1  # the same where only the best is wanted: the error of a closed formula
 REFINE_TOP = 12  # the best this many by closed formulas are timed again by their own schedule tables
 KEPT = 8 * REFINE_TOP  # how many are ranked
+MOST_DEVICES = 2**18  # where nodes don't align with the layout, every group of it is looked at
 LIKELY_TP, LIKELY_PP = 4, 8  # shapes near these tend to be fast, so they are tried first
 WORTHWHILE = 0.05  # of the blocks' time: what dividing experts less must save to be tried
 
@@ -93,11 +94,6 @@ def fixed_keys(words: Sequence[str]) -> list[str]:
 def space_of(config: Config, fixed: Sequence[str] = ()) -> SearchSpace:
     """Returns the search space in which the `fixed` keys keep their values from the config."""
     return SearchSpace(**{SPACE_FIELDS[key]: (attrgetter(key)(config),) for key in fixed})
-
-
-@lru_cache(maxsize=1024)
-def divisors(number: int) -> tuple[int, ...]:
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 def shapes(base: Job, space: SearchSpace, cluster: Cluster | None = None) -> Iterator[Job]:
@@ -357,7 +353,7 @@ def why_nothing(
     c, enough = job.config, ""
     # The part of the space that needs the least memory: the most sharding and the most recomputation.
     least = replace(space, zero=space.zero[-1:], recompute=space.recompute[-1:])
-    for factor in (2, 4, 8, 16, 32, 64):
+    for factor in (factor for factor in (2, 4, 8, 16, 32, 64) if devices * factor <= MOST_DEVICES):
         grown = replace(base.replaced(train={"global_batch": batch * factor}), world=devices * factor)
         if search(grown, cluster, limit, least).candidates:
             enough = f", or {devices * factor} of these devices with a global batch of {batch * factor}"

@@ -7,13 +7,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.load import config_from, read_sections, read_yaml, set_key
+from meshwright.config.load import config_from, read_sections, set_key
 from meshwright.config.presets import PRESETS, RUNS
 from meshwright.config.rules import PLANNING_RULES, check
 from meshwright.config.sections import Config
+from meshwright.config.yaml_text import read_yaml
 from meshwright.errors import UserError, nearest
+from meshwright.layout.layout import check_world
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import Job, job_of
+from meshwright.plan.search import MOST_DEVICES
 from meshwright.plan.stack import STACKS, Stack, own_stack
 from meshwright.schedule.kinds import default_kind
 
@@ -154,6 +157,7 @@ def devices_for(target: Target, given: int | None) -> int:
     count = int(target.run.get("devices", 0)) if given is None else given
     if count < 1:
         raise UserError("give --devices with the number of devices, at least 1")
+    check_world(count, "--devices", MOST_DEVICES)
     return count
 
 

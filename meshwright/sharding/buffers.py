@@ -283,8 +283,8 @@ class State(NamedTuple):
 
 class SideState(NamedTuple):
     """A state that has a tensor of another shape for some parameters of a buffer: by the slot's id, the tensor and the
-    record of where it lies in a global one. Data-parallel ranks hold the same; ranks that sum a gradient further, after
-    the reducer has, have a row each. A layout that cuts a parameter in another way begins with new ones (`draw`)."""
+    record of where it lies in a global one. Ranks that the reducer sums over hold the same; those that sum a gradient
+    further have a row each. A layout that cuts a parameter in another way begins with new ones (`draw`)."""
 
     name: str
     buffer: FlatBuffer
@@ -296,6 +296,12 @@ class SideState(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         return [tensor for tensor, _ in self.held.values()]
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank is the first of those that hold the same."""
+        split = self.buffer.split
+        return split.shard == 0 and (split.stage > 0 or split.replica == 0)
 
     def record(self, slot: Slot) -> ParamRecord:
         return row_of(self.held[id(slot)][1], *self.rows)

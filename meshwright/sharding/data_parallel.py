@@ -176,6 +176,7 @@ class DataParallel:
             yield State(REDUCER + name, buffer, tensors, _row_in(groups))
         for name, buffer, held, draw in self.reducer.side_states():
             groups = [self.mesh.group(axis) for axis in buffer.key.partial]
+            groups += [self.groups(buffer).replicas] if buffer.split.stage else []  # which sum what each has reduced
             yield SideState(REDUCER + name, buffer, held, _row_in(groups), draw)
 
     def _check_ties(self) -> None:

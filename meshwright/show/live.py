@@ -33,6 +33,7 @@ SPARKS = 40
 WINDOW = 20  # steps over which speed is smoothed
 LABEL_WIDTH = 9  # columns before the values of the live block
 HEAD_WIDTH = 200  # columns of a run's header in a file
+QUIET_S = 10.0  # after which a first step that is still computed gets a line; the next comes after twice the time
 
 
 class Display:
@@ -55,6 +56,7 @@ class Display:
         self.validating = False
         self.begin = time.monotonic()
         self.live: Live | None = None
+        self._heard = threading.Event()  # set once the first step has ended, or the display
         # Guards the figures, which the redrawing thread reads. It must not be held while printing: rich holds a lock of
         # its own while its thread waits for this one, so that would deadlock.
         self._lock = threading.Lock()
@@ -77,8 +79,21 @@ class Display:
             )  # fmt: skip
             atexit.register(self.close)
             self.live.start(refresh=True)
+        else:
+            threading.Thread(target=self._tell_of_waiting, daemon=True).start()
+
+    def _tell_of_waiting(self) -> None:
+        """Says, without a terminal that would show it, that the first step is being computed."""
+        quiet = QUIET_S
+        while not self._heard.wait(quiet):
+            quiet *= 2
+            self._print(f"{self._first_step()} for {clock(time.monotonic() - self.begin)}")
+
+    def _first_step(self) -> str:
+        return f"computing the first step, of up to {self.config.train.global_batch:,} samples,"
 
     def stepped(self, result: StepResult) -> None:
+        self._heard.set()
         with self._lock:
             if self.last is None and result.step > 1:
                 self.consumed = consumed_after(self.config, result.step - 1)
@@ -123,6 +138,7 @@ class Display:
 
     def close(self) -> None:
         """Stops redrawing and restores the cursor; a second call does nothing."""
+        self._heard.set()
         live, self.live = self.live, None
         if live is not None:
             with self._lock:
@@ -172,7 +188,7 @@ class Display:
         with self._lock:
             r, elapsed = self.last, time.monotonic() - self.begin
             if r is None:
-                grid.add_row("step", f"0/{self.steps}  waiting for the first step  {clock(elapsed)}")
+                grid.add_row("step", f"0/{self.steps}  {self._first_step()} for {clock(elapsed)}")
                 return grid
             room = max(1, self.console.width - LABEL_WIDTH)
             speed = (

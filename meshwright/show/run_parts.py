@@ -10,6 +10,7 @@ from rich.text import Text
 
 from meshwright.config.sections import Config
 from meshwright.layout import Layout
+from meshwright.layout.rows import balance, causal_pairs
 from meshwright.models.description import describe, layout_of
 from meshwright.parts.part import parameter_count
 from meshwright.show.terminal import printable
@@ -34,9 +35,18 @@ def head(config: Config, world: int | None, device: str = "") -> Table:
         layout = layout_of(config, world)
         drawing = f"   {small_drawing(layout)}" if 1 < world <= DRAWN_RANKS else ""
         grid.add_row("", Text.assemble((layout_line(config, layout), "bold"), (drawing, "dim")))
+        if layout.cp > 1:
+            grid.add_row("", Text(context_line(config), "dim"))
         how.insert(0, schedule_line(config, layout))
     grid.add_row("", Text(" · ".join(how), "dim"))
     return grid
+
+
+def context_line(config: Config) -> str:
+    """Says how ranks share a sequence, and how evenly."""
+    pairs = causal_pairs(config.context.order, config.model.seq, config.layout.cp)
+    even = f"the busiest of {config.layout.cp} ranks has {balance(pairs):.3f} times the mean pairs of a text"
+    return f"sequences shared by {config.context_kind} in {config.context.order} order · {even}"
 
 
 def layout_line(config: Config, layout: Layout) -> str:

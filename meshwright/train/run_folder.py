@@ -12,19 +12,39 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypedDict
 
 from meshwright.checkpoint import format as fmt
-from meshwright.config.load import config_from, parse_yaml, to_yaml
+from meshwright.config.load import config_from, to_yaml
 from meshwright.config.sections import Config
+from meshwright.config.yaml_text import parse_yaml
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.models.description import layout_of
+from meshwright.outside import of_kind, parse_json, read_json
 from meshwright.train.counts import COUNTS
 
 CHARTED = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "global_batch")  # by TensorBoard, of each step
 
 Lines = list[dict[str, Any]]
+
+
+class _Line(TypedDict):
+    """What every line has."""
+
+    step: int
+    loss: float | None
+
+
+class StepLine(_Line, total=False):
+    """What summaries read of a step or of a validation."""
+
+    tokens: float | None
+    global_batch: float | None
+    step_time_s: float | None
+    tokens_per_s: float | None
+    phases: dict[str, float]
+    comm: dict[str, dict[str, float]]
 
 
 def refuse_finished(config: Config, source: str | None = None) -> None:
@@ -134,7 +154,7 @@ def _set_lost_aside(path: Path, step: int) -> None:
     lost: list[str] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            (kept if json.loads(line)["step"] <= step else lost).append(line)
+            (kept if parse_json(line)["step"] <= step else lost).append(line)
         except (ValueError, TypeError, KeyError):
             lost.append(line)
     if lost:
@@ -199,7 +219,7 @@ def read_run(run_dir: str | Path, world: int | None = None) -> RunRecord:
 def _read_note(run_dir: Path, key: str) -> Any:
     """What run.json notes under this key, or None."""
     try:
-        return json.loads((run_dir / "run.json").read_text(encoding="utf-8"))[key]
+        return read_json(run_dir / "run.json")[key]
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -210,12 +230,11 @@ def _read_lines(path: Path) -> Lines:
     found: dict[int, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
-            value = json.loads(line)
+            value = of_kind(_finite(parse_json(line)), StepLine, "the line")
         except ValueError:
             continue
-        if isinstance(value, dict) and "step" in value and "loss" in value:
-            value["loss"] = math.nan if value["loss"] is None else value["loss"]  # null: not finite
-            found[value["step"]] = value
+        value["loss"] = math.nan if value["loss"] is None else value["loss"]  # null: not finite
+        found[value["step"]] = value
     return [found[step] for step in sorted(found)]
 
 

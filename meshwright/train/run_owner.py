@@ -21,6 +21,7 @@ from typing import Literal
 
 from meshwright.checkpoint import format as fmt
 from meshwright.errors import UserError, notice
+from meshwright.outside import read_json
 
 UNWRITTEN_S = 3.0  # a note that is still empty after so long was begun by a process that died
 State = Literal["ended", "gone", "restarted", "alive", "unknown"]
@@ -51,15 +52,15 @@ class Owner:
         """Whether the owner is still there, as far as `me` can know."""
         if self.ended:
             return "ended"
-        if me.job not in ("", "none") and self.job == me.job and self.attempt < me.attempt:
+        ours = me.job not in ("", "none") and self.job == me.job and self.attempt < me.attempt
+        visible = (self.host, self.pids) == (me.host, me.pids) and self.boot == me.boot
+        if visible and _began(self.pid) == self.began:
+            return "alive"  # whatever it is called: jobs that are started twice may share a name
+        if ours:
             return "restarted"
-        if self.host != me.host:
-            return "unknown"
-        if self.boot != me.boot:
-            return "gone"  # the machine was started again
-        if self.pids != me.pids:
-            return "unknown"
-        return "alive" if _began(self.pid) == self.began else "gone"
+        if visible or (self.host == me.host and self.boot != me.boot):
+            return "gone"  # the process ended, or the machine was started again
+        return "unknown"
 
     def __str__(self) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
@@ -183,7 +184,7 @@ def _newest(folder: Path) -> tuple[int, Owner | None]:
 
 def _note(folder: Path, number: int) -> Owner | None:
     try:
-        values = json.loads(_file(folder, number).read_text(encoding="utf-8"))
+        values = read_json(_file(folder, number))
         return Owner(**{field.name: values[field.name] for field in fields(Owner)})
     except (OSError, ValueError, KeyError, TypeError):
         return None

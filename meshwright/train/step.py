@@ -200,13 +200,13 @@ class Trainer:
         samples = global_batch(config, self.consumed)
         totals, normalisation = self.gradients()
         update = time.perf_counter()
+        self.before_update()  # the balance of experts moves their biases, which a save may still be copying
         with ledger.phase("optimizer"), self.executor.span("step", "norm and loss"):
             sums = sums_over_world(self.ctx, totals, self.terms, self.data_parallel.square_sum())
             monitored = self.monitored.begin(totals)
             balance = self.balance.update(sums[2 * len(self.terms)])
         lr = learning_rate(config, self.step_number + 1)
         scale = self.loss_scale.value if self.loss_scale.active else None  # that of this step, before the update
-        self.before_update()
         with self.executor.span("step", UPDATED):
             waited = self._update(lr, sums, normalisation)
         read = self.ctx.device.download(sums)

@@ -13,7 +13,7 @@ from meshwright.bench.profile import as_yaml, cluster_fields
 from meshwright.bench.rates import Rates
 from meshwright.bench.request import OPS, parse_sizes
 from meshwright.comm.ledger import bus_factor
-from meshwright.config.load import parse_yaml
+from meshwright.config.yaml_text import parse_yaml
 from meshwright.plan.cluster import cluster_from, load_cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.efficiency import START, adapter_share, collective_seconds

@@ -95,7 +95,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "another format": (lambda f: (f / fmt.INDEX).write_text('{"format": "other"}'), fmt.INDEX, "not the index"),
     "a list": (lambda f: (f / fmt.INDEX).write_text("[]"), fmt.INDEX, "not the index"),
     "a later version": (lambda f: sealed(f, version=2), fmt.INDEX, "version 2, and this program reads version 1"),
-    "an index without blocks": (lambda f: sealed(f, blocks=None), fmt.INDEX, "lacks a part"),
+    "an index without blocks": (lambda f: sealed(f, blocks=None), fmt.INDEX, "blocks must be a list"),
     "a tensor without blocks": (lambda f: sealed(f, blocks=[]), "step-00000002", "lacks a part of param/"),
     "a file elsewhere": (lambda f: sealed(f, files={"../x": 1}), fmt.INDEX, "not the checkpoint's"),
 }  # fmt: skip

@@ -63,9 +63,9 @@ def test_pickled_weights_are_refused_unread(tmp_path: Path) -> None:
     [
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "can't be read"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "must hold a JSON object"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "must be keys and values"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"12345678"), "can't be read"),
-        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "names no files"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "lacks weight_map"),
         (
             lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'),
             "../b, which .* is missing",

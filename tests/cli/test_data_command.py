@@ -34,7 +34,7 @@ def test_summary(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert captured.err == ""
     assert "documents   3 (1 empty left out) from 2 files" in captured.out
     assert "tokens      37 as uint16" in captured.out
-    assert "vocabulary  257, documents end with 256 (bytes)" in captured.out
+    assert "vocabulary  257, documents end with token 256 (bytes)" in captured.out
     for suffix in (".bin", ".idx", ".json"):
         assert f"wrote       {tmp_path / 'out' / 'a'}{suffix} (" in captured.out
 

@@ -131,6 +131,7 @@ def test_two_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert one["tokens"] != text_of(capsys, *words, "--seed", "4")["tokens"]
 
 
+@pytest.mark.wide
 def test_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Text with each expert cut over two ranks, and the loss with the experts divided over them, are those of one."""
     experts = {"count": 4, "shared": 1, "router": "sigmoid", "aux_loss": 0.1}

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.config.load import config_from, load_config, parse_yaml, to_mapping, to_yaml
+from meshwright.config.load import config_from, load_config, to_mapping, to_yaml
 from meshwright.config.presets import PRESETS
 from meshwright.config.rules import RULES, check, first_broken_rule
 from meshwright.config.sections import ModelConfig
+from meshwright.config.yaml_text import parse_yaml
 from meshwright.errors import UserError
 from meshwright.models.description import describe
 from meshwright.parts.part import ALONE

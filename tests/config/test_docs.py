@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from meshwright.config.load import key_of, parse_yaml
+from meshwright.config.load import key_of
 from meshwright.config.sections import Config
+from meshwright.config.yaml_text import parse_yaml
 
 PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
 

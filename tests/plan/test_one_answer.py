@@ -128,7 +128,8 @@ def test_four_commands_give_one_answer(name: str, capsys: pytest.CaptureFixture[
     cluster = "laptop" if "run.device=cpu" in words else "h100-80g-dgx"
     devices = ["--cluster", cluster, "--devices", str(world)]
     plan = answer(capsys, "plan", target, *devices, "--fit", "100000", *keys, "layout.order=tp-cp-ep-dp-pp", *words)
-    keys += [f"pipeline.split={plan['best']['layout']['split']}"]  # which the search chooses itself
+    # What the search chooses itself: the split, and of a preset the precision that the cluster is used with.
+    keys += [f"pipeline.split={plan['best']['layout']['split']}", f"train.precision={plan['best']['precision']}"]
     cost = answer(capsys, "cost", target, *devices, "--stack", _stack(words), *keys, *words)
     rank = cost["rank"]
     memory = answer(capsys, "memory", target, "--world", str(world), *keys, *words)

@@ -202,6 +202,7 @@ def test_bad_changes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.wide
 def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawing = tmp_path / "curve.svg"
     words = ["scaling", "llama2-7b", "--cluster", "h100-80g-dgx", "--devices", "8:16", "--json"]

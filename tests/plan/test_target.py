@@ -131,6 +131,7 @@ def test_fewer_devices_than_a_node_are_a_node(capsys: pytest.CaptureFixture[str]
     assert same[0] == same[1]
 
 
+@pytest.mark.wide
 def test_a_search_keeps_the_schedule_that_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "gpt3-175b", *A100, "--top", "96"]
     assert answer(capsys, words)["best"]["layout"]["chunks"] > 1, "so that 1f1b is another answer"

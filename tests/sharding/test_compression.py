@@ -12,7 +12,7 @@ import torch
 from meshwright.comm.algorithms import ALGORITHMS
 from meshwright.config.comm import KINDS
 from meshwright.plan.communication import Line, Traffic, by_line, predict_step, stage_calls
-from meshwright.plan.job import job_of
+from meshwright.plan.job import Job, job_of
 from meshwright.sharding.compression.exchange import gaps_of
 from meshwright.sharding.compression.sizes import WarmUpPlan
 from meshwright.sharding.reducers import PLAIN_REDUCER
@@ -116,11 +116,18 @@ def check_nothing_is_lost(world: int, cases: list[Sections], model: Sections | N
         assert max(far(sums[0][name], true[0][name]) for name in kept) > 1e-4, "something is left out"
         job = job_of(small_config(**sections), world)
         for number, rank in enumerate(found):
-            assert rank.calls == by_line(stage_calls(job, job.layout.coordinate(number)["pp"])), (sections, number)
+            check_calls(job, number, rank.calls)
 
 
 # Eight tokens in all: no gradient of a product has a higher rank.
 FEW = {"model": {"layers": 2, "hidden": 24, "heads": 4, "vocab": 53, "seq": 4, "tied_embeddings": False}}
+
+def check_calls(job: Job, number: int, calls: dict[Line, Traffic]) -> None:
+    """A rank's sums are those planned. (What experts are sent depends on the data.)"""
+    planned = by_line(stage_calls(job, job.layout.coordinate(number)["pp"]))
+    found, expected = ({line: each for line, each in of.items() if line.phase == "reduce"} for of in (calls, planned))
+    assert found == expected, (job.config.comm, job.config.layout, job.config.zero, number)
+
 
 NODES = {"zero": {"stage": 1, "shard_group": "node"}, "layout": {"node_size": 2}}
 
@@ -192,7 +199,7 @@ def check_algorithms(world: int, kinds: list[str], layouts: list[Sections]) -> N
                 assert far(sums[name], expected) <= EXACT, (sections, name)
         job = job_of(small_config(**sections, **FEW), world)
         for number, rank in enumerate(found):
-            assert rank.calls == by_line(stage_calls(job, job.layout.coordinate(number)["pp"])), (sections, number)
+            check_calls(job, number, rank.calls)
 
 
 def test_own_algorithms() -> None:

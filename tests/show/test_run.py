@@ -190,7 +190,20 @@ def test_the_clock_goes_on_during_a_long_step(monkeypatch: pytest.MonkeyPatch) -
     with Display(config(), 8, stream) as display:
         display.started(None)
         time.sleep(0.3)
-    assert stream.getvalue().count("waiting for the first step") > 3
+    assert stream.getvalue().count("computing the first step") > 3
+
+
+def test_a_file_hears_of_a_long_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUIET_S", 0.02)
+    stream = io.StringIO()
+    with Display(config(), 8, stream) as display:
+        display.started(None)
+        end = time.monotonic() + 10
+        while (told := stream.getvalue().count("computing the first step, of up to")) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        display.stepped(result(1))
+    time.sleep(0.3)
+    assert 2 <= told <= stream.getvalue().count("computing the first step") <= told + 1, "and nothing after it"
 
 
 def test_the_block_is_redrawn_while_steps_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,9 @@ def test_of_many_that_start_at_once_one_owns_the_folder(tmp_path: Path, gone: Ow
     for starter in starters:
         starter.communicate("")
     assert sorted(line.split()[0] for line in said) == ["owns"] + 5 * ["refused"], said
-    owner = next(starter for starter, line in zip(starters, said, strict=True) if line == "owns\n")
-    assert all(f"process {owner.pid} on" in line for line in said if line != "owns\n")
+    # Two that see each other's note both take it back and try again, so one that is refused may name either.
+    named = [f"process {starter.pid} on" for starter in starters]
+    assert all(any(name in line for name in named) for line in said if line != "owns\n")
     assert len(list(folder.glob(".owner-*"))) == 1
 
 
@@ -109,6 +110,11 @@ def test_an_owner_that_can_not_be_asked(tmp_path: Path, monkeypatch: pytest.Monk
             with pytest.raises(UserError, match="nothing can be known"):
                 Ownership(tmp_path)
         (tmp_path / ".owner-10").unlink(missing_ok=True)
+    # The same script started twice under one name: its second try does not count as the first run's own.
+    living = replace(me, pid=os.getppid(), began=run_owner._began(os.getppid()) or "", job="77", attempt=0)
+    note(tmp_path, living, 9)
+    with pytest.raises(UserError, match="still training"):
+        Ownership(tmp_path)
 
 
 def test_a_note_that_is_written_late_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

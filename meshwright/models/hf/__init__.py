@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.load import read_yaml
 from meshwright.config.sections import ModelConfig
+from meshwright.config.yaml_text import read_yaml
 from meshwright.errors import UserError, nearest
 from meshwright.models.hf.family import Family, family_from
 

@@ -1,0 +1,112 @@
+"""YAML as people write it, read with limits: also of what is made to hurt, the error is one sentence. No torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshwright.errors import UserError
+
+LARGEST_FILE = 2**20  # bytes
+MOST_VALUES = 100_000
+LONGEST_NUMBER = 400  # characters; the largest number of 64 bits has 309
+NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
+class _Words(yaml.BaseLoader):
+    """Reads every value as a word. Refuses what would grow beyond all bounds when it is read: a reference (`*name`)
+    stands for all that it refers to, and those may refer to others."""
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if node is not None and _values_in(node, {}) > MOST_VALUES:
+            raise ValueError(f"it stands for more than {MOST_VALUES:,} values")
+        return node
+
+
+class _Loader(_Words, yaml.SafeLoader):
+    """YAML as people write it: `1e-3` is a number (plain PyYAML reads a string), a date is a word, and a key that comes
+    twice is a mistake."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen: dict[Any, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    problem = f"'{key.value}' was given in line {seen[key.value]} already"
+                    raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+                seen[key.value] = key.start_mark.line + 1
+        return node
+
+
+def _values_in(node: Any, known: dict[int, float]) -> float:
+    """Returns for how many values a node stands, references followed; for one within itself without end."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        children = [child for each in inner for child in (each if isinstance(each, tuple) else (each,))]
+        known[id(node)] = 1 + sum(_values_in(child, known) for child in children)
+        if node.tag in NUMBERS and len(node.value) > LONGEST_NUMBER:
+            raise ValueError(f"a number has {len(node.value):,} digits")
+    return known[id(node)]
+
+
+_DATE = "tag:yaml.org,2002:timestamp"
+_Loader.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in known if tag != _DATE]
+    for letter, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_FLOAT = (
+    r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
+    r"|\.[0-9_]+(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes words that the loader would read as something else."""
+
+
+_Dumper.yaml_implicit_resolvers = {
+    letter: [*_Loader.yaml_implicit_resolvers.get(letter, []), *known]
+    for letter, known in yaml.SafeDumper.yaml_implicit_resolvers.items()
+}
+
+
+def parse_yaml(text: str, where: str, words: bool = False) -> Any:
+    """Parses YAML from `where`, which errors name. With `words`, every value is a word, even if it looks like a
+    number."""
+    try:
+        return yaml.load(text, _Words if words else _Loader)  # noqa: S506 (both are safe)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or getattr(error, "reason", error)
+        raise UserError(f"{where}{line} is not valid YAML: {problem}") from None
+    except RecursionError:
+        raise UserError(f"{where} can't be read: it is nested too deeply") from None
+    except ValueError as error:
+        raise UserError(f"{where} can't be read: {error}") from None
+    except (LookupError, AttributeError, TypeError, OverflowError):  # PyYAML's, for values that deny their own tags
+        raise UserError(f"{where} is not valid YAML: a value is not what its tag (!!...) says") from None
+
+
+def read_yaml(path: Path) -> Any:
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise UserError(f"{path} has more than {LARGEST_FILE:,} bytes: name a file that people have written")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} can't be read as UTF-8 text: {error}") from None
+    return parse_yaml(text, str(path))
+
+
+def dump_yaml(raw: Mapping[str, Any]) -> str:
+    """Returns YAML that `parse_yaml` reads back as the same values."""
+    return yaml.dump(raw, Dumper=_Dumper, sort_keys=False)

@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.cases import make_good
+
+
+@pytest.fixture(scope="package")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the inputs damage copies of."""
+    folder = tmp_path_factory.mktemp("good")
+    make_good(folder)
+    return folder
