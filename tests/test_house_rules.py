@@ -42,7 +42,7 @@ WITHOUT_TORCH = [
     ),
     "layout", "layout.params", "layout.rows", "layout.redistribute", "config.load",
     "config.rules", "models.description", "parts.part", "parts.gpt", "parts.context", "parts.experts",
-    "parts.latent", "parts.loss_pieces",
+    "parts.latent", "parts.loss_pieces", "parts.bert", "data.masked", "train.datasets",
     "optim.schedules", "comm.ledger", "comm.algorithms", "config.comm", "sharding.algorithms",
     "sharding.reducers", "sharding.compression.sizes", "schedule.table", "schedule.kinds", "schedule.verify",
     "schedule.simulate", "train.run_folder", "bench.models", "bench.fit", "bench.profile", "bench.request",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from meshwright.checkpoint import format as fmt
-from meshwright.config.sections import DataConfig
+from meshwright.config.data import DataConfig
 from meshwright.data.token_file import Metadata, read_metadata
 from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer
 from meshwright.errors import UserError, shortened
@@ -161,6 +161,11 @@ def tokenizer_beside(folder: Path, prefixes: Sequence[str]) -> Tokenizer | None:
             return load_tokenizer(str(folder / name), end)
     if note.get("tokenizer") == "bytes":
         return load_tokenizer("bytes")
+    return tokenizer_of_data(prefixes)
+
+
+def tokenizer_of_data(prefixes: Sequence[str]) -> Tokenizer | None:
+    """The tokenizer that token files were made with; None if they don't say, or its file is gone."""
     found = _of_data(prefixes)
     if found is None:
         return None

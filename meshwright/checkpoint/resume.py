@@ -23,7 +23,10 @@ from meshwright.outside import read_json
 
 WENT_BACK = "went-back.json"  # notes, beside the checkpoints, that a job was told to restart from an older one
 # The keys that decide which tokens the sample of a given number holds.
-SAMPLES = ("data.prefixes", "data.weights", "data.split", "data.draw_split", "model.seq", "train.seed")
+SAMPLES = (
+    "data.prefixes", "data.weights", "data.split", "data.draw_split", "data.objective", "data.masked.share",
+    "data.masked.ngrams", "data.masked.whole_words", "data.masked.specials", "model.seq", "train.seed",
+)  # fmt: skip
 
 
 def resume(trainer: Checkpointed, source: str | None) -> None:

@@ -1,4 +1,4 @@
-"""`meshwright data`: turn text into token files."""
+"""`meshwright data`: turn text into token files, and look at a sample."""
 
 from __future__ import annotations
 
@@ -8,17 +8,31 @@ import json
 import os
 import sys
 
+from meshwright.checkpoint.companions import tokenizer_of_data
+from meshwright.config.data import SPECIALS
+from meshwright.config.load import load_config
+from meshwright.config.rules import READING_RULES, check
 from meshwright.data.prepare import prepare
+from meshwright.data.stream import SPLIT_NAMES
+from meshwright.errors import UserError
 from meshwright.show.progress import progress
+from meshwright.show.terminal import console_for, show
 
 EXAMPLES = """example:
   meshwright data prepare stdlib --out data/python --tokenizer train:8192
-  meshwright data prepare books/ news.jsonl --out data/text --tokenizer gpt2/tokenizer.json --workers 8"""
+  meshwright data prepare books/ news.jsonl --out data/text --tokenizer gpt2/tokenizer.json --workers 8
+  meshwright data show examples/demo.yaml --sample 3"""
 
 PREPARE = """Write PREFIX.bin and PREFIX.idx (Megatron's format) and PREFIX.json (what made them).
 
 INPUT is a .txt file (one document), a .jsonl file (one JSON object a line), a folder of these, or the word
 stdlib: the source text of Python's own standard library. Every document ends with the end token."""
+
+
+SHOW = """Print sample N of the data that a config names, as a model gets it.
+
+Of a token to predict, what the model sees comes first: {[MASK]=word} is masked, {other=word} was changed into another
+token and {word} stays as it is. In causal data, tokens without a loss are dim."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,9 +51,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--force", action="store_true", help="write over existing output")
     # Every command has --json; a default here would undo one before the word `prepare`.
     options.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the summary as JSON")
+    shown = actions.add_parser(
+        "show", help="print a sample of a run's data", description=SHOW, epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    shown.add_argument("config", metavar="CONFIG.yaml")
+    shown.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to change")
+    shown.add_argument("--sample", type=int, default=0, metavar="N", help="its number in the run (default: 0)")
+    shown.add_argument("--split", choices=SPLIT_NAMES, default="train", help="the part of the data (default: train)")
+    shown.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print all fields as JSON")
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.action == "show":
+        show_sample(args)
+    else:
+        prepare_files(args)
+
+
+def show_sample(args: argparse.Namespace) -> None:
+    from meshwright.show.sample_view import sample_summary, sample_text
+    from meshwright.train.datasets import datasets_of, masking_of
+
+    config = load_config(args.config, args.overrides)
+    check(config, config.layout.tp * config.layout.pp * config.layout.cp, READING_RULES)
+    if args.sample < 0:
+        raise UserError(f"--sample {args.sample} must not be negative: the first is 0")
+    data = dict(zip(SPLIT_NAMES, datasets_of(config), strict=True))[args.split]
+    if data is None:
+        raise UserError(f"data.split={list(config.data.split)} leaves no {args.split} data: choose another --split")
+    sample = data.sample(args.sample)
+    if args.json:
+        print(json.dumps({name: value.tolist() for name, value in sample.items()}))
+        return
+    special: dict[int, str] = {}
+    tokenizer = tokenizer_of_data(config.data.prefixes)
+    if config.objective == "masked":
+        named = zip(masking_of(config).specials, SPECIALS, strict=True)
+        special = {token: f"[{name.upper()}]" for token, name in named}
+    elif tokenizer is not None:
+        special = {tokenizer.eod: "[END]"}
+    spelling = (lambda token: f"{token} ") if tokenizer is None else (lambda token: tokenizer.decode([token]))
+    from rich.text import Text
+
+    heading = f"sample {args.sample:,} of {args.split}: {sample_summary(sample, special)}"
+    show(console_for(sys.stdout), Text(heading), sample_text(sample, spelling, special))
+
+
+def prepare_files(args: argparse.Namespace) -> None:
     summary = prepare(
         args.inputs, args.out, tokenizer=args.tokenizer, workers=args.workers, eod=args.eod, field=args.field,
         force=args.force, progress=progress,

@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     from meshwright.train.evaluate import config_with, open_model
 
     config = config_with(open_model(args.source)[1], args.sections)
+    if config.model.kind == "bert":
+        raise UserError(f"{args.source} is an encoder, which predicts masked tokens and no text: use meshwright eval")
     check_cut(config, args.nproc)
     rules.check(config, args.nproc, rules.READING_RULES)
     args.ids = prompt_ids(args, tokenizer_of(args, config), config.model.vocab)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.presets import PRESETS
+from meshwright.config.presets import KIND_DEFAULTS, PRESETS
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import dump_yaml, parse_yaml, read_yaml
 from meshwright.errors import UserError, nearest
@@ -85,12 +85,13 @@ def config_from(raw: Mapping[str, Any], sections: Mapping[str, type] | None = No
 
 
 def with_preset(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the model section with what its preset, and then its kind, say of keys that are not given."""
     name = model.get("preset") or ""
-    if not name:
-        return dict(model)
-    if not isinstance(name, str) or name not in PRESETS:
-        raise UserError(f"unknown model.preset '{name}'{nearest(str(name), PRESETS)}: there are {_list(PRESETS)}")
-    return merged(PRESETS[name], model)
+    if name:
+        if not isinstance(name, str) or name not in PRESETS:
+            raise UserError(f"unknown model.preset '{name}'{nearest(str(name), PRESETS)}: there are {_list(PRESETS)}")
+        model = merged(PRESETS[name], model)
+    return merged(KIND_DEFAULTS.get(str(model.get("kind")), {}), model)
 
 
 def _section(cls: Any, name: str, given: Mapping[str, Any]) -> Any:

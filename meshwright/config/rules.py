@@ -32,8 +32,11 @@ def context_is_shared(c: Config, world: int) -> Iterator[str]:
         yield f"context.inner={inner} does not divide layout.cp={cp}: try {either(divisors(cp))}"
     if c.model.position == "alibi":
         yield f"layout.cp={cp} can't be combined with model.position=alibi yet: set layout.cp=1 or use rope"
-    if c.model.dropout:
-        yield f"layout.cp={cp} can't be combined with dropout inside attention: set model.dropout=0 or layout.cp=1"
+    if c.model.attention_dropout:
+        yield (
+            f"layout.cp={cp} can't be combined with dropout inside attention: set model.attention_dropout=0 or "
+            "layout.cp=1"
+        )
     parts = {"ulysses": cp, "hybrid": inner}.get(kind, 1)
     q, kv = c.model.heads // c.layout.tp, max(1, c.model.kv_heads // c.layout.tp)
     if q % parts or (kv % parts and parts % kv):
@@ -41,6 +44,35 @@ def context_is_shared(c: Config, world: int) -> Iterator[str]:
             f"context.kind={kind} deals {q} query and {kv} key-value heads of a tp rank to {parts} ranks, and they "
             "don't come out even: use context.kind=gather or ring"
         )
+
+
+def kind_fits(c: Config, world: int) -> Iterator[str]:
+    """What an encoder can't be combined with, and what only an encoder has."""
+    m = c.model
+    if m.kind != "bert":
+        if c.objective == "masked" and m.kind == "gpt":
+            yield "data.objective=masked needs an encoder, and model.kind is gpt: set model.kind=bert, or leave it out"
+        for key in ("token_types", "pooler", "predictions") if m.kind == "gpt" else ():
+            if getattr(m, key):
+                yield f"model.{key}={getattr(m, key)} has no effect with model.kind=gpt: leave it out"
+        return
+    if c.objective != "masked":
+        yield f"model.kind=bert learns masked tokens, and data.objective is {c.objective}: set data.objective=masked"
+    if c.layout.cp > 1:
+        yield f"layout.cp={c.layout.cp} can't share the sequences of model.kind=bert yet: set layout.cp=1"
+    if m.position == "alibi":
+        yield "model.position=alibi looks back only, and model.kind=bert looks both ways: use learned, rope or none"
+    if m.experts.count:
+        yield f"model.experts.count={m.experts.count} can't be combined with model.kind=bert yet: set it to 0"
+    if m.latent.kv_rank:
+        yield "model.latent is causal, and model.kind=bert looks both ways: leave it out"
+    if m.pooler and m.token_types == 1:
+        yield "model.token_types=1 can't tell two segments apart: set it to 2, or to 0, or model.pooler=false"
+    if m.predictions > m.seq:
+        yield f"model.predictions={m.predictions} is more than model.seq={m.seq}: lower it"
+    for key in ("mask_eod", "reset_positions", "reset_attention"):
+        if getattr(c.data, key):
+            yield f"data.{key}=true has no effect with data.objective=masked: leave it out"
 
 
 def experts_are_cut(c: Config, world: int) -> Iterator[str]:
@@ -262,7 +294,7 @@ def lr_fits_steps(c: Config, world: int) -> Iterator[str]:
 
 
 def compiles_without_dropout(c: Config, world: int) -> Iterator[str]:
-    if c.train.compile == "true" and c.model.dropout:
+    if c.train.compile == "true" and c.model.drops:
         yield "train.compile=true can't be combined with dropout: set train.compile=auto or model.dropout=0"
 
 
@@ -304,7 +336,7 @@ def end_token_is_one(c: Config, world: int) -> Iterator[str]:
 
 
 RULES: list[Rule] = [
-    context_is_shared, world_divides, experts_are_cut, etp_divides_experts, order_names_axes,
+    kind_fits, context_is_shared, world_divides, experts_are_cut, etp_divides_experts, order_names_axes,
     experts_stay_with_their_blocks, tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits,
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
     dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,

@@ -21,6 +21,7 @@ from meshwright.config.blocks import (
     seconds_of,
 )  # fmt: skip
 from meshwright.config.comm import CommConfig
+from meshwright.config.data import DataConfig
 from meshwright.errors import UserError, divisors, either, nearest
 from meshwright.schedule.kinds import training_kinds
 
@@ -29,28 +30,29 @@ AUTO_SAVE_S = 900.0  # between checkpoints, with every=auto
 FP8_UNIT = 16  # products in fp8 take multiples of this
 # Of a model: how it is trained, not what it computes.
 TRAINING_KEYS = {
-    "preset", "dropout", "init_std", "experts.bias_balance", "experts.aux_loss", "experts.aux_level", "experts.z_loss",
-    "experts.capacity",
+    "preset", "dropout", "attention_dropout", "embedding_dropout", "init_std", "predictions", "experts.bias_balance",
+    "experts.aux_loss", "experts.aux_level", "experts.z_loss", "experts.capacity",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer; `preset` fills the keys that are not given."""
+    """The shape of a transformer; `preset`, and then `kind`, fill the keys that are not given."""
 
     layers: int
     hidden: int
     heads: int
     vocab: int
     seq: int
-    kind: str = "gpt"  # which parts it is made of; a program may register kinds of its own
+    kind: str = "gpt"  # which parts it is made of: gpt, bert; a program may register kinds of its own
     preset: str = ""
     kv_heads: int = 0  # 0: as many as heads
     head_dim: int = 0  # 0: hidden / heads
-    ffn: int = 0  # 0: 4 hidden, or for swiglu 8/3 hidden rounded up to a multiple of 64
+    ffn: int = 0  # 0: 4 hidden, or for a gated MLP (...glu) 8/3 hidden rounded up to a multiple of 64
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = 1e-5
-    mlp: Literal["gelu", "gelu_tanh", "relu", "swiglu"] = "gelu"
+    norm_place: Literal["pre", "post"] = "pre"  # before attention and MLP, or after their sums with the residual
+    mlp: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu", "geglu", "reglu"] = "gelu"
     position: Literal["learned", "rope", "alibi", "none"] = "learned"
     position_offset: int = 0  # rows of the position table before the first position (OPT: 2)
     rope_theta: float = 10000.0
@@ -61,30 +63,41 @@ class ModelConfig:
     qk_norm_over: Literal["head", "all"] = "head"  # over each head, or over all heads of a token (OLMoE)
     parallel_residual: bool = False  # attention and MLP both take the block's input
     embedding_norm: bool = False
-    dropout: float = 0.0
+    dropout: float = 0.0  # of what attention and MLP add to the residual
+    attention_dropout: float | None = None  # of attention's shares; left out: as dropout
+    embedding_dropout: float | None = None  # left out: as dropout
     tied_embeddings: bool = True
     init_std: float = 0.02
+    token_types: int = 0  # rows of a table of token types, which say to which segment a token belongs (BERT: 2)
+    pooler: bool = False  # of a bert: whether the first token is pooled, to learn the order of two segments
+    predictions: int = 0  # of a bert: the most tokens of a sample that are masked; 0: 15 %
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     latent: LatentConfig = field(default_factory=LatentConfig)
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
 
     def __post_init__(self) -> None:
         positive("model", self, "layers", "hidden", "heads", "vocab", "seq", "norm_eps", "rope_theta", "init_std")
-        not_negative("model", self, "kv_heads", "head_dim", "ffn", "position_offset")
+        not_negative("model", self, "kv_heads", "head_dim", "ffn", "position_offset", "token_types", "predictions")
         at_most("model", self, MOST_BLOCKS, "layers", "heads")
-        if not 0.0 <= self.dropout < 1.0:
-            raise UserError(f"model.dropout={self.dropout} must be at least 0 and below 1")
+        for key in ("dropout", "attention_dropout", "embedding_dropout"):
+            share = self.dropout if getattr(self, key) is None else getattr(self, key)
+            if not 0.0 <= share < 1.0:
+                raise UserError(f"model.{key}={share} must be at least 0 and below 1")
+            object.__setattr__(self, key, share)
+        if self.norm_place == "post" and self.parallel_residual:
+            raise UserError("model.norm_place=post can't be combined with model.parallel_residual: set it to false")
         if not self.head_dim and not self.latent.kv_rank and self.hidden % self.heads:
             raise UserError(
                 f"model.heads={self.heads} does not divide model.hidden={self.hidden}: "
                 "change one of them or give model.head_dim"
             )
-        swiglu = -(-8 * self.hidden // 3 // 64) * 64
+        gated = -(-8 * self.hidden // 3 // 64) * 64
         latent_dim = self.latent.nope_dim + self.latent.rope_dim if self.latent.kv_rank else 0
         derived = {
             "kv_heads": self.heads if self.latent.kv_rank else self.kv_heads or self.heads,
             "head_dim": latent_dim or self.head_dim or self.hidden // self.heads,
-            "ffn": self.ffn or (swiglu if self.mlp == "swiglu" else 4 * self.hidden),
+            "predictions": self.predictions or (max(1, round(0.15 * self.seq)) if self.kind == "bert" else 0),
+            "ffn": self.ffn or (gated if self.mlp.endswith("glu") else 4 * self.hidden),
         }
         for key, value in derived.items():
             object.__setattr__(self, key, value)
@@ -104,7 +117,12 @@ class ModelConfig:
     @property
     def masks_documents(self) -> bool:
         """Whether attention within documents takes a mask: the kernels for documents know no bias and no dropout."""
-        return self.position == "alibi" or self.dropout > 0
+        return self.position == "alibi" or bool(self.attention_dropout)
+
+    @property
+    def drops(self) -> bool:
+        """Whether there is any dropout."""
+        return bool(self.dropout or self.attention_dropout or self.embedding_dropout)
 
     @property
     def rotary_dim(self) -> int:
@@ -330,34 +348,6 @@ class LRConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] = ()  # empty: in proportion to the tokens of each file
-    split: tuple[float, ...] = (0.95, 0.05, 0.0)
-    draw_split: bool = True  # draw each part from all over a file; false: in its order, as Megatron-LM does
-    mask_eod: bool = False
-    reset_positions: bool = False
-    reset_attention: bool = False
-    any_tokenizer: bool = False  # take data that were made with another tokenizer than the model's
-    eod: int = -1  # the end token's id; -1: from the file that `data prepare` wrote beside the tokens
-
-    def __post_init__(self) -> None:
-        if not self.prefixes:
-            raise UserError("data.prefixes is empty: name at least one token file (the path without .bin)")
-        if self.weights and len(self.weights) != len(self.prefixes):
-            raise UserError(
-                f"data.weights has {len(self.weights)} numbers for {len(self.prefixes)} data.prefixes: "
-                "give one each, or none"
-            )
-        if any(weight <= 0 for weight in self.weights):
-            raise UserError(f"data.weights={list(self.weights)} must all be greater than zero")
-        if len(self.split) != 3 or min(self.split) < 0 or self.split[0] <= 0:
-            raise UserError(
-                f"data.split={list(self.split)} must be three shares for train, valid and test, e.g. [0.95, 0.05, 0]"
-            )
-
-
-@dataclass(frozen=True)
 class CheckpointConfig:
     # Steps between checkpoints, or a time (30min, 2h); auto: about 15min, less often where saving is slow; 0: only
     # after the last step.
@@ -427,6 +417,18 @@ class Config:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def objective(self) -> str:
+        """What is learned: the next token (causal) or masked ones."""
+        if self.data.objective != "auto":
+            return self.data.objective
+        return "masked" if self.model.kind == "bert" else "causal"
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether samples say which of their tokens see each other: those of one document, or all but the padding."""
+        return self.data.reset_attention or self.objective == "masked"
+
+    @property
     def context_kind(self) -> str:
         """How sequences are shared. `auto` exchanges heads where they can be dealt to the cp ranks and that moves fewer
         bytes than passing keys and values: 2 (q + kv') / (3 cp kv) below 1, with kv' = max(kv, cp) heads."""
@@ -441,4 +443,4 @@ class Config:
     def compiles(self) -> bool:
         """Whether an accelerator's blocks are compiled. Dropout draws from random streams of its own, which
         torch.compile can't take, so `auto` leaves it out there."""
-        return self.train.compile == "true" or (self.train.compile == "auto" and not self.model.dropout)
+        return self.train.compile == "true" or (self.train.compile == "auto" and not self.model.drops)

@@ -13,11 +13,13 @@ import heapq
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.dataset import GPTDataset, keyed_permutation
+from meshwright.data.dataset import keyed_permutation
+from meshwright.data.token_file import TokenFile
 
 MAX_PERIOD = 1 << 16
 
@@ -61,10 +63,27 @@ def blend_pattern(weights: Sequence[int], seed: int = 0) -> NDArray[np.int32]:
     return pattern
 
 
+class Numbered(Protocol):
+    """A dataset of numbered samples."""
+
+    seq: int
+
+    @property
+    def epoch_samples(self) -> int: ...
+    def own_labels(self, n: int) -> int: ...
+    def sample(self, n: int) -> Any: ...
+
+
+class FromFile(Numbered, Protocol):
+    """One that can be blended with others."""
+
+    file: TokenFile
+
+
 class Blend:
     """Draws samples from several datasets in proportion to their weights, each dataset's in its own order."""
 
-    def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float], seed: int) -> None:
+    def __init__(self, datasets: Sequence[FromFile], weights: Sequence[float], seed: int) -> None:
         assert len(datasets) == len(weights) > 0, (len(datasets), len(weights))
         assert len({dataset.seq for dataset in datasets}) == 1, "datasets of one sequence length"
         self.datasets, self.seq = list(datasets), datasets[0].seq
@@ -81,6 +100,10 @@ class Blend:
         d = int(self._dataset[slot])
         return d, periods * self.weights[d] + int(self._rank[slot])
 
+    def source_of(self, n: int) -> str:
+        """Returns the token file that sample n comes from."""
+        return self.datasets[self.locate(n)[0]].file.prefix
+
     @property
     def epoch_samples(self) -> int:
         """The number of samples before one of the datasets begins its second epoch."""
@@ -94,7 +117,7 @@ class Blend:
         d, k = self.locate(n)
         return self.datasets[d].own_labels(k)
 
-    def sample(self, n: int) -> NDArray[np.int64]:
-        """Returns the tokens of sample n: [seq + 1]."""
+    def sample(self, n: int) -> Any:
+        """Returns what its dataset has as sample n: of a `GPTDataset` the tokens [seq + 1]."""
         d, k = self.locate(n)
         return self.datasets[d].sample(k)

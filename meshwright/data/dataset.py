@@ -77,12 +77,9 @@ class GPTDataset:
         low, high = (0, file.document_count) if documents is None else documents
         assert 0 <= low <= high <= file.document_count, (low, high)
         self.file, self.seq, self.seed, self.stream = file, seq, seed, stream
-        self._chosen: NDArray[np.unsignedinteger[Any]] | None = None
-        if drawn and high - low < file.document_count:
-            self._chosen = np.sort(keyed_permutation(file.document_count, "split")[low:high])
-            self._pointers, self._lengths = _document_table(file, 0, file.document_count)
-        else:
-            self._pointers, self._lengths = _document_table(file, low, high)
+        self._chosen = drawn_documents(file, low, high) if drawn else None
+        whole = (low, high) if self._chosen is None else (0, file.document_count)
+        self._pointers, self._lengths = document_table(file, *whole)
         self.documents = (low, high)
         lengths = self._lengths if self._chosen is None else self._lengths[self._chosen]
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
@@ -158,7 +155,15 @@ class GPTDataset:
         return sample
 
 
-def _document_table(file: TokenFile, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+def drawn_documents(file: TokenFile, low: int, high: int) -> NDArray[np.unsignedinteger[Any]] | None:
+    """Returns the numbers of as many documents drawn from all over a file, ascending, and other ones for other ranges;
+    None where that is all of them."""
+    if high - low == file.document_count:
+        return None
+    return np.sort(keyed_permutation(file.document_count, "split")[low:high])
+
+
+def document_table(file: TokenFile, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """Returns the byte at which each document begins and its number of tokens: views of the index, where every document
     is one sequence. It checks that documents follow one another in the file: a page of the index that a copy lost would
     otherwise give one document's tokens to another."""

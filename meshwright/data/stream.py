@@ -9,8 +9,9 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.blend import Blend
+from meshwright.data.blend import Blend, FromFile, Numbered
 from meshwright.data.dataset import GPTDataset, TooSmall
+from meshwright.data.masked import DocumentPieces, MaskedStream, Masking
 from meshwright.data.token_file import Metadata, TokenFile
 from meshwright.errors import UserError
 
@@ -39,7 +40,7 @@ class SampleOptions:
 class SampleStream:
     """The samples of one part of the data. Sample n, and so every batch, is a pure function of the seed and n."""
 
-    def __init__(self, source: GPTDataset | Blend, options: SampleOptions, vocab_needed: int | None = None) -> None:
+    def __init__(self, source: Numbered, options: SampleOptions, vocab_needed: int | None = None) -> None:
         assert options.eod is not None or not options.need_eod, "these options need an end token"
         self.source, self.seq, self.options, self.vocab_needed = source, source.seq, options, vocab_needed
 
@@ -65,14 +66,14 @@ class SampleStream:
 
     def source_of(self, n: int) -> str:
         """Returns which of several token files sample n comes from; an empty word if there is one."""
-        return self.source.datasets[self.source.locate(n)[0]].file.prefix if isinstance(self.source, Blend) else ""
+        return self.source.source_of(n) if isinstance(self.source, Blend) else ""
 
 
 class OneEpoch:
     """At most `limit` samples of a stream, all from its first epoch. Each token is a label once: where a sample goes on
     into the second epoch it has no loss, and a sample that lies wholly beyond it is left out."""
 
-    def __init__(self, stream: SampleStream, limit: int) -> None:
+    def __init__(self, stream: SampleStream | MaskedStream, limit: int) -> None:
         self.stream, source = stream, stream.source
         self._numbers = list(islice((n for n in range(source.epoch_samples) if source.own_labels(n)), limit))
         self.samples = len(self._numbers)
@@ -109,9 +110,11 @@ def build_datasets(
     seed: int,
     options: SampleOptions | None = None,
     drawn: bool = False,
-) -> list[SampleStream | None]:
+    masking: Masking | None = None,
+) -> list[SampleStream | MaskedStream | None]:
     """Returns the train, valid and test streams of token files, blended by `weights` (None: by their tokens). Each file
-    is split by documents, in their order or `drawn` from all over it; a part whose share is 0 is None."""
+    is split by documents, in their order or `drawn` from all over it; a part whose share is 0 is None. With `masking`,
+    samples have masked tokens."""
     files = [TokenFile(prefix) for prefix in prefixes]
     found = [file.metadata() for file in files]
     _check_tokenizers(files, found)
@@ -119,20 +122,28 @@ def build_datasets(
     vocab = max((int(entry["vocab_size"]) for entry in found if entry), default=None)
     if weights is None:
         weights = [file.token_count for file in files]
-    streams: list[SampleStream | None] = []
+    streams: list[SampleStream | MaskedStream | None] = []
     for part, name in enumerate(SPLIT_NAMES):
         if not split[part]:
             streams.append(None)
             continue
-        datasets = []
+        datasets: list[FromFile] = []
         for number, file in enumerate(files):
             documents = split_documents(file.document_count, split)[part]
             try:
-                datasets.append(GPTDataset(file, seq, seed, documents, stream=f"{name}/{number}", drawn=drawn))
+                key = f"{name}/{number}"
+                if masking is None:
+                    datasets.append(GPTDataset(file, seq, seed, documents, key, drawn))
+                else:
+                    datasets.append(DocumentPieces(file, seq - masking.added, seed, documents, key, drawn))
             except TooSmall as error:
                 raise UserError(f"the {name} part is too small: {error}") from None
-        source = datasets[0] if len(datasets) == 1 else Blend(datasets, weights, seed)
-        streams.append(SampleStream(source, options, vocab))
+        source: Numbered = datasets[0] if len(datasets) == 1 else Blend(datasets, weights, seed)
+        if masking is None:
+            streams.append(SampleStream(source, options, vocab))
+        else:
+            needed = None if vocab is None else max(vocab, *(id + 1 for id in masking.specials))
+            streams.append(MaskedStream(source, seq, masking, seed, name, needed))
     return streams
 
 

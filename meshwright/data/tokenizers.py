@@ -21,7 +21,7 @@ from meshwright.data.token_file import token_dtype
 from meshwright.errors import UserError
 from meshwright.outside import of_kind, parse_json
 
-END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
+END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 SMALLEST_TRAINED = 257
 LARGEST_TRAINED = 2**24
 SPEC_FORMS = "bytes, PATH/tokenizer.json, PATH.model or train:SIZE"
@@ -80,6 +80,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    def pieces(self) -> list[str]:
+        """Returns how the vocabulary spells each id; empty for ids that it leaves out."""
+
 
 class ByteTokenizer(Tokenizer):
     """Its ids are the 256 byte values of UTF-8 text, and 256 ends a document."""
@@ -102,6 +105,10 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text; ends of documents, and ids that only a padded vocabulary has, are left out."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def pieces(self) -> list[str]:
+        """Returns bytes as characters; those of text that is not ASCII as the letters that Latin-1 has from there."""
+        return [chr(i) if i < 128 else "\u00ff" for i in range(256)] + [""]
 
 
 class JsonTokenizer(Tokenizer):
@@ -143,6 +150,9 @@ class JsonTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._library.decode(list(map(int, ids)), skip_special_tokens=True))
 
+    def pieces(self) -> list[str]:
+        return [self._library.id_to_token(i) or "" for i in range(self.vocab_size)]
+
 
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece .model."""
@@ -175,6 +185,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._library.decode(list(map(int, ids))))
+
+    def pieces(self) -> list[str]:
+        return [str(self._library.id_to_piece(i)) for i in range(self.vocab_size)]
 
 
 def load_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:

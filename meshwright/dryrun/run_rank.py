@@ -17,7 +17,8 @@ from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.meta_mode import MetaMode, SavedBytes
-from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device, fake_world, release, stand_in
+from meshwright.dryrun.stand_ins import RandomMasked, RandomTokens, draw_on_device, fake_world, release, stand_in
+from meshwright.models.description import data_fields
 from meshwright.parts.gpt import vocabulary_rows
 from meshwright.plan.rank import Counts, RankFigures
 from meshwright.schedule.table import action_counts
@@ -69,19 +70,23 @@ def make_rank(config: Config, world: int, rank: int, device: Device) -> Trainer:
     data = samples_of(ctx)
     trainer = Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
     trainer.train_batches.reads = True  # the tensor-parallel rank that would broadcast the samples may not be there
+    # Nor may the one that counts the loss's terms: the rank that computes them does.
+    trainer.train_batches.counts_terms = any(getattr(each, "head", None) is not None for each in trainer.modules)
     # Of ranks that hold the same gradients only the first counts them in the norm, and it may not be there: without a
     # norm a step has nothing to learn from and would be skipped.
     trainer.data_parallel.counts = lambda buffer, slot: True  # type: ignore[method-assign]
     return trainer
 
 
-def samples_of(ctx: Context) -> RandomTokens:
+def samples_of(ctx: Context) -> RandomTokens | RandomMasked:
     """Returns random tokens whose embeddings this rank holds: others are rows of zeros to it, which norms blow up."""
     c, tp_rank = ctx.config, max(0, ctx.mesh.tp.index)
     rows = vocabulary_rows(c.model.vocab, ctx.at)
     first = min(tp_rank * rows, c.model.vocab - 1)
-    fields = ["positions"] * c.data.reset_positions + ["segments"] * c.data.reset_attention
-    return RandomTokens(min(rows, c.model.vocab - first), c.model.seq, first, fields)
+    held, more = min(rows, c.model.vocab - first), set(data_fields(c)) & {"positions", "segments"}
+    if c.objective == "masked":
+        return RandomMasked(c.model, held, first)
+    return RandomTokens(held, c.model.seq, first, sorted(more))
 
 
 def _dry_step(trainer: Trainer, dry: MetaMode) -> Counts:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.comm.group import Pending, Shift
 from meshwright.comm.mesh import Mesh
+from meshwright.config.sections import ModelConfig
 from meshwright.nn.parallel import record_of
 from meshwright.sharding.remainders import tensors_of
 from meshwright.train.step import Trainer
@@ -97,6 +98,24 @@ class RandomTokens:
         ids = np.random.default_rng(n).integers(self.first, self.first + self.vocab, self.seq + 1)
         found = {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": np.ones(self.seq, dtype=np.int64)}
         return found | self.more
+
+
+class RandomMasked:
+    """Samples for an encoder: random ids from `first` on without padding, of which as many as can be are predicted."""
+
+    def __init__(self, model: ModelConfig, vocab: int, first: int = 0) -> None:
+        self.model, self.vocab, self.first = model, vocab, first
+
+    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
+        m, random = self.model, np.random.default_rng(n)
+        found: dict[str, Any] = {
+            "tokens": random.integers(self.first, self.first + self.vocab, m.seq),
+            "labels": random.integers(self.first, self.first + self.vocab, m.predictions),
+            "places": np.sort(random.permutation(m.seq)[: m.predictions]),
+            "segments": np.zeros(m.seq, np.int64), "loss_mask": np.ones(m.predictions, np.int64),
+            "token_types": (np.arange(m.seq) > m.seq // 2).astype(np.int64),
+        }  # fmt: skip
+        return found | ({"swapped": np.asarray(n % 2)} if m.pooler else {})
 
 
 @torch.no_grad()

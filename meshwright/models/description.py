@@ -12,6 +12,7 @@ from meshwright.config.sections import Config, ModelConfig
 from meshwright.errors import UserError, nearest
 from meshwright.layout import Layout, Parts, node_parts
 from meshwright.layout.params import Init
+from meshwright.parts.bert import ChosenRowsPart, DensePart, OnRows, TokenTypePart
 from meshwright.parts.experts import ExpertsPart, Routing
 from meshwright.parts.gpt import (
     KV_COPIES,
@@ -24,18 +25,76 @@ from meshwright.parts.gpt import (
 )
 from meshwright.parts.latent import LatentAttentionPart
 from meshwright.parts.mlp import MLPPart
-from meshwright.parts.part import BlockUnit, Model, NamedPart, Part, Stage, Unit
+from meshwright.parts.part import BlockUnit, Coordinate, MicroBatch, Model, NamedPart, Part, Stage, Unit
 from meshwright.schedule.kinds import ends_of
 
 
 def gpt(model: ModelConfig) -> Model:
     """Describes a decoder-only transformer of the config's sizes."""
+    h, tied = model.hidden, model.tied_embeddings
+    output = OutputLayerPart(model.vocab, h, Init("normal", model.init_std), tied)
+    last = [NamedPart("output", "embedding" if tied else "head", output)]
+    if model.norm_place == "pre":
+        last.insert(0, NamedPart("norm", "final_norm", ended_norm(model)))
+    return Model(embedding_unit(model), block_units(model), Unit(tuple(last)), h, tied)
+
+
+def bert(model: ModelConfig) -> Model:
+    """Describes an encoder: tokens see all others of their sample. Its heads predict masked tokens and, with a pooler,
+    whether two segments were swapped."""
     h, tied, normal = model.hidden, model.tied_embeddings, Init("normal", model.init_std)
-    # Projections back into the residual stream start smaller, as in GPT-2.
-    small = Init("normal", model.init_std / math.sqrt(2 * model.layers))
-    norm = NormPart(model.norm, h, model.norm_eps, model.norm == "layernorm" and model.bias)
-    attention = attention_part(model, normal, small)
-    mlp = MLPPart(model.mlp, h, model.ffn, normal, small, model.bias)
+    masked, pooled = model.predictions, int(model.pooler)
+    activation = "gelu" if model.mlp.endswith("glu") else model.mlp
+    name, output = "embedding" if tied else "head", OutputLayerPart(model.vocab, h, normal, tied, "predict.bias")
+    parts: list[tuple[str, str, Part]] = [("rows", "rows", ChosenRowsPart(masked + pooled, h))]
+    if model.norm_place == "pre":
+        parts.append(("norm", "final_norm", OnRows(ended_norm(model), masked + pooled)))
+    parts += [
+        ("dense", "predict.dense", OnRows(DensePart(h, h, activation, normal), masked)),
+        ("dense_norm", "predict.norm", OnRows(ended_norm(model), masked)),
+        ("output", name, OnRows(output, masked)),
+    ]
+    if pooled:
+        parts.append(("pooler", "pooler", OnRows(DensePart(h, h, "tanh", normal), 1)))
+        parts.append(("order", "order", OnRows(DensePart(h, 2, "", normal), 1)))
+    head = Unit(tuple(NamedPart(*part) for part in parts))
+    terms = ("loss", "order")[: 1 + pooled]
+    return Model(embedding_unit(model), block_units(model), head, h, tied, False, masked, terms)
+
+
+def norm_part(model: ModelConfig) -> NormPart:
+    """Describes the norm of a branch: the product after it keeps its output."""
+    bias, post = model.norm == "layernorm" and model.bias, model.norm_place == "post"
+    return NormPart(model.norm, model.hidden, model.norm_eps, bias, fuses=not post)
+
+
+def ended_norm(model: ModelConfig) -> NormPart:
+    """Describes a norm whose output nobody keeps for its own gradient."""
+    return replace(norm_part(model), keeps_output=False)
+
+
+def embedding_unit(model: ModelConfig) -> Unit:
+    """Describes what turns ids into activations: tokens and, by config, positions, token types and a norm."""
+    h, normal = model.hidden, Init("normal", model.init_std)
+    tokens = TokenEmbeddingPart(model.vocab, h, normal, model.tied_embeddings, model.embedding_dropout or 0.0)
+    parts = [NamedPart("tokens", "embedding", tokens)]
+    if model.position == "learned":
+        positions = PositionEmbeddingPart(model.seq, h, normal, model.position_offset)
+        parts.append(NamedPart("positions", "position", positions))
+    if model.token_types:
+        parts.append(NamedPart("types", "token_type", TokenTypePart(model.token_types, h, normal)))
+    if model.embedding_norm:
+        parts.append(NamedPart("norm", "embedding_norm", ended_norm(model)))
+    return Unit(tuple(parts))
+
+
+def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
+    """Describes the blocks. Projections back into the residual stream start smaller, as in GPT-2, unless a norm follows
+    each sum."""
+    normal, post = Init("normal", model.init_std), model.norm_place == "post"
+    small = normal if post else Init("normal", model.init_std / math.sqrt(2 * model.layers))
+    norm, attention = norm_part(model), attention_part(model, normal, small)
+    mlp = MLPPart(model.mlp, model.hidden, model.ffn, normal, small, model.bias)
 
     def block(*last: tuple[str, Part]) -> BlockUnit:
         # Experts and latent attention state themselves what they keep of their norm.
@@ -43,20 +102,10 @@ def gpt(model: ModelConfig) -> Model:
         second = replace(norm, keeps_output=False) if last[0][0] == "experts" else replace(norm, of_mlp=True)
         parts = [("norm1", first), ("attention", attention), ("norm2", second), *last]
         named = tuple(NamedPart(key, key, part) for key, part in parts)
-        return BlockUnit(named, h, model.parallel_residual, model.dropout)
+        return BlockUnit(named, model.hidden, model.parallel_residual, model.dropout, post)
 
     dense, mixed = block(("mlp", mlp)), block(("experts", experts(model, mlp)))
-    blocks = tuple(mixed if model.experts.in_block(layer) else dense for layer in range(model.layers))
-    first = [NamedPart("tokens", "embedding", TokenEmbeddingPart(model.vocab, h, normal, tied, model.dropout))]
-    if model.position == "learned":
-        positions = PositionEmbeddingPart(model.seq, h, normal, model.position_offset)
-        first.append(NamedPart("positions", "position", positions))
-    ended = replace(norm, keeps_output=False)
-    if model.embedding_norm:
-        first.append(NamedPart("norm", "embedding_norm", ended))
-    output = OutputLayerPart(model.vocab, h, normal, tied)
-    last = (NamedPart("norm", "final_norm", ended), NamedPart("output", "embedding" if tied else "head", output))
-    return Model(Unit(tuple(first)), blocks, Unit(last), h, tied)
+    return tuple(mixed if model.experts.in_block(layer) else dense for layer in range(model.layers))
 
 
 def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
@@ -65,12 +114,13 @@ def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
     if short.kv_rank:
         return LatentAttentionPart(
             model.hidden, model.heads, short.q_rank, short.kv_rank, short.nope_dim, short.rope_dim, short.v_dim, normal,
-            output, model.norm_eps, model.dropout, model.rope_scaling.attention_factors(latent=True)[1],
+            output, model.norm_eps, model.attention_dropout or 0.0,
+            model.rope_scaling.attention_factors(latent=True)[1],
         )  # fmt: skip
     return AttentionPart(
         model.hidden, model.heads, model.kv_heads, model.head_dim, normal, output, model.position == "rope", model.bias,
-        model.qkv_bias, model.qk_norm_over if model.qk_norm else "", model.norm_eps, model.dropout,
-        model.masks_documents,
+        model.qkv_bias, model.qk_norm_over if model.qk_norm else "", model.norm_eps,
+        model.attention_dropout or 0.0, model.masks_documents, model.kind != "bert",
     )  # fmt: skip
 
 
@@ -86,7 +136,7 @@ def experts(model: ModelConfig, mlp: MLPPart) -> ExpertsPart:
 
 
 # Kinds of models, by the config's `model.kind`. A program may add its own.
-MODELS: dict[str, Callable[[ModelConfig], Model]] = {"gpt": gpt}
+MODELS: dict[str, Callable[[ModelConfig], Model]] = {"gpt": gpt, "bert": bert}
 
 
 def describe(model: ModelConfig) -> Model:
@@ -161,6 +211,24 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
 def fields_read(stage: Stage, model: Model, cp: int = 1) -> set[str]:
     """Returns the fields of a batch that a chunk reads, where the data have them. Blocks that add to the loss count the
     tokens that count in it."""
-    ends = ({"tokens"} if stage.first else set()) | ({"labels", "loss_mask"} if stage.last else set())
+    first, last = {"tokens", "token_types"}, {"labels", "loss_mask", "places", "swapped"}
+    ends = (first if stage.first else set()) | (last if stage.last else set())
     documents = {"segments"} if cp == 1 else {CONTEXT_ROWS, CONTEXT_DOCUMENTS}
     return ends | {"positions"} | documents | ({"loss_mask"} if model.losses else set())
+
+
+def field_elements(name: str, model: Model, at: Coordinate, batch: MicroBatch) -> int:
+    """Returns the elements of a field of one micro-batch on a rank: one for each token, for each that is predicted, or
+    for each sample."""
+    chosen = {"places": model.predictions, "labels": model.predictions, "loss_mask": model.predictions, "swapped": 1}
+    return batch.sequences * chosen[name] if model.predictions and name in chosen else batch.tokens(at)
+
+
+def data_fields(config: Config) -> list[str]:
+    """Returns the names of the fields of a sample that the data of a config have."""
+    if config.objective == "masked":
+        names = ["tokens", "token_types", "segments", "places", "labels", "loss_mask"]
+        return names + (["swapped"] if config.model.pooler else [])
+    names = ["tokens", "labels", "loss_mask"]
+    names += ["positions"] if config.data.reset_positions else []
+    return names + (["segments"] if config.data.reset_attention else [])

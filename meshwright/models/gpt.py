@@ -1,4 +1,4 @@
-"""A decoder-only transformer, one pipeline chunk at a time, assembled from `nn` by its description."""
+"""A transformer (a GPT or a BERT), one pipeline chunk at a time, assembled from `nn` by its description."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from meshwright.comm.ledger import Ledger
 from meshwright.config.sections import Config
 from meshwright.layout.params import records_under
 from meshwright.models.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, describe, fields_read, on_host
+from meshwright.models.heads import Head, MaskedHead, sample_counts
 from meshwright.models.stage import Receives
 from meshwright.nn.attention import Alibi, KVCache, causal_mask
 from meshwright.nn.build import Block, build_module
 from meshwright.nn.context import ContextRows
 from meshwright.nn.documents import Documents
 from meshwright.nn.experts import RoutedInputs, Saved
-from meshwright.nn.linear import Linear
-from meshwright.nn.loss import output_loss
-from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.pieces import Rows
 from meshwright.nn.random import dropout
@@ -42,42 +40,24 @@ class Embedding(nn.Module):
         super().__init__()
         built = {key: build_module(part, parallel, records_under(records, key)) for key, _, part in unit.parts}
         self.tokens, self.positions, self.norm = built["tokens"], built.get("positions"), built.get("norm")
+        self.types = built.get("types")
         self.p, self.parallel = p, parallel
 
-    def forward(self, ids: Tensor, positions: Tensor | None) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor | None, types: Tensor | None = None) -> Tensor:
         x: Tensor = self.tokens(ids.flatten())
         if self.positions is not None:
             if positions is None:
                 positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
             x = x + self.positions(self.parallel.local_tokens(positions.flatten()))
+        if self.types is not None:
+            types = torch.zeros_like(ids) if types is None else types
+            x = x + self.types(self.parallel.local_tokens(types.flatten()))
         if self.norm is not None:
             x = self.norm(x)
         if self.p and self.training:
             streams = self.parallel.streams
             x = dropout(x, self.p, streams.own if self.parallel.splits_tokens else streams.same)
         return x
-
-
-class Head(nn.Module):
-    """The last norm, the output layer (a column-cut product whose weight may be the embedding's) and the loss."""
-
-    norm: Norm
-    output: Linear
-
-    def __init__(self, parallel: Parallel, unit: Unit, records: Records, vocab: int) -> None:
-        super().__init__()
-        for key, _, part in unit.parts:
-            self.add_module(key, build_module(part, parallel, records_under(records, key)))
-        self.vocab, self.parallel = vocab, parallel
-
-    def logits(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.output(self.norm(x))
-        return logits
-
-    def forward(self, x: Tensor, labels: Tensor, mask: Tensor, weight: float | None = None) -> Tensor:
-        """Returns the sum of the losses; `weight` announces the gradient that this sum will get."""
-        x = self.norm(x)
-        return output_loss(x, self.output, labels.flatten(), mask.flatten(), self.vocab, self.parallel, weight)
 
 
 class GPTStage(nn.Module):
@@ -92,13 +72,14 @@ class GPTStage(nn.Module):
         c, model = config.model, describe(config.model)
         self.stage, self.parallel, self.ledger, self.tokens = stage, parallel, ledger, tokens
         self.embedding: Embedding | None = None
-        blocks, head = {}, None
+        blocks: dict[str, Block] = {}
+        head: Head | None = None
         for key, prefix, unit in model.units(stage):
             records = unit.records(at, prefix)
             if key == "embedding":
-                self.embedding = Embedding(parallel, unit, records, c.dropout)
+                self.embedding = Embedding(parallel, unit, records, c.embedding_dropout or 0.0)
             elif key == "head":
-                head = Head(parallel, unit, records, c.vocab)
+                head = (MaskedHead if model.predictions else Head)(parallel, unit, records, c.vocab)
             else:
                 assert isinstance(unit, Description)
                 blocks[key.removeprefix("blocks.")] = Block(parallel, unit, records)
@@ -109,9 +90,10 @@ class GPTStage(nn.Module):
         if model.tied and self.embedding is not None and self.head is not None:
             # Across stages, each end holds a copy and the gradients are summed.
             self.head.output.weight = self.embedding.tokens.get_parameter("weight")
-        self.masks = c.masks_documents
+        self.masks, self.causal = c.masks_documents, model.causal
         self.micro_batch = config.train.micro_batch
         self._loss_weight: float | None = None
+        self.terms = model.terms  # of the head's loss
         self.losses = model.losses  # the terms that blocks add to the loss
         parts = [part for layer in stage.layers for _, _, part in model.blocks[layer].parts]
         self.losses_here = sum(any(True for _ in part.losses()) for part in parts)  # blocks of this chunk that add them
@@ -120,14 +102,17 @@ class GPTStage(nn.Module):
         self.receives: Receives = {name: (shape, parallel.dtype) for name, shape in shapes.items()}
         self.needs: set[str] | None = fields_read(stage, model, at.size("cp"))
         self.draws_by_key = True
+        self.loss_counts = sample_counts if len(model.terms) > 1 else None
 
-    def forward(self, batch: Batch, hidden: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Returns `hidden` for the next chunk or, in the last, the sum of the losses over the unmasked tokens; and the
-        sums of the terms that blocks add to the loss, if there are any."""
+    def forward(self, batch: Batch, hidden: Tensor | None = None) -> tuple[Any, Tensor | None]:
+        """Returns `hidden` for the next chunk or, in the last, the sum of the losses over the unmasked tokens (of each
+        of the head's terms, if there are several); and the sums of the terms that blocks add to the loss, if there are
+        any."""
         hidden, losses = self.trunk(batch, hidden)
         if self.head is None:
             return hidden, losses
-        return call_unit(self.head, hidden, batch["labels"], batch["loss_mask"], self._loss_weight), losses
+        given = (batch[name] for name in self.head.fields)
+        return call_unit(self.head, hidden, *given, self._loss_weight), losses
 
     def announce(self, loss_weight: float | None) -> None:
         """What backward will multiply the loss's sum by, where that is known."""
@@ -158,7 +143,7 @@ class GPTStage(nn.Module):
         if self.embedding is not None:
             assert ids is not None
             streams.seed_layer(-1)
-            hidden = call_unit(self.embedding, ids, positions)
+            hidden = call_unit(self.embedding, ids, positions, batch.get("token_types"))
             self._mark_backward(hidden, None)
         assert hidden is not None
         sequences = self.micro_batch if ids is None else ids.shape[0]
@@ -206,10 +191,13 @@ class GPTStage(nn.Module):
 
     def _mask(self, batch: Batch, before: int, seq: int, device: torch.device) -> Tensor | Documents | None:
         """Returns where documents begin, or the attention mask, or the bias to add to the scores; None where attention
-        is plainly causal."""
+        is plainly causal, or to all tokens."""
         if "segments" in batch and not self.masks:
-            return Documents.of(_read(batch, "segments"), device)
-        mask = None if "segments" not in batch else segment_mask(batch["segments"])
+            return Documents.of(_read(batch, "segments"), device, self.causal)
+        segments = batch.get("segments")
+        if not self.causal:  # the tokens of the first document are seen by all; what follows is padding
+            return None if segments is None else (segments == segments[:, :1])[:, None, None]
+        mask = None if segments is None else segment_mask(segments)
         if self.alibi is None:
             return mask
         if mask is None and not before:

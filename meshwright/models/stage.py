@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 from meshwright.errors import UserError
 from meshwright.parts.part import LossTerm
 
+LossCounts = Callable[[Mapping[str, Any]], Mapping[str, float]]  # of a sample: what each term of the loss counts in it
 Receives = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
 
@@ -45,12 +46,17 @@ class StageModule(Protocol):
     def losses(self) -> Sequence[tuple[LossTerm, int]]:
         """The terms that the model's blocks add to the loss, with the number of blocks that add each."""
 
+    @property
+    def loss_counts(self) -> LossCounts | None:
+        """What each term of the loss counts in a sample, where the model's own loss has several."""
+
 
 class _Adapted:
     """Adapts a module that is not ours: what it offers, and defaults for the rest."""
 
     draws_by_key = False
     losses: Sequence[tuple[LossTerm, int]] = ()
+    loss_counts: LossCounts | None = None
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

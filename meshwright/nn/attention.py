@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped key-value heads, cut over tp by heads."""
+"""Self-attention with grouped key-value heads, cut over tp by heads."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Causal self-attention of this rank's heads. With `recompute: selective`, the core (the scores and the mix of the
-    values) is not kept but computed again in backward."""
+    """Self-attention of this rank's heads, causal or to all tokens of a sample. With `recompute: selective`, the core
+    (the scores and the mix of the values) is not kept but computed again in backward."""
 
     def __init__(self, parallel: Parallel, part: gpt.AttentionPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
@@ -122,13 +122,14 @@ class Attention(nn.Module):
         self.norms = norms[part.qk_norm](parallel, part, records) if part.qk_norm else None
         self.out = Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
         self.recompute_core = parallel.recompute.mode == "selective"
+        self.causal = part.causal
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None) -> Tensor:
         """Softmax of the scores times the values, all [batch, heads, seq, head_dim]."""
         if isinstance(mask, Documents):
             return document_attention(q, k, v, mask)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=bool(mask is None and q.shape[2] == k.shape[2]),
+            q, k, v, attn_mask=mask, is_causal=bool(self.causal and mask is None and q.shape[2] == k.shape[2]),
             dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.heads != self.kv_heads,
         )  # fmt: skip
 
@@ -144,7 +145,8 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Returns x [tokens, hidden] of `batch` sequences, for the residual, and attention of its norm. `mask` says
         where documents begin or, [batch, 1 or heads, seq, seq], is true where a query may attend, or is added to the
-        scores; without it, attention is causal. With `past`, x continues after its tokens."""
+        scores; without it, a query sees all tokens or, if attention is causal, those before it. With `past`, x
+        continues after its tokens."""
         x, qkv = self.projection(x, norm)
         qkv = qkv.view(batch, qkv.shape[0] // batch, self.heads + 2 * self.kv_heads, self.head_dim)
         if self.fuses and rotary is not None and self.norms is None:

@@ -18,16 +18,21 @@ from meshwright.nn.experts import Experts, RoutedInputs
 from meshwright.nn.latent import LatentAttention
 from meshwright.nn.linear import Linear
 from meshwright.nn.mlp import MLP
-from meshwright.nn.norm import Norm
+from meshwright.nn.norm import NoNorm, Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
 from meshwright.nn.rotary import Tables
-from meshwright.parts import experts, gpt, latent, mlp
+from meshwright.nn.rows import ChosenRows, Dense
+from meshwright.parts import bert, experts, gpt, latent, mlp
 from meshwright.parts.part import BlockUnit, Part, Records
 
 
 def _output_layer(parallel: Parallel, part: gpt.OutputLayerPart, records: Records) -> nn.Module:
-    return Linear(replace(parallel, products=""), records["weight"], None, "column")  # never in fp8
+    return Linear(replace(parallel, products=""), records["weight"], records.get("bias"), "column")  # never in fp8
+
+
+def _on_rows(parallel: Parallel, part: bert.OnRows, records: Records) -> nn.Module:
+    return build_module(part.part, replace(parallel, sequence_parallel=False), records)
 
 
 MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
@@ -39,6 +44,10 @@ MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
     gpt.TokenEmbeddingPart: TokenEmbedding,
     gpt.PositionEmbeddingPart: PositionEmbedding,
     gpt.OutputLayerPart: _output_layer,
+    bert.TokenTypePart: PositionEmbedding,
+    bert.ChosenRowsPart: ChosenRows,
+    bert.OnRows: _on_rows,
+    bert.DensePart: Dense,
 }
 
 
@@ -48,10 +57,11 @@ def build_module(part: Part, parallel: Parallel, records: Records) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Adds to x [tokens, hidden], for each branch, a body of a norm: of the sum so far or, if parallel, of x itself. A
-    body takes (x, norm, batch, rotary, mask, past, given) and returns x, its result and, if it adds to the loss, the
-    sums of its terms. The residual uses the returned x: a body that fuses the norm with its first product also adds the
-    residual's gradient in that kernel's backward."""
+    """Adds to x [tokens, hidden], for each branch, a body of a norm: of the sum so far or, if parallel, of x itself.
+    With post-norm, a body of the sum so far is added, and the norm is taken of the new sum. A body takes (x, norm,
+    batch, rotary, mask, past, given) and returns x, its result and, if it adds to the loss, the sums of its terms. The
+    residual uses the returned x: a body that fuses the norm with its first product also adds the residual's gradient in
+    that kernel's backward."""
 
     def __init__(self, parallel: Parallel, block: BlockUnit, records: Records) -> None:
         super().__init__()
@@ -59,6 +69,7 @@ class Block(nn.Module):
         for key, _, part in block.parts:
             self.add_module(key, build_module(part, parallel, records_under(records, key)))
         self.parallel_residual, self.p = block.parallel, block.dropout
+        self.no_norm = NoNorm() if block.post_norm else None
         self.shares_sequences = parallel.context is not None
         self.stream = parallel.streams.own if parallel.splits_tokens else parallel.streams.same
 
@@ -71,7 +82,8 @@ class Block(nn.Module):
         losses: Tensor | None = None
         for norm, body in self.branches:
             source = x if total is None or self.parallel_residual else total
-            source, change, *terms = getattr(self, body)(source, getattr(self, norm), batch, rotary, mask, past, given)
+            before = getattr(self, norm) if self.no_norm is None else self.no_norm
+            source, change, *terms = getattr(self, body)(source, before, batch, rotary, mask, past, given)
             losses = terms[0] if terms else losses
             if self.p and self.training:
                 change = dropout(change, self.p, self.stream)
@@ -79,6 +91,8 @@ class Block(nn.Module):
                 x, total = source, source + change
             else:
                 total = (total if self.parallel_residual else source) + change
+            if self.no_norm is not None:
+                total = getattr(self, norm)(total)
         assert total is not None
         return total if losses is None else (total, losses)
 

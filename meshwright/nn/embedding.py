@@ -11,7 +11,7 @@ from meshwright.comm.ops import reduce_from, reduce_scatter_from
 from meshwright.layout.params import ParamRecord
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.weight_grad import add_rows_grad, dense_rows_grad
-from meshwright.parts import gpt
+from meshwright.parts import bert, gpt
 
 
 class _Rows(torch.autograd.Function):
@@ -55,14 +55,16 @@ class TokenEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned positions, held whole by every tp rank and looked up for the tokens it holds. The first position has row
-    `offset` of the table."""
+    """A table of learned positions or of token types, held whole by every tp rank and looked up for the tokens it
+    holds. The first position has row `offset` of the table."""
 
-    def __init__(self, parallel: Parallel, part: gpt.PositionEmbeddingPart, records: dict[str, ParamRecord]) -> None:
+    def __init__(
+        self, parallel: Parallel, part: gpt.PositionEmbeddingPart | bert.TokenTypePart, records: dict[str, ParamRecord]
+    ) -> None:
         super().__init__()
         self.weight = parallel.parameter(records["weight"])
         self.sinks: dict[str, Tensor] = {}
-        self.offset = part.offset
+        self.offset = part.offset if isinstance(part, gpt.PositionEmbeddingPart) else 0
 
     def forward(self, positions: Tensor) -> Tensor:
         return _Rows.apply(self.weight, positions + self.offset, False, self.sinks.get("weight"))

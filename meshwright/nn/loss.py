@@ -117,39 +117,42 @@ class _OutputLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, sink: Tensor | None, mode: str,
-        vocabulary: Vocabulary, scale: float | None, direct: bool, training: bool,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, mask: Tensor, sink: Tensor | None,
+        mode: str, vocabulary: Vocabulary, scale: float | None, direct: bool, training: bool,
     ) -> Tensor:  # fmt: skip
         v = vocabulary
         full = all_gather(x, v.group, v.size) if mode == "gather" else x
-        needs_x, needs_weight = (training and needed for needed in ctx.needs_input_grad[:2])
+        needs_x, needs_weight, needs_bias = (training and needed for needed in ctx.needs_input_grad[:3])
         grad_x = torch.empty_like(full) if needs_x else None
         kept = None
         direct = direct and sink is not None and scale is not None
         if needs_weight and not direct:
             kept = torch.empty(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
+        grad_bias = full.new_zeros(weight.shape[0], dtype=_wide(full.dtype)) if needs_bias else None
         total = full.new_zeros((), dtype=_wide(full.dtype))
         factor = (1.0 if scale is None else scale) if training else None
         rows = piece_rows(len(full), weight.shape[0])
         for begin in range(0, len(full), rows):
             part = slice(begin, begin + rows)
-            logits = F.linear(full[part], weight)
+            logits = F.linear(full[part], weight, bias)
             total = total + loss_and_grad_(logits, labels[part], mask[part], factor, v).sum()
             if grad_x is not None:
                 torch.mm(logits, weight, out=grad_x[part])
+            if grad_bias is not None:
+                grad_bias += logits.sum(0, dtype=grad_bias.dtype)
             if needs_weight and direct and sink is not None:
                 add_product(sink_of(sink), logits, full[part], last=begin + rows >= len(full))
             elif kept is not None:
                 write_product(kept, logits, full[part], add=begin > 0)
             del logits  # otherwise the next piece's logits would be allocated while these still exist
-        ctx.save_for_backward(grad_x, kept)
+        ctx.save_for_backward(grad_x, kept, grad_bias)
         ctx.mode, ctx.group, ctx.size = mode, v.group, v.size
         ctx.sink, ctx.scale, ctx.direct, ctx.dtype = sink, factor, direct, weight.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, kept = ctx.saved_tensors
+        grad_x, kept, grad_bias = ctx.saved_tensors
         ratio = grad / ctx.scale
         if ctx.direct:
             # Forward has added the weight gradient to the buffer already, scaled by the factor it was promised.
@@ -165,7 +168,9 @@ class _OutputLoss(torch.autograd.Function):
                 grad_weight = kept.to(ctx.dtype)
             else:
                 sink_of(ctx.sink).add(kept)
-        return grad_x, grad_weight, *([None] * 8)
+        if grad_bias is not None:
+            grad_bias = (grad_bias * ratio).to(ctx.dtype)
+        return grad_x, grad_weight, grad_bias, *([None] * 8)
 
 
 def output_loss(
@@ -180,4 +185,6 @@ def output_loss(
     # the schedule, and with it the last bits. (Tied weights on two stages have two places, summed over their own axis.)
     direct = record is None or not record.tied or bool(record.partial)
     training = torch.is_grad_enabled()
-    return _OutputLoss.apply(x, output.weight, labels, mask, sink, output.mode, vocabulary, scale, direct, training)
+    return _OutputLoss.apply(
+        x, output.weight, output.bias, labels, mask, sink, output.mode, vocabulary, scale, direct, training
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,17 +17,37 @@ from meshwright.nn.parallel import Parallel
 from meshwright.nn.weight_grad import piece_of_contribution
 from meshwright.parts.mlp import MLPPart, rows_of_piece
 
-ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
+Activation = Callable[[Tensor], Tensor]
+
+
+def gated(activation: Activation) -> Activation:
+    """Returns the product of the activation of a tensor's first half, the gate, with the second."""
+
+    def product(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return product
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "geglu": gated(F.gelu),
+    "reglu": gated(F.relu),
+}  # SwiGLU is in fused.py: it can be a part of the product after it
 
 
 class MLP(nn.Module):
-    """Two projections with an activation between them; a gated MLP (SwiGLU) has gate and up in its first projection."""
+    """Two projections with an activation between them; a gated MLP has gate and up in its first projection."""
 
     def __init__(self, parallel: Parallel, part: MLPPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         name = part.first
         self.up = Linear(parallel, records[f"{name}.weight"], records.get(f"{name}.bias"), "column")
-        self.activation = None if part.gated else ACTIVATIONS[part.kind]
+        self.activation = None if part.kind == "swiglu" else ACTIVATIONS[part.kind]
         self.down = Linear(parallel, records["down.weight"], records.get("down.bias"), "row")
         self.pieces = parallel.recompute.pieces
         self.piece = _Piece(self)

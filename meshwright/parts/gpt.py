@@ -77,6 +77,7 @@ class NormPart(Part):
     eps: float
     bias: bool = False
     keeps_output: bool = True
+    fuses: bool = True  # with the product after it, where kernels do that
     of_mlp: bool = False  # the MLP after it may be computed in pieces, and then it is computed apart
 
     def records(self, at: Coordinate, name: str) -> Records:
@@ -108,7 +109,8 @@ class NormPart(Part):
 
     def _fuses(self, kernels: Kernels) -> bool:
         """Whether the product after it computes it."""
-        return kernels.fused and self.kind == "rmsnorm" and not (self.of_mlp and kernels.pieces > 1)
+        apart = not self.fuses or (self.of_mlp and kernels.pieces > 1)
+        return kernels.fused and self.kind == "rmsnorm" and not apart
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """The gradient of the input and the normed input, which a fused RMS norm makes again in one pass."""
@@ -118,7 +120,7 @@ class NormPart(Part):
 
 @dataclass(frozen=True)
 class AttentionPart(Part):
-    """Causal self-attention with grouped key-value heads, cut over tp by heads and over cp by tokens."""
+    """Self-attention with grouped key-value heads, cut over tp by heads and over cp by tokens."""
 
     hidden: int
     heads: int
@@ -133,6 +135,7 @@ class AttentionPart(Part):
     norm_eps: float = 1e-5
     dropout: float = 0.0
     masked: bool = False  # whether attention within documents takes a mask
+    causal: bool = True  # whether a token sees only those before it
 
     def own_heads(self, at: Coordinate) -> tuple[int, int]:
         """The query heads and key-value heads of one tp rank."""
@@ -187,9 +190,9 @@ class AttentionPart(Part):
         ]
         rotary = 2.0 * tokens * (heads + kv) * d * batch.element if self.rope else 0.0
         if kernels.fused_attention:
-            # Scores and mix of the lower triangle: half of 4 s^2 d per head.
-            causal = 2.0 * batch.sequences * heads * d * batch.seq * (batch.seq / cp)
-            return Work(tuple(products), causal, rotary, kernels=10)
+            # Scores and mix: 4 s^2 d per head, or half of it for the lower triangle.
+            core = (2.0 if self.causal else 4.0) * batch.sequences * heads * d * batch.seq * (batch.seq / cp)
+            return Work(tuple(products), core, rotary, kernels=10)
         s, count = batch.seq, batch.sequences * heads
         products += [
             Product("scores", s // cp, s, d, count, linear=False),
@@ -239,10 +242,9 @@ class AttentionPart(Part):
             return
         if kernels.fused_attention:
             yield Kept("log-sums", tokens * h * wide, core=True)
-            if (
-                batch.documents and self.masked
-            ):  # a mask, as numbers to add to the scores; kernels that take one know no grouped heads
-                yield Kept("mask", batch.sequences * batch.seq**2 * e, core=True)
+            if batch.documents and self.masked:  # numbers to add to the scores; such kernels know no grouped heads
+                queries = batch.seq if self.causal else 1  # where all see the same keys, one row says it
+                yield Kept("mask", batch.sequences * queries * batch.seq * e, core=True)
                 if h != k and not host:
                     yield Kept("repeated heads", 2 * tokens * h * d * e, core=True)
         else:
@@ -259,17 +261,18 @@ def vocabulary_rows(vocab: int, at: Coordinate) -> int:
     return -(-vocab // at.size("tp"))
 
 
-def vocabulary_record(at: Coordinate, name: str, sizes: tuple[int, int], init: Init, tied: bool) -> ParamRecord:
-    """Returns the record of a table [vocabulary, hidden] cut over tp by rows. Across stages, each end of a tie holds a
-    copy."""
-    vocab, hidden = sizes
+def vocabulary_record(at: Coordinate, name: str, sizes: tuple[int, ...], init: Init, tied: bool = False) -> ParamRecord:
+    """Returns the record of a table [vocabulary, hidden] or a bias [vocabulary] cut over tp by rows. Across stages,
+    each end of a tie holds a copy."""
+    vocab, *tail = sizes
     rows = vocabulary_rows(vocab, at)
     first = at.index("tp") * rows
     held = max(0, min(rows, vocab - first))
     axes = ("embedding",) if tied and at.size("embedding") > 1 else ()
     return rows_of(
-        name, ((first, held, 0),), vocab, (hidden,), init, rows, partial=axes, copies=axes, tied=name if tied else ""
-    )
+        name, ((first, held, 0),), vocab, tuple(tail), init, rows, decay=bool(tail), partial=axes, copies=axes,
+        tied=name if tied else "",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -326,16 +329,18 @@ class PositionEmbeddingPart(Part):
 @dataclass(frozen=True)
 class OutputLayerPart(Part):
     """The output layer, a product cut over the vocabulary, and the cross entropy. Their gradients are computed in
-    forward, one piece of the tokens at a time."""
+    forward, one piece of the tokens at a time. `bias` is the whole name of its bias, if it has one."""
 
     vocab: int
     hidden: int
     init: Init
     tied: bool = False
+    bias: str = ""
 
     def records(self, at: Coordinate, name: str) -> Records:
         weight = vocabulary_record(at, f"{name}.weight", (self.vocab, self.hidden), self.init, self.tied)
-        return {"weight": weight}
+        bias = {"bias": vocabulary_record(at, self.bias, (self.vocab,), ZEROS)} if self.bias else {}
+        return {"weight": weight} | bias
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         """Returns the product and the loss. Other programs' losses move as many bytes per logit as they hold at their
@@ -366,7 +371,8 @@ class OutputLayerPart(Part):
         weight, the weight gradient is kept too, since the embedding adds to the same place later."""
         if not kernels.own:
             return
-        yield Kept("input gradient", batch.tokens(at) * self.hidden * batch.element)
+        wide = vocabulary_rows(self.vocab, at) * batch.wide if self.bias else 0  # the bias's gradient
+        yield Kept("input gradient", batch.tokens(at) * self.hidden * batch.element + wide)
         if self.tied and at.size("embedding") == 1:
             yield Kept("weight gradient", vocabulary_rows(self.vocab, at) * self.hidden * batch.wide)
 

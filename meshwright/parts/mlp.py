@@ -14,7 +14,7 @@ from meshwright.parts.part import Collective, Coordinate, Kept, Kernels, MicroBa
 class MLPPart(Part):
     """The feed-forward part, cut over tp by its inner features."""
 
-    kind: str  # gelu, gelu_tanh, relu, or swiglu, which is gated
+    kind: str  # gelu, gelu_tanh, quick_gelu, relu, or one that is gated: swiglu, geglu, reglu
     hidden: int
     ffn: int
     init: Init
@@ -23,7 +23,7 @@ class MLPPart(Part):
 
     @property
     def gated(self) -> bool:
-        return self.kind == "swiglu"
+        return self.kind.endswith("glu")
 
     @property
     def first(self) -> str:
@@ -60,10 +60,11 @@ class MLPPart(Part):
         yield from row_calls(at, batch, self.hidden)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields what the activation keeps. SwiGLU: both halves, the gate's activation and the result, or only the
-        halves where the next product recomputes the rest. Others: the activation's input and result, of which ReLU
-        needs one. In pieces, only that of one piece at a time, while its backward runs."""
-        copies: float = {"relu": 1.0}.get(self.kind, 2.0)
+        """Yields what the activation keeps. Gated: both halves, the gate's activation and the result, or of SwiGLU only
+        the halves where the next product recomputes the rest. Others: the activation's input and result, of which ReLU
+        needs one; uncompiled, the quick GELU also keeps its sigmoid. In pieces, only that of one piece at a time, while
+        its backward runs."""
+        copies: float = {"relu": 1.0, "quick_gelu": 2.0 if kernels.fused else 3.0}.get(self.kind, 2.0)
         if self.gated:
             copies = 2.0 if self._recomputes_swiglu(at, kernels) else kernels.gate_copies
         rows = rows_of_piece(batch.tokens(at), kernels.pieces)
@@ -71,7 +72,7 @@ class MLPPart(Part):
 
     def _recomputes_swiglu(self, at: Coordinate, kernels: Kernels) -> bool:
         """Whether the second product recomputes SwiGLU in backward: not where it adds a bias itself."""
-        return kernels.fused and not (self.bias and at.size("tp") == 1)
+        return kernels.fused and self.kind == "swiglu" and not (self.bias and at.size("tp") == 1)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Returns the bytes of the widest tensors' gradients, and of SwiGLU's result where it is recomputed."""

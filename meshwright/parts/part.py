@@ -294,11 +294,13 @@ class Unit:
 @dataclass(frozen=True)
 class BlockUnit(Unit):
     """A unit of the residual stream: pairs of a norm and a body. Each adds body(norm(x)) to x: one after the other or,
-    if `parallel`, all from the block's input. Dropout comes before each sum."""
+    if `parallel`, all from the block's input. With `post_norm`, x becomes norm(x + body(x)): as many tensors are kept,
+    since what is now a body's input was a norm's. Dropout comes before each sum."""
 
     hidden: int = 0
     parallel: bool = False
     dropout: float = 0.0
+    post_norm: bool = False
 
     __hash__ = hash_once
 
@@ -359,6 +361,9 @@ class Model:
     head: Unit
     hidden: int
     tied: bool = False  # the output layer's weight is the embedding's
+    causal: bool = True  # whether a token sees only those before it
+    predictions: int = 0  # tokens of a sample that are predicted, where they are chosen ones; 0: all
+    terms: tuple[str, ...] = ("loss",)  # of the loss, beside those that parts of blocks add
 
     __hash__ = hash_once
 

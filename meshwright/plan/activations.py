@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from meshwright.models.description import fields_read
+from meshwright.models.description import field_elements, fields_read
 from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Stage, Unit
 from meshwright.plan.job import Job
 from meshwright.schedule.kinds import KINDS, computes
@@ -73,7 +73,7 @@ class ChunkBytes:
 
 
 def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
-    """Returns the bytes of one chunk; `fields` is the number of batch fields that the rank reads."""
+    """Returns the bytes of one chunk; `fields` is the number of elements of a micro-batch that the rank reads."""
     together, mode = job.config.recompute.blocks, job.config.recompute.mode
     stream = job.batch.rows(job.at) * job.model.hidden * job.batch.element
     selective = (job.stack.selective, job.stack.selective_core)
@@ -108,10 +108,10 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
         for at in sorted(shown, reverse=True)
         if at < len(parts) - int(stage.last)  # the head's gradients are computed in forward
     )
-    batch = job.batch.tokens(job.at) * 8 * fields if stage.first else 0
+    batch = 8 * fields if stage.first else 0
     # A CPU also keeps a mask itself, one byte per element.
     masked = job.batch.documents and job.config.model.masks_documents and stage.layers and job.host
-    mask = job.batch.sequences * job.batch.seq**2 if masked else 0
+    mask = job.batch.sequences * job.batch.seq * (job.batch.seq if job.model.causal else 1) if masked else 0
     loss = units[-1].working if stage.last else 0.0
     return ChunkBytes(sum(kept) + batch + mask, loss, moments, stream * len(away))
 
@@ -125,7 +125,8 @@ def chunks_of(job: Job, pp_rank: int) -> list[ChunkBytes]:
     """Returns the bytes of each chunk of a pipeline rank."""
     held = job.chunks[pp_rank]
     ends = [stage for stage in held if stage.first or stage.last]
-    fields = sum(len(fields_read(stage, job.model, job.layout.cp) & set(job.data_fields)) for stage in ends)
+    read = (name for stage in ends for name in fields_read(stage, job.model, job.layout.cp) & set(job.data_fields))
+    fields = sum(field_elements(name, job.model, job.at, job.batch) for name in read)
     return [chunk_bytes(job, stage, fields) for stage in held]
 
 

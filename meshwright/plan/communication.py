@@ -22,7 +22,7 @@ from meshwright.comm.ledger import wire_bytes
 from meshwright.config.sections import Config, ZeroConfig
 from meshwright.layout import Layout
 from meshwright.layout.params import ParamRecord
-from meshwright.models.description import fields_read
+from meshwright.models.description import field_elements, fields_read
 from meshwright.parts.part import BlockUnit, Collective, Coordinate, MicroBatch, Stage, Unit
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job
 from meshwright.plan.stack import BYTES
@@ -81,11 +81,12 @@ Key = TypeVar("Key", Line, str)
 
 def batch(job: Job, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
     """One tp rank reads the batch; it broadcasts once per micro-batch and dtype, whatever the number of chunks:
-    M x (T x fields of this dtype that a chunk of this rank reads x bytes)."""
+    M x (elements of the fields of this dtype that a chunk of this rank reads x bytes), T for most fields."""
     needs = set().union(*(fields_read(stage, job.model, job.layout.cp) for stage in held))
-    dtypes = [dtype for name, dtype in job.data_fields.items() if name in needs]
-    for dtype in dict.fromkeys(dtypes):
-        payload = job.batch.tokens(job.at) * dtypes.count(dtype) * FIELD_BYTES[dtype]
+    fields = {name: dtype for name, dtype in job.data_fields.items() if name in needs}
+    for dtype in dict.fromkeys(fields.values()):
+        names = (name for name, own in fields.items() if own == dtype)
+        payload = sum(field_elements(name, job.model, job.at, job.batch) for name in names) * FIELD_BYTES[dtype]
         if dtype == "int64" and job.layout.cp > 1:  # the numbers and the documents of all ranks' rows travel with them
             payload += job.batch.sequences * job.batch.seq * (1 + ("segments" in job.data_fields)) * WIDE
         yield _over(job.layout, "batch", "data", "tp", "broadcast", payload, job.micro_batches)
@@ -299,7 +300,7 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
     (3 x axes of the mesh + 5 phases + 1) x 8.
     With experts, their rows: (experts + 2) x 8 per block that has them.
     """
-    terms = max(1, job.terms) + len(job.model.losses)
+    terms = max(1, job.declared_terms) + len(job.model.losses)
     yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", sums_bytes(terms))
     experts, layers = job.config.model.experts, range(job.config.model.layers)
     if experts.count:
@@ -307,8 +308,8 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
         yield _over(
             job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * rows * balance_length(experts.count)
         )
-    if job.terms:
-        yield _over(job.layout, "sums", "data", "world", "all_reduce", WIDE * job.terms)
+    if job.declared_terms:
+        yield _over(job.layout, "sums", "data", "world", "all_reduce", WIDE * job.declared_terms)
     if job.monitored:
         yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * 2 * job.monitored)
     yield _over(job.layout, "metrics", "metrics", "world", "all_reduce", counts_bytes(len(job.layout.step_groups())))

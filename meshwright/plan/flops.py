@@ -18,7 +18,8 @@ def unit_work(unit: Unit, at: Coordinate, batch: MicroBatch, kernels: Kernels) -
 
 
 def _sequence_flops(units: Iterable[tuple[Unit, int]], seq: int) -> tuple[float, float]:
-    """Returns the forward FLOPs of one sequence: products with weights, and attention's core over the causal half."""
+    """Returns the forward FLOPs of one sequence: products with weights, and attention's core over what is seen: of a
+    causal model one half."""
     products = core = 0.0
     for unit, count in units:
         work = unit_work(unit, ALONE, MicroBatch(1, seq), Kernels())
@@ -37,14 +38,19 @@ def _model_sequence(model: ModelConfig) -> tuple[tuple[float, float], tuple[floa
 def model_flops(model: ModelConfig, tokens: float, causal: bool = False) -> float:
     """Returns the forward and backward FLOPs of `tokens` tokens, nothing recomputed; attention in full or `causal`."""
     (products, core), (head, _) = _model_sequence(model)
-    return 3.0 * (products + core * (1 if causal else 2) + head) * tokens / model.seq
+    return 3.0 * (products + core * _whole(model, causal) + head) * tokens / model.seq
+
+
+def _whole(model: ModelConfig, causal: bool) -> int:
+    """What attention's core is multiplied by: 2 where the half that a causal model does not see is counted too."""
+    return 1 if causal or not describe(model).causal else 2
 
 
 def recomputed_flops(model: ModelConfig, tokens: float, recompute: str, causal: bool = False) -> float:
     """Returns what recomputation adds to `model_flops`: attention's core with `selective`, all blocks with `full` and
     with `every:N`, which keeps every N-th input."""
     (products, core), _ = _model_sequence(model)
-    core *= 1 if causal else 2
+    core *= _whole(model, causal)
     again = {"none": 0.0, "selective": core}.get(recompute, products + core)
     return again * tokens / model.seq
 

@@ -15,7 +15,7 @@ from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.layout.layout import DENSE_AXES, EXPERT_AXES, EXPERT_WORDS
-from meshwright.models.description import describe, layout_of, stages_of
+from meshwright.models.description import data_fields, describe, layout_of, stages_of
 from meshwright.parts.part import Coordinate, Kernels, MicroBatch, Model, Stage, Unit, coordinate_of
 from meshwright.plan.stack import BYTES, Stack, States, own_stack, states_of
 from meshwright.schedule.kinds import placement_of
@@ -37,9 +37,9 @@ class Job:
     stack: Stack
     cluster_node: int = 0  # devices per node, unless the config says
     samples: int | None = None  # the step's global batch (None: the config's, at the end of a ramp)
-    fields: Mapping[str, str] | None = None  # name -> dtype of a dataset that is no token file, one element per token
+    fields: Mapping[str, str] | None = None  # name -> dtype of a dataset that is no token file
     monitored: int = 0  # values that `forward_step` returns beside the loss
-    terms: int = 0  # declared terms of the loss
+    terms: int = 0  # terms of the loss that a program declares; 0: the model's own
     host: bool = False  # the devices are a machine's processors
     reducer: ReducerPlan | None = None  # sums the gradients; None: as `comm` says, after `warmup_steps`
     imbalance: float = 1.0  # rows of the busiest rank's experts over the mean
@@ -85,8 +85,7 @@ class Job:
     @cached_property
     def batch(self) -> MicroBatch:
         c = self.config
-        documents = c.data.reset_attention
-        return MicroBatch(c.train.micro_batch, c.model.seq, BYTES[c.train.precision], documents, self.imbalance)
+        return MicroBatch(c.train.micro_batch, c.model.seq, BYTES[c.train.precision], c.has_segments, self.imbalance)
 
     @cached_property
     def kernels(self) -> Kernels:
@@ -106,6 +105,12 @@ class Job:
         return max(1, self.global_batch // (self.layout.dp * self.config.train.micro_batch))
 
     @property
+    def declared_terms(self) -> int:
+        """The number of declared terms of the loss; 0 where there is one, which needs no declaration."""
+        own = len(self.model.terms)
+        return self.terms or (own if own > 1 else 0)
+
+    @property
     def tokens(self) -> int:
         """The number of tokens of the whole step."""
         return self.global_batch * self.config.model.seq
@@ -115,11 +120,7 @@ class Job:
         """The fields of a sample, name -> dtype."""
         if self.fields is not None:
             return self.fields
-        data = self.config.data
-        names = ["tokens", "labels", "loss_mask"]
-        names += ["positions"] if data.reset_positions else []
-        names += ["segments"] if data.reset_attention else []
-        return dict.fromkeys(names, "int64")
+        return dict.fromkeys(data_fields(self.config), "int64")
 
     @cached_property
     def placement(self) -> tuple[tuple[int, int], ...]:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from meshwright.layout.rows import ORDERS
 from meshwright.models.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, WHO_SEES_WHOM, on_host
+from meshwright.models.stage import LossCounts
 from meshwright.train.context import Context
-from meshwright.train.losses import LossCounts
 
 
 class Dataset(Protocol):
@@ -94,6 +94,7 @@ class MicroBatches:
         self.ctx, self.dataset, self.reader, self.loss_counts = ctx, dataset, reader, loss_counts
         self.size = ctx.config.train.micro_batch
         self.reads = ctx.mesh.tp.index <= 0
+        self.counts_terms = ctx.mesh.is_first("tp", "cp") and ctx.pp_rank == ctx.layout.first_and_last[0]
         self._coming: dict[tuple[int, int], Future[Read]] = {}
         # One broadcast per dtype: fields of one dtype travel packed.
         self.packs: dict[torch.dtype, list[tuple[str, tuple[int, ...]]]] = {}
@@ -145,8 +146,7 @@ class MicroBatches:
         """What the loss's terms count in this data-parallel rank's samples of a step; nothing on ranks that leave that
         to another one. What is read for it is kept for `load`."""
         found: Counter[str] = Counter()
-        first, _ = self.ctx.layout.first_and_last
-        if self.ctx.mesh.is_first("tp", "cp") and self.ctx.pp_rank == first:
+        if self.counts_terms:
             for read in [self._ask(consumed, i) for i in range(micro_batches)]:
                 found.update(read.result().counts)
             if not self.packs:

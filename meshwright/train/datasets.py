@@ -6,8 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.checkpoint.companions import tokenizer_of_data
+from meshwright.config.data import SPECIALS
 from meshwright.config.sections import Config
+from meshwright.data.masked import Masking
 from meshwright.data.stream import SampleOptions, build_datasets
+from meshwright.data.token_file import read_metadata
+from meshwright.data.word_parts import special_ids, word_parts
 from meshwright.errors import UserError
 
 
@@ -34,11 +39,38 @@ class Checked:
         return str(self.dataset.source_of(n))
 
 
+def masking_of(config: Config) -> Masking:
+    """How tokens are masked. Words and special tokens come from the tokenizer of the first file, if that is known."""
+    m, c, prefix = config.model, config.data.masked, config.data.prefixes[0]
+    tokenizer = tokenizer_of_data(config.data.prefixes)
+    pieces = [] if tokenizer is None else tokenizer.pieces()
+    if c.whole_words == "true" and not pieces:
+        raise UserError(
+            f"data.masked.whole_words=true needs the tokenizer of {prefix}, and its file is not known or gone: prepare "
+            "the data again, or set it to auto"
+        )
+    vocab = len(pieces) or int((read_metadata(prefix) or {}).get("vocab_size", 0))
+    specials = c.specials or special_ids(pieces) or (tuple(range(vocab, vocab + len(SPECIALS))) if vocab else ())
+    if not specials:
+        raise UserError(
+            f"{prefix}.json does not say which tokens there are: set data.masked.specials to the ids of [CLS], [SEP], "
+            "[MASK] and [PAD]"
+        )
+    if max(specials) >= m.vocab:
+        raise UserError(
+            f"model.vocab={m.vocab} leaves no room for the special tokens {list(specials)}: set "
+            f"model.vocab={max(specials) + 1} or more"
+        )
+    words = word_parts(pieces) if pieces and c.whole_words != "false" else None
+    return Masking(m.predictions, c.share, c.ngrams, specials, vocab or m.vocab, words, m.pooler)
+
+
 def datasets_of(config: Config) -> tuple[Any, Any, Any]:
     """Train, valid and test (None where the split leaves none); raises for every mistake that the files show."""
     d = config.data
     options = SampleOptions(d.eod if d.eod >= 0 else None, d.mask_eod, d.reset_positions, d.reset_attention)
-    how = (config.model.seq, config.train.seed, options, d.draw_split)
+    masking = masking_of(config) if config.objective == "masked" else None
+    how = (config.model.seq, config.train.seed, options, d.draw_split, masking)
     parts = build_datasets(d.prefixes, d.weights or None, d.split, *how)
     assert parts[0] is not None
     needed = parts[0].vocab_needed

@@ -19,7 +19,9 @@ from meshwright.config.load import merged
 from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
+from meshwright.models.stage import stage_of
 from meshwright.pipeline.executor import Executor
+from meshwright.pipeline.output import LOSS
 from meshwright.train.batches import Dataset, MicroBatches, Picked
 from meshwright.train.context import Context, build_context
 from meshwright.train.gpt import forward_step, model_provider
@@ -71,8 +73,11 @@ def evaluate(ctx: Context, modules: list[nn.Module], dataset: Dataset, samples: 
     executor = Executor(modules, ctx.mesh.pp, partial(forward_step, ctx), ctx.parallel.streams)
     unit = ctx.mesh.samples.size * ctx.config.train.micro_batch
     batches = MicroBatches(ctx, Picked(dataset, range(samples)), fields_of(modules), ThreadPoolExecutor(1))
-    found = mean_loss(executor, batches, -(-samples // unit) * unit)
+    declared = stage_of(modules[0]).loss_counts
+    terms = (LOSS,) if declared is None else tuple(declared(dataset.sample(0)))
+    found = mean_loss(executor, batches, -(-samples // unit) * unit, terms=terms)
     if not found.tokens:
         raise UserError("no token of the data counts in the loss: check data.mask_eod and data.eod")
-    perplexity, tokens = math.exp(min(found.loss, 700.0)), math.ceil(found.tokens)
-    return {"loss": found.loss, "perplexity": perplexity, "tokens": tokens, "samples": samples}
+    perplexity, tokens = math.exp(min(found.losses.get(LOSS, found.loss), 700.0)), math.ceil(found.tokens)
+    line = {"loss": found.loss, "perplexity": perplexity, "tokens": tokens, "samples": samples}
+    return line | ({"losses": found.losses} if found.losses else {})

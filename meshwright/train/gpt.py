@@ -1,4 +1,4 @@
-"""The three providers of `pretrain` for our own GPT: its chunks, its token files, its forward step."""
+"""The three providers of `pretrain` for our own models: its chunks, its token files, its forward step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from meshwright.models.gpt import GPTStage
 from meshwright.parts.part import Stage
-from meshwright.pipeline.output import LOSS, StageOutput, Term
+from meshwright.pipeline.output import StageOutput, Term
 from meshwright.train.context import Context
 from meshwright.train.datasets import datasets_of
 
@@ -25,7 +25,10 @@ def forward_step(ctx: Context, module: nn.Module, batch: dict[str, Tensor], rece
     assert isinstance(module, GPTStage)
     out, losses = module(batch, received.get("hidden"))
     last = module.head is not None
-    terms = [Term(LOSS, out, batch["loss_mask"].sum())] if last else []
+    terms = []
+    if module.head is not None:
+        sums = out if isinstance(out, tuple) else (out,)
+        terms = [Term(*term) for term in zip(module.terms, sums, module.head.counts(batch), strict=True)]
     if losses is not None:
         tokens = batch["loss_mask"].sum() * module.losses_here
         terms += [

@@ -7,7 +7,8 @@ A count is known for certain only when the last micro-batch has been through. So
 - Any other list is declared by `loss_counts(sample) -> {name: count}`, a pure function of a sample. At the beginning
   of a step the counts of all its samples are summed over the world, and each term's gradient is divided by its count
   before it is added to the others'. That costs one small all-reduce, which the host waits for, and the reader holds the
-  step's micro-batches meanwhile. What forward counts is checked against it.
+  step's micro-batches meanwhile. What forward counts is checked against it. A model of ours whose loss has several
+  terms declares them itself (`StageModule.loss_counts`).
 
 Terms that a model's own blocks add (`StageModule.losses`) count the tokens of "loss", once in each block: their counts
 are multiples of that one's, so they need no declaration either.
@@ -16,9 +17,8 @@ are multiples of that one's, so they need no declaration either.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +28,6 @@ from meshwright.pipeline.executor import Seeds
 from meshwright.pipeline.output import LOSS, TermTotal, Totals
 from meshwright.train.context import Context
 from meshwright.train.counts import sums_length
-
-LossCounts = Callable[[Mapping[str, Any]], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def counts_over_world(ctx: Context, names: Sequence[str], own: Mapping[str, floa
     with ctx.ledger.phase("data"):
         vector = ctx.device.upload(vector)
         ctx.mesh.world.all_reduce(vector)
-    return dict(zip(names, vector.tolist(), strict=True))
+    return dict(zip(names, ctx.device.download(vector).read(), strict=True))
 
 
 def sums_over_world(ctx: Context, totals: Totals, names: Sequence[str], squares: Tensor | float = 0.0) -> Tensor:

@@ -25,7 +25,7 @@ from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout.params import stream_seed
 from meshwright.models.description import stages_of
-from meshwright.models.stage import stage_of
+from meshwright.models.stage import LossCounts, stage_of
 from meshwright.nn.parallel import initialise, record_of, share_tied_parameters
 from meshwright.optim.schedules import consumed_after
 from meshwright.parts.part import Stage
@@ -34,7 +34,6 @@ from meshwright.sharding.buffers import foreign_record
 from meshwright.sharding.reducers import Reducer
 from meshwright.train.context import Context, build_context, compiles
 from meshwright.train.loop import GivingUp, Hook, Recording, Saving, TimeLimit, TracedStep, Validating, Watcher, train
-from meshwright.train.losses import LossCounts
 from meshwright.train.own_models import check_own, in_precision, is_own
 from meshwright.train.processes import enter, find_place, joined_place, leave
 from meshwright.train.rank_process import end_with_launcher, name_rank

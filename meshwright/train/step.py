@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshwright.comm.ledger import CallTotals, wire_bytes
 from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES, Device, Download
-from meshwright.models.stage import stage_of
+from meshwright.models.stage import LossCounts, stage_of
 from meshwright.optim.adam import FlatOptimizer
 from meshwright.optim.scaling import LossScale, gradient_scaling
 from meshwright.optim.schedules import global_batch, learning_rate
@@ -33,7 +33,7 @@ from meshwright.train.balance import ExpertBalance
 from meshwright.train.batches import Dataset, MicroBatches, Picked, by_source
 from meshwright.train.context import Context, compiles
 from meshwright.train.counts import COUNTS, NEW_NAME, PHASES, SAVE, counts_bytes
-from meshwright.train.losses import LossCounts, Normalisation, Sums, counts_over_world, sums_over_world
+from meshwright.train.losses import Normalisation, Sums, counts_over_world, sums_over_world
 from meshwright.train.monitor import Monitored, Summing
 
 ForwardStep = Callable[[Context, nn.Module, dict[str, Tensor], dict[str, Tensor]], Any]
@@ -131,6 +131,7 @@ class Trainer:
         self.executor = Executor(self.modules, ctx.mesh.pp, forward, streams, parallel, compiled)
         # One thread reads for both: they may be one dataset, which need not be made for two.
         fields, reader = fields_of(self.modules), ThreadPoolExecutor(1, "meshwright-reader")
+        loss_counts = loss_counts or stage_of(self.modules[0]).loss_counts
         self.train_batches = MicroBatches(ctx, train_data, fields, reader, loss_counts)
         self.valid_batches = MicroBatches(ctx, valid_data, fields, reader) if valid_data is not None else None
         # Validation samples by the file that they come from, where the data say so.

@@ -82,7 +82,7 @@ TRAIN = {
         ["layout.cp=2", "model.position=alibi", "--nproc", "2"], "set layout.cp=1 or use rope"
     ),
     "dropout over shared sequences": (
-        ["layout.cp=2", "model.dropout=0.1", "--nproc", "2"], "set model.dropout=0 or layout.cp=1"
+        ["layout.cp=2", "model.dropout=0.1", "--nproc", "2"], "set model.attention_dropout=0 or layout.cp=1"
     ),
     "ep without experts": (["layout.ep=2", "--nproc", "2"], "the model has none: set model.experts.count, or leave"),
     "etp without experts": (["layout.etp=2", "--nproc", "2"], "leave layout.etp=2 out"),

@@ -132,3 +132,61 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
     assert "encoding" in drawn and "75%" in drawn and "3.0/4.0 MB" in drawn
     assert stream.getvalue().endswith("\x1b[2K"), "the bar is erased"
+
+
+def test_show_prints_a_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the model sees and what it is to predict give the text back."""
+    (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    assert data("prepare", tmp_path / "a.txt", "--out", tmp_path / "a") == 0
+    config = tmp_path / "bert.yaml"
+    config.write_text(
+        "model: {kind: bert, layers: 1, hidden: 8, heads: 2, vocab: 261, seq: 64}\n"
+        f"data: {{prefixes: ['{tmp_path / 'a'}'], split: [1, 0, 0]}}\n"
+    )
+    capsys.readouterr()
+    assert data("show", config, "--sample", "3", "--json") == 0
+    sample = json.loads(capsys.readouterr().out)
+    assert data("show", config, "--sample", "3") == 0
+    heading, shown = capsys.readouterr().out.rstrip("\n").split("\n")
+    count = sum(sample["loss_mask"])
+    kinds = r"\((\d+) masked, (\d+) changed, (\d+) kept"
+    words = re.match(rf"sample 3 of train: (\d+) tokens of 64, (\d+) to predict {kinds}", heading)
+    assert words is not None and int(words[2]) == count == sum(int(words[n]) for n in (3, 4, 5))
+    assert int(words[1]) == sample["segments"].count(0)
+    assert heading.endswith("swapped") == bool(sample["swapped"])
+    text = re.sub(r"\{(?:[^{}=]*=)?([^{}=]*)\}", r"\1", shown)
+    _, first, second, _ = re.split(r"\[CLS\] |\[SEP\] ?", text)
+    whole = second + first if sample["swapped"] else first + second
+    assert len(whole) == int(words[1]) - 3 and whole in "The quick brown fox jumps over the lazy dog. " * 3
+    assert data("show", config, "model.kind=gpt", "data.reset_attention=true", "--split", "train") == 0
+    assert "sample 0 of train: 64 tokens, of which 64 have a loss, 1 document apart" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sample", "-1"], "--sample -1 must not be negative"),
+        (["--split", "test"], "leaves no test data"),
+        (["model.vocab=260"], "model.vocab=260 leaves no room for the special tokens [257, 258, 259, 260]"),
+        (["layout.cp=2"], "layout.cp=2 can't share the sequences of model.kind=bert yet"),
+        (["data.objective=causal"], "model.kind=bert learns masked tokens, and data.objective is causal"),
+        (["model.position=alibi"], "model.position=alibi looks back only"),
+        (["model.token_types=1"], "model.token_types=1 can't tell two segments apart"),
+        (["data.mask_eod=true"], "data.mask_eod=true has no effect with data.objective=masked"),
+        (["model.kind=gpt", "model.pooler=true"], "model.pooler=True has no effect with model.kind=gpt"),
+        (["data.masked.specials=[1,2,2,3]"], "must be four different ids"),
+        (["data.masked.share=1.5"], "data.masked.share=1.5 must be below 1"),
+    ],
+)
+def test_mistakes_in_masked_data(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("some words")
+    assert data("prepare", tmp_path / "a.txt", "--out", tmp_path / "a") == 0
+    config = tmp_path / "bert.yaml"
+    config.write_text(
+        "model: {kind: bert, layers: 1, hidden: 8, heads: 2, vocab: 261, seq: 64}\n"
+        f"data: {{prefixes: ['{tmp_path / 'a'}'], split: [1, 0, 0]}}\n"
+    )
+    assert data("show", config, *words) == 2
+    assert message in capsys.readouterr().err

@@ -231,3 +231,26 @@ def test_how_often_to_save(given: str | int, steps: int, seconds: float) -> None
 def test_times_that_are_none(word: str) -> None:
     with pytest.raises(UserError, match="is not a time: give it as 90s, 30min or 1h30min"):
         load_config(None, [word, "data.prefixes=x", "model.preset=gpt2-124m"])
+
+
+def test_dropouts_follow_the_first_one_unless_given() -> None:
+    sizes = {"layers": 1, "hidden": 8, "heads": 2, "vocab": 9, "seq": 4}
+
+    def model(**keys: float) -> tuple[float | None, ...]:
+        found = config_from({"model": {**sizes, **keys}, "data": {"prefixes": ["x"]}}).model
+        assert config_from({"model": {**sizes, **keys}, "data": {"prefixes": ["x"]}}).compiles != found.drops
+        return found.dropout, found.attention_dropout, found.embedding_dropout
+
+    assert model() == (0.0, 0.0, 0.0) and model(dropout=0.1) == (0.1, 0.1, 0.1)
+    assert model(dropout=0.1, attention_dropout=0.0) == (0.1, 0.0, 0.1)
+    assert model(embedding_dropout=0.2) == (0.0, 0.0, 0.2)
+    with pytest.raises(UserError, match="model.attention_dropout=1.0 must be at least 0 and below 1"):
+        model(attention_dropout=1.0)
+
+
+def test_a_kind_fills_what_is_not_given() -> None:
+    sizes = {"kind": "bert", "layers": 1, "hidden": 8, "heads": 2, "vocab": 9, "seq": 40}
+    found = config_from({"model": {**sizes, "pooler": False}, "data": {"prefixes": ["x"]}})
+    assert (found.model.norm_place, found.model.token_types, found.model.pooler) == ("post", 2, False)
+    assert found.model.predictions == 6 and found.objective == "masked" and found.has_segments
+    assert config_from(to_mapping(found)) == found

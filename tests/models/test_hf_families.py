@@ -33,6 +33,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "opt": {**SIZES, "position_offset": 2, "mlp": "relu"},
     "bloom": {**SIZES, "position": "alibi", "embedding_norm": True, "mlp": "gelu_tanh"},
     "mistral": {**LLAMA, "rope_theta": 1e6},
+    "bert": {**SIZES, "kind": "bert", "pooler": False, "mlp": "gelu_tanh", "token_types": 3},
     "mixtral": {**LLAMA, "rope_theta": 1e6, "experts": {"count": 4}},
     "qwen3_moe": {
         **LLAMA, "layers": 4, "qk_norm": True, "head_dim": 16,

@@ -145,6 +145,7 @@ _INTERLEAVED = {"schedule": "interleaved"}
 _REVERSED = "pp-dp-ep-cp-tp"
 _NEOX = {"model__position": "rope", "model__rotary_fraction": 0.5, "model__parallel_residual": True}
 _TOKEN_NORMS = {"model__qk_norm": True, "model__qk_norm_over": "all"}
+_POST = {"model__norm_place": "post"}
 _BLOOM = {"model__position": "alibi", "model__embedding_norm": True}
 
 SPECIAL = [
@@ -205,6 +206,8 @@ SPECIAL = [
     _special("pieces", _cut(2, 2, 1), recompute__pieces=2, zero__stage=2),  # with biases
     _special("pieces", _cut(1, 2, 2, **_LLAMA, **_INTERLEAVED), recompute__pieces=16, recompute__mode="every:2"),
     _special("pieces", _cut(2, 1, 1, **_LLAMA), {"blind": True}, recompute__pieces=5, zero__stage=3),
+    _special("post-norm", _cut(1, 2, 1, sp=True), **_POST, model__mlp="geglu", recompute__pieces=2),
+    _special("post-norm", _cut(2, 1, 2), **_POST, model__mlp="quick_gelu", recompute__mode="full", zero__stage=3),
     _special("one-bucket", _cut(2, 2, 1), comm__bucket_mib=25.0),
     _special("bucket-a-parameter", _cut(2, 1, 2), comm__bucket_mib=1e-4),
     _special("sgd-unclipped", _cut(2, 2, 1), optimizer__name="sgd", train__clip=0.0),
@@ -418,7 +421,7 @@ _QUICK_SHARDED = ("zero1-node", "zero3-ramp", "zero3-chunks-on-one-rank")
 _QUICK_LABELS = (
     "chunks-on-one-rank", "uneven-split", "micro-batch-2", "documents", "masked-rank", "ramp", "order",
     "rank-without-vocabulary", "kv-copies-with-bias", "split-ends-without-layers", "qk-norm", "qk-norm-over-all",
-    "partial-rotary-parallel-residual", "alibi-embedding-norm", "pieces",
+    "partial-rotary-parallel-residual", "alibi-embedding-norm", "pieces", "post-norm",
 )  # fmt: skip
 _QUICK_EXPERTS = (
     "dp2-tp1-pp1-1f1b-llama-tied-deepseek-ep2",  # ep across dp

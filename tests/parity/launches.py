@@ -10,7 +10,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.models.description import layout_of
 from tests.parity.cases import Case
-from tests.support.oracle import Made, Outcome, Reference, compare, make_trainer, small_config, solo
+from tests.support.oracle import Outcome, Reference, compare, made_for, make_trainer, small_config, solo
 from tests.support.ranks import RankFailed, run_ranks
 
 PER_LAUNCH = 12
@@ -19,9 +19,8 @@ DEADLINE = 40.0  # seconds for a case; a machine with other work on it may need 
 _REFERENCES: dict[str, Reference] = {}
 
 
-def data_of(case: Case) -> Made:
-    model = case.sections("fp64")["model"]
-    return Made(model["vocab"], model["seq"], **dict(case.data))
+def data_of(case: Case) -> Any:
+    return made_for(small_config(**case.sections("fp64")), **dict(case.data))
 
 
 def reference_of(case: Case) -> Reference:

@@ -32,6 +32,18 @@ Weights = dict[str, torch.Tensor]
 MODELS: dict[str, dict[str, Any]] = FAMILIES | {
     name: {**FAMILIES["llama"], "experts": keys} for name, keys in MIXTURES.items()
 }
+MODELS |= {f"post-{kind}": {**FAMILIES["gpt"], "norm_place": "post", "mlp": kind} for kind in ("geglu", "quick_gelu")}
+MODELS |= {"reglu": {**FAMILIES["llama"], "mlp": "reglu"}}
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5 * (1.0 + torch.erf(x / 2**0.5))
+
+
+PLAIN: dict[str, Any] = {
+    "swiglu": lambda x: x * x.sigmoid(), "geglu": _gelu, "reglu": lambda x: x.clamp(min=0.0), "gelu": _gelu,
+    "quick_gelu": lambda x: x / (1.0 + (-1.702 * x).exp()),
+}  # fmt: skip
 
 
 def _norm(x: torch.Tensor, w: Weights, name: str, m: ModelConfig) -> torch.Tensor:
@@ -67,12 +79,11 @@ def _attention(x: torch.Tensor, w: Weights, name: str, m: ModelConfig, sample: d
 
 
 def _mlp(x: torch.Tensor, w: Weights, name: str, m: ModelConfig) -> torch.Tensor:
-    if m.mlp == "swiglu":
-        gate, up = (x @ w[f"{name}.gate_up.weight"].T).chunk(2, -1)
-        return (gate * gate.sigmoid() * up) @ w[f"{name}.down.weight"].T
-    inner = F.linear(x, w[f"{name}.up.weight"], w[f"{name}.up.bias"])
-    inner = inner * 0.5 * (1.0 + torch.erf(inner / 2**0.5))
-    return F.linear(inner, w[f"{name}.down.weight"], w[f"{name}.down.bias"])
+    gated = f"{name}.gate_up.weight" in w
+    first = f"{name}.gate_up" if gated else f"{name}.up"
+    gate, *up = F.linear(x, w[f"{first}.weight"], w.get(f"{first}.bias")).chunk(2 if gated else 1, -1)
+    inner = PLAIN[m.mlp](gate) * (up[0] if gated else 1.0)
+    return F.linear(inner, w[f"{name}.down.weight"], w.get(f"{name}.down.bias"))
 
 
 def _experts(
@@ -99,6 +110,10 @@ def plain_loss(
     if m.position == "learned":
         x = x + w["position.weight"][sample["positions"]]
     for n in range(m.layers):
+        if m.norm_place == "post":
+            x = _norm(x + _attention(x, w, f"layers.{n}.attention", m, sample), w, f"layers.{n}.norm1", m)
+            x = _norm(x + _mlp(x, w, f"layers.{n}.mlp", m), w, f"layers.{n}.norm2", m)
+            continue
         x = x + _attention(_norm(x, w, f"layers.{n}.norm1", m), w, f"layers.{n}.attention", m, sample)
         normed = _norm(x, w, f"layers.{n}.norm2", m)
         if m.experts.in_block(n):
@@ -106,7 +121,7 @@ def plain_loss(
             x, added = x + y, added + more
         else:
             x = x + _mlp(normed, w, f"layers.{n}.mlp", m)
-    x = _norm(x, w, "final_norm", m)
+    x = _norm(x, w, "final_norm", m) if m.norm_place == "pre" else x
     logits = x @ w["embedding.weight" if m.tied_embeddings else "head.weight"].T
     return (F.cross_entropy(logits, sample["labels"], reduction="none") * sample["loss_mask"]).sum() + added
 

@@ -154,7 +154,8 @@ def record(rank: int, world: int, cases: list[Case]) -> list[list[dict[str, Any]
 
     found = []
     for case in cases:
-        trainer = make_trainer(case.config, rank, world, Fields(case.config, case.fields))
+        made = Fields(case.config, case.fields) if case.config.model.kind == "gpt" else None
+        trainer = make_trainer(case.config, rank, world, made)
         if case.monitored:
             ctx, values = trainer.ctx, {f"value{i}": float(i) for i in range(case.monitored)}
 

@@ -12,7 +12,7 @@ import torch
 from meshwright.checkpoint.load import Reader, complete_load, read_into
 from meshwright.config.load import config_from
 from meshwright.config.rules import check
-from meshwright.config.sections import Config
+from meshwright.config.sections import Config, ModelConfig
 from meshwright.device import Device
 from meshwright.sharding.buffers import REDUCER, FlatBuffer, Slot
 from meshwright.train.context import Context, build_context
@@ -60,6 +60,34 @@ class Made:
         return out
 
 
+class MadeMasked:
+    """Random samples with masked tokens for an encoder, a pure function of n: padded to other lengths and with other
+    numbers of masked tokens each. With `blind`, nothing counts in samples with an odd number."""
+
+    def __init__(self, model: ModelConfig, blind: bool = False) -> None:
+        self.model, self.blind = model, blind
+
+    def sample(self, n: int) -> dict[str, np.ndarray]:
+        m, random = self.model, np.random.default_rng([11, n])
+        length = m.seq - 3 * (n % 3)
+        at, count = np.arange(m.seq), 1 + n % m.predictions
+        places = np.zeros(m.predictions, np.int64)
+        places[:count] = np.sort(random.permutation(np.arange(1, length))[:count])
+        mask = (np.arange(m.predictions) < count) & (not (self.blind and n % 2))
+        found = {
+            "tokens": random.integers(0, m.vocab, m.seq), "labels": random.integers(0, m.vocab, m.predictions),
+            "segments": (at >= length).astype(np.int64), "places": places, "loss_mask": mask.astype(np.int64),
+        }  # fmt: skip
+        found["token_types"] = ((at > length // 2) & (at < length)).astype(np.int64)
+        return found | ({"swapped": random.integers(0, 2)} if m.pooler else {})
+
+
+def made_for(config: Config, **made: Any) -> Any:
+    """Samples of the fields that a config's model reads."""
+    m = config.model
+    return MadeMasked(m, **made) if config.objective == "masked" else Made(m.vocab, m.seq, **made)
+
+
 def small_config(**sections: dict[str, Any]) -> Config:
     """A tiny model in float64; sections are merged key by key."""
     base: dict[str, dict[str, Any]] = {
@@ -84,7 +112,7 @@ def make_trainer(
 ) -> Trainer:
     check(config, world)
     ctx: Context = build_context(config, rank, world, Device("cpu"), process_groups=process_groups, trains=True)
-    data = data or Made(config.model.vocab, config.model.seq)
+    data = data or made_for(config)
     return Trainer(ctx, build_modules(ctx, model_provider), forward_step, data, data)
 
 

@@ -39,6 +39,7 @@ class Family:
     allows: Mapping[str, Sequence[Any]]
     names: Mapping[str, Sequence[str]]
     prefix: str
+    architectures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     differing: Mapping[str, str] = field(default_factory=dict)
     activation_key: str = "hidden_act"
     activations: Mapping[str, str] = field(default_factory=dict)
@@ -51,7 +52,7 @@ class Family:
     dense_layers: str = ""
     extra_layers: str = ""
     needs: Sequence[str] = ()
-    dropouts: Sequence[str] = ()
+    dropouts: Mapping[str, str] = field(default_factory=dict)
     by_head: Sequence[str] = ()
     in_pairs: Sequence[str] = ()
     transposed: Sequence[str] = ()
@@ -68,6 +69,7 @@ class Family:
         self._check(config)
         found = {key: values[0] for key, values in self.allows.items() if len(values) == 1}
         found |= {ours: config[name] for ours, names in self.keys.items() for name in names if name in config}
+        found |= self.architectures.get(self._architecture(config), {})
         if self.activations:
             found["mlp"] = self.activations[str(config.get(self.activation_key))]
         if self.dense_layers:
@@ -100,6 +102,16 @@ class Family:
             if value is not None or key in NONE_IF_NULL
         }
         return {key: value for key, value in {**self.defaults, **given}.items() if value is not None}
+
+    def _architecture(self, config: HFConfig) -> str:
+        """Returns the class that a config.json names, where the family has several."""
+        named = config.get("architectures") or [self.architecture]
+        if self.architectures and named[0] not in self.architectures:
+            raise UserError(
+                f"architectures={named} in config.json can't be imported: of {self.model_type} only "
+                f"{' and '.join(self.architectures)} can"
+            )
+        return str(named[0])
 
     def _check(self, config: HFConfig) -> None:
         """Raises for what a completed config.json lacks, or has and we have not."""
@@ -164,8 +176,11 @@ class Family:
         if base is not None:
             replaced = {"rope_parameters", *self.aliases}
             return {key: value for key, value in base.items() if key not in replaced} | written
-        written |= dict.fromkeys(self.dropouts, model.dropout)
-        return {"architectures": [self.architecture], "model_type": self.model_type, "use_cache": True, **written}
+        written |= {name: value_of(model, ours) for name, ours in self.dropouts.items()}
+        known = self.architectures.items()
+        fitting = [name for name, keys in known if all(value_of(model, key) == value for key, value in keys.items())]
+        name = (*fitting, self.architecture)[0]
+        return {"architectures": [name], "model_type": self.model_type, "use_cache": True, **written}
 
     def tensors(self, model: ModelConfig) -> dict[str, Mapped]:
         """Returns every global tensor of a model, by our name."""

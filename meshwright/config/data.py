@@ -1,0 +1,63 @@
+"""The data section of a config: the token files, and what is learned from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from meshwright.config.blocks import positive
+from meshwright.errors import UserError
+
+SPECIALS = ("cls", "sep", "mask", "pad")
+
+
+@dataclass(frozen=True)
+class MaskedConfig:
+    """Which tokens are masked for `data.objective=masked`: 80 % of those become the mask token, 10 % another token, and
+    10 % stay."""
+
+    share: float = 0.15  # of a sample's tokens; at most model.predictions
+    ngrams: int = 1  # the most words that are masked together; runs of n words have the odds 1/n
+    whole_words: Literal["auto", "true", "false"] = "auto"  # auto: where the tokenizer shows where words begin
+    # The ids of [CLS], [SEP], [MASK] and [PAD]; empty: the tokenizer's or, where it has none, the four after its last.
+    specials: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        positive("data.masked", self, "share", "ngrams")
+        if self.share >= 1.0:
+            raise UserError(f"data.masked.share={self.share:g} must be below 1, e.g. 0.15")
+        if self.specials and (len(set(self.specials)) != len(SPECIALS) or min(self.specials) < 0):
+            raise UserError(
+                f"data.masked.specials={list(self.specials)} must be four different ids, of [CLS], [SEP], [MASK] and "
+                "[PAD], e.g. [101, 102, 103, 0]"
+            )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] = ()  # empty: in proportion to the tokens of each file
+    split: tuple[float, ...] = (0.95, 0.05, 0.0)
+    draw_split: bool = True  # draw each part from all over a file; false: in its order, as Megatron-LM does
+    mask_eod: bool = False
+    reset_positions: bool = False
+    reset_attention: bool = False
+    any_tokenizer: bool = False  # take data that were made with another tokenizer than the model's
+    eod: int = -1  # the end token's id; -1: from the file that `data prepare` wrote beside the tokens
+    objective: Literal["auto", "causal", "masked"] = "auto"  # auto: causal, or masked for model.kind=bert
+    masked: MaskedConfig = field(default_factory=MaskedConfig)
+
+    def __post_init__(self) -> None:
+        if not self.prefixes:
+            raise UserError("data.prefixes is empty: name at least one token file (the path without .bin)")
+        if self.weights and len(self.weights) != len(self.prefixes):
+            raise UserError(
+                f"data.weights has {len(self.weights)} numbers for {len(self.prefixes)} data.prefixes: "
+                "give one each, or none"
+            )
+        if any(weight <= 0 for weight in self.weights):
+            raise UserError(f"data.weights={list(self.weights)} must all be greater than zero")
+        if len(self.split) != 3 or min(self.split) < 0 or self.split[0] <= 0:
+            raise UserError(
+                f"data.split={list(self.split)} must be three shares for train, valid and test, e.g. [0.95, 0.05, 0]"
+            )

@@ -1,0 +1,50 @@
+"""Heads that work on a few chosen rows of each sample, which every tp rank then holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm.ops import reduce_from
+from meshwright.nn.linear import Linear
+from meshwright.nn.mlp import ACTIVATIONS
+from meshwright.nn.parallel import Parallel
+from meshwright.parts import bert
+from meshwright.parts.part import Records
+
+
+class ChosenRows(nn.Module):
+    """Takes rows of each sample out of activations x [tokens, hidden]. Where tp ranks divide the tokens, each gives the
+    rows it holds, and their sum is what all get; the gradient needs no sum, since all ranks have the whole of it."""
+
+    def __init__(self, parallel: Parallel, part: bert.ChosenRowsPart, records: Records) -> None:
+        super().__init__()
+        self.parallel = parallel
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        """Returns [samples, count, hidden]; `places` [samples, count] are those of the rows in their samples."""
+        split, tp = self.parallel.splits_tokens, self.parallel.tp
+        seq = x.shape[0] * (tp.size if split else 1) // places.shape[0]
+        index = (places + seq * torch.arange(len(places), device=places.device)[:, None]).flatten()
+        if not split:
+            return x[index].unflatten(0, places.shape)
+        index = index - tp.index * x.shape[0]
+        inside = (index >= 0) & (index < x.shape[0])
+        own = x[torch.where(inside, index, 0)] * inside[:, None]
+        return reduce_from(own, tp).unflatten(0, places.shape)
+
+
+class Dense(nn.Module):
+    """A product with a bias and perhaps an activation, which every tp rank computes alike and never in fp8."""
+
+    def __init__(self, parallel: Parallel, part: bert.DensePart, records: Records) -> None:
+        super().__init__()
+        activations = {**ACTIVATIONS, "tanh": torch.tanh}
+        self.linear = Linear(replace(parallel, products=""), records["weight"], records["bias"], "whole")
+        self.activation = activations[part.activation] if part.activation else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y if self.activation is None else self.activation(y)

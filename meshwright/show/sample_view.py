@@ -1,0 +1,72 @@
+"""One sample as a reader sees it: its tokens as text, with what is masked, what is learned and where padding begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from meshwright.show.terminal import printable
+from meshwright.show.units import plural
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+Spelling = Callable[[int], str]
+LEARNED, CHANGED, KEPT, ASIDE, SECOND = "bold red", "bold magenta", "bold yellow", "dim", "cyan"
+
+
+def sample_text(sample: Mapping[str, Any], spelling: Spelling, special: Mapping[int, str]) -> Text:
+    """Draws a sample. Of a masked token the label is written behind what the model sees: {[MASK]=word} for a masked
+    one, {other=word} for a changed one, {word} for one that stays. `special` tokens have names."""
+    from rich.text import Text
+
+    masked = "places" in sample
+    tokens = sample["tokens"].tolist()
+    count = int((sample["segments"] == 0).sum()) if masked else len(tokens)
+    learned = _labels(sample) if masked else {}
+    text = Text()
+
+    def spelled(token: int) -> str:
+        return special.get(token) or printable(spelling(token).replace("\n", "\\n").replace("\t", "\\t"))
+
+    for at, token in enumerate(tokens[:count]):
+        if at in learned:
+            style, seen = _how(token, learned[at], special), spelled(token)
+            text.append(f"{{{seen}}}" if style == KEPT else f"{{{seen}={spelled(learned[at])}}}", style)
+        elif token in special:
+            text.append(f"{special[token]} ", ASIDE)
+        elif masked:
+            text.append(spelled(token), SECOND if sample["token_types"][at] else "")
+        else:
+            text.append(spelled(token), "" if sample["loss_mask"][at] else ASIDE)
+    if count < len(tokens):
+        text.append(f" + {len(tokens) - count} of padding", ASIDE)
+    return text
+
+
+def _labels(sample: Mapping[str, Any]) -> dict[int, int]:
+    """The places that are learned, with their labels."""
+    counted = sample["loss_mask"] > 0
+    return dict(zip(sample["places"][counted].tolist(), sample["labels"][counted].tolist(), strict=True))
+
+
+def _how(token: int, label: int, special: Mapping[int, str]) -> str:
+    return LEARNED if token in special else KEPT if token == label else CHANGED
+
+
+def sample_summary(sample: Mapping[str, Any], special: Mapping[int, str]) -> str:
+    """Says in one line what is learned of a sample."""
+    tokens = sample["tokens"]
+    if "places" not in sample:
+        documents = int(sample["segments"][-1]) + 1 if "segments" in sample else 0
+        known = f", {plural(documents, 'document')} apart" if documents else ""
+        return f"{len(tokens)} tokens, of which {int(sample['loss_mask'].sum())} have a loss{known}"
+    learned = _labels(sample)
+    kinds = [_how(int(tokens[at]), label, special) for at, label in learned.items()]
+    words = {LEARNED: "masked", CHANGED: "changed", KEPT: "kept"}
+    parts = [f"{kinds.count(style)} {word}" for style, word in words.items()]
+    order = ""
+    if "swapped" in sample:
+        order = ", its two segments swapped" if sample["swapped"] else ", its two segments in order"
+    count = int((sample["segments"] == 0).sum())
+    return f"{count} tokens of {len(tokens)}, {len(learned)} to predict ({', '.join(parts)}){order}"

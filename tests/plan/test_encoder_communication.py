@@ -1,0 +1,73 @@
+"""Predicted equals recorded for encoders too: rows of masked tokens, fields of other lengths, two declared terms."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from meshwright.parts.bert import ChosenRowsPart
+from meshwright.plan import communication
+from tests.plan.test_communication import SP, Case, differences, record
+from tests.support.ranks import RankFailed, run_ranks
+
+BERT = {"kind": "bert", "predictions": 5}
+CASES = [
+    Case("tp", 2, {"layout": {"tp": 2}, "model": BERT, "train": {"micro_batch": 2}}),
+    Case("tp-sp", 2, {"layout": {"tp": 2, **SP}, "model": BERT, "recompute": {"mode": "full"}}),
+    Case("zero3", 2, {"zero": {"stage": 3}, "model": {**BERT, "pooler": False}, "train": {"precision": "bf16"}}),
+    Case("post-norm", 2, {"layout": {"tp": 2, **SP}, "model": {"norm_place": "post", "mlp": "geglu"}}),
+    Case("pp", 4, {"layout": {"pp": 2}, "model": BERT, "zero": {"stage": 1}, "train": {"precision": "fp32"}}),
+    Case("chunks", 4, {
+        "layout": {"tp": 2, "pp": 2, "chunks": 2, **SP}, "model": {**BERT, "layers": 4, "tied_embeddings": False},
+        "pipeline": {"schedule": "interleaved"},
+    }),
+    Case("all", 8, {"layout": {"tp": 2, "pp": 2, **SP}, "model": {**BERT, "norm_place": "pre", "vocab": 51}}),
+]  # fmt: skip
+
+
+@cache
+def launched(world: int) -> dict[str, list[list[dict[str, Any]]]] | RankFailed:
+    """For each case of this many ranks: by rank, by step. A failure is kept, so that it costs its time once."""
+    cases = [case for case in CASES if case.world == world]
+    try:
+        ranks = run_ranks(world, record, cases)
+    except RankFailed as error:
+        return error
+    return {case.name: [rank[i] for rank in ranks] for i, case in enumerate(cases)}
+
+
+def recorded(case: Case) -> list[list[dict[str, Any]]]:
+    found = launched(case.world)
+    if isinstance(found, RankFailed):
+        raise found
+    return found[case.name]
+
+
+def _params() -> list[object]:
+    return [pytest.param(case, id=case.name, marks=[pytest.mark.wide] if case.world > 2 else []) for case in CASES]
+
+
+@pytest.mark.parametrize("case", _params())
+def test_predicted_equals_recorded(case: Case) -> None:
+    assert list(differences(case, recorded(case))) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "attribute", "replacement"),
+    [
+        ("tp-sp", ChosenRowsPart, "collectives", lambda self, at, batch: ()),
+        ("tp", communication, "field_elements", lambda name, model, at, batch: batch.tokens(at)),
+    ],
+    ids=["no rows of masked tokens", "labels of all tokens"],
+)
+def test_a_wrong_formula_is_found(
+    name: str, owner: Any, attribute: str, replacement: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = next(case for case in CASES if case.name == name)
+    ranks = recorded(case)
+    monkeypatch.setattr(communication, "unit_collectives", communication.unit_collectives.__wrapped__)
+    assert not list(differences(case, ranks))
+    monkeypatch.setattr(owner, attribute, replacement)
+    assert list(differences(case, ranks))
