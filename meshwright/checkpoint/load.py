@@ -94,6 +94,7 @@ class Reader:
 def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
     """Reads what this rank owns: the whole state of a run, or only its weights (a new run from them has a fresh
     optimizer and begins at step 0). No rank waits for another, so one may fail alone."""
+    trainer.data_parallel.weights.wait_for_gathers()  # one under way writes this rank's old weights once more
     for state in trainer.states():
         if state.name != "param" and (model_only or state.name not in reader.states):
             state.clear()  # a damaged checkpoint that was tried before this one may have left something

@@ -39,7 +39,6 @@ def twice(rank: int, world: int, cases: list[Sections], folder: str) -> list[tup
         reader = saved(first, f"{folder}/{number}")
         norms = [first.step().grad_norm for _ in range(2)]
         again.step()  # what a run had before it loads is gone
-        again.data_parallel.weights.wait_for_gathers()
         load_into(again, reader)
         found.append((norms, [again.step().grad_norm for _ in range(2)]))
     return found
