@@ -36,10 +36,10 @@ def _merge(
         a = tl.load(sum_at, mask=there, other=0.0)
         most = tl.maximum(tl.maximum(a, b), -1e30)  # finite, also where neither has seen a key
         old, now = tl.exp(a - most), tl.exp(b - most)
-        sum = old + now
-        both = most + tl.log(sum)
+        weight = old + now
+        both = most + tl.log(weight)
         x = tl.load(at, mask=inside, other=0.0)
-        merged = (x * old[:, None] + y * now[:, None]) / tl.where(sum == 0.0, 1.0, sum)[:, None]
+        merged = (x * old[:, None] + y * now[:, None]) / tl.where(weight == 0.0, 1.0, weight)[:, None]
     tl.store(at, merged, mask=inside)
     tl.store(sum_at, both, mask=there)
 
