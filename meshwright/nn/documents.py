@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from meshwright.device import upload
-from meshwright.nn.pieces import Merged, Rows, Sight, attend, attend_backward, no_gradient, wide
+from meshwright.nn.pieces import Merged, Rows, Sight, attend, attend_backward, fused, no_gradient, wide
 
 aten: Any = torch.ops.aten
 
@@ -113,7 +113,7 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 
 
 def _in_one_call(q: Tensor) -> bool:
-    return q.is_cuda and q.element_size() == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return q.is_cuda and fused(q)
 
 
 def _sight(q: Tensor, on_host: Tensor, causal: bool) -> Sight:

@@ -192,7 +192,7 @@ def merge(a: Tensor, a_sum: Tensor, b: Tensor, b_sum: Tensor) -> tuple[Tensor, T
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight, into: Merged) -> None:
     """Merges attention of queries [batch, heads, rows, width] to keys, which may have fewer heads, into a result."""
-    if sight.pieces is None or not _fused(q):
+    if sight.pieces is None or not fused(q):
         _tiled(q, k, v, sight, into)
     elif _in_rounds(q, sight):
         tokens = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
@@ -212,7 +212,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor]:
     """Adds the gradient of q to `dq` and returns those of k and v of one block. `out` and `sums` are those of attention
     to all blocks."""
-    if sight.pieces is None or not _fused(q):
+    if sight.pieces is None or not fused(q):
         return _tiled_backward(q, k, v, sight, grad, out, sums, dq)
     if _in_rounds(q, sight):
         return _backward_in_rounds(q, k, v, sight, grad, out, sums, dq)
@@ -266,7 +266,7 @@ def _chosen(qkv: list[Tensor], each: Round) -> Iterator[Tensor]:
         yield x if index is None else x[index]
 
 
-def _fused(q: Tensor) -> bool:
+def fused(q: Tensor) -> bool:
     """Whether a fused kernel takes queries of this dtype and width."""
     if q.is_cuda:
         return q.element_size() == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256

@@ -37,13 +37,18 @@ def context_calls(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_d
     yield Collective("backward", outer, "send", 2 * both, c - 2)
 
 
+def _exchanging(at: Coordinate) -> int:
+    """The ranks that exchange heads for tokens."""
+    return {"ulysses": at.size("cp"), "hybrid": at.size("cp.inner")}.get(at.context, 1)
+
+
 def context_kept(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int) -> Iterator[Kept]:
     """Yields what attention to tokens of other ranks keeps besides its queries, keys, values and result: log-sums and,
     of a ring, the last block that arrived. Ranks that exchange heads keep those that arrived instead of their own, with
     the copies of heads that several ranks need, and the result as the core returns it."""
     tokens, e = batch.tokens(at), batch.element
     each = tokens * head_dim * e
-    n = {"ulysses": at.size("cp"), "hybrid": at.size("cp.inner")}.get(at.context, 1)
+    n = _exchanging(at)
     if n > 1:
         yield Kept("result by heads", each * heads)
     yield Kept("log-sums", tokens * heads * batch.wide)
@@ -57,7 +62,7 @@ def context_kept(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_di
 def context_working(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int) -> float:
     """Returns the bytes that merging blocks takes for a moment, in backward: the gradient of the queries so far, wide,
     and of one block; of gathered keys and values a copy in order and their gradients, wide."""
-    n = {"ulysses": at.size("cp"), "hybrid": at.size("cp.inner")}.get(at.context, 1)
+    n = _exchanging(at)
     if at.size("cp") == n and not batch.documents:
         return 0.0  # whole sequences, by one kernel
     each = batch.tokens(at) * head_dim
