@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.plan.communication import by_axis, by_line, stage_calls
+from meshwright.plan.communication import by_line, mean_traffic, stage_calls
 from meshwright.plan.job import Job
 from meshwright.plan.memory import Memory, rank_memory, rank_parameters, rank_stage
 from meshwright.schedule.kinds import build
@@ -45,7 +45,7 @@ def memory_bytes(memory: Memory) -> Counts:
 
 def rank_json(job: Job, pp_rank: int) -> dict[str, Any]:
     """Describes a rank of a pipeline stage: its number, parameters, calls and bytes by axis, and memory."""
-    traffic = by_axis(by_line(stage_calls(job, pp_rank)))
+    traffic = mean_traffic(job, pp_rank)
     return {
         "rank": job.layout.rank_at(pp=pp_rank),
         "parameters": rank_parameters(job, pp_rank),

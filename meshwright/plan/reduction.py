@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from meshwright.layout.layout import REPLICAS
 from meshwright.layout.params import DATA_AXES
 from meshwright.parts.experts import EXPERT_DATA_AXES
 from meshwright.parts.part import BlockUnit, Coordinate, Unit
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.communication import records_once, unit_records
+from meshwright.plan.communication import records_once, round_calls, unit_records
 from meshwright.plan.compute import Setting, unit_time
 from meshwright.plan.efficiency import collective_seconds
 from meshwright.plan.job import Job, ranks_per_node
@@ -163,6 +164,23 @@ def _reduced(
         seconds += collective_seconds(cluster, "all_gather", weights, how.shards, how.on_node)
         room = stage.backward + stage.forward
     return _hide(job, cluster, seconds, max(0.0, room - taken), axis)
+
+
+def outer_seconds(job: Job, cluster: Cluster, step_s: float, axes: dict[str, AxisTime]) -> float:
+    """Returns the exposed seconds of synchronising replicas, as the mean of a step. With a delay a fragment's sum hides
+    behind so many steps of `step_s` seconds; of a compressed one the first of two calls is waited for."""
+    local, n = job.config.train.local, job.layout.replicas
+    if n == 1:
+        return 0.0
+    on_node = min(n, ranks_per_node(job.layout, REPLICAS))
+    seconds = max(
+        sum(collective_seconds(cluster, call.op, call.payload, n, on_node) for call in round_calls(job, rank))
+        for rank in set(job.representative_ranks)
+    ) / local.steps  # fmt: skip
+    room = local.fragments * local.delay * step_s / local.steps
+    hidden = min(job.stack.hide_dp * seconds * (0.5 if job.outer_sums.mixes else 1.0), room)
+    axes[REPLICAS].add(seconds, hidden)
+    return seconds - hidden + contention(cluster, job.stack) * hidden
 
 
 def sum_seconds(

@@ -65,8 +65,10 @@ class DataParallel:
         zero: ZeroConfig | None = None,
         grad_dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        mixes: bool = False,
     ) -> None:
-        """Moves the modules' parameters into buffers. `seed` initialises those that have no memory yet."""
+        """Moves the modules' parameters into buffers. `seed` initialises those that have no memory yet. `mixes`: what
+        is not the reducer's work mixes elements too (see `ReducerPlan`)."""
         self.mesh, self.reducer = mesh, reducer
         modules, self._zero = list(modules), zero or ZeroConfig()
         self._groups: dict[BufferKey, DataGroups] = {}
@@ -76,7 +78,7 @@ class DataParallel:
         params_at = (self._zero.offload.params, Path(self._zero.offload.path))
         self.buffers, slots = build_buffers(
             modules, self._split, bucket_mib, number_units(units), grad_dtype, params_at, seed,
-            mesh.layout if reducer.mixes else None,
+            mesh.layout if mixes or reducer.mixes else None,
         )  # fmt: skip
         self.stage = max((buffer.split.stage for buffer in self.buffers), default=0)
         self._check_ties()

@@ -67,7 +67,7 @@ def small_drawing(layout: Layout) -> str:
 
 def schedule_line(config: Config, layout: Layout) -> str:
     t, chunks = config.train, config.layout.chunks
-    micro_batches = max(1, t.global_batch // (layout.dp * t.micro_batch))
+    micro_batches = max(1, t.global_batch // (layout.dp * layout.replicas * t.micro_batch))
     batches = f"{plural(micro_batches, 'micro-batch')} of {t.micro_batch}"
     if layout.pp == 1:
         return batches

@@ -63,7 +63,8 @@ def build_context(
     layout = layout_of(config, world, node_size)
     mesh = Mesh(layout, rank, made_elsewhere=process_groups, timeout=config.comm.timeout)
     at = mesh.coordinate
-    data_rank = at["dp"] * layout.cp + at["cp"]  # ranks with other samples or other tokens draw other numbers
+    # Ranks with other samples or other tokens draw other numbers.
+    data_rank = (mesh.replica * layout.dp + at["dp"]) * layout.cp + at["cp"]
     streams = Streams(config.train.seed, data_rank, at["tp"], device.torch, at["pp"])
     streams.active = config.model.drops
     parallel = Parallel(

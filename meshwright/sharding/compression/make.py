@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.config.comm import LOW_RANK, CommConfig
+from meshwright.config.comm import LOW_RANK, CommConfig, ReduceConfig
 from meshwright.sharding.algorithms import AlgorithmReducer
 from meshwright.sharding.compression.exchange import ExchangeReducer
 from meshwright.sharding.compression.low_rank import LowRankReducer
@@ -13,7 +13,10 @@ def make_reducer(config: CommConfig, seed: int, node_size: int) -> Reducer:
     """Returns the reducer that a config asks for; `seed` keys its random numbers."""
     if config.algorithm != "torch":
         return AlgorithmReducer(config.algorithm, node_size)
-    if config.reduce.kind == "plain":
+    return make_compressing(config.reduce, seed)
+
+
+def make_compressing(config: ReduceConfig, seed: int) -> Reducer:
+    if config.kind == "plain":
         return PLAIN_REDUCER
-    compressing = LowRankReducer if config.reduce.kind in LOW_RANK else ExchangeReducer
-    return compressing(config.reduce, seed)
+    return (LowRankReducer if config.kind in LOW_RANK else ExchangeReducer)(config, seed)
