@@ -109,8 +109,10 @@ class OuterOptimizer:
     """The synchronisation of this rank with those of the same place in the other replicas."""
 
     def __init__(
-        self, parallel: DataParallel, states: Sequence[FlatState], config: LocalConfig, seed: int
+        self, parallel: DataParallel, states: Sequence[FlatState], config: LocalConfig, seed: int, sizes: tuple[Any, ...]
     ) -> None:
+        """`sizes` are what, beside the layout, decides which elements a rank's shares hold."""
+        self._sizes = sizes
         self.parallel, self.config, self.mesh = parallel, config, parallel.mesh
         self.replicas = parallel.mesh.group(REPLICAS)
         self.states = {state.buffer.key: OuterState(state, config, self.replicas) for state in states}
@@ -248,10 +250,11 @@ class OuterOptimizer:
 
     @property
     def _cut(self) -> float:
-        """A number that tells whether fragments are the same elements as before, and take as long."""
-        c, at = self.config, self.mesh.layout
-        cut = (at, self.parallel.stage, [bucket.stop for bucket in self.parallel.buckets]) if c.fragments > 1 else ()
-        return float(stream_seed(c.steps, c.fragments, c.delay, *map(str, cut)) % 2**48)
+        """A number that tells whether fragments are the same elements as before, and take as long. All ranks must find
+        the same one."""
+        c = self.config
+        cut = (self.mesh.layout, *self._sizes) if c.fragments > 1 else ()
+        return float(stream_seed(c.steps, c.fragments, c.delay, *cut) % 2**48)
 
     def restore(self, counters: Mapping[str, Any]) -> None:
         """Sets what `counters` returned. Sums that were under way when another layout cut the fragments are dropped:

@@ -130,7 +130,8 @@ class Trainer:
         self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, parallel.weights.updated, offload)
         self.outer: OuterOptimizer | None = None
         if ctx.layout.replicas > 1:
-            self.outer = OuterOptimizer(parallel, self.optimizer.states, config.train.local, config.train.seed)
+            sizes = (config.zero, config.comm.bucket_mib)
+            self.outer = OuterOptimizer(parallel, self.optimizer.states, config.train.local, config.train.seed, sizes)
             self.optimizer.updated = self.outer.updated
         self.loss_scale = LossScale(config.loss_scale, config.train.precision == "fp16")
         forward, streams = partial(forward_step, ctx), ctx.parallel.streams
