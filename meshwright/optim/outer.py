@@ -109,7 +109,8 @@ class OuterOptimizer:
     """The synchronisation of this rank with those of the same place in the other replicas."""
 
     def __init__(
-        self, parallel: DataParallel, states: Sequence[FlatState], config: LocalConfig, seed: int, sizes: tuple[Any, ...]
+        self, parallel: DataParallel, states: Sequence[FlatState], config: LocalConfig, seed: int,
+        sizes: tuple[Any, ...],
     ) -> None:
         """`sizes` are what, beside the layout, decides which elements a rank's shares hold."""
         self._sizes = sizes
