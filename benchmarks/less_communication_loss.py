@@ -5,8 +5,8 @@
 
 A small GPT on real text, on four processes of a CPU, once for each seed and technique; a seed decides the weights and
 the order of the samples, and all techniques see the same samples. Prints a table: the validation loss after the last
-step, its difference to the plain run of the same seed, and what all ranks sent for gradients and parameters in the whole
-run. Runs that the file of results already holds are not repeated.
+step, its difference to the plain run of the same seed, and what all ranks sent for gradients and parameters in the
+whole run. Runs that the file of results already holds are not repeated.
 """
 
 from __future__ import annotations
