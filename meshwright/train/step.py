@@ -121,8 +121,9 @@ class Trainer:
             reducer = make_reducer(config.comm, config.train.seed, ctx.layout.node_size or ctx.layout.world)
         grad_dtype, offload = PRECISION_DTYPES[config.train.grad_dtype], config.zero.offload
         parallel = DataParallel(
-            self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed
-        )
+            self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed,
+            one_micro_batch=micro_batches(ctx, config.train.global_batch) == 1,
+        )  # fmt: skip
         self.data_parallel = parallel
         self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, parallel.weights.updated, offload)
         self.loss_scale = LossScale(config.loss_scale, config.train.precision == "fp16")
