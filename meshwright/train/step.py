@@ -122,8 +122,10 @@ class Trainer:
         if reducer is None:
             reducer = make_reducer(config.comm, config.train.seed, ctx.layout.node_size or ctx.layout.world)
         grad_dtype, offload = PRECISION_DTYPES[config.train.grad_dtype], config.zero.offload
+        own = config.train.local.parts(config.train.global_batch, ctx.layout.replicas)[ctx.mesh.replica]
         parallel = DataParallel(
             self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed,
+            config.comm.overlap, one_micro_batch=micro_batches(ctx, len(own)) == 1,
             mixes=ctx.layout.replicas > 1 and config.train.local.compress.kind != "plain",
         )  # fmt: skip
         self.data_parallel = parallel
@@ -136,7 +138,8 @@ class Trainer:
         self.loss_scale = LossScale(config.loss_scale, config.train.precision == "fp16")
         forward, streams = partial(forward_step, ctx), ctx.parallel.streams
         compiled = compiles(config, ctx.device)
-        self.executor = Executor(self.modules, ctx.mesh.pp, forward, streams, parallel, compiled)
+        overlap = config.comm.overlap
+        self.executor = Executor(self.modules, ctx.mesh.pp, forward, streams, parallel, compiled, overlap.pipeline)
         # One thread reads for both: they may be one dataset, which need not be made for two.
         fields, reader = fields_of(self.modules), ThreadPoolExecutor(1, "meshwright-reader")
         loss_counts = loss_counts or stage_of(self.modules[0]).loss_counts
