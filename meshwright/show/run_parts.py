@@ -51,7 +51,7 @@ def context_line(config: Config) -> str:
 
 def layout_line(config: Config, layout: Layout) -> str:
     """Formats the layout as `8 ranks = dp 2 × tp 2 × pp 2`."""
-    axes = [a for a in ("dp", "cp", "tp", "pp") if a != "cp" or layout.cp > 1]
+    axes = [a for a in ("replicas", "dp", "cp", "tp", "pp") if a not in ("replicas", "cp") or layout.axis_size(a) > 1]
     sizes = " × ".join(f"{axis} {layout.axis_size(axis)}" for axis in axes)
     sequence = " + sequence parallel" if config.layout.sequence_parallel and layout.tp > 1 else ""
     return f"{plural(layout.world, 'rank')} = {sizes}{sequence}"

@@ -55,11 +55,11 @@ def check_goes_on(world: int, cases: list[Sections], folder: Path, steps: int) -
 
 
 def test_a_run_goes_on_to_the_bit_while_fragments_are_under_way(tmp_path: Path) -> None:
-    check_goes_on(2, [run_of(2, STREAMED | TOPK), run_of(2, {"steps": 3, "shares": [3, 1]})], tmp_path, steps=5)
+    check_goes_on(2, [run_of(2, STREAMED | TOPK)], tmp_path, steps=5)
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("steps", [2, 3, 4, 5])
+@pytest.mark.parametrize("steps", [3, 4])
 def test_runs_go_on_to_the_bit(steps: int, tmp_path: Path) -> None:
     layouts: list[Sections] = [
         {"layout": {"tp": 2}, "zero": {"stage": 1}}, {"layout": {"pp": 2}, "zero": {"stage": 3}},
@@ -120,6 +120,7 @@ def check_moves(world: int, cases: list[Sections], folder: Path) -> None:
                     assert np.array_equal(np.where(np.isnan(value), saved_value, value), saved_value), (kind, name)
 
 
+@pytest.mark.wide
 def test_another_number_of_replicas_begins_with_their_mean(tmp_path: Path) -> None:
     local = {"steps": 3}
     check_moves(4, [run_of(2, local), run_of(4, local), {"optimizer": ADAM, "layout": {"tp": 2}}], tmp_path)
