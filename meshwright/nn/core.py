@@ -52,7 +52,9 @@ def _tile(
     if causal:
         before = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(low)
         allowed = before if allowed is None else allowed & before
-    return F.scaled_dot_product_attention(q, k, v, allowed, dropout, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=allowed, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 def _document_numbers(starts: Tensor, q: Tensor) -> Tensor:
