@@ -294,7 +294,7 @@ def lr_fits_steps(c: Config, world: int) -> Iterator[str]:
 
 
 def compiles_without_dropout(c: Config, world: int) -> Iterator[str]:
-    if c.train.compile == "true" and c.model.drops:
+    if c.train.compile == "true" and c.drops:
         yield "train.compile=true can't be combined with dropout: set train.compile=auto or model.dropout=0"
 
 

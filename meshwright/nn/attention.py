@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.config.sections import ModelConfig
 from meshwright.layout.params import ParamRecord
+from meshwright.nn.adapters import Change, Settings, adapted_product
 from meshwright.nn.context import ContextRows, context_attention
 from meshwright.nn.documents import Documents, document_attention
 from meshwright.nn.linear import Linear, norm_product
@@ -85,6 +86,14 @@ class QKV(nn.Module):
         weight = torch.cat(tuple(linear.weight for linear in self.linears))
         biases: list[Tensor] = [linear.bias for linear in self.linears if linear.bias is not None]
         bias = torch.cat(biases) if biases else None
+        changes, at = [], 0
+        for linear in self.linears:
+            changes += [Change(at + each.start, at + each.stop, each) for each in linear.adapters]
+            at += linear.weight.shape[0]
+        if changes:
+            first = self.linears[0]
+            settings, stream = Settings(*first.settings[1:]), first.stream if self.training else None
+            return x, adapted_product(norm(x), weight, bias, changes, settings, stream)
         return norm_product(x, norm, weight, bias, (None, *self.linears[0].settings[1:]))
 
 
