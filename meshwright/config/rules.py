@@ -335,12 +335,19 @@ def end_token_is_one(c: Config, world: int) -> Iterator[str]:
         yield f"data.eod={c.data.eod} is no token of model.vocab={c.model.vocab}: use one below that"
 
 
+def adapters_fit(c: Config, world: int) -> Iterator[str]:
+    if c.tune.kind == "dora" and c.recompute.pieces > 1:
+        yield "tune.kind=dora can't be combined with recompute.pieces: set recompute.pieces=1, or use tune.kind=lora"
+    if c.tune.adapts and c.model.experts.bias_balance:
+        yield f"model.experts.bias_balance moves weights that tune.kind={c.tune.kind} leaves alone: set it to 0"
+
+
 RULES: list[Rule] = [
     kind_fits, context_is_shared, world_divides, experts_are_cut, etp_divides_experts, order_names_axes,
     experts_stay_with_their_blocks, tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits,
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
     dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
-    compiles_without_dropout, backend_fits_device, device_has_fp8, algorithm_fits_ranks,
+    compiles_without_dropout, backend_fits_device, device_has_fp8, algorithm_fits_ranks, adapters_fit,
 ]  # fmt: skip
 
 # The rules about how tp cuts a model's sizes.

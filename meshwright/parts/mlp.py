@@ -32,6 +32,7 @@ class MLPPart(Part):
     out_init: Init
     bias: bool = False
     fuses: bool = True  # the activation with the second product, where kernels do that
+    keeps_result: bool = True  # of the activation, for the gradient of the second product's weight
 
     @property
     def gated(self) -> bool:
@@ -82,7 +83,9 @@ class MLPPart(Part):
         its backward runs."""
         copies: float = {"relu": 1.0, "quick_gelu": 2.0 if kernels.fused else 3.0}.get(self.kind, 2.0)
         if self.gated:
-            copies = 2.0 if self._recomputes_swiglu(at, kernels) else kernels.gate_copies
+            copies = 2.0 if self._recomputes_swiglu(at, kernels) else kernels.gate_copies - (not self.keeps_result)
+        elif not self.keeps_result:
+            copies = max(1.0, copies - 1.0)
         rows = rows_of_piece(batch.tokens(at), kernels.pieces)
         yield Kept("mlp", rows * self.width(at) * batch.element * copies, passing=kernels.pieces > 1)
 

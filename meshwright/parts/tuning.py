@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from meshwright.errors import UserError, nearest
 from meshwright.layout.params import AdapterRecord, Init, ParamRecord, columns_of, rows_of, whole
@@ -34,6 +35,14 @@ from meshwright.parts.part import (
     Unit,
     Work,
 )
+
+AnyUnit = TypeVar("AnyUnit", bound=Unit)
+ADAPTER = ("lora_a", "lora_b", "norms")  # the last words of the names of an adapter's parameters
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return name.rpartition(".")[2] in ADAPTER
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,7 @@ class TunedPart(Part):
         linears = {each.name: each for each in self.part.linears()}
         for record in self.records(at, "").values():
             for adapter in record.adapters:
-                yield adapter, linears[record.name.removesuffix(".weight").lstrip(".")]
+                yield adapter, linears[_linear_name(record)]
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
         """Yields the part's own calls, and of DoRA the sum of the squared norms of the rows of each product whose
@@ -128,19 +137,23 @@ class TunedPart(Part):
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         """Yields what the part keeps but for gradients of frozen weights, and of each adapter its short vectors; with
         dropout also the mask of its input, and of DoRA the product before it is scaled."""
-        yield from (kept for kept in self.part.kept(at, batch, kernels) if kept.name != "weight gradient")
-        widths: dict[str, tuple[int, int, int]] = {}
-        for adapter, linear in self._adapters(at):
-            rows, inputs = adapter.up.local_shape[0], adapter.down.local_shape[1]
-            yield Kept("adapter", _tokens(linear, at, batch) * self.tuning.rank * batch.element)
-            before = widths.get(linear.name, (0, 0, 0))[1]
-            widths[linear.name] = (inputs, before + rows, _tokens(linear, at, batch))
-        for inputs, rows, tokens in widths.values():
-            yield Kept("adapter mask", tokens * inputs * batch.element if self.tuning.dropout else 0)
-            yield Kept("unscaled product", tokens * rows * batch.element if self.tuning.norms else 0)
+        dropped = {"weight gradient"} | ({"normed input"} if isinstance(self.part, NormPart) else set())
+        yield from (kept for kept in self.part.kept(at, batch, kernels) if kept.name not in dropped)
+        linears = {each.name: each for each in self.part.linears()}
+        for record in (each for each in self.records(at, "").values() if each.adapters):
+            (rows, inputs), tuning = record.local_shape, self.tuning
+            tokens = _tokens(linears[_linear_name(record)], at, batch)
+            yield Kept("adapters", len(record.adapters) * tokens * tuning.rank * batch.element)
+            yield Kept("adapter mask", tokens * inputs * batch.element if tuning.dropout else 0)
+            norms = tokens * rows * batch.element + 2 * rows * batch.wide
+            yield Kept("unscaled product", norms if tuning.norms else 0)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         return self.part.working(at, batch, kernels)
+
+
+def _linear_name(weight: ParamRecord) -> str:
+    return weight.name.removesuffix(".weight").rpartition(".")[2]
 
 
 def _tokens(linear: LinearPieces, at: Coordinate, batch: MicroBatch) -> int:
@@ -204,7 +217,7 @@ def tuned(model: Model, tuning: Tuning) -> Model:
     return replace(model, embedding=embedding, blocks=tuple(kinds[block] for block in model.blocks), head=head)
 
 
-def _tuned_unit(unit: Unit, tuning: Tuning) -> Unit:
+def _tuned_unit(unit: AnyUnit, tuning: Tuning) -> AnyUnit:
     """Freezes a unit's parts. A product with adapters computes neither the norm nor the activation before it."""
     parts: list[NamedPart] = []
     before = {norm.key: body.part for norm, body in unit.branches} if isinstance(unit, BlockUnit) else {}
@@ -212,8 +225,11 @@ def _tuned_unit(unit: Unit, tuning: Tuning) -> Unit:
         part = each.part
         if isinstance(part, NormPart) and each.key in before:
             first = next((linear.pieces for linear in before[each.key].linears()), ())
-            part = replace(part, fuses=part.fuses and not any(tuning.adapts(piece) for piece, _ in first))
-        if isinstance(part, MLPPart) and tuning.adapts("down"):
-            part = replace(part, fuses=False)
+            adapted = any(tuning.adapts(piece) for piece, _ in first)
+            keeps = part.keeps_output and (adapted or not first)
+            part = replace(part, fuses=part.fuses and not adapted, keeps_output=keeps)
+        if isinstance(part, MLPPart):
+            adapted = tuning.adapts("down")
+            part = replace(part, fuses=not adapted, keeps_result=adapted)
         parts.append(each if each.name in tuning.whole else each._replace(part=TunedPart(part, tuning)))
     return replace(unit, parts=tuple(parts))
