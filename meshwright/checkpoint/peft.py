@@ -90,7 +90,7 @@ def export_adapters(checkpoint: Path, to: Path) -> dict[str, Any]:
     kept = [record for record in own.records.values() if record.trained and not is_adapter(record.name)]
     for record in kept:
         tensors |= {PREFIX + source: value for source, value in _in_their_rows(family, model, own, record)}
-    linears = {m for record in describe(model).records(ALONE).values() if len(record.shape) == 2
+    linears = {m for record in describe(model).records(ALONE).values() if len(record.shape) > 1
                for m, _ in _modules(family.mapped(model, record))}  # fmt: skip
     written = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": config.base, "inference_mode": True,

@@ -92,7 +92,7 @@ class QKV(nn.Module):
             at += linear.weight.shape[0]
         if changes:
             first = self.linears[0]
-            settings, stream = Settings(*first.settings[1:]), first.stream if self.training else None
+            settings, stream = Settings(*first.settings[1:5]), first.stream if self.training else None
             return x, adapted_product(norm(x), weight, bias, changes, settings, stream)
         return norm_product(x, norm, weight, bias, (None, *self.linears[0].settings[1:]))
 
