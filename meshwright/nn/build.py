@@ -23,7 +23,7 @@ from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
 from meshwright.nn.rotary import Tables
 from meshwright.nn.rows import ChosenRows, Dense
-from meshwright.parts import bert, experts, gpt, latent, mlp
+from meshwright.parts import bert, experts, gpt, latent, mlp, tuning
 from meshwright.parts.part import BlockUnit, Part, Records
 
 
@@ -33,6 +33,10 @@ def _output_layer(parallel: Parallel, part: gpt.OutputLayerPart, records: Record
 
 def _on_rows(parallel: Parallel, part: bert.OnRows, records: Records) -> nn.Module:
     return build_module(part.part, replace(parallel, sequence_parallel=False), records)
+
+
+def _tuned(parallel: Parallel, part: tuning.TunedPart, records: Records) -> nn.Module:
+    return build_module(part.part, parallel, records)  # its layers find their adapters in the weights' records
 
 
 MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
@@ -48,6 +52,7 @@ MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
     bert.ChosenRowsPart: ChosenRows,
     bert.OnRows: _on_rows,
     bert.DensePart: Dense,
+    tuning.TunedPart: _tuned,
 }
 
 

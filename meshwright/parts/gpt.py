@@ -11,7 +11,18 @@ from dataclasses import dataclass
 from meshwright.layout.params import Init, ParamRecord, columns_of, rows_of, whole
 from meshwright.parts.context import context_calls, context_kept, context_working
 from meshwright.parts.loss_pieces import piece_rows
-from meshwright.parts.part import Collective, Coordinate, Kept, Kernels, MicroBatch, Part, Product, Records, Work
+from meshwright.parts.part import (
+    Collective,
+    Coordinate,
+    Kept,
+    Kernels,
+    LinearPieces,
+    MicroBatch,
+    Part,
+    Product,
+    Records,
+    Work,
+)
 
 # Factors of tp where there are fewer key-value heads than tp ranks: ranks along `KV_COPIES` hold the same heads.
 KV_COPIES, KV_GROUPS = "tp.kv", "tp.q"
@@ -167,6 +178,11 @@ class AttentionPart(Part):
         """The query heads and key-value heads of one tp rank."""
         tp = at.size("tp")
         return max(1, self.heads // tp), max(1, self.kv_heads // tp)
+
+    def linears(self) -> tuple[LinearPieces, ...]:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        qkv = LinearPieces("qkv", "column", (("q", q), ("k", kv), ("v", kv)))
+        return qkv, LinearPieces("out", "row", (("out", self.hidden),))
 
     def records(self, at: Coordinate, name: str) -> Records:
         d, tp, tp_rank = self.head_dim, at.size("tp"), at.index("tp")
