@@ -1,4 +1,4 @@
-"""The sections on the update: optimizer, learning rate, loss scale."""
+"""The section on the optimizer."""
 
 from __future__ import annotations
 
@@ -24,30 +24,3 @@ class OptimizerConfig:
         not_negative("optimizer", self, "weight_decay")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise UserError(f"optimizer.betas={list(self.betas)} must be two numbers in [0, 1), e.g. [0.9, 0.95]")
-
-
-@dataclass(frozen=True)
-class LossScaleConfig:
-    """Dynamic loss scaling, used with train.precision=fp16 only."""
-
-    initial: float = 65536.0
-    window: int = 1000  # good steps before the scale doubles
-    min: float = 1.0
-
-    def __post_init__(self) -> None:
-        positive("loss_scale", self, "initial", "window", "min")
-        if self.min > self.initial:
-            raise UserError(f"loss_scale.min={self.min} must not be above loss_scale.initial={self.initial}")
-
-
-@dataclass(frozen=True)
-class LRConfig:
-    """Learning rate over steps: linear warm-up, then the schedule down to `min`."""
-
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    warmup: int = 0
-    decay: int = 0  # steps of decay; 0: cosine and linear to the last step, wsd the last tenth
-    min: float = 0.0
-
-    def __post_init__(self) -> None:
-        not_negative("lr", self, "warmup", "decay", "min")

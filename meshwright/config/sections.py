@@ -22,8 +22,10 @@ from meshwright.config.blocks import (
 )  # fmt: skip
 from meshwright.config.comm import CommConfig
 from meshwright.config.data import DataConfig
-from meshwright.config.optimizer import LossScaleConfig, LRConfig, OptimizerConfig
+from meshwright.config.optimizer import OptimizerConfig
 from meshwright.config.replicas import LocalConfig, ServerConfig
+from meshwright.config.scales import LossScaleConfig, LRConfig
+from meshwright.config.tune import TuneConfig
 from meshwright.errors import UserError, divisors, either, nearest
 from meshwright.schedule.kinds import training_kinds
 
@@ -115,11 +117,6 @@ class ModelConfig:
         if self.qk_norm and self.latent.kv_rank:
             raise UserError("model.qk_norm has no effect with model.latent, which has norms of its own: leave it out")
         self._check_positions()
-
-    @property
-    def masks_documents(self) -> bool:
-        """Whether attention within documents takes a mask: the kernels for documents know no bias and no dropout."""
-        return self.position == "alibi" or bool(self.attention_dropout)
 
     @property
     def drops(self) -> bool:
@@ -380,6 +377,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -393,6 +391,11 @@ class Config:
     def has_segments(self) -> bool:
         """Whether samples say which of their tokens see each other: those of one document, or all but the padding."""
         return self.data.reset_attention or self.objective == "masked"
+
+    @property
+    def drops(self) -> bool:
+        """Whether there is any dropout."""
+        return self.model.drops or bool(self.tune.adapts and self.tune.dropout)
 
     @property
     def context_kind(self) -> str:
@@ -409,4 +412,4 @@ class Config:
     def compiles(self) -> bool:
         """Whether an accelerator's blocks are compiled. Dropout draws from random streams of its own, which
         torch.compile can't take, so `auto` leaves it out there."""
-        return self.train.compile == "true" or (self.train.compile == "auto" and not self.model.drops)
+        return self.train.compile == "true" or (self.train.compile == "auto" and not self.drops)

@@ -336,8 +336,10 @@ class Trainer:
         return new_names > 0
 
     def states(self) -> Iterator[State | SideState]:
-        """What a checkpoint holds of this rank, beside `counters`."""
-        yield from self.optimizer.tensors() if self.outer is None else self.outer.tensors(self.optimizer.tensors())
+        """What a checkpoint holds of this rank, beside `counters`. Adapters' frozen base is stored elsewhere."""
+        every = not self.ctx.config.tune.adapts
+        own = (state for state in self.optimizer.tensors() if every or state.buffer.key.trained)
+        yield from own if self.outer is None else self.outer.tensors(own)
         yield from self.data_parallel.reducer_states()
 
     def counters(self) -> dict[str, float | None]:
