@@ -23,6 +23,7 @@ from meshwright.schedule.kinds import placement_of
 from meshwright.sharding.compression.sizes import planned_compression, planned_reducer
 from meshwright.sharding.placement import shard_axes
 from meshwright.sharding.reducers import ReducerPlan
+from meshwright.sharding.server import ServerReducer
 
 FIELD_BYTES = {
     "int64": 8, "float64": 8, "int32": 4, "float32": 4, "int16": 2, "float16": 2, "int8": 1, "uint8": 1, "bool": 1,
@@ -69,6 +70,9 @@ class Job:
     @property
     def sums(self) -> ReducerPlan:
         """How gradients are summed over the data axes."""
+        server = self.config.train.server
+        if self.reducer is None and server.ranks:
+            return ServerReducer(server.ranks, server.staleness)
         return planned_reducer(self.config.comm) if self.reducer is None else self.reducer
 
     @property

@@ -110,7 +110,7 @@ def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     parameters = (own if zero == 3 else whole) * (sizes.element or s.param) if s.keeps_param or zero <= 2 else 0.0
     gradients = (own if zero >= 2 else whole) * (s.grad + s.grad_copy)
     gradients += (own if zero >= 1 else whole) * s.step_copy
-    gradients += job.sums.state_bytes(whole, s.grad) if sizes.mixed else 0
+    gradients += job.sums.state_bytes(whole, s.grad) if sizes.mixed or not job.sums.mixes else 0
     master = (own if zero >= 1 else whole) * s.master
     optimizer = (own if zero >= 1 else whole) * s.moment * s.moments + outer_bytes(job, sizes)
     if is_offloaded(job, s.optimizer_on):

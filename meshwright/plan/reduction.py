@@ -17,6 +17,7 @@ from meshwright.plan.efficiency import collective_seconds
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
 from meshwright.sharding.placement import may_be_mixed, shard_axes
+from meshwright.sharding.server import ServerReducer
 
 
 @dataclass
@@ -205,7 +206,8 @@ def sum_seconds(
         elements = sum(record.numel for record in mixed)
         calls = list(reducer.calls(op, elements // shares, grad, ranks, mixed if shares == 1 else (), on_node))
         calls.append((op, (params - elements) // shares * grad))
-    return sum(collective_seconds(cluster, each, payload, ranks, on_node) for each, payload in calls)
+    crowded = ranks / reducer.servers if isinstance(reducer, ServerReducer) else 1.0  # each server serves so many
+    return crowded * sum(collective_seconds(cluster, each, payload, ranks, on_node) for each, payload in calls)
 
 
 def _hide(job: Job, cluster: Cluster, seconds: float, could: float, room: float, axis: AxisTime) -> float:

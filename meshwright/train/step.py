@@ -27,7 +27,7 @@ from meshwright.pipeline.trace import REDUCED, UPDATED
 from meshwright.schedule.table import Table
 from meshwright.schedule.verify import verified
 from meshwright.sharding.buffers import SideState, State
-from meshwright.sharding.compression.make import make_reducer
+from meshwright.sharding.compression.make import reducer_of
 from meshwright.sharding.data_parallel import DataParallel
 from meshwright.sharding.reducers import Reducer
 from meshwright.train.balance import ExpertBalance
@@ -120,7 +120,7 @@ class Trainer:
         config = ctx.config
         self.ctx, self.modules = ctx, list(modules)
         if reducer is None:
-            reducer = make_reducer(config.comm, config.train.seed, ctx.layout.node_size or ctx.layout.world)
+            reducer = reducer_of(config, ctx.layout.node_size or ctx.layout.world)
         grad_dtype, offload = PRECISION_DTYPES[config.train.grad_dtype], config.zero.offload
         own = config.train.local.parts(config.train.global_batch, ctx.layout.replicas)[ctx.mesh.replica]
         parallel = DataParallel(
