@@ -66,6 +66,7 @@ class DataParallel:
         zero: ZeroConfig | None = None,
         grad_dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        one_micro_batch: bool = False,
         overlap: OverlapConfig | None = None,
     ) -> None:
         """Moves the modules' parameters into buffers. `seed` initialises those that have no memory yet."""
@@ -79,7 +80,7 @@ class DataParallel:
         params_at = (self._zero.offload.params, Path(self._zero.offload.path))
         self.buffers, slots = build_buffers(
             modules, self._split, bucket_mib, number_units(units), grad_dtype, params_at, seed,
-            mesh.layout if reducer.mixes else None,
+            mesh.layout if reducer.mixes else None, one_micro_batch,
         )  # fmt: skip
         self.stage = max((buffer.split.stage for buffer in self.buffers), default=0)
         self._check_ties()

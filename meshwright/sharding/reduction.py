@@ -27,7 +27,7 @@ Launch = Callable[[Bucket, Tensor], PendingReduction]
 class OncePerStep:
     """Reduces each bucket once per step (stages 0 and 1). The first step shows how many contributions a parameter gets
     per micro-batch (a shared weight gets several). Buckets are launched in one fixed order; without `overlaps`, after
-    the last backward."""
+    the last backward. Gradients of the step before are released where a buffer releases them."""
 
     def __init__(self, buckets: Sequence[Bucket], launch: Launch, overlaps: bool = True) -> None:
         self.buckets, self._launch, self._overlaps = list(buckets), launch, overlaps
@@ -40,12 +40,15 @@ class OncePerStep:
         self._waiting: list[int] = []
 
     def sink(self, bucket: Bucket, slot: Slot) -> Sink:
-        return Sink(slot.grad, partial(self._arrived, bucket, slot))
+        return Sink(slot.grad, partial(self._arrived, bucket, slot), bucket.allocate_grads)
 
     def begin(self, micro_batches: int) -> None:
         self._micro_batches = micro_batches
         self._pending, self._launched = [], 0
         self._waiting = [len(bucket.slots) for bucket in self.buckets]
+        for bucket in self.buckets:
+            if bucket.buffer.releases_grads:
+                bucket.grads.release()
 
     def _arrived(self, bucket: Bucket, slot: Slot, sink: Sink) -> None:
         if not self._expected or not self._overlaps:
@@ -66,6 +69,8 @@ class OncePerStep:
         self._launched += 1
 
     def finish(self) -> None:
+        for bucket in self.buckets:
+            bucket.allocate_grads()
         for slot in self._slots:
             if slot.sink.fresh:  # no contribution came, so it still holds the gradient of the step before
                 slot.sink.view.zero_()
@@ -110,9 +115,7 @@ class EveryMicroBatch:
         """Makes sure, before a contribution, that the whole gradient has memory and is not being reduced."""
         while any(other is bucket for other, _, _ in self._in_flight):
             self._finish_oldest()
-        if not bucket.grads.allocated:
-            bucket.grads.allocate()
-            bucket.zero_gaps()
+        bucket.allocate_grads()
 
     def _arrived(self, bucket: Bucket, sink: Sink) -> None:
         index = self._index[id(bucket)]
