@@ -66,8 +66,8 @@ class DataParallel:
         zero: ZeroConfig | None = None,
         grad_dtype: torch.dtype = torch.float32,
         seed: int = 0,
-        one_micro_batch: bool = False,
         overlap: OverlapConfig | None = None,
+        one_micro_batch: bool = False,
     ) -> None:
         """Moves the modules' parameters into buffers. `seed` initialises those that have no memory yet."""
         overlap = overlap or OverlapConfig()

@@ -122,7 +122,7 @@ class Trainer:
         grad_dtype, offload = PRECISION_DTYPES[config.train.grad_dtype], config.zero.offload
         parallel = DataParallel(
             self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed,
-            one_micro_batch=micro_batches(ctx, config.train.global_batch) == 1, overlap=config.comm.overlap,
+            config.comm.overlap, one_micro_batch=micro_batches(ctx, config.train.global_batch) == 1,
         )  # fmt: skip
         self.data_parallel = parallel
         self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, parallel.weights.updated, offload)
@@ -302,8 +302,9 @@ class Trainer:
         return new_names > 0
 
     def states(self) -> Iterator[State | SideState]:
-        """What a checkpoint holds of this rank, beside `counters`."""
-        yield from self.optimizer.tensors()
+        """What a checkpoint holds of this rank, beside `counters`. Adapters' frozen base is stored elsewhere."""
+        every = not self.ctx.config.tune.adapts
+        yield from (state for state in self.optimizer.tensors() if every or state.buffer.key.trained)
         yield from self.data_parallel.reducer_states()
 
     def counters(self) -> dict[str, float | None]:
