@@ -7,6 +7,7 @@ import errno
 import importlib
 import keyword
 import os
+import shlex
 import sys
 
 import meshwright
@@ -75,7 +76,9 @@ def run(argv: list[str]) -> int:
     module.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parse = parser.parse_intermixed_args if name in MIXED else parser.parse_args
-    return int(module.run(parse(argv[1:])) or 0)
+    args = parse(argv[1:])
+    args.command = shlex.join(["meshwright", *argv])
+    return int(module.run(args) or 0)
 
 
 def main(argv: list[str] | None = None) -> int:

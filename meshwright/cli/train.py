@@ -21,6 +21,7 @@ from meshwright.train.datasets import datasets_of
 from meshwright.train.launch import warm_up
 from meshwright.train.processes import Place, find_place
 from meshwright.train.run_folder import refuse_finished, what_is_lost
+from meshwright.train.run_notes import write_event
 from meshwright.train.run_owner import refuse_owned
 
 EXAMPLES = """example:
@@ -68,7 +69,14 @@ def run(args: argparse.Namespace) -> int:
     check(config, ranks, TRAINING_RULES)
     check_machine(config.run.device, config.comm.backend, config.train.precision, ranks)
     check_memory(config, ranks)
-    return start(ranks, train, args, args.restarts, stops=True, loses=partial(what_is_lost, config))
+    tell = partial(write_event_of, config.run.dir)
+    return start(ranks, train, args, args.restarts, stops=True, loses=partial(what_is_lost, config), tell=tell)
+
+
+def write_event_of(folder: str, kind: str, text: str) -> None:
+    """Notes what the launcher saw, if the run has begun."""
+    if (Path(folder) / "run.json").is_file():
+        write_event(folder, kind, text)
 
 
 def prepare(args: argparse.Namespace, place: Place) -> None:
@@ -94,6 +102,7 @@ def config_of(args: argparse.Namespace) -> Config:
 def train(args: argparse.Namespace) -> None:
     """Runs one rank of the whole run."""
     from meshwright.cli.fits import out_of_memory
+    from meshwright.plan.measured import speed_of
     from meshwright.show.live import Display
     from meshwright.show.run_page import summary
     from meshwright.train.gpt import datasets_provider, forward_step, model_provider
@@ -104,8 +113,9 @@ def train(args: argparse.Namespace) -> None:
     try:
         with Display(config, place.world) as display:
             trainer = pretrain(
-                config, model_provider, datasets_provider, forward_step, source=args.source, watcher=display
-            )
+                config, model_provider, datasets_provider, forward_step, source=args.source, watcher=display,
+                speed=speed_of, command=args.command,
+            )  # fmt: skip
     except (RuntimeError, MemoryError) as error:
         if sentence := out_of_memory(config, place.world, place.local_world, place.rank, error):
             raise sentence from None

@@ -65,6 +65,8 @@ class Pending:
             event = flight.spare_events.pop() if flight.spare_events else torch.Event(self._device)
             event.record()
             call.event = event
+        else:  # an accelerator's stream waits, and not the host
+            self._group.ledger.waited[call.axis] += time.monotonic() - call.since
         seconds = flight.end(call)
         if self._tally is not None:
             self._tally.seconds += seconds

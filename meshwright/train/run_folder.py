@@ -23,8 +23,12 @@ from meshwright.layout import Layout
 from meshwright.models.description import layout_of
 from meshwright.outside import of_kind, parse_json, read_json
 from meshwright.train.counts import COUNTS
+from meshwright.train.run_notes import write_event
 
-CHARTED = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "global_batch")  # by TensorBoard, of each step
+# What loggers chart of each step.
+CHARTED = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "global_batch", "tflops", "mfu")
+
+FILES = ("metrics.jsonl", "validation.jsonl", "layers.jsonl")  # one line per step, validation, or step with norms
 
 Lines = list[dict[str, Any]]
 
@@ -85,25 +89,31 @@ class RunFolder:
     """Written by one rank. Each line is flushed, so that a killed run keeps every step it finished."""
 
     def __init__(
-        self, config: Config, world: int, step: int = 0, validates: bool = True, source: str | None = None
-    ) -> None:
+        self, config: Config, world: int, step: int = 0, validates: bool = True, source: str | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         """`step` is the one that the run goes on from: lines of later steps, which will be trained again, move to
-        lost.jsonl, so that the history has each step once. `source` is what gave a new run its weights."""
+        lost.jsonl, so that the history has each step once. `source` is what gave a new run its weights; `notes` are
+        what else run.json says."""
         self.path = Path(config.run.dir)
         source = _read_note(self.path, "from") if step and source is None else source
         with self._written():
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-            notes = json.dumps({"world": world, "validates": validates, "from": source})
-            (self.path / "run.json").write_text(notes + "\n", encoding="utf-8")
-            for name in ("metrics.jsonl", "validation.jsonl"):
-                _set_lost_aside(self.path / name, step)
-            self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
-            self._validation = (self.path / "validation.jsonl").open("a", encoding="utf-8")
+            facts = {"world": world, "validates": validates, "from": source} | dict(notes or {})
+            (self.path / "run.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
+            lost = [_set_lost_aside(self.path / name, step) for name in FILES]
+            self._metrics, self._validation, self._layers = (
+                (self.path / name).open("a", encoding="utf-8") for name in FILES
+            )
+        again = f"; {lost[0]} later steps are trained again" if lost[0] else ""
+        ranks = f"{world} rank{'s' * (world > 1)}"
+        words = f"continues from step {step} on {ranks}{again}" if step else f"starts on {ranks}"
+        write_event(self.path, "resume" if step else "start", words, step, world=world, lost=lost[0])
         self._events: Any = _event_writer(self.path) if config.run.tensorboard else None
 
     def step(self, line: dict[str, Any]) -> None:
-        values = {f"train/{key}": line[key] for key in CHARTED if line[key] is not None}
+        values = {f"train/{key}": line[key] for key in CHARTED if line.get(key) is not None}
         for group in ("losses", "monitored"):
             values |= {f"{group}/{key}": value for key, value in line.get(group, {}).items()}
         for key, value in line.get("experts", {}).items():
@@ -115,6 +125,9 @@ class RunFolder:
     def validation(self, line: dict[str, Any]) -> None:
         sources = {f"validation/{name}": loss for name, loss in line.get("sources", {}).items()}
         self._write(self._validation, line, {"validation/loss": line["loss"]} | sources)
+
+    def layers(self, line: dict[str, Any]) -> None:
+        self._write(self._layers, line, {})
 
     def _write(self, file: TextIO, line: dict[str, Any], charted: dict[str, float]) -> None:
         """One line of strict JSON, where a number that is not finite is null, and TensorBoard's events."""
@@ -128,6 +141,7 @@ class RunFolder:
         with self._written():
             self._metrics.close()
             self._validation.close()
+            self._layers.close()
             if self._events is not None:
                 self._events.close()
 
@@ -145,11 +159,11 @@ def is_validated(folder: Path, step: int) -> bool:
     return any(line["step"] == step for line in _read_lines(folder / "validation.jsonl"))
 
 
-def _set_lost_aside(path: Path, step: int) -> None:
-    """Moves the lines after `step`, and a last one that a kill cut off, to lost.jsonl. Lost first, then the rest: a
-    kill between the two repeats lines there and loses none."""
+def _set_lost_aside(path: Path, step: int) -> int:
+    """Moves the lines after `step`, and a last one that a kill cut off, to lost.jsonl; returns how many. Lost first,
+    then the rest: a kill between the two repeats lines there and loses none."""
     if not path.exists():
-        return
+        return 0
     kept: list[str] = []
     lost: list[str] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -163,11 +177,14 @@ def _set_lost_aside(path: Path, step: int) -> None:
         aside = path.with_name(path.name + ".part")
         aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         aside.replace(path)
+    return len(lost)
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
