@@ -18,6 +18,7 @@ PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ER
 
 COMMANDS = {
     "train": "train a model from a config, on local ranks or as one rank of torchrun or srun",
+    "watch": "show runs on a live page, or write it as a file to send",
     "generate": "write text with a trained or imported model",
     "eval": "measure a trained model's loss and perplexity on token files",
     "inspect": "show what is in a checkpoint and verify every checksum",

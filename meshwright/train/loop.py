@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -26,6 +27,7 @@ from meshwright.train.step import Launched, StepResult, Trainer
 
 MAX_SKIPPED_STEPS = 25  # in a row, after which a run gives up
 SAVING_SHARE = 0.01  # of a run's time that saving may take with checkpoint.every=auto
+MOST_FLIGHTS = 256  # ranks up to which a traced step leaves every rank's last calls
 TRACED = 3  # the third step of a process: the first ones make what later ones reuse
 
 
@@ -239,6 +241,8 @@ class TracedStep(Hook):
     def after(self, result: StepResult, last: bool) -> None:
         """Writes the file. One that can't be written is no reason to stop a run."""
         ctx, recorder = self.trainer.ctx, self.trainer.executor.recorder
+        if result.step == self.number and ctx.layout.world <= MOST_FLIGHTS:
+            self._write_flight()
         if result.step != self.number or recorder is None:
             return
         self.trainer.executor.recorder = None
@@ -254,3 +258,11 @@ class TracedStep(Hook):
             self.path.write_text(trace_json(moved, f"{self.path.parent.name}, step {self.number}"), encoding="utf-8")
         except OSError as error:
             warnings.warn(f"the step's trace can't be written to {self.path}: {error.strerror}", stacklevel=2)
+
+    def _write_flight(self) -> None:
+        """Writes this rank's last calls, as after a hang."""
+        ctx, folder = self.trainer.ctx, self.path.parent / "flight"
+        record = {"rank": ctx.rank, "step": self.number, "last": [call.plain() for call in ctx.mesh.flight.last]}
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"rank-{ctx.rank}.json").write_text(json.dumps(record), encoding="utf-8")
