@@ -40,6 +40,7 @@ class Coordinate:
     axes: tuple[tuple[str, int, int], ...] = ()  # (name, size, index), names ascending
     sequence_parallel: bool = False
     context: str = "ring"  # how ranks along cp share their tokens (see `context.kind`)
+    overlaps: bool = False  # linear layers communicate over tp in pieces, while they multiply (`comm.overlap.tensor`)
 
     __hash__ = hash_once
 
@@ -63,6 +64,11 @@ class Coordinate:
         return self if len(axes) == len(self.axes) else replace(self, axes=axes)
 
     @property
+    def at_once(self) -> Coordinate:
+        """The same place for what is no linear layer, and so does not communicate in pieces."""
+        return replace(self, overlaps=False) if self.overlaps else self
+
+    @property
     def splits_tokens(self) -> bool:
         """Whether each tp rank holds only its rows of the tokens between the products."""
         return self.sequence_parallel and self.size("tp") > 1
@@ -73,14 +79,17 @@ class Coordinate:
         return self.size("etp") == self.size("tp")
 
 
-def coordinate_of(layout: Layout, rank: int, sequence_parallel: bool, context: str = "ring") -> Coordinate:
+def coordinate_of(
+    layout: Layout, rank: int, sequence_parallel: bool, context: str = "ring", overlaps: bool = False
+) -> Coordinate:
     """Returns the coordinate of `rank` in a layout."""
     found = {**layout.coordinate(rank), **layout.expert_coordinate(rank)}
     sizes = {axis: layout.size(axis) for axis in found if not axis.startswith(("dp", "edp"))}
     axes = [(axis, size, found[axis]) for axis, size in sizes.items() if size > 1]
     if layout.size("embedding") > 1:
         axes.append(("embedding", layout.size("embedding"), 0))
-    return Coordinate(tuple(sorted(axes)), sequence_parallel, context if layout.cp > 1 else "ring")
+    overlaps &= layout.tp > 1
+    return Coordinate(tuple(sorted(axes)), sequence_parallel, context if layout.cp > 1 else "ring", overlaps)
 
 
 @dataclass(frozen=True)
