@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypedDict
 
 from meshwright.checkpoint import format as fmt
-from meshwright.config.load import config_from, to_yaml
+from meshwright.config.load import config_from, to_mapping, to_yaml
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import parse_yaml
 from meshwright.errors import UserError
@@ -23,6 +24,7 @@ from meshwright.layout import Layout
 from meshwright.models.description import layout_of
 from meshwright.outside import of_kind, parse_json, read_json
 from meshwright.train.counts import COUNTS
+from meshwright.train.loggers import Loggers, Start, check_installed
 from meshwright.train.run_notes import write_event
 
 # What loggers chart of each step.
@@ -52,11 +54,13 @@ class StepLine(_Line, total=False):
 
 
 def refuse_finished(config: Config, source: str | None = None) -> None:
-    """Raises if `run.dir` can't take this run: it is no folder, or holds a run that has nothing left to do.
+    """Raises if `run.dir` can't take this run: it is no folder, or holds a run that has nothing left to do; or if a
+    logger is not installed.
 
     Ranks that are started again, since one died after the last checkpoint, have nothing to do, and that is no mistake.
     """
     folder = Path(config.run.dir)
+    check_installed(config.run.loggers)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run.dir={folder} is a file: name a folder")
     found = fmt.list_checkpoints(fmt.checkpoint_folder(config))
@@ -110,7 +114,7 @@ class RunFolder:
         ranks = f"{world} rank{'s' * (world > 1)}"
         words = f"continues from step {step} on {ranks}{again}" if step else f"starts on {ranks}"
         write_event(self.path, "resume" if step else "start", words, step, world=world, lost=lost[0])
-        self._events: Any = _event_writer(self.path) if config.run.tensorboard else None
+        self._loggers = Loggers(logger_names(config), Start(self.path, to_mapping(config), step))
 
     def step(self, line: dict[str, Any]) -> None:
         values = {f"train/{key}": line[key] for key in CHARTED if line.get(key) is not None}
@@ -134,16 +138,14 @@ class RunFolder:
         with self._written():
             file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
             file.flush()
-            for name, value in charted.items() if self._events is not None else ():
-                self._events.add_scalar(name, value, line["step"])
+        self._loggers.log({name: value for name, value in charted.items() if value is not None}, line["step"])
 
     def close(self) -> None:
         with self._written():
             self._metrics.close()
             self._validation.close()
             self._layers.close()
-            if self._events is not None:
-                self._events.close()
+        self._loggers.close()
 
     @contextlib.contextmanager
     def _written(self) -> Iterator[None]:
@@ -188,12 +190,13 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _event_writer(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder / "tensorboard"))
+def logger_names(config: Config) -> list[str]:
+    """`run.loggers`, which must be installed, and TensorBoard's events where `run.tensorboard` and it are there."""
+    names = list(config.run.loggers)
+    check_installed(names)
+    if config.run.tensorboard and "tensorboard" not in names and importlib.util.find_spec("tensorboard"):
+        names.append("tensorboard")
+    return names
 
 
 @dataclass(frozen=True)
