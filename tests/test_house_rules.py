@@ -50,7 +50,8 @@ WITHOUT_TORCH = [
     "checkpoint.verify", "cli.main", "cli.layout", "cli.schedule", "cli.config", "cli.data", "cli.eval",
     "cli.export", "cli.generate", "cli.import_", "cli.inspect", "cli.train", "pipeline.trace", "cli.cost", "cli.plan",
     "cli.predict", "cli.memory", "cli.simulate", "cli.scaling", "cli.common_args", "cli.files", "cli.dryrun",
-    "cli.watch", "train.run_notes", "train.loggers", "train.rank_figures", "train.speed",
+    "cli.watch", "cli.init", "cli.completion", "cli.auto_layout",
+    "train.run_notes", "train.loggers", "train.rank_figures", "train.speed",
 ]  # fmt: skip
 
 

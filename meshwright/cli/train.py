@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.checkpoint.companions import check_tokenizer
 from meshwright.checkpoint.format import checkpoint_folder, find_checkpoint, list_checkpoints
+from meshwright.cli.auto_layout import WORD, resolve, without
 from meshwright.cli.ranks import local_devices, place_in_launcher, run_as_rank, start
 from meshwright.config.load import load_config
 from meshwright.config.rules import TRAINING_RULES, check
@@ -30,7 +31,8 @@ EXAMPLES = """example:
       -m meshwright train CONFIG.yaml
   meshwright train CONFIG.yaml --nproc 8 --restarts 3        (again: goes on from the last checkpoint)
   meshwright train CONFIG.yaml run.dir=runs/tuned --from runs/first@1000
-  srun -N 2 --ntasks-per-node 8 meshwright train CONFIG.yaml"""
+  srun -N 2 --ntasks-per-node 8 meshwright train CONFIG.yaml
+  meshwright train CONFIG.yaml --nproc 8 layout=auto         (the planner chooses; keys given here stay as they are)"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,9 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if place := place_in_launcher(args):
         return run_as_rank(place, lambda at: prepare(args, at), train, args, stops=True)
-    config = config_of(args)
     if args.nproc is not None and args.nproc < 1:
         raise UserError(f"--nproc {args.nproc} must be at least 1")
+    if WORD in args.overrides:
+        kind = load_config(args.config, without(args.overrides)).run.device
+        args.overrides = resolve(args.config, args.overrides, args.nproc or local_devices(kind, least=1))
+    config = config_of(args)
     if args.restarts < 0:
         raise UserError(f"--restarts {args.restarts} must not be negative")
     refuse_owned(Path(config.run.dir))
@@ -81,6 +86,8 @@ def write_event_of(folder: str, kind: str, text: str) -> None:
 
 def prepare(args: argparse.Namespace, place: Place) -> None:
     """What a rank of another launcher checks before torch is loaded."""
+    if WORD in args.overrides:  # every rank finds the same one
+        args.overrides = resolve(args.config, args.overrides, place.world, says=place.rank == 0)
     config = config_of(args)
     check(config, place.world, TRAINING_RULES)
     if place.rank == 0:
