@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshwright.config.load import load_config, to_mapping
+from meshwright.config.load import to_mapping
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, notice
 from meshwright.plan.account import layout_of_cost, layout_words
@@ -57,10 +57,10 @@ def _written(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value).replace("(", "[").replace(")", "]")
 
 
-def resolve(path: str, words: Sequence[str], ranks: int, says: bool = True) -> list[str]:
-    """The words with `layout=auto` replaced by the planner's choice for so many ranks of this machine's devices."""
+def resolve(config: Config, words: Sequence[str], ranks: int, says: bool = True) -> list[str]:
+    """The words with `layout=auto` replaced by the planner's choice for so many ranks of this machine's devices.
+    `config` is what the other words make."""
     given = without(words)
-    config = load_config(path, given)
     cluster, limit = _devices(config, ranks)
     best = best_layout(config, ranks, cluster, limit, given)
     chosen = words_of(config, best)

@@ -20,10 +20,10 @@ GROUPS = {
     "train and use a model": ("init", "train", "watch", "generate", "eval"),
     "data": ("data",),
     "plan and study": (
-        "plan", "cost", "memory", "simulate", "scaling", "dryrun", "predict", "layout", "schedule", "config", "bench",
-        "comm",
+        "plan", "recipes", "cost", "memory", "simulate", "scaling", "dryrun", "predict",
+        "layout", "schedule", "config", "bench", "comm",
     ),
-    "checkpoints and Hugging Face": ("inspect", "import", "export"),
+    "checkpoints and Hugging Face": ("inspect", "import", "export", "merge"),
     "the shell": ("completion",),
 }  # fmt: skip
 COMMANDS = {
@@ -35,7 +35,9 @@ COMMANDS = {
     "inspect": "show what is in a checkpoint and verify every checksum",
     "import": "turn a Hugging Face folder into a checkpoint",
     "export": "write a run's or a checkpoint's weights as a Hugging Face folder",
+    "merge": "add a run's adapters to their base and write that as a Hugging Face folder",
     "config": "show a config as it resolves, or check it against a world size",
+    "recipes": "list the known training runs that can be started by name, published beside predicted",
     "layout": "print every rank group of a mesh and draw it",
     "schedule": "print, draw and simulate a pipeline schedule",
     "data": "turn text into token files",

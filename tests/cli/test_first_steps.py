@@ -49,9 +49,9 @@ def test_layout_auto_keeps_what_is_given_and_says_what_it_chose(
     config.write_text(f"model: {{preset: llama3-8b}}\ndata: {{prefixes: [x]}}\n{train}\n")
     cluster = load_cluster("h100-80g-dgx")
     monkeypatch.setattr(auto_layout, "_devices", lambda config, ranks: (cluster, 74.0))
-    free = resolve(str(config), ["layout=auto"], 8)
+    free = resolve(load_config(config), ["layout=auto"], 8)
     assert "layout=auto: tp" in capsys.readouterr().err and "layout=auto" not in free
-    held = resolve(str(config), ["layout=auto", "layout.tp=4"], 8)
+    held = resolve(load_config(config, ["layout.tp=4"]), ["layout=auto", "layout.tp=4"], 8)
     assert held[0] == "layout.tp=4" and not [word for word in held[1:] if word.startswith("layout.tp=")]
     assert load_config(config, held).layout.tp == 4
     assert load_config(config, free).zero.stage + load_config(config, free).layout.tp > 1  # or it would not fit
