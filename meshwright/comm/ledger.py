@@ -68,7 +68,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.entries: dict[LedgerEntry, CallTotals] = defaultdict(CallTotals)
-        self.waited: dict[str, float] = defaultdict(float)  # by axis, seconds in which calls held up the program
+        self.waited: dict[str, float] = defaultdict(float)  # seconds that the host waited for calls, by axis
         self.current_phase = "startup"
         self.current_layer: int | None = None
 

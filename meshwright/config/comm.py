@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import ClassVar, Literal
 
 from meshwright.config.blocks import LONGEST_S, not_negative, positive
 from meshwright.errors import UserError
@@ -18,6 +18,7 @@ ROUNDED, SCALED = ("bf16", "fp8", "int8", "int4"), ("fp8", "int8", "int4", "oneb
 class ReduceConfig:
     """How gradients are summed over the data-parallel ranks: as they are, or compressed."""
 
+    section: ClassVar[str] = "comm.reduce"
     kind: Literal["plain", "bf16", "fp8", "int8", "int4", "onebit", "powersgd", "topk", "threshold"] = "plain"
     ratio: float = 0.01  # topk, threshold: the part of the elements that is sent
     rank: int = 4  # powersgd: of the product that stands for a matrix
@@ -26,21 +27,22 @@ class ReduceConfig:
     warmup_steps: int = 0  # first steps of a run that are summed as they are
 
     def __post_init__(self) -> None:
-        positive("comm.reduce", self, "rank", "block")
-        not_negative("comm.reduce", self, "warmup_steps")
+        positive(self.section, self, "rank", "block")
+        not_negative(self.section, self, "warmup_steps")
         if not 0.0 < self.ratio <= 1.0:
-            raise UserError(f"comm.reduce.ratio={self.ratio} must be above 0 and at most 1, e.g. 0.01 for one per cent")
+            wrong = f"{self.section}.ratio={self.ratio}"
+            raise UserError(f"{wrong} must be above 0 and at most 1, e.g. 0.01 for one per cent")
         if self.block % BLOCK_UNIT:
             up = -(-self.block // BLOCK_UNIT) * BLOCK_UNIT
-            raise UserError(f"comm.reduce.block={self.block} must be a multiple of {BLOCK_UNIT}: try {up}")
+            raise UserError(f"{self.section}.block={self.block} must be a multiple of {BLOCK_UNIT}: try {up}")
         belongs = {"ratio": SPARSE, "rank": LOW_RANK, "block": SCALED}
         lossy = tuple(kind for kind in KINDS if kind != "plain")
-        for key in self.__dataclass_fields__:
+        for key in (f.name for f in fields(self)):
             kinds = belongs.get(key, lossy)
             if key != "kind" and self.kind not in kinds and getattr(self, key) != getattr(ReduceConfig, key):
                 raise UserError(
-                    f"comm.reduce.{key} has no effect with comm.reduce.kind={self.kind}: leave it out, or set the kind "
-                    f"to {kinds[0] if len(kinds) == 1 else 'one of ' + ', '.join(kinds)}"
+                    f"{self.section}.{key} has no effect with {self.section}.kind={self.kind}: leave it out, or set "
+                    f"the kind to {kinds[0] if len(kinds) == 1 else 'one of ' + ', '.join(kinds)}"
                 )
 
     @property
@@ -65,12 +67,36 @@ class OverlapConfig:
 
 
 @dataclass(frozen=True)
+class EmulateConfig:
+    """Slow links that are emulated by delays, on a CPU, to measure what a slower network would do."""
+
+    link_gb_s: float = 0.0  # what a rank sends to others of its node; 0: as the machine does
+    network_gb_s: float = 0.0  # what the ranks of a node together send to other nodes; 0: like the rank's link
+    latency_us: float = 0.0  # of every message
+
+    def __post_init__(self) -> None:
+        not_negative("comm.emulate", self, "link_gb_s", "network_gb_s", "latency_us")
+
+    @property
+    def on(self) -> bool:
+        return bool(self.link_gb_s or self.network_gb_s or self.latency_us)
+
+    def words(self, per_node: int) -> str:
+        """Returns e.g. `emulated links: 0.1 GB/s in a node of 4`."""
+        rates = [f"{self.link_gb_s:g} GB/s in a node of {per_node}"] if self.link_gb_s else []
+        rates += [f"{self.network_gb_s:g} GB/s between nodes"] if self.network_gb_s else []
+        rates += [f"{self.latency_us:g} us"] if self.latency_us else []
+        return "emulated links: " + ", ".join(rates)
+
+
+@dataclass(frozen=True)
 class CommConfig:
     backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
     timeout: float = 600.0  # seconds until a collective that does not end is reported and the run stopped
     bucket_mib: float = 25.0  # gradients are reduced in pieces of about this size
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    emulate: EmulateConfig = field(default_factory=EmulateConfig)
     # How gradients are summed: by torch's collective, or by one of ours on sends and receives.
     algorithm: Literal["torch", "ring", "tree", "halving_doubling", "mesh", "hierarchical"] = "torch"
 

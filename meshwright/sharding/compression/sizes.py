@@ -116,4 +116,8 @@ def planned_reducer(config: CommConfig) -> ReducerPlan:
     """Returns what the planner needs to know of the reducer that a config asks for."""
     if config.algorithm != "torch":
         return AlgorithmReducer(config.algorithm)
-    return PLAIN_REDUCER if config.reduce.kind == "plain" else CompressionPlan(config.reduce)
+    return planned_compression(config.reduce)
+
+
+def planned_compression(config: ReduceConfig) -> ReducerPlan:
+    return PLAIN_REDUCER if config.kind == "plain" else CompressionPlan(config)
