@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshwright.config.load import to_mapping
+from meshwright.config.load import to_mapping, without_auto
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, notice
 from meshwright.plan.account import layout_of_cost, layout_words
@@ -18,13 +18,8 @@ from meshwright.plan.search import Candidate, SearchSpace, fixed_keys, search, s
 from meshwright.plan.stack import own_stack
 from meshwright.show.units import seconds
 
-WORD = "layout=auto"
 MARGIN = 0.94  # of a device's memory may be planned with
 HOST = "laptop"  # the cluster that stands for a machine without accelerators
-
-
-def without(words: Sequence[str]) -> list[str]:
-    return [word for word in words if word != WORD]
 
 
 def best_layout(
@@ -60,7 +55,7 @@ def _written(value: Any) -> str:
 def resolve(config: Config, words: Sequence[str], ranks: int, says: bool = True) -> list[str]:
     """The words with `layout=auto` replaced by the planner's choice for so many ranks of this machine's devices.
     `config` is what the other words make."""
-    given = without(words)
+    given = without_auto(words)
     cluster, limit = _devices(config, ranks)
     best = best_layout(config, ranks, cluster, limit, given)
     chosen = words_of(config, best)

@@ -12,9 +12,8 @@ from typing import Any
 
 from meshwright.checkpoint.companions import check_tokenizer
 from meshwright.checkpoint.format import checkpoint_folder, find_checkpoint, list_checkpoints
-from meshwright.cli.auto_layout import WORD, resolve, without
 from meshwright.cli.ranks import local_devices, place_in_launcher, run_as_rank, start
-from meshwright.config.load import load_config
+from meshwright.config.load import AUTO_LAYOUT, load_config, without_auto
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.config.twin import TWIN_DATA, tiny_config
@@ -58,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc is not None and args.nproc < 1:
         raise UserError(f"--nproc {args.nproc} must be at least 1")
     config = config_of(args)
-    if WORD in args.overrides:
+    if AUTO_LAYOUT in args.overrides:
+        from meshwright.cli.auto_layout import resolve
+
         ranks = args.nproc or local_devices(config.run.device, least=1)
         args.overrides = resolve(config, args.overrides, ranks)
         config = config_of(args)
@@ -98,7 +99,9 @@ def write_event_of(folder: str, kind: str, text: str) -> None:
 def prepare(args: argparse.Namespace, place: Place) -> None:
     """What a rank of another launcher checks before torch is loaded."""
     config = config_of(args)
-    if WORD in args.overrides:  # every rank finds the same one
+    if AUTO_LAYOUT in args.overrides:  # every rank finds the same one
+        from meshwright.cli.auto_layout import resolve
+
         args.overrides = resolve(config, args.overrides, place.world, says=place.rank == 0)
         config = config_of(args)
     check(config, place.world, TRAINING_RULES)
@@ -117,7 +120,7 @@ def say_start(config: Config, ranks: int) -> None:
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    words = without(args.overrides)  # what `layout=auto` stands for is put in its place as soon as the ranks are known
+    words = without_auto(args.overrides)  # `run` puts what the planner chose in its place
     return tiny_config(args.config, words)[0] if args.tiny else load_config(args.config, words)
 
 
