@@ -60,9 +60,13 @@ class Normalisation:
         # A seed of 0 is not announced: a gradient that was made with it could not be told from one that is missing.
         return Seeds(self.seed, (self.seed(LOSS) or None) if known else None)
 
-    def count(self, tokens: float | Tensor) -> float | Tensor:
+    def count(self, tokens: float) -> float:
         """What the stored gradient is still to be divided by, beside the weight; 0 where nothing was counted."""
         return tokens if self.counts is None else float(any(self.counts.values()))
+
+    def count_on_device(self, tokens: Tensor) -> Tensor:
+        """The same, filled in by the device: a number that is copied there would make the host wait."""
+        return tokens if self.counts is None else tokens.new_full((), self.count(0.0))
 
 
 _DECLARE = "pass loss_counts to pretrain, which says from a sample what each term counts"
@@ -71,7 +75,10 @@ _DECLARE = "pass loss_counts to pretrain, which says from a sample what each ter
 def declared_counts(ctx: Context, names: Sequence[str], own: Mapping[str, float]) -> dict[str, float]:
     """The declared counts of a step, of the ranks that train together. Of each pipeline one rank counts; the others
     give nothing."""
-    vector = torch.tensor([own.get(name, 0.0) for name in names], dtype=torch.float64)
+    counted = [own.get(name, 0.0) for name in names]
+    if ctx.mesh.inner.alone:  # else the host waits here for the device, and can't launch a step ahead
+        return dict(zip(names, counted, strict=True))
+    vector = torch.tensor(counted, dtype=torch.float64)
     with ctx.ledger.phase("data"):
         vector = ctx.device.upload(vector)
         ctx.mesh.inner.all_reduce(vector)

@@ -255,7 +255,7 @@ class Trainer:
         weight, clip, terms = normalisation.weight, self.ctx.config.train.clip, len(self.terms)
         kinds = sums[:1] if sums.own is sums.all else sums[:2]
         if self.runs_ahead:
-            found = [torch.as_tensor(normalisation.count(x[terms]), dtype=x.dtype, device=x.device) for x in kinds]
+            found = [normalisation.count_on_device(x[terms]) for x in kinds]
             on_device = [gradient_scaling(n, x[2 * terms], weight, clip) for n, x in zip(found, kinds, strict=True)]
             self.optimizer.step_on_device(lr, on_device[0]._replace(updates=on_device[-1].updates))
             return 0.0
@@ -263,7 +263,7 @@ class Trainer:
         read = [Sums.read(each.read(), self.terms) for each in arrived]
         waited = time.perf_counter() - begun
         own, scaling = (
-            gradient_scaling(float(normalisation.count(x.tokens)), x.squares, weight, clip) for x in (read[0], read[-1])
+            gradient_scaling(normalisation.count(x.tokens), x.squares, weight, clip) for x in (read[0], read[-1])
         )
         if scaling.updates:
             self.optimizer.step(lr, own.divisor)
@@ -284,7 +284,7 @@ class Trainer:
         found = Sums.read(launched.sums.read(), self.terms)
         if how.counts is not None:
             Sums.read(launched.own.read(), self.terms).check_counts(how.counts)
-        scaling = gradient_scaling(float(how.count(found.tokens)), found.squares, how.weight, clip=0.0)
+        scaling = gradient_scaling(how.count(found.tokens), found.squares, how.weight, clip=0.0)
         result.loss, result.tokens = found.loss if scaling.counts else math.nan, math.ceil(found.tokens)
         result.losses = found.losses
         result.grad_norm = scaling.norm if math.isfinite(scaling.norm) else math.inf
