@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from meshwright.comm.algorithms import neighbours_on_node
 from meshwright.comm.ledger import wire_bytes
+from meshwright.config.comm import GatherConfig
 from meshwright.config.sections import Config, ZeroConfig
 from meshwright.layout import Layout
 from meshwright.layout.params import ParamRecord
@@ -26,6 +27,7 @@ from meshwright.models.description import field_elements, fields_read
 from meshwright.parts.part import BlockUnit, Collective, Coordinate, MicroBatch, Stage, Unit
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job
 from meshwright.plan.stack import BYTES
+from meshwright.sharding.compression.sizes import gathered_bytes
 from meshwright.sharding.placement import backward_order, bucket_elements, buffer_key, grad_bytes, place, shard_axes
 from meshwright.sharding.reducers import PLAIN_REDUCER, ReducerPlan
 from meshwright.train.counts import WIDE, balance_length, counts_bytes, sums_bytes
@@ -245,6 +247,7 @@ def gradients(
     micro_batches: int = 1,
     grad_dtype: str = "fp32",
     reducer: ReducerPlan = PLAIN_REDUCER,
+    gather: GatherConfig | None = None,
 ) -> Iterator[RepeatedCall]:
     """Gradients and weights of parameters (held, dtype), given in the order of forward.
 
@@ -260,6 +263,7 @@ def gradients(
 
     and 1 all_reduce of a share, B g / S, over the copies of the S ranks, if there are any, and over each further axis
     along which the gradients are partial sums. A `reducer` may make other calls for the sums over the data axes.
+    `gather`: how weights travel in stage 3.
     """
     zero = zero or ZeroConfig()
     for shared, items, places, buckets in packed(params, layout, bucket_mib, zero, grad_dtype, reducer.mixes):
@@ -278,7 +282,9 @@ def gradients(
                 sums = [("gradients", shards, "reduce_scatter", size, records, micro_batches if stage >= 2 else 1)]
                 sums += [("copies", replicas, "all_reduce", share, [], 1)] if replicas is not None else []
                 times = micro_batches * max(held.fetches for held in inside) if stage == 3 else 1
-                yield _over(layout, "weights", "gather", shards, "all_gather", size * weight, times)
+                how = gather if gather and stage == 3 else GatherConfig()
+                payload = gathered_bytes(how, size, weight, layout.size(shards))
+                yield _over(layout, "weights", "gather", shards, "all_gather", payload, times)
             for source, axes, asked, elements, of, times in sums if trained else []:
                 own = reducer is not PLAIN_REDUCER and "." not in axes
                 on_node = neighbours_on_node(layout.group(axes, 0), layout.node_size or layout.world) if own else 1
@@ -321,7 +327,7 @@ def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
     params = [(param, dtype_of(param.record, c.train.precision)) for param in parameters(job, held)]
     calls = [*batch(job, held), *(call for stage in held for call in units(job, stage)), *pipeline(job, pp_rank)]
     calls += gradients(
-        params, job.layout, c.comm.bucket_mib, c.zero, job.micro_batches, c.train.grad_dtype, job.sums
+        params, job.layout, c.comm.bucket_mib, c.zero, job.micro_batches, c.train.grad_dtype, job.sums, c.comm.gather
     )
     calls += sums(job)
     return [call for call in calls if call.size > 1 and call.times]

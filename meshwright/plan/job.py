@@ -67,7 +67,9 @@ class Job:
     @property
     def sums(self) -> ReducerPlan:
         """How gradients are summed over the data axes."""
-        return planned_reducer(self.config.comm) if self.reducer is None else self.reducer
+        if self.reducer is not None:
+            return self.reducer
+        return planned_reducer(self.config.comm, self.layout.node_size or self.layout.world)
 
     @property
     def hides_gradients(self) -> float:

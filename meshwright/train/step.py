@@ -123,6 +123,7 @@ class Trainer:
         parallel = DataParallel(
             self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed,
             config.comm.overlap, one_micro_batch=micro_batches(ctx, config.train.global_batch) == 1,
+            gather=config.comm.gather,
         )  # fmt: skip
         self.data_parallel = parallel
         self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, parallel.weights.updated, offload)

@@ -12,7 +12,7 @@ from meshwright.sharding.reducers import PLAIN_REDUCER, Reducer
 def make_reducer(config: CommConfig, seed: int, node_size: int) -> Reducer:
     """Returns the reducer that a config asks for; `seed` keys its random numbers."""
     if config.algorithm != "torch":
-        return AlgorithmReducer(config.algorithm, node_size)
+        return AlgorithmReducer(config.algorithm, node_size, config.known_links)
     if config.reduce.kind == "plain":
         return PLAIN_REDUCER
     compressing = LowRankReducer if config.reduce.kind in LOW_RANK else ExchangeReducer
