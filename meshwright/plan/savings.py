@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.comm.algorithms import neighbours_on_node
-from meshwright.config.comm import KINDS, CommConfig, EmulateConfig, OverlapConfig, ReduceConfig
+from meshwright.config.comm import KINDS, CommConfig, EmulateConfig, GatherConfig, OverlapConfig, ReduceConfig
 from meshwright.config.rules import PLANNING_RULES, first_broken_rule
 from meshwright.config.sections import Config
 from meshwright.layout.params import DATA_AXES
@@ -74,6 +74,8 @@ def techniques(config: Config, job: Job) -> list[Technique]:
         order = "-".join(reversed(config.layout.order.split("-")))
         add("groups across nodes", plain, layout=replace(config.layout, order=order))
     if summed > 1:
+        for kind in ("fp8", "int8"):
+            add(f"gather {kind}", replace(plain, gather=GatherConfig(kind=kind)))  # type: ignore[arg-type]
         for kind in KINDS:
             if kind != "plain":
                 add(f"reduce {kind}", replace(plain, reduce=ReduceConfig(kind=kind)))  # type: ignore[arg-type]

@@ -58,14 +58,14 @@ class AlgorithmReducer(PlainReducer):
 
 
 class GatherToOne(PlainReducer):
-    """The naive sum, to compare with: all ranks send everything to the first, which adds up and sends the sum back. Its
-    calls are those of the first rank, through whose link all goes, (n-1) tensors in and as many out."""
+    """The naive sum, to compare with: all ranks send everything to the first, which adds up and sends the sum back. On
+    average a rank sends what it sends in a ring, but all of it goes through the first one's link."""
 
     def calls(
         self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
         on_node: int = 1,
     ) -> Iterable[tuple[str, int]]:  # fmt: skip
-        return [("send", elements * element_bytes)] * (2 * (ranks - 1))
+        return [("all_reduce", elements * element_bytes)]
 
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
         return ThroughOne(grads, grads, group)

@@ -1,5 +1,5 @@
-"""Weights that are gathered in fewer bits: equal on all ranks, within the bound of their codes, sent as planned. What is
-updated and saved stays exact."""
+"""Weights that are gathered in fewer bits: equal on all ranks, within the bound of their codes, sent as planned; what
+is updated and saved stays exact."""
 
 from __future__ import annotations
 
