@@ -68,8 +68,10 @@ def remove_failed(folder: Path, rank: int) -> None:
 def ranges_to_write(data_parallel: DataParallel, state: State | SideState) -> Iterator[tuple[Slot, int, int]]:
     """Yields (slot, start, stop) of the elements of each parameter that this rank writes. Replicas divide what they
     hold in common; of an additive state each rank writes a row of its own, and a reducer's other tensors are written by
-    the first of the ranks that hold the same."""
+    the first of the ranks that hold the same. What all replicas of `layout.replicas` have is written by the first."""
     buffer = state.buffer
+    if state.replica is None and data_parallel.mesh.replica > 0:
+        return
     for slot in buffer.slots:
         bucket = buffer.buckets[slot.bucket]
         low, high = buffer.split.written(bucket.start, bucket.stop)
@@ -94,7 +96,7 @@ class Snapshot:
         for state in trainer.states():
             for slot, low, high in ranges_to_write(trainer.data_parallel, state):
                 record, values = state.record(slot), state.values(slot, low, high)
-                if record is not slot.record:  # the next backward, which saving does not wait for, changes a reducer's
+                if state.additive or isinstance(state, SideState):  # the next backward changes a reducer's
                     values = plain(values).clone()
                 name = f"{state.name}/{record.name}"
                 dtype = str(values.dtype).removeprefix("torch.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal
 
 from meshwright.config.blocks import LONGEST_S, not_negative, positive
@@ -18,6 +18,7 @@ ROUNDED, SCALED = ("bf16", "fp8", "int8", "int4"), ("fp8", "int8", "int4", "oneb
 class ReduceConfig:
     """How gradients are summed over the data-parallel ranks: as they are, or compressed."""
 
+    section: ClassVar[str] = "comm.reduce"
     kind: Literal["plain", "bf16", "fp8", "int8", "int4", "onebit", "powersgd", "topk", "threshold"] = "plain"
     ratio: float = 0.01  # topk, threshold: the part of the elements that is sent
     rank: int = 4  # powersgd: of the product that stands for a matrix
@@ -26,21 +27,22 @@ class ReduceConfig:
     warmup_steps: int = 0  # first steps of a run that are summed as they are
 
     def __post_init__(self) -> None:
-        positive("comm.reduce", self, "rank", "block")
-        not_negative("comm.reduce", self, "warmup_steps")
+        positive(self.section, self, "rank", "block")
+        not_negative(self.section, self, "warmup_steps")
         if not 0.0 < self.ratio <= 1.0:
-            raise UserError(f"comm.reduce.ratio={self.ratio} must be above 0 and at most 1, e.g. 0.01 for one per cent")
+            wrong = f"{self.section}.ratio={self.ratio}"
+            raise UserError(f"{wrong} must be above 0 and at most 1, e.g. 0.01 for one per cent")
         if self.block % BLOCK_UNIT:
             up = -(-self.block // BLOCK_UNIT) * BLOCK_UNIT
-            raise UserError(f"comm.reduce.block={self.block} must be a multiple of {BLOCK_UNIT}: try {up}")
+            raise UserError(f"{self.section}.block={self.block} must be a multiple of {BLOCK_UNIT}: try {up}")
         belongs = {"ratio": SPARSE, "rank": LOW_RANK, "block": SCALED}
         lossy = tuple(kind for kind in KINDS if kind != "plain")
-        for key in self.__dataclass_fields__:
+        for key in (f.name for f in fields(self)):
             kinds = belongs.get(key, lossy)
             if key != "kind" and self.kind not in kinds and getattr(self, key) != getattr(ReduceConfig, key):
                 raise UserError(
-                    f"comm.reduce.{key} has no effect with comm.reduce.kind={self.kind}: leave it out, or set the kind "
-                    f"to {kinds[0] if len(kinds) == 1 else 'one of ' + ', '.join(kinds)}"
+                    f"{self.section}.{key} has no effect with {self.section}.kind={self.kind}: leave it out, or set "
+                    f"the kind to {kinds[0] if len(kinds) == 1 else 'one of ' + ', '.join(kinds)}"
                 )
 
     @property

@@ -68,9 +68,11 @@ class DataParallel:
         seed: int = 0,
         overlap: OverlapConfig | None = None,
         one_micro_batch: bool = False,
+        mixes: bool = False,
         gather: GatherConfig | None = None,
     ) -> None:
-        """Moves the modules' parameters into buffers. `seed` initialises those that have no memory yet."""
+        """Moves the modules' parameters into buffers. `seed` initialises those that have no memory yet. `mixes`: what
+        is not the reducer's work mixes elements too (see `ReducerPlan`)."""
         overlap = overlap or OverlapConfig()
         self.mesh, self.reducer = mesh, reducer
         modules, self._zero = list(modules), zero or ZeroConfig()
@@ -81,7 +83,7 @@ class DataParallel:
         params_at = (self._zero.offload.params, Path(self._zero.offload.path))
         self.buffers, slots = build_buffers(
             modules, self._split, bucket_mib, number_units(units), grad_dtype, params_at, seed,
-            mesh.layout if reducer.mixes else None, one_micro_batch,
+            mesh.layout if mixes or reducer.mixes else None, one_micro_batch,
         )  # fmt: skip
         self.stage = max((buffer.split.stage for buffer in self.buffers), default=0)
         self._check_ties()

@@ -51,7 +51,7 @@ def context_line(config: Config) -> str:
 
 def layout_line(config: Config, layout: Layout) -> str:
     """Formats the layout as `8 ranks = dp 2 × tp 2 × pp 2`."""
-    axes = [a for a in ("dp", "cp", "tp", "pp") if a != "cp" or layout.cp > 1]
+    axes = [a for a in ("replicas", "dp", "cp", "tp", "pp") if a not in ("replicas", "cp") or layout.axis_size(a) > 1]
     sizes = " × ".join(f"{axis} {layout.axis_size(axis)}" for axis in axes)
     sequence = " + sequence parallel" if config.layout.sequence_parallel and layout.tp > 1 else ""
     return f"{plural(layout.world, 'rank')} = {sizes}{sequence}"
@@ -67,7 +67,7 @@ def small_drawing(layout: Layout) -> str:
 
 def schedule_line(config: Config, layout: Layout) -> str:
     t, chunks = config.train, config.layout.chunks
-    micro_batches = max(1, t.global_batch // (layout.dp * t.micro_batch))
+    micro_batches = max(1, t.global_batch // (layout.dp * layout.replicas * t.micro_batch))
     batches = f"{plural(micro_batches, 'micro-batch')} of {t.micro_batch}"
     if layout.pp == 1:
         return batches

@@ -239,10 +239,10 @@ def _read_lines(path: Path) -> Lines:
 
 
 def _least_world(config: Config, steps: Lines) -> int | None:
-    """The world of a run in which no gradient was reduced: then there was one replica."""
+    """The world of a run in which no gradient was reduced: then there was one data-parallel rank."""
     c = config.layout
     data = any("dp" in axis.split("-") for line in steps for axis in line.get("comm", {}))
-    return c.tp * c.cp * c.pp if steps and not data else None
+    return c.least_world if steps and not data else None
 
 
 def traffic_per_step(steps: Lines) -> dict[str, dict[str, float]]:

@@ -399,7 +399,7 @@ def test_the_tables_of_the_docs() -> None:
 
 
 def test_mistakes_are_told() -> None:
-    with pytest.raises(UserError, match="samples=3 is not a multiple of dp x micro_batch = 2: try 2"):
+    with pytest.raises(UserError, match="samples=3 is not a multiple of dp x micro_batch = 2 x 1 = 2: try 2"):
         predict_step(small_config(), 2, samples=3)
     with pytest.raises(UserError, match="field 'tokens' has the unknown dtype 'int65'"):
         predict_step(small_config(), 2, fields={"tokens": "int65"})

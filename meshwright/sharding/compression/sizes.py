@@ -123,4 +123,8 @@ def planned_reducer(config: CommConfig, node_size: int) -> ReducerPlan:
     """Returns what the planner needs to know of the reducer that a config asks for; `node_size`: ranks per node."""
     if config.algorithm != "torch":
         return AlgorithmReducer(config.algorithm, node_size, config.known_links)
-    return PLAIN_REDUCER if config.reduce.kind == "plain" else CompressionPlan(config.reduce)
+    return planned_compression(config.reduce)
+
+
+def planned_compression(config: ReduceConfig) -> ReducerPlan:
+    return PLAIN_REDUCER if config.kind == "plain" else CompressionPlan(config)
