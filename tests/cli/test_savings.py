@@ -37,9 +37,9 @@ def test_measured_beside_predicted(config: str, tmp_path: Path, capfd: pytest.Ca
     found = json.loads(capfd.readouterr().out)
     assert "emulated links: 0.002 GB/s" in found["title"]
     rows = {row["name"]: row for row in found["techniques"]}
-    assert {"as configured", "overlap off", "gather to one", "own ring", "reduce int8", "reduce topk"} <= rows.keys()
+    assert {"as configured", "overlap off", "gather to one", "own ring", "reduce int8", "4 local steps"} <= rows.keys()
     for name, row in rows.items():
-        if name != "gather to one":
+        if name not in ("gather to one", "4 local steps", "16 local steps"):
             assert row["measured"]["sent"] == pytest.approx(row["predicted"]["sent"]), name
     base, small = rows["as configured"], rows["reduce topk"]
     assert base["measured"]["step_s"] == pytest.approx(base["predicted"]["step_s"], rel=0.4)
