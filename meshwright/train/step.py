@@ -79,7 +79,7 @@ class Trainer:
         parallel = DataParallel(
             self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed,
             config.comm.overlap, one_micro_batch=micro_batches(ctx, len(own)) == 1,
-            mixes=ctx.layout.replicas > 1 and config.train.local.compress.kind != "plain",
+            mixes=ctx.layout.replicas > 1 and config.train.local.compress.kind != "plain", gather=config.comm.gather,
         )  # fmt: skip
         self.data_parallel = parallel
         self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, parallel.weights.updated, offload)
