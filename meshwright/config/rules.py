@@ -7,6 +7,7 @@ from itertools import chain
 
 from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.config.sections import FP8_UNIT, Config
+from meshwright.config.tune import NEED_REFERENCE
 from meshwright.errors import UserError, divisors, either
 from meshwright.layout import Layout, node_parts
 from meshwright.schedule.kinds import KINDS, LARGEST_TABLE, training_kinds
@@ -333,6 +334,21 @@ def end_token_is_one(c: Config, world: int) -> Iterator[str]:
         yield f"data.eod={c.data.eod} is no token of model.vocab={c.model.vocab}: use one below that"
 
 
+def preferences_fit(c: Config, world: int) -> Iterator[str]:
+    if c.objective != "preference":
+        return
+    cut = next((axis for axis in ("pp", "cp") if getattr(c.layout, axis) > 1), "")
+    if cut:
+        yield f"data.objective=preference can't be combined with layout.{cut} yet: set layout.{cut}=1"
+    if c.layout.chunks > 1 or c.model.experts.aux_loss or c.model.experts.z_loss:
+        yield "data.objective=preference takes no layout.chunks and no losses of experts: set them back"
+    if c.tune.loss in NEED_REFERENCE and (not c.tune.adapts or c.tune.modules_to_save):
+        yield (
+            f"tune.loss={c.tune.loss} compares with the frozen weights, and the run changes them: set tune.kind=lora "
+            "without modules_to_save, or use orpo or simpo"
+        )
+
+
 def adapters_fit(c: Config, world: int) -> Iterator[str]:
     if c.tune.kind == "dora" and c.recompute.pieces > 1:
         yield "tune.kind=dora can't be combined with recompute.pieces: set recompute.pieces=1, or use tune.kind=lora"
@@ -355,7 +371,7 @@ RULES: list[Rule] = [
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
     dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
     compiles_without_dropout, backend_fits_device, device_has_fp8, algorithm_fits_ranks,
-    tensor_overlap_fits, adapters_fit,
+    tensor_overlap_fits, adapters_fit, preferences_fit,
 ]  # fmt: skip
 
 # The rules about how tp cuts a model's sizes.

@@ -21,7 +21,7 @@ from meshwright.config.blocks import (
     seconds_of,
 )  # fmt: skip
 from meshwright.config.comm import CommConfig
-from meshwright.config.data import DataConfig
+from meshwright.config.data import PACKED, DataConfig
 from meshwright.config.scales import LossScaleConfig, LRConfig
 from meshwright.config.tune import TuneConfig
 from meshwright.errors import UserError, divisors, either, nearest
@@ -397,7 +397,7 @@ class Config:
     @property
     def has_segments(self) -> bool:
         """Whether samples say which of their tokens see each other: those of one document, or all but the padding."""
-        return self.data.reset_attention or self.objective == "masked"
+        return self.data.reset_attention or self.objective in ("masked", *PACKED)
 
     @property
     def drops(self) -> bool:
