@@ -29,7 +29,7 @@ COMMANDS = {
     "schedule": "print, draw and simulate a pipeline schedule",
     "data": "turn text into token files",
     "bench": "measure this device's training step beside the least time it could take",
-    "comm": "measure collectives on the groups of a layout, and save a profile of the machine for the planner",
+    "comm": "measure collectives on the groups of a layout, or what each way to communicate less saves of a step",
     "plan": "search the layouts of a model on a cluster and write the best one as a config",
     "simulate": "simulate one step of every pipeline rank, as a drawing or a trace, also with something slow",
     "dryrun": "run a step of single ranks of any cluster, without it, beside what was planned",
@@ -39,7 +39,7 @@ COMMANDS = {
     "predict": "predict published runs and compare with what was measured",
 }
 # Those that take key=value words, which may stand before and after an option.
-MIXED = {"train", "eval", "config", "plan", "simulate", "dryrun", "memory", "scaling", "cost"}
+MIXED = {"comm", "train", "eval", "config", "plan", "simulate", "dryrun", "memory", "scaling", "cost"}
 
 
 class Parser(argparse.ArgumentParser):

@@ -94,7 +94,9 @@ def prepare(args: argparse.Namespace, place: Place) -> None:
 
 def say_start(config: Config, ranks: int) -> None:
     with_ranks = f" with {ranks} ranks" if ranks > 1 else ""
-    notice(f"starts {config.run.dir}{with_ranks}, {config.train.steps} steps")
+    emulate = config.comm.emulate
+    slow = f" ({emulate.words(config.layout.node_size or ranks)})" if emulate.on else ""
+    notice(f"starts {config.run.dir}{with_ranks}, {config.train.steps} steps{slow}")
 
 
 def config_of(args: argparse.Namespace) -> Config:

@@ -65,12 +65,36 @@ class OverlapConfig:
 
 
 @dataclass(frozen=True)
+class EmulateConfig:
+    """Slow links that are emulated by delays, on a CPU, to measure what a slower network would do."""
+
+    link_gb_s: float = 0.0  # what a rank sends to others of its node; 0: as the machine does
+    network_gb_s: float = 0.0  # what the ranks of a node together send to other nodes; 0: like the rank's link
+    latency_us: float = 0.0  # of every message
+
+    def __post_init__(self) -> None:
+        not_negative("comm.emulate", self, "link_gb_s", "network_gb_s", "latency_us")
+
+    @property
+    def on(self) -> bool:
+        return bool(self.link_gb_s or self.network_gb_s or self.latency_us)
+
+    def words(self, per_node: int) -> str:
+        """Returns e.g. `emulated links: 0.1 GB/s in a node of 4`."""
+        rates = [f"{self.link_gb_s:g} GB/s in a node of {per_node}"] if self.link_gb_s else []
+        rates += [f"{self.network_gb_s:g} GB/s between nodes"] if self.network_gb_s else []
+        rates += [f"{self.latency_us:g} us"] if self.latency_us else []
+        return "emulated links: " + ", ".join(rates)
+
+
+@dataclass(frozen=True)
 class CommConfig:
     backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
     timeout: float = 600.0  # seconds until a collective that does not end is reported and the run stopped
     bucket_mib: float = 25.0  # gradients are reduced in pieces of about this size
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    emulate: EmulateConfig = field(default_factory=EmulateConfig)
     # How gradients are summed: by torch's collective, or by one of ours on sends and receives.
     algorithm: Literal["torch", "ring", "tree", "halving_doubling", "mesh", "hierarchical"] = "torch"
 

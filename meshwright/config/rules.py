@@ -349,6 +349,14 @@ def preferences_fit(c: Config, world: int) -> Iterator[str]:
         )
 
 
+def links_are_emulated_on_cpus(c: Config, world: int) -> Iterator[str]:
+    e = c.comm.emulate
+    if e.on and c.run.device not in ("auto", "cpu"):
+        yield f"comm.emulate delays calls of CPUs only, and run.device is {c.run.device}: leave one of the two out"
+    if e.network_gb_s and not c.layout.node_size:
+        yield "comm.emulate.network_gb_s is a rate between nodes: give layout.node_size, the number of ranks on a node"
+
+
 def adapters_fit(c: Config, world: int) -> Iterator[str]:
     if c.tune.kind == "dora" and c.recompute.pieces > 1:
         yield "tune.kind=dora can't be combined with recompute.pieces: set recompute.pieces=1, or use tune.kind=lora"
@@ -371,7 +379,7 @@ RULES: list[Rule] = [
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
     dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
     compiles_without_dropout, backend_fits_device, device_has_fp8, algorithm_fits_ranks,
-    tensor_overlap_fits, adapters_fit, preferences_fit,
+    tensor_overlap_fits, links_are_emulated_on_cpus, adapters_fit, preferences_fit,
 ]  # fmt: skip
 
 # The rules about how tp cuts a model's sizes.

@@ -18,12 +18,18 @@ def attention_core(
     """Returns the softmax of the scores times the values, all [batch, heads, seq, width]; keys may have fewer heads.
     `mask` says where documents begin, or is added to the scores; without it, a query sees all keys or, with `causal`,
     those before it."""
-    if dropout and (isinstance(mask, Documents) or (mask is None and q.is_cpu)):
+    if dropout and (mask is None or isinstance(mask, Documents)) and (q.is_cpu or (causal and mask is not None)):
         return _with_dropout(q, k, v, mask, causal, dropout)
     if isinstance(mask, Documents):
-        return document_attention(q, k, v, mask)
+        if not dropout:
+            return document_attention(q, k, v, mask)
+        # Where tokens look both ways, a sample is one document and padding behind it: one row says who is seen.
+        numbers = _document_numbers(mask.starts, q)
+        mask = (numbers == numbers[:, :1])[:, None, None]
+    if q.shape[2] != k.shape[2]:  # a branch, for a compiler that knows only symbols of the two
+        causal = False
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal and mask is None and q.shape[2] == k.shape[2], dropout_p=dropout,
+        q, k, v, attn_mask=mask, is_causal=causal and mask is None, dropout_p=dropout,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
 
@@ -52,7 +58,9 @@ def _tile(
     if causal:
         before = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(low)
         allowed = before if allowed is None else allowed & before
-    return F.scaled_dot_product_attention(q, k, v, allowed, dropout, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=allowed, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 def _document_numbers(starts: Tensor, q: Tensor) -> Tensor:

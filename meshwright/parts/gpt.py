@@ -287,13 +287,15 @@ class AttentionPart(Part):
         if kernels.own and at.size("cp") > 1:
             return context_working(at, batch, *self.own_heads(at), self.core_dim)
         if kernels.own and kernels.fused_attention and self._in_tiles(batch, kernels.host):
-            rows = min(TILE_ROWS, batch.seq)
-            return TILE_COPIES * batch.sequences * self.own_heads(at)[0] * rows * batch.seq * batch.wide
+            tile = float(batch.sequences * min(TILE_ROWS, batch.seq) * batch.seq)
+            if not kernels.host:
+                return 2 * tile * batch.element  # a mask, which a kernel adds to the scores that it keeps to itself
+            return TILE_COPIES * tile * self.own_heads(at)[0] * batch.wide
         return 0.0
 
     def _in_tiles(self, batch: MicroBatch, host: bool) -> bool:
         """Whether rows go through the core some at a time, for want of a kernel that knows dropout."""
-        return bool(self.dropout) and (host or batch.documents)
+        return bool(self.dropout) and (host or (batch.documents and self.causal))
 
 
 def vocabulary_rows(vocab: int, at: Coordinate) -> int:

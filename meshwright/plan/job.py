@@ -19,6 +19,7 @@ from meshwright.models.description import data_fields, layout_of, model_of, stag
 from meshwright.parts.part import Coordinate, Kernels, MicroBatch, Model, Stage, Unit, coordinate_of
 from meshwright.plan.stack import BYTES, Stack, States, own_stack, states_of
 from meshwright.schedule.kinds import placement_of
+from meshwright.sharding.algorithms import AlgorithmReducer, GatherToOne
 from meshwright.sharding.compression.sizes import planned_reducer
 from meshwright.sharding.placement import shard_axes
 from meshwright.sharding.reducers import ReducerPlan
@@ -71,8 +72,8 @@ class Job:
     @property
     def hides_gradients(self) -> float:
         """The share of the sums over the data axes that can be hidden; our own algorithms sum after backward."""
-        comm = self.config.comm
-        return self.stack.hide_dp if comm.overlap.gradients and comm.algorithm == "torch" else 0.0
+        overlaps = self.config.comm.overlap.gradients and not isinstance(self.sums, AlgorithmReducer | GatherToOne)
+        return self.stack.hide_dp if overlaps else 0.0
 
     @property
     def hides_weights(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,12 +10,14 @@ from functools import lru_cache
 from meshwright.layout.params import DATA_AXES
 from meshwright.parts.experts import EXPERT_DATA_AXES
 from meshwright.parts.part import BlockUnit, Coordinate, Unit
+from meshwright.plan.algorithms import algorithm_seconds, gather_to_one_seconds
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import records_once, unit_records
 from meshwright.plan.compute import Setting, unit_time
 from meshwright.plan.efficiency import collective_seconds
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
+from meshwright.sharding.algorithms import AlgorithmReducer, GatherToOne
 from meshwright.sharding.placement import may_be_mixed, shard_axes
 
 
@@ -179,6 +182,12 @@ def sum_seconds(
     grad, reducer, shares = job.states.grad, job.sums, how.shards if op == "copies" else 1
     ranks = {"all_reduce": how.ranks, "copies": how.copies}.get(op, how.shards)
     on_node, op = 1 if op == "copies" else how.on_node, "all_reduce" if op == "copies" else op
+    if isinstance(reducer, AlgorithmReducer):
+        payload = params // shares * grad
+        buckets = math.ceil(payload / shares / (job.config.comm.bucket_mib * 2**20)) or 1  # each in rounds of its own
+        return buckets * algorithm_seconds(cluster, reducer.kind, op, payload / buckets, ranks, on_node)
+    if isinstance(reducer, GatherToOne):
+        return gather_to_one_seconds(cluster, params // shares * grad, ranks, on_node)
     if not params or not reducer.mixes:
         calls = list(reducer.calls(op, params // shares, grad, ranks, (), on_node))
     else:

@@ -44,6 +44,46 @@ class AlgorithmReducer(PlainReducer):
         return Rounds(self, "reduce_scatter", out, grads, group)
 
 
+class GatherToOne(PlainReducer):
+    """The naive sum, to compare with: all ranks send everything to the first, which adds up and sends the sum back. Its
+    calls are those of the first rank, through whose link all goes, (n-1) tensors in and as many out."""
+
+    def calls(
+        self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
+        on_node: int = 1,
+    ) -> Iterable[tuple[str, int]]:  # fmt: skip
+        return [("send", elements * element_bytes)] * (2 * (ranks - 1))
+
+    def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
+        return ThroughOne(grads, grads, group)
+
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> PendingReduction:
+        return ThroughOne(out, grads, group)
+
+
+class ThroughOne:
+    """A sum through the first rank of a group, that is made when it is waited for."""
+
+    def __init__(self, out: Tensor, grads: Tensor, group: Group) -> None:
+        self._out, self._grads, self._group = out, grads, group
+
+    def wait(self) -> None:
+        group, grads = self._group, self._grads
+        others = range(1, group.size)
+        if group.index == 0:
+            found = grads.new_empty(grads.shape)
+            for other in others:
+                group.receive(found, other).wait()
+                grads.add_(found)
+            for pending in [group.send(grads, other) for other in others]:
+                pending.wait()
+        elif not group.alone:
+            group.send(grads, 0).wait()
+            group.receive(grads, 0).wait()
+        if self._out is not grads:
+            self._out.copy_(grads.view(group.size, -1)[max(0, group.index)])
+
+
 class Rounds:
     """A sum that is made when it is waited for."""
 
