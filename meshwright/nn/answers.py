@@ -17,14 +17,16 @@ from meshwright.nn.loss import Vocabulary, loss_and_grad_
 from meshwright.nn.parallel import Parallel
 from meshwright.parts.loss_pieces import piece_rows
 
+BAD = 2  # the mark of a token of an answer that was judged bad
+
 
 class AnswerLogps(NamedTuple):
     """By sample and conversation in it, [samples, conversations]: the sum of the answers' log-probabilities, the number
-    of their tokens, and the largest mark of one (2: it was judged bad)."""
+    of their tokens, and whether they were judged good."""
 
     sums: Tensor
     counts: Tensor
-    marks: Tensor
+    good: Tensor
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,11 @@ class Answers:
     def split(self, sums: Tensor, mask: Tensor) -> AnswerLogps:
         """Returns the sums by sample, with what is known of the conversations."""
         shape = (self.samples, self.each)
-        counts = sums.new_zeros(sums.shape).index_add_(0, self.places, (mask.flatten() > 0).to(sums.dtype))
-        marks = torch.zeros(sums.shape, dtype=mask.dtype, device=mask.device)
-        marks.index_reduce_(0, self.places, mask.flatten(), "amax")
-        return AnswerLogps(sums.view(shape), counts.view(shape), marks.view(shape))
+
+        def counted(where: Tensor) -> Tensor:
+            return sums.new_zeros(sums.shape).index_add_(0, self.places, where.flatten().to(sums.dtype)).view(shape)
+
+        return AnswerLogps(sums.view(shape), counted(mask > 0), counted(mask == BAD) == 0)
 
 
 class _AnswerLogps(torch.autograd.Function):

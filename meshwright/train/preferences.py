@@ -81,7 +81,7 @@ def preference_output(tune: TuneConfig, module: GPTStage, batch: dict[str, Tenso
     if tune.loss == "kto":
         there = found.counts > 0
         answer = Answer(found.sums, before, found.counts)
-        losses = kto(answer, found.marks == 1, there, tune)
+        losses = kto(answer, found.good, there, tune)
         return StageOutput({}, [Term(LOSS, torch.where(there, losses, 0.0).sum(), there.sum())])
     pairs = [each.view(len(each), -1, 2) for each in (found.sums, before, found.counts)]
     there = (pairs[2] > 0).all(2)
