@@ -18,6 +18,7 @@ from meshwright.comm.ledger import Ledger
 from meshwright.config.comm import EmulateConfig
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.layout.layout import INNER, REPLICAS
 
 
 def torch_limit(timeout: float) -> timedelta:
@@ -51,8 +52,11 @@ class Mesh:
             self.group(name)
         self.tp, self.pp, self.world = self.group("tp"), self.group("pp"), self.group("world")
         self.samples, self.tokens = self.group("dp"), self.group("cp")
+        # The ranks that train together: one replica's, where there are several.
+        self.inner = self.group(INNER) if layout.replicas > 1 else self.world
         self.alone = Group("alone", (rank,), rank, None, self.ledger, self.flight)
         self.coordinate = layout.coordinate(rank)
+        self.replica = self.coordinate.get(REPLICAS, 0)
         if emulate is not None and emulate.on and not self.world.alone and dist.get_backend() != "fake":
             self._emulate(emulate)
 

@@ -68,7 +68,8 @@ def build_context(
         raise UserError(f"comm.emulate delays calls of CPUs only, and this is {device.name}: set run.device=cpu")
     mesh = Mesh(layout, rank, made_elsewhere=process_groups, timeout=config.comm.timeout, emulate=emulate)
     at = mesh.coordinate
-    data_rank = at["dp"] * layout.cp + at["cp"]  # ranks with other samples or other tokens draw other numbers
+    # Ranks with other samples or other tokens draw other numbers.
+    data_rank = (mesh.replica * layout.dp + at["dp"]) * layout.cp + at["cp"]
     streams = Streams(config.train.seed, data_rank, at["tp"], device.torch, at["pp"])
     streams.active = config.drops
     parallel = Parallel(
