@@ -8,6 +8,7 @@ from typing import Literal
 from meshwright.config.blocks import positive
 from meshwright.errors import UserError
 
+PACKED = ("chat", "preference")  # objectives whose samples are packed conversations
 SPECIALS = ("cls", "sep", "mask", "pad")
 
 
@@ -44,7 +45,8 @@ class DataConfig:
     reset_attention: bool = False
     any_tokenizer: bool = False  # take data that were made with another tokenizer than the model's
     eod: int = -1  # the end token's id; -1: from the file that `data prepare` wrote beside the tokens
-    objective: Literal["auto", "causal", "masked"] = "auto"  # auto: causal, or masked for model.kind=bert
+    # auto: causal, or masked for model.kind=bert; chat: the answers of conversations; preference: pairs of answers
+    objective: Literal["auto", "causal", "masked", "chat", "preference"] = "auto"
     masked: MaskedConfig = field(default_factory=MaskedConfig)
 
     def __post_init__(self) -> None:
