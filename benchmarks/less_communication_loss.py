@@ -37,6 +37,7 @@ TECHNIQUES: dict[str, list[str]] = {
     "PowerSGD, rank 8": ["comm.reduce.kind=powersgd", "comm.reduce.rank=8"],
     "one bit, 90 plain steps first": ["comm.reduce.kind=onebit", WARMUP],
     "top-k 1 %, 90 plain steps first": ["comm.reduce.kind=topk", "comm.reduce.ratio=0.01", WARMUP],
+    "local SGD (averages), H = 20": [f"layout.replicas={RANKS}", "train.local.steps=20", "train.local.outer=average"],
     "DiLoCo, H = 20": [f"layout.replicas={RANKS}", "train.local.steps=20"],
     "DiLoCo, H = 20, 4 fragments, delay 2, int4": [
         f"layout.replicas={RANKS}", "train.local.steps=20", "train.local.fragments=4", "train.local.delay=2",

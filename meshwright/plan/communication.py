@@ -351,7 +351,7 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
     Loss, tokens and squared gradient norm: 3 x 8. With n replicas these are summed inside a replica first, as are
     declared terms, and then over the replicas, with each one's tokens: (3 + n) x 8. Values to monitor, if there are
     any, and how often each was given: 2 x values x 8, from the second step on, when all ranks know their names. The
-    metrics, which count themselves: (3 x axes of the mesh + 5 phases + 1) x 8.
+    metrics, which count themselves: (4 x axes of the mesh + 5 phases + 3 x ranks + 1) x 8.
     With experts, their rows: (experts + 2) x 8 per block that has them.
     """
     terms = max(1, job.declared_terms) + len(job.model.losses)
@@ -368,7 +368,8 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
         yield _over(job.layout, "sums", "data", together, "all_reduce", WIDE * job.declared_terms)
     if job.monitored:
         yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * 2 * job.monitored)
-    yield _over(job.layout, "metrics", "metrics", "world", "all_reduce", counts_bytes(len(job.layout.step_groups())))
+    counts = counts_bytes(len(job.layout.step_groups()), job.world)
+    yield _over(job.layout, "metrics", "metrics", "world", "all_reduce", counts)
 
 
 def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
