@@ -47,43 +47,61 @@ def make_trainer(config: Config, rank: int, world: int, device: Device, groups: 
     return Trainer(ctx, build_modules(ctx, model_provider), forward_step, data, reducer=reducer)
 
 
+class Turns:
+    """One technique's trainer, and what its steps took."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.times: list[float] = []
+        self.waits: list[float] = []
+        self.making: list[float] = []
+
+    def step(self) -> None:
+        """Takes one step, together with all ranks, and makes a step's compressed messages without any link."""
+        trainer = self.trainer
+        trainer.ctx.mesh.world.agreed(0.0, trainer.ctx.device.torch)
+        begin = time.perf_counter()
+        trainer.step()
+        self.times.append(time.perf_counter() - begin)
+        self.waits.append(sum(trainer.ctx.ledger.waited.values()))
+        self.sent = _sent(trainer)
+        self.making.append(making_seconds(trainer))
+
+    def figures(self) -> Figures:
+        group, config, device = self.trainer.ctx.mesh.world, self.trainer.ctx.config, self.trainer.ctx.device.torch
+        step, exposed = (group.agreed(usual(each), device) for each in (self.times, self.waits))
+        return Figures(self.sent, exposed, step, config.train.global_batch * config.model.seq / step)
+
+
 def measure(
     found: Sequence[Technique], rank: int, world: int, device: Device, steps: int, say: Callable[[str], None]
-) -> tuple[list[Figures], list[float]]:
-    """Returns each technique's figures and its seconds of making messages, the same on every rank. All techniques take
-    turns, step by step, so that what else the machine does meanwhile falls on all of them alike."""
-    trainers, made = [], {}
-    for technique in found:
+) -> tuple[list[Figures], list[float], float]:
+    """Returns each technique's figures and its seconds of making messages, and the seconds of a step on the machine's
+    own links, the same on every rank. All take turns, step by step, so that what else the machine does meanwhile falls
+    on all of them alike."""
+    turns, made = [], {}
+    base = found[0].config
+    own = Technique("own links", replace(base, comm=replace(base.comm, emulate=EmulateConfig())))
+    for technique in (*found, own):
         layout = layout_of(technique.config, world, technique.config.layout.node_size or world)
         if layout not in made:  # torch keeps all process groups, so each is made once
             mesh = Mesh(layout, rank, timeout=technique.config.comm.timeout).groups
             made[layout] = {name: group.process_group for name, group in mesh.items() if not group.alone}
         naive = isinstance(technique.reducer, GatherToOne)
-        trainers.append(make_trainer(technique.config, rank, world, device, made[layout], naive))
+        turns.append(Turns(make_trainer(technique.config, rank, world, device, made[layout], naive)))
         for _ in range(WARM):
-            trainers[-1].step()
+            turns[-1].trainer.step()
         say(f"{technique.name} is ready")
-    times: list[list[float]] = [[] for _ in found]
-    waits: list[list[float]] = [[] for _ in found]
     for _ in range(steps):
-        for trainer, took, waited in zip(trainers, times, waits, strict=True):
-            trainer.ctx.mesh.world.agreed(0.0, device.torch)
-            begin = time.perf_counter()
-            trainer.step()
-            took.append(time.perf_counter() - begin)
-            waited.append(sum(trainer.ctx.ledger.waited.values()))
-    figures, sent = [], [_sent(trainer, world) for trainer in trainers]
-    for trainer, own, took, waited in zip(trainers, sent, times, waits, strict=True):
-        group, tokens = trainer.ctx.mesh.world, trainer.ctx.config.train.global_batch * trainer.ctx.config.model.seq
-        step, exposed = (group.agreed(usual(each), device.torch) for each in (took, waited))
-        figures.append(Figures(own, exposed, step, tokens / step))
-    making = [making_seconds(trainer) for trainer in trainers]
-    del trainers
+        for turn in turns:
+            turn.step()
+    figures, making = [turn.figures() for turn in turns], [usual(turn.making) for turn in turns]
+    del turns
     gc.collect()
-    return figures, making
+    return figures[:-1], making[:-1], figures[-1].step_s
 
 
-def _sent(trainer: Trainer, world: int) -> dict[str, float]:
+def _sent(trainer: Trainer) -> dict[str, float]:
     """Returns what a rank sent in the last step by axis, on average over all."""
     axes, sums = trainer.ctx.layout.step_groups(), Counter[str]()
     for entry, totals in trainer.ctx.ledger.entries.items():
@@ -91,22 +109,14 @@ def _sent(trainer: Trainer, world: int) -> dict[str, float]:
     names = sorted({trainer.ctx.layout.without_ones(axis) for axis in axes})
     counts = torch.tensor([sums[name] for name in names], dtype=torch.float64)
     trainer.ctx.mesh.world.all_reduce(counts)
-    return {name: float(count) / world for name, count in zip(names, counts, strict=True) if count}
+    return {name: float(count) / trainer.ctx.layout.world for name, count in zip(names, counts, strict=True) if count}
 
 
-def own_compute(job: Job, rank: int, device: Device, mesh: Mesh, cluster: Cluster) -> Cluster:
+def own_compute(job: Job, measured_s: float, cluster: Cluster) -> Cluster:
     """Returns the cluster with the rates at which ranks compute here, and wait for each other: a step on the machine's
     own links, which must be much faster than the emulated ones, against the planned time without links."""
     fast = EmulateConfig(link_gb_s=FREE_GB_S, network_gb_s=FREE_GB_S)
-    config = replace(job.config, comm=replace(job.config.comm, emulate=EmulateConfig()))
-    groups = {name: group.process_group for name, group in mesh.groups.items() if not group.alone}
-    trainer = make_trainer(config, rank, job.world, device, groups, False)
-    times = []
-    for _ in range(WARM + 7):
-        mesh.world.agreed(0.0, device.torch)
-        times.append(mesh.world.agreed(trainer.step().step_time_s, device.torch))
-    planned = predict_cost(job, with_links(cluster, fast, job.node_size)).step_s
-    return calibrated(cluster, planned, usual(times[WARM:]))
+    return calibrated(cluster, predict_cost(job, with_links(cluster, fast, job.node_size)).step_s, measured_s)
 
 
 class Nobody:
@@ -140,20 +150,18 @@ def making_seconds(trainer: Trainer) -> float:
     reducer = parallel.reducer
     if config.comm.reduce.kind == "plain" or not reducer.mixes:
         return 0.0
-    mesh, device, times = trainer.ctx.mesh, trainer.ctx.device.torch, []
-    for _ in range(3):
-        mesh.world.agreed(0.0, device)
-        begin, pendings = time.perf_counter(), []
-        for bucket in (bucket for bucket in parallel.buckets if bucket.buffer.key.compressed):
-            shards, replicas = parallel.groups(bucket.buffer)
-            grads = torch.zeros(bucket.stop - bucket.start, dtype=bucket.own_grads.dtype).normal_()
-            if bucket.stage:
-                out = torch.empty_like(bucket.own_grads)
-                pendings.append(reducer.reduce_scatter(bucket, out, grads, Nobody(shards)))  # type: ignore[arg-type]
-            else:
-                pendings.append(reducer.all_reduce(bucket, grads, Nobody(replicas)))  # type: ignore[arg-type]
-        for pending in pendings:
-            pending.wait()
-        times.append(mesh.world.agreed(time.perf_counter() - begin, device))
+    mesh, device = trainer.ctx.mesh, trainer.ctx.device.torch
+    mesh.world.agreed(0.0, device)
+    begin, pendings = time.perf_counter(), []
+    for bucket in (bucket for bucket in parallel.buckets if bucket.buffer.key.compressed):
+        shards, replicas = parallel.groups(bucket.buffer)
+        grads = torch.zeros(bucket.stop - bucket.start, dtype=bucket.own_grads.dtype).normal_()
+        if bucket.stage:
+            out = torch.empty_like(bucket.own_grads)
+            pendings.append(reducer.reduce_scatter(bucket, out, grads, Nobody(shards)))  # type: ignore[arg-type]
+        else:
+            pendings.append(reducer.all_reduce(bucket, grads, Nobody(replicas)))  # type: ignore[arg-type]
+    for pending in pendings:
+        pending.wait()
     times_per_step = trainer.micro_batches if config.zero.stage >= 2 else 1
-    return usual(times) * times_per_step
+    return mesh.world.agreed(time.perf_counter() - begin, device) * times_per_step

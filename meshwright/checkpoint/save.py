@@ -222,6 +222,7 @@ class Saver:
         self._staged.set()
         trainer.before_update = self._wait_for_copy
         self.saved_step: int | None = None
+        self.complete_step: int | None = None  # of the newest save that this rank has finished with
         self.companions: Path | None = None  # a folder of what every checkpoint gets a copy of
         self.blocked_s = self.took_s = 0.0  # of the last save: how long training waited for it, how long it took
 
@@ -309,7 +310,7 @@ class Saver:
                 text = f"meshwright: warning: {self._error!s}; {next_one} the next one"
                 print(text, file=sys.stderr, flush=True)
         else:
-            self._failures, self.took_s = 0, time.monotonic() - begun
+            self._failures, self.took_s, self.complete_step = 0, time.monotonic() - begun, index.step
         finally:
             self._staged.set()
 

@@ -65,14 +65,12 @@ def _predict(args: argparse.Namespace) -> None:
 def measured_here(args: argparse.Namespace) -> None:
     """The body of a rank; the first one prints."""
     from meshwright.bench import savings
-    from meshwright.comm.mesh import Mesh
     from meshwright.train.processes import enter, find_place, leave
 
     found: list[Technique] = args.techniques
     config, place = found[0].config, find_place()
     device, own = enter(place, args.device, config.comm.backend, config.comm.timeout)
     job = _job(config, place.world)
-    mesh = Mesh(job.layout, place.rank, timeout=config.comm.timeout)
 
     def say(text: str) -> None:
         if place.rank == 0:
@@ -80,8 +78,8 @@ def measured_here(args: argparse.Namespace) -> None:
 
     node_size = config.layout.node_size or place.world
     cluster = load_cluster(args.cluster or CPU)
-    cluster = with_links(savings.own_compute(job, place.rank, device, mesh, cluster), config.comm.emulate, node_size)
-    measured, making = savings.measure(found, place.rank, place.world, device, args.steps, say)
+    measured, making, own_s = savings.measure(found, place.rank, place.world, device, args.steps, say)
+    cluster = with_links(savings.own_compute(job, own_s, cluster), config.comm.emulate, node_size)
     predicted = [expected(each, job, cluster, extra) for each, extra in zip(found, making, strict=True)]
     if place.rank == 0:
         links = config.comm.emulate.words(node_size) if config.comm.emulate.on else "the machine's own links"

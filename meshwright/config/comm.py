@@ -57,6 +57,22 @@ KINDS = ("plain", "bf16", *SCALED, *LOW_RANK, *SPARSE)
 
 
 @dataclass(frozen=True)
+class GatherConfig:
+    """How the weights that ZeRO stage 3 divides travel to the ranks that use them: as they are, or rounded."""
+
+    kind: Literal["plain", "bf16", "fp8", "int8"] = "plain"
+    block: int = 256  # fp8, int8: elements that share a scale
+
+    def __post_init__(self) -> None:
+        positive("comm.gather", self, "block")
+        if self.block % BLOCK_UNIT:
+            up = -(-self.block // BLOCK_UNIT) * BLOCK_UNIT
+            raise UserError(f"comm.gather.block={self.block} must be a multiple of {BLOCK_UNIT}: try {up}")
+        if self.kind not in SCALED and self.block != GatherConfig.block:
+            raise UserError(f"comm.gather.block has no effect with comm.gather.kind={self.kind}: leave it out")
+
+
+@dataclass(frozen=True)
 class OverlapConfig:
     """Which communication runs while something is computed. The bytes are the same either way."""
 
@@ -67,19 +83,27 @@ class OverlapConfig:
 
 
 @dataclass(frozen=True)
-class EmulateConfig:
-    """Slow links that are emulated by delays, on a CPU, to measure what a slower network would do."""
+class LinkConfig:
+    """What links carry, as `meshwright comm bench` measures it: `comm.algorithm: auto` chooses by it."""
 
-    link_gb_s: float = 0.0  # what a rank sends to others of its node; 0: as the machine does
+    link_gb_s: float = 0.0  # what a rank sends to others of its node
     network_gb_s: float = 0.0  # what the ranks of a node together send to other nodes; 0: like the rank's link
     latency_us: float = 0.0  # of every message
+    section: ClassVar[str] = "comm.links"
 
     def __post_init__(self) -> None:
-        not_negative("comm.emulate", self, "link_gb_s", "network_gb_s", "latency_us")
+        not_negative(self.section, self, "link_gb_s", "network_gb_s", "latency_us")
 
     @property
     def on(self) -> bool:
         return bool(self.link_gb_s or self.network_gb_s or self.latency_us)
+
+
+@dataclass(frozen=True)
+class EmulateConfig(LinkConfig):
+    """Slow links that are emulated by delays, on a CPU, to measure what a slower network would do; 0: as they are."""
+
+    section: ClassVar[str] = "comm.emulate"
 
     def words(self, per_node: int) -> str:
         """Returns e.g. `emulated links: 0.1 GB/s in a node of 4`."""
@@ -95,17 +119,29 @@ class CommConfig:
     timeout: float = 600.0  # seconds until a collective that does not end is reported and the run stopped
     bucket_mib: float = 25.0  # gradients are reduced in pieces of about this size
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
+    gather: GatherConfig = field(default_factory=GatherConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     emulate: EmulateConfig = field(default_factory=EmulateConfig)
-    # How gradients are summed: by torch's collective, or by one of ours on sends and receives.
-    algorithm: Literal["torch", "ring", "tree", "halving_doubling", "mesh", "hierarchical"] = "torch"
+    links: LinkConfig = field(default_factory=LinkConfig)
+    # How gradients are summed: by torch's collective, by one of ours on sends and receives, or by the fastest.
+    algorithm: Literal["torch", "auto", "ring", "tree", "halving_doubling", "mesh", "hierarchical"] = "torch"
 
     def __post_init__(self) -> None:
         positive("comm", self, "timeout", "bucket_mib")
         if self.timeout > LONGEST_S:
             raise UserError(f"comm.timeout={self.timeout:g} is more than a year of seconds: lower it")
+        if self.algorithm == "auto" and not self.known_links.link_gb_s:
+            raise UserError(
+                "comm.algorithm=auto needs to know the links: give comm.links.link_gb_s and, between nodes, "
+                "comm.links.network_gb_s (meshwright comm bench measures them)"
+            )
         if self.algorithm != "torch" and self.reduce.kind != "plain":
             raise UserError(
                 f"comm.algorithm={self.algorithm} sums gradients as they are, and comm.reduce.kind={self.reduce.kind} "
                 "compresses them: set comm.algorithm=torch or comm.reduce.kind=plain"
             )
+
+    @property
+    def known_links(self) -> LinkConfig:
+        """The links that sums go over: the emulated ones, or those that the user gives."""
+        return self.emulate if self.emulate.on else self.links

@@ -331,6 +331,17 @@ def end_token_is_one(c: Config, world: int) -> Iterator[str]:
         yield f"data.eod={c.data.eod} is no token of model.vocab={c.model.vocab}: use one below that"
 
 
+def gathers_fit(c: Config, world: int) -> Iterator[str]:
+    kind = c.comm.gather.kind
+    if kind != "plain" and c.zero.stage != 3:
+        yield (
+            f"comm.gather.kind={kind} rounds the weights that ZeRO stage 3 gathers for each use, and zero.stage is "
+            f"{c.zero.stage}: set zero.stage=3, or leave it out"
+        )
+    if kind == "bf16" and c.train.precision not in ("fp32", "fp64"):
+        yield f"comm.gather.kind=bf16 saves nothing with train.precision={c.train.precision}: use fp8 or int8"
+
+
 def links_are_emulated_on_cpus(c: Config, world: int) -> Iterator[str]:
     e = c.comm.emulate
     if e.on and c.run.device not in ("auto", "cpu"):
@@ -362,6 +373,7 @@ RULES: list[Rule] = [
     dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
     compiles_without_dropout, backend_fits_device, device_has_fp8, algorithm_fits_ranks, server_fits,
     tensor_overlap_fits, links_are_emulated_on_cpus, adapters_fit,
+    gathers_fit,
 ]  # fmt: skip
 
 # The rules about how tp cuts a model's sizes.

@@ -24,6 +24,7 @@ from meshwright.config.comm import CommConfig
 from meshwright.config.data import DataConfig
 from meshwright.config.optimizer import OptimizerConfig
 from meshwright.config.replicas import LocalConfig, ServerConfig
+from meshwright.config.run import RunConfig as RunConfig
 from meshwright.config.scales import LossScaleConfig, LRConfig
 from meshwright.config.tune import TuneConfig
 from meshwright.errors import UserError, divisors, either, nearest
@@ -337,26 +338,6 @@ class CheckpointConfig:
         if isinstance(self.every, int):
             return 0.0
         return AUTO_SAVE_S if self.every == "auto" else seconds_of("checkpoint.every", self.every)
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    dir: str = "runs/default"
-    log_every: int = 1
-    eval_every: int = 0  # 0: only after the last step
-    eval_samples: int = 0  # 0: four global batches
-    tensorboard: bool = True
-    time_limit: str = ""  # a time such as 3h50min, by whose end the run is saved and stopped; empty: none
-    trace: bool = False  # write one step as it was measured to trace.json, which Perfetto opens
-    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-
-    def __post_init__(self) -> None:
-        positive("run", self, "log_every")
-        not_negative("run", self, "eval_every", "eval_samples")
-        if self.time_limit:
-            seconds_of("run.time_limit", self.time_limit)
-        if not self.dir:
-            raise UserError("run.dir is empty: name a folder for the run")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from meshwright.comm.algorithms import neighbours_on_node
 from meshwright.comm.ledger import wire_bytes
+from meshwright.config.comm import GatherConfig
 from meshwright.config.sections import Config, ZeroConfig
 from meshwright.layout import Layout
 from meshwright.layout.layout import INNER, REPLICAS
@@ -27,6 +28,7 @@ from meshwright.models.description import field_elements, fields_read
 from meshwright.parts.part import BlockUnit, Collective, Coordinate, MicroBatch, Stage, Unit
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job
 from meshwright.plan.stack import BYTES
+from meshwright.sharding.compression.sizes import gathered_bytes
 from meshwright.sharding.fragments import Moment, fragment_bounds, moment_of
 from meshwright.sharding.placement import backward_order, bucket_elements, buffer_key, grad_bytes, place, shard_axes
 from meshwright.sharding.reducers import PLAIN_REDUCER, ReducerPlan
@@ -248,6 +250,7 @@ def gradients(
     grad_dtype: str = "fp32",
     reducer: ReducerPlan = PLAIN_REDUCER,
     mixes: bool = False,
+    gather: GatherConfig | None = None,
 ) -> Iterator[RepeatedCall]:
     """Gradients and weights of parameters (held, dtype), given in the order of forward.
 
@@ -263,6 +266,7 @@ def gradients(
 
     and 1 all_reduce of a share, B g / S, over the copies of the S ranks, if there are any, and over each further axis
     along which the gradients are partial sums. A `reducer` may make other calls for the sums over the data axes.
+    `gather`: how weights travel in stage 3.
     """
     zero = zero or ZeroConfig()
     for shared, items, places, buckets in packed(params, layout, bucket_mib, zero, grad_dtype, mixes or reducer.mixes):
@@ -281,7 +285,9 @@ def gradients(
                 sums = [("gradients", shards, "reduce_scatter", size, records, micro_batches if stage >= 2 else 1)]
                 sums += [("copies", replicas, "all_reduce", share, [], 1)] if replicas is not None else []
                 times = micro_batches * max(held.fetches for held in inside) if stage == 3 else 1
-                yield _over(layout, "weights", "gather", shards, "all_gather", size * weight, times)
+                how = gather if gather and stage == 3 else GatherConfig()
+                payload = gathered_bytes(how, size, weight, layout.size(shards))
+                yield _over(layout, "weights", "gather", shards, "all_gather", payload, times)
             for source, axes, asked, elements, of, times in sums if trained else []:
                 own = reducer is not PLAIN_REDUCER and "." not in axes
                 on_node = neighbours_on_node(layout.group(axes, 0), layout.node_size or layout.world) if own else 1
@@ -345,7 +351,7 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
     Loss, tokens and squared gradient norm: 3 x 8. With n replicas these are summed inside a replica first, as are
     declared terms, and then over the replicas, with each one's tokens: (3 + n) x 8. Values to monitor, if there are
     any, and how often each was given: 2 x values x 8, from the second step on, when all ranks know their names. The
-    metrics, which count themselves: (3 x axes of the mesh + 5 phases + 1) x 8.
+    metrics, which count themselves: (4 x axes of the mesh + 5 phases + 3 x ranks + 1) x 8.
     With experts, their rows: (experts + 2) x 8 per block that has them.
     """
     terms = max(1, job.declared_terms) + len(job.model.losses)
@@ -362,7 +368,8 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
         yield _over(job.layout, "sums", "data", together, "all_reduce", WIDE * job.declared_terms)
     if job.monitored:
         yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * 2 * job.monitored)
-    yield _over(job.layout, "metrics", "metrics", "world", "all_reduce", counts_bytes(len(job.layout.step_groups())))
+    counts = counts_bytes(len(job.layout.step_groups()), job.world)
+    yield _over(job.layout, "metrics", "metrics", "world", "all_reduce", counts)
 
 
 def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
@@ -372,7 +379,7 @@ def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
     calls = [*batch(job, held), *(call for stage in held for call in units(job, stage)), *pipeline(job, pp_rank)]
     calls += gradients(
         params, job.layout, c.comm.bucket_mib, c.zero, job.micro_batches, c.train.grad_dtype, job.sums,
-        job.mixes,
+        job.mixes, c.comm.gather,
     )
     if job.step is not None and job.layout.replicas > 1:
         calls += synchronised(job, params, moment_of(c.train.local, job.step, job.step == c.train.steps))

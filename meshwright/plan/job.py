@@ -71,10 +71,11 @@ class Job:
     @property
     def sums(self) -> ReducerPlan:
         """How gradients are summed over the data axes."""
-        server = self.config.train.server
-        if self.reducer is None and server.ranks:
+        if self.reducer is not None:
+            return self.reducer
+        if (server := self.config.train.server).ranks:
             return ServerReducer(server.ranks, server.staleness)
-        return planned_reducer(self.config.comm) if self.reducer is None else self.reducer
+        return planned_reducer(self.config.comm, self.layout.node_size or self.layout.world)
 
     @property
     def outer_sums(self) -> ReducerPlan:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from meshwright.config.comm import GatherConfig
 from meshwright.layout.layout import REPLICAS
 from meshwright.layout.params import DATA_AXES
 from meshwright.parts.experts import EXPERT_DATA_AXES
@@ -19,6 +20,7 @@ from meshwright.plan.efficiency import collective_seconds
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
 from meshwright.sharding.algorithms import AlgorithmReducer, GatherToOne
+from meshwright.sharding.compression.sizes import gathered_bytes
 from meshwright.sharding.placement import may_be_mixed, shard_axes
 from meshwright.sharding.server import ServerReducer
 
@@ -119,7 +121,8 @@ def sharded_block(
     forward, backward, room = 0.0, 0.0, [time.forward, time.backward + time.again]
     for how, params in by_division(job, *unit_parameters(block, job.at)):
         reduce = sum_seconds(job, cluster, "reduce_scatter", params, how, [(block, 1)])
-        gather = pieces * collective_seconds(cluster, "all_gather", params * s.param / pieces, how.shards, how.on_node)
+        fetched = gathered_bytes(job.config.comm.gather if zero == 3 else GatherConfig(), params, s.param, how.shards)
+        gather = pieces * collective_seconds(cluster, "all_gather", fetched / pieces, how.shards, how.on_node)
         if zero == 2:
             gather = 0.0
         comm = (gather, (1 + again) * gather + reduce)
@@ -204,7 +207,8 @@ def sum_seconds(
     if isinstance(reducer, AlgorithmReducer):
         payload = params // shares * grad
         buckets = math.ceil(payload / shares / (job.config.comm.bucket_mib * 2**20)) or 1  # each in rounds of its own
-        return buckets * algorithm_seconds(cluster, reducer.kind, op, payload / buckets, ranks, on_node)
+        kind = reducer.chosen(op, payload // buckets, ranks, on_node)
+        return buckets * algorithm_seconds(cluster, kind, op, payload / buckets, ranks, on_node)
     if isinstance(reducer, GatherToOne):
         return gather_to_one_seconds(cluster, params // shares * grad, ranks, on_node)
     if not params or not reducer.mixes:
@@ -245,7 +249,8 @@ def _sharded_rest(
     outside = [(unit, count) for unit, count in pairs if not isinstance(unit, BlockUnit)]
     reduce = sum_seconds(job, cluster, "reduce_scatter", ends, how, outside)
     if how.stage == 3:
-        gather = collective_seconds(cluster, "all_gather", fetched * s.param, how.shards, how.on_node)
+        payload = gathered_bytes(job.config.comm.gather, fetched, s.param, how.shards)
+        gather = collective_seconds(cluster, "all_gather", payload, how.shards, how.on_node)
         seconds = m * (reduce + 2 * gather)
         axis.add(seconds)
         return seconds

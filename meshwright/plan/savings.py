@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.comm.algorithms import neighbours_on_node
-from meshwright.config.comm import KINDS, CommConfig, EmulateConfig, OverlapConfig, ReduceConfig
+from meshwright.config.comm import KINDS, CommConfig, EmulateConfig, GatherConfig, OverlapConfig, ReduceConfig
 from meshwright.config.rules import PLANNING_RULES, first_broken_rule
 from meshwright.config.sections import Config
 from meshwright.layout.params import DATA_AXES
 from meshwright.plan.cluster import Cluster, Network
-from meshwright.plan.communication import all_ranks, by_axis
+from meshwright.plan.communication import all_ranks, by_axis, round_calls
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import Job
 from meshwright.sharding.algorithms import GatherToOne
@@ -20,6 +20,7 @@ from meshwright.sharding.reducers import ReducerPlan
 
 ONE_BUCKET = 2.0**20  # MiB: everything at once, as a naive sum is made
 BASE = "as configured"
+LOCAL_STEPS = (4, 16)  # of replicas between synchronisations
 OWN = ("ring", "tree", "halving_doubling", "hierarchical")
 
 
@@ -74,9 +75,16 @@ def techniques(config: Config, job: Job) -> list[Technique]:
         order = "-".join(reversed(config.layout.order.split("-")))
         add("groups across nodes", plain, layout=replace(config.layout, order=order))
     if summed > 1:
+        for kind in ("fp8", "int8"):
+            add(f"gather {kind}", replace(plain, gather=GatherConfig(kind=kind)))  # type: ignore[arg-type]
         for kind in KINDS:
             if kind != "plain":
                 add(f"reduce {kind}", replace(plain, reduce=ReduceConfig(kind=kind)))  # type: ignore[arg-type]
+    if job.layout.dp > 1 and job.layout.replicas == 1:
+        for steps in LOCAL_STEPS:  # a fragment in every step, so that all steps are alike
+            local = replace(config.train.local, steps=steps, fragments=steps)
+            layout = replace(config.layout, replicas=job.layout.dp)
+            add(f"{steps} local steps", plain, layout=layout, train=replace(config.train, local=local))
     return found
 
 
@@ -91,7 +99,14 @@ def expected(technique: Technique, job: Job, cluster: Cluster, making_s: float =
 
 
 def sent_by_axis(job: Job) -> dict[str, float]:
-    return {axis: traffic.wire_bytes / job.world for axis, traffic in by_axis(all_ranks(job)).items()}
+    """Returns what a rank sends in a step, as the mean over all ranks; of replicas also over steps."""
+    sent = {axis: traffic.wire_bytes / job.world for axis, traffic in by_axis(all_ranks(job)).items()}
+    if job.layout.replicas > 1:
+        for pp_rank in range(job.layout.pp):
+            for call in round_calls(job, pp_rank):
+                mean = call.traffic.wire_bytes / job.layout.pp / job.config.train.local.steps
+                sent[call.axis] = sent.get(call.axis, 0.0) + mean
+    return sent
 
 
 def with_links(cluster: Cluster, links: EmulateConfig, node_size: int) -> Cluster:

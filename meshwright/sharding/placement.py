@@ -15,7 +15,6 @@ from meshwright.layout.params import DATA_AXES, REPLICA, SHARD, ParamRecord
 
 # Each rank's share of a bucket is a multiple of this many elements, and each parameter starts at one.
 ALIGN = 16
-UNSHARED = 4  # by which buckets are larger where one rank holds the parameters
 # Offloaded states are copied in pieces of whole pages, as direct reads and writes of files need them, three at a time:
 # one is copied in, one is updated, one is copied back.
 PAGE, RING = 4096, 3
@@ -115,9 +114,7 @@ def place(
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Returns (start, bucket) of each parameter and (start, stop) of each bucket. A bucket is closed by the parameter
     that fills it; no parameter is cut. With `units`, the number of the unit that each parameter belongs to, a bucket
-    holds one unit instead, which is gathered at once. Where nobody else holds the parameters, nothing is reduced while
-    backward runs, and fewer buckets mean fewer calls."""
-    bucket_elements *= UNSHARED if ranks == 1 else 1
+    holds one unit instead, which is gathered at once."""
     places: list[tuple[int, int]] = []
     buckets: list[tuple[int, int]] = []
     begin = at = 0

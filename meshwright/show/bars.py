@@ -44,7 +44,7 @@ def bars_svg(bars: Bars) -> str:
             width = max(1.0, values[number] / bars.longest * (WIDTH - LEFT - RIGHT))
             top, colour = y + place * BAR, LINE_COLOURS[place % len(LINE_COLOURS)]
             out.append(f'<rect x="{LEFT}" y="{top}" width="{width:.1f}" height="{BAR - 1}" fill="{colour}"/>')
-            label = f"{values[number]:.3g} {bars.unit}".strip()
+            label = f"{values[number]:.4g} {bars.unit}".strip()
             out.append(f'<text x="{LEFT + width + 5:.1f}" y="{top + 10}" font-size="10">{escape(label)}</text>')
     x = LEFT
     for place, name in enumerate(bars.groups):
@@ -60,5 +60,5 @@ def bars_text(bars: Bars) -> str:
     for number, name in enumerate(bars.names):
         for place, (group, values) in enumerate(bars.groups.items()):
             cells = round(values[number] / bars.longest * CELLS)
-            rows.append(("" if place else name, group, "█" * cells, f"{values[number]:.3g}"))
+            rows.append(("" if place else name, group, "█" * cells, f"{values[number]:.4g}"))
     return f"{bars.title}\n{table(rows, left=(0, 1, 2))}"

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,60 +33,13 @@ from meshwright.sharding.reducers import Reducer
 from meshwright.train.balance import ExpertBalance
 from meshwright.train.batches import Dataset, MicroBatches, Picked, by_source
 from meshwright.train.context import Context, compiles
-from meshwright.train.counts import COUNTS, NEW_NAME, PHASES, SAVE, counts_bytes
+from meshwright.train.counts import COUNTS, NEW_NAME, PHASES, RANK_COUNTS, SAVE, counts_bytes
 from meshwright.train.losses import Normalisation, StepSums, Sums, declared_counts, sums_of_step, sums_over_world
 from meshwright.train.monitor import Monitored, Summing
+from meshwright.train.rank_figures import RankFigures, process_peak_bytes
+from meshwright.train.result import StepResult as StepResult
 
 ForwardStep = Callable[[Context, nn.Module, dict[str, Tensor], dict[str, Tensor]], Any]
-
-
-@dataclass
-class StepResult:
-    """What one step did, the same on every rank. `losses` are the terms' own means, where the loss has several."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    loss_scale: float | None
-    skipped: bool
-    tokens: int
-    global_batch: int
-    losses: dict[str, float] = field(default_factory=dict)
-    monitored: dict[str, float] = field(default_factory=dict)
-    experts: dict[str, Any] = field(default_factory=dict)
-    phases: dict[str, float] = field(default_factory=dict)
-    comm: dict[str, dict[str, int]] = field(default_factory=dict)
-    step_time_s: float = 0.0
-    stop: bool = False
-    save: bool = False
-
-    @property
-    def why_skipped(self) -> str:
-        return "the gradient was not finite" if self.tokens else "no token counted in the loss"
-
-    @property
-    def shown(self) -> dict[str, float]:
-        """What is shown of a step beside its loss and norm: terms of the loss, the busiest expert and rank over the
-        mean, dropped choices, monitored values."""
-        found = {name: value for name, value in self.losses.items() if name != LOSS}
-        for key, name in (("busiest", "busiest expert"), ("busiest_rank", "busiest rank")):
-            if max(self.experts.get(key, [1.0])) > 1.0:
-                found[name] = max(self.experts[key])
-        if self.experts.get("dropped"):
-            found["dropped"] = self.experts["dropped"]
-        return found | self.monitored
-
-    def line(self) -> dict[str, Any]:
-        """The line of metrics.jsonl, numbers unrounded."""
-        out = {
-            "step": self.step, "loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr,
-            "loss_scale": self.loss_scale, "skipped": self.skipped, "tokens": self.tokens,
-            "global_batch": self.global_batch, "step_time_s": self.step_time_s,
-            "tokens_per_s": self.tokens / self.step_time_s, "phases": self.phases, "comm": self.comm,
-        }  # fmt: skip
-        found = {"losses": self.losses, "monitored": self.monitored, "experts": self.experts}
-        return out | {name: values for name, values in found.items() if values}
 
 
 @dataclass(frozen=True)
@@ -126,7 +79,7 @@ class Trainer:
         parallel = DataParallel(
             self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed,
             config.comm.overlap, one_micro_batch=micro_batches(ctx, len(own)) == 1,
-            mixes=ctx.layout.replicas > 1 and config.train.local.compress.kind != "plain",
+            mixes=ctx.layout.replicas > 1 and config.train.local.compress.kind != "plain", gather=config.comm.gather,
         )  # fmt: skip
         self.data_parallel = parallel
         self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, parallel.weights.updated, offload)
@@ -246,7 +199,8 @@ class Trainer:
         self.consumed += samples
         result = StepResult(self.step_number, 0.0, 0.0, lr, scale, False, 0, samples)
         asks = int(stop_requested) + NEW_NAME * int(self.monitored.is_new(totals))
-        counts = self._count(totals.seconds, asks + SAVE * int(save_requested and self.writes))
+        asks += SAVE * int(save_requested and self.writes)
+        counts = self._count(totals.seconds, asks, time.perf_counter() - begin)
         return Launched(result, begin, totals, normalisation, read, own, counts, monitored, balance)
 
     def _update(self, lr: float, sums: StepSums, normalisation: Normalisation) -> float:
@@ -298,28 +252,40 @@ class Trainer:
             result.monitored |= self.monitored.learn(launched.totals, launched.monitored).means()
         end = time.perf_counter()
         result.step_time_s = end - max(launched.begin, self._read_at)
-        self._read_at = end
+        self._read_at, result.time = end, time.time()
         return result
 
-    def _count(self, seconds: Mapping[str, float], asks: int) -> Download:
-        """Sum over all ranks of the ledger of this step, this very call included, the seconds by phase, and what the
-        ranks ask for (`train/counts.py`)."""
+    def _count(self, seconds: Mapping[str, float], asks: int, elapsed: float) -> Download:
+        """Sum over all ranks of the ledger of this step, this very call included, the seconds by phase, each rank's own
+        figures, and what the ranks ask for (`train/counts.py`). `elapsed`: the step's seconds so far."""
         mesh = self.ctx.mesh
         axes = mesh.layout.step_groups()
         totals = self.ctx.ledger.totals("axis")
         assert set(totals) <= set(axes), f"a step used the groups {set(totals) - set(axes)}, which no step has"
-        payload = counts_bytes(len(axes))
+        payload = counts_bytes(len(axes), mesh.world.size)
         if not mesh.world.alone:
             totals["world"].add(CallTotals(1, payload, wire_bytes("all_reduce", payload, mesh.world.size)))
         counts = [getattr(totals[axis], count) for axis in axes for count in COUNTS]
         micros = [int(seconds.get(name, 0.0) * 1e6) for name in PHASES]
-        vector = torch.tensor([*counts, *micros, asks], dtype=torch.int64)
+        measured = self.ctx.device.module is None  # an accelerator's stream waits, and not the host
+        waited = [int(self.ctx.ledger.waited.get(axis, 0.0) * 1e6) if measured else 0 for axis in axes]
+        own = [0] * (len(RANK_COUNTS) * mesh.world.size)
+        at = len(RANK_COUNTS) * mesh.rank
+        own[at : at + len(RANK_COUNTS)] = self._own_counts(elapsed, sum(waited))
+        vector = torch.tensor([*counts, *waited, *micros, *own, asks], dtype=torch.int64)
         if mesh.world.alone:
             return Device("cpu").download(vector)
         vector = self.ctx.device.upload(vector)
         with self.ctx.ledger.phase("metrics"):
             mesh.world.all_reduce(vector)
         return self.ctx.device.download(vector)
+
+    def _own_counts(self, elapsed: float, waited_us: int) -> list[int]:
+        """RANK_COUNTS of this rank."""
+        device, peak = self.ctx.device, self.ctx.device.peak_bytes()
+        if device.module is not None:
+            return [0, 0, peak or 0]
+        return [int(elapsed * 1e6) - waited_us, waited_us, process_peak_bytes()]
 
     def _read_counts(self, result: StepResult, numbers: list[int]) -> bool:
         """Fills in the result; returns whether some rank has a new name."""
@@ -328,10 +294,13 @@ class Trainer:
             counts = dict(zip(COUNTS, numbers[width * i : width * (i + 1)], strict=True))
             if counts["calls"]:
                 result.comm[axis] = counts
-        means = [n / 1e6 / mesh.world.size for n in numbers[width * len(axes) : -1]]
-        result.phases = dict(zip(PHASES, means, strict=True))
-        saves, rest = divmod(numbers[-1], SAVE)
-        new_names, stops = divmod(rest, NEW_NAME)
+        rest = numbers[width * len(axes) : -1]
+        means, own = [n / 1e6 / mesh.world.size for n in rest], len(axes) + len(PHASES)
+        result.exposed_s = {axis: mean for axis, mean in zip(axes, means, strict=False) if mean}
+        result.phases = dict(zip(PHASES, means[len(axes) : own], strict=True))
+        result.ranks = RankFigures.read(rest[own:])
+        saves, asked = divmod(numbers[-1], SAVE)
+        new_names, stops = divmod(asked, NEW_NAME)
         result.stop, result.save = stops > 0, saves > 0
         return new_names > 0
 

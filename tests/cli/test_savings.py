@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.config.comm import EmulateConfig
-from meshwright.plan.algorithms import algorithm_seconds, fastest, gather_to_one_seconds
+from meshwright.comm.pick import fastest, links_of
+from meshwright.config.comm import EmulateConfig, LinkConfig
+from meshwright.plan.algorithms import algorithm_seconds, gather_to_one_seconds
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.savings import with_links
 
@@ -36,9 +37,9 @@ def test_measured_beside_predicted(config: str, tmp_path: Path, capfd: pytest.Ca
     found = json.loads(capfd.readouterr().out)
     assert "emulated links: 0.002 GB/s" in found["title"]
     rows = {row["name"]: row for row in found["techniques"]}
-    assert {"as configured", "overlap off", "gather to one", "own ring", "reduce int8", "reduce topk"} <= rows.keys()
+    assert {"as configured", "overlap off", "gather to one", "own ring", "reduce int8", "4 local steps"} <= rows.keys()
     for name, row in rows.items():
-        if name != "gather to one":
+        if name not in ("gather to one", "4 local steps", "16 local steps"):
             assert row["measured"]["sent"] == pytest.approx(row["predicted"]["sent"]), name
     base, small = rows["as configured"], rows["reduce topk"]
     assert base["measured"]["step_s"] == pytest.approx(base["predicted"]["step_s"], rel=0.4)
@@ -82,5 +83,11 @@ def test_seconds_of_algorithms_by_hand() -> None:
     assert gather_to_one_seconds(inside, 80e6, 8, 8) == pytest.approx(14 * 80e-3, rel=0.01)
     slow = replace(cluster.node, link_latency_us=1e3)
     late = replace(cluster, node=slow, network=replace(cluster.network, latency_us=1e3))
-    assert fastest(late, "all_reduce", 1e3, 8, 8) in ("tree", "halving_doubling")
-    assert fastest(cluster, "all_reduce", 80e6, 8, 4) == "hierarchical"
+    tree, ring = (algorithm_seconds(late, kind, "all_reduce", 1e3, 8, 8) for kind in ("tree", "ring"))
+    assert ring == pytest.approx(14 / 6 * tree, rel=0.01)
+    figures = LinkConfig(link_gb_s=1e3, network_gb_s=1.0, latency_us=1.0)
+    chosen = {
+        size: fastest(links_of(figures, 4, 4), "all_reduce", size, 8, 4) for size in (1e2, 80e6)
+    }
+    assert chosen == {1e2: "tree", 80e6: "hierarchical"}
+    assert fastest(links_of(figures, 8, 8), "all_reduce", 80e6, 8, 8) in ("tree", "halving_doubling")

@@ -291,7 +291,7 @@ MUTATIONS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
     "a ring that closes": ("cp-ring", instead_in_parts("context_calls", closed_ring)),
     "no rows of other ranks": ("cp-gather-tp", instead("WIDE", 0)),
     "no sends back": ("pp-interleaved", without(communication, "pipeline", lambda call: call.phase == "backward")),
-    "forgotten axes": ("kv-copies", instead("counts_bytes", lambda axes: counts_bytes(5))),
+    "forgotten axes": ("kv-copies", instead("counts_bytes", lambda axes, world: counts_bytes(5, world))),
 }  # fmt: skip
 
 

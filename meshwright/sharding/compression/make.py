@@ -17,7 +17,7 @@ def reducer_of(config: Config, node_size: int) -> Reducer:
     if server.ranks:
         return ServerReducer(server.ranks, server.staleness, seed)
     if comm.algorithm != "torch":
-        return AlgorithmReducer(comm.algorithm, node_size)
+        return AlgorithmReducer(comm.algorithm, node_size, comm.known_links)
     return make_compressing(comm.reduce, seed)
 
 
