@@ -10,18 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from meshwright.config.blocks import (
-    MOST_BLOCKS,
-    ExpertsConfig,
-    LatentConfig,
-    RopeScalingConfig,
-    at_most,
-    not_negative,
-    positive,
-    seconds_of,
-)  # fmt: skip
+from meshwright.config.blocks import MOST_BLOCKS, ExpertsConfig, LatentConfig, RopeScalingConfig
+from meshwright.config.blocks import at_most, not_negative, positive, seconds_of
 from meshwright.config.comm import CommConfig
 from meshwright.config.data import DataConfig
+from meshwright.config.t5 import T5Config
 from meshwright.errors import UserError, divisors, either, nearest
 from meshwright.schedule.kinds import training_kinds
 
@@ -44,7 +37,7 @@ class ModelConfig:
     heads: int
     vocab: int
     seq: int
-    kind: str = "gpt"  # which parts it is made of: gpt, bert; a program may register kinds of its own
+    kind: str = "gpt"  # which parts it is made of: gpt, bert, t5; a program may register kinds of its own
     preset: str = ""
     kv_heads: int = 0  # 0: as many as heads
     head_dim: int = 0  # 0: hidden / heads
@@ -52,8 +45,8 @@ class ModelConfig:
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = 1e-5
     norm_place: Literal["pre", "post"] = "pre"  # before attention and MLP, or after their sums with the residual
-    mlp: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu", "geglu", "reglu"] = "gelu"
-    position: Literal["learned", "rope", "alibi", "none"] = "learned"
+    mlp: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu", "geglu", "tanh_geglu", "reglu"] = "gelu"
+    position: Literal["learned", "rope", "alibi", "relative", "none"] = "learned"  # relative: of a t5
     position_offset: int = 0  # rows of the position table before the first position (OPT: 2)
     rope_theta: float = 10000.0
     rotary_fraction: float = 1.0  # the part of each head that turns with the position
@@ -67,13 +60,14 @@ class ModelConfig:
     attention_dropout: float | None = None  # of attention's shares; left out: as dropout
     embedding_dropout: float | None = None  # left out: as dropout
     tied_embeddings: bool = True
-    init_std: float = 0.02
+    init_std: float = 0.02  # of a t5: of the token embedding; products begin with it / sqrt(inputs)
     token_types: int = 0  # rows of a table of token types, which say to which segment a token belongs (BERT: 2)
     pooler: bool = False  # of a bert: whether the first token is pooled, to learn the order of two segments
     predictions: int = 0  # of a bert: the most tokens of a sample that are masked; 0: 15 %
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     latent: LatentConfig = field(default_factory=LatentConfig)
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
+    t5: T5Config = field(default_factory=T5Config)
 
     def __post_init__(self) -> None:
         positive("model", self, "layers", "hidden", "heads", "vocab", "seq", "norm_eps", "rope_theta", "init_std")
@@ -101,6 +95,8 @@ class ModelConfig:
         }
         for key, value in derived.items():
             object.__setattr__(self, key, value)
+        if self.kind == "t5":
+            object.__setattr__(self, "t5", self.t5.completed(self.layers, self.seq, self.tied_embeddings))
         if self.experts.count and not self.experts.ffn:
             object.__setattr__(self, "experts", replace(self.experts, ffn=self.ffn))
         if self.heads % self.kv_heads:
@@ -201,8 +197,10 @@ class ContextConfig:
 class PipelineConfig:
     schedule: str = "1f1b"  # of the kinds that schedule/kinds.py lists
     split: tuple[int, ...] = ()  # layers of each virtual stage, in the order of the layers; empty: evenly
+    encoder_stages: int = 0  # of a t5: virtual stages of its encoder; 0: blocks are split evenly, wherever it ends
 
     def __post_init__(self) -> None:
+        not_negative("pipeline", self, "encoder_stages")
         if any(count < 0 for count in self.split):
             raise UserError(f"pipeline.split={list(self.split)} must not hold a negative number of layers")
         kinds = training_kinds()
@@ -418,10 +416,10 @@ class Config:
 
     @property
     def objective(self) -> str:
-        """What is learned: the next token (causal) or masked ones."""
+        """What is learned: the next token (causal), masked ones, or spans that were taken out."""
         if self.data.objective != "auto":
             return self.data.objective
-        return "masked" if self.model.kind == "bert" else "causal"
+        return {"bert": "masked", "t5": "spans"}.get(self.model.kind, "causal")
 
     @property
     def has_segments(self) -> bool:

@@ -78,8 +78,8 @@ def coordinate_of(layout: Layout, rank: int, sequence_parallel: bool, context: s
     found = {**layout.coordinate(rank), **layout.expert_coordinate(rank)}
     sizes = {axis: layout.size(axis) for axis in found if not axis.startswith(("dp", "edp"))}
     axes = [(axis, size, found[axis]) for axis, size in sizes.items() if size > 1]
-    if layout.size("embedding") > 1:
-        axes.append(("embedding", layout.size("embedding"), 0))
+    shared = dict.fromkeys(("embedding", *(name for name, _ in layout.shared)))
+    axes += [(name, layout.size(name), 0) for name in shared if layout.size(name) > 1]
     return Coordinate(tuple(sorted(axes)), sequence_parallel, context if layout.cp > 1 else "ring")
 
 
@@ -266,6 +266,10 @@ class Unit:
     def has_experts(self) -> bool:
         return any(part.has_experts for _, _, part in self.parts)
 
+    def own(self, batch: MicroBatch) -> MicroBatch:
+        """Returns a micro-batch as this unit sees it: a decoder's sequences have another length than its encoder's."""
+        return batch
+
     def seen_by(self, at: Coordinate) -> Coordinate:
         """Returns what of a coordinate the unit depends on, by which the planner remembers its figures."""
         return at if self.has_experts else at.dense
@@ -278,16 +282,20 @@ class Unit:
         }
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        batch = self.own(batch)
         return sum((part.work(at, batch, kernels) for _, _, part in self.parts), Work())
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+        batch = self.own(batch)
         for _, _, part in self.parts:
             yield from (call for call in part.collectives(at, batch) if at.size(call.axis) > 1)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[Kept, ...]:
+        batch = self.own(batch)
         return tuple(kept for _, _, part in self.parts for kept in part.kept(at, batch, kernels))
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        batch = self.own(batch)
         return max((part.working(at, batch, kernels) for _, _, part in self.parts), default=0.0)
 
 
@@ -309,6 +317,7 @@ class BlockUnit(Unit):
         return list(zip(self.parts[::2], self.parts[1::2], strict=True))
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        batch = self.own(batch)
         # A sum reads two rows and writes one; dropout reads and writes a mask with it.
         width = 3 * self.hidden * batch.element + (self.hidden if self.dropout else 0)
         count = len(self.branches)
@@ -317,6 +326,7 @@ class BlockUnit(Unit):
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[Kept, ...]:
         found: list[Kept] = []
+        batch = self.own(batch)
         for number, (norm, body) in enumerate(self.branches):
             shared = self.parallel and number > 0  # all norms take the block's input, which is kept once
             found += [kept for kept in norm.part.kept(at, batch, kernels) if not (shared and kept.name == "input")]
@@ -327,6 +337,7 @@ class BlockUnit(Unit):
         return tuple(found)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        batch = self.own(batch)
         stream = batch.tokens(at) * self.hidden * batch.element
         if not kernels.own:
             return 2.0 * stream if at.splits_tokens else 0.0  # a gathered input and a gradient
@@ -404,9 +415,20 @@ class Model:
         """The one stage of a model without a pipeline."""
         return Stage(0, 1, range(len(self.blocks)))
 
-    def passes(self, at: Coordinate, batch: MicroBatch) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the tensors, in the model's precision, that one unit passes to the next."""
-        return {"hidden": (batch.rows(at), self.hidden)}
+    def passes(self, at: Coordinate, batch: MicroBatch, stage: Stage) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the tensors, in the model's precision, that a stage receives from the one before."""
+        return {} if stage.first else {"hidden": (batch.rows(at), self.hidden)}
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The elements that a sample's fields have, of those that have not one for each token."""
+        chosen = self.predictions
+        return {"places": chosen, "labels": chosen, "loss_mask": chosen, "swapped": 1} if chosen else {}
+
+    def fields(self, stage: Stage) -> set[str]:
+        """Returns the fields of a batch that the ends of the model in this stage read, where the data have them."""
+        first = {"tokens", "token_types"} if stage.first else set()
+        return first | ({"labels", "loss_mask", "places", "swapped"} if stage.last else set())
 
 
 ALONE = Coordinate()

@@ -165,10 +165,7 @@ class Job:
 
 @lru_cache(maxsize=20_000)
 def units_of(model: Model, stage: Stage) -> tuple[tuple[Unit, int], ...]:
-    blocks = Counter(model.blocks[layer] for layer in stage.layers)
-    first: list[tuple[Unit, int]] = [(model.embedding, 1)] if stage.first else []
-    last: list[tuple[Unit, int]] = [(model.head, 1)] if stage.last else []
-    return (*first, *blocks.items(), *last)
+    return tuple(Counter(unit for _, _, unit in model.units(stage)).items())
 
 
 def job_of(config: Config, world: int, stack: Stack | None = None, **more: Any) -> Job:
