@@ -10,8 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from meshwright.config.blocks import MOST_BLOCKS, ExpertsConfig, LatentConfig, RopeScalingConfig
-from meshwright.config.blocks import at_most, not_negative, positive, seconds_of
+from meshwright.config.blocks import (
+    MOST_BLOCKS,
+    ExpertsConfig,
+    LatentConfig,
+    RopeScalingConfig,
+    at_most,
+    not_negative,
+    positive,
+    seconds_of,
+)
 from meshwright.config.comm import CommConfig
 from meshwright.config.data import DataConfig
 from meshwright.config.t5 import T5Config

@@ -1,4 +1,4 @@
-"""The part of a model section that only an encoder-decoder has (model.kind=t5), and what that can't be combined with."""
+"""What only an encoder-decoder (model.kind=t5) has in its model section, and what that can't be combined with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class T5Config:
     decoder_seq: int = 0  # tokens of a target; 0: what a sample of model.seq leaves of 15 % in spans of 3 tokens
     buckets: int = 32  # rows of each stack's table of relative positions
     distance: int = 128  # all that is farther away has one bucket
-    scale_output: Literal["auto", "true", "false"] = "auto"  # of the output layer's input, by hidden ** -0.5; auto: tied
+    scale_output: Literal["auto", "true", "false"] = "auto"  # what the output layer takes, by 1 / sqrt(hidden)
     start: int = 0  # the token that the decoder's input begins with
 
     def __post_init__(self) -> None:

@@ -45,7 +45,7 @@ class T5Stage(GPTStage):
         self.encoder, self.encoder_end = nn.ModuleDict(encoder), made.get("encoder_end")
         self.decoder_embedding, self.decoder_bias = made.get("decoder_embedding"), made.get("decoder_bias")
         self.decoder, self.head = nn.ModuleDict(decoder), made.get("head")
-        self.blocks = {**encoder, **decoder}
+        self.layers = {**encoder, **decoder}
         ends = [end.tokens for end in (self.embedding, self.decoder_embedding) if end is not None]
         ends += [self.head.output] if model.tied and self.head is not None else []
         for end in ends[1:]:  # one table; on other chunks each end has a copy, and the gradients are summed
@@ -53,7 +53,7 @@ class T5Stage(GPTStage):
         self.passes_memory = bool(decoder) and stage.layers.stop < len(model.blocks)
         self._offer(config, at)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, batch: Batch, hidden: Tensor | None = None, memory: Tensor | None = None
     ) -> tuple[Any, None]:
         """Returns the tensors for the next chunk or, in the last, the sum of the losses over the unmasked tokens."""
@@ -82,6 +82,9 @@ class T5Stage(GPTStage):
         first = [self.embedding, self.encoder_bias, *self.encoder.values(), self.encoder_end]
         parts = [*first, self.decoder_embedding, self.decoder_bias, *self.decoder.values(), self.head]
         return [part for part in parts if part is not None]
+
+    def _blocks(self) -> list[Block]:
+        return [block for block in self.layers.values() if isinstance(block, Block)]
 
     def encoded(self, ids: Tensor) -> Tensor:
         """Returns the encoder's output; this chunk must hold all of the encoder."""
@@ -140,7 +143,7 @@ class T5Stage(GPTStage):
                 streams.seed_layer(int(layer))
                 given = (sequences, None, bias, past.get(layer), *memory)
                 with self.ledger.layer(int(layer)):
-                    hidden = call_unit(self.blocks[layer], hidden, *given, hold=again and layer == layers[-1])
+                    hidden = call_unit(self.layers[layer], hidden, *given, hold=again and layer == layers[-1])
                 self._mark_backward(hidden, int(layer))
         return (hidden,)
 

@@ -39,7 +39,7 @@ class RelativeBias(nn.Module):
 
     def forward(self, buckets: Tensor, queries: int) -> Tensor:
         """Returns [1, heads, queries, keys]."""
-        by_distance = TableRows.apply(self.weight, buckets, False, self.sinks.get("weight"))  # [queries + keys - 1, heads]
+        by_distance = TableRows.apply(self.weight, buckets, False, self.sinks.get("weight"))  # [distances, heads]
         keys = buckets.shape[0] + 1 - queries
         # Each window of the distances is one query's, the last query's first.
         bias = by_distance.t().unfold(1, keys, 1).flip(1)
@@ -66,8 +66,8 @@ class CrossAttention(nn.Module):
     def forward(
         self, x: Tensor, norm: Norm, batch: int, rotary: object, mask: object, past: KVCache | None, memory: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns x [tokens, hidden] of `batch` sequences, for the residual, and attention of its norm to `memory`. With
-        `past`, keys and values of an earlier call are used."""
+        """Returns x [tokens, hidden] of `batch` sequences, for the residual, and attention of its norm to `memory`.
+        With `past`, keys and values of an earlier call are used."""
         x, queries = self.q.after_norm(x, norm)
         q = queries.view(batch, queries.shape[0] // batch, self.heads, self.head_dim).transpose(1, 2)
         k, v = self._keys(memory, batch, past)

@@ -270,8 +270,8 @@ class EncoderDecoder(Model):
 
 
 def t5_inits(factor: float, hidden: int, heads: int, head_dim: int, ffn: int) -> dict[str, Init]:
-    """Returns how T5's weights begin, so that activations keep their size without a scale in attention: 1 / sqrt(inputs)
-    of each product, and less for queries."""
+    """Returns how T5's weights begin, so that activations keep their size without a scale in attention: by
+    1 / sqrt(inputs) of each product, and less for queries."""
     inner = heads * head_dim
     stds = {"q": hidden * head_dim, "in": hidden, "out": inner, "down": ffn, "table": 1}
     return {name: Init("normal", factor / math.sqrt(size)) for name, size in stds.items()}

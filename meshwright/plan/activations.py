@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -11,7 +10,7 @@ from typing import NamedTuple
 from meshwright.models.description import field_elements, fields_read
 from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Stage, Unit
 from meshwright.plan.communication import passed_bytes
-from meshwright.plan.job import Job
+from meshwright.plan.job import Job, kept_together
 from meshwright.schedule.kinds import KINDS, computes
 from meshwright.schedule.table import MEANING, held
 
@@ -81,7 +80,7 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     selective = (job.stack.selective, job.stack.selective_core)
     units = [unit_kept(unit, unit.seen_by(job.at), job.batch, job.kernels, mode, selective) for unit in held]
     streams = [unit.own(job.batch).rows(job.at) * job.model.hidden * job.batch.element for unit in held]
-    parts = _kept_together(held, together)
+    parts = kept_together(held, together)
     kept, again, away = [], [], _offloaded(job, stage, len(parts) - first - int(stage.last))
     for number, (begin, end) in enumerate(parts, start=-first):
         inside, stream = units[begin:end], streams[begin]
@@ -112,20 +111,6 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     # What a stage receives beside its first block's input is used by all of its blocks.
     beside = sum(passed_bytes(job, stage)[1:])
     return ChunkBytes(sum(kept) + batch + mask + beside, loss, moments, streams[0] * len(away))
-
-
-def _kept_together(units: Sequence[Unit], together: int) -> list[tuple[int, int]]:
-    """Returns the ranges of units that are kept and released together: single units, or runs of blocks that are
-    recomputed together."""
-    found: list[tuple[int, int]] = []
-    for at, unit in enumerate(units):
-        begin, end = found[-1] if found else (0, 0)
-        block = isinstance(unit, BlockUnit) and bool(found) and isinstance(units[begin], BlockUnit)
-        if block and end - begin < together:
-            found[-1] = (begin, at + 1)
-        else:
-            found.append((at, at + 1))
-    return found
 
 
 def _offloaded(job: Job, stage: Stage, runs: int) -> range:

@@ -25,7 +25,7 @@ from meshwright.layout import Layout
 from meshwright.layout.params import ParamRecord
 from meshwright.models.description import field_elements, fields_read, stages_of
 from meshwright.parts.part import BlockUnit, Collective, Coordinate, MicroBatch, Stage, Unit
-from meshwright.plan.job import FIELD_BYTES, Job, checked_job
+from meshwright.plan.job import FIELD_BYTES, Job, checked_job, kept_together
 from meshwright.plan.stack import BYTES
 from meshwright.sharding.placement import backward_order, bucket_elements, buffer_key, grad_bytes, place, shard_axes
 from meshwright.sharding.reducers import PLAIN_REDUCER, ReducerPlan
@@ -157,7 +157,8 @@ def parameters(job: Job, held: Sequence[Stage]) -> list[HeldParameter]:
     gathers of both. The list is the same for all tp ranks: their pieces have one size.
 
     A unit (embedding, block, head) is gathered for forward and, unless it and everything before it is frozen, for
-    backward. Of N blocks that are recomputed together, all but the last are gathered once more for that.
+    backward. Of N blocks that are recomputed together, all but the last are gathered once more for that. In backward an
+    embedding stays until the chunk's is done, so that a second one with the same table finds it there.
     """
     together = job.config.recompute.blocks
     found: list[HeldParameter] = []
@@ -165,18 +166,21 @@ def parameters(job: Job, held: Sequence[Stage]) -> list[HeldParameter]:
     number = 0
     for stage in held:
         graded = not stage.first  # whether a gradient flows back to here: a stage's received input has one
-        for key, _, unit in job.model.units(stage):
-            at = int(key.removeprefix("blocks.")) - stage.layers.start if key.startswith("blocks.") else -1
-            again = together > 1 and at >= 0 and (at + 1) % together and at + 1 < len(stage.layers)
+        stays: set[str] = set()
+        units = list(job.model.units(stage))
+        runs = kept_together([unit for _, _, unit in units], together)
+        twice = {at for begin, end in runs for at in range(begin, end - 1)}
+        for at, (key, _, unit) in enumerate(units):
             records = unit_records(unit, job.at)
-            graded |= (together > 0 and at >= 0) or any(record.trained for record in records)
-            fetches = 1 + graded + bool(again)
+            graded |= (together > 0 and isinstance(unit, BlockUnit)) or any(record.trained for record in records)
+            fetches = 1 + graded + (at in twice)
             for record in records:
                 tie = tie_of(unit, number, record)
                 if tie in ties:
-                    first = ties[tie]
-                    found[first] = found[first]._replace(fetches=found[first].fetches + fetches)
+                    first, more = ties[tie], fetches - (key.endswith("embedding") and tie in stays)
+                    found[first] = found[first]._replace(fetches=found[first].fetches + more)
                     continue
+                stays |= {tie} if key.endswith("embedding") else set()
                 if tie:
                     ties[tie] = len(found)
                 found.append(HeldParameter(record, number, fetches))

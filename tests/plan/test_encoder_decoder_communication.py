@@ -29,7 +29,10 @@ CASES = [
         "layout": {"tp": 2, "pp": 2, "chunks": 2, **SP}, "model": LONG, "train": {"precision": "fp32"},
         "pipeline": {"schedule": "interleaved", "encoder_stages": 1},
     }),
-    Case("zero3-pp", 4, {"layout": {"pp": 2}, "model": LONG, "zero": {"stage": 3}}),
+    Case("zero3-pp", 4, {
+        "layout": {"pp": 2}, "model": {**LONG, "layers": 7, "t5": {"decoder_seq": 8, "encoder_layers": 3}},
+        "zero": {"stage": 3}, "pipeline": {"split": [5, 2]}, "recompute": {"mode": "every:2"},
+    }),
     Case("all", 8, {"layout": {"tp": 2, "pp": 2, **SP}, "model": {**T5, "vocab": 51}, "zero": {"stage": 1}}),
 ]  # fmt: skip
 
