@@ -8,12 +8,16 @@ import sys
 from typing import Any
 
 from meshwright.bench.models import BENCH_MODELS, MICRO_BATCH, bench_config, ranks_of
+from meshwright.config.sections import Config
 from meshwright.errors import UserError, nearest
+from meshwright.show.units import percent
 
+ROUNDS = 3  # of each of two configs that are compared
 EXAMPLES = """example:
   meshwright bench step --model 3b
   meshwright bench step --model 1b --micro-batches 8 --json
   meshwright bench step --model 3b --precision fp8
+  meshwright bench step --model 3b --tp 8 --overlap both (what products in pieces cost, without any link)
   meshwright bench step --model 3b --tp 2                (one rank's share, sequence parallel; the others are not there)
   meshwright bench step --model 3b --micro-batch 1 --seq 131072 --cp 8 --context ring
 
@@ -36,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recompute", default="none", help="recompute.mode (default: none)")
     parser.add_argument("--offload", action="store_true", help="recompute.offload: inputs of blocks in host memory")
     parser.add_argument("--pieces", type=int, default=1, help="recompute.pieces of MLPs (default: 1)")
+    overlap = "comm.overlap.tensor: products over tp in pieces; both: without and with it, in turns (default: off)"
+    parser.add_argument("--overlap", default="off", choices=["off", "on", "both"], help=overlap)
     parser.add_argument("--pp", type=int, default=1, help="measure the first of this many stages (default: 1)")
     parser.add_argument("--steps", type=int, default=10, help="steps to time after the warm-up (default: 10)")
     parser.add_argument("--compile", default="auto", choices=["auto", "true", "false"], help="train.compile")
@@ -49,14 +55,7 @@ def run(args: argparse.Namespace) -> None:
     for name in ("micro_batch", "micro_batches", "steps", "tp", "cp", "pp"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
-    config = bench_config(
-        args.model, args.precision, args.micro_batches, args.micro_batch, args.seq,
-        train={"compile": args.compile}, run={"device": args.device},
-        layout={"tp": args.tp, "cp": args.cp, "pp": args.pp, "sequence_parallel": args.tp > 1},
-        context={"kind": args.context},
-        data={"prefixes": ["made"], "reset_attention": args.documents},
-        recompute={"mode": args.recompute, "offload": args.offload, "pieces": args.pieces},
-    )  # fmt: skip
+    configs = [_config(args, overlap) for overlap in {"off": [False], "on": [True]}.get(args.overlap, [False, True])]
     from meshwright.bench import floor, step
     from meshwright.device import PRECISION_DTYPES, Device
     from meshwright.dryrun.stand_ins import fake_world
@@ -64,12 +63,37 @@ def run(args: argparse.Namespace) -> None:
     device = Device.choose(args.device)
     device.check_precision(args.precision)
     print(f"measuring {args.model} on {device.name}", file=sys.stderr, flush=True)
-    with fake_world(0, ranks_of(config)):
-        measured = step.measure(step.make_trainer(config, device), args.steps)
-    device.empty_cache()
-    least = floor.measure(config, device, PRECISION_DTYPES[args.precision])
-    found = {"model": args.model} | step.as_json(config, device, measured, least)
-    print(json.dumps(found) if args.json else report(found))
+    # In turns, since a device slows down as it gets warm.
+    rounds: list[list[dict[str, Any]]] = [[] for _ in configs]
+    for _ in range(ROUNDS if len(configs) > 1 else 1):
+        for config, measured in zip(configs, rounds, strict=True):
+            with fake_world(0, ranks_of(config)):
+                measured.append(step.measure(step.make_trainer(config, device), args.steps))
+            device.empty_cache()
+    least = floor.measure(configs[0], device, PRECISION_DTYPES[args.precision])
+    found = []
+    for config, measured in zip(configs, rounds, strict=True):
+        middle = sorted(measured, key=lambda each: each["step_ms"])[len(measured) // 2]
+        overlap = config.comm.overlap.tensor
+        found.append({"model": args.model, "overlap": overlap} | step.as_json(config, device, middle, least))
+    if args.json:
+        print(json.dumps(found[0] if len(found) == 1 else found))
+        return
+    print("\n\n".join(map(report, found)))
+    if len(found) > 1:
+        without, pieces = (each["step_ms"] for each in found)
+        print(f"\nwith products in pieces the step takes {percent(pieces / without - 1)} longer")
+
+
+def _config(args: argparse.Namespace, overlap: bool) -> Config:
+    return bench_config(
+        args.model, args.precision, args.micro_batches, args.micro_batch, args.seq,
+        train={"compile": args.compile}, run={"device": args.device},
+        layout={"tp": args.tp, "cp": args.cp, "pp": args.pp, "sequence_parallel": args.tp > 1},
+        context={"kind": args.context}, comm={"overlap": {"tensor": overlap}},
+        data={"prefixes": ["made"], "reset_attention": args.documents},
+        recompute={"mode": args.recompute, "offload": args.offload, "pieces": args.pieces},
+    )  # fmt: skip
 
 
 def tflops(rate: float) -> str:
@@ -90,6 +114,7 @@ def report(f: dict[str, Any]) -> str:
          f"optimizer {low['optimizer_ms']:.1f} per step"),
         ("by kind", ", ".join(f"{kind} {ms:.1f}" for kind, ms in f["kinds_ms"].items()) or "-"),
     ]  # fmt: skip
-    share = f"tp={f['tp']} cp={f['cp']} pp={f['pp']}, " if f["tp"] * f["cp"] * f["pp"] > 1 else ""
+    share = "products in pieces, " if f["overlap"] else ""
+    share += f"tp={f['tp']} cp={f['cp']} pp={f['pp']}, " if f["tp"] * f["cp"] * f["pp"] > 1 else ""
     title = f"{f['model']} {f['precision']}, seq={f['seq']}, {share}{f['micro_batches']} micro-batches, {f['device']}"
     return "\n".join([title, *(f"  {name:<8} {text}" for name, text in rows)])

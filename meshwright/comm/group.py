@@ -195,11 +195,12 @@ class Group:
         return self._call("receive", x, lambda: dist.irecv(x, peer, self.process_group), peer=peer)
 
 
-    def shift(self, x: Tensor, by: int) -> Shift:
+    def shift(self, x: Tensor, by: int, out: Tensor | None = None) -> Shift:
         """Begins to send `x` to the rank `by` places on, round the group, and to receive as much from the one as far
-        back. Both are one call, so that no order of the ranks can lock."""
-        assert x.is_contiguous()
-        out, (to, source) = torch.empty_like(x), (self.ranks[(self.index + way) % self.size] for way in (by, -by))
+        back, into `out` if that is given. Both are one call, so that no order of the ranks can lock."""
+        out = torch.empty_like(x) if out is None else out
+        assert x.is_contiguous() and out.is_contiguous()
+        to, source = (self.ranks[(self.index + way) % self.size] for way in (by, -by))
         group = self.process_group
 
         def launch() -> _Both:

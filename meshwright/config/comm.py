@@ -55,11 +55,22 @@ KINDS = ("plain", "bf16", *SCALED, *LOW_RANK, *SPARSE)
 
 
 @dataclass(frozen=True)
+class OverlapConfig:
+    """Which communication runs while something is computed. The bytes are the same either way."""
+
+    gradients: bool = True  # summed over the data axes while backward goes on
+    weights: bool = True  # ZeRO: gathered while the unit before computes
+    tensor: bool = False  # sent over tp in pieces, while other pieces are multiplied
+    pipeline: bool = True  # sent to other stages while the next micro-batch computes
+
+
+@dataclass(frozen=True)
 class CommConfig:
     backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
     timeout: float = 600.0  # seconds until a collective that does not end is reported and the run stopped
     bucket_mib: float = 25.0  # gradients are reduced in pieces of about this size
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
     # How gradients are summed: by torch's collective, or by one of ours on sends and receives.
     algorithm: Literal["torch", "ring", "tree", "halving_doubling", "mesh", "hierarchical"] = "torch"
 

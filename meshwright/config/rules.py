@@ -336,12 +336,20 @@ def end_token_is_one(c: Config, world: int) -> Iterator[str]:
         yield f"data.eod={c.data.eod} is no token of model.vocab={c.model.vocab}: use one below that"
 
 
+def tensor_overlap_fits(c: Config, world: int) -> Iterator[str]:
+    if c.comm.overlap.tensor and c.layout.tp > 1:
+        for key, value in (("train.precision", c.train.precision), ("recompute.pieces", c.recompute.pieces)):
+            if value in ("fp8", *range(2, 1 + c.recompute.pieces)):
+                yield f"comm.overlap.tensor=true can't be combined with {key}={value} yet: set one of the two back"
+
+
 RULES: list[Rule] = [
     kind_fits, t5_fits, context_is_shared, world_divides, experts_are_cut, etp_divides_experts, order_names_axes,
     experts_stay_with_their_blocks, tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits,
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
     dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
     compiles_without_dropout, backend_fits_device, device_has_fp8, algorithm_fits_ranks,
+    tensor_overlap_fits,
 ]  # fmt: skip
 
 # The rules about how tp cuts a model's sizes.

@@ -118,7 +118,7 @@ def lasting(trainer: Trainer) -> Iterable[Tensor]:
     for buffer in trainer.data_parallel.buffers:
         yield buffer.params
         yield buffer.grads
-        yield from (bucket.params.tensor for bucket in buffer.buckets)
+        yield from (memory.tensor for bucket in buffer.buckets for memory in (bucket.params, bucket.grads))
 
 
 def _timed_steps(trainer: Trainer) -> tuple[Counts, float]:
@@ -140,7 +140,7 @@ def state_bytes(trainer: Trainer) -> Counts:
     kept = (x.nbytes for _, _, tensors in trainer.data_parallel.reducer.states() for x in tensors)
     return {
         "parameters": sum(buffer.params.nbytes for buffer in buffers) + _on_device(weights),
-        "gradients": sum(buffer.grads.nbytes for buffer in buffers) + sum(kept),
+        "gradients": sum(buffer.grad_bytes for buffer in buffers) + sum(kept),
         "master": _on_device(state.stores[0] for state in states if not state.in_place),
         "optimizer": _on_device(store for state in states for store in state.stores[1:]),
     }

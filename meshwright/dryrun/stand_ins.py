@@ -61,8 +61,8 @@ def _fill(group: Any) -> None:
         out.copy_(x[group.index * out.shape[0] :][: out.shape[0]])
         return pending
 
-    def shifted(x: Tensor, by: int) -> Shift:
-        under_way: Shift = shift(x, by)
+    def shifted(x: Tensor, by: int, out: Tensor | None = None) -> Shift:
+        under_way: Shift = shift(x, by, out)
         under_way.received.copy_(x)
         return under_way
 

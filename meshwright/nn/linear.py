@@ -19,11 +19,12 @@ from meshwright.layout.params import ParamRecord
 from meshwright.nn import fp8, products
 from meshwright.nn.fused import rms_norm, rms_norm_backward, rms_norm_in_one_pass, swiglu, swiglu_backward
 from meshwright.nn.norm import Norm
+from meshwright.nn.overlap import column_backward, gather_in_pieces, gather_product, product_scatter, product_sum
 from meshwright.nn.parallel import Parallel
 
-# The sink of the weight gradient, the mode (see `_Product`), the name and size of the tp group, and the precision of
-# the products (see `products`).
-ProductSettings = tuple[Tensor | None, str, str, int, str]
+# The sink of the weight gradient, the mode (see `_Product`), the name and size of the tp group, the precision of the
+# products (see `products`), and whether they communicate while they multiply (see `overlap`).
+ProductSettings = tuple[Tensor | None, str, str, int, str, bool]
 
 
 class _Product(torch.autograd.Function):
@@ -42,8 +43,10 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        prepared = _prepare_grad(ctx, grad, weight, needs_x, needs_weight)
-        grad_x = _input_grad(ctx, prepared, weight) if needs_x else None
+        if ctx.overlaps and ctx.mode in ("gather", "column"):
+            both = _column_grads(ctx, grad, weight, x, needs_weight)
+            return *both, grad.sum(0) if needs_bias else None, *_NONE
+        prepared, grad_x = _output_grads(ctx, grad, weight, needs_x, needs_weight)
         grad_weight = _weight_grad(ctx, prepared, x) if needs_weight else None
         return grad_x, grad_weight, prepared[0].sum(0) if needs_bias else None, *_NONE
 
@@ -59,8 +62,9 @@ class _SwigluProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        prepared = _prepare_grad(ctx, grad, weight)
-        grad_x, value = swiglu_backward(x, _input_grad(ctx, prepared, weight))
+        prepared, back = _output_grads(ctx, grad, weight)
+        assert back is not None
+        grad_x, value = swiglu_backward(x, back)
         grad_weight = _weight_grad(ctx, prepared, value) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, *_NONE
 
@@ -74,34 +78,47 @@ class _NormProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scale: Tensor, eps: float, weight: Tensor, bias: Tensor | None, *settings: Any
     ) -> tuple[Tensor, Tensor]:
-        _, mode, _, _, kind = settings
+        _, mode, _, _, kind, _ = settings
         # Where x is a sum that no product takes in, the compiler makes that sum and its norm in one pass.
         # A dry run counts no intermediate results of a norm, since no compiled one has any.
         one_pass = x.is_meta or (x.is_cuda and mode == "plain" and not kind)
         norm = rms_norm_in_one_pass if one_pass else rms_norm
         normed, rstd = norm(x, scale, eps)
         ctx.save_for_backward(x, rstd, scale, weight)
+        ctx.eps = eps
         return x.view_as(x), _forward(ctx, normed, weight, bias, settings)
 
     @staticmethod
     def backward(ctx: Any, passed: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, scale, weight = ctx.saved_tensors
-        prepared = _prepare_grad(ctx, grad, weight)
-        back = _input_grad(ctx, prepared, weight)
-        grad_x, normed, grad_scale = rms_norm_backward(x, rstd, scale, back, passed)
-        grad_weight = _weight_grad(ctx, prepared, normed) if ctx.needs_input_grad[3] else None
-        grad_bias = prepared[0].sum(0) if ctx.needs_input_grad[4] else None
+        needs_weight = ctx.needs_input_grad[3]
+        if ctx.overlaps and ctx.mode in ("gather", "column"):
+            normed, _ = rms_norm(x, scale, ctx.eps)  # the weight's gradient needs it before the input's is there
+            back, grad_weight = _column_grads(ctx, grad, weight, normed, needs_weight)
+            grad_x, _, grad_scale = rms_norm_backward(x, rstd, scale, back, passed)
+        else:
+            prepared = _prepare_grad(ctx, grad, weight)
+            back = _input_grad(ctx, prepared, weight)
+            grad_x, normed, grad_scale = rms_norm_backward(x, rstd, scale, back, passed)
+            grad_weight = _weight_grad(ctx, prepared, normed) if needs_weight else None
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[4] else None
         return grad_x, grad_scale.to(scale.dtype), None, grad_weight, grad_bias, *_NONE
 
 
-_NONE = (None,) * 5  # the gradients of the settings: there are none
+_NONE = (None,) * 6  # the gradients of the settings: there are none
 
 
 def _forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: ProductSettings) -> Tensor:
     """Returns the product with its collectives, and keeps the settings for backward."""
     # The sink is the weight's place in the gradient buffer, which other micro-batches write to between this forward and
     # its backward. save_for_backward would refuse a tensor that changed in the meantime, so it is kept as an attribute.
-    ctx.sink, ctx.mode, ctx.group, ctx.size, ctx.kind = settings
+    ctx.sink, ctx.mode, ctx.group, ctx.size, ctx.kind, ctx.overlaps = settings
+    if ctx.overlaps and ctx.mode == "gather":
+        return gather_product(x, weight, bias, False, ctx.group, ctx.size)[0]
+    if ctx.overlaps and ctx.mode == "scatter":
+        return product_scatter(x, weight, False, ctx.group, ctx.size)
+    if ctx.overlaps and ctx.mode == "row":
+        return product_sum(x, weight, ctx.group)
     full = all_gather(x, ctx.group, ctx.size) if ctx.mode == "gather" else x
     y = products.forward(full, weight, bias, ctx.kind)
     if ctx.mode == "row":
@@ -109,6 +126,31 @@ def _forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings:
     elif ctx.mode == "scatter":
         y = reduce_scatter(y, ctx.group, ctx.size)
     return y
+
+
+def _output_grads(
+    ctx: Any, grad: Tensor, weight: Tensor, needs_x: bool = True, needs_weight: bool = True
+) -> tuple[products.Prepared, Tensor | None]:
+    """Returns the output's gradient, prepared, and the input's, if it is needed."""
+    if ctx.overlaps and ctx.mode == "scatter":
+        grad_x, full = gather_product(grad, weight, None, True, ctx.group, ctx.size)
+        return (full, None), grad_x
+    prepared = _prepare_grad(ctx, grad, weight, needs_x, needs_weight)
+    return prepared, _input_grad(ctx, prepared, weight) if needs_x else None
+
+
+def _column_grads(
+    ctx: Any, grad: Tensor, weight: Tensor, x: Tensor, needs_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the gradients of a column product's input and weight, of which the first travels during the second."""
+    if needs_weight and ctx.sink is not None:
+        return column_backward(grad, weight, x, ctx.sink, ctx.group, ctx.mode == "gather"), None
+    if ctx.mode == "gather":
+        grad_x = product_scatter(grad.contiguous(), weight, True, ctx.group, ctx.size)
+        full = gather_in_pieces(x, ctx.group, ctx.size) if needs_weight else x
+    else:
+        grad_x, full = sum_input_grad(ctx, grad @ weight), x
+    return grad_x, grad.t() @ full if needs_weight else None
 
 
 def _prepare_grad(ctx: Any, grad: Tensor, weight: Tensor, *needs: bool) -> products.Prepared:
@@ -150,18 +192,18 @@ class Linear(nn.Module):
         if parallel.splits_tokens and cut != "whole":
             self.mode = "gather" if cut == "column" else "scatter"
         self.group, self.size = parallel.tp.name, parallel.tp.size
-        self.kind, self.fuses = parallel.products, parallel.fused
+        self.kind, self.fuses, self.overlaps = parallel.products, parallel.fused, parallel.overlaps
         if self.kind and not fp8.sizes_fit_fp8(*weight.local_shape):
             warnings.warn(f"sizes that are no multiples of {FP8_UNIT} are multiplied in bf16, not in fp8", stacklevel=2)
 
     @property
     def settings(self) -> ProductSettings:
-        return (self.sinks.get("weight"), self.mode, self.group, self.size, self.kind)
+        return (self.sinks.get("weight"), self.mode, self.group, self.size, self.kind, self.overlaps)
 
     def alone(self, x: Tensor, after_swiglu: bool = False) -> Tensor:
         """Returns this rank's own product, of x or of its SwiGLU: without collectives, and without a bias that is added
         after a sum."""
-        settings = (self.sinks.get("weight"), "plain", self.group, self.size, self.kind)
+        settings = (self.sinks.get("weight"), "plain", self.group, self.size, self.kind, False)
         if after_swiglu and self.fuses and self._inside is None:
             return _SwigluProduct.apply(x, self.weight, *settings)
         return _Product.apply(swiglu(x) if after_swiglu else x, self.weight, self._inside, *settings)

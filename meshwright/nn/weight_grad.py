@@ -164,6 +164,10 @@ def write_product(out: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
 @operator("meshwright::add_product_grad", mutates={"sink"})
 def add_product_grad(sink: Tensor, grad: Tensor, x: Tensor) -> None:
     """sink += grad^T x, for a linear layer's weight [out, in], grad [tokens, out], x [tokens, in]."""
+    add_factors(sink, grad, x)
+
+
+def add_factors(sink: Tensor, grad: Tensor, x: Tensor) -> None:
     slot = sink_of(sink)
     now_or_later(lambda grad, x: add_product(slot, grad, x), grad, x)
 

@@ -9,6 +9,7 @@ and wherever. The gradient's scale (loss scale, token count, clipping) is one nu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,9 +79,7 @@ class FlatState:
         ready = all(store.ready_in_place(buffer.device, self.dtype) for store in brought)
         self.ready = ready and buffer.grads.dtype == self.dtype
         self._ranges = list(self._find_ranges())
-        if self.ready:
-            self._parts = [(found.bucket, self._part(found)) for found in self._ranges]
-        else:
+        if not self.ready:
             limit = piece_size(int(offload.buffer_mib * 2**20 // self.dtype.itemsize), sizes)
             self._order = cut_pieces(sizes, list(reversed(range(len(sizes)))), limit)
             self._prefetcher = Prefetcher(brought, buffer.device, self.dtype, limit)
@@ -96,20 +95,27 @@ class FlatState:
     def _find_ranges(self) -> Iterator[DecayRange]:
         """Yields the ranges to update, joined across buckets where possible, so that few fused calls update everything.
         A range can continue into the next bucket where this rank owns whole buckets and the states are ready in place:
-        the buckets are then adjacent in memory (except in stage 3, whose store may be a file with gaps)."""
+        the buckets are then adjacent in memory (except in stage 3, whose store may be a file with gaps, and where the
+        gradients of each bucket have memory of their own)."""
         split = self.buffer.split
+        adjacent = self.ready and split.shards == 1 and (split.stage == 2 or not self.buffer.releases_grads)
         for decay in (True, False):
             runs = self.buffer.runs(slot for slot in self.buffer.slots if slot.record.decay == decay)
             joined: list[DecayRange] = []
             end = -1  # of the last one, in the buffer
             for bucket, low, high in runs:
-                if self.ready and split.shards == 1 and split.stage < 3 and bucket.start + low == end:
+                if adjacent and bucket.start + low == end:
                     first = joined[-1].bucket
                     joined[-1] = joined[-1]._replace(high=bucket.start + high - first.start)
                 else:
                     joined.append(DecayRange(bucket, low, high, decay))
                 end = bucket.start + high
             yield from joined
+
+    @cached_property
+    def _parts(self) -> list[tuple[Bucket, UpdatePart]]:
+        """What is updated, found when the first update asks: no view can be taken of gradients without memory."""
+        return [(found.bucket, self._part(found)) for found in self._ranges]
 
     def _part(self, found: DecayRange) -> UpdatePart:
         bucket, low, high, decay = found

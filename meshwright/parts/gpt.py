@@ -16,6 +16,7 @@ from meshwright.parts.part import Collective, Coordinate, Kept, Kernels, MicroBa
 # Factors of tp where there are fewer key-value heads than tp ranks: ranks along `KV_COPIES` hold the same heads.
 KV_COPIES, KV_GROUPS = "tp.kv", "tp.q"
 ZEROS, ONES = Init("zeros"), Init("ones")
+TP_PIECES = 4  # pieces in which a product over tp is multiplied at most while others travel
 LOGIT_BYTES = 14.0  # bytes per logit that our own loss reads and writes
 
 
@@ -32,28 +33,45 @@ def column_calls(at: Coordinate, batch: MicroBatch, width: int) -> Iterator[Coll
     gradient is a sum over them.
 
     Plain: backward 1 all_reduce of H. Split tokens: forward 1 all_gather; backward 1 all_gather (of the input again,
-    which is not kept) and 1 reduce_scatter of H.
+    which is not kept) and 1 reduce_scatter of H. In pieces (`at.overlaps`) each of these is t - 1 sends of H / t.
     """
     payload = batch.tokens(at) * width * batch.element
     if not at.splits_tokens:
         yield Collective("backward", "tp", "all_reduce", payload)
         return
-    yield Collective("forward", "tp", "all_gather", payload)
-    yield Collective("backward", "tp", "all_gather", payload, repeated=True)
-    yield Collective("backward", "tp", "reduce_scatter", payload)
+    yield _moved(at, "forward", "all_gather", payload)
+    yield _moved(at, "backward", "all_gather", payload, repeated=True)
+    yield _moved(at, "backward", "reduce_scatter", payload)
+
+
+def _moved(at: Coordinate, phase: str, op: str, payload: int, repeated: bool = False) -> Collective:
+    """Returns a gather or scatter of rows over tp as a linear layer makes it: one call, or a send to every other rank
+    (`nn/overlap.py`)."""
+    size = at.size("tp")
+    if at.overlaps:
+        return Collective(phase, "tp", "send", payload // size, size - 1, repeated=repeated)
+    return Collective(phase, "tp", op, payload, repeated=repeated)
 
 
 def row_calls(at: Coordinate, batch: MicroBatch, width: int) -> Iterator[Collective]:
     """Yields the calls of a product whose input features are cut over tp, so that the output is a sum.
 
-    Plain: forward 1 all_reduce of H. Split tokens: forward 1 reduce_scatter, backward 1 all_gather of H.
+    Plain: forward 1 all_reduce of H. Split tokens: forward 1 reduce_scatter, backward 1 all_gather of H. In pieces
+    (`at.overlaps`): as many all_reduces as there are pieces, or each of the two others as t - 1 sends of H / t.
     """
-    payload = batch.tokens(at) * width * batch.element
+    tokens = batch.tokens(at)
+    payload = tokens * width * batch.element
     if not at.splits_tokens:
-        yield Collective("forward", "tp", "all_reduce", payload)
+        pieces = summed_pieces(tokens) if at.overlaps else 1
+        yield Collective("forward", "tp", "all_reduce", payload // pieces, pieces)
         return
-    yield Collective("forward", "tp", "reduce_scatter", payload)
-    yield Collective("backward", "tp", "all_gather", payload)
+    yield _moved(at, "forward", "reduce_scatter", payload)
+    yield _moved(at, "backward", "all_gather", payload)
+
+
+def summed_pieces(rows: int) -> int:
+    """Returns the number of pieces in which a row product of so many rows is summed while it is multiplied."""
+    return TP_PIECES if rows % TP_PIECES == 0 else 1
 
 
 def row_records(at: Coordinate, name: str, key: str, sizes: tuple[int, int], init: Init, bias: bool) -> Records:
@@ -298,7 +316,7 @@ class TokenEmbeddingPart(Part):
         return Work(moved=float(batch.tokens(at) * self.hidden * batch.element * 4), kernels=4)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterable[Collective]:
-        return row_calls(at, batch, self.hidden)
+        return row_calls(at.at_once, batch, self.hidden)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         """Yields the numbers of the rows that were looked up, where tp cuts the table, and a dropout mask. The ids
@@ -360,7 +378,7 @@ class OutputLayerPart(Part):
         The loss takes, per piece of C tokens in forward, the largest of the ranks' log-sums and then the sums of two
         numbers: 1 all_reduce of C w and 1 of 2 C w, where w is 8 in fp64 and else 4.
         """
-        calls = column_calls(at, batch, self.hidden)
+        calls = column_calls(at.at_once, batch, self.hidden)
         yield from (call for call in calls if not call.repeated)
         tokens = batch.tokens(at)
         rows = piece_rows(tokens, vocabulary_rows(self.vocab, at))

@@ -73,7 +73,8 @@ class LatentAttentionPart(Part):
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
         yield from column_calls(at, batch, self.q_rank or self.hidden)
         yield from column_calls(at, batch, self.kv_rank)
-        for call in column_calls(at, batch, self.rope):  # the keys' shared part is gathered once and kept
+        # The keys' shared part is gathered once and kept.
+        for call in column_calls(at.at_once, batch, self.rope):
             if not call.repeated:
                 yield call
         yield from row_calls(at, batch, self.hidden)

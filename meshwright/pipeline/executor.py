@@ -76,10 +76,12 @@ class Executor:
         streams: Streams,
         shares: Shares | None = None,
         compiled: bool = False,
+        overlaps: bool = True,
     ) -> None:
         self.modules, self.pp, self.forward_step = list(modules), pp, forward_step
         self.stages = [stage_of(module) for module in modules]
         self.streams, self.shares, self.compiled = streams, shares, compiled
+        self.in_flight = SENDS_IN_FLIGHT if overlaps else 0
         self.rank, self.ledger = max(0, pp.index), pp.ledger
         self.done: list[Action] = []  # of the last run, in the order they ended
         self.recorder: Recorder | None = None  # while a step is traced
@@ -278,7 +280,7 @@ class _Run:
             x = x.detach().contiguous()
             self.sends.append((self.executor.pp.send(x, action.peer), x))
         self._forget(direction, key)
-        while len(self.sends) > SENDS_IN_FLIGHT:
+        while len(self.sends) > self.executor.in_flight:
             self.sends.popleft()[0].wait()
 
     def receive(self, action: Action) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from meshwright.parts.gpt import TP_PIECES
 from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Product, Unit, Work, hash_once
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import unit_collectives
@@ -184,8 +185,13 @@ def _tensor_parallel(unit: Unit, where: Setting, linear: float, again: float) ->
     forward, backward = times.forward, times.backward + again * times.again
     if not isinstance(unit, BlockUnit):  # the embedding and the head have nothing to hide behind
         return AxisUse("tp", forward, backward)
-    room = stack.hide_tp * linear
-    hidden_forward, hidden_backward = min(forward * stack.hide_tp, room), min(backward * stack.hide_tp, 2 * room)
+    share, room = (1.0, linear) if where.at.overlaps else (stack.hide_tp, stack.hide_tp * linear)
+    if where.at.overlaps:  # the first piece has no communication before it, or the last none behind it
+        size = where.at.size("tp")
+        room *= (size - 1) / size if where.at.splits_tokens else 1 - 1 / TP_PIECES
+    hidden_forward, hidden_backward = min(forward * share, room), min(backward * share, 2 * room)
+    slowed = max(stack.contention, where.cluster.efficiency.contention) if where.at.overlaps else 0.0
+    hidden_forward, hidden_backward = ((1 - slowed) * each for each in (hidden_forward, hidden_backward))
     hidden = hidden_forward + hidden_backward
     return AxisUse("tp", forward - hidden_forward, backward - hidden_backward, hidden)
 

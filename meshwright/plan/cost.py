@@ -94,7 +94,7 @@ def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = 
     send = _send_seconds(job, cluster)
     pipeline, bubble, idle, simulated = _pipeline_seconds(job, chunk_times, send, largest if exact else 0)
     sends = job.micro_batches * max(sum(map(sum, crossings(job, rank))) for rank in range(job.layout.pp))
-    axes["pp"].add(sends * send, sends * send * job.stack.hide_pp)
+    axes["pp"].add(sends * send, sends * send * job.hides_sends)
     reduce = reduce_seconds(job, cluster, stages, axes)
     optimizer = max(_optimizer_seconds(job, cluster, stage) for stage in set(stages))
     compute = job.micro_batches * max(_compute_only(job, where, rank) for rank in set(job.representative_ranks))
@@ -105,7 +105,7 @@ def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = 
     return Cost(
         job, cluster, step, compute, bubble, bubble * pipeline, idle, optimizer,
         {name: axis for name, axis in axes.items() if axis.seconds}, stages, simulated, chunk_times,
-        send * (1 - job.stack.hide_pp) if job.layout.pp > 1 else 0.0,
+        send * (1 - job.hides_sends) if job.layout.pp > 1 else 0.0,
     )  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def _pipeline_seconds(job: Job, times: ChunkTimes, send: float, largest: int) ->
     """Returns the seconds from the first forward to the last backward, the idle share of all ranks, the idle seconds of
     the busiest rank (an exposed send is not idle time), and whether the table was simulated."""
     pp, m, chunks = job.layout.pp, job.micro_batches, job.config.layout.chunks
-    blocked = send * (1 - job.stack.hide_pp)
+    blocked = send * (1 - job.hides_sends)
     times = blocked_times(job, times, blocked)
     busy = [m * sum(f + b for f, b in row) for row in times]
     if pp == 1:

@@ -69,6 +69,20 @@ class Job:
         return planned_reducer(self.config.comm) if self.reducer is None else self.reducer
 
     @property
+    def hides_gradients(self) -> float:
+        """The share of the sums over the data axes that can be hidden; our own algorithms sum after backward."""
+        comm = self.config.comm
+        return self.stack.hide_dp if comm.overlap.gradients and comm.algorithm == "torch" else 0.0
+
+    @property
+    def hides_weights(self) -> float:
+        return self.stack.hide_dp if self.config.comm.overlap.weights else 0.0
+
+    @property
+    def hides_sends(self) -> float:
+        return self.stack.hide_pp if self.config.comm.overlap.pipeline else 0.0
+
+    @property
     def node_size(self) -> int:
         return self.config.layout.node_size or self.cluster_node or self.world
 
@@ -80,7 +94,8 @@ class Job:
     def at(self) -> Coordinate:
         """The coordinate of rank 0: the bytes that parts declare are the same for all ranks of a layout."""
         context = self.config.context_kind if self.stack.own else "ring"
-        return coordinate_of(self.layout, 0, self.config.layout.sequence_parallel, context)
+        overlaps = self.config.comm.overlap.tensor and self.stack.own
+        return coordinate_of(self.layout, 0, self.config.layout.sequence_parallel, context, overlaps)
 
     @cached_property
     def batch(self) -> MicroBatch:

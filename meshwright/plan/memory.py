@@ -134,12 +134,15 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
     held = job.chunks[pp_rank]
     chunks, forwards, backwards, away = rank_activations(job, pp_rank)
     kept = max(forwards)
+    # Gradients that come while activations go are counted where they are there; an update needs all of them.
+    later = job.states.grad * sum(sum(one.buckets) for one in sizes if one.stage < 2 and one.trained)
+    later *= job.stack.own and job.micro_batches == 1
     most, buffers = max(total + chunk.loss for total, chunk in zip(forwards, chunks, strict=True)), 0.0
     for number, (total, chunk, whole) in enumerate(zip(backwards, chunks, whole_bytes(job, pp_rank), strict=True)):
         following = [0.0, *(each.weights for each in whole[:-1])]  # those of the next unit are gathered ahead
         flying = [each.gradients + each.weights + ahead for each, ahead in zip(whole, following, strict=True)]
         buffers = max(buffers, *flying)
-        flying = [bytes_whole + each.shares for bytes_whole, each in zip(flying, whole, strict=True)]
+        flying = [now + each.lasting + each.shares for now, each in zip(flying, whole, strict=True)]
         # The head's gradients are computed with the loss, and its weights are the last that forward gathers. A shared
         # table's are kept until backward begins, and are then added to the table's place.
         with_loss = forwards[number] + chunk.loss + flying[-1] - following[-1] - whole[-1].tied
@@ -152,7 +155,7 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
         gathered = gathered_bytes(job, pp_rank)
         return Memory(pp_rank, *states, kept, gathered + most - kept, sum(states) + most + gathered, away)
     rings = sum(ring_bytes(job, [n // one.shards for n in one.buckets]) for one in sizes if one.trained)
-    return Memory(pp_rank, *states, kept, buffers + rings, sum(states) + most + rings, away)
+    return Memory(pp_rank, *states, kept, buffers + rings, sum(states) + max(0.0, most - later) + rings, away)
 
 
 def _rows_gradient(job: Job) -> float:

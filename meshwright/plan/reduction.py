@@ -118,7 +118,9 @@ def sharded_block(
         if zero == 2:
             gather = 0.0
         comm = (gather, (1 + again) * gather + reduce)
-        hidden = [min(each * stack.hide_dp, left) for each, left in zip(comm, room, strict=True)]
+        gathers = job.hides_weights * gather
+        could = (gathers, (1 + again) * gathers + job.hides_gradients * reduce)
+        hidden = [min(each, left) for each, left in zip(could, room, strict=True)]
         axes[how.axis].add(times * ((2 + again) * gather + reduce), times * sum(hidden))
         room = [left - each for left, each in zip(room, hidden, strict=True)]
         forward += comm[0] - hidden[0] + slowed * hidden[0]
@@ -137,7 +139,8 @@ def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], ax
             exposed += _sharded_rest(job, cluster, stage, slow, how, params, axes[how.axis])
         if how.stage and how.copies > 1:  # the replicas on other nodes are summed once per step
             seconds = sum_seconds(job, cluster, "copies", params, how, job.rank_units(slow))
-            exposed += _hide(job, cluster, seconds, stage.backward, axes[how.axis])
+            could = job.hides_gradients * seconds
+            exposed += _hide(job, cluster, seconds, could, stage.backward, axes[how.axis])
         taken += axes[how.axis].hidden - before
     tied = job.layout.size("embedding") if job.model.tied else 1
     if tied > 1:
@@ -158,11 +161,13 @@ def _reduced(
         return 0.0
     if how.stage == 0:
         seconds, room = sum_seconds(job, cluster, "all_reduce", params, how, units), stage.backward
+        could = job.hides_gradients * seconds
     else:
         seconds = sum_seconds(job, cluster, "reduce_scatter", params, how, units)
-        seconds += collective_seconds(cluster, "all_gather", weights, how.shards, how.on_node)
-        room = stage.backward + stage.forward
-    return _hide(job, cluster, seconds, max(0.0, room - taken), axis)
+        gather = collective_seconds(cluster, "all_gather", weights, how.shards, how.on_node)
+        room, could = stage.backward + stage.forward, job.hides_gradients * seconds + job.hides_weights * gather
+        seconds += gather
+    return _hide(job, cluster, seconds, could, max(0.0, room - taken), axis)
 
 
 def sum_seconds(
@@ -185,10 +190,10 @@ def sum_seconds(
     return sum(collective_seconds(cluster, each, payload, ranks, on_node) for each, payload in calls)
 
 
-def _hide(job: Job, cluster: Cluster, seconds: float, room: float, axis: AxisTime) -> float:
-    """Returns the exposed part of `seconds` behind `room` seconds of compute; the two slow each other down."""
-    overlaps = job.config.comm.algorithm == "torch"  # our own algorithms sum after backward
-    hidden = min(job.stack.hide_dp * seconds, room) if overlaps else 0.0
+def _hide(job: Job, cluster: Cluster, seconds: float, could: float, room: float, axis: AxisTime) -> float:
+    """Returns the exposed part of `seconds`, of which some `could` be hidden, behind `room` seconds of compute; the two
+    slow each other down."""
+    hidden = min(could, room)
     axis.add(seconds, hidden)
     return seconds - hidden + contention(cluster, job.stack) * hidden
 
@@ -216,6 +221,6 @@ def _sharded_rest(
         axis.add(seconds)
         return seconds
     gather = collective_seconds(cluster, "all_gather", params * s.param, how.shards, how.on_node)
-    hidden = min(job.stack.hide_dp * gather, stage.forward) + m * min(job.stack.hide_dp * reduce, stage.backward)
+    hidden = min(job.hides_weights * gather, stage.forward) + m * min(job.hides_gradients * reduce, stage.backward)
     axis.add(m * reduce + gather, hidden)
     return m * reduce + gather - hidden

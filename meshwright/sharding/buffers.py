@@ -6,6 +6,8 @@ padded so that the data-parallel ranks can split it evenly, whatever the ZeRO st
 
 What a rank owns of a bucket is its *share*: all of it without ZeRO. Whole gradients (stage 2) or whole parameters too
 (stage 3) then exist only while they are used: their memory is released, but the tensors and all views of them stay.
+Where a step has one micro-batch, gradients come while activations go; so in stages 0 and 1 a bucket's have memory from
+the first of them to the next step.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class NamedParameter(NamedTuple):
 @dataclass
 class Slot:
     """One parameter's place in its buffer. `view` and `grad` are its whole value and gradient. In stage 3 the value,
-    and from stage 2 on the gradient, has memory only while it is used. A frozen one has an empty gradient, no sink."""
+    and in a buffer whose gradients are released the gradient, has memory only while it is used. A frozen one has an
+    empty gradient, no sink."""
 
     name: str
     parameter: nn.Parameter
@@ -109,7 +112,7 @@ class ReleasableTensor:
 @dataclass(eq=False, repr=False)
 class Bucket:
     """What is reduced or gathered at once. `share` is the range of the buffer that this rank owns, and `own_*` are the
-    tensors of that range, whose memory is never released."""
+    tensors of that range. Their memory is never released, but for `own_grads` in stages 0 and 1."""
 
     buffer: FlatBuffer
     index: int
@@ -138,8 +141,13 @@ class Bucket:
             slot.parameter.data = slot.view.new_empty(0)
         self.params.release()
 
-    def zero_gaps(self) -> None:
-        """Zeroes what lies between the parameters' gradients, since it is summed with them."""
+    def allocate_grads(self) -> None:
+        """Makes sure that the whole gradients have memory; what is between the parameters' own is zero."""
+        if not self.grads.allocated:
+            self.grads.allocate()
+            self._zero_gaps()
+
+    def _zero_gaps(self) -> None:
         at = self.start
         for start, stop in [*((s.start, s.stop) for s in self.slots), (self.stop, self.stop)]:
             if start > at:
@@ -159,9 +167,11 @@ class FlatBuffer:
         grad_dtype: torch.dtype,
         params_at: tuple[str, Path],
         seed: int,
+        one_micro_batch: bool,
     ) -> None:
         """`params_at` says where owned weights are stored in stage 3: on the device, in host memory or in a file."""
         self.key, self.split = key, split
+        self.releases_grads = key.trained and (split.stage >= 2 or one_micro_batch)
         dtype = key.dtype if grad_bytes(key.dtype.itemsize, grad_dtype.itemsize) == key.dtype.itemsize else grad_dtype
         elements = bucket_elements(bucket_bytes, dtype.itemsize)
         units = [item.unit for item in named] if split.stage == 3 else None
@@ -173,8 +183,9 @@ class FlatBuffer:
         sizes = [(stop - start) // split.shards for start, stop in bounds]
         self.store = StateStore(sizes, key.dtype, self.device, *params_at) if split.stage == 3 else None
         self.params = torch.zeros(0 if split.stage == 3 else self.size, dtype=key.dtype, device=self.device)
-        graded = (self.size // split.shards if split.stage >= 2 else self.size) if key.trained else 0
-        self.grads = torch.zeros(graded, dtype=dtype, device=self.device)
+        # Where shares are views of whole gradients that are released, nothing of these lasts.
+        graded = self.size // split.shards if split.stage >= 2 else 0 if self.releases_grads else self.size
+        self.grads = torch.zeros(graded if key.trained else 0, dtype=dtype, device=self.device)
         self.buckets: list[Bucket] = []
         placed = list(zip(named, places, strict=True))
         for number, (start, stop) in enumerate(bounds):
@@ -191,8 +202,9 @@ class FlatBuffer:
             assert self.store is not None
             params = ReleasableTensor.of(stop - start, self.params.dtype, self.device)
             own_params = self.store.shares[index]
-        if self.split.stage >= 2 and self.key.trained:
-            grads, own_grads = ReleasableTensor.of(stop - start, self.grads.dtype, self.device), self.grads[own]
+        if self.releases_grads:
+            grads = ReleasableTensor.of(stop - start, self.grads.dtype, self.device)
+            own_grads = self.grads[own] if self.split.stage >= 2 else grads.tensor[low - start : high - start]
         return Bucket(self, index, start, stop, share, params, grads, own_params, own_grads)
 
     def _add_parameters(self, bucket: Bucket, named: list[tuple[NamedParameter, int]], seed: int) -> None:
@@ -210,12 +222,18 @@ class FlatBuffer:
             slot = Slot(item.name, item.parameter, item.record, start, bucket.index, view, grad)
             self.slots.append(slot)
             bucket.slots.append(slot)
-        if self.split.stage >= 2 and self.key.trained:
+        if self.releases_grads:
             bucket.grads.release()
         if self.split.stage == 3:
             low, high = bucket.share
             bucket.own_params.copy_(bucket.params.tensor[low - bucket.start : high - bucket.start])
             bucket.release_params()
+
+    @property
+    def grad_bytes(self) -> int:
+        """The bytes of the gradients that an update needs: those of this rank's shares, or in stage 1 of all."""
+        whole = [bucket.grads.tensor for bucket in self.buckets if self.releases_grads and self.split.stage < 2]
+        return self.grads.nbytes + sum(grads.nbytes for grads in whole)
 
     def runs(self, wanted: Iterable[Slot]) -> list[tuple[Bucket, int, int]]:
         """Returns ranges of this rank's shares that cover the wanted slots: (bucket, start, stop), counted from the
@@ -327,12 +345,13 @@ def build_buffers(
     params_at: tuple[str, Path] = ("none", Path()),
     seed: int = 0,
     mixed_in: Layout | None = None,
+    one_micro_batch: bool = False,
 ) -> tuple[list[FlatBuffer], dict[int, Slot]]:
     """Builds buffers for every parameter of the chunks, in the order of backward. Returns each parameter's slot too.
     `split_of` says how the ranks divide a buffer; `units` gives the number of a parameter's unit, by its id. A
     parameter without a record (of a module that is not ours) is taken to be whole, and the same on every rank.
     `requires_grad` decides whether a parameter is trained, and the record of its slot says the same. `mixed_in` is the
-    layout, where the reducer mixes elements."""
+    layout, where the reducer mixes elements. `one_micro_batch` says that a step has one on each rank."""
     named: dict[int, NamedParameter] = {}
     for chunk, module in enumerate(modules):
         for name, parameter in module.named_parameters():
@@ -344,9 +363,8 @@ def build_buffers(
     keyed = backward_order(
         named.values(), lambda item: BufferKey(item.parameter.dtype, *buffer_key(item.record, mixed_in))
     )
-    buffers = []
-    for key, items in keyed.items():
-        buffers.append(FlatBuffer(key, items, split_of(key), bucket_mib * 2**20, grad_dtype, params_at, seed))
+    bucket, more = bucket_mib * 2**20, (grad_dtype, params_at, seed, one_micro_batch)
+    buffers = [FlatBuffer(key, items, split_of(key), bucket, *more) for key, items in keyed.items()]
     return buffers, {id(slot.parameter): slot for buffer in buffers for slot in buffer.slots}
 
 

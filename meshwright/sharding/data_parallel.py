@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from meshwright.comm.group import Group
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh
+from meshwright.config.comm import OverlapConfig
 from meshwright.config.sections import ZeroConfig
 from meshwright.errors import UserError
 from meshwright.nn.weight_grad import Sink
@@ -65,8 +66,11 @@ class DataParallel:
         zero: ZeroConfig | None = None,
         grad_dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        overlap: OverlapConfig | None = None,
+        one_micro_batch: bool = False,
     ) -> None:
         """Moves the modules' parameters into buffers. `seed` initialises those that have no memory yet."""
+        overlap = overlap or OverlapConfig()
         self.mesh, self.reducer = mesh, reducer
         modules, self._zero = list(modules), zero or ZeroConfig()
         self._groups: dict[BufferKey, DataGroups] = {}
@@ -76,11 +80,12 @@ class DataParallel:
         params_at = (self._zero.offload.params, Path(self._zero.offload.path))
         self.buffers, slots = build_buffers(
             modules, self._split, bucket_mib, number_units(units), grad_dtype, params_at, seed,
-            mesh.layout if reducer.mixes else None,
+            mesh.layout if reducer.mixes else None, one_micro_batch,
         )  # fmt: skip
         self.stage = max((buffer.split.stage for buffer in self.buffers), default=0)
         self._check_ties()
         self.weights = WeightGatherer(units, slots, self.buffers, lambda each: self.groups(each).shards, mesh.ledger)
+        self.weights.overlaps = overlap.weights
         self.trained = [buffer for buffer in self.buffers if buffer.key.trained]
         self.buckets = [bucket for buffer in self.trained for bucket in buffer.buckets]
         slots = {at: slot for at, slot in slots.items() if slot.record.trained}
@@ -89,9 +94,10 @@ class DataParallel:
         uses = Counter(id(slot.parameter) for _, slot in own_weights)
         # The chunk whose backward is the last that can fill a foreign module's bucket: the first, so it is set last.
         late = {id(b): unit.chunk for unit in reversed(units) if unit.whole_chunk for b in unit.buckets}
-        self._once = OncePerStep([bucket for bucket in self.buckets if bucket.stage < 2], self._launch)
+        whole = [bucket for bucket in self.buckets if bucket.stage < 2]
+        self._once = OncePerStep(whole, self._launch, overlap.gradients)
         scattered = [bucket for bucket in self.buckets if bucket.stage >= 2]
-        self._each = EveryMicroBatch(scattered, self._launch, uses, late)
+        self._each = EveryMicroBatch(scattered, self._launch, uses, late, overlap.gradients)
         for bucket in self.buckets:
             for slot in bucket.slots:
                 slot.sink = (self._once if bucket.stage < 2 else self._each).sink(bucket, slot)

@@ -26,10 +26,11 @@ Launch = Callable[[Bucket, Tensor], PendingReduction]
 
 class OncePerStep:
     """Reduces each bucket once per step (stages 0 and 1). The first step shows how many contributions a parameter gets
-    per micro-batch (a shared weight gets several). Buckets are launched in one fixed order."""
+    per micro-batch (a shared weight gets several). Buckets are launched in one fixed order; without `overlaps`, after
+    the last backward. Gradients of the step before are released where a buffer releases them."""
 
-    def __init__(self, buckets: Sequence[Bucket], launch: Launch) -> None:
-        self.buckets, self._launch = list(buckets), launch
+    def __init__(self, buckets: Sequence[Bucket], launch: Launch, overlaps: bool = True) -> None:
+        self.buckets, self._launch, self._overlaps = list(buckets), launch, overlaps
         self._index = {id(bucket): i for i, bucket in enumerate(self.buckets)}
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._expected: dict[int, int] = {}  # contributions per micro-batch, by the slot's id, once they are known
@@ -39,15 +40,18 @@ class OncePerStep:
         self._waiting: list[int] = []
 
     def sink(self, bucket: Bucket, slot: Slot) -> Sink:
-        return Sink(slot.grad, partial(self._arrived, bucket, slot))
+        return Sink(slot.grad, partial(self._arrived, bucket, slot), bucket.allocate_grads)
 
     def begin(self, micro_batches: int) -> None:
         self._micro_batches = micro_batches
         self._pending, self._launched = [], 0
         self._waiting = [len(bucket.slots) for bucket in self.buckets]
+        for bucket in self.buckets:
+            if bucket.buffer.releases_grads:
+                bucket.grads.release()
 
     def _arrived(self, bucket: Bucket, slot: Slot, sink: Sink) -> None:
-        if not self._expected:
+        if not self._expected or not self._overlaps:
             return
         index = self._index[id(bucket)]
         expected = self._expected[id(slot)] * self._micro_batches
@@ -65,6 +69,8 @@ class OncePerStep:
         self._launched += 1
 
     def finish(self) -> None:
+        for bucket in self.buckets:
+            bucket.allocate_grads()
         for slot in self._slots:
             if slot.sink.fresh:  # no contribution came, so it still holds the gradient of the step before
                 slot.sink.view.zero_()
@@ -88,9 +94,10 @@ class EveryMicroBatch:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], launch: Launch, uses: Mapping[int, int], late: Mapping[int, int]
-    ) -> None:
-        self.buckets, self._launch = list(buckets), launch
+        self, buckets: Sequence[Bucket], launch: Launch, uses: Mapping[int, int], late: Mapping[int, int],
+        overlaps: bool = True,
+    ) -> None:  # fmt: skip
+        self.buckets, self._launch, self._most = list(buckets), launch, 1 + IN_FLIGHT if overlaps else 0
         self._index = {id(bucket): i for i, bucket in enumerate(self.buckets)}
         self._late = {index: late[at] for at, index in self._index.items() if at in late}
         self._whole = [sum(uses.get(id(slot.parameter), 1) for slot in bucket.slots) for bucket in self.buckets]
@@ -108,9 +115,7 @@ class EveryMicroBatch:
         """Makes sure, before a contribution, that the whole gradient has memory and is not being reduced."""
         while any(other is bucket for other, _, _ in self._in_flight):
             self._finish_oldest()
-        if not bucket.grads.allocated:
-            bucket.grads.allocate()
-            bucket.zero_gaps()
+        bucket.allocate_grads()
 
     def _arrived(self, bucket: Bucket, sink: Sink) -> None:
         index = self._index[id(bucket)]
@@ -130,7 +135,7 @@ class EveryMicroBatch:
         pending = self._launch(bucket, bucket.own_grads if part is None else part)
         self._in_flight.append((bucket, pending, part))
         self._arrivals[index], self._has_sum[index] = 0, True
-        while len(self._in_flight) > 1 + IN_FLIGHT:
+        while len(self._in_flight) > self._most:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:

@@ -60,6 +60,7 @@ class WeightGatherer:
         ledger: Ledger,
     ) -> None:
         self.units, self.ledger, self._shards_of = units, ledger, shards_of
+        self.overlaps = True  # gathers run while something else is computed
         self._gathering: dict[int, Pending] = {}
         self._orders: dict[tuple[int, str], list[GatedUnit]] = {}
         self._action: tuple[int, str] | None = None
@@ -78,7 +79,7 @@ class WeightGatherer:
         """Begins to gather a bucket after the update of this rank's share; the gather overlaps with other work."""
         if bucket.stage in (1, 2):
             self._gather(bucket)
-            if any(unit.whole_chunk for unit in self.units):
+            if not self.overlaps or any(unit.whole_chunk for unit in self.units):
                 self.wait_for_gathers()
 
     def wait_for_gathers(self) -> None:
@@ -117,7 +118,7 @@ class WeightGatherer:
             return
         self._opened.append(unit)
         order, at = self._orders.get(self._action, []), len(self._opened)
-        if at < len(order) and order[at - 1] is unit:
+        if self.overlaps and at < len(order) and order[at - 1] is unit:
             self._gather_unit(order[at])
 
     def close(self, unit: GatedUnit) -> None:

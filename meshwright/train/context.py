@@ -45,7 +45,8 @@ class Context:
     def at(self) -> Coordinate:
         """Where this rank stands, for the parts of its model."""
         c = self.config
-        return coordinate_of(self.layout, self.mesh.rank, c.layout.sequence_parallel, c.context_kind)
+        overlaps = c.comm.overlap.tensor
+        return coordinate_of(self.layout, self.mesh.rank, c.layout.sequence_parallel, c.context_kind, overlaps)
 
 
 def build_context(
@@ -72,6 +73,7 @@ def build_context(
         unallocated=trains and shard_axes(layout, config.zero).stage == 3, host=is_host(config, device),
         experts=expert_groups(mesh) if config.model.experts.count else None,
         context=context_groups(mesh, config) if layout.cp > 1 else None,
+        overlaps=config.comm.overlap.tensor,
         offload=HostActivations(device.torch) if config.recompute.offload and not is_host(config, device) else None,
     )  # fmt: skip
     return Context(config, layout, mesh, device, parallel)

@@ -121,14 +121,16 @@ class Trainer:
             reducer = make_reducer(config.comm, config.train.seed, ctx.layout.node_size or ctx.layout.world)
         grad_dtype, offload = PRECISION_DTYPES[config.train.grad_dtype], config.zero.offload
         parallel = DataParallel(
-            self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed
-        )
+            self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed,
+            config.comm.overlap, one_micro_batch=micro_batches(ctx, config.train.global_batch) == 1,
+        )  # fmt: skip
         self.data_parallel = parallel
         self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, parallel.weights.updated, offload)
         self.loss_scale = LossScale(config.loss_scale, config.train.precision == "fp16")
         forward, streams = partial(forward_step, ctx), ctx.parallel.streams
         compiled = compiles(config, ctx.device)
-        self.executor = Executor(self.modules, ctx.mesh.pp, forward, streams, parallel, compiled)
+        overlap = config.comm.overlap
+        self.executor = Executor(self.modules, ctx.mesh.pp, forward, streams, parallel, compiled, overlap.pipeline)
         # One thread reads for both: they may be one dataset, which need not be made for two.
         fields, reader = fields_of(self.modules), ThreadPoolExecutor(1, "meshwright-reader")
         loss_counts = loss_counts or stage_of(self.modules[0]).loss_counts

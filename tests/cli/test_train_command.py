@@ -132,6 +132,7 @@ def test_places() -> None:
     assert [first_host(n) for n in ("x[0-1]n[2-3],y", "n[07]-ib", "a-1,b")] == ["x0n2", "n07-ib", "a-1"]
 
 
+@pytest.mark.wide
 def test_the_example_that_brings_its_own_model(tmp_path: Path) -> None:
     """examples/own_model.py on one process and on dp=2 x pp=2: the same losses, its own section, its own monitor."""
     script = Path(__file__).parents[2] / "examples" / "own_model.py"

@@ -14,11 +14,12 @@ MODEL = {"layers": 2, "hidden": 16, "heads": 2, "seq": 8, "vocab": 17}
 
 
 def gradients_and_ledger(
-    rank: int, world: int, compiled: bool, sequence_parallel: bool
+    rank: int, world: int, compiled: bool, sequence_parallel: bool, overlap: bool
 ) -> tuple[dict[str, np.ndarray], dict[tuple[Any, ...], tuple[int, int, int]]]:
     layout = {"tp": 2, "sequence_parallel": sequence_parallel}
     train = {"global_batch": 2, "compile": "true" if compiled else "false"}
-    trainer = make_trainer(small_config(model=MODEL, layout=layout, train=train), rank, world)
+    comm = {"overlap": {"tensor": overlap}}
+    trainer = make_trainer(small_config(model=MODEL, layout=layout, train=train, comm=comm), rank, world)
     trainer.ctx.ledger.clear()
     gradients = {record.name: grad.numpy().copy() for record, grad in true_gradients(trainer)}
     blocks = [block for module in trainer.modules for block in module.blocks.values()]
@@ -27,13 +28,20 @@ def gradients_and_ledger(
     return gradients, {tuple(entry): (t.calls, t.payload_bytes, t.wire_bytes) for entry, t in entries}
 
 
-def both_ways(rank: int, world: int, sequence_parallel: bool) -> list[Any]:
-    return [gradients_and_ledger(rank, world, compiled, sequence_parallel) for compiled in (False, True)]
+def both_ways(rank: int, world: int, *how: bool) -> list[Any]:
+    return [gradients_and_ledger(rank, world, compiled, *how) for compiled in (False, True)]
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.wide)])
-def test_compiled_blocks_agree_with_eager_ones(sequence_parallel: bool) -> None:
-    for (eager, calls), (compiled, compiled_calls) in run_ranks(2, both_ways, sequence_parallel, deadline=400.0):
+WIDE = pytest.mark.wide
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "overlap"),
+    [(True, False), *(pytest.param(sp, overlap, marks=WIDE) for sp, overlap in ((False, False), (True, True)))],
+)
+def test_compiled_blocks_agree_with_eager_ones(sequence_parallel: bool, overlap: bool) -> None:
+    ranks = run_ranks(2, both_ways, sequence_parallel, overlap, deadline=400.0)
+    for (eager, calls), (compiled, compiled_calls) in ranks:
         assert eager.keys() == compiled.keys()
         largest = max(np.abs(grad).max() for grad in eager.values())
         for name, grad in eager.items():

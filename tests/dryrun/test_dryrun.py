@@ -307,3 +307,24 @@ def test_nothing_of_a_routers_losses_outlives_its_micro_batch(losses: dict[str, 
         made = small_config(model={**LLAMA, "layers": 2, "experts": experts}, train={"global_batch": batch})
         kept.add(run_rank(made, 1, 0, Device("meta")).most["activations"])
     assert len(kept) == 1
+
+
+@pytest.mark.parametrize(
+    ("world", "sections"),
+    [
+        (1, {"model": LLAMA}), (1, {"recompute": {"mode": "full"}}), (2, {"zero": {"stage": 1}}),
+        (2, {"layout": {"pp": 2}}), (2, {"layout": {"pp": 2, "chunks": 2}, "pipeline": {"schedule": "interleaved"}}),
+    ],
+)  # fmt: skip
+def test_gradients_of_one_micro_batch_come_while_activations_go(world: int, sections: dict[str, Any]) -> None:
+    """The peak is below that of gradients that are there all the time, and the plan says the same one."""
+    model = {"layers": 16, "hidden": 256, "heads": 4, "seq": 128, "vocab": 512} | sections.get("model", {})
+    dp = 2 if "zero" in sections else 1
+    train = {"precision": "bf16", "micro_batch": 4, "global_batch": 4 * dp}
+    config = small_config(**{**sections, "model": model, "train": train})
+    for rank in {0, world - 1}:
+        ran, said = run_rank(config, world, rank, Device("meta")), expected(checked_job(config, world), rank)
+        assert compare(rank, ran, said)["equal"]
+        assert ran.most["peak"] == pytest.approx(said.most["peak"], rel=0.03)
+        if "recompute" not in sections:
+            assert ran.most["peak"] < 0.97 * (sum(ran.states.values()) + ran.most["activations"])

@@ -403,14 +403,10 @@ CASES += EXPERTS
 
 # The part that `make test` runs; the rest is marked wide.
 _QUICK_MATRIX = (
-    "dp1-tp1-pp1-gpipe-llama-tied", "dp1-tp1-pp1-interleaved-gpt-tied",
-    "dp2-tp1-pp1-1f1b-gpt-tied", "dp2-tp1-pp1-1f1b-llama-untied",
-    "dp1-tp2-pp1-1f1b-gpt-untied", "dp1-tp2-pp1-1f1b-llama-tied",
-    "dp1-tp2-pp1-sp-1f1b-gpt-tied", "dp1-tp2-pp1-sp-1f1b-llama-untied",
-    "dp1-tp1-pp2-gpipe-gpt-untied", "dp1-tp1-pp2-1f1b-gpt-tied", "dp1-tp1-pp2-interleaved-llama-tied",
-    "dp4-tp1-pp1-1f1b-gpt-tied", "dp1-tp1-pp4-1f1b-gpt-tied", "dp2-tp2-pp1-sp-1f1b-gpt-untied",
-    "dp2-tp1-pp2-gpipe-llama-tied",
-    "dp1-tp2-pp2-1f1b-llama-untied", "dp1-tp2-pp2-sp-interleaved-gpt-tied",
+    "dp1-tp1-pp1-gpipe-llama-tied", "dp2-tp1-pp1-1f1b-gpt-tied", "dp1-tp2-pp1-1f1b-llama-tied",
+    "dp1-tp2-pp1-sp-1f1b-gpt-tied", "dp1-tp1-pp2-gpipe-gpt-untied", "dp1-tp1-pp2-interleaved-llama-tied",
+    "dp1-tp1-pp4-1f1b-gpt-tied", "dp2-tp2-pp1-sp-1f1b-gpt-untied", "dp1-tp2-pp2-1f1b-llama-untied",
+    "dp1-tp2-pp2-sp-interleaved-gpt-tied",
     "dp2-tp2-pp2-sp-1f1b-gpt-tied", "dp2-tp2-pp2-sp-interleaved-llama-untied",
 )  # fmt: skip
 _QUICK_CONTEXTS = (

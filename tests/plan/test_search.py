@@ -232,7 +232,9 @@ def test_charts_of_little() -> None:
     assert words == ["t", "x", "y", "30", "300", "5", "6", "a"], "a range without powers of ten has marks"
 
 
-@pytest.mark.parametrize("words", [[], ["zero.offload.optimizer=cpu", "optimizer.state_dtype=bf16"]])
+@pytest.mark.parametrize(
+    "words", [[], pytest.param(["zero.offload.optimizer=cpu", "optimizer.state_dtype=bf16"], marks=pytest.mark.wide)]
+)
 def test_the_config_that_plan_writes_is_what_it_meant(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,9 +34,10 @@ class Net(nn.Module):
 class Run(PlainReducer):
     """A net whose every parameter is a bucket, with the launches and contributions noted in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, one_micro_batch: bool = False) -> None:
         self.net, self.events = Net(), list[str]()
-        self.parallel = DataParallel([self.net], Mesh(Layout(world=1), 0), 1e-5, self)
+        mesh = Mesh(Layout(world=1), 0)
+        self.parallel = DataParallel([self.net], mesh, 1e-5, self, one_micro_batch=one_micro_batch)
         (self.buffer,) = self.parallel.buffers
 
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Any) -> Any:
@@ -138,3 +139,26 @@ def test_frozen_parameters_have_a_place_but_no_gradient() -> None:
     net(inputs(1)[0]).backward()
     parallel.finish()
     assert net.first.weight.grad is None, "gradients live in the flat buffer alone"
+
+
+def test_gradients_of_one_micro_batch_have_memory_from_the_first_one_on() -> None:
+    """Before backward no bucket has memory, during it those do that were reached; the results are those of gradients
+    that stay, also where a parameter gets none."""
+    run, seen = Run(one_micro_batch=True), []
+    buckets = run.buffer.buckets
+
+    def look(grad: Tensor) -> None:
+        seen.append([bucket.grads.allocated for bucket in buckets])
+
+    for seed, skip in ((0, False), (1, True), (2, False)):
+        (x,), seen[:] = inputs(1, seed), []
+        run.parallel.begin(1)
+        seen.append([bucket.grads.allocated for bucket in buckets])
+        hidden = run.net.first(x)
+        hidden.register_hook(look)
+        out = run.net.last(hidden if skip else run.net.middle(hidden))
+        out.square().sum().backward()
+        run.parallel.finish()
+        assert seen == [[False, False, False], [True, not skip, False]]
+        assert all(bucket.grads.allocated for bucket in buckets)
+        agree(run.gradients(), expected([x], skip=skip))

@@ -149,7 +149,7 @@ def test_planned_equals_recorded(tmp_path: Path) -> None:
             assert rank[case][2] == by_line(stage_calls(job, 0)), sections
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.wide), 2])
 def test_a_run_goes_on_to_the_bit(stage: int, tmp_path: Path) -> None:
     """Also where the next backward changes the state before the save has copied the rest."""
     for before, after in run_ranks(2, twice, stage, str(tmp_path)):

@@ -25,7 +25,7 @@ def losses(rank: int, world: int, stage: int, scale: str, micro_batches: int) ->
 
 
 @pytest.mark.parametrize("scale", ["tensor", "row"])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.wide), 3])
 def test_losses_are_those_without_zero(stage: int, scale: str) -> None:
     """With one micro-batch the sums are the same to the bit; with several, but for the order of their terms."""
     for micro_batches in (1, 3):

@@ -34,7 +34,9 @@ def body(rank: int, world: int, folder: str, case: dict[str, Any]) -> None:
     meshwright.pretrain(config, model_provider, lambda ctx, samples: (data, data, None), forward_step)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.wide] if name in ("1f1b", "tp") else []) for name in CASES]
+)
 def test_a_measured_step_has_the_spans_of_the_simulated_one(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     run_ranks(WORLD, body, str(tmp_path), case)

@@ -1,0 +1,97 @@
+"""Communication that runs while something is computed gives the same gradients, and sends what the plan says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import meshwright.nn.overlap as overlap
+from meshwright.plan.communication import Line, Traffic, predict_rank
+from tests.parity.cases import Case
+from tests.parity.launches import data_of
+from tests.support.oracle import (
+    Outcome,
+    Reference,
+    compare_exact,
+    complaints,
+    gather_global,
+    make_trainer,
+    small_config,
+    true_gradients,
+)
+from tests.support.ranks import run_ranks
+
+PIECES = (("comm.overlap.tensor", True),)
+NOTHING = tuple((f"comm.overlap.{key}", False) for key in ("gradients", "weights", "pipeline"))
+Found = tuple[Outcome, dict[Line, Traffic], Outcome | None]
+
+
+def forget_one(own: torch.Tensor, shifts: list[Any]) -> torch.Tensor:
+    """The piece of the last rank is received and not added."""
+    for number, shift in enumerate(shifts):
+        own.add_(shift.arrived() if number + 1 < len(shifts) else 0 * shift.arrived())
+    return own
+
+
+def measure(rank: int, world: int, cases: list[Case], references: list[Reference], plants: bool) -> list[Found]:
+    """Of each case: how far it is from one process, a step's calls, and how far with a bug."""
+    found: list[Found] = []
+    for case, reference in zip(cases, references, strict=True):
+        config = small_config(**case.sections("fp64"))
+        trainer = make_trainer(config, rank, world, data_of(case))
+        outcome, calls = compare_exact(trainer, reference), {}
+        trainer.ctx.ledger.clear()
+        trainer.step()
+        for entry, tally in trainer.ctx.ledger.entries.items():
+            line = Line(entry.phase, entry.axis, entry.op)
+            calls[line] = calls.get(line, Traffic()).plus(Traffic(tally.calls, tally.payload_bytes, tally.wire_bytes))
+        planted = None
+        if plants and case.sp:
+            with mock.patch.object(overlap, "finish_scatter", forget_one):
+                planted = compare_exact(make_trainer(config, rank, world, data_of(case)), reference)
+        found.append((outcome, calls, planted))
+    return found
+
+
+def reference_of(case: Case) -> Reference:
+    """The gradients and the norm that one process finds."""
+    trainer = make_trainer(small_config(**case.alone("fp64")), data=data_of(case))
+    gradients = gather_global(true_gradients(trainer))
+    return Reference(gradients, [trainer.step().grad_norm], [], {}, {}, 0.0, [])
+
+
+def check(cases: list[Case], plants: bool = False) -> None:
+    references = [reference_of(case) for case in cases]
+    ranks = run_ranks(cases[0].world, measure, cases, references, plants, deadline=60.0 * len(cases))
+    for number, case in enumerate(cases):
+        assert complaints([rank[number][0] for rank in ranks]) == [], case.name
+        config = small_config(**case.sections("fp64"))
+        for place, rank in enumerate(ranks):
+            expected = predict_rank(config, case.world, place)
+            assert rank[number][1] == expected, (case.name, place)
+        planted = [rank[number][2] for rank in ranks if rank[number][2] is not None]
+        assert bool(planted) == (plants and case.sp)
+        assert not planted or complaints(planted), "the comparison does not see a piece that is missing"
+
+
+def test_products_in_pieces() -> None:
+    """Four tp ranks that hold copies of key-value heads, and two with biases and without sequence parallelism."""
+    copies, biased = Case(1, 4, 1, sp=True, family="llama", extra=PIECES), Case(2, 2, 1, extra=PIECES)
+    check([copies, replace(biased, extra=(*PIECES, *NOTHING, ("zero.stage", 3)))], plants=True)
+
+
+@pytest.mark.wide
+def test_products_in_pieces_on_many_layouts() -> None:
+    many = [
+        Case(1, 8, 1, sp=True, extra=PIECES),
+        Case(1, 8, 1, sp=True, family="llama", extra=(*PIECES, ("recompute.mode", "full"))),
+        Case(2, 2, 2, sp=True, schedule="interleaved", extra=(*PIECES, *NOTHING, ("zero.stage", 2))),
+        Case(2, 2, 2, schedule="gpipe", extra=(*PIECES, *NOTHING, ("zero.stage", 1))),
+        Case(1, 4, 2, sp=True, family="llama", extra=(*PIECES, ("model.experts.count", 4), ("model.experts.ffn", 16))),
+        Case(1, 4, 1, sp=True, family="llama", cp=2, extra=(*PIECES, ("layout.cp", 2))),
+    ]
+    check(many)
