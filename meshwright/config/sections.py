@@ -33,8 +33,8 @@ AUTO_SAVE_S = 900.0  # between checkpoints, with every=auto
 FP8_UNIT = 16  # products in fp8 take multiples of this
 # Of a model: how it is trained, not what it computes.
 TRAINING_KEYS = {
-    "preset", "dropout", "attention_dropout", "embedding_dropout", "init_std", "predictions", "experts.bias_balance",
-    "experts.aux_loss", "experts.aux_level", "experts.z_loss", "experts.capacity",
+    "preset", "dropout", "attention_dropout", "embedding_dropout", "init_std", "predictions", "t5.decoder_seq",
+    "experts.bias_balance", "experts.aux_loss", "experts.aux_level", "experts.z_loss", "experts.capacity",
 }  # fmt: skip
 
 

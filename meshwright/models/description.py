@@ -110,7 +110,7 @@ def t5(model: ModelConfig) -> EncoderDecoder:
         Unit(table), (encoder,) * own.encoder_layers + (decoder,) * (model.layers - own.encoder_layers),
         DecoderUnit(head, own.decoder_seq), h, tied, False, encoder_layers=own.encoder_layers,
         decoder_seq=own.decoder_seq, encoder_bias=Unit(bias(ENCODER)),
-        encoder_end=Unit((NamedPart("norm", "encoder.final_norm", norm),)),
+        encoder_end=Unit((NamedPart("norm", "encoder.final_norm", ended_norm(model)),)),
         decoder_embedding=DecoderUnit(table, own.decoder_seq), decoder_bias=DecoderUnit(bias(DECODER), own.decoder_seq),
     )  # fmt: skip
 

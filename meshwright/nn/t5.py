@@ -41,12 +41,14 @@ class RelativeBias(nn.Module):
         """Returns [1, heads, queries, keys]."""
         by_distance = TableRows.apply(self.weight, buckets, False, self.sinks.get("weight"))  # [distances, heads]
         keys = buckets.shape[0] + 1 - queries
-        # Each window of the distances is one query's, the last query's first.
-        bias = by_distance.t().unfold(1, keys, 1).flip(1)
+        # Each window of the distances is one query's, the last query's first. It is longer than there are keys where
+        # rows in memory are.
+        width = t5.aligned(keys)
+        bias = F.pad(by_distance.t(), (0, width - keys)).unfold(1, width, 1).flip(1)
         if not self.part.both_ways:
-            later = torch.ones(queries, keys, dtype=torch.bool, device=bias.device).triu(1 + keys - queries)
+            later = torch.ones(queries, width, dtype=torch.bool, device=bias.device).triu(1 + keys - queries)
             bias = bias.masked_fill(later, -torch.inf)
-        return bias[None]
+        return bias[None, ..., :keys]
 
 
 class CrossAttention(nn.Module):

@@ -357,6 +357,10 @@ class Model:
         """Returns the shapes of the tensors, in the model's precision, that a stage receives from the one before."""
         return {} if stage.first else {"hidden": (batch.rows(at), self.hidden)}
 
+    def kept_beside(self, at: Coordinate, batch: MicroBatch, stage: Stage) -> int:
+        """Returns the elements that all blocks of a stage keep together, beside what each of them states."""
+        return 0
+
     @property
     def lengths(self) -> dict[str, int]:
         """The elements that a sample's fields have, of those that have not one for each token."""

@@ -32,6 +32,7 @@ from meshwright.parts.part import (
 
 ENCODER, DECODER, EMBEDDING = "encoder", "decoder", "embedding"  # groups of ranks that hold the same parameters
 NO_UNIT = Unit(())
+ALIGNED_KEYS = 16  # elements
 
 
 def relative_bucket(distance: int, both_ways: bool, buckets: int, farthest: int) -> int:
@@ -53,6 +54,12 @@ def relative_bucket(distance: int, both_ways: bool, buckets: int, farthest: int)
     while step + 1 < more and distance**more * exact ** (step + 1) >= farthest ** (step + 1) * exact**more:
         step += 1
     return first + exact + step
+
+
+def aligned(keys: int) -> int:
+    """Returns the length of a row of the bias in memory: kernels that add it to scores would copy rows of other lengths
+    for every block."""
+    return -(-keys // ALIGNED_KEYS) * ALIGNED_KEYS
 
 
 @dataclass(frozen=True)
@@ -86,8 +93,9 @@ class RelativeBiasPart(Part):
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         """Yields the bias, which all blocks of the stage keep, and the buckets of all distances; of a decoder also
         where it looks back."""
-        yield Kept("bias", self._scores(at, batch) * batch.element)
-        yield Kept("buckets", 8 * (2 * batch.seq - 1) + (0 if self.both_ways else batch.seq**2))
+        row = aligned(batch.seq)
+        yield Kept("bias", self.heads // at.size("tp") * batch.seq * row * batch.element)
+        yield Kept("buckets", 8 * (2 * batch.seq - 1) + (0 if self.both_ways else batch.seq * row))
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         return 2.0 * self._scores(at, batch) * batch.element
@@ -250,6 +258,10 @@ class EncoderDecoder(Model):
         if stage.layers.start == self.encoder_layers:
             return {"memory": memory}
         return {"hidden": hidden} | ({"memory": memory} if stage.layers else {})
+
+    def kept_beside(self, at: Coordinate, batch: MicroBatch, stage: Stage) -> int:
+        """The encoder's output, where there are blocks that use it."""
+        return batch.rows(at) * self.hidden if self.stacks(stage)[1] else 0
 
     def holds(self, stage: Stage) -> set[str]:
         """Returns the groups that share parameters which this stage holds: the table of tokens, which the ends of the

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from meshwright.models.description import field_elements, fields_read
 from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Stage, Unit
-from meshwright.plan.communication import passed_bytes
 from meshwright.plan.job import Job, kept_together
 from meshwright.schedule.kinds import KINDS, computes
 from meshwright.schedule.table import MEANING, held
@@ -108,8 +107,7 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     masked = job.batch.documents and job.config.model.masks_documents and stage.layers and job.host
     mask = job.batch.sequences * job.batch.seq * (job.batch.seq if job.model.causal else 1) if masked else 0
     loss = units[-1].working if stage.last else 0.0
-    # What a stage receives beside its first block's input is used by all of its blocks.
-    beside = sum(passed_bytes(job, stage)[1:])
+    beside = job.model.kept_beside(job.at, job.batch, stage) * job.batch.element
     return ChunkBytes(sum(kept) + batch + mask + beside, loss, moments, streams[0] * len(away))
 
 
