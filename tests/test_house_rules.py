@@ -49,7 +49,8 @@ WITHOUT_TORCH = [
     "cli.bench", "cli.comm", "cli.ranks", "models.hf", "checkpoint.format",
     "checkpoint.verify", "cli.main", "cli.layout", "cli.schedule", "cli.config", "cli.data", "cli.eval",
     "cli.export", "cli.generate", "cli.import_", "cli.inspect", "cli.train", "pipeline.trace", "cli.cost", "cli.plan",
-    "cli.predict", "cli.memory", "cli.simulate", "cli.scaling", "cli.common_args", "cli.files", "cli.dryrun",
+    "cli.predict", "cli.recipes", "config.recipes", "config.twin", "cli.memory",
+    "cli.simulate", "cli.scaling", "cli.common_args", "cli.files", "cli.dryrun",
 ]  # fmt: skip
 
 

@@ -23,27 +23,31 @@ from meshwright.plan.target import (
 
 
 def _target_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="CONFIG|PRESET", help="a config file, transformers' config.json, or a preset")
+    named = "a config file, transformers' config.json, a recipe or a preset"
+    parser.add_argument("target", metavar="CONFIG|NAME", help=named)
     parser.add_argument("words", nargs="*", metavar="key=value", help="config keys, as for train")
 
 
-def _target_of(name: str, words: Sequence[str], layout: str, as_run: bool = True) -> Target:
+def _target_of(args: argparse.Namespace, words: Sequence[str], layout: str, as_run: bool = True) -> Target:
     """Returns the target of a planning command, and says on stderr where its preset only approximates a model."""
-    target = target_of(name, words, layout, as_run)
-    if difference := APPROXIMATE_PRESETS.get(target.config.model.preset):
-        print(f"meshwright: {target.config.model.preset} is planned by an approximation: {difference}", file=sys.stderr)
+    places = (getattr(args, name, None) for name in ("cluster", "devices", "world"))
+    own = any(word.partition(".")[0] in ("layout", "pipeline", "zero", "recompute", "context") for word in words)
+    target = target_of(args.target, words, layout, as_run, placed=own or bool(layout) or any(places))
+    preset = target.config.model.preset or target.name
+    if difference := APPROXIMATE_PRESETS.get(preset):
+        print(f"meshwright: {preset} is planned by an approximation: {difference}", file=sys.stderr)
     return target
 
 
 def world_arguments(parser: argparse.ArgumentParser) -> None:
     _target_arguments(parser)
-    ranks = "number of ranks (default: the preset's run's, else tp x cp x pp)"
+    ranks = "number of ranks (default: the recipe's, else tp x cp x pp)"
     parser.add_argument("--world", type=int, metavar="N", help=ranks)
 
 
 def world_from_args(args: argparse.Namespace, layout: str = "") -> tuple[Target, int]:
     """Returns what to plan, and on how many ranks."""
-    target = _target_of(args.target, args.words, layout)
+    target = _target_of(args, args.words, layout)
     c, zero = target.config.layout, target.config.zero
     if zero.stage and zero.shard_group == "node" and not c.node_size:
         raise UserError("zero.shard_group=node: give layout.node_size, the number of ranks on a node")
@@ -61,7 +65,7 @@ def planned_from_args(
     args: argparse.Namespace, words: Sequence[str], layout: str = "", as_run: bool = True
 ) -> tuple[Target, Cluster, Stack]:
     """Returns what to plan; with `as_run` it has the layout and the stack of a preset's published run."""
-    target = _target_of(args.target, words, layout, as_run)
+    target = _target_of(args, words, layout, as_run)
     cluster = cluster_for(target, args.cluster)
     before, target = target.config.train.precision, with_supported_precision(target, cluster)
     if (precision := target.config.train.precision) != before:

@@ -6,24 +6,28 @@ import argparse
 import json
 
 from meshwright.config.load import load_config, to_mapping, to_yaml
+from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.rules import RULES, TRAINING_RULES, check
 from meshwright.show.units import plural
 
 EXAMPLES = """example:
   meshwright config show examples/demo.yaml train.steps=10
+  meshwright config show bloom-176b
   meshwright config check examples/demo.yaml --world 8"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["show", "check"], help="print the resolved config, or check it")
-    parser.add_argument("config", metavar="CONFIG.yaml")
+    parser.add_argument("config", metavar="CONFIG.yaml|RECIPE")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to change")
-    parser.add_argument("--world", type=int, help="number of ranks to check against (default: the smallest that fits)")
+    ranks = "number of ranks to check against (default: the recipe's, or the smallest that fits)"
+    parser.add_argument("--world", type=int, help=ranks)
 
 
 def run(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
-    world = args.world if args.world is not None else config.layout.tp * config.layout.pp * config.layout.cp
+    own = read_recipe(args.config).devices if args.config in recipe_names() else 0
+    world = args.world if args.world is not None else own or config.layout.tp * config.layout.pp * config.layout.cp
     check(config, world, TRAINING_RULES if args.action == "check" else RULES)
     if args.action == "show":
         print(json.dumps(to_mapping(config)) if args.json else to_yaml(config).rstrip())

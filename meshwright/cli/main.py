@@ -23,6 +23,7 @@ COMMANDS = {
     "import": "turn a Hugging Face folder into a checkpoint",
     "export": "write a run's or a checkpoint's weights as a Hugging Face folder",
     "config": "show a config as it resolves, or check it against a world size",
+    "recipes": "list the known training runs that can be started by name, published beside predicted",
     "layout": "print every rank group of a mesh and draw it",
     "schedule": "print, draw and simulate a pipeline schedule",
     "data": "turn text into token files",

@@ -34,7 +34,7 @@ from meshwright.show.units import percent, seconds
 NARROWING_KEYS = (*SPACE_FIELDS, "zero.shard_group", "train.ramp", "run.eval_samples")
 EXAMPLES = """example:
   meshwright plan llama3-70b --cluster h100-80g-dgx --devices 256 --global-batch 1024
-  meshwright plan mt-nlg-530b --cluster a100-80g-dgx --devices 4480 --global-batch 1920 --html plan.html
+  meshwright plan mt-nlg-530b --cluster a100-80g-dgx --devices 3360 --global-batch 1920 --html plan.html
   meshwright plan config.yaml --cluster a100-40g-dgx --devices 64 --global-batch 512 --fit 36 --json
 
 A key of the layout that is given here stays fixed, e.g. layout.tp=8, layout.ep=8, recompute.mode=full, zero.stage=1 or

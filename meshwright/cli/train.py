@@ -16,6 +16,8 @@ from meshwright.cli.ranks import local_devices, place_in_launcher, run_as_rank, 
 from meshwright.config.load import load_config
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
+from meshwright.config.twin import TWIN_DATA, tiny_config
+from meshwright.data.prepare import prepare as prepare_data
 from meshwright.errors import UserError, notice
 from meshwright.train.datasets import datasets_of
 from meshwright.train.launch import warm_up
@@ -27,13 +29,16 @@ EXAMPLES = """example:
   meshwright train examples/demo.yaml --nproc 8 layout.tp=2 layout.pp=2 train.steps=50
   torchrun --nnodes 2 --node_rank 0 --nproc_per_node 8 --master_addr HOST --master_port 29500 \\
       -m meshwright train CONFIG.yaml
+  meshwright train bloom-176b --tiny
   meshwright train CONFIG.yaml --nproc 8 --restarts 3        (again: goes on from the last checkpoint)
   meshwright train CONFIG.yaml run.dir=runs/tuned --from runs/first@1000
   srun -N 2 --ntasks-per-node 8 meshwright train CONFIG.yaml"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG.yaml", help="the run's config file")
+    parser.add_argument("config", metavar="CONFIG.yaml|RECIPE", help="the run's config file, or a recipe's name")
+    tiny = "start the recipe's twin: a small model on the same axes, on ranks of this machine's processors, with data"
+    parser.add_argument("--tiny", action="store_true", help=tiny)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to change, e.g. train.steps=100")
     source = "a run or checkpoint to start from: its weights for a new run, all of its state within the same run"
     parser.add_argument("--from", dest="source", metavar="PATH[@STEP]", help=source)
@@ -44,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if place := place_in_launcher(args):
+        if args.tiny:
+            raise UserError("--tiny starts its own ranks: leave out torchrun or srun")
         return run_as_rank(place, lambda at: prepare(args, at), train, args, stops=True)
     config = config_of(args)
     if args.nproc is not None and args.nproc < 1:
@@ -53,6 +60,9 @@ def run(args: argparse.Namespace) -> int:
     refuse_owned(Path(config.run.dir))
     if args.nproc != 1:
         warm_up()
+    if args.tiny:
+        args.nproc = args.nproc or tiny_config(args.config)[1]
+        prepare_tiny(config)
     known = args.nproc or (1 if config.run.device == "cpu" else 0)
     if known:
         check(config, known, TRAINING_RULES)
@@ -88,7 +98,13 @@ def say_start(config: Config, ranks: int) -> None:
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    return load_config(args.config, args.overrides)
+    return tiny_config(args.config, args.overrides)[0] if args.tiny else load_config(args.config, args.overrides)
+
+
+def prepare_tiny(config: Config) -> None:
+    """Makes the token file of recipes' twins, from Python's own standard library, where it is used and not there."""
+    if TWIN_DATA in config.data.prefixes and not Path(f"{TWIN_DATA}.idx").is_file():
+        prepare_data(["stdlib"], TWIN_DATA, force=True)
 
 
 def train(args: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import types
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config.presets import KIND_DEFAULTS, PRESETS
+from meshwright.config.recipes import SECTION, read_recipe, recipe_names
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import dump_yaml, parse_yaml, read_yaml
 from meshwright.errors import UserError, nearest
@@ -28,14 +30,17 @@ def load_config(
 
 
 def read_sections(path: str | Path) -> dict[str, Any]:
-    """Reads the sections of a config file, without checking their keys."""
+    """Reads the sections of a config file or of the recipe of that name, without checking their keys."""
     file = Path(path)
+    if str(path) in recipe_names() and not file.is_file():
+        return copy.deepcopy(dict(read_recipe(str(path)).sections))
     if not file.is_file():
-        raise UserError(f"there is no config file '{path}': give the path of a YAML file")
+        close = nearest(str(path), recipe_names())
+        raise UserError(f"there is no config file '{path}'{close}: give the path of a YAML file or a recipe's name")
     read = read_yaml(file)
     if read is not None and not isinstance(read, dict):
         raise UserError(f"{path} must hold sections such as 'model:' and 'train:', not a {type(read).__name__}")
-    return read or {}
+    return {name: section for name, section in (read or {}).items() if name != SECTION}
 
 
 def set_key(raw: dict[str, Any], word: str, sections: Mapping[str, type] | None = None) -> None:

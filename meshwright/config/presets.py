@@ -1,4 +1,4 @@
-"""Model shapes and published training runs by name, as presets.yaml has them."""
+"""Model shapes by name, as presets.yaml has them."""
 
 from __future__ import annotations
 
@@ -11,4 +11,3 @@ _TABLES = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text(enco
 PRESETS: dict[str, dict[str, Any]] = _TABLES["presets"]
 KIND_DEFAULTS: dict[str, dict[str, Any]] = _TABLES["kind_defaults"]  # by `model.kind`
 APPROXIMATE_PRESETS: dict[str, str] = _TABLES["approximate"]  # what differs from the model of that name
-RUNS: dict[str, dict[str, Any]] = _TABLES["runs"]

@@ -31,8 +31,6 @@ def context_is_shared(c: Config, world: int) -> Iterator[str]:
         return
     if inner and cp % inner:
         yield f"context.inner={inner} does not divide layout.cp={cp}: try {either(divisors(cp))}"
-    if c.model.position == "alibi":
-        yield f"layout.cp={cp} can't be combined with model.position=alibi yet: set layout.cp=1 or use rope"
     if c.model.attention_dropout:
         yield (
             f"layout.cp={cp} can't be combined with dropout inside attention: set model.attention_dropout=0 or "

@@ -121,11 +121,6 @@ class ModelConfig:
         self._check_positions()
 
     @property
-    def masks_documents(self) -> bool:
-        """Whether attention within documents takes a mask: the kernels for documents know no bias and no dropout."""
-        return self.position == "alibi" or bool(self.attention_dropout)
-
-    @property
     def drops(self) -> bool:
         """Whether there is any dropout."""
         return bool(self.dropout or self.attention_dropout or self.embedding_dropout)

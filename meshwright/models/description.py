@@ -173,7 +173,7 @@ def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
     return AttentionPart(
         model.hidden, model.heads, model.kv_heads, model.head_dim, normal, output, model.position == "rope", model.bias,
         model.qkv_bias, model.qk_norm_over if model.qk_norm else "", model.norm_eps,
-        model.attention_dropout or 0.0, model.masks_documents, model.kind != "bert",
+        model.attention_dropout or 0.0, model.position == "alibi", model.kind != "bert",
     )  # fmt: skip
 
 

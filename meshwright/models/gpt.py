@@ -17,7 +17,8 @@ from meshwright.layout.params import records_under
 from meshwright.models.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, describe, fields_read, on_host
 from meshwright.models.heads import Head, MaskedHead, sample_counts
 from meshwright.models.stage import Receives
-from meshwright.nn.attention import Alibi, KVCache, causal_mask
+from meshwright.nn.alibi import Alibi
+from meshwright.nn.attention import KVCache
 from meshwright.nn.build import Block, build_module
 from meshwright.nn.context import ContextRows
 from meshwright.nn.documents import Documents
@@ -25,7 +26,7 @@ from meshwright.nn.experts import RoutedInputs, Saved
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.pieces import Rows
 from meshwright.nn.random import dropout
-from meshwright.nn.rotary import Rotary
+from meshwright.nn.rotary import Rotary, Tables
 from meshwright.nn.unit import Kept, call_unit, recompute
 from meshwright.parts.part import BlockUnit as Description
 from meshwright.parts.part import Coordinate, MicroBatch, Records, Stage, Unit
@@ -85,12 +86,12 @@ class GPTStage(nn.Module):
                 blocks[key.removeprefix("blocks.")] = Block(parallel, unit, records)
         self.blocks = nn.ModuleDict(blocks)
         self.head = head  # registered in the order of forward, which buckets of gradients follow
-        self.rotary = Rotary(c, parallel) if c.position == "rope" else None
-        self.alibi = Alibi(c, parallel) if c.position == "alibi" else None
+        kinds: dict[str, type[Rotary | Alibi]] = {"rope": Rotary, "alibi": Alibi}
+        self.tables = kinds[c.position](c, parallel) if c.position in kinds else None
         if model.tied and self.embedding is not None and self.head is not None:
             # Across stages, each end holds a copy and the gradients are summed.
             self.head.output.weight = self.embedding.tokens.get_parameter("weight")
-        self.masks, self.causal = c.masks_documents, model.causal
+        self.causal = model.causal
         self._offer(config, at)
 
     def _offer(self, config: Config, at: Coordinate) -> None:
@@ -153,10 +154,9 @@ class GPTStage(nn.Module):
         sequences = self.micro_batch if ids is None else ids.shape[0]
         tokens = hidden.shape[0] * (self.parallel.tp.size if self.parallel.splits_tokens else 1)
         seq = tokens // sequences
-        before = next(iter(past.values())).length if past else 0
         shared = BlockInputs(
-            sequences, None if self.rotary is None else self.rotary(positions, seq),
-            given or self._mask(batch, before, seq, hidden.device), past or {}, streams.where, self._routed(batch),
+            sequences, None if self.tables is None else self.tables(positions, seq),
+            given or self._documents(batch, hidden.device), past or {}, streams.where, self._routed(batch),
         )  # fmt: skip
         layers, run = [int(number) for number in self.blocks], partial(self._run, shared)
         together = self.parallel.recompute.blocks if torch.is_grad_enabled() else 0
@@ -193,20 +193,9 @@ class GPTStage(nn.Module):
         documents = _read(batch, CONTEXT_DOCUMENTS) if CONTEXT_DOCUMENTS in batch else None
         return ContextRows(Rows(_read(batch, CONTEXT_ROWS), documents), batch[CONTEXT_ROWS].device)
 
-    def _mask(self, batch: Batch, before: int, seq: int, device: torch.device) -> Tensor | Documents | None:
-        """Returns where documents begin, or the attention mask, or the bias to add to the scores; None where attention
-        is plainly causal, or to all tokens."""
-        if "segments" in batch and not self.masks:
-            return Documents.of(_read(batch, "segments"), device, self.causal)
-        segments = batch.get("segments")
-        if not self.causal:  # the tokens of the first document are seen by all; what follows is padding
-            return None if segments is None else (segments == segments[:, :1])[:, None, None]
-        mask = None if segments is None else segment_mask(segments)
-        if self.alibi is None:
-            return mask
-        if mask is None and not before:
-            return self.alibi.causal(seq, device)
-        return self.alibi(causal_mask(before + seq, device, seq) if mask is None else mask)
+    def _documents(self, batch: Batch, device: torch.device) -> Documents | None:
+        """Returns where documents begin; None where attention is plainly causal, or to all tokens."""
+        return Documents.of(_read(batch, "segments"), device, self.causal) if "segments" in batch else None
 
     def _run(self, shared: BlockInputs, layers: list[int], hidden: Tensor, again: bool) -> tuple[Tensor, ...]:
         """Returns `hidden` after these blocks and, if they add to the loss, the sums of their terms. `again` says that
@@ -217,7 +206,7 @@ class GPTStage(nn.Module):
             for layer in layers:
                 streams.seed_layer(layer)
                 last = again and layer == layers[-1]
-                given: tuple[Any, ...] = (shared.sequences, shared.rotary, shared.mask)
+                given: tuple[Any, ...] = (shared.sequences, shared.tables, shared.mask)
                 routed = shared.routed.get(layer)
                 if shared.past or routed is not None:
                     given = (*given, shared.past.get(str(layer)), routed and replace(routed, again=again))
@@ -239,8 +228,8 @@ class BlockInputs(NamedTuple):
     """What all blocks of a chunk use for one micro-batch, and the position of the random streams at that time."""
 
     sequences: int
-    rotary: tuple[Tensor, Tensor] | None
-    mask: Tensor | Documents | ContextRows | None
+    tables: Tables | None
+    mask: Documents | ContextRows | None
     past: dict[str, KVCache]
     where: tuple[int, int, int]
     routed: dict[int, RoutedInputs]
@@ -258,9 +247,3 @@ def _plus(total: Tensor | None, more: Tensor | None) -> Tensor | None:
 
 def _set_layer(ledger: Ledger, layer: int | None, grad: Tensor) -> None:
     ledger.current_layer = layer
-
-
-def segment_mask(segments: Tensor) -> Tensor:
-    """Returns a mask [batch, 1, seq, seq] that is causal and stays within one document."""
-    causal = causal_mask(segments.shape[1], segments.device)
-    return causal & (segments[:, :, None] == segments[:, None, :])[:, None]

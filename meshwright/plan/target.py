@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from meshwright.config.load import config_from, read_sections, set_key
-from meshwright.config.presets import PRESETS, RUNS
+from meshwright.config.presets import PRESETS
+from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.rules import PLANNING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import read_yaml
@@ -29,6 +31,10 @@ LAYOUT_WORDS = {
     "zero": "zero.stage", "recompute": "recompute.mode", "offload": "recompute.offload", "pieces": "recompute.pieces",
 }  # fmt: skip
 
+# What planning takes of a recipe beside the model: of the training keys those of a step.
+PLANNED_SECTIONS = ("layout", "pipeline", "zero", "recompute", "context", "optimizer", "loss_scale", "comm")
+PLANNED_TRAIN_KEYS = ("global_batch", "micro_batch", "precision", "grad_dtype", "fp8_scale", "compile")
+
 
 @dataclass(frozen=True)
 class Target:
@@ -41,9 +47,12 @@ class Target:
     own_batch: bool = True  # train.global_batch was given, here or by a published run
 
 
-def target_of(target: str, words: Sequence[str] = (), layout: str = "", as_run: bool = True) -> Target:
-    """Returns the target of that name; with `as_run` it has the layout of the published run of that name."""
-    raw, run, name = _raw(target, as_run)
+def target_of(
+    target: str, words: Sequence[str] = (), layout: str = "", as_run: bool = True, placed: bool = True
+) -> Target:
+    """Returns the target of that name; with `as_run` it has the layout of the published run of that name. A recipe's
+    layout that nobody published is only used where the command gives no place of its own (not `placed`)."""
+    raw, run, name = _raw(target, as_run, placed)
     given = [*_layout_words(layout), *words]
     for word in given:
         set_key(raw, word)
@@ -58,7 +67,7 @@ def target_of(target: str, words: Sequence[str] = (), layout: str = "", as_run: 
 
 def _moved_stages(raw: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
     """Returns whether a published run's split of its layers no longer applies: the stages or the layers are others."""
-    mine, its, layers = raw.get("layout", {}), run["layout"], sum(run.get("pipeline", {}).get("split", ()))
+    mine, its, layers = raw.get("layout", {}), run.get("layout", {}), sum(run.get("pipeline", {}).get("split", ()))
     others = raw["model"].get("layers", layers) != layers
     return others or any(mine.get(key, 1) != its.get(key, 1) for key in ("pp", "chunks"))
 
@@ -73,13 +82,23 @@ def _interleave(raw: dict[str, Any]) -> None:
         raw["pipeline"] = {**pipeline, "schedule": default_kind(2)}
 
 
-def _raw(target: str, as_run: bool) -> tuple[dict[str, Any], Mapping[str, Any], str]:
+def published_run(target: str, placed: bool = True) -> dict[str, Any]:
+    """Returns the run that a recipe of that name describes, as far as planning goes: the sections below, the cluster,
+    the number of devices and the software stack. Empty if there is none."""
+    if target not in recipe_names() or (placed and read_recipe(target).layout != "published"):
+        return {}
+    run = copy.deepcopy(read_recipe(target).run)
+    run["train"] = {key: value for key, value in run["train"].items() if key in PLANNED_TRAIN_KEYS}
+    return {key: value for key, value in run.items() if key not in ("data", "lr", "run", "checkpoint")}
+
+
+def _raw(target: str, as_run: bool, placed: bool) -> tuple[dict[str, Any], Mapping[str, Any], str]:
     path = Path(target)
     if target in PRESETS:
-        run = RUNS.get(target, {})
+        run = published_run(target, placed)
         raw: dict[str, Any] = {"model": {"preset": target}, "data": {"prefixes": ["tokens"]}}
         raw["train"] = {"precision": "bf16"}
-        for section in ("layout", "pipeline", "train", "zero", "recompute") if as_run else ("train",):
+        for section in ("model", "train", *(PLANNED_SECTIONS if as_run else ())):
             raw[section] = {**raw.get(section, {}), **run.get(section, {})}
         return {key: value for key, value in raw.items() if value}, run, target
     if path.suffix == ".json" and path.is_file():
@@ -133,8 +152,10 @@ def on_cluster(target: Target, devices: int, cluster: Cluster, stack: Stack | No
 
 def with_supported_precision(target: Target, cluster: Cluster) -> Target:
     """Returns the target in the precision that accelerators are used with, bf16, or fp16 where they lack that, unless
-    the user gives another."""
+    the user gives another, or a published run's that the devices have."""
     c, peak = target.config, cluster.device.peak
+    if c.train.precision in peak and c.train.precision == target.run.get("train", {}).get("precision"):
+        return target
     usual = next((name for name in ("bf16", "fp16") if name in peak), c.train.precision)
     if target.own_precision or cluster.device.units == 1 or usual == c.train.precision:
         return target

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.cli.main import main
-from meshwright.config.presets import PRESETS, RUNS
 from meshwright.errors import UserError
 from meshwright.models.description import describe
 from meshwright.parts.part import parameter_count
@@ -257,25 +256,11 @@ def test_the_whole_run_is_its_factors(capsys: pytest.CaptureFixture[str]) -> Non
     assert run["energy_mwh"] == pytest.approx(run["device_hours"] * 400 / 1e6)
 
 
-@pytest.mark.parametrize("name", sorted(RUNS))
-def test_known_runs_fit_and_are_close(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert name in PRESETS
-    assert main(["cost", name, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["memory"]["needed_gib"] <= found["memory"]["device_gib"]
-    run = RUNS[name]
-    reached = found["hfu"] * load_cluster(run["cluster"]).device.rate(run["train"]["precision"]) / 1e12
-    if run["counts"] == "whole run":
-        assert run["tflops"] < reached, "no run is faster than its steps"
-    else:
-        assert reached == pytest.approx(run["tflops"], rel=0.25)
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["cost", "gpt3-175"], "no preset 'gpt3-175' (did you mean 'gpt3-175b'?)"),
-        (["cost", "gpt3-175b"], "give --cluster"),
+        (["cost", "gpt2-355m"], "give --cluster"),
         (["cost", "gpt3-175b", "--cluster", "a100-80g-dgx"], "give --devices"),
         (["cost", "gpt3-175b", "--cluster", "laptop", "--devices", "12", "layout.tp=8"], "12 devices are not"),
         (["cost", "bloom-176b", "--layout", "tb=8"], "--layout has 'tb=8'"),

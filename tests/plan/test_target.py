@@ -10,7 +10,8 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.config.load import load_config
-from meshwright.config.presets import APPROXIMATE_PRESETS, PRESETS, RUNS
+from meshwright.config.presets import APPROXIMATE_PRESETS, PRESETS
+from meshwright.config.recipes import recipe_names
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.target import target_of, with_supported_precision
 
@@ -60,13 +61,13 @@ def test_a_published_split_is_of_its_own_stages_alone(capsys: pytest.CaptureFixt
     assert answer(capsys, ["memory", "bloom-176b", "layout.chunks=2"])["peak"]
     assert target_of("bloom-176b", ["model.layers=72"]).config.pipeline.split == ()
     for words in ([], ["layout.pp=12"], ["model.layers=70"]):
-        assert target_of("bloom-176b", words).config.pipeline.split == tuple(RUNS["bloom-176b"]["pipeline"]["split"])
+        assert target_of("bloom-176b", words).config.pipeline.split == (5, *[6] * 10, 5)
 
 
 @pytest.mark.parametrize("command", ["cost", "simulate", "memory"])
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_is_answered(command: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [] if name in RUNS else H100 if command != "memory" else ["--world", "8"]
+    words = [] if name in recipe_names() else H100 if command != "memory" else ["--world", "8"]
     assert answer(capsys, [command, name, *words])
 
 
@@ -144,7 +145,7 @@ PLAN = ["plan", "llama3-8b", "--cluster", "h100-80g-dgx", "--devices", "64", "--
 UNPLANNED = {
     "a split": ([*PLAN, "pipeline.split=[16,16]"], "pipeline.split=[16,16] would have no effect"),
     "experts": ([*PLAN, "layout.ep=2"], "leave layout.ep=2 out"),
-    "context": ([*PLAN, "layout.cp=2", "model.position=alibi"], "set layout.cp=1"),
+    "context": ([*PLAN, "layout.cp=2", "model.attention_dropout=0.1"], "layout.cp=1"),
     "no devices": (["plan", "bloom-176b", "--devices", "0"], "give --devices"),
     "no memory": ([*PLAN, "--fit", "0"], "--fit must be"),
     "parts of heads": ([*PLAN, "layout.tp=3"], "no layout with layout.tp=3 divides 64 devices"),

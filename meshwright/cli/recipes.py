@@ -1,0 +1,37 @@
+"""`meshwright recipes`: the known training runs that can be started by name, published beside predicted. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from meshwright.config.recipes import recipe_names
+from meshwright.errors import UserError, nearest
+from meshwright.plan.recipes import HEADER, as_json, compared, markdown, row
+from meshwright.show.terminal import table
+
+EXAMPLES = """example:
+  meshwright recipes
+  meshwright config show bloom-176b
+  meshwright train bloom-176b --tiny
+  meshwright recipes --markdown > docs/recipes.md
+
+The error is the predicted figure over the published one, less 1. A name is taken wherever a command takes a config."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="NAME", help="the recipes to show (default: all)")
+    parser.add_argument("--markdown", action="store_true", help="print them as a page, with sources and differences")
+
+
+def run(args: argparse.Namespace) -> None:
+    for name in args.names:
+        if name not in recipe_names():
+            close = nearest(name, recipe_names())
+            raise UserError(f"there is no recipe '{name}'{close}: the recipes are {', '.join(recipe_names())}")
+    names = args.names or recipe_names()
+    if args.markdown:
+        print(markdown(names), end="")
+        return
+    found = [compared(name) for name in names]
+    print(json.dumps([as_json(one) for one in found]) if args.json else table([HEADER, *map(row, found)]))

@@ -1,0 +1,110 @@
+"""The twin of a recipe: the same axes, schedule, sharding and kinds of parts around a model that a laptop trains in a
+minute. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meshwright.config.load import config_from, load_config, set_key, to_mapping
+from meshwright.config.recipes import read_recipe, recipe_names
+from meshwright.config.sections import (
+    CheckpointConfig,
+    Config,
+    LayoutConfig,
+    ModelConfig,
+    OffloadConfig,
+    PipelineConfig,
+    RunConfig,
+    TrainConfig,
+)
+from meshwright.errors import UserError, nearest
+from meshwright.schedule.kinds import KINDS
+
+RANKS = 8
+HIDDEN, HEAD_DIM, SEQ, VOCAB = 64, 16, 64, 320  # bytes, the end token, and room for special ones
+STEPS, MICRO_BATCHES = 30, 4
+PEAK_LR = 2e-3
+TWIN_DATA = "runs/tiny-data/stdlib"  # the token file of all twins, which `train --tiny` makes
+
+
+def tiny_config(name: str, words: Sequence[str] = ()) -> tuple[Config, int]:
+    """Returns the twin of the recipe of that name, with `a.b=c` words on top, and the number of its ranks."""
+    if name not in recipe_names():
+        raise UserError(f"--tiny needs a recipe's name, and '{name}' is none{nearest(name, recipe_names())}: "
+                        f"the recipes are {', '.join(recipe_names())}")  # fmt: skip
+    small, ranks = twin(load_config(name), read_recipe(name).devices, name)
+    raw = to_mapping(small)
+    for word in words:
+        set_key(raw, word)
+    return config_from(raw), ranks
+
+
+def twin(config: Config, devices: int, name: str) -> tuple[Config, int]:
+    """Returns the twin of a run on `devices` devices, and the number of its ranks: 8, or 1 for a run on one device."""
+    layout, ranks = _layout(config.layout, devices)
+    dp = ranks // (layout.tp * layout.pp * layout.cp)
+    model = _model(config.model, layout.pp * layout.chunks, layout.tp)
+    micro = 2 if config.train.micro_batch > 1 else 1
+    unit = dp * micro
+    batch = unit * MICRO_BATCHES * (layout.pp if KINDS[config.pipeline.schedule].takes(2) else 1)
+    peak = PEAK_LR
+    train = TrainConfig(
+        steps=STEPS, global_batch=batch, micro_batch=micro, seed=config.train.seed, precision="fp32",
+        clip=config.train.clip, ramp=(unit, unit, STEPS * unit // 2) if config.train.ramp and batch > unit else (),
+    )  # fmt: skip
+    lr = config.lr
+    warmup, share = min(3, lr.warmup), lr.min / config.optimizer.lr
+    blocks = config.recompute.blocks
+    return (
+        replace(
+            config, model=model, layout=layout, train=train,
+            pipeline=PipelineConfig(config.pipeline.schedule),
+            recompute=replace(config.recompute, mode="every:2" if blocks > 1 else config.recompute.mode, offload=False),
+            zero=replace(config.zero, offload=OffloadConfig()),
+            optimizer=replace(config.optimizer, lr=peak, master_dtype="fp32", state_dtype="fp32"),
+            lr=replace(lr, warmup=warmup, decay=0, min=share * peak),
+            data=replace(config.data, prefixes=(TWIN_DATA,), weights=(), split=(0.9, 0.1, 0.0), eod=-1),
+            run=RunConfig(dir=f"runs/{name}-tiny", device="cpu"),
+            checkpoint=CheckpointConfig(every=0),
+        ),
+        ranks,
+    )  # fmt: skip
+
+
+def _layout(its: LayoutConfig, devices: int) -> tuple[LayoutConfig, int]:
+    """Returns the layout with 2 in place of every larger size, and the ranks: as many as that takes, at least 8, of
+    which the data-parallel ones are the rest. Experts are spread over at most as many ranks as there are."""
+    tp, pp, cp = (min(2, size) for size in (its.tp, its.pp, its.cp))
+    dp = devices // (its.tp * its.pp * its.cp)
+    least = tp * pp * cp * min(2, dp)
+    ranks = max(RANKS, least) if dp > 1 else least
+    ep, etp = min(2, its.ep), (0 if not its.etp else min(2, its.etp, tp))
+    sized = replace(its, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, chunks=min(2, its.chunks), node_size=min(4, ranks))
+    return sized, ranks
+
+
+def _model(its: ModelConfig, stages: int, tp: int) -> ModelConfig:
+    """Returns the model with two blocks a stage, of few and short heads. What it is made of stays: norms, activations,
+    positions, biases, groups of heads, experts, latent attention."""
+    heads = HIDDEN // HEAD_DIM
+    grouped = 1 if its.kv_heads == 1 else heads // 2 if its.kv_heads < its.heads else heads
+    experts, latent, scaling = its.experts, its.latent, its.rope_scaling
+    if experts.count:
+        groups = min(2, experts.groups)
+        experts = replace(
+            experts, count=8, top_k=min(2, experts.top_k), ffn=HIDDEN // 2, shared=min(1, experts.shared),
+            every=min(2, experts.every), first_dense=min(1, experts.first_dense), groups=groups, groups_used=1,
+        )  # fmt: skip
+    if latent.kv_rank:
+        latent = replace(latent, kv_rank=16, q_rank=min(32, latent.q_rank), nope_dim=16, rope_dim=8, v_dim=16)
+    if scaling.original:
+        scaling = replace(scaling, original=SEQ // 2)
+    unit = 8 * tp
+    return replace(
+        its, preset="", layers=2 * stages, hidden=HIDDEN, heads=heads, kv_heads=grouped, head_dim=0, vocab=VOCAB,
+        seq=SEQ,
+        ffn=max(unit, math.ceil(HIDDEN * its.ffn / its.hidden / unit) * unit), experts=experts, latent=latent,
+        rope_scaling=scaling, predictions=0,
+    )  # fmt: skip

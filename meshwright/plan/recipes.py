@@ -1,0 +1,163 @@
+"""What is predicted of a recipe beside what was published of its run. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from meshwright.config.recipes import Recipe, read_recipe, recipe_names
+from meshwright.parts.part import parameter_count
+from meshwright.plan.account import layout_of_cost, layout_words, whole_run
+from meshwright.plan.cost import Cost, predict_cost
+from meshwright.plan.memory import needed_gib
+from meshwright.plan.target import cluster_for, on_cluster, stack_for, target_of
+from meshwright.show.units import count, percent, seconds
+
+# The figures that may be published of a run's speed, and how they are written. The first that a recipe has is compared.
+FIGURES: dict[str, Callable[[float], str]] = {
+    "step_s": lambda value: f"{seconds(value)} a step",
+    "tflops": lambda value: f"{value:.3g} TFLOP/s",
+    "tokens_s_device": lambda value: f"{value:,.0f} tokens/s",
+    "device_hours": lambda value: f"{count(value)} device hours",
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A recipe's run as it was published and as it is predicted, in the figure that both have."""
+
+    recipe: Recipe
+    cost: Cost
+    memory_gib: float
+    figure: str  # a key of FIGURES; empty: nothing was published
+    published: float
+    predicted: float
+
+    @property
+    def error(self) -> float | None:
+        """How much too large the prediction is, as a share; None where there is nothing to compare with."""
+        return self.predicted / self.published - 1 if self.figure else None
+
+    @property
+    def days(self) -> float | None:
+        """The predicted days of the published tokens."""
+        tokens = self.recipe.published.get("tokens")
+        return whole_run(self.cost, float(tokens))["days"] if tokens else None
+
+
+@lru_cache(maxsize=64)
+def compared(name: str) -> Comparison:
+    """Predicts the recipe of that name on its own cluster, devices and software stack."""
+    recipe = read_recipe(name)
+    target = target_of(name, placed=False)
+    cluster = cluster_for(target, None)
+    job = on_cluster(target, recipe.devices, cluster, stack_for(target.config, cluster, recipe.stack))
+    cost = predict_cost(job, cluster)
+    figure = next((key for key in FIGURES if key in recipe.published), "")
+    published = float(recipe.published[figure]) if figure else 0.0
+    return Comparison(recipe, cost, needed_gib(job, cluster), figure, published, _predicted(cost, recipe, figure))
+
+
+def _predicted(cost: Cost, recipe: Recipe, figure: str) -> float:
+    rate = cost.cluster.device.rate(cost.job.config.train.precision) / 1e12
+    # Where a source doesn't say how it counts, recomputed FLOPs are taken to be counted.
+    tflops = rate * (cost.mfu if recipe.published.get("counts") == "model" else cost.hfu)
+    tokens = float(recipe.published.get("tokens", 0.0))
+    found = {
+        "step_s": cost.step_s, "tflops": tflops, "tokens_s_device": cost.tokens_per_s_device,
+        "device_hours": tokens / cost.tokens_per_s_device / 3600, "": 0.0,
+    }  # fmt: skip
+    return found[figure]
+
+
+HEADER = ("recipe", "parameters", "hardware", "tokens", "published", "predicted", "error", "days", "predicted")
+
+
+def row(found: Comparison) -> tuple[str, ...]:
+    """Returns the cells of a recipe in the table of all."""
+    recipe, days = found.recipe, found.recipe.published.get("days")
+    whole = " (whole run)" if recipe.published.get("counts") == "whole run" else ""
+    tokens = recipe.published.get("tokens")
+    return (
+        recipe.name, count(parameter_count(found.cost.job.model)),
+        f"{recipe.devices:,} x {found.cost.cluster.device.name}", count(float(tokens)) if tokens else "-",
+        FIGURES[found.figure](found.published) + whole if found.figure else "-",
+        FIGURES[found.figure](found.predicted) if found.figure else FIGURES["step_s"](found.cost.step_s),
+        "-" if found.error is None else f"{100 * found.error:+.0f} %",
+        f"{float(days):.3g}" if days else "-", "-" if found.days is None else f"{found.days:.3g}",
+    )  # fmt: skip
+
+
+def as_json(found: Comparison) -> dict[str, Any]:
+    recipe = found.recipe
+    return {
+        "name": recipe.name, "title": recipe.title, "source": recipe.source, "hardware": recipe.hardware,
+        "cluster": recipe.cluster, "devices": recipe.devices, "stack": found.cost.job.stack.name,
+        "layout": layout_of_cost(found.cost), "layout_by": recipe.layout, "published": dict(recipe.published),
+        "differs": list(recipe.differs), "parameters": parameter_count(found.cost.job.model),
+        "predicted": {
+            "step_s": found.cost.step_s, "tokens_s_device": found.cost.tokens_per_s_device, "mfu": found.cost.mfu,
+            "hfu": found.cost.hfu, "memory_gib": found.memory_gib, "days": found.days,
+        },
+        "compared": found.figure or None, "error": found.error,
+    }  # fmt: skip
+
+
+INTRODUCTION = """# Recipes
+
+The configs of known training runs, made by `meshwright recipes --markdown`. A recipe is a config file of the package,
+found by its name wherever a command takes a config:
+
+```
+meshwright recipes                         # this table
+meshwright config show bloom-176b          # the whole config
+meshwright config check bloom-176b
+meshwright cost bloom-176b                 # the predicted step; also plan, memory, simulate and dryrun
+meshwright train bloom-176b --tiny         # its twin: a small model on the same axes, 8 ranks of this machine
+meshwright train bloom-176b data.prefixes=[my/tokens]
+```
+
+*Published* is what the sources report of the run's speed; *predicted* is the planner's figure of the same kind for the
+same devices, layout and software stack. "Whole run" counts everything that interrupted a run, so it should be slower
+than predicted. A twin keeps which of the axes tp, cp, ep, pp and dp are larger than 1, the schedule, ZeRO's stage,
+recomputation, and the kinds of parts; it learns bytes of Python's standard library, so it needs no data.
+"""
+
+
+def markdown(names: Sequence[str] = ()) -> str:
+    """Returns docs/recipes.md."""
+    found = [compared(name) for name in names or recipe_names()]
+    rows = [HEADER, tuple("---" for _ in HEADER), *map(row, found)]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+    return "\n".join([INTRODUCTION, table, "", *map(_described, found)])
+
+
+def _described(found: Comparison) -> str:
+    recipe, p = found.recipe, found.recipe.published
+    by = "the run's" if recipe.layout == "published" else "ours, or of whoever measured"
+    peak = f"{found.memory_gib:.0f} of {found.cost.cluster.device.memory_gib:.0f} GiB"
+    mine = f"{seconds(found.cost.step_s)} a step, {found.cost.tokens_per_s_device:,.0f} tokens/s per device, "
+    mine += f"MFU {percent(found.cost.mfu)}, HFU {percent(found.cost.hfu)}, {peak}"
+    said = _published_words(p)
+    lines = [
+        f"## {recipe.title} (`{recipe.name}`)", "", f"- Source: {recipe.source}.", f"- Hardware: {recipe.hardware}.",
+        f"- Published: {said}." if said else "- Published: nothing about its speed.",
+        f"- Layout ({by}): {layout_words(layout_of_cost(found.cost))}.",
+        f"- Predicted on {recipe.devices:,} x {found.cost.cluster.device.name} ({recipe.cluster}, stack "
+        f"{found.cost.job.stack.name}): {mine}.",
+        *(f"- Differs: {sentence}" for sentence in recipe.differs), "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _published_words(p: Mapping[str, float | str]) -> str:
+    known = {"hardware": " with recomputation counted", "model": " without recomputation"}
+    counts = known.get(str(p.get("counts")), "")
+    words = [f"{count(float(p['tokens']))} tokens"] if "tokens" in p else []
+    words += [f"{float(p['days']):g} days"] if "days" in p else []
+    for key, write in FIGURES.items():
+        if key in p:
+            words.append(write(float(p[key])) + (counts if key == "tflops" else ""))
+    return ", ".join(words)

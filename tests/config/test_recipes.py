@@ -1,0 +1,160 @@
+"""Recipes: complete configs of known runs, what is predicted of them, and their twins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.config.load import load_config
+from meshwright.config.presets import APPROXIMATE_PRESETS, PRESETS
+from meshwright.config.recipes import FOLDER, read_recipe, recipe_names
+from meshwright.config.rules import TRAINING_RULES, check
+from meshwright.config.sections import Config
+from meshwright.config.twin import tiny_config
+from meshwright.models.description import describe, layout_of
+from meshwright.optim.schedules import consumed_after
+from meshwright.parts.part import parameter_count
+from meshwright.plan.recipes import compared, markdown
+
+DOCS = Path(__file__).parents[2] / "docs"
+NAMES = recipe_names()
+NEEDED = {"model", "train", "optimizer", "lr", "data", "run", "recipe"}
+# Of a model: sizes, which a twin has its own of.
+SIZES = {
+    "preset", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "seq", "ffn", "predictions", "experts",
+    "latent", "rope_scaling",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_complete_and_can_be_trained(name: str) -> None:
+    config, recipe = load_config(name), read_recipe(name)
+    check(config, recipe.devices, TRAINING_RULES)
+    assert name in PRESETS and {*recipe.sections, "recipe"} >= NEEDED
+    assert recipe.source and recipe.hardware and recipe.title and recipe.layout in ("published", "ours")
+    assert name not in APPROXIMATE_PRESETS or any("here" in sentence for sentence in recipe.differs)
+    assert config.run.dir == f"runs/{name}" and "whole_run" not in recipe.published
+    shape = load_config(None, [f"model.preset={name}", "data.prefixes=x"]).model
+    mine, its = (parameter_count(describe(model)) for model in (config.model, shape))
+    assert mine == pytest.approx(its, rel=0.02), "the recipe trains its preset"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_steps_see_the_published_tokens(name: str) -> None:
+    """Also with a batch that grows; and the memory that the planner counts is there."""
+    config, published = load_config(name), read_recipe(name).published
+    if "tokens" in published:
+        seen = consumed_after(config, config.train.steps) * config.model.seq
+        assert seen == pytest.approx(float(published["tokens"]), rel=0.01)
+    found = compared(name)
+    assert found.memory_gib <= found.cost.cluster.device.memory_gib
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if read_recipe(name).published.get("tflops")])
+def test_published_speeds_are_close(name: str) -> None:
+    found = compared(name)
+    assert found.error is not None
+    if found.recipe.published["counts"] == "whole run":
+        assert found.error > 0, "no run is faster than its steps"
+    else:
+        assert abs(found.error) < 0.25
+
+
+def axes_of(config: Config, world: int) -> set[str]:
+    layout = layout_of(config, world)
+    sizes = {axis: layout.size(axis) for axis in ("tp", "cp", "pp", "dp", "ep")} | {"chunks": config.layout.chunks}
+    return {axis for axis, size in sizes.items() if size > 1}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_twin_keeps_the_axes_and_the_parts(name: str) -> None:
+    config, devices = load_config(name), read_recipe(name).devices
+    small, ranks = tiny_config(name)
+    check(small, ranks, TRAINING_RULES)
+    assert ranks == (8 if devices > 1 else 1) and axes_of(small, ranks) == axes_of(config, devices)
+    assert (small.zero.stage, small.recompute.mode, small.pipeline.schedule, small.layout.order) == (
+        config.zero.stage, config.recompute.mode, config.pipeline.schedule, config.layout.order
+    )  # fmt: skip
+    kept = set(vars(config.model)) - SIZES
+    assert {key: getattr(small.model, key) for key in kept} == {key: getattr(config.model, key) for key in kept}
+    assert bool(small.model.experts.count) == bool(config.model.experts.count)
+    assert bool(small.model.latent.kv_rank) == bool(config.model.latent.kv_rank)
+    assert (small.model.kv_heads < small.model.heads) == (config.model.kv_heads < config.model.heads)
+    assert parameter_count(describe(small.model)) < 1e6
+
+
+def test_the_page_is_current() -> None:
+    page = (DOCS / "recipes.md").read_text(encoding="utf-8")
+    assert page == markdown(), "write it again: meshwright recipes --markdown > docs/recipes.md"
+
+
+def test_the_table_has_published_beside_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["recipe", *NAMES]
+    assert main(["recipes", "bloom-176b", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["published"]["tflops"] == 150 and found["error"] == compared("bloom-176b").error
+    assert main(["recipes", "blom-176b"]) == 2
+    assert "did you mean 'bloom-176b'" in capsys.readouterr().err
+
+
+def test_commands_take_a_recipe_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["config", "check", "llama3-405b", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"ok": True, "world": 16384, "dp": 128, "tp": 8, "pp": 16}
+    assert main(["config", "show", "bloom-176b", "train.steps=1000", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["train"]["steps"], shown["layout"]["pp"], shown["train"]["ramp"][0]) == (1000, 12, 192)
+    assert main(["cost", "gpt2-124m", "--json"]) == 0  # without a cluster: the recipe's
+    cost = json.loads(capsys.readouterr().out)
+    assert (cost["cluster"], cost["devices"], cost["global_batch"]) == ("a100-80g-dgx", 1, 512)
+    copy = tmp_path / "mine.yaml"
+    copy.write_text((FOLDER / "bloom-176b.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+    assert load_config(copy) == load_config("bloom-176b"), "a recipe's file is a config file"
+    assert main(["config", "show", "bloom-17b"]) == 2
+    assert "did you mean 'bloom-176b'" in capsys.readouterr().err
+
+
+def test_a_preset_of_a_layout_that_nobody_published_is_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a cluster of one's own, `gpt3-175b` is the model alone, and `bloom-176b` the run's layout on it."""
+    where = ["--cluster", "h100-80g-dgx", "--devices", "96", "--json"]
+    assert main(["cost", "gpt3-175b", "train.global_batch=96", *where]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"]["tp"] == 1
+    assert main(["cost", "bloom-176b", *where]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"]["tp"] == 4
+
+
+def start_twin(name: str, steps: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", name, "--tiny", f"train.steps={steps}", "run.tensorboard=false", "--json"]) == 0
+    lines = (tmp_path / "runs" / f"{name}-tiny" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_a_twin_needs_nothing_and_learns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    losses = start_twin("gpt2-124m", 12, monkeypatch, tmp_path)
+    assert len(losses) == 12 and losses[-1] < losses[0] - 0.3
+
+
+def test_tiny_is_of_recipes_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "demo.yaml", "--tiny"]) == 2
+    assert "--tiny needs a recipe's name, and 'demo.yaml' is none" in capsys.readouterr().err
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gpt2-124m"])
+def test_every_twin_trains(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    losses = start_twin(name, 30, monkeypatch, tmp_path)
+    assert len(losses) == 30 and sum(losses[-3:]) / 3 < losses[0] - 0.3
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_and_the_last_rank_run_dry(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = read_recipe(name)
+    few = str(2 * load_config(name).layout.pp)  # micro-batches: one step has many more, all alike
+    assert main(["dryrun", name, "--ranks", f"0,{recipe.devices - 1}", "--micro-batches", few, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["equal"]
