@@ -14,7 +14,7 @@ from meshwright.comm.group import Group
 from meshwright.comm.ledger import Ledger
 from meshwright.config.sections import Config
 from meshwright.layout.params import records_under
-from meshwright.models.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, describe, fields_read, on_host
+from meshwright.models.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, fields_read, model_of, on_host
 from meshwright.models.heads import Head, MaskedHead, sample_counts
 from meshwright.models.stage import Receives
 from meshwright.nn.alibi import Alibi
@@ -70,7 +70,7 @@ class GPTStage(nn.Module):
     ) -> None:
         """`tokens` are the ranks that hold different tokens of the same sequences."""
         super().__init__()
-        c, model = config.model, describe(config.model)
+        c, model = config.model, model_of(config)
         self.stage, self.parallel, self.ledger, self.tokens = stage, parallel, ledger, tokens
         self.embedding: Embedding | None = None
         blocks: dict[str, Block] = {}
@@ -96,8 +96,9 @@ class GPTStage(nn.Module):
 
     def _offer(self, config: Config, at: Coordinate) -> None:
         """Sets what `models.stage.StageModule` asks for."""
-        c, stage, model = config.model, self.stage, describe(config.model)
+        c, stage, model = config.model, self.stage, model_of(config)
         self.micro_batch = config.train.micro_batch
+        self.adapts = config.tune.adapts
         self._loss_weight: float | None = None
         self.terms = model.terms  # of the head's loss
         self.losses = model.losses  # the terms that blocks add to the loss
@@ -149,6 +150,8 @@ class GPTStage(nn.Module):
             assert ids is not None
             streams.seed_layer(-1)
             hidden = call_unit(self.embedding, ids, positions, batch.get("token_types"))
+            if self.adapts and torch.is_grad_enabled() and not hidden.requires_grad:
+                hidden.requires_grad_()  # so that all blocks do the same, whatever comes before them
             self._mark_backward(hidden, None)
         assert hidden is not None
         sequences = self.micro_batch if ids is None else ids.shape[0]

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.layout.params import ParamRecord
+from meshwright.nn.adapters import Change, Settings, adapted_product
 from meshwright.nn.alibi import widen
 from meshwright.nn.context import ContextRows, context_attention
 from meshwright.nn.core import attention_core
@@ -38,6 +39,14 @@ class QKV(nn.Module):
         weight = torch.cat(tuple(linear.weight for linear in self.linears))
         biases: list[Tensor] = [linear.bias for linear in self.linears if linear.bias is not None]
         bias = torch.cat(biases) if biases else None
+        changes, at = [], 0
+        for linear in self.linears:
+            changes += [Change(at + each.start, at + each.stop, each) for each in linear.adapters]
+            at += linear.weight.shape[0]
+        if changes:
+            first = self.linears[0]
+            settings, stream = Settings(*first.settings[1:5]), first.stream if self.training else None
+            return x, adapted_product(norm(x), weight, bias, changes, settings, stream)
         return norm_product(x, norm, weight, bias, (None, *self.linears[0].settings[1:]))
 
 

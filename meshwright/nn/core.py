@@ -20,10 +20,14 @@ def attention_core(
     `mask` says where documents begin, or is added to the scores; without it, a query sees all keys or, with `causal`,
     those before it. `scale` multiplies the scores, by default with 1 / sqrt(width)."""
     assert scale is None or not isinstance(mask, Documents)
-    if dropout and (isinstance(mask, Documents) or (mask is None and q.is_cpu)):
+    if dropout and (mask is None or isinstance(mask, Documents)) and (q.is_cpu or (causal and mask is not None)):
         return _with_dropout(q, k, v, mask, causal, dropout, scale)
     if isinstance(mask, Documents):
-        return document_attention(q, k, v, mask)
+        if not dropout:
+            return document_attention(q, k, v, mask)
+        # Where tokens look both ways, a sample is one document and padding behind it: one row says who is seen.
+        numbers = _document_numbers(mask.starts, q)
+        mask = (numbers == numbers[:, :1])[:, None, None]
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal and mask is None and q.shape[2] == k.shape[2], dropout_p=dropout,
         enable_gqa=q.shape[1] != k.shape[1], scale=scale,
@@ -31,8 +35,9 @@ def attention_core(
 
 
 def _with_dropout(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, causal: bool, dropout: float, scale: float | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, causal: bool, dropout: float,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
     """Attention with dropout of its shares where kernels know no dropout: a CPU's, and those for documents. Some rows
     at a time, whose scores are computed again in backward."""
     numbers = None if documents is None else _document_numbers(documents.starts, q)
@@ -57,7 +62,9 @@ def _tile(
     if causal:
         before = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(low)
         allowed = before if allowed is None else allowed & before
-    return F.scaled_dot_product_attention(q, k, v, allowed, dropout, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=allowed, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1], scale=scale
+    )
 
 
 def _document_numbers(starts: Tensor, q: Tensor) -> Tensor:

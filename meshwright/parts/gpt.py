@@ -11,7 +11,18 @@ from dataclasses import dataclass
 from meshwright.layout.params import Init, ParamRecord, columns_of, rows_of, whole
 from meshwright.parts.context import context_calls, context_kept, context_working
 from meshwright.parts.loss_pieces import piece_rows
-from meshwright.parts.part import Collective, Coordinate, Kept, Kernels, MicroBatch, Part, Product, Records, Work
+from meshwright.parts.part import (
+    Collective,
+    Coordinate,
+    Kept,
+    Kernels,
+    LinearPieces,
+    MicroBatch,
+    Part,
+    Product,
+    Records,
+    Work,
+)
 
 # Factors of tp where there are fewer key-value heads than tp ranks: ranks along `KV_COPIES` hold the same heads.
 KV_COPIES, KV_GROUPS = "tp.kv", "tp.q"
@@ -170,6 +181,11 @@ class AttentionPart(Part):
         tp = at.size("tp")
         return max(1, self.heads // tp), max(1, self.kv_heads // tp)
 
+    def linears(self) -> tuple[LinearPieces, ...]:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        qkv = LinearPieces("qkv", "column", (("q", q), ("k", kv), ("v", kv)))
+        return qkv, LinearPieces("out", "row", (("out", self.hidden),))
+
     def records(self, at: Coordinate, name: str) -> Records:
         d, tp, tp_rank = self.head_dim, at.size("tp"), at.index("tp")
         total, queries = (self.heads + 2 * self.kv_heads) * d, self.heads // tp * d
@@ -278,13 +294,15 @@ class AttentionPart(Part):
         if kernels.own and at.size("cp") > 1:
             return context_working(at, batch, *self.own_heads(at), self.core_dim)
         if kernels.own and kernels.fused_attention and self._in_tiles(batch, kernels.host):
-            rows = min(TILE_ROWS, batch.seq)
-            return TILE_COPIES * batch.sequences * self.own_heads(at)[0] * rows * batch.seq * batch.wide
+            tile = float(batch.sequences * min(TILE_ROWS, batch.seq) * batch.seq)
+            if not kernels.host:
+                return 2 * tile * batch.element  # a mask, which a kernel adds to the scores that it keeps to itself
+            return TILE_COPIES * tile * self.own_heads(at)[0] * batch.wide
         return 0.0
 
     def _in_tiles(self, batch: MicroBatch, host: bool) -> bool:
         """Whether rows go through the core some at a time, for want of a kernel that knows dropout."""
-        return bool(self.dropout) and not self.biased and (host or batch.documents)
+        return bool(self.dropout) and not self.biased and (host or (batch.documents and self.causal))
 
 
 def vocabulary_rows(vocab: int, at: Coordinate) -> int:

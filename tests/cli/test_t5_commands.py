@@ -60,6 +60,7 @@ MISTAKES = [
     (["layout.pp=3", "pipeline.encoder_stages=2"], "pipeline.encoder_stages=2 of 3 stages leaves a stage without"),
     (["layout.pp=2", "pipeline.encoder_stages=1", "pipeline.split=[1,2]"], "pipeline.split already says where"),
     (["recompute.mode=full", "recompute.offload=true"], "recompute.offload=true can't be combined with model.kind=t5"),
+    (["tune.kind=lora"], "tune.kind=lora can't be combined with model.kind=t5 yet"),
     (["model.experts.count=4"], "model.experts.count can't be combined with model.kind=t5 yet"),
     (["model.kind=gpt", "pipeline.encoder_stages=1"], "model.t5.encoder_layers needs an encoder-decoder"),
     (["model.seq=4"], "model.seq=4 is too short for model.kind=t5"),
