@@ -47,8 +47,8 @@ class SpansConfig:
         positive("data.spans", self, "share")
         if self.share > 0.5:
             raise UserError(f"data.spans.share={self.share:g} must be at most 0.5, e.g. 0.15")
-        if not 1.0 <= self.mean <= 100.0:
-            raise UserError(f"data.spans.mean={self.mean:g} must lie between 1 and 100 tokens, e.g. 3")
+        if not 1.5 <= self.mean <= 100.0:
+            raise UserError(f"data.spans.mean={self.mean:g} must lie between 1.5 and 100 tokens, e.g. 3")
 
 
 @dataclass(frozen=True)
