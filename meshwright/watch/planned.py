@@ -20,9 +20,9 @@ Spans = list[list[Any]]
 KINDS = ("parameters", "gradients", "master", "optimizer", "activations", "buffers")
 
 
-def planned_bytes(config: Config, world: int, samples: int, monitored: int) -> dict[str, dict[str, int]]:
+def planned_bytes(config: Config, world: int, samples: int, monitored: int, **at: int) -> dict[str, dict[str, int]]:
     """Calls and bytes by axis of one step, summed over all ranks: what metrics.jsonl calls `comm`."""
-    found = predict_step(config, world, samples=samples, monitored=monitored)
+    found = predict_step(config, world, samples=samples, monitored=monitored, **at)
     return {axis: dict(traffic._asdict()) for axis, traffic in found.items()}
 
 

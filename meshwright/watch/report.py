@@ -247,14 +247,16 @@ class RunReport:
                 found["room_bytes"] = cluster.device.memory_gib * 2**30 if not host else None
             spans = traced["spans"] if traced else []
             found["simulated"] = planned.simulated_spans(config, spans, step) if traced else None
-        except (UserError, ValueError) as error:
+        except Exception as error:  # the page shows what it can
             found["why_not"] = str(error)
         return found
 
-    def _bytes(self, world: int, samples: int, monitored: int) -> dict[str, dict[str, int]]:
-        key = (self.config_text, world, samples, monitored)
+    def _bytes(self, world: int, samples: int, monitored: int, step: int) -> dict[str, dict[str, int]]:
+        """One step's planned bytes; steps differ only where replicas synchronise in some of them."""
+        at = {"step": step} if self.config.layout.replicas > 1 else {}
+        key = (self.config_text, world, samples, monitored, *at.values())
         if key not in self._known_bytes:
-            self._known_bytes[key] = planned.planned_bytes(self.config, world, samples, monitored)
+            self._known_bytes[key] = planned.planned_bytes(self.config, world, samples, monitored, **at)
         return self._known_bytes[key]
 
     def _compared(self, lines: list[dict[str, Any]], world: int) -> dict[str, Any]:
@@ -262,13 +264,14 @@ class RunReport:
         experts exchange depends on the tokens, so that it is not known beforehand."""
         axes: dict[str, Any] = {}
         varies = {"ep", "etp", "edp"} if self.config.model.experts.count else set()
+        warmup = self.config.comm.reduce.warmup_steps  # in which gradients are summed in another way
         for line in lines:
             comm, samples = line.get("comm"), line.get("global_batch")
-            if not isinstance(comm, dict) or not isinstance(samples, int):
+            if not isinstance(comm, dict) or not isinstance(samples, int) or line["step"] <= warmup:
                 continue
             try:
-                wanted = self._bytes(world, samples, len(line.get("monitored") or {}))
-            except UserError as error:
+                wanted = self._bytes(world, samples, len(line.get("monitored") or {}), line["step"])
+            except Exception as error:  # a run of another version may have what this planner does not know
                 return {"why_not": str(error)}
             for axis in sorted({*comm, *wanted}):
                 seen, plan = numbers(comm.get(axis)), numbers(wanted.get(axis))
