@@ -9,6 +9,7 @@ import os
 import sys
 
 from meshwright.checkpoint.companions import tokenizer_of_data
+from meshwright.cli import chat_data
 from meshwright.config.data import SPECIALS
 from meshwright.config.load import load_config
 from meshwright.config.rules import READING_RULES, check
@@ -21,6 +22,7 @@ from meshwright.show.terminal import console_for, show
 EXAMPLES = """example:
   meshwright data prepare stdlib --out data/python --tokenizer train:8192
   meshwright data prepare books/ news.jsonl --out data/text --tokenizer gpt2/tokenizer.json --workers 8
+  meshwright data chat talks.jsonl --model models/llama-8b --out data/talks --seq 4096
   meshwright data show examples/demo.yaml --sample 3"""
 
 PREPARE = """Write PREFIX.bin and PREFIX.idx (Megatron's format) and PREFIX.json (what made them).
@@ -32,7 +34,8 @@ stdlib: the source text of Python's own standard library. Every document ends wi
 SHOW = """Print sample N of the data that a config names, as a model gets it.
 
 Of a token to predict, what the model sees comes first: {[MASK]=word} is masked, {other=word} was changed into another
-token and {word} stays as it is. In causal data, tokens without a loss are dim."""
+token and {word} stays as it is. In causal data, tokens without a loss are dim. Of spans that were taken out, <0>, <1>
+and so on stand in the input, and again, each before its span, in the target."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--force", action="store_true", help="write over existing output")
     # Every command has --json; a default here would undo one before the word `prepare`.
     options.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the summary as JSON")
+    chat_data.add_arguments(actions, EXAMPLES)
     shown = actions.add_parser(
         "show", help="print a sample of a run's data", description=SHOW, epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -65,13 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.action == "show":
         show_sample(args)
+    elif args.action == "chat":
+        chat_data.run(args)
     else:
         prepare_files(args)
 
 
 def show_sample(args: argparse.Namespace) -> None:
     from meshwright.show.sample_view import sample_summary, sample_text
-    from meshwright.train.datasets import datasets_of, masking_of
+    from meshwright.train.datasets import datasets_of, masking_of, spans_of
 
     config = load_config(args.config, args.overrides)
     check(config, config.layout.least_world, READING_RULES)
@@ -89,6 +95,9 @@ def show_sample(args: argparse.Namespace) -> None:
     if config.objective == "masked":
         named = zip(masking_of(config).specials, SPECIALS, strict=True)
         special = {token: f"[{name.upper()}]" for token, name in named}
+    elif config.objective == "spans":
+        spans = spans_of(config)
+        special = {spans.sentinel - n: f"<{n}>" for n in range(spans.spans)} | {spans.eod: "[END]"}
     elif tokenizer is not None:
         special = {tokenizer.eod: "[END]"}
     spelling = (lambda token: f"{token} ") if tokenizer is None else (lambda token: tokenizer.decode([token]))

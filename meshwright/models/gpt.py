@@ -18,6 +18,7 @@ from meshwright.models.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, field
 from meshwright.models.heads import Head, MaskedHead, sample_counts
 from meshwright.models.stage import Receives
 from meshwright.nn.alibi import Alibi
+from meshwright.nn.answers import AnswerLogps, Answers
 from meshwright.nn.attention import KVCache
 from meshwright.nn.build import Block, build_module
 from meshwright.nn.context import ContextRows
@@ -92,6 +93,11 @@ class GPTStage(nn.Module):
             # Across stages, each end holds a copy and the gradients are summed.
             self.head.output.weight = self.embedding.tokens.get_parameter("weight")
         self.causal = model.causal
+        self._offer(config, at)
+
+    def _offer(self, config: Config, at: Coordinate) -> None:
+        """Sets what `models.stage.StageModule` asks for."""
+        c, stage, model = config.model, self.stage, model_of(config)
         self.micro_batch = config.train.micro_batch
         self.adapts = config.tune.adapts
         self._loss_weight: float | None = None
@@ -99,9 +105,8 @@ class GPTStage(nn.Module):
         self.losses = model.losses  # the terms that blocks add to the loss
         parts = [part for layer in stage.layers for _, _, part in model.blocks[layer].parts]
         self.losses_here = sum(any(True for _ in part.losses()) for part in parts)  # blocks of this chunk that add them
-        # What `models.stage.StageModule` asks for.
-        shapes = {} if stage.first else model.passes(at, MicroBatch(self.micro_batch, c.seq))
-        self.receives: Receives = {name: (shape, parallel.dtype) for name, shape in shapes.items()}
+        shapes = model.passes(at, MicroBatch(self.micro_batch, c.seq), stage)
+        self.receives: Receives = {name: (shape, self.parallel.dtype) for name, shape in shapes.items()}
         self.needs: set[str] | None = fields_read(stage, model, at.size("cp"))
         self.draws_by_key = True
         self.loss_counts = sample_counts if len(model.terms) > 1 else None
@@ -115,6 +120,15 @@ class GPTStage(nn.Module):
             return hidden, losses
         given = (batch[name] for name in self.head.fields)
         return call_unit(self.head, hidden, *given, self._loss_weight), losses
+
+    def answers(self, batch: Batch) -> AnswerLogps:
+        """Returns the log-probability of each answer of a micro-batch of packed conversations, where a whole model is
+        on one stage."""
+        assert self.embedding is not None and self.head is not None
+        hidden, _ = self.trunk(batch)
+        found = Answers.of(batch["segments"])
+        sums = call_unit(self.head, hidden, batch["labels"], batch["loss_mask"], None, found)
+        return found.split(sums, batch["loss_mask"])
 
     def announce(self, loss_weight: float | None) -> None:
         """What backward will multiply the loss's sum by, where that is known."""
