@@ -57,6 +57,7 @@ class KVCache:
         self.longest, self.length = longest, 0
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
+        self.memory: tuple[Tensor, Tensor] | None = None  # keys and values of an encoder's output, which stay
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Appends these and returns all keys and values so far, [batch, heads, tokens so far, head_dim]."""
@@ -84,11 +85,11 @@ class Attention(nn.Module):
         self.norms = norms[part.qk_norm](parallel, part, records) if part.qk_norm else None
         self.out = Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
         self.recompute_core = parallel.recompute.mode == "selective"
-        self.causal, self.alibi = part.causal, part.alibi
+        self.causal, self.alibi, self.scale = part.causal, part.alibi, part.scale or None
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None) -> Tensor:
         """Softmax of the scores times the values, all [batch, heads, seq, head_dim]."""
-        return attention_core(q, k, v, mask, self.causal, self.dropout if self.training else 0.0)
+        return attention_core(q, k, v, mask, self.causal, self.dropout if self.training else 0.0, self.scale)
 
     def forward(
         self,

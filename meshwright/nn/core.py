@@ -13,13 +13,15 @@ from meshwright.parts.gpt import TILE_ROWS
 
 
 def attention_core(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None, causal: bool, dropout: float
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None, causal: bool, dropout: float,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
     """Returns the softmax of the scores times the values, all [batch, heads, seq, width]; keys may have fewer heads.
     `mask` says where documents begin, or is added to the scores; without it, a query sees all keys or, with `causal`,
-    those before it."""
+    those before it. `scale` multiplies the scores, by default with 1 / sqrt(width)."""
+    assert scale is None or not isinstance(mask, Documents)
     if dropout and (mask is None or isinstance(mask, Documents)) and (q.is_cpu or (causal and mask is not None)):
-        return _with_dropout(q, k, v, mask, causal, dropout)
+        return _with_dropout(q, k, v, mask, causal, dropout, scale)
     if isinstance(mask, Documents):
         if not dropout:
             return document_attention(q, k, v, mask)
@@ -30,11 +32,14 @@ def attention_core(
         causal = False
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal and mask is None, dropout_p=dropout,
-        enable_gqa=q.shape[1] != k.shape[1],
+        enable_gqa=q.shape[1] != k.shape[1], scale=scale,
     )  # fmt: skip
 
 
-def _with_dropout(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, causal: bool, dropout: float) -> Tensor:
+def _with_dropout(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, causal: bool, dropout: float,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
     """Attention with dropout of its shares where kernels know no dropout: a CPU's, and those for documents. Some rows
     at a time, whose scores are computed again in backward."""
     numbers = None if documents is None else _document_numbers(documents.starts, q)
@@ -43,12 +48,13 @@ def _with_dropout(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, 
         high = min(low + TILE_ROWS, q.shape[2])
         seen = slice(0, high if causal else k.shape[2])
         some = (q[:, :, low:high], k[:, :, seen], v[:, :, seen])
-        tiles.append(checkpoint(_tile, *some, numbers, low, causal, dropout, use_reentrant=False))
+        tiles.append(checkpoint(_tile, *some, numbers, low, causal, dropout, scale, use_reentrant=False))
     return torch.cat(tiles, 2)
 
 
 def _tile(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, low: int, causal: bool, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, low: int, causal: bool, dropout: float,
+    scale: float | None,
 ) -> Tensor:  # fmt: skip
     """Attention of the queries from `low` on to the first keys."""
     rows, keys = q.shape[2], k.shape[2]
@@ -59,7 +65,7 @@ def _tile(
         before = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(low)
         allowed = before if allowed is None else allowed & before
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=allowed, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=allowed, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1], scale=scale
     )
 
 

@@ -168,6 +168,8 @@ class AttentionPart(Part):
     dropout: float = 0.0
     alibi: bool = False  # whether heads are wider for the keys' positions
     causal: bool = True  # whether a token sees only those before it
+    scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
+    biased: bool = False  # whether a learned bias is added to the scores
 
     @property
     def core_dim(self) -> int:
@@ -267,6 +269,11 @@ class AttentionPart(Part):
         elif self.qk_norm:
             yield Kept("token norms", 2 * tokens * wide)
         yield Kept("attention output", tokens * h * d * e)
+        if host and self.biased:  # no fused kernel: copies in float32, and tensors of scores
+            yield Kept("qkv", tokens * (h + 2 * k) * d * e)
+            yield Kept("wide qkv", tokens * (h + 2 * k) * d * (wide - e), core=True)
+            yield Kept("scores", (3 if self.dropout else 1) * tokens * h * batch.seq * wide, core=True)
+            return
         if self.alibi:
             yield Kept("wider attention output", tokens * h * self.core_dim * e, core=True)
         yield Kept("qkv", tokens * (h + 2 * k) * self.core_dim * e)
@@ -295,7 +302,7 @@ class AttentionPart(Part):
 
     def _in_tiles(self, batch: MicroBatch, host: bool) -> bool:
         """Whether rows go through the core some at a time, for want of a kernel that knows dropout."""
-        return bool(self.dropout) and (host or (batch.documents and self.causal))
+        return bool(self.dropout) and not self.biased and (host or (batch.documents and self.causal))
 
 
 def vocabulary_rows(vocab: int, at: Coordinate) -> int:
@@ -371,13 +378,15 @@ class PositionEmbeddingPart(Part):
 @dataclass(frozen=True)
 class OutputLayerPart(Part):
     """The output layer, a product cut over the vocabulary, and the cross entropy. Their gradients are computed in
-    forward, one piece of the tokens at a time. `bias` is the whole name of its bias, if it has one."""
+    forward, one piece of the tokens at a time. `bias` is the whole name of its bias, if it has one; `scale` multiplies
+    its input."""
 
     vocab: int
     hidden: int
     init: Init
     tied: bool = False
     bias: str = ""
+    scale: float = 1.0
 
     def records(self, at: Coordinate, name: str) -> Records:
         weight = vocabulary_record(at, f"{name}.weight", (self.vocab, self.hidden), self.init, self.tied)

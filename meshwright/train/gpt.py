@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.models.gpt import GPTStage
+from meshwright.models.t5 import T5Stage
 from meshwright.parts.part import Stage
 from meshwright.pipeline.output import StageOutput, Term
 from meshwright.train.context import Context
@@ -15,7 +16,8 @@ from meshwright.train.preferences import preference_output
 
 
 def model_provider(ctx: Context, stage: Stage) -> nn.Module:
-    return GPTStage(ctx.parallel, ctx.config, ctx.at, stage, ctx.ledger, ctx.mesh.tokens)
+    kind = T5Stage if ctx.config.model.kind == "t5" else GPTStage
+    return kind(ctx.parallel, ctx.config, ctx.at, stage, ctx.ledger, ctx.mesh.tokens)
 
 
 def datasets_provider(ctx: Context, samples: tuple[int, int, int]) -> tuple[Any, Any, Any]:
@@ -26,7 +28,7 @@ def forward_step(ctx: Context, module: nn.Module, batch: dict[str, Tensor], rece
     assert isinstance(module, GPTStage)
     if ctx.config.objective == "preference":
         return preference_output(ctx.config.tune, module, batch)
-    out, losses = module(batch, received.get("hidden"))
+    out, losses = module(batch, **received)
     last = module.head is not None
     terms = []
     if module.head is not None:
@@ -38,4 +40,5 @@ def forward_step(ctx: Context, module: nn.Module, batch: dict[str, Tensor], rece
             Term(term.name, total, tokens, term.weight * blocks)
             for (term, blocks), total in zip(module.losses, losses, strict=True)
         ]
-    return StageOutput({} if last else {"hidden": out}, terms)
+    tensors = out if isinstance(out, dict) else {"hidden": out}
+    return StageOutput({} if last else tensors, terms)
