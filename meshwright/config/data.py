@@ -9,6 +9,7 @@ from meshwright.config.blocks import positive
 from meshwright.data.span_lengths import MEAN, SHARE
 from meshwright.errors import UserError
 
+PACKED = ("chat", "preference")  # objectives whose samples are packed conversations
 SPECIALS = ("cls", "sep", "mask", "pad")
 
 
@@ -62,7 +63,8 @@ class DataConfig:
     reset_attention: bool = False
     any_tokenizer: bool = False  # take data that were made with another tokenizer than the model's
     eod: int = -1  # the end token's id; -1: from the file that `data prepare` wrote beside the tokens
-    objective: Literal["auto", "causal", "masked", "spans"] = "auto"  # auto: as model.kind has it
+    # auto: as model.kind has it; chat: the answers of conversations; preference: pairs of answers
+    objective: Literal["auto", "causal", "masked", "spans", "chat", "preference"] = "auto"
     masked: MaskedConfig = field(default_factory=MaskedConfig)
     spans: SpansConfig = field(default_factory=SpansConfig)
 
