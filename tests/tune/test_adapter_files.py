@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ LATENT = {"deepseek-v3": {"targets": ["q_a", "q_b", "kv_a", "kv_b", "out"]}}
 
 def trained(base: Path, precision: str = "fp64", **tune: Any) -> Trainer:
     """A run of three steps on a Hugging Face folder, whose adapters are then far from zero."""
-    model = dict(vars(HFFolder(base).model))
+    model = asdict(HFFolder(base).model)
     sections = {"model": model, "train": {"precision": precision, "micro_batch": 2, "global_batch": 2},
                 "optimizer": {"lr": 0.05}, "tune": {"kind": "lora", "rank": 4, "base": str(base), **tune}}  # fmt: skip
-    sections["model"] = {**model, **{key: vars(model[key]) for key in ("experts", "latent", "rope_scaling")}}
+    sections["model"] = model
     trainer = make_trainer(small_config(**sections))
     read_base(trainer)
     trainer.publish()
