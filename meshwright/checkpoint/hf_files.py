@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -22,6 +23,7 @@ from meshwright.outside import of_kind, read_json
 
 SINGLE_FILE = "model.safetensors"
 SHARDED_INDEX = "model.safetensors.index.json"
+HEAD_ROWS = 4096  # of two tables that are compared at a time
 
 # What safetensors calls the precisions that weights may have.
 PRECISION_CODES = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
@@ -46,14 +48,26 @@ class HFFolder:
                 f"{folder} holds quantised weights (quantization_config in config.json), which can't be read: load the "
                 "model with transformers in bfloat16, save it again, and import that"
             )
-        self.tensors: dict[str, Mapped] = self.family.tensors(self.model)
-        self.shapes = {name: mapped.shape for name, mapped in self.tensors.items()}
         self.file_of: dict[str, Any] = {}
         for file in _weight_files(folder):
             opened = _opened(folder / file)
             self.file_of |= dict.fromkeys(opened.keys(), opened)
+        if self.family.decoder_layers and self.model.tied_embeddings and self._has_own_head():
+            self.model = replace(self.model, tied_embeddings=False)
+        self.tensors: dict[str, Mapped] = self.family.tensors(self.model)
+        self.shapes = {name: mapped.shape for name, mapped in self.tensors.items()}
         self.left_out: list[str] = []  # tensors of layers that the model has no use for
         self.stored = self._locate()  # their full name -> the name in this folder
+
+    def _has_own_head(self) -> bool:
+        """Whether the output layer differs from the embedding, whatever config.json says: transformers calls every T5
+        tied, and keeps what their files hold."""
+        names = [self.family.head, f"{self.family.names['embedding'][0]}.weight"]
+        if not all(name in self.file_of for name in names):
+            return False
+        head, table = (self.slice(name) for name in names)
+        rows = range(0, head.get_shape()[0], HEAD_ROWS)
+        return any(not torch.equal(head[at : at + HEAD_ROWS], table[at : at + HEAD_ROWS]) for at in rows)
 
     def _locate(self) -> dict[str, str]:
         """Finds every tensor that the model needs, checks its shape, and raises for tensors that the model has no use

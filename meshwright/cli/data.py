@@ -32,7 +32,8 @@ stdlib: the source text of Python's own standard library. Every document ends wi
 SHOW = """Print sample N of the data that a config names, as a model gets it.
 
 Of a token to predict, what the model sees comes first: {[MASK]=word} is masked, {other=word} was changed into another
-token and {word} stays as it is. In causal data, tokens without a loss are dim."""
+token and {word} stays as it is. In causal data, tokens without a loss are dim. Of spans that were taken out, <0>, <1>
+and so on stand in the input, and again, each before its span, in the target."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
 
 def show_sample(args: argparse.Namespace) -> None:
     from meshwright.show.sample_view import sample_summary, sample_text
-    from meshwright.train.datasets import datasets_of, masking_of
+    from meshwright.train.datasets import datasets_of, masking_of, spans_of
 
     config = load_config(args.config, args.overrides)
     check(config, config.layout.tp * config.layout.pp * config.layout.cp, READING_RULES)
@@ -89,6 +90,9 @@ def show_sample(args: argparse.Namespace) -> None:
     if config.objective == "masked":
         named = zip(masking_of(config).specials, SPECIALS, strict=True)
         special = {token: f"[{name.upper()}]" for token, name in named}
+    elif config.objective == "spans":
+        spans = spans_of(config)
+        special = {spans.sentinel - n: f"<{n}>" for n in range(spans.spans)} | {spans.eod: "[END]"}
     elif tokenizer is not None:
         special = {tokenizer.eod: "[END]"}
     spelling = (lambda token: f"{token} ") if tokenizer is None else (lambda token: tokenizer.decode([token]))

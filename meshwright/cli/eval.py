@@ -32,7 +32,7 @@ DEFAULT_SAMPLES = 64
 PLAIN: dict[str, dict[str, Any]] = {
     "layout": {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 0, "chunks": 1, "sequence_parallel": False},
     "context": {"kind": "auto", "inner": 0},
-    "pipeline": {"schedule": default_kind(1), "split": []},
+    "pipeline": {"schedule": default_kind(1), "split": [], "encoder_stages": 0},
     "train": {"micro_batch": 1, "ramp": [], "compile": "false"},
     "run": {"eval_samples": 0, "device": "auto"},
     "comm": {"backend": "auto"},

@@ -132,26 +132,26 @@ def prompt_ids(args: argparse.Namespace, tokenizer: Any, vocab: int) -> list[int
 
 
 def generate_rank(args: argparse.Namespace) -> None:
-    from meshwright.models.generate import Generator, generate
+    from meshwright.models.generate import generate, generator_of
     from meshwright.train.evaluate import with_model
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
         model, path, prompt = ctx.config.model, Path(args.source), args.ids
         tokenizer = tokenizer_of(args, ctx.config)
         ends = end_tokens(path, tokenizer)
-        generator = Generator(modules[0], model.vocab, min(model.seq, len(prompt) + args.max_tokens))
-        most = min(args.max_tokens, max(1, model.seq - len(prompt) + 1))  # the last token is never fed back
+        generator, most = generator_of(modules[0], model, len(prompt), args.max_tokens)
         tokens = list(generate(generator, prompt, most, args.temperature, args.top_p, args.seed, ends))
         if place.rank:
             return
         if len(tokens) == most < args.max_tokens and tokens[-1] not in ends:
             print(f"(stopped: the model's context of {model.seq} tokens is full)", file=sys.stderr)
-        show(args, tokens, tokenizer, ends)
+        show(args, tokens, tokenizer, ends, answers=model.kind == "t5")
 
     with_model(args.source, args.sections, use)
 
 
-def show(args: argparse.Namespace, tokens: list[int], tokenizer: Any, ends: set[int]) -> None:
+def show(args: argparse.Namespace, tokens: list[int], tokenizer: Any, ends: set[int], answers: bool) -> None:
+    """Prints what was generated: after the prompt that it continues, or alone where it `answers` it."""
     kept = tokens[:-1] if tokens[-1] in ends else tokens
     text = tokenizer.decode(kept) if tokenizer is not None else None
     if args.json:
@@ -159,5 +159,5 @@ def show(args: argparse.Namespace, tokens: list[int], tokenizer: Any, ends: set[
     elif text is None:
         print(",".join(map(str, tokens)), flush=True)
     else:
-        print((args.prompt or "") + text, flush=True)
+        print(("" if answers else args.prompt or "") + text, flush=True)
         print(f"({len(tokens)} tokens)", file=sys.stderr)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from meshwright.config.blocks import positive
+from meshwright.data.span_lengths import MEAN, SHARE
 from meshwright.errors import UserError
 
 SPECIALS = ("cls", "sep", "mask", "pad")
@@ -34,6 +35,23 @@ class MaskedConfig:
 
 
 @dataclass(frozen=True)
+class SpansConfig:
+    """Which spans of a text are taken out for `data.objective=spans`. A sentinel stands for each in the input; the
+    target is each sentinel with its span."""
+
+    share: float = SHARE  # of a sample's tokens that are taken out
+    mean: float = MEAN  # tokens of a span, on average
+    sentinel: int = -1  # the id of the first sentinel, below which the others follow; -1: model.vocab - 1
+
+    def __post_init__(self) -> None:
+        positive("data.spans", self, "share")
+        if self.share > 0.5:
+            raise UserError(f"data.spans.share={self.share:g} must be at most 0.5, e.g. 0.15")
+        if not 1.0 <= self.mean <= 100.0:
+            raise UserError(f"data.spans.mean={self.mean:g} must lie between 1 and 100 tokens, e.g. 3")
+
+
+@dataclass(frozen=True)
 class DataConfig:
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] = ()  # empty: in proportion to the tokens of each file
@@ -44,8 +62,9 @@ class DataConfig:
     reset_attention: bool = False
     any_tokenizer: bool = False  # take data that were made with another tokenizer than the model's
     eod: int = -1  # the end token's id; -1: from the file that `data prepare` wrote beside the tokens
-    objective: Literal["auto", "causal", "masked"] = "auto"  # auto: causal, or masked for model.kind=bert
+    objective: Literal["auto", "causal", "masked", "spans"] = "auto"  # auto: as model.kind has it
     masked: MaskedConfig = field(default_factory=MaskedConfig)
+    spans: SpansConfig = field(default_factory=SpansConfig)
 
     def __post_init__(self) -> None:
         if not self.prefixes:

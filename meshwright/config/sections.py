@@ -19,9 +19,12 @@ from meshwright.config.blocks import (
     not_negative,
     positive,
     seconds_of,
-)  # fmt: skip
+)
 from meshwright.config.comm import CommConfig
 from meshwright.config.data import DataConfig
+from meshwright.config.t5 import T5Config
+from meshwright.config.zero import OffloadConfig as OffloadConfig
+from meshwright.config.zero import ZeroConfig as ZeroConfig
 from meshwright.errors import UserError, divisors, either, nearest
 from meshwright.schedule.kinds import training_kinds
 
@@ -30,8 +33,8 @@ AUTO_SAVE_S = 900.0  # between checkpoints, with every=auto
 FP8_UNIT = 16  # products in fp8 take multiples of this
 # Of a model: how it is trained, not what it computes.
 TRAINING_KEYS = {
-    "preset", "dropout", "attention_dropout", "embedding_dropout", "init_std", "predictions", "experts.bias_balance",
-    "experts.aux_loss", "experts.aux_level", "experts.z_loss", "experts.capacity",
+    "preset", "dropout", "attention_dropout", "embedding_dropout", "init_std", "predictions", "t5.decoder_seq",
+    "experts.bias_balance", "experts.aux_loss", "experts.aux_level", "experts.z_loss", "experts.capacity",
 }  # fmt: skip
 
 
@@ -44,7 +47,7 @@ class ModelConfig:
     heads: int
     vocab: int
     seq: int
-    kind: str = "gpt"  # which parts it is made of: gpt, bert; a program may register kinds of its own
+    kind: str = "gpt"  # which parts it is made of: gpt, bert, t5; a program may register kinds of its own
     preset: str = ""
     kv_heads: int = 0  # 0: as many as heads
     head_dim: int = 0  # 0: hidden / heads
@@ -52,8 +55,8 @@ class ModelConfig:
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = 1e-5
     norm_place: Literal["pre", "post"] = "pre"  # before attention and MLP, or after their sums with the residual
-    mlp: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu", "geglu", "reglu"] = "gelu"
-    position: Literal["learned", "rope", "alibi", "none"] = "learned"
+    mlp: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu", "geglu", "tanh_geglu", "reglu"] = "gelu"
+    position: Literal["learned", "rope", "alibi", "relative", "none"] = "learned"  # relative: of a t5
     position_offset: int = 0  # rows of the position table before the first position (OPT: 2)
     rope_theta: float = 10000.0
     rotary_fraction: float = 1.0  # the part of each head that turns with the position
@@ -67,13 +70,14 @@ class ModelConfig:
     attention_dropout: float | None = None  # of attention's shares; left out: as dropout
     embedding_dropout: float | None = None  # left out: as dropout
     tied_embeddings: bool = True
-    init_std: float = 0.02
+    init_std: float = 0.02  # of a t5: of the token embedding; products begin with it / sqrt(inputs)
     token_types: int = 0  # rows of a table of token types, which say to which segment a token belongs (BERT: 2)
     pooler: bool = False  # of a bert: whether the first token is pooled, to learn the order of two segments
     predictions: int = 0  # of a bert: the most tokens of a sample that are masked; 0: 15 %
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     latent: LatentConfig = field(default_factory=LatentConfig)
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
+    t5: T5Config = field(default_factory=T5Config)
 
     def __post_init__(self) -> None:
         positive("model", self, "layers", "hidden", "heads", "vocab", "seq", "norm_eps", "rope_theta", "init_std")
@@ -101,6 +105,8 @@ class ModelConfig:
         }
         for key, value in derived.items():
             object.__setattr__(self, key, value)
+        if self.kind == "t5":
+            object.__setattr__(self, "t5", self.t5.completed(self.layers, self.seq, self.tied_embeddings))
         if self.experts.count and not self.experts.ffn:
             object.__setattr__(self, "experts", replace(self.experts, ffn=self.ffn))
         if self.heads % self.kv_heads:
@@ -201,8 +207,10 @@ class ContextConfig:
 class PipelineConfig:
     schedule: str = "1f1b"  # of the kinds that schedule/kinds.py lists
     split: tuple[int, ...] = ()  # layers of each virtual stage, in the order of the layers; empty: evenly
+    encoder_stages: int = 0  # of a t5: virtual stages of its encoder; 0: blocks are split evenly, wherever it ends
 
     def __post_init__(self) -> None:
+        not_negative("pipeline", self, "encoder_stages")
         if any(count < 0 for count in self.split):
             raise UserError(f"pipeline.split={list(self.split)} must not hold a negative number of layers")
         kinds = training_kinds()
@@ -239,34 +247,6 @@ class TrainConfig:
                     f"train.ramp={list(self.ramp)} does not lead from {start} to "
                     f"train.global_batch={self.global_batch} in steps of {increment}: change one of them"
                 )
-
-
-@dataclass(frozen=True)
-class OffloadConfig:
-    """Where offloaded states are stored. They are brought to the device in pieces, one ahead of its use."""
-
-    optimizer: Literal["none", "cpu", "disk"] = "none"  # masters and moments
-    params: Literal["none", "cpu", "disk"] = "none"  # with zero.stage=3
-    path: str = ""  # folder of the files on disk
-    buffer_mib: float = 64.0  # size of a piece; a few are held at a time
-
-    def __post_init__(self) -> None:
-        positive("zero.offload", self, "buffer_mib")
-        if "disk" in (self.optimizer, self.params) and not self.path:
-            raise UserError("zero.offload.path is empty: name a folder on a fast disk to offload to")
-
-
-@dataclass(frozen=True)
-class ZeroConfig:
-    """What is sharded over the data-parallel ranks: optimizer states (1), gradients too (2), parameters too (3)."""
-
-    stage: int = 0
-    shard_group: Literal["dp", "node"] = "dp"  # node: divided inside a node, copied across nodes
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
-
-    def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2, 3):
-            raise UserError(f"zero.stage={self.stage} is not one of 0, 1, 2, 3")
 
 
 @dataclass(frozen=True)
@@ -418,10 +398,10 @@ class Config:
 
     @property
     def objective(self) -> str:
-        """What is learned: the next token (causal) or masked ones."""
+        """What is learned: the next token (causal), masked ones, or spans that were taken out."""
         if self.data.objective != "auto":
             return self.data.objective
-        return "masked" if self.model.kind == "bert" else "causal"
+        return {"bert": "masked", "t5": "spans"}.get(self.model.kind, "causal")
 
     @property
     def has_segments(self) -> bool:

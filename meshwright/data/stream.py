@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from meshwright.data.blend import Blend, FromFile, Numbered
 from meshwright.data.dataset import GPTDataset, TooSmall
 from meshwright.data.masked import DocumentPieces, MaskedStream, Masking
+from meshwright.data.spans import SpanOptions, SpanStream
 from meshwright.data.token_file import Metadata, TokenFile
 from meshwright.errors import UserError
 
@@ -73,7 +74,7 @@ class OneEpoch:
     """At most `limit` samples of a stream, all from its first epoch. Each token is a label once: where a sample goes on
     into the second epoch it has no loss, and a sample that lies wholly beyond it is left out."""
 
-    def __init__(self, stream: SampleStream | MaskedStream, limit: int) -> None:
+    def __init__(self, stream: SampleStream | MaskedStream | SpanStream, limit: int) -> None:
         self.stream, source = stream, stream.source
         self._numbers = list(islice((n for n in range(source.epoch_samples) if source.own_labels(n)), limit))
         self.samples = len(self._numbers)
@@ -111,10 +112,11 @@ def build_datasets(
     options: SampleOptions | None = None,
     drawn: bool = False,
     masking: Masking | None = None,
-) -> list[SampleStream | MaskedStream | None]:
+    spans: SpanOptions | None = None,
+) -> list[SampleStream | MaskedStream | SpanStream | None]:
     """Returns the train, valid and test streams of token files, blended by `weights` (None: by their tokens). Each file
     is split by documents, in their order or `drawn` from all over it; a part whose share is 0 is None. With `masking`,
-    samples have masked tokens."""
+    samples have masked tokens; with `spans`, spans of them are taken out."""
     files = [TokenFile(prefix) for prefix in prefixes]
     found = [file.metadata() for file in files]
     _check_tokenizers(files, found)
@@ -122,7 +124,7 @@ def build_datasets(
     vocab = max((int(entry["vocab_size"]) for entry in found if entry), default=None)
     if weights is None:
         weights = [file.token_count for file in files]
-    streams: list[SampleStream | MaskedStream | None] = []
+    streams: list[SampleStream | MaskedStream | SpanStream | None] = []
     for part, name in enumerate(SPLIT_NAMES):
         if not split[part]:
             streams.append(None)
@@ -133,13 +135,15 @@ def build_datasets(
             try:
                 key = f"{name}/{number}"
                 if masking is None:
-                    datasets.append(GPTDataset(file, seq, seed, documents, key, drawn))
+                    datasets.append(GPTDataset(file, spans.tokens if spans else seq, seed, documents, key, drawn))
                 else:
                     datasets.append(DocumentPieces(file, seq - masking.added, seed, documents, key, drawn))
             except TooSmall as error:
                 raise UserError(f"the {name} part is too small: {error}") from None
         source: Numbered = datasets[0] if len(datasets) == 1 else Blend(datasets, weights, seed)
-        if masking is None:
+        if spans is not None:
+            streams.append(SpanStream(source, spans, seed, name, vocab))
+        elif masking is None:
             streams.append(SampleStream(source, options, vocab))
         else:
             needed = None if vocab is None else max(vocab, *(id + 1 for id in masking.specials))

@@ -221,14 +221,14 @@ def _rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    enable_gqa: bool = False,
+    enable_gqa: bool = False, scale: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Calls the kernel that CUDA would choose: flash attention in half precision without a mask, memory-efficient
     attention otherwise, and none in float64."""
     aten: Any = torch.ops.aten
     out: Tensor
     if q.dtype == torch.float64:
-        return _SDPA(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
+        return _SDPA(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is None and q.element_size() == 2:
         out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
         return out

@@ -17,7 +17,15 @@ from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.meta_mode import MetaMode, SavedBytes
-from meshwright.dryrun.stand_ins import RandomMasked, RandomTokens, draw_on_device, fake_world, release, stand_in
+from meshwright.dryrun.stand_ins import (
+    RandomMasked,
+    RandomSpans,
+    RandomTokens,
+    draw_on_device,
+    fake_world,
+    release,
+    stand_in,
+)
 from meshwright.models.description import data_fields
 from meshwright.parts.gpt import vocabulary_rows
 from meshwright.plan.rank import Counts, RankFigures
@@ -78,7 +86,7 @@ def make_rank(config: Config, world: int, rank: int, device: Device) -> Trainer:
     return trainer
 
 
-def samples_of(ctx: Context) -> RandomTokens | RandomMasked:
+def samples_of(ctx: Context) -> RandomTokens | RandomMasked | RandomSpans:
     """Returns random tokens whose embeddings this rank holds: others are rows of zeros to it, which norms blow up."""
     c, tp_rank = ctx.config, max(0, ctx.mesh.tp.index)
     rows = vocabulary_rows(c.model.vocab, ctx.at)
@@ -86,6 +94,8 @@ def samples_of(ctx: Context) -> RandomTokens | RandomMasked:
     held, more = min(rows, c.model.vocab - first), set(data_fields(c)) & {"positions", "segments"}
     if c.objective == "masked":
         return RandomMasked(c.model, held, first)
+    if c.objective == "spans":
+        return RandomSpans(c.model, held, first)
     return RandomTokens(held, c.model.seq, first, sorted(more))
 
 

@@ -118,6 +118,20 @@ class RandomMasked:
         return found | ({"swapped": np.asarray(n % 2)} if m.pooler else {})
 
 
+class RandomSpans:
+    """Samples for an encoder-decoder: random ids from `first` on, all of whose targets count."""
+
+    def __init__(self, model: ModelConfig, vocab: int, first: int = 0) -> None:
+        self.model, self.vocab, self.first = model, vocab, first
+
+    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
+        target = self.model.t5.decoder_seq
+        ids = np.random.default_rng(n).integers(self.first, self.first + self.vocab, self.model.seq + 2 * target)
+        tokens, inputs, labels = np.split(ids, [self.model.seq, self.model.seq + target])
+        mask = np.ones(target, np.int64)
+        return {"tokens": tokens, "decoder_tokens": inputs, "labels": labels, "loss_mask": mask}
+
+
 @torch.no_grad()
 def draw_on_device(module: nn.Module, seed: int) -> None:
     """Draws weights like those of a real start on the device: a measurement need not be the same on every layout."""

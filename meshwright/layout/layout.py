@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -65,7 +65,9 @@ class Layout:
     `order` names the axes, fastest-varying first. `parts` makes an axis a product of named parts, fastest
     first: `(("tp", (("tp.kv", 2), ("tp.q", 2))),)` is tp=4 as a 2 x 2 grid, and a part's name is usable
     wherever an axis's is. `node_size` is the number of neighbouring ranks that share a machine. `ends` are the pipeline
-    ranks that hold the model's first and its last stage; where it is None, the first and the last rank do.
+    ranks that hold the model's first and its last stage; where it is None, the first and the last rank do. `shared`
+    names sets of pipeline ranks that hold the same parameters, as an encoder-decoder's stacks do; a set named
+    "embedding" replaces the ends.
     """
 
     world: int
@@ -78,6 +80,7 @@ class Layout:
     parts: Parts = ()
     ends: tuple[int, int] | None = None
     etp: int = 0  # tensor parallelism inside an expert; 0: as much as elsewhere
+    shared: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "etp", self.etp or self.tp)
@@ -99,6 +102,12 @@ class Layout:
     def first_and_last(self) -> tuple[int, int]:
         """The pipeline ranks that hold the model's first and its last stage."""
         return (0, self.pp - 1) if self.ends is None else self.ends
+
+    @cached_property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """The pipeline ranks that hold the same parameters, by the name of their group."""
+        first, last = self.first_and_last
+        return {"embedding": (first, last), "position_embedding": (first,), **dict(self.shared)}
 
     @property
     def views_agree(self) -> bool:
@@ -124,32 +133,34 @@ class Layout:
         """
         if name == "world":
             return (tuple(range(self.world)),)
-        if name in SPECIAL_GROUPS:
-            return tuple(_ends(self, name, stages) for stages in self.groups("pp"))
+        if name in self.holders:
+            return tuple(_holding(self, name, stages) for stages in self.groups("pp"))
         product = _product(self, name)
         return tuple(tuple([first + step for step in product.offsets]) for first in _offsets(product.between))
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
-        """Returns the group of `name` that holds `rank`, or () where no embedding group holds it."""
+        """Returns the group of `name` that holds `rank`, or () where it holds none of what such a group shares."""
         self._check_rank(rank)
         if name == "world":
             return tuple(range(self.world))
-        if name in SPECIAL_GROUPS:
-            ends = _ends(self, name, self.group("pp", rank))
-            return ends if rank in ends else ()
+        if name in self.holders:
+            holding = _holding(self, name, self.group("pp", rank))
+            return holding if rank in holding else ()
         product = _product(self, name)
         first = rank - sum(atom.at(rank) * atom.stride for atom in product.inside)
         return tuple([first + step for step in product.offsets])
 
     def size(self, name: str) -> int:
         """Returns the number of ranks in a group of `name`."""
-        if name in SPECIAL_GROUPS:
-            return {"world": self.world, "embedding": len(set(self.first_and_last)), "position_embedding": 1}[name]
+        if name == "world":
+            return self.world
+        if name in self.holders:
+            return len(set(self.holders[name]))
         return len(_product(self, name).offsets)
 
     def canonical(self, name: str) -> str:
         """Returns the canonical spelling of a product: words as in the order string, an axis for all of its parts."""
-        if name in SPECIAL_GROUPS:
+        if self._is_special(name):
             return name
         inside = _product(self, name).inside
         words: dict[str, None] = {}
@@ -162,7 +173,7 @@ class Layout:
     def without_ones(self, name: str) -> str:
         """Returns the name of the same groups without axes of one rank: dp-cp is dp where cp is 1, and so is edp where
         ep is 1 too and etp is tp."""
-        if name in SPECIAL_GROUPS:
+        if self._is_special(name):
             return name
         if self.etp == self.tp and self.views_agree:
             same = {"etp": "tp"} | ({"edp": "dp-cp"} if self.ep == 1 else {})  # experts then have the usual copies
@@ -174,6 +185,7 @@ class Layout:
         """The names of all groups that a training step may communicate over. The mesh makes exactly these, and the
         metrics of a step count the traffic of each."""
         names = [*STEP_GROUPS, *(name for _, pieces in self.parts for name, _ in pieces)]
+        names += [name for name, _ in self.shared]
         names += ["cp", "tp-cp"] if self.cp > 1 else []
         names += [name for name in ("etp", "ep", "edp") if self.size(name) > 1]
         names += [f"{REPLICA}-cp"] if self.cp > 1 and REPLICA in names else []
@@ -205,6 +217,9 @@ class Layout:
         if self.node_size is None or len(ranks) == 0:
             return False
         return min(ranks) // self.node_size != max(ranks) // self.node_size
+
+    def _is_special(self, name: str) -> bool:
+        return name in SPECIAL_GROUPS or name in self.holders
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world:
@@ -370,10 +385,10 @@ def _coordinate(layout: Layout, axes: tuple[str, ...], rank: int) -> dict[str, i
     return found | {atom.name: atom.at(rank) for atom in _atoms(layout, axes)}
 
 
-def _ends(layout: Layout, name: str, stages: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks of one pipeline that hold an embedding: word embeddings stand on the first and on the last stage."""
-    first, last = layout.first_and_last
-    return tuple(sorted({stages[first], stages[last]})) if name == "embedding" else (stages[first],)
+def _holding(layout: Layout, name: str, stages: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks of one pipeline that hold the same parameters: word embeddings stand on the first and on the last
+    stage."""
+    return tuple(sorted({stages[at] for at in layout.holders[name]}))
 
 
 def node_parts(layout: Layout) -> Parts:

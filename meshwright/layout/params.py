@@ -34,6 +34,8 @@ class Box:
 class Init:
     kind: Literal["normal", "zeros", "ones", "given"]  # given: the module has set it itself
     std: float = 0.0
+    first: int = 0  # rows of the global tensor that begin with `first_std` instead
+    first_std: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,17 @@ from meshwright.parts.gpt import (
 from meshwright.parts.latent import LatentAttentionPart
 from meshwright.parts.mlp import MLPPart
 from meshwright.parts.part import BlockUnit, Coordinate, MicroBatch, Model, NamedPart, Part, Stage, Unit
-from meshwright.schedule.kinds import ends_of
+from meshwright.parts.t5 import (
+    DECODER,
+    ENCODER,
+    CrossAttentionPart,
+    DecoderBlock,
+    DecoderUnit,
+    EncoderDecoder,
+    RelativeBiasPart,
+    t5_inits,
+)
+from meshwright.schedule.kinds import ends_of, placement_of
 
 
 def gpt(model: ModelConfig) -> Model:
@@ -60,6 +70,49 @@ def bert(model: ModelConfig) -> Model:
     head = Unit(tuple(NamedPart(*part) for part in parts))
     terms = ("loss", "order")[: 1 + pooled]
     return Model(embedding_unit(model), block_units(model), head, h, tied, False, masked, terms)
+
+
+def t5(model: ModelConfig) -> EncoderDecoder:
+    """Describes an encoder-decoder: blocks that see all tokens, and blocks that look back and also see the encoder's
+    output. Scores have no scale but a learned bias of the distance."""
+    h, own, heads, tied = model.hidden, model.t5, model.heads, model.tied_embeddings
+    first = t5_inits(model.init_std, h, heads, model.head_dim, model.ffn)
+    rows, norm = Init("normal", first["in"].std, heads * model.head_dim, first["q"].std), norm_part(model)
+    attention = AttentionPart(
+        h, heads, heads, model.head_dim, rows, first["out"], dropout=model.attention_dropout or 0.0, causal=False,
+        scale=1.0, biased=True,
+    )  # fmt: skip
+    cross = CrossAttentionPart(
+        h, heads, model.head_dim, model.seq, first["q"], first["in"], first["out"], model.attention_dropout or 0.0
+    )
+    mlp = MLPPart(model.mlp, h, model.ffn, first["in"], first["down"])
+
+    def named(*bodies: tuple[str, Part]) -> tuple[NamedPart, ...]:
+        norms = [replace(norm, of_mlp=key == "mlp") for key, _ in bodies]
+        pairs = [(f"norm{at}", each) for at, each in enumerate(norms, start=1)]
+        return tuple(NamedPart(key, key, part) for pair in zip(pairs, bodies, strict=True) for key, part in pair)
+
+    def bias(stack: str) -> tuple[NamedPart, ...]:
+        part = RelativeBiasPart(own.buckets, own.distance, heads, stack == ENCODER, stack, first["in"])
+        return (NamedPart("bias", f"{stack}.bias", part),)
+
+    tokens = TokenEmbeddingPart(model.vocab, h, first["table"], True, model.embedding_dropout or 0.0)
+    table = (NamedPart("tokens", "embedding", tokens),)
+    output = OutputLayerPart(
+        model.vocab, h, first["table"], tied, scale=h**-0.5 if own.scale_output == "true" else 1.0
+    )
+    head = (NamedPart("norm", "decoder.final_norm", ended_norm(model)),
+            NamedPart("output", "embedding" if tied else "head", output))  # fmt: skip
+    encoder = BlockUnit(named(("attention", attention), ("mlp", mlp)), h, False, model.dropout)
+    bodies = (("attention", replace(attention, causal=True)), ("cross", cross), ("mlp", mlp))
+    decoder = DecoderBlock(named(*bodies), h, False, model.dropout, seq=own.decoder_seq)
+    return EncoderDecoder(
+        Unit(table), (encoder,) * own.encoder_layers + (decoder,) * (model.layers - own.encoder_layers),
+        DecoderUnit(head, own.decoder_seq), h, tied, False, encoder_layers=own.encoder_layers,
+        decoder_seq=own.decoder_seq, encoder_bias=Unit(bias(ENCODER)),
+        encoder_end=Unit((NamedPart("norm", "encoder.final_norm", ended_norm(model)),)),
+        decoder_embedding=DecoderUnit(table, own.decoder_seq), decoder_bias=DecoderUnit(bias(DECODER), own.decoder_seq),
+    )  # fmt: skip
 
 
 def norm_part(model: ModelConfig) -> NormPart:
@@ -136,7 +189,7 @@ def experts(model: ModelConfig, mlp: MLPPart) -> ExpertsPart:
 
 
 # Kinds of models, by the config's `model.kind`. A program may add its own.
-MODELS: dict[str, Callable[[ModelConfig], Model]] = {"gpt": gpt, "bert": bert}
+MODELS: dict[str, Callable[[ModelConfig], Model]] = {"gpt": gpt, "bert": bert, "t5": t5}
 
 
 def describe(model: ModelConfig) -> Model:
@@ -164,7 +217,24 @@ def split_layers(layers: int, count: int, split: Sequence[int] = ()) -> list[Sta
 
 def stages_of(config: Config) -> list[Stage]:
     """Returns the virtual stages that a config asks for."""
-    return split_layers(config.model.layers, config.layout.pp * config.layout.chunks, config.pipeline.split)
+    layers, count, split = config.model.layers, config.layout.pp * config.layout.chunks, config.pipeline.split
+    if own := config.pipeline.encoder_stages:
+        blocks = config.model.t5.encoder_layers
+        both = (split_layers(blocks, own), split_layers(layers - blocks, count - own))
+        split = tuple(len(stage.layers) for stages in both for stage in stages)
+    return split_layers(layers, count, split)
+
+
+def shared_parameters(config: Config) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Returns the pipeline ranks that hold the same parameters of an encoder-decoder, by the name of their group."""
+    model, found = describe(config.model), dict[str, set[int]]()
+    if not isinstance(model, EncoderDecoder):
+        return ()
+    places = placement_of(config.pipeline.schedule, config.layout.pp, config.layout.chunks)
+    for stage, (rank, _) in zip(stages_of(config), places, strict=True):
+        for name in model.holds(stage):
+            found.setdefault(name, set()).add(rank)
+    return tuple((name, tuple(sorted(ranks))) for name, ranks in sorted(found.items()))
 
 
 # Fields of a batch where ranks share sequences: the numbers and the documents of the rows of all of them.
@@ -201,7 +271,7 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
     layout = Layout(
         world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, node_size=c.node_size or node_size or None,
         parts=(*kv_parts(config.model, c.tp), *context_parts(config)),
-        ends=ends_of(config.pipeline.schedule, c.pp, c.chunks), etp=c.etp,
+        ends=ends_of(config.pipeline.schedule, c.pp, c.chunks), etp=c.etp, shared=shared_parameters(config),
     )  # fmt: skip
     if config.zero.stage == 0 or config.zero.shard_group == "dp":
         return layout
@@ -211,17 +281,14 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
 def fields_read(stage: Stage, model: Model, cp: int = 1) -> set[str]:
     """Returns the fields of a batch that a chunk reads, where the data have them. Blocks that add to the loss count the
     tokens that count in it."""
-    first, last = {"tokens", "token_types"}, {"labels", "loss_mask", "places", "swapped"}
-    ends = (first if stage.first else set()) | (last if stage.last else set())
     documents = {"segments"} if cp == 1 else {CONTEXT_ROWS, CONTEXT_DOCUMENTS}
-    return ends | {"positions"} | documents | ({"loss_mask"} if model.losses else set())
+    return model.fields(stage) | {"positions"} | documents | ({"loss_mask"} if model.losses else set())
 
 
 def field_elements(name: str, model: Model, at: Coordinate, batch: MicroBatch) -> int:
     """Returns the elements of a field of one micro-batch on a rank: one for each token, for each that is predicted, or
     for each sample."""
-    chosen = {"places": model.predictions, "labels": model.predictions, "loss_mask": model.predictions, "swapped": 1}
-    return batch.sequences * chosen[name] if model.predictions and name in chosen else batch.tokens(at)
+    return batch.sequences * model.lengths[name] if name in model.lengths else batch.tokens(at)
 
 
 def data_fields(config: Config) -> list[str]:
@@ -229,6 +296,8 @@ def data_fields(config: Config) -> list[str]:
     if config.objective == "masked":
         names = ["tokens", "token_types", "segments", "places", "labels", "loss_mask"]
         return names + (["swapped"] if config.model.pooler else [])
+    if config.objective == "spans":
+        return ["tokens", "decoder_tokens", "labels", "loss_mask"]
     names = ["tokens", "labels", "loss_mask"]
     names += ["positions"] if config.data.reset_positions else []
     return names + (["segments"] if config.data.reset_attention else [])

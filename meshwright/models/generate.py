@@ -1,4 +1,5 @@
-"""Text from a model, token by token, with a key-value cache; on one rank or cut over tp."""
+"""Text from a model, token by token, with a key-value cache; on one rank or cut over tp. An encoder-decoder reads the
+prompt with its encoder, and its decoder writes."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.ops import all_gather
+from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 from meshwright.models.gpt import GPTStage
+from meshwright.models.t5 import T5Stage
 from meshwright.nn.attention import KVCache
 
 
@@ -37,6 +40,38 @@ class Generator:
         return all_gather(part, tp.name, tp.size)[: self.vocab].double()
 
 
+class EncoderDecoderGenerator:
+    """A whole encoder-decoder, the output of its encoder for one prompt, and the decoder's keys and values. The text
+    begins after the token `start`."""
+
+    def __init__(self, module: T5Stage, vocab: int, longest: int, start: int) -> None:
+        assert module.encoder_end is not None and module.head is not None and not module.parallel.splits_tokens
+        self.module, self.vocab, self.longest, self.start = module.eval(), vocab, longest, start
+        self.past = {number: KVCache(longest) for number in module.decoder}
+        self.memory: Tensor | None = None
+
+    @torch.no_grad()
+    def next_logits(self, ids: list[int]) -> Tensor:
+        """Returns the logits [vocab] of the first token of the answer to the prompt `ids`; later ones after the token
+        that `ids` then holds. Every rank gets the same."""
+        module, device = self.module, self.module.parallel.device
+        if self.memory is None:
+            self.memory, ids = module.encoded(torch.tensor([ids], device=device)), [self.start]
+        assert len(ids) == 1 and module.head is not None and module.decoder_embedding is not None
+        hidden = module.decoder_embedding(torch.tensor([ids], device=device), None)
+        hidden = module.decoded(hidden, self.memory, self.past, sequences=1)
+        part, tp = module.head.logits(hidden)[0], module.parallel.tp
+        return all_gather(part, tp.name, tp.size)[: self.vocab].double()
+
+
+def generator_of(module: GPTStage, model: ModelConfig, prompt: int, most: int) -> tuple[Generators, int]:
+    """Returns a generator for a prompt of so many tokens, and how many tokens of at most `most` it can give."""
+    if isinstance(module, T5Stage):  # relative positions have no end; what was never trained is the user's choice
+        return EncoderDecoderGenerator(module, model.vocab, most, model.t5.start), most
+    room = max(1, model.seq - prompt + 1)  # the last token is never fed back
+    return Generator(module, model.vocab, min(model.seq, prompt + most)), min(most, room)
+
+
 def choose_token(logits: Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:
     """Chooses the next token: the likeliest at temperature 0, else one drawn from the likeliest tokens that together
     have probability `top_p`."""
@@ -47,8 +82,11 @@ def choose_token(logits: Tensor, temperature: float, top_p: float, random: torch
     return int(order[torch.multinomial(shares, 1, generator=random)])
 
 
+Generators = Generator | EncoderDecoderGenerator
+
+
 def generate(
-    generator: Generator,
+    generator: Generators,
     prompt: list[int],
     most: int,
     temperature: float = 0.0,

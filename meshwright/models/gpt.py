@@ -91,15 +91,19 @@ class GPTStage(nn.Module):
             # Across stages, each end holds a copy and the gradients are summed.
             self.head.output.weight = self.embedding.tokens.get_parameter("weight")
         self.masks, self.causal = c.masks_documents, model.causal
+        self._offer(config, at)
+
+    def _offer(self, config: Config, at: Coordinate) -> None:
+        """Sets what `models.stage.StageModule` asks for."""
+        c, stage, model = config.model, self.stage, describe(config.model)
         self.micro_batch = config.train.micro_batch
         self._loss_weight: float | None = None
         self.terms = model.terms  # of the head's loss
         self.losses = model.losses  # the terms that blocks add to the loss
         parts = [part for layer in stage.layers for _, _, part in model.blocks[layer].parts]
         self.losses_here = sum(any(True for _ in part.losses()) for part in parts)  # blocks of this chunk that add them
-        # What `models.stage.StageModule` asks for.
-        shapes = {} if stage.first else model.passes(at, MicroBatch(self.micro_batch, c.seq))
-        self.receives: Receives = {name: (shape, parallel.dtype) for name, shape in shapes.items()}
+        shapes = model.passes(at, MicroBatch(self.micro_batch, c.seq), stage)
+        self.receives: Receives = {name: (shape, self.parallel.dtype) for name, shape in shapes.items()}
         self.needs: set[str] | None = fields_read(stage, model, at.size("cp"))
         self.draws_by_key = True
         self.loss_counts = sample_counts if len(model.terms) > 1 else None

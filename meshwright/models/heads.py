@@ -17,6 +17,7 @@ from meshwright.nn.loss import output_loss
 from meshwright.nn.norm import NoNorm, Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.rows import ChosenRows, Dense
+from meshwright.parts.gpt import OutputLayerPart
 from meshwright.parts.part import Records, Unit
 
 
@@ -33,14 +34,20 @@ class Head(nn.Module):
         for key, _, part in unit.parts:
             self.add_module(key, build_module(part, parallel, records_under(records, key)))
         self.vocab, self.parallel = vocab, parallel
+        self.scale = next((part.scale for _, _, part in unit.parts if isinstance(part, OutputLayerPart)), 1.0)
 
     def logits(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.output(self.norm(x))
+        logits: Tensor = self.output(self._ended(x))
         return logits
+
+    def _ended(self, x: Tensor) -> Tensor:
+        """Returns what the output layer takes."""
+        x = self.norm(x)
+        return x if self.scale == 1.0 else x * self.scale
 
     def forward(self, x: Tensor, labels: Tensor, mask: Tensor, weight: float | None = None) -> Any:
         """Returns the sum of the losses; `weight` announces the gradient that this sum will get."""
-        x = self.norm(x)
+        x = self._ended(x)
         return output_loss(x, self.output, labels.flatten(), mask.flatten(), self.vocab, self.parallel, weight)
 
     def counts(self, batch: Mapping[str, Tensor]) -> list[Tensor]:

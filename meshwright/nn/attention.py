@@ -95,6 +95,7 @@ class KVCache:
         self.longest, self.length = longest, 0
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
+        self.memory: tuple[Tensor, Tensor] | None = None  # keys and values of an encoder's output, which stay
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Appends these and returns all keys and values so far, [batch, heads, tokens so far, head_dim]."""
@@ -122,7 +123,7 @@ class Attention(nn.Module):
         self.norms = norms[part.qk_norm](parallel, part, records) if part.qk_norm else None
         self.out = Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
         self.recompute_core = parallel.recompute.mode == "selective"
-        self.causal = part.causal
+        self.causal, self.scale = part.causal, part.scale or None
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None) -> Tensor:
         """Softmax of the scores times the values, all [batch, heads, seq, head_dim]."""
@@ -130,7 +131,7 @@ class Attention(nn.Module):
             return document_attention(q, k, v, mask)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=bool(self.causal and mask is None and q.shape[2] == k.shape[2]),
-            dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.heads != self.kv_heads,
+            dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.heads != self.kv_heads, scale=self.scale,
         )  # fmt: skip
 
     def forward(

@@ -23,7 +23,8 @@ from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
 from meshwright.nn.rotary import Tables
 from meshwright.nn.rows import ChosenRows, Dense
-from meshwright.parts import bert, experts, gpt, latent, mlp
+from meshwright.nn.t5 import CrossAttention, RelativeBias
+from meshwright.parts import bert, experts, gpt, latent, mlp, t5
 from meshwright.parts.part import BlockUnit, Part, Records
 
 
@@ -41,6 +42,8 @@ MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
     latent.LatentAttentionPart: LatentAttention,
     mlp.MLPPart: MLP,
     experts.ExpertsPart: Experts,
+    t5.RelativeBiasPart: RelativeBias,
+    t5.CrossAttentionPart: CrossAttention,
     gpt.TokenEmbeddingPart: TokenEmbedding,
     gpt.PositionEmbeddingPart: PositionEmbedding,
     gpt.OutputLayerPart: _output_layer,
@@ -75,9 +78,10 @@ class Block(nn.Module):
 
     def forward(
         self, x: Tensor, batch: int, rotary: Tables | None, mask: Tensor | Documents | ContextRows | None,
-        past: KVCache | None = None, given: RoutedInputs | None = None,
+        past: KVCache | None = None, given: RoutedInputs | Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        """Returns the sum and, if a body adds to the loss, the sums of its terms."""
+        """Returns the sum and, if a body adds to the loss, the sums of its terms. `given` is what a mixture of experts
+        takes, or an encoder's output."""
         total: Tensor | None = None
         losses: Tensor | None = None
         for norm, body in self.branches:

@@ -14,7 +14,7 @@ from meshwright.nn.weight_grad import add_rows_grad, dense_rows_grad
 from meshwright.parts import bert, gpt
 
 
-class _Rows(torch.autograd.Function):
+class TableRows(torch.autograd.Function):
     """Looks up weight[rows]. A negative row is one that another rank holds, and gives zeros."""
 
     @staticmethod
@@ -47,10 +47,10 @@ class TokenEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         tp, sink = self.parallel.tp, self.sinks.get("weight")
         if tp.alone:
-            return _Rows.apply(self.weight, ids, False, sink)
+            return TableRows.apply(self.weight, ids, False, sink)
         rows = ids - self.first
         inside = (rows >= 0) & (rows < self.weight.shape[0])
-        part = _Rows.apply(self.weight, torch.where(inside, rows, -1), True, sink)
+        part = TableRows.apply(self.weight, torch.where(inside, rows, -1), True, sink)
         return reduce_scatter_from(part, tp) if self.parallel.splits_tokens else reduce_from(part, tp)
 
 
@@ -67,4 +67,4 @@ class PositionEmbedding(nn.Module):
         self.offset = part.offset if isinstance(part, gpt.PositionEmbeddingPart) else 0
 
     def forward(self, positions: Tensor) -> Tensor:
-        return _Rows.apply(self.weight, positions + self.offset, False, self.sinks.get("weight"))
+        return TableRows.apply(self.weight, positions + self.offset, False, self.sinks.get("weight"))

@@ -36,6 +36,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
     "geglu": gated(F.gelu),
+    "tanh_geglu": gated(lambda x: F.gelu(x, approximate="tanh")),
     "reglu": gated(F.relu),
 }  # SwiGLU is in fused.py: it can be a part of the product after it
 

@@ -108,7 +108,11 @@ def draw_parameter(record: ParamRecord, out: Tensor, seed: int) -> None:
     for tile_seed, wanted, place in tiles(record, seed):
         generator.manual_seed(tile_seed)
         local[place] = torch.randn(*sides, generator=generator)[wanted]
-    out.copy_(local.mul_(record.init.std))
+    local.mul_(record.init.std)
+    for box in record.boxes if record.init.first else ():
+        rows = max(0, min(box.shape[0], record.init.first - box.start[0]))
+        local[box.local_start[0] : box.local_start[0] + rows] *= record.init.first_std / record.init.std
+    out.copy_(local)
 
 
 def share_tied_parameters(modules: list[nn.Module]) -> None:

@@ -50,8 +50,12 @@ def call_unit(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Any
     gate.open()
     if not gate.closes:
         return unit(x, *rest)
-    if x.requires_grad and torch.is_grad_enabled():
-        (x,) = _CallInBackward.apply(gate.close, x)
+    if torch.is_grad_enabled():  # all gradients that leave the unit must be there before its weights may go
+        given = [x, *rest]
+        at = [n for n, value in enumerate(given) if isinstance(value, Tensor) and value.requires_grad]
+        for n, value in zip(at, _CallInBackward.apply(gate.close, *(given[n] for n in at)) if at else (), strict=True):
+            given[n] = value
+        x, rest = given[0], tuple(given[1:])
     y = unit(x, *rest)
     if not hold:
         gate.close()
@@ -61,32 +65,33 @@ def call_unit(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Any
     return results if isinstance(y, tuple) else results[0]
 
 
-Run = Callable[[Tensor, bool], tuple[Tensor, ...]]
+Run = Callable[..., tuple[Tensor, ...]]  # of x, whether it runs again, and further tensors
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Run, kept: Kept) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, run: Run, kept: Kept, *more: Tensor) -> tuple[Tensor, ...]:
         ctx.run, ctx.copy, ctx.before = run, None, kept.last
         if kept.memory is None:
-            ctx.save_for_backward(x)
+            ctx.save_for_backward(x, *more)
         else:
+            assert not more
             ctx.copy = kept.last = kept.memory.keep(x, kept.last)
-        return run(x, False)
+        return run(x, False, *more)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.copy is not None:
-            saved, ctx.copy = ctx.copy.fetch(), None
+            saved, ctx.copy = [ctx.copy.fetch()], None
         else:
-            (saved,) = ctx.saved_tensors
+            saved = list(ctx.saved_tensors)
             if ctx.before is not None:
                 ctx.before.prefetch()
-        x = saved.detach().requires_grad_()
+        x, *more = (each.detach().requires_grad_() for each in saved)
         with torch.enable_grad():
-            ys = ctx.run(x, True)
+            ys = ctx.run(x, True, *more)
         torch.autograd.backward(ys, grads)
-        return x.grad, None, None
+        return x.grad, None, None, *(each.grad for each in more)
 
 
 @dataclass
@@ -98,9 +103,10 @@ class Kept:
     last: HostCopy | None = None
 
 
-def recompute(run: Run, x: Tensor, kept: Kept | None = None) -> tuple[Tensor, ...]:
-    """Returns run(x, again=False), of which only x is kept, and calls run(x, again=True) in backward. `run` itself must
-    repeat its random numbers and collectives."""
+def recompute(run: Run, x: Tensor, kept: Kept | None = None, *more: Tensor) -> tuple[Tensor, ...]:
+    """Returns run(x, again=False, *more), of which only x and `more` are kept, and calls run(x, again=True, *more) in
+    backward. `run` itself must repeat its random numbers and collectives. Of what has a gradient, it must use nothing
+    but these tensors and weights."""
     # Autograd skips the backward of a function none of whose inputs needs a gradient, and the weights inside `run` are
     # no inputs. So x gets one even where it needs none, as after a frozen embedding.
-    return _Recompute.apply(x if x.requires_grad else x.detach().requires_grad_(), run, kept or Kept())
+    return _Recompute.apply(x if x.requires_grad else x.detach().requires_grad_(), run, kept or Kept(), *more)

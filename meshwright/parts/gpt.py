@@ -154,6 +154,8 @@ class AttentionPart(Part):
     dropout: float = 0.0
     masked: bool = False  # whether attention within documents takes a mask
     causal: bool = True  # whether a token sees only those before it
+    scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
+    biased: bool = False  # whether a learned bias is added to the scores
 
     def own_heads(self, at: Coordinate) -> tuple[int, int]:
         """The query heads and key-value heads of one tp rank."""
@@ -243,13 +245,13 @@ class AttentionPart(Part):
         elif self.qk_norm:
             yield Kept("token norms", 2 * tokens * wide)
         yield Kept("attention output", tokens * h * d * e)
-        if host and self.dropout:  # no fused kernel: copies in float32, and three tensors of scores
+        if host and (self.dropout or self.biased):  # no fused kernel: copies in float32, and tensors of scores
             yield Kept("qkv", tokens * (h + 2 * k) * d * e)
             # The core keeps its copies instead of the rotated queries and keys that it would be run again from.
             rotated = tokens * (h + k) * d * e if self.rope else 0
             yield Kept("rotated", rotated)
             yield Kept("wide qkv", tokens * (h + 2 * k) * d * (wide - e) - rotated, core=True)
-            yield Kept("scores", 3 * tokens * h * batch.seq * wide, core=True)
+            yield Kept("scores", (3 if self.dropout else 1) * tokens * h * batch.seq * wide, core=True)
             return
         yield Kept("qkv", tokens * (h + 2 * k) * d * e)
         rotates_in_place = kernels.fused and not self.qk_norm  # one tensor, which attention keeps anyway
@@ -347,13 +349,15 @@ class PositionEmbeddingPart(Part):
 @dataclass(frozen=True)
 class OutputLayerPart(Part):
     """The output layer, a product cut over the vocabulary, and the cross entropy. Their gradients are computed in
-    forward, one piece of the tokens at a time. `bias` is the whole name of its bias, if it has one."""
+    forward, one piece of the tokens at a time. `bias` is the whole name of its bias, if it has one; `scale` multiplies
+    its input."""
 
     vocab: int
     hidden: int
     init: Init
     tied: bool = False
     bias: str = ""
+    scale: float = 1.0
 
     def records(self, at: Coordinate, name: str) -> Records:
         weight = vocabulary_record(at, f"{name}.weight", (self.vocab, self.hidden), self.init, self.tied)

@@ -14,7 +14,7 @@ from meshwright.parts.part import Collective, Coordinate, Kept, Kernels, MicroBa
 class MLPPart(Part):
     """The feed-forward part, cut over tp by its inner features."""
 
-    kind: str  # gelu, gelu_tanh, quick_gelu, relu, or one that is gated: swiglu, geglu, reglu
+    kind: str  # gelu, gelu_tanh, quick_gelu, relu, or one that is gated: swiglu, geglu, tanh_geglu, reglu
     hidden: int
     ffn: int
     init: Init

@@ -7,89 +7,18 @@ statements, the planner is a fold over them, and the dry run checks that they ar
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from meshwright.layout import Layout
 from meshwright.layout.params import ParamRecord
+from meshwright.parts.coordinate import Coordinate as Coordinate
+from meshwright.parts.coordinate import coordinate_of as coordinate_of
+from meshwright.parts.coordinate import hash_once as hash_once
 
 Records = dict[str, ParamRecord]
-
-
-def hash_once(self: Any) -> int:
-    """Hashes a value once and remembers it: the planner's caches are keyed by these values, and hashing a model of a
-    hundred blocks at each lookup is slow."""
-    found = self.__dict__.get("_hash")
-    if found is None:
-        found = hash(tuple(getattr(self, each.name) for each in fields(self)))
-        object.__setattr__(self, "_hash", found)
-    return int(found)
-
-
-@dataclass(frozen=True)
-class Coordinate:
-    """One rank's place along the axes that can cut a part: the size of each axis and the rank's index along it.
-
-    Axes that are not named have one rank. The data-parallel axes are left out, since no part is cut by them.
-    """
-
-    axes: tuple[tuple[str, int, int], ...] = ()  # (name, size, index), names ascending
-    sequence_parallel: bool = False
-    context: str = "ring"  # how ranks along cp share their tokens (see `context.kind`)
-    overlaps: bool = False  # linear layers communicate over tp in pieces, while they multiply (`comm.overlap.tensor`)
-
-    __hash__ = hash_once
-
-    @cached_property
-    def _axes(self) -> dict[str, tuple[int, int]]:
-        return {name: (size, index) for name, size, index in self.axes}
-
-    def size(self, axis: str) -> int:
-        """Returns the size of an axis, or of a product of axes as in "tp-cp"."""
-        if "-" not in axis:
-            return self._axes.get(axis, (1, 0))[0]
-        return math.prod(self.size(word) for word in axis.split("-"))
-
-    def index(self, axis: str) -> int:
-        return self._axes.get(axis, (1, 0))[1]
-
-    @cached_property
-    def dense(self) -> Coordinate:
-        """The place along the axes that cut everything but experts."""
-        axes = tuple(each for each in self.axes if each[0] not in ("ep", "etp"))
-        return self if len(axes) == len(self.axes) else replace(self, axes=axes)
-
-    @property
-    def at_once(self) -> Coordinate:
-        """The same place for what is no linear layer, and so does not communicate in pieces."""
-        return replace(self, overlaps=False) if self.overlaps else self
-
-    @property
-    def splits_tokens(self) -> bool:
-        """Whether each tp rank holds only its rows of the tokens between the products."""
-        return self.sequence_parallel and self.size("tp") > 1
-
-    @property
-    def cuts_experts_alike(self) -> bool:
-        """Whether an expert is divided over the same ranks as everything else."""
-        return self.size("etp") == self.size("tp")
-
-
-def coordinate_of(
-    layout: Layout, rank: int, sequence_parallel: bool, context: str = "ring", overlaps: bool = False
-) -> Coordinate:
-    """Returns the coordinate of `rank` in a layout."""
-    found = {**layout.coordinate(rank), **layout.expert_coordinate(rank)}
-    sizes = {axis: layout.size(axis) for axis in found if not axis.startswith(("dp", "edp"))}
-    axes = [(axis, size, found[axis]) for axis, size in sizes.items() if size > 1]
-    if layout.size("embedding") > 1:
-        axes.append(("embedding", layout.size("embedding"), 0))
-    overlaps &= layout.tp > 1
-    return Coordinate(tuple(sorted(axes)), sequence_parallel, context if layout.cp > 1 else "ring", overlaps)
 
 
 @dataclass(frozen=True)
@@ -275,6 +204,10 @@ class Unit:
     def has_experts(self) -> bool:
         return any(part.has_experts for _, _, part in self.parts)
 
+    def own(self, batch: MicroBatch) -> MicroBatch:
+        """Returns a micro-batch as this unit sees it: a decoder's sequences have another length than its encoder's."""
+        return batch
+
     def seen_by(self, at: Coordinate) -> Coordinate:
         """Returns what of a coordinate the unit depends on, by which the planner remembers its figures."""
         return at if self.has_experts else at.dense
@@ -287,16 +220,20 @@ class Unit:
         }
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        batch = self.own(batch)
         return sum((part.work(at, batch, kernels) for _, _, part in self.parts), Work())
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+        batch = self.own(batch)
         for _, _, part in self.parts:
             yield from (call for call in part.collectives(at, batch) if at.size(call.axis) > 1)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[Kept, ...]:
+        batch = self.own(batch)
         return tuple(kept for _, _, part in self.parts for kept in part.kept(at, batch, kernels))
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        batch = self.own(batch)
         return max((part.working(at, batch, kernels) for _, _, part in self.parts), default=0.0)
 
 
@@ -318,6 +255,7 @@ class BlockUnit(Unit):
         return list(zip(self.parts[::2], self.parts[1::2], strict=True))
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        batch = self.own(batch)
         # A sum reads two rows and writes one; dropout reads and writes a mask with it.
         width = 3 * self.hidden * batch.element + (self.hidden if self.dropout else 0)
         count = len(self.branches)
@@ -326,6 +264,7 @@ class BlockUnit(Unit):
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[Kept, ...]:
         found: list[Kept] = []
+        batch = self.own(batch)
         for number, (norm, body) in enumerate(self.branches):
             shared = self.parallel and number > 0  # all norms take the block's input, which is kept once
             found += [kept for kept in norm.part.kept(at, batch, kernels) if not (shared and kept.name == "input")]
@@ -336,6 +275,7 @@ class BlockUnit(Unit):
         return tuple(found)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        batch = self.own(batch)
         stream = batch.tokens(at) * self.hidden * batch.element
         if not kernels.own:
             return 2.0 * stream if at.splits_tokens else 0.0  # a gathered input and a gradient
@@ -413,9 +353,24 @@ class Model:
         """The one stage of a model without a pipeline."""
         return Stage(0, 1, range(len(self.blocks)))
 
-    def passes(self, at: Coordinate, batch: MicroBatch) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the tensors, in the model's precision, that one unit passes to the next."""
-        return {"hidden": (batch.rows(at), self.hidden)}
+    def passes(self, at: Coordinate, batch: MicroBatch, stage: Stage) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the tensors, in the model's precision, that a stage receives from the one before."""
+        return {} if stage.first else {"hidden": (batch.rows(at), self.hidden)}
+
+    def kept_beside(self, at: Coordinate, batch: MicroBatch, stage: Stage) -> int:
+        """Returns the elements that all blocks of a stage keep together, beside what each of them states."""
+        return 0
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The elements that a sample's fields have, of those that have not one for each token."""
+        chosen = self.predictions
+        return {"places": chosen, "labels": chosen, "loss_mask": chosen, "swapped": 1} if chosen else {}
+
+    def fields(self, stage: Stage) -> set[str]:
+        """Returns the fields of a batch that the ends of the model in this stage read, where the data have them."""
+        first = {"tokens", "token_types"} if stage.first else set()
+        return first | ({"labels", "loss_mask", "places", "swapped"} if stage.last else set())
 
 
 ALONE = Coordinate()

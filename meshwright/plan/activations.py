@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from meshwright.models.description import field_elements, fields_read
 from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Stage, Unit
-from meshwright.plan.job import Job
+from meshwright.plan.job import Job, kept_together
 from meshwright.schedule.kinds import KINDS, computes
 from meshwright.schedule.table import MEANING, held
 
@@ -34,7 +34,7 @@ def unit_kept(
     everything, passing = sum(each.size for each in kept), sum(each.size for each in stated if each.passing)
     if not isinstance(unit, BlockUnit) or mode == "none":
         return KeptBytes(everything, passing, working)
-    stream = batch.rows(at) * unit.hidden * batch.element
+    stream = unit.own(batch).rows(at) * unit.hidden * batch.element
     share, core = selective
     if mode == "selective" and core:
         dropped = sum(each.size for each in kept if each.core)
@@ -44,7 +44,7 @@ def unit_kept(
     if mode == "selective":
         # The block's input, the attention output and this share of the products' results are kept.
         products = [product for product in unit.work(at, batch, kernels).products if product.linear]
-        scattered = batch.rows(at) / batch.tokens(at)
+        scattered = unit.own(batch).rows(at) / unit.own(batch).tokens(at)
         results = sum(p.m * p.n * p.count * (scattered if p.scattered else 1.0) for p in products) * batch.element
         output = sum(each.size for each in kept if each.name == "attention output")
         held = stream + output + share * results
@@ -75,22 +75,15 @@ class ChunkBytes:
 def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     """Returns the bytes of one chunk; `fields` is the number of elements of a micro-batch that the rank reads."""
     together, mode = job.config.recompute.blocks, job.config.recompute.mode
-    stream = job.batch.rows(job.at) * job.model.hidden * job.batch.element
+    held, first = [unit for _, _, unit in job.model.units(stage)], int(stage.first)
     selective = (job.stack.selective, job.stack.selective_core)
-    units = [
-        unit_kept(unit, unit.seen_by(job.at), job.batch, job.kernels, mode, selective)
-        for _, _, unit in job.model.units(stage)
-    ]
-    first, last = int(stage.first), len(units) - int(stage.last)
-    # Ranges of units that are kept and released together: single units, or runs of blocks recomputed together.
-    parts = [(at, at + 1) for at in range(len(units))]
-    if together:
-        runs = [(at, min(at + together, last)) for at in range(first, last, together)]
-        parts = [*parts[:first], *runs, *parts[last:]]
+    units = [unit_kept(unit, unit.seen_by(job.at), job.batch, job.kernels, mode, selective) for unit in held]
+    streams = [unit.own(job.batch).rows(job.at) * job.model.hidden * job.batch.element for unit in held]
+    parts = kept_together(held, together)
     kept, again, away = [], [], _offloaded(job, stage, len(parts) - first - int(stage.last))
     for number, (begin, end) in enumerate(parts, start=-first):
-        inside = units[begin:end]
-        if together and first <= begin < last:
+        inside, stream = units[begin:end], streams[begin]
+        if together and isinstance(held[begin], BlockUnit):
             kept.append(0.0 if number in away or job.states.checkpoints_on != "device" else stream)
             again.append(sum(each.lasting for each in inside) + inside[0].again + stream * (number in away))
         else:
@@ -101,7 +94,8 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
 
     def working(at: int) -> float:
         """Of its kernels, and the input of the run before where that is brought back from host memory."""
-        return max(each.working for each in units[slice(*parts[at])]) + stream * (at - first - 1 in away)
+        own = max(each.working for each in units[slice(*parts[at])])
+        return own + streams[parts[at][0]] * (at - first - 1 in away)
 
     moments = tuple(
         BackwardUnit(parts[at][1] - 1, again[at] - done[at], working(at))
@@ -113,7 +107,8 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     masked = job.batch.documents and job.config.model.masks_documents and stage.layers and job.host
     mask = job.batch.sequences * job.batch.seq * (job.batch.seq if job.model.causal else 1) if masked else 0
     loss = units[-1].working if stage.last else 0.0
-    return ChunkBytes(sum(kept) + batch + mask, loss, moments, stream * len(away))
+    beside = job.model.kept_beside(job.at, job.batch, stage) * job.batch.element
+    return ChunkBytes(sum(kept) + batch + mask + beside, loss, moments, streams[0] * len(away))
 
 
 def _offloaded(job: Job, stage: Stage, runs: int) -> range:
@@ -124,7 +119,7 @@ def _offloaded(job: Job, stage: Stage, runs: int) -> range:
 def chunks_of(job: Job, pp_rank: int) -> list[ChunkBytes]:
     """Returns the bytes of each chunk of a pipeline rank."""
     held = job.chunks[pp_rank]
-    ends = [stage for stage in held if stage.first or stage.last]
+    ends = [stage for stage in held if job.model.fields(stage)]
     read = (name for stage in ends for name in fields_read(stage, job.model, job.layout.cp) & set(job.data_fields))
     fields = sum(field_elements(name, job.model, job.at, job.batch) for name in read)
     return [chunk_bytes(job, stage, fields) for stage in held]

@@ -12,6 +12,7 @@ with its closed formula. What they yield are calls as one rank's ledger counts t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,9 +23,9 @@ from meshwright.comm.ledger import wire_bytes
 from meshwright.config.sections import Config, ZeroConfig
 from meshwright.layout import Layout
 from meshwright.layout.params import ParamRecord
-from meshwright.models.description import field_elements, fields_read
+from meshwright.models.description import field_elements, fields_read, stages_of
 from meshwright.parts.part import BlockUnit, Collective, Coordinate, MicroBatch, Stage, Unit
-from meshwright.plan.job import FIELD_BYTES, Job, checked_job
+from meshwright.plan.job import FIELD_BYTES, Job, checked_job, kept_together
 from meshwright.plan.stack import BYTES
 from meshwright.sharding.placement import backward_order, bucket_elements, buffer_key, grad_bytes, place, shard_axes
 from meshwright.sharding.reducers import PLAIN_REDUCER, ReducerPlan
@@ -108,10 +109,10 @@ def unit_collectives(unit: Unit, at: Coordinate, batch: MicroBatch) -> tuple[Col
     return tuple(unit.collectives(at, batch))
 
 
-def passed_bytes(job: Job) -> int:
-    """Returns the bytes that a stage hands to the next for one micro-batch."""
-    shapes = job.model.passes(job.at, job.batch).values()
-    return sum(math.prod(shape) for shape in shapes) * job.batch.element
+def passed_bytes(job: Job, stage: Stage) -> list[int]:
+    """Returns the bytes of each tensor that a stage receives from the one before for one micro-batch."""
+    shapes = job.model.passes(job.at, job.batch, stage).values()
+    return [math.prod(shape) * job.batch.element for shape in shapes]
 
 
 def crossings(job: Job, pp_rank: int) -> list[tuple[int, int]]:
@@ -128,15 +129,19 @@ def pipeline(job: Job, pp_rank: int) -> Iterator[RepeatedCall]:
     """Each chunk sends its output on and its input's gradient back, unless the neighbour is on the same rank.
 
     M sends of H (H / t with split tokens) in either direction for each boundary between virtual stages: over all ranks
-    2 M (p chunks - 1) x world / p sends where p > 1, under every schedule that goes round the ranks. A program that
+    2 M (p chunks - 1) x world / p sends where p > 1, under every schedule that goes round the ranks. Between stages of
+    a decoder that attends to an encoder there are two sends, the second of the encoder's output. A program that
     scatters its sends gathers each one over tp after receiving it.
     """
-    payload, divided = passed_bytes(job), job.layout.tp if job.scatters_sends else 1
-    for side, phase in enumerate(("forward", "backward")):
-        times = sum(crosses[side] for crosses in crossings(job, pp_rank)) * job.micro_batches
-        yield _over(job.layout, "pipeline", phase, "pp", "send", payload // divided, times)
+    stages, divided = stages_of(job.config), job.layout.tp if job.scatters_sends else 1
+    payloads: Counter[tuple[str, int]] = Counter()
+    for stage, crosses in zip(job.chunks[pp_rank], crossings(job, pp_rank), strict=True):
+        for phase, does, taker in zip(("forward", "backward"), crosses, (stage.index + 1, stage.index), strict=True):
+            payloads.update((phase, size) for size in (passed_bytes(job, stages[taker]) if does else ()))
+    for (phase, payload), count in payloads.items():
+        yield _over(job.layout, "pipeline", phase, "pp", "send", payload // divided, count * job.micro_batches)
         if job.scatters_sends:
-            yield _over(job.layout, "pipeline", phase, "tp", "all_gather", payload, times)
+            yield _over(job.layout, "pipeline", phase, "tp", "all_gather", payload, count * job.micro_batches)
 
 
 class HeldParameter(NamedTuple):
@@ -152,7 +157,8 @@ def parameters(job: Job, held: Sequence[Stage]) -> list[HeldParameter]:
     gathers of both. The list is the same for all tp ranks: their pieces have one size.
 
     A unit (embedding, block, head) is gathered for forward and, unless it and everything before it is frozen, for
-    backward. Of N blocks that are recomputed together, all but the last are gathered once more for that.
+    backward. Of N blocks that are recomputed together, all but the last are gathered once more for that. In backward an
+    embedding stays until the chunk's is done, so that a second one with the same table finds it there.
     """
     together = job.config.recompute.blocks
     found: list[HeldParameter] = []
@@ -160,18 +166,21 @@ def parameters(job: Job, held: Sequence[Stage]) -> list[HeldParameter]:
     number = 0
     for stage in held:
         graded = not stage.first  # whether a gradient flows back to here: a stage's received input has one
-        for key, _, unit in job.model.units(stage):
-            at = int(key.removeprefix("blocks.")) - stage.layers.start if key.startswith("blocks.") else -1
-            again = together > 1 and at >= 0 and (at + 1) % together and at + 1 < len(stage.layers)
+        stays: set[str] = set()
+        units = list(job.model.units(stage))
+        runs = kept_together([unit for _, _, unit in units], together)
+        twice = {at for begin, end in runs for at in range(begin, end - 1)}
+        for at, (key, _, unit) in enumerate(units):
             records = unit_records(unit, job.at)
-            graded |= (together > 0 and at >= 0) or any(record.trained for record in records)
-            fetches = 1 + graded + bool(again)
+            graded |= (together > 0 and isinstance(unit, BlockUnit)) or any(record.trained for record in records)
+            fetches = 1 + graded + (at in twice)
             for record in records:
                 tie = tie_of(unit, number, record)
                 if tie in ties:
-                    first = ties[tie]
-                    found[first] = found[first]._replace(fetches=found[first].fetches + fetches)
+                    first, more = ties[tie], fetches - (key.endswith("embedding") and tie in stays)
+                    found[first] = found[first]._replace(fetches=found[first].fetches + more)
                     continue
+                stays |= {tie} if key.endswith("embedding") else set()
                 if tie:
                     ties[tie] = len(found)
                 found.append(HeldParameter(record, number, fetches))

@@ -156,7 +156,8 @@ def _send_seconds(job: Job, cluster: Cluster) -> float:
     layout = job.layout
     if layout.pp == 1:
         return 0.0
-    payload = passed_bytes(job) / (layout.tp if job.scatters_sends else 1)
+    passed = max(sum(passed_bytes(job, stage)) for stages in job.chunks for stage in stages)
+    payload = passed / (layout.tp if job.scatters_sends else 1)
     away = senders_across(layout, job.config.layout.chunks > 1)
     # Those that send to another node do so at once, each with its share of the node's adapters.
     share = min(1.0, away / cluster.node.devices) if away else 1.0

@@ -4,7 +4,7 @@ command asks this one value: parameters, FLOPs, bytes, memory and time are folds
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -16,7 +16,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.layout.layout import DENSE_AXES, EXPERT_AXES, EXPERT_WORDS
 from meshwright.models.description import data_fields, describe, layout_of, stages_of
-from meshwright.parts.part import Coordinate, Kernels, MicroBatch, Model, Stage, Unit, coordinate_of
+from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Model, Stage, Unit, coordinate_of
 from meshwright.plan.stack import BYTES, Stack, States, own_stack, states_of
 from meshwright.schedule.kinds import placement_of
 from meshwright.sharding.compression.sizes import planned_reducer
@@ -180,10 +180,21 @@ class Job:
 
 @lru_cache(maxsize=20_000)
 def units_of(model: Model, stage: Stage) -> tuple[tuple[Unit, int], ...]:
-    blocks = Counter(model.blocks[layer] for layer in stage.layers)
-    first: list[tuple[Unit, int]] = [(model.embedding, 1)] if stage.first else []
-    last: list[tuple[Unit, int]] = [(model.head, 1)] if stage.last else []
-    return (*first, *blocks.items(), *last)
+    return tuple(Counter(unit for _, _, unit in model.units(stage)).items())
+
+
+def kept_together(units: Sequence[Unit], together: int) -> list[tuple[int, int]]:
+    """Returns the ranges of units that are kept and released together: single units, or runs of blocks that are
+    recomputed together."""
+    found: list[tuple[int, int]] = []
+    for at, unit in enumerate(units):
+        begin, end = found[-1] if found else (0, 0)
+        block = isinstance(unit, BlockUnit) and bool(found) and isinstance(units[begin], BlockUnit)
+        if block and end - begin < together:
+            found[-1] = (begin, at + 1)
+        else:
+            found.append((at, at + 1))
+    return found
 
 
 def job_of(config: Config, world: int, stack: Stack | None = None, **more: Any) -> Job:

@@ -158,7 +158,10 @@ class DataParallel:
                 replicas, reducer = self.groups(buffer).replicas, self._reducer_of(buffer)
                 if buffer.split.stage and not replicas.alone:
                     _wait([reducer.all_reduce(bucket, bucket.own_grads, replicas) for bucket in buffer.buckets])
-                for group in (self.mesh.group(axis) for axis in buffer.key.partial):
+            # Axis by axis in one order for all ranks: buffers may stand in another order on another stage.
+            for axis in sorted({axis for buffer in self.trained for axis in buffer.key.partial}):
+                group = self.mesh.group(axis)
+                for buffer in (each for each in self.trained if axis in each.key.partial):
                     _wait([group.all_reduce(bucket.own_grads, wait=False) for bucket in buffer.buckets])
 
     def add_to_frozen(self, parameter: nn.Parameter, change: Tensor) -> None:

@@ -17,9 +17,12 @@ LEARNED, CHANGED, KEPT, ASIDE, SECOND = "bold red", "bold magenta", "bold yellow
 
 def sample_text(sample: Mapping[str, Any], spelling: Spelling, special: Mapping[int, str]) -> Text:
     """Draws a sample. Of a masked token the label is written behind what the model sees: {[MASK]=word} for a masked
-    one, {other=word} for a changed one, {word} for one that stays. `special` tokens have names."""
+    one, {other=word} for a changed one, {word} for one that stays. Of spans that were taken out, the input comes first
+    and then the target. `special` tokens have names."""
     from rich.text import Text
 
+    if "decoder_tokens" in sample:
+        return _span_text(sample, spelling, special)
     masked = "places" in sample
     tokens = sample["tokens"].tolist()
     count = int((sample["segments"] == 0).sum()) if masked else len(tokens)
@@ -44,6 +47,23 @@ def sample_text(sample: Mapping[str, Any], spelling: Spelling, special: Mapping[
     return text
 
 
+def _span_text(sample: Mapping[str, Any], spelling: Spelling, special: Mapping[int, str]) -> Text:
+    """Draws the input of a sample whose spans were taken out and, on a line of its own, the target."""
+    from rich.text import Text
+
+    target = sample["labels"][sample["loss_mask"] > 0]
+    text = Text()
+    for tokens, style, learned in ((sample["tokens"], "", LEARNED), (target, CHANGED, LEARNED)):
+        text.append("\ntarget: " if style else "", ASIDE)
+        for token in tokens.tolist():
+            name = special.get(token)
+            shown = printable(spelling(token).replace("\n", "\\n").replace("\t", "\\t")) if name is None else name
+            text.append(shown, style if name is None else learned if name.startswith("<") else ASIDE)
+    left = len(sample["labels"]) - len(target)
+    text.append(f" + {left} of padding" if left else "", ASIDE)
+    return text
+
+
 def _labels(sample: Mapping[str, Any]) -> dict[int, int]:
     """The places that are learned, with their labels."""
     counted = sample["loss_mask"] > 0
@@ -57,6 +77,10 @@ def _how(token: int, label: int, special: Mapping[int, str]) -> str:
 def sample_summary(sample: Mapping[str, Any], special: Mapping[int, str]) -> str:
     """Says in one line what is learned of a sample."""
     tokens = sample["tokens"]
+    if "decoder_tokens" in sample:
+        spans = sum(special.get(token, "").startswith("<") for token in tokens.tolist())
+        target = int(sample["loss_mask"].sum())
+        return f"{len(tokens)} tokens with {plural(spans, 'span')} taken out, {target} of the target to predict"
     if "places" not in sample:
         documents = int(sample["segments"][-1]) + 1 if "segments" in sample else 0
         known = f", {plural(documents, 'document')} apart" if documents else ""

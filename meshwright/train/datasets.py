@@ -10,6 +10,7 @@ from meshwright.checkpoint.companions import tokenizer_of_data
 from meshwright.config.data import SPECIALS
 from meshwright.config.sections import Config
 from meshwright.data.masked import Masking
+from meshwright.data.spans import SpanOptions
 from meshwright.data.stream import SampleOptions, build_datasets
 from meshwright.data.token_file import read_metadata
 from meshwright.data.word_parts import special_ids, word_parts
@@ -24,7 +25,7 @@ class Checked:
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
         sample: dict[str, np.ndarray[Any, Any]] = self.dataset.sample(n)
-        ids = (sample["tokens"], sample["labels"])
+        ids = [sample[name] for name in ("tokens", "decoder_tokens", "labels") if name in sample]
         least, top = min(int(x.min()) for x in ids), max(int(x.max()) for x in ids)
         if top >= self.vocab:
             raise UserError(
@@ -65,12 +66,38 @@ def masking_of(config: Config) -> Masking:
     return Masking(m.predictions, c.share, c.ngrams, specials, vocab or m.vocab, words, m.pooler)
 
 
+def spans_of(config: Config) -> SpanOptions:
+    """How spans are taken out. The end token comes from the data, unless the config names it."""
+    m, d = config.model, config.data
+    known = [read_metadata(prefix) or {} for prefix in d.prefixes]
+    ends = {int(each["eod"]) for each in known if "eod" in each} if d.eod < 0 else {d.eod}
+    if len(ends) != 1:
+        why = f"the token files end documents with different tokens {sorted(ends)}" if ends else (
+            f"{d.prefixes[0]}.json does not name the end-of-document token"
+        )  # fmt: skip
+        raise UserError(f"{why}, with which targets end: set data.eod to its id")
+    first = m.vocab - 1 if d.spans.sentinel < 0 else d.spans.sentinel
+    found = SpanOptions(m.seq, m.t5.decoder_seq, d.spans.share, d.spans.mean, first, m.t5.start, ends.pop())
+    if first >= m.vocab:
+        raise UserError(f"data.spans.sentinel={first} is no token of model.vocab={m.vocab}: use one below that")
+    used = max((int(each["vocab_size"]) for each in known if "vocab_size" in each), default=0)
+    if d.spans.sentinel < 0 and used > found.last_sentinel:
+        raise UserError(
+            f"model.vocab={m.vocab} leaves no room for {found.spans} sentinels above the {used} tokens of the data: "
+            f"set model.vocab={used + found.spans} or more, or data.spans.sentinel where the tokenizer has its own"
+        )
+    if found.last_sentinel < 0:
+        raise UserError(f"data.spans.sentinel={first} leaves no room for {found.spans} sentinels: raise it")
+    return found
+
+
 def datasets_of(config: Config) -> tuple[Any, Any, Any]:
     """Train, valid and test (None where the split leaves none); raises for every mistake that the files show."""
     d = config.data
     options = SampleOptions(d.eod if d.eod >= 0 else None, d.mask_eod, d.reset_positions, d.reset_attention)
     masking = masking_of(config) if config.objective == "masked" else None
-    how = (config.model.seq, config.train.seed, options, d.draw_split, masking)
+    spans = spans_of(config) if config.objective == "spans" else None
+    how = (config.model.seq, config.train.seed, options, d.draw_split, masking, spans)
     parts = build_datasets(d.prefixes, d.weights or None, d.split, *how)
     assert parts[0] is not None
     needed = parts[0].vocab_needed

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.models.gpt import GPTStage
+from meshwright.models.t5 import T5Stage
 from meshwright.parts.part import Stage
 from meshwright.pipeline.output import StageOutput, Term
 from meshwright.train.context import Context
@@ -14,7 +15,8 @@ from meshwright.train.datasets import datasets_of
 
 
 def model_provider(ctx: Context, stage: Stage) -> nn.Module:
-    return GPTStage(ctx.parallel, ctx.config, ctx.at, stage, ctx.ledger, ctx.mesh.tokens)
+    kind = T5Stage if ctx.config.model.kind == "t5" else GPTStage
+    return kind(ctx.parallel, ctx.config, ctx.at, stage, ctx.ledger, ctx.mesh.tokens)
 
 
 def datasets_provider(ctx: Context, samples: tuple[int, int, int]) -> tuple[Any, Any, Any]:
@@ -23,7 +25,7 @@ def datasets_provider(ctx: Context, samples: tuple[int, int, int]) -> tuple[Any,
 
 def forward_step(ctx: Context, module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> Any:
     assert isinstance(module, GPTStage)
-    out, losses = module(batch, received.get("hidden"))
+    out, losses = module(batch, **received)
     last = module.head is not None
     terms = []
     if module.head is not None:
@@ -35,4 +37,5 @@ def forward_step(ctx: Context, module: nn.Module, batch: dict[str, Tensor], rece
             Term(term.name, total, tokens, term.weight * blocks)
             for (term, blocks), total in zip(module.losses, losses, strict=True)
         ]
-    return StageOutput({} if last else {"hidden": out}, terms)
+    tensors = out if isinstance(out, dict) else {"hidden": out}
+    return StageOutput({} if last else tensors, terms)

@@ -42,6 +42,10 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     # To files: what goes to the host's memory stays where it is on a real rank here, whose device is the host.
     "zero3-offload": (2, {"zero": {"stage": 3, "offload": DISK}, "train": BF16}),
     "bert": (4, {"layout": {**SP, "pp": 2}, "model": {"kind": "bert"}, "train": BF16}),
+    "t5": (4, {
+        "layout": {**SP, "pp": 2}, "train": BF16,
+        "model": {"kind": "t5", "layers": 6, "seq": 32, "t5": {"encoder_layers": 2, "decoder_seq": 32}},
+    }),
     "zero1": (4, {"zero": {"stage": 1}, "layout": SP, "model": LLAMA}),
     "zero2": (4, {"zero": {"stage": 2}, "layout": {"pp": 2}, "train": BF16}),
     "pieces": (2, {"recompute": {"mode": "full", "offload": True, "pieces": 3}, "layout": SP, "train": BF16}),

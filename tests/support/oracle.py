@@ -82,9 +82,28 @@ class MadeMasked:
         return found | ({"swapped": random.integers(0, 2)} if m.pooler else {})
 
 
+class MadeSpans:
+    """Random samples for an encoder-decoder, a pure function of n, with other numbers of tokens that count each."""
+
+    def __init__(self, model: ModelConfig, blind: bool = False) -> None:
+        self.model, self.blind = model, blind
+
+    def sample(self, n: int) -> dict[str, np.ndarray]:
+        m, random = self.model, np.random.default_rng([13, n])
+        length = m.t5.decoder_seq
+        labels = random.integers(0, m.vocab, length)
+        mask = (np.arange(length) < length - n % 3) & (not (self.blind and n % 2))
+        return {
+            "tokens": random.integers(0, m.vocab, m.seq), "decoder_tokens": np.append(m.t5.start, labels[:-1]),
+            "labels": labels, "loss_mask": mask.astype(np.int64),
+        }  # fmt: skip
+
+
 def made_for(config: Config, **made: Any) -> Any:
     """Samples of the fields that a config's model reads."""
     m = config.model
+    if config.objective == "spans":
+        return MadeSpans(m, **made)
     return MadeMasked(m, **made) if config.objective == "masked" else Made(m.vocab, m.seq, **made)
 
 

@@ -51,6 +51,7 @@ class Family:
     window_switch: str = ""
     dense_layers: str = ""
     extra_layers: str = ""
+    decoder_layers: str = ""
     needs: Sequence[str] = ()
     dropouts: Mapping[str, str] = field(default_factory=dict)
     by_head: Sequence[str] = ()
@@ -74,6 +75,10 @@ class Family:
             found["mlp"] = self.activations[str(config.get(self.activation_key))]
         if self.dense_layers:
             found["experts.first_dense"] = first_dense(config, self.dense_layers, found)
+        if self.decoder_layers:
+            encoder = read_length(config, self.keys["layers"][0]) or 0
+            found["t5.encoder_layers"] = encoder
+            found["layers"] = encoder + (read_length(config, self.decoder_layers) or encoder)
         if "rope_theta" in self.keys:
             fraction = self.keys.get("rotary_fraction", (None,))[0]
             found |= read_rotary(config, self.keys["rope_theta"][0], fraction)
@@ -162,7 +167,12 @@ class Family:
             with suppress(UserError):
                 if same_function(self.model_of(base), model):
                     return dict(base)
-        written = {name: value_of(model, ours) for ours, names in self.keys.items() for name in names}
+        values = {ours: value_of(model, ours) for ours in self.keys}
+        switches = {"true": True, "false": False}  # as we write keys that have a third value, auto
+        written = {name: switches.get(str(values[ours]), values[ours]) for ours in values for name in self.keys[ours]}
+        if self.decoder_layers:
+            written[self.keys["layers"][0]] = model.t5.encoder_layers
+            written[self.decoder_layers] = model.layers - model.t5.encoder_layers
         written |= {name: None for name in NONE_IF_NULL if written.get(name) == 0}
         if self.dense_layers:
             written[self.dense_layers] = list(range(model.experts.first_dense))
