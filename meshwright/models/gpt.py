@@ -21,6 +21,7 @@ from meshwright.nn.attention import Alibi, KVCache, causal_mask
 from meshwright.nn.build import Block, build_module
 from meshwright.nn.context import ContextRows
 from meshwright.nn.documents import Documents
+from meshwright.nn.embedding import ScaledGrad
 from meshwright.nn.experts import RoutedInputs, Saved
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.pieces import Rows
@@ -36,15 +37,18 @@ Batch = dict[str, Tensor]
 class Embedding(nn.Module):
     """Maps token ids [batch, seq] to activations [tokens, hidden] (this rank's rows under sequence parallelism)."""
 
-    def __init__(self, parallel: Parallel, unit: Unit, records: Records, p: float) -> None:
+    def __init__(self, parallel: Parallel, unit: Unit, records: Records, p: float, grad_share: float = 1.0) -> None:
+        """`p`: the share that is dropped; `grad_share`: that of its gradient which the token table gets."""
         super().__init__()
         built = {key: build_module(part, parallel, records_under(records, key)) for key, _, part in unit.parts}
         self.tokens, self.positions, self.norm = built["tokens"], built.get("positions"), built.get("norm")
         self.types = built.get("types")
-        self.p, self.parallel = p, parallel
+        self.p, self.parallel, self.grad_share = p, parallel, grad_share
 
     def forward(self, ids: Tensor, positions: Tensor | None, types: Tensor | None = None) -> Tensor:
         x: Tensor = self.tokens(ids.flatten())
+        if self.grad_share != 1.0:
+            x = ScaledGrad.apply(x, self.grad_share)
         if self.positions is not None:
             if positions is None:
                 positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -77,7 +81,7 @@ class GPTStage(nn.Module):
         for key, prefix, unit in model.units(stage):
             records = unit.records(at, prefix)
             if key == "embedding":
-                self.embedding = Embedding(parallel, unit, records, c.embedding_dropout or 0.0)
+                self.embedding = Embedding(parallel, unit, records, c.embedding_dropout or 0.0, c.embedding_grad)
             elif key == "head":
                 head = (MaskedHead if model.predictions else Head)(parallel, unit, records, c.vocab)
             else:
@@ -90,7 +94,7 @@ class GPTStage(nn.Module):
         if model.tied and self.embedding is not None and self.head is not None:
             # Across stages, each end holds a copy and the gradients are summed.
             self.head.output.weight = self.embedding.tokens.get_parameter("weight")
-        self.masks, self.causal = c.masks_documents, model.causal
+        self.masks, self.causal, self.prefix = c.masks_documents, model.causal, model.prefix
         self._offer(config, at)
 
     def _offer(self, config: Config, at: Coordinate) -> None:
@@ -197,11 +201,11 @@ class GPTStage(nn.Module):
         """Returns where documents begin, or the attention mask, or the bias to add to the scores; None where attention
         is plainly causal, or to all tokens."""
         if "segments" in batch and not self.masks:
-            return Documents.of(_read(batch, "segments"), device, self.causal)
+            return Documents.of(_read(batch, "segments"), device, self.causal, self.prefix)
         segments = batch.get("segments")
         if not self.causal:  # the tokens of the first document are seen by all; what follows is padding
             return None if segments is None else (segments == segments[:, :1])[:, None, None]
-        mask = None if segments is None else segment_mask(segments)
+        mask = None if segments is None else segment_mask(segments, self.prefix)
         if self.alibi is None:
             return mask
         if mask is None and not before:
@@ -260,7 +264,11 @@ def _set_layer(ledger: Ledger, layer: int | None, grad: Tensor) -> None:
     ledger.current_layer = layer
 
 
-def segment_mask(segments: Tensor) -> Tensor:
-    """Returns a mask [batch, 1, seq, seq] that is causal and stays within one document."""
-    causal = causal_mask(segments.shape[1], segments.device)
-    return causal & (segments[:, :, None] == segments[:, None, :])[:, None]
+def segment_mask(segments: Tensor, prefix: bool = False) -> Tensor:
+    """Returns a mask [batch, 1, seq, seq] that is causal and stays within one document. With `prefix`, all tokens of a
+    sample see those of its segment 0, and segments 0 and 1 are one document."""
+    causal, queries, keys = causal_mask(segments.shape[1], segments.device), segments[:, :, None], segments[:, None, :]
+    same = queries == keys
+    if prefix:
+        return (((keys == 0) & (queries <= 1)) | (same & (queries > 0)))[:, None] & (causal | (keys == 0)[:, None])
+    return causal & same[:, None]

@@ -8,7 +8,9 @@ import numpy as np
 
 from meshwright.checkpoint.companions import tokenizer_of_data
 from meshwright.config.data import SPECIALS
+from meshwright.config.glm import BLANK_SPECIALS
 from meshwright.config.sections import Config
+from meshwright.data.blanks import BlankOptions
 from meshwright.data.masked import Masking
 from meshwright.data.spans import SpanOptions
 from meshwright.data.stream import SampleOptions, build_datasets
@@ -91,13 +93,37 @@ def spans_of(config: Config) -> SpanOptions:
     return found
 
 
+def blanks_of(config: Config) -> BlankOptions:
+    """How blanks are made. Special tokens without ids in the config are the five after the tokenizer's last."""
+    m, b, prefix = config.model, config.data.blanks, config.data.prefixes[0]
+    tokenizer = tokenizer_of_data(config.data.prefixes)
+    used = 0 if tokenizer is None else len(tokenizer.pieces())
+    used = used or int((read_metadata(prefix) or {}).get("vocab_size", 0))
+    specials = b.specials or (tuple(range(used, used + len(BLANK_SPECIALS))) if used else ())
+    if not specials:
+        names = ", ".join(f"[{name}]" for name in BLANK_SPECIALS)
+        raise UserError(
+            f"{prefix}.json does not say which tokens there are: set data.blanks.specials to the ids of {names}"
+        )
+    if max(specials) >= m.vocab:
+        raise UserError(
+            f"model.vocab={m.vocab} leaves no room for the special tokens {list(specials)}: set "
+            f"model.vocab={max(specials) + 1} or more"
+        )
+    found = BlankOptions(m.seq, b.short, b.share, b.mean, b.least, specials, bool(m.token_types))
+    if found.added >= m.seq // 2:
+        raise UserError(f"model.seq={m.seq} is too short for blanks, of which {found.added // 2} may come: raise it")
+    return found
+
+
 def datasets_of(config: Config) -> tuple[Any, Any, Any]:
     """Train, valid and test (None where the split leaves none); raises for every mistake that the files show."""
     d = config.data
     options = SampleOptions(d.eod if d.eod >= 0 else None, d.mask_eod, d.reset_positions, d.reset_attention)
     masking = masking_of(config) if config.objective == "masked" else None
     spans = spans_of(config) if config.objective == "spans" else None
-    how = (config.model.seq, config.train.seed, options, d.draw_split, masking, spans)
+    blanks = blanks_of(config) if config.objective == "blanks" else None
+    how = (config.model.seq, config.train.seed, options, d.draw_split, masking, spans, blanks)
     parts = build_datasets(d.prefixes, d.weights or None, d.split, *how)
     assert parts[0] is not None
     needed = parts[0].vocab_needed
