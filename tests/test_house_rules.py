@@ -42,14 +42,14 @@ WITHOUT_TORCH = [
     ),
     "layout", "layout.params", "layout.rows", "layout.redistribute", "config.load",
     "config.rules", "models.description", "parts.part", "parts.gpt", "parts.context", "parts.experts",
-    "parts.latent", "parts.loss_pieces", "parts.bert", "data.masked", "train.datasets",
+    "parts.latent", "parts.tuning", "parts.loss_pieces", "parts.bert", "data.masked", "train.datasets",
     "optim.schedules", "comm.ledger", "comm.algorithms", "config.comm", "sharding.algorithms",
     "sharding.reducers", "sharding.compression.sizes", "schedule.table", "schedule.kinds", "schedule.verify",
     "schedule.simulate", "train.run_folder", "bench.models", "bench.fit", "bench.profile", "bench.request",
     "cli.bench", "cli.comm", "cli.ranks", "models.hf", "checkpoint.format",
     "checkpoint.verify", "cli.main", "cli.layout", "cli.schedule", "cli.config", "cli.data", "cli.eval",
     "cli.export", "cli.generate", "cli.import_", "cli.inspect", "cli.train", "pipeline.trace", "cli.cost", "cli.plan",
-    "cli.predict", "cli.recipes", "config.recipes", "config.twin", "cli.memory",
+    "cli.predict", "cli.recipes", "config.recipes", "config.twin", "cli.memory", "cli.merge",
     "cli.simulate", "cli.scaling", "cli.common_args", "cli.files", "cli.dryrun",
 ]  # fmt: skip
 

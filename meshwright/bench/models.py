@@ -63,6 +63,7 @@ BENCH_MODELS: dict[str, dict[str, Any]] = {
         "seq": 128,
         "experts": {"count": 8, "top_k": 2, "ffn": 128},
     },
+    "8b": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256, "seq": 4096},
     "8b-8l": {"layers": 8, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256, "seq": 4096},
 }
 MICRO_BATCH = 4

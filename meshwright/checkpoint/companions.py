@@ -95,9 +95,10 @@ def copy_tokenizer(prefixes: Sequence[str], to: Path) -> list[str]:
     return ["tokenizer.json", "tokenizer_config.json"]
 
 
-def collect(data: DataConfig, source: Path | None, to: Path, began_from: str | None) -> None:
-    """Gathers what travels with a run's model in `to`: from the checkpoint that its weights come from, or from its
-    data. What a run has gathered before stays, unless its data are now of another tokenizer."""
+def collect(data: DataConfig, source: Path | None, to: Path, began_from: str | None, base: str = "") -> None:
+    """Gathers what travels with a run's model in `to`: from the folder that its weights come from, or from its data.
+    What a run has gathered before stays, unless its data are now of another tokenizer. `base` is the digest of the
+    weights that adapters belong to."""
     found = _of_data(data.prefixes)
     digest = found[1].get("tokenizer_digest") if found else None
     fits = digest is None or digest in (known_digests(to) or {digest})
@@ -105,12 +106,14 @@ def collect(data: DataConfig, source: Path | None, to: Path, began_from: str | N
         return
     note: dict[str, Any] = {"tokenizer": None, "digest": digest, "eod": None}
     note["from"] = read_note(to).get("from", began_from)
+    note |= {"base": base} if base else {}
     source = to if source is None and to.is_dir() else source
     aside = to.with_name(f".new-{to.name}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     if source is not None:
-        copy_files(source, aside, (ORIGIN,))
+        if not copy_files(source, aside, (ORIGIN,)) and (source / "config.json").is_file():
+            fmt.write_json(aside / ORIGIN, {"config": read_json(source / "config.json"), "tensors": {}})
         theirs = known_digests(source)
         if theirs and (digest is None or digest in theirs):
             copy_files(source, aside)

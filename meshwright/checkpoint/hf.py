@@ -26,6 +26,7 @@ from meshwright.checkpoint.companions import ORIGIN, copy_files, copy_tokenizer,
 from meshwright.checkpoint.format import SAFETENSORS_DTYPES, Index, SavedBlock, blocks_of
 from meshwright.checkpoint.hf_files import PRECISION_CODES, SHARDED_INDEX, SINGLE_FILE, HFFolder
 from meshwright.checkpoint.load import Reader
+from meshwright.checkpoint.merged import MergedWeights, open_weights
 from meshwright.checkpoint.tensor_file import DTYPE_CODES, TORCH_DTYPES, TensorEntry
 from meshwright.checkpoint.upcycle import Upcycled
 from meshwright.config.sections import ModelConfig
@@ -170,7 +171,7 @@ def export_folder(
     the checkpoint's. `like` names a Hugging Face folder (or an imported checkpoint) whose config.json and tokenizer to
     follow.
     """
-    reader = Reader(checkpoint)
+    reader = open_weights(checkpoint)
     model = model_section(reader.index.config["model"])
     origin = origin_of(like or checkpoint)
     if like is not None and origin is None:
@@ -203,14 +204,14 @@ def export_folder(
     }  # fmt: skip
 
 
-def _prefixes(reader: Reader) -> list[str]:
+def _prefixes(reader: Reader | MergedWeights) -> list[str]:
     """Returns the token files of a checkpoint's run."""
     told = reader.index.config.get("data", {}).get("prefixes")
     return [str(prefix) for prefix in told] if isinstance(told, list) else []
 
 
 def _planned(
-    reader: Reader, family: Family, model: ModelConfig, stored: dict[str, list[str]], dtype: str
+    reader: Reader | MergedWeights, family: Family, model: ModelConfig, stored: dict[str, list[str]], dtype: str
 ) -> Iterator[ExportedTensor]:
     """Yields the tensors to write. A tied model's output layer is written if its origin had one."""
     for ours, mapped in family.tensors(model).items():
@@ -233,7 +234,7 @@ def _dtype_word(planned: list[ExportedTensor]) -> str:
     return str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
 
 
-def write_weights(reader: Reader, folder: Path, planned: list[ExportedTensor]) -> list[str]:
+def write_weights(reader: Reader | MergedWeights, folder: Path, planned: list[ExportedTensor]) -> list[str]:
     """Writes one file, or several of at most SHARD_BYTES with an index, and returns their names."""
     shards: list[list[ExportedTensor]] = [[]]
     size = 0
@@ -255,7 +256,7 @@ def write_weights(reader: Reader, folder: Path, planned: list[ExportedTensor]) -
     return names
 
 
-def _pieces(reader: Reader, shard: list[ExportedTensor]) -> Iterator[Tensor]:
+def _pieces(reader: Reader | MergedWeights, shard: list[ExportedTensor]) -> Iterator[Tensor]:
     for each in shard:
         dtype = TORCH_DTYPES[each.entry.dtype]
         if each.mapped.transposed:
@@ -265,7 +266,7 @@ def _pieces(reader: Reader, shard: list[ExportedTensor]) -> Iterator[Tensor]:
             yield _rows(reader, each, low, low + rows, dtype)
 
 
-def _rows(reader: Reader, theirs: ExportedTensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
+def _rows(reader: Reader | MergedWeights, theirs: ExportedTensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
     """Rows [low, high) of their tensor, gathered from ours."""
     mapped, boxes, wanted = theirs.mapped, [], []
     leading = (1,) * (len(mapped.shape) - len(mapped.tail) - 1)  # of a stack, each run lies in one matrix

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint import format as fmt
+from meshwright.checkpoint.base import check_digest
 from meshwright.checkpoint.companions import check_tokenizer
 from meshwright.checkpoint.contract import Checkpointed
 from meshwright.checkpoint.format import find_checkpoint
@@ -185,6 +186,8 @@ def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
     idle |= set() if ours["model.position"] == "rope" else {"rope_theta"}
     idle |= {"qkv_bias"} if ours["model.bias"] else set()
     computed = [key for key in ours if key.startswith("model.") and key.removeprefix("model.") not in idle]
+    computed += [key for key in ours if key.startswith("tune.") and key not in ("tune.base", "tune.dropout")]
+    check_digest(reader.folder, trainer.ctx.config.tune.base)
     if trainer.writes:
         check_tokenizer(reader.folder, trainer.ctx.config.data)
     theirs.setdefault("data.draw_split", False)  # of an older release

@@ -1,10 +1,11 @@
-"""`meshwright export`: a run's or a checkpoint's weights as a folder that transformers loads."""
+"""`meshwright export`: a run's or a checkpoint's weights as a folder that transformers loads; adapters as PEFT's."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from meshwright.models.hf import FAMILIES
 
@@ -16,6 +17,11 @@ EXAMPLES = """example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN|CHECKPOINT[@STEP]", help="a run's folder, or a checkpoint's")
+    add_options(parser)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what is told of a folder to write."""
     parser.add_argument("--to", required=True, metavar="DIR", help="the folder to write, a new one")
     dtype = "of the weights (default: as in the folder that the model was imported from, or as in the checkpoint)"
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), default="", help=dtype)
@@ -25,10 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from meshwright.checkpoint.format import find_checkpoint
+    from meshwright.checkpoint.base import adapts
+    from meshwright.checkpoint.format import find_checkpoint, read_index
     from meshwright.checkpoint.hf import export_folder
+    from meshwright.checkpoint.peft import export_adapters
 
-    written = export_folder(find_checkpoint(args.source), Path(args.to), args.dtype, args.family, args.like)
+    folder = find_checkpoint(args.source)
+    if adapts(read_index(folder).config):
+        tell(args, export_adapters(folder, Path(args.to)))
+    else:
+        tell(args, export_folder(folder, Path(args.to), args.dtype, args.family, args.like))
+
+
+def tell(args: argparse.Namespace, written: dict[str, Any]) -> None:
+    """Says what was written."""
     if args.json:
         print(json.dumps({"folder": args.to, **written}))
         return

@@ -26,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), default="", help=dtype)
     parser.add_argument("--seq", type=int, default=0, metavar="N", help="context length, if not the model's own")
     upcycle = "make a dense model a mixture of experts, each a copy of the MLP: count=8,top_k=2[,ffn=...,every=...]"
+    base = "of a folder of adapters that PEFT saved: the checkpoint or Hugging Face folder that they belong to"
+    parser.add_argument("--base", metavar="DIR", help=base)
     parser.add_argument("--upcycle", metavar="KEY=N,...", help=upcycle)
 
 
@@ -34,6 +36,9 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--seq {args.seq} must be greater than zero")
     from meshwright.checkpoint.hf import import_folder
 
+    if (Path(args.folder) / "adapter_config.json").is_file() or args.base:
+        _import_adapters(args)
+        return
     model = asdict(import_folder(Path(args.folder), Path(args.to), args.dtype, args.seq, args.upcycle))
     if args.json:
         print(json.dumps({"checkpoint": args.to, "model": model}))
@@ -44,3 +49,19 @@ def run(args: argparse.Namespace) -> None:
     kept = {key: value for key, value in model.items() if key not in unused}
     shown = {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
     print(yaml.safe_dump({"model": shown}, sort_keys=False), end="")
+
+
+def _import_adapters(args: argparse.Namespace) -> None:
+    from meshwright.checkpoint.peft import import_adapters
+
+    if not args.base:
+        raise UserError(f"{args.folder} holds adapters: name the model that they belong to with --base")
+    if args.dtype or args.seq or args.upcycle:
+        raise UserError("--dtype, --seq and --upcycle are for whole models, not for adapters: leave them out")
+    tune = asdict(import_adapters(Path(args.folder), Path(args.to), args.base))
+    if args.json:
+        print(json.dumps({"checkpoint": args.to, "tune": tune}))
+        return
+    print(f"{args.folder} is imported as {args.to}; the tune section for a config:", file=sys.stderr)
+    shown = {key: list(value) if isinstance(value, tuple) else value for key, value in tune.items()}
+    print(yaml.safe_dump({"tune": shown}, sort_keys=False), end="")

@@ -22,6 +22,7 @@ COMMANDS = {
     "inspect": "show what is in a checkpoint and verify every checksum",
     "import": "turn a Hugging Face folder into a checkpoint",
     "export": "write a run's or a checkpoint's weights as a Hugging Face folder",
+    "merge": "add a run's adapters to their base and write that as a Hugging Face folder",
     "config": "show a config as it resolves, or check it against a world size",
     "recipes": "list the known training runs that can be started by name, published beside predicted",
     "layout": "print every rank group of a mesh and draw it",

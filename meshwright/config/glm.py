@@ -56,6 +56,11 @@ def glm_fits(c: Config, world: int) -> Iterator[str]:
         yield f"layout.cp={c.layout.cp} can't share the sequences of model.kind=glm yet: set layout.cp=1"
     if m.position == "alibi":
         yield "model.position=alibi looks back only, and model.kind=glm sees its prefix both ways: use rope or learned"
+    if m.attention_dropout:
+        yield (
+            f"model.attention_dropout={m.attention_dropout:g} can't be combined with model.kind=glm, whose kernels know "
+            "no dropout: set model.attention_dropout=0"
+        )
     if m.latent.kv_rank:
         yield "model.latent is causal, and model.kind=glm sees its prefix both ways: leave it out"
     for key in ("pooler", "predictions"):

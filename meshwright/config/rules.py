@@ -32,8 +32,6 @@ def context_is_shared(c: Config, world: int) -> Iterator[str]:
         return
     if inner and cp % inner:
         yield f"context.inner={inner} does not divide layout.cp={cp}: try {either(divisors(cp))}"
-    if c.model.position == "alibi":
-        yield f"layout.cp={cp} can't be combined with model.position=alibi yet: set layout.cp=1 or use rope"
     if c.model.attention_dropout:
         yield (
             f"layout.cp={cp} can't be combined with dropout inside attention: set model.attention_dropout=0 or "
@@ -296,7 +294,7 @@ def lr_fits_steps(c: Config, world: int) -> Iterator[str]:
 
 
 def compiles_without_dropout(c: Config, world: int) -> Iterator[str]:
-    if c.train.compile == "true" and c.model.drops:
+    if c.train.compile == "true" and c.drops:
         yield "train.compile=true can't be combined with dropout: set train.compile=auto or model.dropout=0"
 
 
@@ -337,6 +335,15 @@ def end_token_is_one(c: Config, world: int) -> Iterator[str]:
         yield f"data.eod={c.data.eod} is no token of model.vocab={c.model.vocab}: use one below that"
 
 
+def adapters_fit(c: Config, world: int) -> Iterator[str]:
+    if c.tune.kind == "dora" and c.recompute.pieces > 1:
+        yield "tune.kind=dora can't be combined with recompute.pieces: set recompute.pieces=1, or use tune.kind=lora"
+    if c.tune.adapts and c.comm.overlap.tensor and c.layout.tp > 1:
+        yield f"comm.overlap.tensor=true can't be combined with tune.kind={c.tune.kind} yet: set it to false"
+    if c.tune.adapts and c.model.experts.bias_balance:
+        yield f"model.experts.bias_balance moves weights that tune.kind={c.tune.kind} leaves alone: set it to 0"
+
+
 def tensor_overlap_fits(c: Config, world: int) -> Iterator[str]:
     if c.comm.overlap.tensor and c.layout.tp > 1:
         for key, value in (("train.precision", c.train.precision), ("recompute.pieces", c.recompute.pieces)):
@@ -351,7 +358,7 @@ RULES: list[Rule] = [
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
     dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
     compiles_without_dropout, backend_fits_device, device_has_fp8, algorithm_fits_ranks,
-    tensor_overlap_fits,
+    tensor_overlap_fits, adapters_fit,
 ]  # fmt: skip
 
 # The rules about how tp cuts a model's sizes.

@@ -22,7 +22,9 @@ from meshwright.config.blocks import (
 )
 from meshwright.config.comm import CommConfig
 from meshwright.config.data import DataConfig
+from meshwright.config.scales import LossScaleConfig, LRConfig
 from meshwright.config.t5 import T5Config
+from meshwright.config.tune import TuneConfig
 from meshwright.config.zero import OffloadConfig as OffloadConfig
 from meshwright.config.zero import ZeroConfig as ZeroConfig
 from meshwright.errors import UserError, divisors, either, nearest
@@ -129,11 +131,6 @@ class ModelConfig:
         if self.qk_norm and self.latent.kv_rank:
             raise UserError("model.qk_norm has no effect with model.latent, which has norms of its own: leave it out")
         self._check_positions()
-
-    @property
-    def masks_documents(self) -> bool:
-        """Whether attention within documents takes a mask: the kernels for documents know no bias and no dropout."""
-        return self.position == "alibi" or bool(self.attention_dropout)
 
     @property
     def drops(self) -> bool:
@@ -311,33 +308,6 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class LossScaleConfig:
-    """Dynamic loss scaling, used with train.precision=fp16 only."""
-
-    initial: float = 65536.0
-    window: int = 1000  # good steps before the scale doubles
-    min: float = 1.0
-
-    def __post_init__(self) -> None:
-        positive("loss_scale", self, "initial", "window", "min")
-        if self.min > self.initial:
-            raise UserError(f"loss_scale.min={self.min} must not be above loss_scale.initial={self.initial}")
-
-
-@dataclass(frozen=True)
-class LRConfig:
-    """Learning rate over steps: linear warm-up, then the schedule down to `min`."""
-
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    warmup: int = 0
-    decay: int = 0  # steps of decay; 0: cosine and linear to the last step, wsd the last tenth
-    min: float = 0.0
-
-    def __post_init__(self) -> None:
-        not_negative("lr", self, "warmup", "decay", "min")
-
-
-@dataclass(frozen=True)
 class CheckpointConfig:
     # Steps between checkpoints, or a time (30min, 2h); auto: about 15min, less often where saving is slow; 0: only
     # after the last step.
@@ -404,6 +374,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -417,6 +388,11 @@ class Config:
     def has_segments(self) -> bool:
         """Whether samples say which of their tokens see each other: those of one document, or all but the padding."""
         return self.data.reset_attention or self.objective in ("masked", "blanks")
+
+    @property
+    def drops(self) -> bool:
+        """Whether there is any dropout."""
+        return self.model.drops or bool(self.tune.adapts and self.tune.dropout)
 
     @property
     def context_kind(self) -> str:
@@ -433,4 +409,4 @@ class Config:
     def compiles(self) -> bool:
         """Whether an accelerator's blocks are compiled. Dropout draws from random streams of its own, which
         torch.compile can't take, so `auto` leaves it out there."""
-        return self.train.compile == "true" or (self.train.compile == "auto" and not self.model.drops)
+        return self.train.compile == "true" or (self.train.compile == "auto" and not self.drops)

@@ -81,6 +81,8 @@ def t5_fits(c: Config, world: int) -> Iterator[str]:
     if m.experts.count or m.latent.kv_rank:
         key = "experts.count" if m.experts.count else "latent.kv_rank"
         yield f"model.{key} can't be combined with model.kind=t5 yet: set it to 0"
+    if c.tune.adapts:
+        yield f"tune.kind={c.tune.kind} can't be combined with model.kind=t5 yet: set tune.kind=full"
     if c.recompute.offload:
         yield "recompute.offload=true can't be combined with model.kind=t5 yet: set it to false"
     for key in ("mask_eod", "reset_positions", "reset_attention"):

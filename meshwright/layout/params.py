@@ -56,10 +56,32 @@ class ParamRecord:
     tied: str = ""  # the tie this parameter belongs to, across stages
     trained: bool = True  # a frozen one has no gradient, master or moments (at run time `requires_grad` decides)
     wide: bool = False  # in fp32 (in fp64 runs: fp64) whatever the model's precision
+    adapters: tuple[AdapterRecord, ...] = ()  # of a frozen matrix: the trained changes of its rows
 
     @property
     def numel(self) -> int:
         return math.prod(self.local_shape)
+
+
+@dataclass(frozen=True)
+class AdapterRecord:
+    """A low-rank change of some rows of a linear layer's weight: scale x up x down is added to its local rows from
+    `start` to `stop`. With `norms`, each row of the sum is then scaled to the norm that the weight's row has, plus a
+    trained number."""
+
+    name: str  # of these rows: q, k, v, gate, ...
+    start: int
+    stop: int
+    down: ParamRecord  # [rank, in]
+    up: ParamRecord  # [rows, rank]
+    norms: ParamRecord | None  # [rows]
+    scale: float
+    dropout: float  # of down's input
+
+    @property
+    def records(self) -> dict[str, ParamRecord]:
+        found = {"down": self.down, "up": self.up}
+        return found if self.norms is None else found | {"norms": self.norms}
 
 
 def row_of(record: ParamRecord, row: int, rows: int) -> ParamRecord:

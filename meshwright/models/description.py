@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from meshwright.config.sections import Config, ModelConfig
+from meshwright.config.tune import ALL, TuneConfig
 from meshwright.errors import UserError, nearest
 from meshwright.layout import Layout, Parts, node_parts
 from meshwright.layout.params import Init
@@ -36,6 +37,7 @@ from meshwright.parts.t5 import (
     RelativeBiasPart,
     t5_inits,
 )
+from meshwright.parts.tuning import Tuning, tuned
 from meshwright.schedule.kinds import ends_of, placement_of
 
 
@@ -183,7 +185,7 @@ def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
     return AttentionPart(
         model.hidden, model.heads, model.kv_heads, model.head_dim, normal, output, model.position == "rope", model.bias,
         model.qkv_bias, model.qk_norm_over if model.qk_norm else "", model.norm_eps,
-        model.attention_dropout or 0.0, model.masks_documents, model.kind != "bert",
+        model.attention_dropout or 0.0, model.position == "alibi", model.kind != "bert",
     )  # fmt: skip
 
 
@@ -208,6 +210,18 @@ def describe(model: ModelConfig) -> Model:
         known = ", ".join(MODELS)
         raise UserError(f"model.kind={model.kind} is not known{nearest(model.kind, MODELS)}: the kinds are {known}")
     return _described(MODELS[model.kind], model)
+
+
+def model_of(config: Config) -> Model:
+    """Returns the description of the model that a run trains: with adapters, where its weights are frozen."""
+    return _tuned(describe(config.model), config.tune) if config.tune.adapts else describe(config.model)
+
+
+@lru_cache(maxsize=256)
+def _tuned(model: Model, tune: TuneConfig) -> Model:
+    targets = () if ALL in tune.targets else tune.targets
+    norms = tune.kind == "dora"
+    return tuned(model, Tuning(tune.rank, tune.scale, norms, tune.dropout, targets, tune.modules_to_save))
 
 
 @lru_cache(maxsize=256)

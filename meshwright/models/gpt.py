@@ -14,10 +14,11 @@ from meshwright.comm.group import Group
 from meshwright.comm.ledger import Ledger
 from meshwright.config.sections import Config
 from meshwright.layout.params import records_under
-from meshwright.models.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, describe, fields_read, on_host
+from meshwright.models.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, fields_read, model_of, on_host
 from meshwright.models.heads import Head, MaskedHead, sample_counts
 from meshwright.models.stage import Receives
-from meshwright.nn.attention import Alibi, KVCache, causal_mask
+from meshwright.nn.alibi import Alibi
+from meshwright.nn.attention import KVCache
 from meshwright.nn.build import Block, build_module
 from meshwright.nn.context import ContextRows
 from meshwright.nn.documents import Documents
@@ -26,7 +27,7 @@ from meshwright.nn.experts import RoutedInputs, Saved
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.pieces import Rows
 from meshwright.nn.random import dropout
-from meshwright.nn.rotary import Rotary
+from meshwright.nn.rotary import Rotary, Tables
 from meshwright.nn.unit import Kept, call_unit, recompute
 from meshwright.parts.part import BlockUnit as Description
 from meshwright.parts.part import Coordinate, MicroBatch, Records, Stage, Unit
@@ -73,7 +74,7 @@ class GPTStage(nn.Module):
     ) -> None:
         """`tokens` are the ranks that hold different tokens of the same sequences."""
         super().__init__()
-        c, model = config.model, describe(config.model)
+        c, model = config.model, model_of(config)
         self.stage, self.parallel, self.ledger, self.tokens = stage, parallel, ledger, tokens
         self.embedding: Embedding | None = None
         blocks: dict[str, Block] = {}
@@ -89,18 +90,19 @@ class GPTStage(nn.Module):
                 blocks[key.removeprefix("blocks.")] = Block(parallel, unit, records)
         self.blocks = nn.ModuleDict(blocks)
         self.head = head  # registered in the order of forward, which buckets of gradients follow
-        self.rotary = Rotary(c, parallel) if c.position == "rope" else None
-        self.alibi = Alibi(c, parallel) if c.position == "alibi" else None
+        kinds: dict[str, type[Rotary | Alibi]] = {"rope": Rotary, "alibi": Alibi}
+        self.tables = kinds[c.position](c, parallel) if c.position in kinds else None
         if model.tied and self.embedding is not None and self.head is not None:
             # Across stages, each end holds a copy and the gradients are summed.
             self.head.output.weight = self.embedding.tokens.get_parameter("weight")
-        self.masks, self.causal, self.prefix = c.masks_documents, model.causal, model.prefix
+        self.causal, self.prefix = model.causal, model.prefix
         self._offer(config, at)
 
     def _offer(self, config: Config, at: Coordinate) -> None:
         """Sets what `models.stage.StageModule` asks for."""
-        c, stage, model = config.model, self.stage, describe(config.model)
+        c, stage, model = config.model, self.stage, model_of(config)
         self.micro_batch = config.train.micro_batch
+        self.adapts = config.tune.adapts
         self._loss_weight: float | None = None
         self.terms = model.terms  # of the head's loss
         self.losses = model.losses  # the terms that blocks add to the loss
@@ -152,15 +154,16 @@ class GPTStage(nn.Module):
             assert ids is not None
             streams.seed_layer(-1)
             hidden = call_unit(self.embedding, ids, positions, batch.get("token_types"))
+            if self.adapts and torch.is_grad_enabled() and not hidden.requires_grad:
+                hidden.requires_grad_()  # so that all blocks do the same, whatever comes before them
             self._mark_backward(hidden, None)
         assert hidden is not None
         sequences = self.micro_batch if ids is None else ids.shape[0]
         tokens = hidden.shape[0] * (self.parallel.tp.size if self.parallel.splits_tokens else 1)
         seq = tokens // sequences
-        before = next(iter(past.values())).length if past else 0
         shared = BlockInputs(
-            sequences, None if self.rotary is None else self.rotary(positions, seq),
-            given or self._mask(batch, before, seq, hidden.device), past or {}, streams.where, self._routed(batch),
+            sequences, None if self.tables is None else self.tables(positions, seq),
+            given or self._documents(batch, hidden.device), past or {}, streams.where, self._routed(batch),
         )  # fmt: skip
         layers, run = [int(number) for number in self.blocks], partial(self._run, shared)
         together = self.parallel.recompute.blocks if torch.is_grad_enabled() else 0
@@ -197,20 +200,11 @@ class GPTStage(nn.Module):
         documents = _read(batch, CONTEXT_DOCUMENTS) if CONTEXT_DOCUMENTS in batch else None
         return ContextRows(Rows(_read(batch, CONTEXT_ROWS), documents), batch[CONTEXT_ROWS].device)
 
-    def _mask(self, batch: Batch, before: int, seq: int, device: torch.device) -> Tensor | Documents | None:
-        """Returns where documents begin, or the attention mask, or the bias to add to the scores; None where attention
-        is plainly causal, or to all tokens."""
-        if "segments" in batch and not self.masks:
-            return Documents.of(_read(batch, "segments"), device, self.causal, self.prefix)
-        segments = batch.get("segments")
-        if not self.causal:  # the tokens of the first document are seen by all; what follows is padding
-            return None if segments is None else (segments == segments[:, :1])[:, None, None]
-        mask = None if segments is None else segment_mask(segments, self.prefix)
-        if self.alibi is None:
-            return mask
-        if mask is None and not before:
-            return self.alibi.causal(seq, device)
-        return self.alibi(causal_mask(before + seq, device, seq) if mask is None else mask)
+    def _documents(self, batch: Batch, device: torch.device) -> Documents | None:
+        """Returns where documents begin; None where attention is plainly causal, or to all tokens."""
+        if "segments" not in batch:
+            return None
+        return Documents.of(_read(batch, "segments"), device, self.causal, self.prefix)
 
     def _run(self, shared: BlockInputs, layers: list[int], hidden: Tensor, again: bool) -> tuple[Tensor, ...]:
         """Returns `hidden` after these blocks and, if they add to the loss, the sums of their terms. `again` says that
@@ -221,7 +215,7 @@ class GPTStage(nn.Module):
             for layer in layers:
                 streams.seed_layer(layer)
                 last = again and layer == layers[-1]
-                given: tuple[Any, ...] = (shared.sequences, shared.rotary, shared.mask)
+                given: tuple[Any, ...] = (shared.sequences, shared.tables, shared.mask)
                 routed = shared.routed.get(layer)
                 if shared.past or routed is not None:
                     given = (*given, shared.past.get(str(layer)), routed and replace(routed, again=again))
@@ -243,8 +237,8 @@ class BlockInputs(NamedTuple):
     """What all blocks of a chunk use for one micro-batch, and the position of the random streams at that time."""
 
     sequences: int
-    rotary: tuple[Tensor, Tensor] | None
-    mask: Tensor | Documents | ContextRows | None
+    tables: Tables | None
+    mask: Documents | ContextRows | None
     past: dict[str, KVCache]
     where: tuple[int, int, int]
     routed: dict[int, RoutedInputs]
@@ -262,13 +256,3 @@ def _plus(total: Tensor | None, more: Tensor | None) -> Tensor | None:
 
 def _set_layer(ledger: Ledger, layer: int | None, grad: Tensor) -> None:
     ledger.current_layer = layer
-
-
-def segment_mask(segments: Tensor, prefix: bool = False) -> Tensor:
-    """Returns a mask [batch, 1, seq, seq] that is causal and stays within one document. With `prefix`, all tokens of a
-    sample see those of its segment 0, and segments 0 and 1 are one document."""
-    causal, queries, keys = causal_mask(segments.shape[1], segments.device), segments[:, :, None], segments[:, None, :]
-    same = queries == keys
-    if prefix:
-        return (((keys == 0) & (queries <= 1)) | (same & (queries > 0)))[:, None] & (causal | (keys == 0)[:, None])
-    return causal & same[:, None]

@@ -3,67 +3,21 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.config.sections import ModelConfig
 from meshwright.layout.params import ParamRecord
+from meshwright.nn.adapters import Change, Settings, adapted_product
+from meshwright.nn.alibi import widen
 from meshwright.nn.context import ContextRows, context_attention
-from meshwright.nn.documents import Documents, document_attention
+from meshwright.nn.core import attention_core
+from meshwright.nn.documents import Documents
 from meshwright.nn.linear import Linear, norm_product
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.qk_norms import HeadNorms, TokenNorms
 from meshwright.nn.rotary import Tables, rotate, rotate_qkv
 from meshwright.parts import gpt
-
-
-class Alibi(nn.Module):
-    """ALiBi lowers a score in proportion to the distance to the key. A rank has its own heads' slopes."""
-
-    slopes: Tensor
-
-    def __init__(self, model: ModelConfig, parallel: Parallel) -> None:
-        super().__init__()
-        heads = model.heads // parallel.tp.size
-        first = heads * max(0, parallel.tp.index)
-        slopes = torch.tensor(alibi_slopes(model.heads)[first : first + heads], dtype=torch.float64)
-        self.register_buffer("slopes", slopes.to(parallel.device), persistent=False)
-        self.dtype = parallel.dtype
-        self._causal: Tensor | None = None
-
-    def causal(self, seq: int, device: torch.device) -> Tensor:
-        """Returns the bias for whole sequences under causal attention. It is cached: it is as large as all heads'
-        scores of one sequence, and the backward of every micro-batch in flight needs it."""
-        found = self._causal
-        if found is None or found.shape[-1] != seq or found.is_inference():
-            found = self._causal = self(causal_mask(seq, device))
-        return found
-
-    def forward(self, allowed: Tensor) -> Tensor:
-        """Returns the bias [batch, heads, queries, keys] to add to the scores, from `allowed` [batch, 1, queries,
-        keys], which is true where a query may attend to a key. The queries are the last of the keys' positions."""
-        queries, keys = allowed.shape[-2:]
-        at = torch.arange(keys, device=allowed.device)
-        distance = at[None] - at[keys - queries :, None]
-        bias = torch.stack([(slope * distance).to(self.dtype) for slope in self.slopes])  # wide for one head at a time
-        return torch.where(allowed, bias, -torch.inf)
-
-
-def alibi_slopes(heads: int) -> list[float]:
-    """Returns the slopes 2^(-8/n), 2^(-16/n), ... for the largest power of two n in `heads`; the heads beyond n take
-    every other slope of 2n heads."""
-    power = 1 << (heads.bit_length() - 1)
-    slopes = [2.0 ** (-8.0 * (n + 1) / power) for n in range(power)]
-    return slopes + [2.0 ** (-4.0 * (2 * n + 1) / power) for n in range(heads - power)]
-
-
-def causal_mask(seq: int, device: torch.device, queries: int | None = None) -> Tensor:
-    """Returns a mask [1, 1, queries, seq] that is true where a query may attend. The queries are the last `queries`
-    positions, or all of them by default."""
-    rows = seq if queries is None else queries
-    return torch.ones(rows, seq, dtype=torch.bool, device=device).tril(seq - rows)[None, None]
 
 
 class QKV(nn.Module):
@@ -85,6 +39,14 @@ class QKV(nn.Module):
         weight = torch.cat(tuple(linear.weight for linear in self.linears))
         biases: list[Tensor] = [linear.bias for linear in self.linears if linear.bias is not None]
         bias = torch.cat(biases) if biases else None
+        changes, at = [], 0
+        for linear in self.linears:
+            changes += [Change(at + each.start, at + each.stop, each) for each in linear.adapters]
+            at += linear.weight.shape[0]
+        if changes:
+            first = self.linears[0]
+            settings, stream = Settings(*first.settings[1:5]), first.stream if self.training else None
+            return x, adapted_product(norm(x), weight, bias, changes, settings, stream)
         return norm_product(x, norm, weight, bias, (None, *self.linears[0].settings[1:]))
 
 
@@ -123,50 +85,50 @@ class Attention(nn.Module):
         self.norms = norms[part.qk_norm](parallel, part, records) if part.qk_norm else None
         self.out = Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
         self.recompute_core = parallel.recompute.mode == "selective"
-        self.causal, self.scale = part.causal, part.scale or None
+        self.causal, self.alibi, self.scale = part.causal, part.alibi, part.scale or None
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None) -> Tensor:
         """Softmax of the scores times the values, all [batch, heads, seq, head_dim]."""
-        if isinstance(mask, Documents):
-            return document_attention(q, k, v, mask)
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=bool(self.causal and mask is None and q.shape[2] == k.shape[2]),
-            dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.heads != self.kv_heads, scale=self.scale,
-        )  # fmt: skip
+        return attention_core(q, k, v, mask, self.causal, self.dropout if self.training else 0.0, self.scale)
 
     def forward(
         self,
         x: Tensor,
         norm: Norm,
         batch: int,
-        rotary: Tables | None,
+        tables: Tables | None,
         mask: Tensor | Documents | ContextRows | None,
         past: KVCache | None,
         *unused: object,
     ) -> tuple[Tensor, Tensor]:
-        """Returns x [tokens, hidden] of `batch` sequences, for the residual, and attention of its norm. `mask` says
-        where documents begin or, [batch, 1 or heads, seq, seq], is true where a query may attend, or is added to the
-        scores; without it, a query sees all tokens or, if attention is causal, those before it. With `past`, x
-        continues after its tokens."""
+        """Returns x [tokens, hidden] of `batch` sequences, for the residual, and attention of its norm. `tables` are
+        those of rotary positions, or of ALiBi. `mask` says where documents begin, or is added to the scores; without
+        it, a query sees all tokens or, if attention is causal, those before it. With `past`, x continues after its
+        tokens."""
         x, qkv = self.projection(x, norm)
         qkv = qkv.view(batch, qkv.shape[0] // batch, self.heads + 2 * self.kv_heads, self.head_dim)
-        if self.fuses and rotary is not None and self.norms is None:
-            q, k, v = rotate_qkv(qkv, rotary, self.heads, self.kv_heads)
+        if self.fuses and tables is not None and self.norms is None and not self.alibi:
+            q, k, v = rotate_qkv(qkv, tables, self.heads, self.kv_heads)
         else:
             q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
             if self.norms is not None:
                 q, k = self.norms(q, k)
-            if rotary is not None:
-                q, k = rotate(q, rotary), rotate(k, rotary)
+            if tables is not None:
+                q, k, v = widen(q, k, v, tables) if self.alibi else (rotate(q, tables), rotate(k, tables), v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if isinstance(mask, ContextRows):
             assert self.context is not None and past is None
-            y = context_attention(q, k, v, mask, self.context)
-            return x, self.out(y.transpose(1, 2).reshape(qkv.shape[0] * qkv.shape[1], -1))
+            return x, self._out(context_attention(q, k, v, mask, self.context))
         if past is not None:
             k, v = past.extend(k, v)
         if self.recompute_core and torch.is_grad_enabled():
             y = checkpoint(self.core, q, k, v, mask, use_reentrant=False, preserve_rng_state=self.dropout > 0)
         else:
             y = self.core(q, k, v, mask)
-        return x, self.out(y.transpose(1, 2).reshape(qkv.shape[0] * qkv.shape[1], -1))
+        return x, self._out(y)
+
+    def _out(self, y: Tensor) -> Tensor:
+        """Returns the output projection of the core's result."""
+        y = y[..., : self.head_dim].transpose(1, 2)
+        projected: Tensor = self.out(y.reshape(y.shape[0] * y.shape[1], -1))
+        return projected

@@ -25,7 +25,7 @@ from meshwright.nn.random import dropout
 from meshwright.nn.rotary import Tables
 from meshwright.nn.rows import ChosenRows, Dense
 from meshwright.nn.t5 import CrossAttention, RelativeBias
-from meshwright.parts import bert, experts, gpt, latent, mlp, t5
+from meshwright.parts import bert, experts, gpt, latent, mlp, t5, tuning
 from meshwright.parts.part import BlockUnit, Part, Records
 
 
@@ -35,6 +35,10 @@ def _output_layer(parallel: Parallel, part: gpt.OutputLayerPart, records: Record
 
 def _on_rows(parallel: Parallel, part: bert.OnRows, records: Records) -> nn.Module:
     return build_module(part.part, replace(parallel, sequence_parallel=False), records)
+
+
+def _tuned(parallel: Parallel, part: tuning.TunedPart, records: Records) -> nn.Module:
+    return build_module(part.part, parallel, records)  # its layers find their adapters in the weights' records
 
 
 MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
@@ -52,6 +56,7 @@ MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
     bert.ChosenRowsPart: ChosenRows,
     bert.OnRows: _on_rows,
     bert.DensePart: Dense,
+    tuning.TunedPart: _tuned,
 }
 
 
@@ -63,7 +68,7 @@ def build_module(part: Part, parallel: Parallel, records: Records) -> nn.Module:
 class Block(nn.Module):
     """Adds to x [tokens, hidden], for each branch, a body of a norm: of the sum so far or, if parallel, of x itself.
     With post-norm, a body of the sum so far is added, and the norm is taken of the new sum. A body takes (x, norm,
-    batch, rotary, mask, past, given) and returns x, its result and, if it adds to the loss, the sums of its terms. The
+    batch, tables, mask, past, given) and returns x, its result and, if it adds to the loss, the sums of its terms. The
     residual uses the returned x: a body that fuses the norm with its first product also adds the residual's gradient in
     that kernel's backward."""
 
@@ -78,7 +83,7 @@ class Block(nn.Module):
         self.stream = parallel.streams.own if parallel.splits_tokens else parallel.streams.same
 
     def forward(
-        self, x: Tensor, batch: int, rotary: Tables | None, mask: Tensor | Documents | ContextRows | None,
+        self, x: Tensor, batch: int, tables: Tables | None, mask: Tensor | Documents | ContextRows | None,
         past: KVCache | None = None, given: RoutedInputs | Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Returns the sum and, if a body adds to the loss, the sums of its terms. `given` is what a mixture of experts
@@ -88,7 +93,7 @@ class Block(nn.Module):
         for norm, body in self.branches:
             source = x if total is None or self.parallel_residual else total
             before = getattr(self, norm) if self.no_norm is None else self.no_norm
-            source, change, *terms = getattr(self, body)(source, before, batch, rotary, mask, past, given)
+            source, change, *terms = getattr(self, body)(source, before, batch, tables, mask, past, given)
             losses = terms[0] if terms else losses
             if self.p and self.training:
                 change = dropout(change, self.p, self.stream)

@@ -11,7 +11,8 @@ from meshwright.comm.ops import copy_to, gather_from
 from meshwright.layout.params import ParamRecord, records_under
 from meshwright.nn.attention import KVCache
 from meshwright.nn.context import ContextRows, context_attention
-from meshwright.nn.documents import Documents, document_attention
+from meshwright.nn.core import attention_core
+from meshwright.nn.documents import Documents
 from meshwright.nn.linear import Linear
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
@@ -42,12 +43,7 @@ class LatentAttention(nn.Module):
         self.recompute_core = parallel.recompute.mode == "selective"
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None) -> Tensor:
-        if isinstance(mask, Documents):
-            return document_attention(q, k, v, mask)
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=bool(mask is None and q.shape[2] == k.shape[2]),
-            dropout_p=self.part.dropout if self.training else 0.0,
-        )  # fmt: skip
+        return attention_core(q, k, v, mask, True, self.part.dropout if self.training else 0.0)
 
     def forward(
         self,

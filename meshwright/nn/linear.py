@@ -17,6 +17,7 @@ from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
 from meshwright.config.sections import FP8_UNIT
 from meshwright.layout.params import ParamRecord
 from meshwright.nn import fp8, products
+from meshwright.nn.adapters import Adapter, Change, Settings, adapted_product
 from meshwright.nn.fused import rms_norm, rms_norm_backward, rms_norm_in_one_pass, swiglu, swiglu_backward
 from meshwright.nn.norm import Norm
 from meshwright.nn.overlap import column_backward, gather_in_pieces, gather_product, product_scatter, product_sum
@@ -36,7 +37,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return _forward(ctx, x, weight, bias, settings)
 
     @staticmethod
@@ -193,6 +194,12 @@ class Linear(nn.Module):
             self.mode = "gather" if cut == "column" else "scatter"
         self.group, self.size = parallel.tp.name, parallel.tp.size
         self.kind, self.fuses, self.overlaps = parallel.products, parallel.fused, parallel.overlaps
+        self.adapters = [Adapter(parallel, each) for each in weight.adapters]
+        for each, record in zip(self.adapters, weight.adapters, strict=True):
+            self.add_module(record.name, each)
+        # All tp ranks drop the same of an input that all of them use.
+        own = self.mode == "row" or (parallel.splits_tokens and self.mode != "gather")
+        self.stream = parallel.streams.own if own else parallel.streams.same
         if self.kind and not fp8.sizes_fit_fp8(*weight.local_shape):
             warnings.warn(f"sizes that are no multiples of {FP8_UNIT} are multiplied in bf16, not in fp8", stacklevel=2)
 
@@ -203,22 +210,35 @@ class Linear(nn.Module):
     def alone(self, x: Tensor, after_swiglu: bool = False) -> Tensor:
         """Returns this rank's own product, of x or of its SwiGLU: without collectives, and without a bias that is added
         after a sum."""
+        if self.adapters:
+            return self.adapted(swiglu(x) if after_swiglu else x, "plain")
         settings = (self.sinks.get("weight"), "plain", self.group, self.size, self.kind, False)
         if after_swiglu and self.fuses and self._inside is None:
             return _SwigluProduct.apply(x, self.weight, *settings)
         return _Product.apply(swiglu(x) if after_swiglu else x, self.weight, self._inside, *settings)
 
+    def adapted(self, x: Tensor, mode: str) -> Tensor:
+        """Returns the product with its adapters' changes, in one of the modes of `_Product`."""
+        changes = [Change(each.start, each.stop, each) for each in self.adapters]
+        settings = Settings(mode, self.group, self.size, self.kind)
+        stream = self.stream if self.training else None
+        return adapted_product(x, self.weight, self._inside, changes, settings, stream)
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.adapters:
+            return self.biased(self.adapted(x, self.mode))
         return self.biased(_Product.apply(x, self.weight, self._inside, *self.settings))
 
     def after_norm(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """Returns x and the product of its norm. Whatever else needs x must use the returned one, so that its gradient
         is added in this layer's backward."""
+        if self.adapters:
+            return x, self(norm(x))
         x, y = norm_product(x, norm, self.weight, self._inside, self.settings)
         return x, self.biased(y)
 
     def after_swiglu(self, x: Tensor) -> Tensor:
-        if not self.fuses or self._inside is not None:
+        if not self.fuses or self._inside is not None or self.adapters:
             return self(swiglu(x))
         return self.biased(_SwigluProduct.apply(x, self.weight, *self.settings))
 

@@ -125,7 +125,7 @@ class _OutputLoss(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = (training and needed for needed in ctx.needs_input_grad[:3])
         grad_x = torch.empty_like(full) if needs_x else None
         kept = None
-        direct = direct and sink is not None and scale is not None
+        direct = direct and scale is not None and (sink is not None or not needs_weight)
         if needs_weight and not direct:
             kept = torch.empty(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
         grad_bias = full.new_zeros(weight.shape[0], dtype=_wide(full.dtype)) if needs_bias else None

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.nn.attention import KVCache
+from meshwright.nn.core import attention_core
 from meshwright.nn.embedding import TableRows
 from meshwright.nn.linear import Linear
 from meshwright.nn.norm import Norm
@@ -63,7 +64,7 @@ class CrossAttention(nn.Module):
         self.recompute_core = parallel.recompute.mode == "selective"
 
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, scale=1.0)
+        return attention_core(q, k, v, None, False, self.dropout if self.training else 0.0, 1.0)
 
     def forward(
         self, x: Tensor, norm: Norm, batch: int, rotary: object, mask: object, past: KVCache | None, memory: Tensor

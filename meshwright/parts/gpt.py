@@ -11,11 +11,25 @@ from dataclasses import dataclass
 from meshwright.layout.params import Init, ParamRecord, columns_of, rows_of, whole
 from meshwright.parts.context import context_calls, context_kept, context_working
 from meshwright.parts.loss_pieces import piece_rows
-from meshwright.parts.part import Collective, Coordinate, Kept, Kernels, MicroBatch, Part, Product, Records, Work
+from meshwright.parts.part import (
+    Collective,
+    Coordinate,
+    Kept,
+    Kernels,
+    LinearPieces,
+    MicroBatch,
+    Part,
+    Product,
+    Records,
+    Work,
+)
 
 # Factors of tp where there are fewer key-value heads than tp ranks: ranks along `KV_COPIES` hold the same heads.
 KV_COPIES, KV_GROUPS = "tp.kv", "tp.q"
 ZEROS, ONES = Init("zeros"), Init("ones")
+ALIBI_WIDTH = 8  # elements by which ALiBi widens heads: as few as fused kernels take
+TILE_ROWS = 256  # queries whose scores exist at once where no fused kernel knows dropout
+TILE_COPIES = 5.0  # tensors of their size in backward
 TP_PIECES = 4  # pieces in which a product over tp is multiplied at most while others travel
 LOGIT_BYTES = 14.0  # bytes per logit that our own loss reads and writes
 
@@ -152,15 +166,25 @@ class AttentionPart(Part):
     qk_norm: str = ""  # RMS norm of queries and keys over each "head", or over "all" heads of a token
     norm_eps: float = 1e-5
     dropout: float = 0.0
-    masked: bool = False  # whether attention within documents takes a mask
+    alibi: bool = False  # whether heads are wider for the keys' positions
     causal: bool = True  # whether a token sees only those before it
     scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
     biased: bool = False  # whether a learned bias is added to the scores
+
+    @property
+    def core_dim(self) -> int:
+        """The width of heads in the core."""
+        return self.head_dim + ALIBI_WIDTH * self.alibi
 
     def own_heads(self, at: Coordinate) -> tuple[int, int]:
         """The query heads and key-value heads of one tp rank."""
         tp = at.size("tp")
         return max(1, self.heads // tp), max(1, self.kv_heads // tp)
+
+    def linears(self) -> tuple[LinearPieces, ...]:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        qkv = LinearPieces("qkv", "column", (("q", q), ("k", kv), ("v", kv)))
+        return qkv, LinearPieces("out", "row", (("out", self.hidden),))
 
     def records(self, at: Coordinate, name: str) -> Records:
         d, tp, tp_rank = self.head_dim, at.size("tp"), at.index("tp")
@@ -229,7 +253,7 @@ class AttentionPart(Part):
         if self.qk_norm == "all":  # the squares of a token's queries and of its keys, and their gradients
             for phase in ("forward", "backward"):
                 yield Collective(phase, "tp", "all_reduce", 2 * batch.tokens(at) * batch.wide)
-        yield from context_calls(at, batch, *self.own_heads(at), self.head_dim)
+        yield from context_calls(at, batch, *self.own_heads(at), self.core_dim)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         """Yields queries, keys and values, the result, and what the core keeps: each row's log-sum or the scores. Where
@@ -245,35 +269,40 @@ class AttentionPart(Part):
         elif self.qk_norm:
             yield Kept("token norms", 2 * tokens * wide)
         yield Kept("attention output", tokens * h * d * e)
-        if host and (self.dropout or self.biased):  # no fused kernel: copies in float32, and tensors of scores
+        if host and self.biased:  # no fused kernel: copies in float32, and tensors of scores
             yield Kept("qkv", tokens * (h + 2 * k) * d * e)
-            # The core keeps its copies instead of the rotated queries and keys that it would be run again from.
-            rotated = tokens * (h + k) * d * e if self.rope else 0
-            yield Kept("rotated", rotated)
-            yield Kept("wide qkv", tokens * (h + 2 * k) * d * (wide - e) - rotated, core=True)
+            yield Kept("wide qkv", tokens * (h + 2 * k) * d * (wide - e), core=True)
             yield Kept("scores", (3 if self.dropout else 1) * tokens * h * batch.seq * wide, core=True)
             return
-        yield Kept("qkv", tokens * (h + 2 * k) * d * e)
+        if self.alibi:
+            yield Kept("wider attention output", tokens * h * self.core_dim * e, core=True)
+        yield Kept("qkv", tokens * (h + 2 * k) * self.core_dim * e)
         rotates_in_place = kernels.fused and not self.qk_norm  # one tensor, which attention keeps anyway
         if self.rope and kernels.keeps_rotation and not rotates_in_place:
             yield Kept("rotated", tokens * (h + k) * d * e)
         if kernels.own and at.size("cp") > 1:
-            yield from context_kept(at, batch, h, k, d)
+            yield from context_kept(at, batch, h, k, self.core_dim)
             return
         if kernels.fused_attention:
-            yield Kept("log-sums", tokens * h * wide, core=True)
-            if batch.documents and self.masked:  # numbers to add to the scores; such kernels know no grouped heads
-                queries = batch.seq if self.causal else 1  # where all see the same keys, one row says it
-                yield Kept("mask", batch.sequences * queries * batch.seq * e, core=True)
-                if h != k and not host:
-                    yield Kept("repeated heads", 2 * tokens * h * d * e, core=True)
+            if not self._in_tiles(batch, host):
+                yield Kept("log-sums", tokens * h * wide, core=True)
         else:
             scores = batch.sequences * h * (batch.seq // at.size("cp")) * batch.seq
             yield Kept("scores", scores * (e + (e + 1 if self.dropout else 0)), core=True)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        shared = kernels.own and at.size("cp") > 1
-        return context_working(at, batch, *self.own_heads(at), self.head_dim) if shared else 0.0
+        if kernels.own and at.size("cp") > 1:
+            return context_working(at, batch, *self.own_heads(at), self.core_dim)
+        if kernels.own and kernels.fused_attention and self._in_tiles(batch, kernels.host):
+            tile = float(batch.sequences * min(TILE_ROWS, batch.seq) * batch.seq)
+            if not kernels.host:
+                return 2 * tile * batch.element  # a mask, which a kernel adds to the scores that it keeps to itself
+            return TILE_COPIES * tile * self.own_heads(at)[0] * batch.wide
+        return 0.0
+
+    def _in_tiles(self, batch: MicroBatch, host: bool) -> bool:
+        """Whether rows go through the core some at a time, for want of a kernel that knows dropout."""
+        return bool(self.dropout) and not self.biased and (host or (batch.documents and self.causal))
 
 
 def vocabulary_rows(vocab: int, at: Coordinate) -> int:

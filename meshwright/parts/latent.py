@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from meshwright.layout.params import Init, rows_of, whole
 from meshwright.parts.context import context_calls, context_kept, context_working
 from meshwright.parts.gpt import ONES, column_calls, replicated, row_calls, row_records
-from meshwright.parts.part import Collective, Coordinate, Kept, Kernels, MicroBatch, Part, Product, Records, Work
+from meshwright.parts.part import (
+    Collective,
+    Coordinate,
+    Kept,
+    Kernels,
+    LinearPieces,
+    MicroBatch,
+    Part,
+    Product,
+    Records,
+    Work,
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,15 @@ class LatentAttentionPart(Part):
 
     def own_heads(self, at: Coordinate) -> int:
         return self.heads // at.size("tp")
+
+    def linears(self) -> tuple[LinearPieces, ...]:
+        rows = {"kv_a": self.kv_rank + self.rope, "q_a": self.q_rank}
+        rows |= {"q_b" if self.q_rank else "q": self.heads * self.head_dim}
+        rows |= {"kv_b": self.heads * (self.nope + self.value), "out": self.hidden}
+        cuts = {"q_a": "whole", "kv_a": "whole", "out": "row"}
+        return tuple(
+            LinearPieces(key, cuts.get(key, "column"), ((key, count),)) for key, count in rows.items() if count
+        )
 
     def records(self, at: Coordinate, name: str) -> Records:
         def cut(key: str, each: int, columns: int) -> Records:

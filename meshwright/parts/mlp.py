@@ -7,7 +7,18 @@ from dataclasses import dataclass
 
 from meshwright.layout.params import Init, rows_of
 from meshwright.parts.gpt import ZEROS, column_calls, row_calls, row_records
-from meshwright.parts.part import Collective, Coordinate, Kept, Kernels, MicroBatch, Part, Product, Records, Work
+from meshwright.parts.part import (
+    Collective,
+    Coordinate,
+    Kept,
+    Kernels,
+    LinearPieces,
+    MicroBatch,
+    Part,
+    Product,
+    Records,
+    Work,
+)
 
 
 @dataclass(frozen=True)
@@ -20,6 +31,8 @@ class MLPPart(Part):
     init: Init
     out_init: Init
     bias: bool = False
+    fuses: bool = True  # the activation with the second product, where kernels do that
+    keeps_result: bool = True  # of the activation, for the gradient of the second product's weight
 
     @property
     def gated(self) -> bool:
@@ -29,6 +42,10 @@ class MLPPart(Part):
     def first(self) -> str:
         """The name of the first projection, which holds the gate and the rest of a gated MLP."""
         return "gate_up" if self.gated else "up"
+
+    def linears(self) -> tuple[LinearPieces, ...]:
+        pieces = (("gate", self.ffn), ("up", self.ffn)) if self.gated else (("up", self.ffn),)
+        return LinearPieces(self.first, "column", pieces), LinearPieces("down", "row", (("down", self.hidden),))
 
     def width(self, at: Coordinate) -> int:
         """The inner features of one tp rank."""
@@ -66,13 +83,15 @@ class MLPPart(Part):
         its backward runs."""
         copies: float = {"relu": 1.0, "quick_gelu": 2.0 if kernels.fused else 3.0}.get(self.kind, 2.0)
         if self.gated:
-            copies = 2.0 if self._recomputes_swiglu(at, kernels) else kernels.gate_copies
+            copies = 2.0 if self._recomputes_swiglu(at, kernels) else kernels.gate_copies - (not self.keeps_result)
+        elif not self.keeps_result:
+            copies = max(1.0, copies - 1.0)
         rows = rows_of_piece(batch.tokens(at), kernels.pieces)
         yield Kept("mlp", rows * self.width(at) * batch.element * copies, passing=kernels.pieces > 1)
 
     def _recomputes_swiglu(self, at: Coordinate, kernels: Kernels) -> bool:
         """Whether the second product recomputes SwiGLU in backward: not where it adds a bias itself."""
-        return kernels.fused and self.kind == "swiglu" and not (self.bias and at.size("tp") == 1)
+        return kernels.fused and self.fuses and self.kind == "swiglu" and not (self.bias and at.size("tp") == 1)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Returns the bytes of the widest tensors' gradients, and of SwiGLU's result where it is recomputed."""

@@ -55,6 +55,7 @@ class Product:
     `linear`: one factor is a weight. `scattered`: under sequence parallelism each tp rank keeps only its own rows of
     the result. `precise`: it runs in bf16 where others run in fp8. `groups`: the m rows are divided among so many
     weights; 0: there is one, for all rows. `again`: in backward it is computed once more, whatever else is recomputed.
+    `frozen`: its weight has no gradient.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Product:
     precise: bool = False
     groups: int = 0
     again: bool = False
+    frozen: bool = False
 
     @property
     def flops(self) -> float:
@@ -118,6 +120,15 @@ class LossTerm(NamedTuple):
     weight: float
 
 
+class LinearPieces(NamedTuple):
+    """A linear layer of a part: the name of its weight, how tp cuts it (column, row, whole), and its rows by what they
+    are (queries, keys, values), in order. Each such piece can be adapted alone."""
+
+    name: str
+    cut: str
+    pieces: tuple[tuple[str, int], ...]
+
+
 class Kept(NamedTuple):
     """A tensor that is kept for backward. `core`: the attention core produces it, so recomputing the core saves its
     memory. `passing`: it exists only while its part's backward runs."""
@@ -156,6 +167,10 @@ class Part:
         """Returns the parameters that a rank holds, by their name in the part's module; `name` begins their global
         names."""
         return {}
+
+    def linears(self) -> tuple[LinearPieces, ...]:
+        """Returns its linear layers, in the order of forward."""
+        return ()
 
     def losses(self) -> Iterable[LossTerm]:
         """Returns the terms that the part adds to the loss."""

@@ -164,11 +164,9 @@ class CrossAttentionPart(Part):
         keys = self.memory(batch).tokens(at)
         yield Kept("attention output", tokens * heads * d * e)
         yield Kept("cross qkv", (tokens + 2 * keys) * heads * d * e)
-        if kernels.host and self.dropout:  # no fused kernel: copies in float32, and three tensors of scores
-            yield Kept("wide qkv", (tokens + 2 * keys) * heads * d * (batch.wide - e), core=True)
-            yield Kept("scores", 3 * tokens * heads * self.seq * batch.wide, core=True)
-        elif kernels.fused_attention:
-            yield Kept("log-sums", tokens * heads * batch.wide, core=True)
+        if kernels.fused_attention:
+            if not (kernels.host and self.dropout):  # for want of a kernel, rows go through some at a time
+                yield Kept("log-sums", tokens * heads * batch.wide, core=True)
         else:
             yield Kept("scores", tokens * heads * self.seq * (e + (e + 1 if self.dropout else 0)), core=True)
 

@@ -103,12 +103,9 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
         if at < len(parts) - int(stage.last)  # the head's gradients are computed in forward
     )
     batch = 8 * fields if stage.first else 0
-    # A CPU also keeps a mask itself, one byte per element.
-    masked = job.batch.documents and job.config.model.masks_documents and stage.layers and job.host
-    mask = job.batch.sequences * job.batch.seq * (job.batch.seq if job.model.causal else 1) if masked else 0
     loss = units[-1].working if stage.last else 0.0
     beside = job.model.kept_beside(job.at, job.batch, stage) * job.batch.element
-    return ChunkBytes(sum(kept) + batch + mask + beside, loss, moments, streams[0] * len(away))
+    return ChunkBytes(sum(kept) + batch + beside, loss, moments, streams[0] * len(away))
 
 
 def _offloaded(job: Job, stage: Stage, runs: int) -> range:
@@ -180,13 +177,10 @@ def bytes_in_flight(job: Job, pp_rank: int, chunks: list[ChunkBytes]) -> tuple[l
     c = job.config
     enough = micro_batches_to_steady_state(job)
     forwards, backwards = in_flight(c.pipeline.schedule, c.layout.pp, enough, len(chunks), pp_rank)
-    # ALiBi's bias on the scores of a sequence is one tensor for all layers and micro-batches of a chunk.
-    alibi = c.model.heads // job.layout.tp * c.model.seq**2 * job.batch.element if c.model.position == "alibi" else 0.0
-    lasting = sum(alibi for stage in job.chunks[pp_rank] if stage.layers)
 
     def most(found: Flying, chunk: int) -> float:
         numbers = (flying for flying, at in found if at == chunk)
-        return lasting + max(sum(n * each.kept for n, each in zip(flying, chunks, strict=True)) for flying in numbers)
+        return max(sum(n * each.kept for n, each in zip(flying, chunks, strict=True)) for flying in numbers)
 
     numbers = range(len(chunks))
     away = max(sum(n * each.offloaded for n, each in zip(flying, chunks, strict=True)) for flying, _ in forwards)

@@ -106,8 +106,9 @@ def _unit_time(unit: Unit, where: Setting) -> UnitTime:
     calls = work.kernels * cluster.device.kernel_us * 1e-6
     forward = max(linear + attention + rest, launch) + calls
     core = ATTENTION_BACKWARD if stack.fused_attention else 2.0
-    # Both gradients of every product with a weight.
-    gradients = sum(_product_seconds(p, where, gradient) for p in work.products if p.linear for gradient in (1, 2))
+    # Both gradients of every product with a weight; a frozen weight has none.
+    linears = [(p, (1,) if p.frozen else (1, 2)) for p in work.products if p.linear]
+    gradients = sum(_product_seconds(p, where, gradient) for p, wanted in linears for gradient in wanted)
     backward = max(gradients + attention * core + rest * MOVED_BACKWARD, 2 * launch) + 2 * calls
     again = share = 0.0
     if block and where.recompute == "selective":

@@ -15,7 +15,7 @@ from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.layout.layout import DENSE_AXES, EXPERT_AXES, EXPERT_WORDS
-from meshwright.models.description import data_fields, describe, layout_of, stages_of
+from meshwright.models.description import data_fields, layout_of, model_of, stages_of
 from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Model, Stage, Unit, coordinate_of
 from meshwright.plan.stack import BYTES, Stack, States, own_stack, states_of
 from meshwright.schedule.kinds import placement_of
@@ -88,7 +88,7 @@ class Job:
 
     @cached_property
     def model(self) -> Model:
-        return describe(self.config.model)
+        return model_of(self.config)
 
     @cached_property
     def at(self) -> Coordinate:

@@ -66,7 +66,7 @@ def build_context(
     at = mesh.coordinate
     data_rank = at["dp"] * layout.cp + at["cp"]  # ranks with other samples or other tokens draw other numbers
     streams = Streams(config.train.seed, data_rank, at["tp"], device.torch, at["pp"])
-    streams.active = config.model.drops
+    streams.active = config.drops
     parallel = Parallel(
         mesh.tp, config.layout.sequence_parallel, PRECISION_DTYPES[config.train.precision], device.torch, streams,
         config.recompute, fused=fuses(config, device), products=products_of(config),

@@ -14,7 +14,8 @@ from torch import nn
 from meshwright.checkpoint.format import find_checkpoint
 from meshwright.checkpoint.hf import config_of
 from meshwright.checkpoint.hf_files import HFFolder
-from meshwright.checkpoint.load import Reader, load_weights
+from meshwright.checkpoint.load import WeightSource, load_weights
+from meshwright.checkpoint.merged import open_weights
 from meshwright.config.load import merged
 from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
@@ -33,13 +34,13 @@ from meshwright.train.step import fields_of, mean_loss
 ONLY_TRAINING = ("zero", "recompute", "optimizer", "loss_scale", "lr")  # sections
 
 
-def open_model(source: str) -> tuple[Reader | HFFolder, dict[str, Any]]:
+def open_model(source: str) -> tuple[WeightSource, dict[str, Any]]:
     """The weights that PATH[@STEP] or a Hugging Face folder holds, and the config that says of which model."""
     if (Path(source) / "config.json").is_file():
         folder = HFFolder(Path(source))
         return folder, config_of(folder.model)
-    reader = Reader(find_checkpoint(source))
-    return reader, reader.index.config
+    weights = open_weights(find_checkpoint(source))
+    return weights, weights.index.config
 
 
 def config_with(found: dict[str, Any], sections: dict[str, dict[str, Any]]) -> Config:

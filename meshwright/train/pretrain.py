@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from meshwright.checkpoint import companions
+from meshwright.checkpoint.base import base_folder, digest, read_base, with_base
 from meshwright.checkpoint.format import checkpoint_folder, find_checkpoint
 from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.save import Saver
@@ -88,6 +89,7 @@ def pretrain(
     began = time.monotonic()
     if not isinstance(config, Config):
         config = load_config(config, sections=sections)
+    config, source = with_base(config, source)
     place = joined_place() or find_place()
     check(config, place.world, TRAINING_RULES)
     if place.launched:
@@ -169,6 +171,9 @@ def run_owned(
     ctx, config = trainer.ctx, trainer.ctx.config
     agree(ctx, (lambda: refuse_finished(config, source)) if trainer.writes else None)
     check_shared(trainer, checkpoint_folder(config))
+    if config.tune.adapts:
+        agree(ctx, lambda: read_base(trainer))
+        trainer.publish()
     resume(trainer, source)
     validating = trainer.valid_batches is not None
     make = partial(open_folder, trainer, source, validating)
@@ -201,8 +206,11 @@ def open_folder(trainer: Trainer, source: str | None, validates: bool) -> RunFol
     """The run's folder, with what travels with its model."""
     config, step = trainer.ctx.config, trainer.step_number
     begun = find_checkpoint(source) if source is not None and not step else None
+    base = config.tune.base
+    begun = base_folder(base) if base else begun
     try:
-        companions.collect(config.data, begun, Path(config.run.dir) / companions.FOLDER, source)
+        folder = Path(config.run.dir) / companions.FOLDER
+        companions.collect(config.data, begun, folder, source or base or None, digest(base) if base else "")
     except OSError as error:
         raise UserError(f"run.dir={config.run.dir} can't be written: {error.strerror}") from None
     return RunFolder(config, trainer.ctx.layout.world, step, validates, source)

@@ -302,8 +302,9 @@ class Trainer:
         return new_names > 0
 
     def states(self) -> Iterator[State | SideState]:
-        """What a checkpoint holds of this rank, beside `counters`."""
-        yield from self.optimizer.tensors()
+        """What a checkpoint holds of this rank, beside `counters`. Adapters' frozen base is stored elsewhere."""
+        every = not self.ctx.config.tune.adapts
+        yield from (state for state in self.optimizer.tensors() if every or state.buffer.key.trained)
         yield from self.data_parallel.reducer_states()
 
     def counters(self) -> dict[str, float | None]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.verify import verify_checkpoint
-from tests.support.oracle import Made, small_config
+from tests.support.oracle import made_for, small_config
 from tests.support.ranks import _SERVER, _child
 
 Sections = dict[str, dict[str, Any]]
@@ -62,7 +62,7 @@ def train(rank: int, world: int, sections: Sections, crash: Crash | None, source
     if crash is not None and crash.rank == rank:
         _plant(crash)
     config = small_config(**sections)
-    made = Made(config.model.vocab, config.model.seq)
+    made = made_for(config)
     files = "data" in sections
     trainer = pretrain(
         config, model_provider, lambda ctx, n: datasets_of(config) if files else (made, made, None), forward_step,

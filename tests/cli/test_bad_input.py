@@ -78,9 +78,6 @@ TRAIN = {
     ),
     "an unknown kind": (["layout.cp=2", "context.kind=rings", "--nproc", "2"], "ring"),
     "an unknown order": (["layout.cp=2", "context.order=zig", "--nproc", "2"], "zigzag"),
-    "alibi over shared sequences": (
-        ["layout.cp=2", "model.position=alibi", "--nproc", "2"], "set layout.cp=1 or use rope"
-    ),
     "dropout over shared sequences": (
         ["layout.cp=2", "model.dropout=0.1", "--nproc", "2"], "set model.attention_dropout=0 or layout.cp=1"
     ),

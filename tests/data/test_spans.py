@@ -1,5 +1,5 @@
-"""Samples whose spans were taken out: pure functions of the seed and the number, of the lengths that T5 has by its
-formulas, from which the text can be put together again."""
+"""Samples whose spans were taken out: pure functions of the seed and the number, as long as T5's formulas say. The text
+can be put together again from them."""
 
 from __future__ import annotations
 

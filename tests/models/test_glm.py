@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.models.gpt import GPTStage, segment_mask
+from meshwright.models.gpt import GPTStage
 from meshwright.nn.documents import Documents, document_attention
 from meshwright.train.step import Trainer
 from tests.support.oracle import EXACT, made_for, make_trainer, small_config, true_gradients, worst
@@ -131,7 +131,9 @@ def test_no_mask_is_made_where_pieces_do() -> None:
     torch.manual_seed(0)
     segments = torch.tensor([[0] * 5 + [1] * 9 + [2] * 2, [0] * 1 + [1] * 15, [1] * 8 + [2] * 8])
     q, k, v = (torch.randn(3, heads, 16, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
-    mask = segment_mask(segments, prefix=True)
+    at, known = torch.arange(16), segments.clamp(min=1)
+    source = (segments == 0)[:, None, :]
+    mask = ((known[:, :, None] == known[:, None, :]) & ((at[None] <= at[:, None]) | source))[:, None]
     ways = [
         F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True),
         document_attention(q, k, v, Documents.of(segments.numpy(), torch.device("cpu"), prefix=True)),

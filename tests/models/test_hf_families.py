@@ -35,6 +35,10 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "bloom": {**SIZES, "position": "alibi", "embedding_norm": True, "mlp": "gelu_tanh"},
     "mistral": {**LLAMA, "rope_theta": 1e6},
     "bert": {**SIZES, "kind": "bert", "pooler": False, "mlp": "gelu_tanh", "token_types": 3},
+    "t5": {
+        **SIZES, "kind": "t5", "layers": 5, "head_dim": 6, "ffn": 48, "mlp": "tanh_geglu", "tied_embeddings": False,
+        "t5": {"encoder_layers": 2, "buckets": 8, "start": 3},
+    },
     "mixtral": {**LLAMA, "rope_theta": 1e6, "experts": {"count": 4}},
     "qwen3_moe": {
         **LLAMA, "layers": 4, "qk_norm": True, "head_dim": 16,

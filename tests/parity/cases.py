@@ -391,6 +391,11 @@ def _contexts() -> Iterator[Case]:
     for kind in kinds:  # every sample of a micro-batch is dealt by its own documents
         label, order = f"{kind['context__kind']}-pairs", {"context__order": "documents"}
         yield case(label, _cut(1, 1, 1), 4, {"segments": True}, **kind, **order, **pairs)
+    bloom = {**_BLOOM, "model__kv_heads": 4}
+    yield case("alibi-ring", _cut(1, 1, 1, family="gpt"), 2, {"segments": True}, **kinds[1], **bloom)
+    yield case("alibi-gather-tp", _cut(1, 2, 1, sp=True), 2, {"segments": True}, **kinds[0], **_BLOOM, zero__stage=3)
+    yield case("alibi-ulysses-pp", _cut(1, 1, 2), 2, **kinds[2], **bloom)
+    yield case("alibi-hybrid", _cut(1, 1, 1), 4, {"segments": True}, **kinds[3], **bloom, model__heads=8)
     experts = {f"model__experts__{key}": value for key, value in MIXTURES["deepseek"].items()}
     yield case("experts", _cut(1, 1, 1), 4, **kinds[1], **experts, layout__ep=4)
     yield case("experts-tp", _cut(1, 2, 1), 2, **kinds[0], **experts, layout__ep=2, layout__etp=1)
@@ -411,7 +416,7 @@ _QUICK_MATRIX = (
 )  # fmt: skip
 _QUICK_CONTEXTS = (
     "cp2-gather-zigzag", "cp2-ring-striped-documents", "cp4-one-kv-head", "cp4-hybrid-contiguous-documents",
-    "cp2-ring-pp",
+    "cp2-ring-pp", "cp2-alibi-ring",
 )  # fmt: skip
 _QUICK_SHARDED = ("zero1-node", "zero3-ramp", "zero3-chunks-on-one-rank")
 _QUICK_LABELS = (

@@ -146,7 +146,7 @@ PLAN = ["plan", "llama3-8b", "--cluster", "h100-80g-dgx", "--devices", "64", "--
 UNPLANNED = {
     "a split": ([*PLAN, "pipeline.split=[16,16]"], "pipeline.split=[16,16] would have no effect"),
     "experts": ([*PLAN, "layout.ep=2"], "leave layout.ep=2 out"),
-    "context": ([*PLAN, "layout.cp=2", "model.position=alibi"], "set layout.cp=1"),
+    "context": ([*PLAN, "layout.cp=2", "model.attention_dropout=0.1"], "layout.cp=1"),
     "no devices": (["plan", "bloom-176b", "--devices", "0"], "give --devices"),
     "no memory": ([*PLAN, "--fit", "0"], "--fit must be"),
     "parts of heads": ([*PLAN, "layout.tp=3"], "no layout with layout.tp=3 divides 64 devices"),

@@ -1,0 +1,128 @@
+"""The weights that a run with adapters leaves as they are. Its checkpoints hold what is trained and name this base, a
+checkpoint or a Hugging Face folder, which is stored once."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint import format as fmt
+from meshwright.checkpoint.companions import read_note
+from meshwright.checkpoint.contract import Checkpointed
+from meshwright.checkpoint.format import blocks_of
+from meshwright.checkpoint.hf_files import HFFolder
+from meshwright.checkpoint.load import Reader
+from meshwright.config.load import flat
+from meshwright.config.sections import TRAINING_KEYS, Config, ModelConfig
+from meshwright.errors import UserError
+from meshwright.layout.params import ParamRecord, slices_of
+from meshwright.parts.tuning import is_adapter
+from meshwright.sharding.buffers import State, regions
+from meshwright.sharding.remainders import Values
+
+Base = Reader | HFFolder
+
+
+def base_folder(base: str) -> Path:
+    """Returns the folder that PATH[@STEP] of a checkpoint, or of a Hugging Face folder, names."""
+    return Path(base) if (Path(base) / "config.json").is_file() else fmt.find_checkpoint(base)
+
+
+def with_base(config: Config, source: str | None) -> tuple[Config, str | None]:
+    """Returns the config with its base named, and what is left of `source`. Where the config names none, `source` is
+    the base or, if it holds adapters, says which is; so does the run's own newest checkpoint."""
+    if not config.tune.adapts or config.tune.base:
+        return config, source
+    own = [path for _, path in fmt.list_checkpoints(fmt.checkpoint_folder(config))]
+    base, found = "", None
+    for folder in [*own[-1:], *([base_folder(source)] if source is not None else [])]:
+        found = found or _base_of(folder)
+    if source is not None and not _base_of(base_folder(source)):
+        base, source = source, None
+    base = found or base
+    if not base:
+        raise UserError(
+            f"tune.kind={config.tune.kind} adapts the weights of a model, and none is named: set tune.base, or give "
+            "--from, a checkpoint or a Hugging Face folder"
+        )
+    return replace(config, tune=replace(config.tune, base=base)), source
+
+
+def _base_of(folder: Path) -> str:
+    """Returns the base that a checkpoint names; an empty word for one that holds all weights."""
+    if not (folder / fmt.INDEX).is_file():
+        return ""
+    tune = fmt.read_index(folder).config.get("tune", {})
+    return str(tune.get("base", "")) if tune.get("kind", "full") != "full" else ""
+
+
+def open_base(base: str, model: ModelConfig) -> Base:
+    """Opens a base and checks that it is of this model."""
+    folder = base_folder(base)
+    source: Base = HFFolder(folder, model.seq) if (folder / "config.json").is_file() else Reader(folder)
+    theirs = asdict(source.model) if isinstance(source, HFFolder) else source.index.config["model"]
+    ours, found = flat(asdict(model)), flat(theirs)
+    idle = {*TRAINING_KEYS, "seq"} | (set() if model.position == "rope" else {"rope_theta"})
+    strange = [key for key in ours if key not in idle and key in found and found[key] != ours[key]]
+    if strange:
+        words = ", ".join(f"model.{key} (there {found[key]}, here {ours[key]})" for key in strange[:3])
+        raise UserError(f"{folder}, the base, is of another model: {words}; take its model section")
+    if isinstance(source, Reader) and _base_of(folder):
+        raise UserError(f"{folder} holds adapters, not all weights: merge it first (`meshwright merge`), and name that")
+    return source
+
+
+def digest(base: str) -> str:
+    """Returns a short word that changes when a base's files are replaced: of its index, or of its files' sizes."""
+    folder = base_folder(base)
+    if (folder / fmt.INDEX).is_file():
+        return f"{zlib.crc32((folder / fmt.INDEX).read_bytes()):08x}"
+    sizes = sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors"))
+    return f"{zlib.crc32(repr(sizes).encode() + (folder / 'config.json').read_bytes()):08x}"
+
+
+def check_digest(checkpoint: Path, base: str) -> None:
+    """Refuses adapters that were trained on other weights than those that the base holds now."""
+    told = read_note(checkpoint).get("base")
+    if base and told and told != digest(base):
+        raise UserError(
+            f"{checkpoint} holds adapters of other weights than those in {base}, which were replaced since: set "
+            "tune.base to the folder that they were trained on"
+        )
+
+
+@torch.no_grad()
+def read_base(trainer: Checkpointed) -> None:
+    """Reads a rank's part of the base: all weights but the adapters'. No rank waits for another here."""
+    config = trainer.ctx.config
+    source = open_base(config.tune.base, config.model)
+    trainer.data_parallel.weights.wait_for_gathers()
+    frozen = [buffer for buffer in trainer.data_parallel.buffers if not buffer.key.trained]
+    states = [State("param", buffer, [bucket.own_params for bucket in buffer.buckets]) for buffer in frozen]
+    for state in (*states, *trainer.states()):
+        for slot in state.buffer.slots if state.name == "param" and isinstance(state, State) else ():
+            low, high = state.holds(slot)
+            if low < high and not is_adapter(slot.record.name):
+                fill_range(source, slot.record, low, high, state.values(slot, low, high))
+
+
+def fill_range(source: Base, record: ParamRecord, low: int, high: int, values: Values) -> None:
+    """Sets `values`, elements low to high of a local tensor, from a base."""
+    if isinstance(source, Reader):
+        source.fill_range(f"param/{record.name}", record, low, high, values)
+        return
+    if source.shapes.get(record.name) != record.shape:
+        raise UserError(f"{source.folder}, the base, has no {record.name} of shape {list(record.shape)}")
+    for box, region in regions(record, low, high, values):
+        for start, shape in blocks_of(box.shape, 4):
+            corner = tuple(a + b for a, b in zip(box.start, start, strict=True))
+            region[slices_of(start, shape)] = source.block(record.name, corner, shape).to(values.dtype)
+
+
+def adapts(config: dict[str, Any]) -> bool:
+    """Whether a checkpoint's config, as its index holds it, is that of a run with adapters."""
+    return str(config.get("tune", {}).get("kind", "full")) != "full"

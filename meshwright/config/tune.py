@@ -1,0 +1,45 @@
+"""The tune section of a config: what of a model is trained. With adapters, its own weights are frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.config.blocks import not_negative, positive
+from meshwright.errors import UserError
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """How a model is adapted: all of its weights (full), or low-rank changes of some products (lora, dora)."""
+
+    kind: Literal["full", "lora", "dora"] = "full"
+    base: str = ""  # with lora and dora: the checkpoint, run or Hugging Face folder whose weights are adapted
+    rank: int = 16
+    alpha: float = 0.0  # the change is scaled by alpha / rank; 0: 2 x rank
+    rslora: bool = False  # by alpha / sqrt(rank) instead
+    dropout: float = 0.0  # of the adapters' inputs
+    targets: tuple[str, ...] = (ALL,)  # the products that are adapted, e.g. q, v; all: every product of the blocks
+    modules_to_save: tuple[str, ...] = ()  # parts that are trained whole beside them, e.g. embedding, head, norm1
+
+    def __post_init__(self) -> None:
+        positive("tune", self, "rank")
+        not_negative("tune", self, "alpha")
+        if not 0.0 <= self.dropout < 1.0:
+            raise UserError(f"tune.dropout={self.dropout} must be at least 0 and below 1")
+        if not self.targets:
+            raise UserError("tune.targets is empty: name the products to adapt, e.g. [q, v], or all")
+        if self.kind == "full" and (self.base or self.modules_to_save):
+            key = "base" if self.base else "modules_to_save"
+            raise UserError(f"tune.{key} has no effect with tune.kind=full: set tune.kind=lora, or leave it out")
+
+    @property
+    def adapts(self) -> bool:
+        return self.kind != "full"
+
+    @property
+    def scale(self) -> float:
+        """What the product of an adapter's two factors is multiplied by."""
+        return (self.alpha or 2.0 * self.rank) / (self.rank**0.5 if self.rslora else self.rank)

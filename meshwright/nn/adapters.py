@@ -1,0 +1,143 @@
+"""Low-rank adapters of linear layers (LoRA, DoRA): what `parts/tuning.py` states, computed inside the layer's product.
+
+Each rank adds its own part of the change before the layer's own sum, and takes its own part of the input's gradient
+with the layer's, so no adapter calls a collective of its own, but for the norms of rows whose inputs are cut (DoRA).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
+from meshwright.layout.params import AdapterRecord
+from meshwright.nn import products
+from meshwright.nn.fused import wide
+from meshwright.nn.parallel import Parallel
+
+
+class Adapter(nn.Module):
+    """The trained change of some rows of a weight."""
+
+    def __init__(self, parallel: Parallel, record: AdapterRecord) -> None:
+        super().__init__()
+        self.start, self.stop = record.start, record.stop
+        self.scale, self.p = record.scale, record.dropout
+        self.down, self.up = parallel.parameter(record.down), parallel.parameter(record.up)
+        self.norms = None if record.norms is None else parallel.parameter(record.norms)
+
+
+class Change(NamedTuple):
+    """An adapter of the rows `start` to `stop` of the weight that a product takes, which may be joined from several."""
+
+    start: int
+    stop: int
+    adapter: Adapter
+
+
+class Settings(NamedTuple):
+    """How the product of `nn/linear.py` runs: its mode, tp group and precision."""
+
+    mode: str
+    group: str
+    size: int
+    kind: str
+
+
+def adapted_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, changes: Sequence[Change], settings: Settings,
+    generator: torch.Generator | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns x W^T of the changed weight with the product's collectives. `generator` draws the dropout of the
+    adapters' inputs, in training."""
+    first = changes[0].adapter
+    ratio = _ratio(weight, changes, settings) if first.norms is not None else None
+    keep = None
+    if generator is not None and first.p:
+        rows = x.shape[0] * (settings.size if settings.mode == "gather" else 1)
+        keep = torch.empty((rows, x.shape[1]), dtype=x.dtype, device=x.device)
+        keep = keep.bernoulli_(1.0 - first.p, generator=generator).div_(1.0 - first.p)
+    spans = tuple((change.start, change.stop) for change in changes)
+    factors = [part for change in changes for part in (change.adapter.down, change.adapter.up)]
+    return _AdaptedProduct.apply(x, weight, bias, ratio, keep, settings, first.scale, spans, *factors)
+
+
+def _ratio(weight: Tensor, changes: Sequence[Change], settings: Settings) -> Tensor:
+    """Returns what each row of the changed weight is multiplied by: the norm it shall have over the norm it has. As in
+    DoRA, the latter is taken as a constant."""
+    with torch.no_grad():
+        old = torch.linalg.vector_norm(weight, dim=1, dtype=wide(weight[:0]).dtype).square()
+        new = old.clone()
+        for start, stop, adapter in changes:
+            down, up, scale = wide(adapter.down), wide(adapter.up), adapter.scale
+            mixed = wide(weight[start:stop] @ adapter.down.t()) + 0.5 * scale * (up @ (down @ down.t()))
+            new[start:stop] += 2.0 * scale * (mixed * up).sum(1)
+        both = torch.stack((old, new))
+        if settings.mode in ("row", "scatter"):
+            all_reduce_(both, settings.group, "sum")
+        old, new = both.clamp_(min=torch.finfo(both.dtype).tiny).sqrt().unbind()
+    parts, at = [], 0
+    for start, stop, adapter in changes:
+        assert adapter.norms is not None
+        parts += [torch.ones_like(old[at:start]), (old[start:stop] + adapter.norms) / new[start:stop]]
+        at = stop
+    return torch.cat([*parts, torch.ones_like(old[at:])])
+
+
+class _AdaptedProduct(torch.autograd.Function):
+    """y = ratio (x W^T + scale (x A^T) B^T) + bias with the collectives of `nn/linear.py`. The weight is frozen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ratio: Tensor | None, keep: Tensor | None,
+        settings: Settings, scale: float, spans: tuple[tuple[int, int], ...], *factors: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.settings, ctx.scale, ctx.spans = settings, scale, spans
+        full = all_gather(x, settings.group, settings.size) if settings.mode == "gather" else x
+        y = products.forward(full, weight, None, settings.kind)
+        seen = full if keep is None else full * keep
+        short = seen @ torch.cat(factors[::2]).t()
+        parts = short.chunk(len(spans), 1)
+        for (start, stop), part, up in zip(spans, parts, factors[1::2], strict=True):
+            y[:, start:stop] += scale * (part @ up.t())
+        ctx.save_for_backward(x, weight, keep, short, ratio, y if ratio is not None else None, *factors)
+        if ratio is not None:
+            y = (y * ratio).to(y.dtype)
+        if bias is not None:
+            y = y + bias
+        if settings.mode == "row":
+            all_reduce_(y, settings.group, "sum")
+        elif settings.mode == "scatter":
+            y = reduce_scatter(y, settings.group, settings.size)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, keep, short, ratio, unscaled, *factors = ctx.saved_tensors
+        mode, group, size, kind = ctx.settings
+        grad = all_gather(grad, group, size) if mode == "scatter" else grad
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        grad_ratio = None
+        if ratio is not None:
+            grad_ratio = (wide(grad) * unscaled).sum(0)
+            grad = (grad * ratio).to(grad.dtype)
+        downs, ups, parts = torch.cat(factors[::2]), factors[1::2], short.chunk(len(ctx.spans), 1)
+        pieces = [grad[:, start:stop] for start, stop in ctx.spans]
+        back = ctx.scale * torch.cat([piece @ up for piece, up in zip(pieces, ups, strict=True)], 1)
+        grad_ups = [ctx.scale * (piece.t() @ part) for piece, part in zip(pieces, parts, strict=True)]
+        full = all_gather(x, group, size, again=True) if mode == "gather" else x
+        grad_downs = (back.t() @ (full if keep is None else full * keep)).chunk(len(ups))
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            prepared = products.prepare_grad(grad, weight, kind, for_weight=False)
+            added = back @ downs
+            grad_x = products.input_grad(prepared, weight, kind) + (added if keep is None else added * keep)
+            if mode == "column":
+                all_reduce_(grad_x, group, "sum")
+            elif mode == "gather":
+                grad_x = reduce_scatter(grad_x, group, size)
+        each = (grad for pair in zip(grad_downs, grad_ups, strict=True) for grad in pair)
+        return grad_x, None, grad_bias, grad_ratio, None, None, None, None, *each

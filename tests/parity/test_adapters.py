@@ -1,0 +1,125 @@
+"""Adapters over frozen weights (LoRA, DoRA) give on every layout what they give in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import meshwright.nn.adapters as adapters
+from meshwright.comm.group import DONE
+from meshwright.train.step import Trainer
+from tests.parity.cases import LATENT, MIXTURES, Case, layouts
+from tests.parity.launches import Launches, data_of, reference_of
+from tests.support.oracle import Outcome, Reference, compare_steps, complaints, make_trainer, small_config
+from tests.support.ranks import run_ranks
+
+
+def case(dp: int, tp: int, pp: int, sp: bool = False, kind: str = "lora", label: str = "", **extra: Any) -> Case:
+    """`extra`: fields of a case, or keys written section__key."""
+    fields = {key: extra.pop(key) for key in ("schedule", "family", "tied", "cp", "data") if key in extra}
+    keys = {"tune.kind": kind, "tune.rank": 4} | {key.replace("__", "."): value for key, value in extra.items()}
+    words = [kind, label, *(f"zero{value}" for key, value in extra.items() if key == "zero__stage")]
+    return Case(dp, tp, pp, sp, label="-".join(filter(None, words)), extra=tuple(keys.items()), **fields)
+
+
+def _matrix() -> Iterator[Case]:
+    number = 0
+    for world in (2, 4):
+        for dp, tp, pp, sp in layouts(world):
+            for kind in ("lora", "dora"):
+                number += 1
+                more = {"family": ("llama", "gpt")[number % 2], "tied": number % 3 > 0, "zero__stage": number % 4}
+                more |= {"recompute__mode": "full"} if number % 5 == 0 else {}
+                yield case(dp, tp, pp, sp, kind, **more)
+    yield case(2, 2, 2, True, "dora", family="llama", zero__stage=3, recompute__mode="every:2")
+    yield case(1, 2, 2, True, schedule="interleaved", zero__stage=1)
+    for kind in ("lora", "dora"):
+        yield case(1, 4, 1, True, kind, "kv-copies", family="llama", model__bias=True)
+        yield case(1, 2, 1, False, kind, "few", family="llama", tune__targets=["q", "v", "down"], tune__rslora=True)
+        latent = {f"model__latent__{key}": value for key, value in LATENT.items()}
+        yield case(1, 2, 1, True, kind, "latent", family="llama", **latent)
+    kept = ["embedding", "norm1", "final_norm"]
+    yield case(1, 2, 1, True, label="kept", tune__modules_to_save=kept)
+    yield case(2, 1, 2, label="kept", tune__modules_to_save=kept, zero__stage=2)
+    yield case(1, 2, 1, True, label="pieces", family="llama", recompute__pieces=3)
+    yield case(1, 1, 1, label="cp", family="llama", cp=2, layout__cp=2, data=(("segments", True),))
+    experts = {f"model__experts__{key}": value for key, value in MIXTURES["deepseek"].items() if key != "bias_balance"}
+    yield case(2, 1, 1, label="experts", family="llama", layout__ep=2, **experts)
+    yield case(1, 2, 1, True, label="experts", family="llama", layout__ep=2, layout__etp=1, **experts)
+
+
+QUICK = (
+    case(1, 2, 1, True, "dora", "quick", recompute__mode="full"),
+    case(2, 1, 1, label="quick", family="llama", zero__stage=3),
+)
+CASES = {each.name: each for each in (*QUICK, *_matrix())}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.name, marks=[] if c in QUICK else [pytest.mark.wide]) for c in CASES.values()]
+)
+def test_adapters_agree_with_one_process(case: Case, launches: Launches) -> None:
+    assert complaints(launches.outcomes(case)) == []
+
+
+Plant = Callable[[Trainer], Any]
+
+
+def _half_not_summed(half: str) -> Plant:
+    """The gradient of the half that all tp ranks hold is not summed over them."""
+
+    @contextmanager
+    def plant(trainer: Trainer) -> Iterator[None]:
+        group = trainer.ctx.mesh.group("tp")
+        real = group.all_reduce
+        held = [bucket.own_grads.data_ptr() for buffer in trainer.data_parallel.trained for bucket in buffer.buckets
+                if all(slot.record.name.endswith(half) for slot in bucket.slots)]  # fmt: skip
+        assert held
+
+        def fake(x: torch.Tensor, *more: Any, **named: Any) -> Any:
+            return DONE if x.data_ptr() in held else real(x, *more, **named)
+
+        with mock.patch.object(group, "all_reduce", fake):
+            yield
+
+    return plant
+
+
+@contextmanager
+def _norm_taken_locally(trainer: Trainer) -> Iterator[None]:
+    """Of a product whose inputs are cut, each rank takes the norms of its own columns for those of whole rows."""
+    real = adapters.all_reduce_
+
+    def fake(x: torch.Tensor, group: str, op: str) -> None:
+        if x.shape[0] != 2:
+            real(x, group, op)
+
+    with mock.patch.object(adapters, "all_reduce_", fake):
+        yield
+
+
+def planted(rank: int, world: int, case: Case, reference: Reference, name: str) -> Outcome:
+    trainer = make_trainer(small_config(**case.sections("fp64")), rank, world, data_of(case))
+    with BUGS[name](trainer):
+        return compare_steps(trainer, reference)
+
+
+BUGS: dict[str, Plant] = {
+    "the half that a column product shares": _half_not_summed("lora_a"),
+    "the half that a row product shares": _half_not_summed("lora_b"),
+    "a norm of columns": _norm_taken_locally,
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", list(BUGS))
+def test_planted_bugs_are_found(name: str) -> None:
+    kind = "dora" if "norm" in name else "lora"
+    one = case(1, 2, 1, kind=kind, label="planted", comm__bucket_mib=1e-4)
+    outcomes = run_ranks(2, planted, one, reference_of(one), name, deadline=120.0)
+    assert complaints(outcomes) != []

@@ -1,0 +1,205 @@
+"""Adapters as files: checkpoints that name their base, PEFT's folders in both directions, and merged weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.checkpoint.base import read_base, with_base
+from meshwright.checkpoint.hf import export_folder, import_folder
+from meshwright.checkpoint.hf_files import HFFolder
+from meshwright.checkpoint.load import Reader
+from meshwright.checkpoint.peft import export_adapters, import_adapters
+from meshwright.checkpoint.save import Saver
+from meshwright.cli.main import main
+from meshwright.errors import UserError
+from meshwright.train.step import Trainer
+from tests.checkpoint import hf_models
+from tests.checkpoint.runs import Attempt, complete, newest, saved, tensors, timeless, tiny
+from tests.support.oracle import EXACT, load_into, make_trainer, small_config
+
+FAMILIES = ("llama3", "qwen2", "qwen3-one-kv-head", "gpt2", "gpt-neox", "opt", "bloom", "mixtral", "deepseek-v3")
+# In PEFT the names of a dense MLP beside experts mean the experts too.
+LATENT = {"deepseek-v3": {"targets": ["q_a", "q_b", "kv_a", "kv_b", "out"]}}
+
+
+def trained(base: Path, precision: str = "fp64", **tune: Any) -> Trainer:
+    """A run of three steps on a Hugging Face folder, whose adapters are then far from zero."""
+    model = dict(vars(HFFolder(base).model))
+    sections = {"model": model, "train": {"precision": precision, "micro_batch": 2, "global_batch": 2},
+                "optimizer": {"lr": 0.05}, "tune": {"kind": "lora", "rank": 4, "base": str(base), **tune}}  # fmt: skip
+    sections["model"] = {**model, **{key: vars(model[key]) for key in ("experts", "latent", "rope_scaling")}}
+    trainer = make_trainer(small_config(**sections))
+    read_base(trainer)
+    trainer.publish()
+    for _ in range(3):
+        trainer.step()
+    return trainer
+
+
+def save(trainer: Trainer, folder: Path) -> Path:
+    saver = Saver(trainer, folder, asynchronous=False, busy="wait", keep=0)
+    saver.save()
+    saver.committed()
+    return newest(folder.parent)
+
+
+def our_logits(trainer: Trainer, ids: torch.Tensor) -> torch.Tensor:
+    """Logits with the adapters apart from the weights."""
+    (module,) = trainer.modules
+    with torch.no_grad():
+        hidden, _ = module.eval().trunk({"tokens": ids})  # type: ignore[operator]
+        return module.head.logits(hidden).view(*ids.shape, -1)[..., : trainer.ctx.config.model.vocab]  # type: ignore
+
+
+def peft_logits(model: Any, folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    import peft
+
+    adapted = peft.PeftModel.from_pretrained(model, str(folder)).eval()
+    with torch.no_grad():
+        return adapted(input_ids=ids).logits
+
+
+@pytest.mark.parametrize(
+    ("name", "tune"),
+    [
+        ("llama3", {"kind": "dora", "targets": ["q", "v", "gate", "down"]}),
+        pytest.param("gpt2", {"modules_to_save": ["final_norm"]}, marks=pytest.mark.wide),
+        *(pytest.param(name, {"kind": kind, "rslora": kind == "lora", **LATENT.get(name, {})}, marks=pytest.mark.wide)
+          for name in FAMILIES for kind in ("lora", "dora")),
+        pytest.param("llama2", {"modules_to_save": ["embedding", "head", "norm1"]}, marks=pytest.mark.wide),
+        pytest.param("llama2", {"targets": ["down", "q"]}, marks=pytest.mark.wide),
+    ],
+)  # fmt: skip
+def test_peft_and_merged_weights_compute_the_same(name: str, tune: dict[str, Any], tmp_path: Path) -> None:
+    """Our product with adapters, PEFT's, transformers' of the merged folder, and ours again after an import: all with
+    equal logits, in float64."""
+    from transformers import AutoModelForCausalLM
+
+    base, mixed = tmp_path / "base", name in hf_models.EXPERTS  # which transformers multiplies in float32 at most
+    dtype, close = (torch.float32, 3e-4) if mixed else (torch.float64, 1e-5)
+    model = hf_models.save(name, base, dtype)
+    ids = torch.tensor(np.random.default_rng(3).integers(0, 61, (2, 24)))
+    trainer = trained(base, "fp32" if mixed else "fp64", **tune)
+    ours = our_logits(trainer, ids)
+    assert (ours - model(input_ids=ids).logits).abs().max() > 1e-2  # the adapters do something
+    checkpoint = save(trainer, tmp_path / "run" / "checkpoints")
+    written = export_adapters(checkpoint, tmp_path / "peft")
+    assert torch.allclose(ours, peft_logits(model, tmp_path / "peft", ids), rtol=close, atol=close)
+    export_folder(checkpoint, tmp_path / "merged", "fp32" if mixed else "fp64")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=dtype).eval()
+    assert torch.allclose(ours, merged(input_ids=ids).logits, rtol=close, atol=close)
+    import_adapters(tmp_path / "peft", tmp_path / "back", str(base))
+    told = Reader(tmp_path / "back").index.config["tune"]
+    again = trained(base, "fp32" if mixed else "fp64", **{key: told[key] for key in told if key != "base"})
+    load_into(again, Reader(tmp_path / "back"), model_only=True)
+    assert torch.allclose(ours, our_logits(again, ids), rtol=close, atol=close)
+    assert written["bytes"] < sum(p.stat().st_size for p in base.glob("*.safetensors"))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["llama2", "gpt2", "gpt-neox"])
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_that_peft_made_are_imported(name: str, dora: bool, tmp_path: Path) -> None:
+    """Also with ranks and scales of their own for some modules."""
+    import peft
+
+    base = tmp_path / "base"
+    model = hf_models.save(name, base, torch.float64)
+    targets = {"llama2": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_fc"], "gpt-neox": ["query_key_value"]}[name]
+    more: dict[str, Any] = {"rank_pattern": {targets[-1]: 2}, "alpha_pattern": {targets[-1]: 5}}
+    lora = peft.LoraConfig(r=3, lora_alpha=7, target_modules=targets, use_dora=dora, fan_in_fan_out=name == "gpt2",
+                           init_lora_weights=False, **more)  # fmt: skip
+    adapted = peft.get_peft_model(model, lora).to(torch.float64).eval()
+    adapted.save_pretrained(tmp_path / "peft")
+    ids = torch.tensor(np.random.default_rng(3).integers(0, 61, (2, 24)))
+    theirs = adapted(input_ids=ids).logits
+    import_adapters(tmp_path / "peft", tmp_path / "ours", str(base))
+    export_folder(tmp_path / "ours", tmp_path / "merged", "fp64")
+    from transformers import AutoModelForCausalLM
+
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64).eval()
+    assert torch.allclose(theirs, merged(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_full_rank_adapter_can_be_any_change(tmp_path: Path) -> None:
+    """With the rank of the weight and a scale of 1, B A = W2 - W1 makes one model of the other."""
+    base = tmp_path / "base"
+    hf_models.save("llama2", base, torch.float64)
+    trainer = trained(base, rank=32, alpha=32.0, targets=["q"])
+    other = torch.randn(32, 32, dtype=torch.float64)
+    (module,) = trainer.modules
+    linear = module.blocks["0"].attention.projection.qkv  # type: ignore[union-attr, index]
+    with torch.no_grad():
+        linear.q.down.copy_(torch.eye(32))
+        linear.q.up.copy_(other - linear.weight[:32])
+    trainer.optimizer.publish()
+    ids = torch.arange(12)[None]
+    ours = our_logits(trainer, ids)
+    with torch.no_grad():
+        linear.weight[:32] = other
+        linear.q.up.zero_()
+    assert (ours - our_logits(trainer, ids)).abs().max() < EXACT
+
+
+TUNE = {"kind": "lora", "rank": 2}
+
+
+@pytest.mark.wide
+def test_a_killed_run_goes_on_and_its_base_is_stored_once(tmp_path: Path) -> None:
+    """On its own layout to the bit; on another one from the same bits. Its checkpoints hold no frozen weight."""
+    base = complete(1, tiny(tmp_path / "base", train={"steps": 2}))
+    changes: dict[str, Any] = {"tune": {**TUNE, "dropout": 0.1}, "layout": {"tp": 2, "sequence_parallel": True},
+                               "checkpoint": {"every": 2, "keep": 0}}  # fmt: skip
+    straight = complete(2, tiny(tmp_path / "straight", **changes), str(base))
+    sections = tiny(tmp_path / "killed", **changes)
+    attempt = Attempt(2, sections, source=str(base))
+    assert attempt.until(lambda: len(saved(attempt.run)) > 0)
+    attempt.kill(1)
+    assert attempt.finish() is None, "a rank was killed before the end"
+    run = complete(2, sections)  # the base is known by the run
+    assert timeless(run / "metrics.jsonl") == timeless(straight / "metrics.jsonl")
+    found, wanted = tensors(newest(run)), tensors(newest(straight))
+    assert found.keys() == wanted.keys() and all(np.array_equal(found[key], wanted[key]) for key in found)
+    assert all(key.rpartition(".")[2] in ("lora_a", "lora_b") for key in found)
+    assert Reader(newest(run)).index.config["tune"]["base"] == str(base)
+    moved = tiny(tmp_path / "killed", **changes | {"layout": {}, "zero": {"stage": 3}, "train": {"steps": 10}})
+    again = tensors(newest(complete(2, moved)))
+    assert set(again) == set(found) and saved(run)[-1] == 10
+
+
+def test_a_base_that_was_replaced_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = tmp_path / "base"
+    hf_models.save("llama2", base, torch.float32)
+    import_folder(base, tmp_path / "imported")
+    import peft
+
+    model = hf_models.make("llama2")
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "peft")
+    words = ["import", str(tmp_path / "peft"), "--to", str(tmp_path / "ours")]
+    assert main(words) == 2 and "--base" in capsys.readouterr().err
+    assert main([*words, "--base", str(tmp_path / "imported"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tune"]["targets"] == ["q"]
+    assert main(["merge", str(tmp_path / "ours"), "--to", str(tmp_path / "merged")]) == 0
+    assert main(["merge", str(tmp_path / "imported"), "--to", str(tmp_path / "none")]) == 2
+    assert "need no merging" in capsys.readouterr().err
+    index = tmp_path / "imported" / "index.json"
+    import shutil
+
+    shutil.rmtree(tmp_path / "imported")
+    hf_models.save("llama2", tmp_path / "base2", torch.float32, std=0.3)
+    import_folder(tmp_path / "base2", tmp_path / "imported")
+    assert index.is_file() and main(["export", str(tmp_path / "ours"), "--to", str(tmp_path / "out")]) == 2
+    assert "which were replaced since" in capsys.readouterr().err
+
+
+def test_a_run_needs_a_base() -> None:
+    with pytest.raises(UserError, match="set tune.base"):
+        with_base(small_config(tune=TUNE, run={"dir": "no-such-run"}), None)
+    with pytest.raises(UserError, match="tune.targets=w is not in this model"):
+        make_trainer(small_config(tune={**TUNE, "targets": ["w"]}))
