@@ -4,11 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all bench lint clean
+.PHONY: setup demo test test-all bench lint docs clean
 
 setup: $(VENV)/.ready
 
+OLD_PYTHON := this is Python %d.%d, and Meshwright needs 3.11 or later: make PYTHON=python3.11
+
 $(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit("$(OLD_PYTHON)" % v if v < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
@@ -30,9 +33,14 @@ demo: setup
 	rm -rf runs/demo
 	$(BIN)/meshwright train examples/demo.yaml --nproc 8
 
+docs: setup
+	$(BIN)/python -m pip install --quiet '.[docs]'
+	$(BIN)/python -m mkdocs build --strict
+
 bench: setup
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/recording.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/predicted_steps.py

@@ -30,13 +30,13 @@ DISTRIBUTED = {
 LEVELS = {
     "errors": 0, "outside": 1, "device": 2, "layout": 2, "schedule": 2, "data": 2, "kernels": 2, "parts": 3,
     "config": 3, "comm": 4, "nn": 5, "models": 6, "pipeline": 7, "sharding": 7, "optim": 8, "checkpoint": 9,
-    "train": 10, "show": 11, "plan": 12, "dryrun": 13, "bench": 14, "cli": 15, "__main__": 16,
+    "train": 10, "show": 11, "plan": 12, "dryrun": 13, "watch": 13, "bench": 14, "cli": 15, "__main__": 16,
 }  # fmt: skip
 
 WITHOUT_TORCH = [
     *(
         f"{room}.{path.stem}"
-        for room in ("plan", "show")
+        for room in ("plan", "show", "watch")
         for path in sorted((PACKAGE / room).glob("*.py"))
         if path.stem != "__init__"
     ),
@@ -51,6 +51,8 @@ WITHOUT_TORCH = [
     "cli.export", "cli.generate", "cli.import_", "cli.inspect", "cli.train", "pipeline.trace", "cli.cost", "cli.plan",
     "cli.predict", "cli.recipes", "config.recipes", "config.twin", "cli.memory", "cli.merge",
     "cli.simulate", "cli.scaling", "cli.common_args", "cli.files", "cli.dryrun",
+    "cli.watch", "cli.init", "cli.completion", "cli.auto_layout",
+    "train.run_notes", "train.loggers", "train.rank_figures", "train.speed",
 ]  # fmt: skip
 
 

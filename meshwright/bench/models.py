@@ -91,7 +91,7 @@ def job_of_bench(config: Config) -> Job:
 
 
 def ranks_of(config: Config) -> int:
-    return config.layout.tp * config.layout.cp * config.layout.pp
+    return config.layout.least_world
 
 
 def work_of(config: Config) -> list[tuple[Work, int]]:

@@ -20,7 +20,7 @@ from meshwright.checkpoint.format import DamagedCheckpoint, Index, SavedBlock
 from meshwright.checkpoint.tensor_file import TensorFile, checksum
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord, overlap, row_of
-from meshwright.sharding.buffers import REDUCER, Rows, SideState, Slot, State, regions
+from meshwright.sharding.buffers import OUTER, REDUCER, REPLICA_STATE, Rows, SideState, Slot, State, regions
 from meshwright.sharding.remainders import Values
 
 OPEN_FILES = 16
@@ -95,21 +95,42 @@ def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
     """Reads what this rank owns: the whole state of a run, or only its weights (a new run from them has a fresh
     optimizer and begins at step 0). No rank waits for another, so one may fail alone."""
     trainer.data_parallel.weights.wait_for_gathers()  # one under way writes this rank's old weights once more
+    alone = trainer.ctx.layout.replicas == 1
     for state in trainer.states():
-        if state.name != "param" and (model_only or state.name not in reader.states):
+        kind = state.name.removeprefix(REPLICA_STATE)
+        if kind != "param" and (model_only or not {kind, REPLICA_STATE + kind} & reader.states):
             state.clear()  # a damaged checkpoint that was tried before this one may have left something
             continue
         for slot in state.buffer.slots:
             low, high = state.holds(slot)
             if low < high:
-                name, values = f"{state.name}/{slot.record.name}", state.values(slot, low, high)
-                if state.name != "param" and not has_state(reader, name, state, slot):
+                name, values = f"{kind}/{slot.record.name}", state.values(slot, low, high)
+                if (state.replica or alone) and not model_only and REPLICA_STATE + name in reader.index.tensors:
+                    assert isinstance(state, State)
+                    fill_from_replicas(reader, REPLICA_STATE + name, state, slot, low, high)
+                elif kind != "param" and not has_state(reader, name, state, slot):
                     state.clear(slot)
-                elif state.additive:
+                elif rows := state.additive or (isinstance(state, State) and state.summed and state.replica):
                     assert isinstance(values, Tensor), "the states of reducers are not stored in pairs"
-                    add_saved_rows(reader, name, slot.record, state.additive, low, high, values)
-                else:
-                    reader.fill_range(name, state.record(slot), low, high, values)
+                    add_saved_rows(reader, name, slot.record, rows, low, high, values)
+                else:  # replicas that a run without any becomes begin alike
+                    record = slot.record if state.replica else state.record(slot)
+                    reader.fill_range(name, record, low, high, values)
+
+
+def fill_from_replicas(reader: Reader, name: str, state: State, slot: Slot, low: int, high: int) -> None:
+    """Sets a part of a state that each replica of the run that saved it had for itself: this replica's own row or,
+    where there is another number of replicas now, the mean of all rows."""
+    values, rows = state.values(slot, low, high), reader.index.tensors[name]["shape"][0]
+    if state.replica is not None and rows == state.replica.rows:
+        reader.fill_range(name, state.record(slot), low, high, values)
+        return
+    mean = torch.zeros(high - low, dtype=values.dtype, device=values.device)
+    for row in range(rows):
+        part = torch.zeros_like(mean)
+        reader.fill_range(name, row_of(slot.record, row, rows), low, high, part)
+        mean.add_(part)
+    values[:] = mean.div_(rows)
 
 
 def has_state(reader: Reader, name: str, state: State | SideState, slot: Slot) -> bool:
@@ -137,7 +158,9 @@ def complete_load(trainer: Checkpointed, reader: Reader, model_only: bool) -> No
     trainer.publish()
     if not model_only:
         counters = reader.index.state
-        if any(state.name not in reader.states for state in trainer.states() if not state.name.startswith(REDUCER)):
+        kinds = {state.name.removeprefix(REPLICA_STATE) for state in trainer.states()}
+        saved = {name.removeprefix(REPLICA_STATE) for name in reader.states}
+        if any(kind not in saved for kind in kinds if not kind.startswith((REDUCER, OUTER))):
             # Another optimizer saved it: the moments start from zero, and so must their bias correction.
             counters = counters | {"updates": 0}
         trainer.restore(reader.index.step, reader.index.consumed, counters)

@@ -68,8 +68,10 @@ def remove_failed(folder: Path, rank: int) -> None:
 def ranges_to_write(data_parallel: DataParallel, state: State | SideState) -> Iterator[tuple[Slot, int, int]]:
     """Yields (slot, start, stop) of the elements of each parameter that this rank writes. Replicas divide what they
     hold in common; of an additive state each rank writes a row of its own, and a reducer's other tensors are written by
-    the first of the ranks that hold the same."""
+    the first of the ranks that hold the same. What all replicas of `layout.replicas` have is written by the first."""
     buffer = state.buffer
+    if state.replica is None and data_parallel.mesh.replica > 0:
+        return
     for slot in buffer.slots:
         bucket = buffer.buckets[slot.bucket]
         low, high = buffer.split.written(bucket.start, bucket.stop)
@@ -94,7 +96,7 @@ class Snapshot:
         for state in trainer.states():
             for slot, low, high in ranges_to_write(trainer.data_parallel, state):
                 record, values = state.record(slot), state.values(slot, low, high)
-                if record is not slot.record:  # the next backward, which saving does not wait for, changes a reducer's
+                if state.additive or isinstance(state, SideState):  # the next backward changes a reducer's
                     values = plain(values).clone()
                 name = f"{state.name}/{record.name}"
                 dtype = str(values.dtype).removeprefix("torch.")
@@ -220,6 +222,7 @@ class Saver:
         self._staged.set()
         trainer.before_update = self._wait_for_copy
         self.saved_step: int | None = None
+        self.complete_step: int | None = None  # of the newest save that this rank has finished with
         self.companions: Path | None = None  # a folder of what every checkpoint gets a copy of
         self.blocked_s = self.took_s = 0.0  # of the last save: how long training waited for it, how long it took
 
@@ -307,7 +310,7 @@ class Saver:
                 text = f"meshwright: warning: {self._error!s}; {next_one} the next one"
                 print(text, file=sys.stderr, flush=True)
         else:
-            self._failures, self.took_s = 0, time.monotonic() - begun
+            self._failures, self.took_s, self.complete_step = 0, time.monotonic() - begun, index.step
         finally:
             self._staged.set()
 

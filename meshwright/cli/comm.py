@@ -1,4 +1,5 @@
-"""`meshwright comm bench`: every collective on the groups of a layout, and a profile of the machine for the planner."""
+"""`meshwright comm`: every collective on the groups of a layout, with a profile of the machine for the planner (bench),
+and what each way to communicate less saves of a step (savings, see `cli/savings.py`)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 
 from meshwright.bench.profile import as_yaml
 from meshwright.bench.request import OPS, Request, host_bytes, parse_axes, parse_ops, parse_sizes
+from meshwright.cli import savings
 from meshwright.cli.files import write
 from meshwright.cli.layout import add_axes
 from meshwright.cli.ranks import local_devices, place_in_launcher, run_as_rank
@@ -25,6 +27,8 @@ EXAMPLES = """example:
   meshwright cost config.yaml --cluster here.yaml --devices 2        (the profile is a cluster of the planner)
   meshwright comm bench --nproc 4 --tp 2 --pp 2 --node-size 2 --ops all_reduce,send --sizes 4K:16M
   torchrun --nproc_per_node 8 -m meshwright comm bench --tp 8 --out node.yaml
+  meshwright comm savings config.yaml --cluster h100-80g-dgx --devices 64                  (predicted)
+  meshwright comm savings config.yaml --nproc 4 comm.emulate.link_gb_s=0.1 --svg saved.svg (measured, and predicted)
   srun -N 2 --ntasks-per-node 8 meshwright comm bench --tp 8 --out two-nodes.yaml
 
 algorithm is payload / time. bus is what a link carries: algorithm x 2(n-1)/n for all_reduce, x (n-1)/n for all_gather,
@@ -32,7 +36,11 @@ reduce_scatter and all_to_all, x 1 for broadcast and send, on a group of n ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["bench"], help="measure the links and ranks of a layout")
+    parser.add_argument("what", choices=["bench", "savings"], help="links and ranks of a layout; or a config's savings")
+    parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help="savings: a config, and its keys")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="savings: predict for this cluster")
+    parser.add_argument("--devices", type=int, metavar="N", help="savings: predict for so many devices")
+    parser.add_argument("--steps", type=int, default=7, help="savings: timed steps of each technique (default 7)")
     parser.add_argument("--nproc", type=int, metavar="N", help="local ranks to start (default: the GPUs, or 2)")
     add_axes(parser)
     parser.add_argument("--axis", metavar="AXIS,...", help="axes to measure (default: all of more than one rank)")
@@ -46,6 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.what == "savings":
+        return savings.run(args)
+    if args.words or args.cluster or args.devices:
+        raise UserError("comm bench takes no config, cluster or devices: leave them out, or call comm savings")
     if place := place_in_launcher(args):
         return run_as_rank(place, lambda at: prepare(args, at.world, at.local_world), bench, args, stops=False)
     if args.nproc is not None and args.nproc < 2:

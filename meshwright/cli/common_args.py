@@ -41,7 +41,7 @@ def _target_of(args: argparse.Namespace, words: Sequence[str], layout: str, as_r
 
 def world_arguments(parser: argparse.ArgumentParser) -> None:
     _target_arguments(parser)
-    ranks = "number of ranks (default: the recipe's, else tp x cp x pp)"
+    ranks = "number of ranks (default: the recipe's, else tp x cp x pp x replicas)"
     parser.add_argument("--world", type=int, metavar="N", help=ranks)
 
 
@@ -51,7 +51,7 @@ def world_from_args(args: argparse.Namespace, layout: str = "") -> tuple[Target,
     c, zero = target.config.layout, target.config.zero
     if zero.stage and zero.shard_group == "node" and not c.node_size:
         raise UserError("zero.shard_group=node: give layout.node_size, the number of ranks on a node")
-    default = int(target.run.get("devices", 0)) or c.tp * c.cp * c.pp
+    default = int(target.run.get("devices", 0)) or c.least_world
     return target, default if args.world is None else args.world
 
 

@@ -27,13 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
     own = read_recipe(args.config).devices if args.config in recipe_names() else 0
-    world = args.world if args.world is not None else own or config.layout.tp * config.layout.pp * config.layout.cp
+    world = args.world if args.world is not None else own or config.layout.least_world
     check(config, world, TRAINING_RULES if args.action == "check" else RULES)
     if args.action == "show":
         print(json.dumps(to_mapping(config)) if args.json else to_yaml(config).rstrip())
         return
     tp, pp = config.layout.tp, config.layout.pp
-    dp = world // (tp * pp * config.layout.cp)
+    dp = world // config.layout.least_world
     answer = {"ok": True, "world": world, "dp": dp, "tp": tp, "pp": pp}
     words = f"{args.config} is right for {plural(world, 'rank')}: dp={dp} tp={tp} pp={pp}"
     print(json.dumps(answer) if args.json else words)

@@ -77,7 +77,7 @@ def show_sample(args: argparse.Namespace) -> None:
     from meshwright.train.datasets import blanks_of, datasets_of, masking_of, spans_of
 
     config = load_config(args.config, args.overrides)
-    check(config, config.layout.tp * config.layout.pp * config.layout.cp, READING_RULES)
+    check(config, config.layout.least_world, READING_RULES)
     if args.sample < 0:
         raise UserError(f"--sample {args.sample} must not be negative: the first is 0")
     data = dict(zip(SPLIT_NAMES, datasets_of(config), strict=True))[args.split]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.common_args import world_arguments, world_from_args
+from meshwright.config.replica_rules import batch_unit
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
@@ -98,8 +99,7 @@ def _step_of(config: Config, world: int, micro_batches: int | None) -> Config:
     if micro_batches is not None:
         if micro_batches < 1:
             raise UserError(f"--micro-batches {micro_batches} must be at least 1")
-        dp = max(1, world // (config.layout.tp * config.layout.pp * config.layout.cp))
-        train = replace(train, global_batch=micro_batches * train.micro_batch * dp)
+        train = replace(train, global_batch=micro_batches * batch_unit(config, world)[0])
     config = replace(config, train=train, run=replace(config.run, eval_samples=0))
     check(config, world)
     return config

@@ -30,7 +30,7 @@ EXAMPLES = """example:
 DEFAULT_SAMPLES = 64
 # What a model that is only read is run with: one process, or all ranks data-parallel.
 PLAIN: dict[str, dict[str, Any]] = {
-    "layout": {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 0, "chunks": 1, "sequence_parallel": False},
+    "layout": {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 0, "chunks": 1, "sequence_parallel": False, "replicas": 1},
     "context": {"kind": "auto", "inner": 0},
     "pipeline": {"schedule": default_kind(1), "split": [], "encoder_stages": 0},
     "train": {"micro_batch": 1, "ramp": [], "compile": "false"},

@@ -63,8 +63,8 @@ def describe(path: Path, index: Index) -> dict[str, Any]:
 def page(found: dict[str, Any]) -> list[str]:
     """Returns the same as text for people."""
     layout, model, world = found["layout"], found["model"], found["world"]
-    cut = math.prod(ranks for axis in ("tp", "pp", "cp") if type(ranks := layout.get(axis)) is int)
-    axes_there = [axis for axis in ("tp", "pp", "cp", "ep", "chunks") if axis in layout]
+    cut = math.prod(ranks for axis in ("tp", "pp", "cp", "replicas") if type(ranks := layout.get(axis)) is int)
+    axes_there = [axis for axis in ("tp", "pp", "cp", "ep", "chunks", "replicas") if axis in layout]
     sizes = {"dp": world // max(cut, 1)} | {axis: layout[axis] for axis in axes_there}
     axes = " ".join(f"{axis}={ranks}" for axis, ranks in sizes.items() if ranks != 1) or "none"
     shape = [f"{key}={model[key]}" for key in ("layers", "hidden", "heads", "vocab", "seq") if key in model]

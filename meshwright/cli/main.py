@@ -7,6 +7,7 @@ import errno
 import importlib
 import keyword
 import os
+import shlex
 import sys
 
 import meshwright
@@ -15,8 +16,20 @@ from meshwright.errors import UserError, nearest, one_line
 # The errors of a wrong path.
 PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENOSPC, errno.ELOOP)
 
+GROUPS = {
+    "train and use a model": ("init", "train", "watch", "generate", "eval"),
+    "data": ("data",),
+    "plan and study": (
+        "plan", "recipes", "cost", "memory", "simulate", "scaling", "dryrun", "predict",
+        "layout", "schedule", "config", "bench", "comm",
+    ),
+    "checkpoints and Hugging Face": ("inspect", "import", "export", "merge"),
+    "the shell": ("completion",),
+}  # fmt: skip
 COMMANDS = {
+    "init": "write a commented config from a few answers or flags, with a layout that fits",
     "train": "train a model from a config, on local ranks or as one rank of torchrun or srun",
+    "watch": "show runs on a live page, or write it as a file to send",
     "generate": "write text with a trained or imported model",
     "eval": "measure a trained model's loss and perplexity on token files",
     "inspect": "show what is in a checkpoint and verify every checksum",
@@ -29,7 +42,7 @@ COMMANDS = {
     "schedule": "print, draw and simulate a pipeline schedule",
     "data": "turn text into token files",
     "bench": "measure this device's training step beside the least time it could take",
-    "comm": "measure collectives on the groups of a layout, and save a profile of the machine for the planner",
+    "comm": "measure collectives on the groups of a layout, or what each way to communicate less saves of a step",
     "plan": "search the layouts of a model on a cluster and write the best one as a config",
     "simulate": "simulate one step of every pipeline rank, as a drawing or a trace, also with something slow",
     "dryrun": "run a step of single ranks of any cluster, without it, beside what was planned",
@@ -37,9 +50,10 @@ COMMANDS = {
     "scaling": "show how throughput grows with devices, by kind of parallelism",
     "cost": "predict time, communication and memory of a training step on a cluster",
     "predict": "predict published runs and compare with what was measured",
+    "completion": "print a script that completes commands, options and config keys in bash, zsh or fish",
 }
 # Those that take key=value words, which may stand before and after an option.
-MIXED = {"train", "eval", "config", "plan", "simulate", "dryrun", "memory", "scaling", "cost"}
+MIXED = {"comm", "train", "eval", "config", "plan", "simulate", "dryrun", "memory", "scaling", "cost"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,12 +64,27 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see `{self.prog} --help`)")
 
 
+WIDTH = 80  # columns of the help
+
+
+def _row(name: str) -> str:
+    """A command and what it does, in lines of at most WIDTH columns."""
+    lines, left = [f"  {name:<10}"], " " * 12
+    for word in COMMANDS[name].split():
+        if len(lines[-1]) + 1 + len(word) > WIDTH:
+            lines.append(left)
+        lines[-1] += f" {word}"
+    return "\n".join(lines)
+
+
 def usage() -> str:
-    rows = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
+    grouped = [name for names in GROUPS.values() for name in names]
+    groups = {**GROUPS, "others": tuple(name for name in COMMANDS if name not in grouped)}
+    rows = "\n\n".join(f"{title}:\n" + "\n".join(map(_row, names)) for title, names in groups.items() if names)
     return (
         "usage: meshwright COMMAND [options]\n\n"
         "Train transformer language models on any mesh of devices.\n\n"
-        f"commands:\n{rows}\n\n"
+        f"{rows}\n\n"
         "`meshwright COMMAND --help` explains a command and shows an example.\n\n"
         "example:\n  meshwright layout --world 16 --tp 4 --pp 2"
     )
@@ -77,7 +106,9 @@ def run(argv: list[str]) -> int:
     module.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parse = parser.parse_intermixed_args if name in MIXED else parser.parse_args
-    return int(module.run(parse(argv[1:])) or 0)
+    args = parse(argv[1:])
+    args.command = shlex.join(["meshwright", *argv])
+    return int(module.run(args) or 0)
 
 
 def main(argv: list[str] | None = None) -> int:

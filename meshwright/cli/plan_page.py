@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.config.replica_rules import batch_unit
 from meshwright.plan.account import axes_of, layout_of_cost, layout_words, memory_json
 from meshwright.plan.cost import Cost, blocked_times, timeline_of
 from meshwright.plan.explain import against, parts_of
@@ -85,7 +86,7 @@ def _timeline(cost: Cost) -> str:
         return html.note("There is one stage: micro-batches follow each other without a bubble.")
     shown = max(2 * pp, SHOWN_MICRO_BATCHES // pp * pp)  # some schedules take only multiples of pp
     if total > shown:
-        job = replace(job, samples=shown * job.layout.dp * job.config.train.micro_batch)
+        job = replace(job, samples=shown * batch_unit(job.config, job.world)[0])
     timeline = timeline_of(job, blocked_times(job, cost.chunk_times, cost.send_s), cost.send_s)
     drawn = html.drawing(timeline_svg(timeline))
     if total <= shown:

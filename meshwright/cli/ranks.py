@@ -41,11 +41,12 @@ def start(
     restarts: int = 0,
     stops: bool = False,
     loses: Callable[[], str] | None = None,
+    tell: Callable[[str, str], None] = lambda kind, text: None,
 ) -> int:
     """Runs on local ranks; one rank alone, if it need not be started again, is this process. `loses` says what is lost
-    when a second Ctrl-C ends it."""
+    when a second Ctrl-C ends it; `tell` hears of restarts and failures."""
     if ranks > 1 or restarts:
-        return launch(ranks, restarts, main, args, stops=stops, loses=loses)
+        return launch(ranks, restarts, main, args, stops=stops, loses=loses, tell=tell)
     try:
         main(args)
     except KeyboardInterrupt:

@@ -13,7 +13,7 @@ from meshwright.errors import UserError
 from meshwright.plan.account import layout_of_cost, layout_words
 from meshwright.plan.job import Job
 from meshwright.plan.scaling import WAYS, ScalingPoint, device_counts, sweep
-from meshwright.show.chart import Chart, check_svg, svg
+from meshwright.show.chart import Chart, check_svg, stacked, svg
 from meshwright.show.terminal import table
 from meshwright.show.units import percent
 
@@ -23,6 +23,7 @@ SEARCHED = (
 EXAMPLES = """example:
   meshwright scaling llama3-8b --cluster h100-80g-dgx --devices 8:1024
   meshwright scaling gpt3-175b --cluster a100-80g-dgx --devices 64:4096 --mode strong --svg curve.svg
+  meshwright scaling llama3-8b --cluster h100-80g-dgx --mode weak --overhead overhead.svg --efficiency efficiency.svg
 
 Weak: the batch grows with the devices, from --global-batch (default one sequence for each) on the smallest number.
 Strong: it stays --global-batch (default 2048). The layouts of each point are searched, as `meshwright plan` does."""
@@ -34,10 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step")
     parser.add_argument("--mode", choices=("weak", "strong", "both"), default="both", help="default: both")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw tokens/s over devices")
+    overhead = "draw what a device sends, and how long it waits for it, by axis"
+    parser.add_argument("--overhead", type=Path, metavar="FILE", help=overhead)
+    parser.add_argument("--efficiency", type=Path, metavar="FILE", help="draw efficiency over devices")
 
 
 def run(args: argparse.Namespace) -> None:
-    check_svg("--svg", args.svg)
+    for option in ("svg", "overhead", "efficiency"):
+        check_svg(f"--{option}", getattr(args, option))
     target, cluster, stack = planned_from_args(args, args.words, as_run=False)
     counts = device_counts(args.devices)
     searched = [word for word in args.words if word.startswith(SEARCHED)]
@@ -54,6 +59,9 @@ def run(args: argparse.Namespace) -> None:
         found[mode] = sweep(base, cluster, counts, mode == "weak")
     chart = Chart(f"{target.name} on {cluster.name}", "devices", "tokens/s", _lines(found), label="{:,.0f}".format)
     write(args.svg, lambda: svg(chart))
+    title = f"{target.name} on {cluster.name}, {next(iter(found))} scaling"
+    write(args.overhead, lambda: stacked(overhead_charts(title, next(iter(found.values())))))
+    write(args.efficiency, lambda: svg(efficiency_chart(title, next(iter(found.values())))))
     if args.json:
         print(json.dumps({mode: [_json(p) for p in points] for mode, points in found.items()}))
     else:
@@ -70,12 +78,42 @@ def _lines(found: dict[str, list[ScalingPoint]]) -> dict[str, list[tuple[float, 
     return lines
 
 
+AXES = {"data": ("dp",), "tensor": ("tp",), "pipeline": ("pp",), "hybrid": ("dp", "tp", "pp")}
+
+
+def overhead_charts(title: str, points: list[ScalingPoint]) -> list[Chart]:
+    """Returns the bytes that a device sends in a step, and the seconds that compute waits for them, by way of scaling
+    and axis."""
+    sent: dict[str, list[tuple[float, float]]] = {}
+    waited: dict[str, list[tuple[float, float]]] = {}
+    for p in (p for p in points if p.best):
+        for axis in AXES[p.way]:
+            name = p.way if len(AXES[p.way]) == 1 else f"{p.way}, {axis}"
+            for lines, values, unit in ((sent, p.sent, 1e9), (waited, p.exposed, 1.0)):
+                if values.get(axis, 0.0) > 0:
+                    lines.setdefault(name, []).append((float(p.devices), values[axis] / unit))
+    devices = "{:,.0f}".format
+    return [
+        Chart(f"{title}: what a device sends in a step", "devices", "GB", sent, devices),
+        Chart("seconds of a step that are exposed communication", "devices", "seconds", waited, devices),
+    ]
+
+
+def efficiency_chart(title: str, points: list[ScalingPoint]) -> Chart:
+    lines = {
+        way: [(float(p.devices), 100 * p.efficiency) for p in points if p.way == way and p.best] for way in WAYS
+    }
+    lines = {way: line for way, line in lines.items() if line}
+    return Chart(f"{title}: efficiency", "devices", "%", lines, "{:,.0f}".format, linear=True)
+
+
 def _json(point: ScalingPoint) -> dict[str, Any]:
     fields: dict[str, Any] = {"way": point.way, "devices": point.devices, "global_batch": point.global_batch}
     if point.best is None:
         return {**fields, "tokens_per_s": None}
     return {
         **fields, "tokens_per_s": point.tokens_per_s, "efficiency": point.efficiency, "comm_share": point.comm_share,
+        "bytes_by_axis": point.sent, "exposed_s_by_axis": point.exposed,
         "step_time_s": point.best.cost.step_s, "mfu": point.best.cost.mfu, "layout": layout_of_cost(point.best.cost),
     }  # fmt: skip
 

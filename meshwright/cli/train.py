@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.checkpoint.companions import check_tokenizer
 from meshwright.checkpoint.format import checkpoint_folder, find_checkpoint, list_checkpoints
 from meshwright.cli.ranks import local_devices, place_in_launcher, run_as_rank, start
-from meshwright.config.load import load_config
+from meshwright.config.load import AUTO_LAYOUT, load_config, without_auto
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.config.twin import TWIN_DATA, tiny_config
@@ -23,6 +23,7 @@ from meshwright.train.datasets import datasets_of
 from meshwright.train.launch import warm_up
 from meshwright.train.processes import Place, find_place
 from meshwright.train.run_folder import refuse_finished, what_is_lost
+from meshwright.train.run_notes import write_event
 from meshwright.train.run_owner import refuse_owned
 
 EXAMPLES = """example:
@@ -32,7 +33,8 @@ EXAMPLES = """example:
   meshwright train bloom-176b --tiny
   meshwright train CONFIG.yaml --nproc 8 --restarts 3        (again: goes on from the last checkpoint)
   meshwright train CONFIG.yaml run.dir=runs/tuned --from runs/first@1000
-  srun -N 2 --ntasks-per-node 8 meshwright train CONFIG.yaml"""
+  srun -N 2 --ntasks-per-node 8 meshwright train CONFIG.yaml
+  meshwright train CONFIG.yaml --nproc 8 layout=auto         (the planner chooses; keys given here stay as they are)"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +54,15 @@ def run(args: argparse.Namespace) -> int:
         if args.tiny:
             raise UserError("--tiny starts its own ranks: leave out torchrun or srun")
         return run_as_rank(place, lambda at: prepare(args, at), train, args, stops=True)
-    config = config_of(args)
     if args.nproc is not None and args.nproc < 1:
         raise UserError(f"--nproc {args.nproc} must be at least 1")
+    config = config_of(args)
+    if AUTO_LAYOUT in args.overrides:
+        from meshwright.cli.auto_layout import resolve
+
+        ranks = args.nproc or local_devices(config.run.device, least=1)
+        args.overrides = resolve(config, args.overrides, ranks)
+        config = config_of(args)
     if args.restarts < 0:
         raise UserError(f"--restarts {args.restarts} must not be negative")
     refuse_owned(Path(config.run.dir))
@@ -78,12 +86,24 @@ def run(args: argparse.Namespace) -> int:
     check(config, ranks, TRAINING_RULES)
     check_machine(config.run.device, config.comm.backend, config.train.precision, ranks)
     check_memory(config, ranks)
-    return start(ranks, train, args, args.restarts, stops=True, loses=partial(what_is_lost, config))
+    tell = partial(write_event_of, config.run.dir)
+    return start(ranks, train, args, args.restarts, stops=True, loses=partial(what_is_lost, config), tell=tell)
+
+
+def write_event_of(folder: str, kind: str, text: str) -> None:
+    """Notes what the launcher saw, if the run has begun."""
+    if (Path(folder) / "run.json").is_file():
+        write_event(folder, kind, text)
 
 
 def prepare(args: argparse.Namespace, place: Place) -> None:
     """What a rank of another launcher checks before torch is loaded."""
     config = config_of(args)
+    if AUTO_LAYOUT in args.overrides:  # every rank finds the same one
+        from meshwright.cli.auto_layout import resolve
+
+        args.overrides = resolve(config, args.overrides, place.world, says=place.rank == 0)
+        config = config_of(args)
     check(config, place.world, TRAINING_RULES)
     if place.rank == 0:
         say_start(config, place.world)
@@ -94,11 +114,14 @@ def prepare(args: argparse.Namespace, place: Place) -> None:
 
 def say_start(config: Config, ranks: int) -> None:
     with_ranks = f" with {ranks} ranks" if ranks > 1 else ""
-    notice(f"starts {config.run.dir}{with_ranks}, {config.train.steps} steps")
+    emulate = config.comm.emulate
+    slow = f" ({emulate.words(config.layout.node_size or ranks)})" if emulate.on else ""
+    notice(f"starts {config.run.dir}{with_ranks}, {config.train.steps} steps{slow}")
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    return tiny_config(args.config, args.overrides)[0] if args.tiny else load_config(args.config, args.overrides)
+    words = without_auto(args.overrides)  # `run` puts what the planner chose in its place
+    return tiny_config(args.config, words)[0] if args.tiny else load_config(args.config, words)
 
 
 def prepare_tiny(config: Config) -> None:
@@ -110,6 +133,7 @@ def prepare_tiny(config: Config) -> None:
 def train(args: argparse.Namespace) -> None:
     """Runs one rank of the whole run."""
     from meshwright.cli.fits import out_of_memory
+    from meshwright.plan.measured import speed_of
     from meshwright.show.live import Display
     from meshwright.show.run_page import summary
     from meshwright.train.gpt import datasets_provider, forward_step, model_provider
@@ -120,8 +144,9 @@ def train(args: argparse.Namespace) -> None:
     try:
         with Display(config, place.world) as display:
             trainer = pretrain(
-                config, model_provider, datasets_provider, forward_step, source=args.source, watcher=display
-            )
+                config, model_provider, datasets_provider, forward_step, source=args.source, watcher=display,
+                speed=speed_of, command=args.command,
+            )  # fmt: skip
     except (RuntimeError, MemoryError) as error:
         if sentence := out_of_memory(config, place.world, place.local_world, place.rank, error):
             raise sentence from None

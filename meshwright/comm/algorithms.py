@@ -109,7 +109,8 @@ ALGORITHMS: dict[str, Callable[[int, int, int], Sum]] = {
 
 def rounds_of(kind: str, size: int, place: int, op: str, on_node: int = 1) -> Iterator[tuple[Round, bool]]:
     """Yields the rounds of an all_reduce or reduce_scatter, each with whether what is received is added. `on_node`:
-    so many neighbours in the group are on one node."""
+    so many neighbours in the group are on one node. (A layout's groups are in ascending order of ranks, so that a ring
+    leaves each node once.)"""
     found = ALGORITHMS[kind](size, place, on_node)
     yield from ((each, True) for each in found.reduce)
     if op == "all_reduce":

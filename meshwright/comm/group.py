@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.comm.emulate import EmulatedLinks
 from meshwright.comm.flight import FlightRecord, RecordedCall
-from meshwright.comm.ledger import Ledger
+from meshwright.comm.ledger import Ledger, wire_bytes
 from meshwright.device import accelerator
 
 # Registered operators may only take plain arguments, so they find their group by its name here. It is the only
@@ -56,7 +57,7 @@ class Pending:
             return
         call, flight = self._call, self._group.flight
         work, self._work = self._work, None
-        call.since = time.monotonic()
+        call.since = begin = time.monotonic()
         try:
             work.wait()
         except RuntimeError as error:
@@ -65,6 +66,7 @@ class Pending:
             event = flight.spare_events.pop() if flight.spare_events else torch.Event(self._device)
             event.record()
             call.event = event
+        self._group.ledger.waited[self._group.axis] += time.monotonic() - begin
         seconds = flight.end(call)
         if self._tally is not None:
             self._tally.seconds += seconds
@@ -89,6 +91,7 @@ class Group:
     ledger: Ledger
     flight: FlightRecord
     crosses_node: bool = False
+    links: EmulatedLinks | None = None  # where slow links are emulated
 
     def __post_init__(self) -> None:
         self.index = self.ranks.index(self.rank) if self.rank in self.ranks else -1
@@ -114,7 +117,11 @@ class Group:
         phase, layer = ledger.current_phase, ledger.current_layer
         call = self.flight.begin(RecordedCall(label, self.axis, op, phase, layer, payload, ranks, peer))
         try:
-            work = launch()
+            if self.links is None:
+                work = launch()
+            else:
+                sent = wire_bytes("send" if peer is not None else op, payload, self.size) if wire is None else wire
+                work = self.links.begin(op, sent, self.ranks, peer, launch)
         except RuntimeError as error:
             raise self._failed(call, error) from error
         call.since = None

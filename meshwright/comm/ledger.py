@@ -68,6 +68,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.entries: dict[LedgerEntry, CallTotals] = defaultdict(CallTotals)
+        self.waited: dict[str, float] = defaultdict(float)  # seconds that the host waited for calls, by axis
         self.current_phase = "startup"
         self.current_layer: int | None = None
 
@@ -106,4 +107,4 @@ class Ledger:
         return sums
 
     def clear(self) -> None:
-        self.entries = defaultdict(CallTotals)
+        self.entries, self.waited = defaultdict(CallTotals), defaultdict(float)

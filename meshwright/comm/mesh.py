@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from meshwright.comm.emulate import Adapters, EmulatedLinks
 from meshwright.comm.flight import FlightRecord
 from meshwright.comm.group import Group
 from meshwright.comm.ledger import Ledger
+from meshwright.config.comm import EmulateConfig
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.layout.layout import INNER, REPLICAS
 
 
 def torch_limit(timeout: float) -> timedelta:
@@ -28,8 +34,9 @@ class Mesh:
     """
 
     def __init__(
-        self, layout: Layout, rank: int, made_elsewhere: Mapping[str, Any] | None = None, timeout: float | None = None
-    ) -> None:
+        self, layout: Layout, rank: int, made_elsewhere: Mapping[str, Any] | None = None, timeout: float | None = None,
+        emulate: EmulateConfig | None = None,
+    ) -> None:  # fmt: skip
         """Every rank must call this together. `made_elsewhere`: process groups by axis to use instead of new ones.
         `timeout`: seconds until the watchdog reports a call; torch's own limit stands behind it."""
         self.layout, self.rank = layout, rank
@@ -40,12 +47,18 @@ class Mesh:
             known = ", ".join(layout.step_groups())
             raise UserError(f"process group '{min(unused)}' is not used by this layout: name one of {known}")
         self.groups: dict[str, Group] = {}
+        self._links: EmulatedLinks | None = None
         for name in layout.step_groups():
             self.group(name)
         self.tp, self.pp, self.world = self.group("tp"), self.group("pp"), self.group("world")
         self.samples, self.tokens = self.group("dp"), self.group("cp")
+        # The ranks that train together: one replica's, where there are several.
+        self.inner = self.group(INNER) if layout.replicas > 1 else self.world
         self.alone = Group("alone", (rank,), rank, None, self.ledger, self.flight)
         self.coordinate = layout.coordinate(rank)
+        self.replica = self.coordinate.get(REPLICAS, 0)
+        if emulate is not None and emulate.on and not self.world.alone and dist.get_backend() != "fake":
+            self._emulate(emulate)
 
     def group(self, axes: str) -> Group:
         """Returns the group over `axes` that holds this rank, made on first use, which its members must do together."""
@@ -63,7 +76,19 @@ class Mesh:
         if process_group is None and len(ranks) > 1:
             process_group = dist.new_group(list(ranks), timeout=self._limit, use_local_synchronization=True)
         crosses = self.layout.crosses_node(ranks)
-        return Group(name, ranks, self.rank, process_group, self.ledger, self.flight, crosses)
+        return Group(name, ranks, self.rank, process_group, self.ledger, self.flight, crosses, self._links)
+
+    def _emulate(self, config: EmulateConfig) -> None:
+        """Sends everything from here on through emulated links."""
+        node_size, adapters = self.layout.node_size or self.layout.world, None
+        if config.network_gb_s and node_size < self.layout.world:
+            number = torch.tensor([random.getrandbits(48)])
+            self.world.broadcast(number)
+            meet = partial(self.world.all_reduce, torch.zeros(1))
+            adapters = Adapters.opened(int(number), self.rank // node_size, meet)  # type: ignore[arg-type]
+        self._links = EmulatedLinks(config, self.rank, node_size, adapters)
+        for group in self.groups.values():
+            group.links = self._links
 
     def is_first(self, *axes: str) -> bool:
         """Whether this rank is the first of its group over each of these axes (or in none). Makes no process group."""

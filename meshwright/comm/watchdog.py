@@ -235,6 +235,7 @@ class Watchdog:
             time.sleep(60.0)  # the other thread is ending the process
         if message is not None:
             where = "" if self.folder is None else f" (flight records in {self.folder})"
+            self._write_message(message)
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.write(f"meshwright: {message}{where}\n")
                 sys.stderr.flush()
@@ -256,6 +257,14 @@ class Watchdog:
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / f"rank-{self.rank}.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+    def _write_message(self, message: str) -> None:
+        """Leaves the message beside the flight records, for whoever looks at the run later."""
+        if self.folder is not None:
+            with contextlib.suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                text = json.dumps({"time": time.time(), "rank": self.rank, "text": message})
+                (self.folder / "hang.json").write_text(text, encoding="utf-8")
 
     def _stack(self) -> list[tuple[str, bool]]:
         """Returns the main thread's frames, innermost first: e.g. `data/dataset.py:120 sample`, and whether `_ours`."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import ClassVar, Literal
 
 from meshwright.config.blocks import LONGEST_S, not_negative, positive
 from meshwright.errors import UserError
@@ -18,6 +18,7 @@ ROUNDED, SCALED = ("bf16", "fp8", "int8", "int4"), ("fp8", "int8", "int4", "oneb
 class ReduceConfig:
     """How gradients are summed over the data-parallel ranks: as they are, or compressed."""
 
+    section: ClassVar[str] = "comm.reduce"
     kind: Literal["plain", "bf16", "fp8", "int8", "int4", "onebit", "powersgd", "topk", "threshold"] = "plain"
     ratio: float = 0.01  # topk, threshold: the part of the elements that is sent
     rank: int = 4  # powersgd: of the product that stands for a matrix
@@ -26,21 +27,22 @@ class ReduceConfig:
     warmup_steps: int = 0  # first steps of a run that are summed as they are
 
     def __post_init__(self) -> None:
-        positive("comm.reduce", self, "rank", "block")
-        not_negative("comm.reduce", self, "warmup_steps")
+        positive(self.section, self, "rank", "block")
+        not_negative(self.section, self, "warmup_steps")
         if not 0.0 < self.ratio <= 1.0:
-            raise UserError(f"comm.reduce.ratio={self.ratio} must be above 0 and at most 1, e.g. 0.01 for one per cent")
+            wrong = f"{self.section}.ratio={self.ratio}"
+            raise UserError(f"{wrong} must be above 0 and at most 1, e.g. 0.01 for one per cent")
         if self.block % BLOCK_UNIT:
             up = -(-self.block // BLOCK_UNIT) * BLOCK_UNIT
-            raise UserError(f"comm.reduce.block={self.block} must be a multiple of {BLOCK_UNIT}: try {up}")
+            raise UserError(f"{self.section}.block={self.block} must be a multiple of {BLOCK_UNIT}: try {up}")
         belongs = {"ratio": SPARSE, "rank": LOW_RANK, "block": SCALED}
         lossy = tuple(kind for kind in KINDS if kind != "plain")
-        for key in self.__dataclass_fields__:
+        for key in (f.name for f in fields(self)):
             kinds = belongs.get(key, lossy)
             if key != "kind" and self.kind not in kinds and getattr(self, key) != getattr(ReduceConfig, key):
                 raise UserError(
-                    f"comm.reduce.{key} has no effect with comm.reduce.kind={self.kind}: leave it out, or set the kind "
-                    f"to {kinds[0] if len(kinds) == 1 else 'one of ' + ', '.join(kinds)}"
+                    f"{self.section}.{key} has no effect with {self.section}.kind={self.kind}: leave it out, or set "
+                    f"the kind to {kinds[0] if len(kinds) == 1 else 'one of ' + ', '.join(kinds)}"
                 )
 
     @property
@@ -55,6 +57,22 @@ KINDS = ("plain", "bf16", *SCALED, *LOW_RANK, *SPARSE)
 
 
 @dataclass(frozen=True)
+class GatherConfig:
+    """How the weights that ZeRO stage 3 divides travel to the ranks that use them: as they are, or rounded."""
+
+    kind: Literal["plain", "bf16", "fp8", "int8"] = "plain"
+    block: int = 256  # fp8, int8: elements that share a scale
+
+    def __post_init__(self) -> None:
+        positive("comm.gather", self, "block")
+        if self.block % BLOCK_UNIT:
+            up = -(-self.block // BLOCK_UNIT) * BLOCK_UNIT
+            raise UserError(f"comm.gather.block={self.block} must be a multiple of {BLOCK_UNIT}: try {up}")
+        if self.kind not in SCALED and self.block != GatherConfig.block:
+            raise UserError(f"comm.gather.block has no effect with comm.gather.kind={self.kind}: leave it out")
+
+
+@dataclass(frozen=True)
 class OverlapConfig:
     """Which communication runs while something is computed. The bytes are the same either way."""
 
@@ -65,21 +83,65 @@ class OverlapConfig:
 
 
 @dataclass(frozen=True)
+class LinkConfig:
+    """What links carry, as `meshwright comm bench` measures it: `comm.algorithm: auto` chooses by it."""
+
+    link_gb_s: float = 0.0  # what a rank sends to others of its node
+    network_gb_s: float = 0.0  # what the ranks of a node together send to other nodes; 0: like the rank's link
+    latency_us: float = 0.0  # of every message
+    section: ClassVar[str] = "comm.links"
+
+    def __post_init__(self) -> None:
+        not_negative(self.section, self, "link_gb_s", "network_gb_s", "latency_us")
+
+    @property
+    def on(self) -> bool:
+        return bool(self.link_gb_s or self.network_gb_s or self.latency_us)
+
+
+@dataclass(frozen=True)
+class EmulateConfig(LinkConfig):
+    """Slow links that are emulated by delays, on a CPU, to measure what a slower network would do; 0: as they are."""
+
+    section: ClassVar[str] = "comm.emulate"
+
+    def words(self, per_node: int) -> str:
+        """Returns e.g. `emulated links: 0.1 GB/s in a node of 4`."""
+        rates = [f"{self.link_gb_s:g} GB/s in a node of {per_node}"] if self.link_gb_s else []
+        rates += [f"{self.network_gb_s:g} GB/s between nodes"] if self.network_gb_s else []
+        rates += [f"{self.latency_us:g} us"] if self.latency_us else []
+        return "emulated links: " + ", ".join(rates)
+
+
+@dataclass(frozen=True)
 class CommConfig:
     backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
     timeout: float = 600.0  # seconds until a collective that does not end is reported and the run stopped
     bucket_mib: float = 25.0  # gradients are reduced in pieces of about this size
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
+    gather: GatherConfig = field(default_factory=GatherConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
-    # How gradients are summed: by torch's collective, or by one of ours on sends and receives.
-    algorithm: Literal["torch", "ring", "tree", "halving_doubling", "mesh", "hierarchical"] = "torch"
+    emulate: EmulateConfig = field(default_factory=EmulateConfig)
+    links: LinkConfig = field(default_factory=LinkConfig)
+    # How gradients are summed: by torch's collective, by one of ours on sends and receives, or by the fastest.
+    algorithm: Literal["torch", "auto", "ring", "tree", "halving_doubling", "mesh", "hierarchical"] = "torch"
 
     def __post_init__(self) -> None:
         positive("comm", self, "timeout", "bucket_mib")
         if self.timeout > LONGEST_S:
             raise UserError(f"comm.timeout={self.timeout:g} is more than a year of seconds: lower it")
+        if self.algorithm == "auto" and not self.known_links.link_gb_s:
+            raise UserError(
+                "comm.algorithm=auto needs to know the links: give comm.links.link_gb_s and, between nodes, "
+                "comm.links.network_gb_s (meshwright comm bench measures them)"
+            )
         if self.algorithm != "torch" and self.reduce.kind != "plain":
             raise UserError(
                 f"comm.algorithm={self.algorithm} sums gradients as they are, and comm.reduce.kind={self.reduce.kind} "
                 "compresses them: set comm.algorithm=torch or comm.reduce.kind=plain"
             )
+
+    @property
+    def known_links(self) -> LinkConfig:
+        """The links that sums go over: the emulated ones, or those that the user gives."""
+        return self.emulate if self.emulate.on else self.links

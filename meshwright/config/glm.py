@@ -58,8 +58,8 @@ def glm_fits(c: Config, world: int) -> Iterator[str]:
         yield "model.position=alibi looks back only, and model.kind=glm sees its prefix both ways: use rope or learned"
     if m.attention_dropout:
         yield (
-            f"model.attention_dropout={m.attention_dropout:g} can't be combined with model.kind=glm, whose kernels know "
-            "no dropout: set model.attention_dropout=0"
+            f"model.attention_dropout={m.attention_dropout:g} can't be combined with model.kind=glm, whose kernels "
+            "know no dropout: set model.attention_dropout=0"
         )
     if m.latent.kv_rank:
         yield "model.latent is causal, and model.kind=glm sees its prefix both ways: leave it out"

@@ -18,6 +18,12 @@ from meshwright.config.yaml_text import dump_yaml, parse_yaml, read_yaml
 from meshwright.errors import UserError, nearest
 from meshwright.outside import LARGEST
 
+AUTO_LAYOUT = "layout=auto"  # a word that stands for the keys of the layout that the planner chooses
+
+
+def without_auto(words: Sequence[str]) -> list[str]:
+    return [word for word in words if word != AUTO_LAYOUT]
+
 
 def load_config(
     path: str | Path | None, overrides: Sequence[str] = (), sections: Mapping[str, type] | None = None

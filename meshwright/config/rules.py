@@ -7,6 +7,7 @@ from itertools import chain
 
 from meshwright.config.glm import glm_fits
 from meshwright.config.presets import APPROXIMATE_PRESETS
+from meshwright.config.replica_rules import batch_unit, replicas_fit, server_fits
 from meshwright.config.sections import FP8_UNIT, Config
 from meshwright.config.t5 import t5_fits
 from meshwright.errors import UserError, divisors, either
@@ -122,19 +123,20 @@ def experts_stay_with_their_blocks(c: Config, world: int) -> Iterator[str]:
 
 def _layout(c: Config, world: int) -> Layout:
     o = c.layout
-    return Layout(world, o.tp, o.pp, o.cp, o.ep, o.order, o.node_size or None, etp=o.etp)
+    return Layout(world, o.tp, o.pp, o.cp, o.ep, o.order, o.node_size or None, etp=o.etp, replicas=o.replicas)
 
 
 def world_divides(c: Config, world: int) -> Iterator[str]:
-    model = c.layout.tp * c.layout.pp * c.layout.cp
+    o, model = c.layout, c.layout.least_world
     if world < 1:
         yield f"a world of {world} ranks can't train: start at least {model}"
     if world % model:
         lower, upper = world // model * model, -(-world // model) * model
         sizes = f"{lower} or {upper}" if lower else str(upper)
+        more = (" x replicas", f" x {o.replicas}") if o.replicas > 1 else ("", "")
         yield (
-            f"a world of {world} ranks is not divisible by tp x cp x pp = {c.layout.tp} x {c.layout.cp} x "
-            f"{c.layout.pp} = {model}: start {sizes} ranks or change the layout"
+            f"a world of {world} ranks is not divisible by tp x cp x pp{more[0]} = {o.tp} x {o.cp} x {o.pp}{more[1]} = "
+            f"{model}: start {sizes} ranks or change the layout"
         )
 
 
@@ -214,22 +216,18 @@ def _table_fits(c: Config, key: str, samples: int, unit: int) -> Iterator[str]:
 
 
 def batch_divides(c: Config, world: int) -> Iterator[str]:
-    dp = world // (c.layout.tp * c.layout.pp * c.layout.cp)
-    unit = dp * c.train.micro_batch
+    unit, product = batch_unit(c, world)
     yield from _table_fits(c, "train.global_batch", c.train.global_batch, unit)
     start, step = c.train.ramp[:2] if c.train.ramp else (c.train.global_batch, unit)
     for size in (start, min(start + step, c.train.global_batch)):  # if both are multiples, so are all after them
         if size % unit:
             where = "train.ramp passes through" if c.train.ramp else "train.global_batch ="
             near = either(sorted({max(unit, size // unit * unit), -(-size // unit) * unit}))
-            yield (
-                f"{where} {size} samples, which is not a multiple of dp x micro_batch = {dp} x "
-                f"{c.train.micro_batch} = {unit}: try {near}"
-            )
+            yield f"{where} {size} samples, which is not a multiple of {product}: try {near}"
 
 
 def eval_divides(c: Config, world: int) -> Iterator[str]:
-    unit = world // (c.layout.tp * c.layout.pp * c.layout.cp) * c.train.micro_batch
+    unit = world // c.layout.least_world * c.layout.replicas * c.train.micro_batch
     if c.run.eval_samples % unit:
         up = -(-c.run.eval_samples // unit) * unit
         yield f"run.eval_samples={c.run.eval_samples} is not a multiple of dp x micro_batch = {unit}: try {up}"
@@ -335,6 +333,25 @@ def end_token_is_one(c: Config, world: int) -> Iterator[str]:
         yield f"data.eod={c.data.eod} is no token of model.vocab={c.model.vocab}: use one below that"
 
 
+def gathers_fit(c: Config, world: int) -> Iterator[str]:
+    kind = c.comm.gather.kind
+    if kind != "plain" and c.zero.stage != 3:
+        yield (
+            f"comm.gather.kind={kind} rounds the weights that ZeRO stage 3 gathers for each use, and zero.stage is "
+            f"{c.zero.stage}: set zero.stage=3, or leave it out"
+        )
+    if kind == "bf16" and c.train.precision not in ("fp32", "fp64"):
+        yield f"comm.gather.kind=bf16 saves nothing with train.precision={c.train.precision}: use fp8 or int8"
+
+
+def links_are_emulated_on_cpus(c: Config, world: int) -> Iterator[str]:
+    e = c.comm.emulate
+    if e.on and c.run.device not in ("auto", "cpu"):
+        yield f"comm.emulate delays calls of CPUs only, and run.device is {c.run.device}: leave one of the two out"
+    if e.network_gb_s and not c.layout.node_size:
+        yield "comm.emulate.network_gb_s is a rate between nodes: give layout.node_size, the number of ranks on a node"
+
+
 def adapters_fit(c: Config, world: int) -> Iterator[str]:
     if c.tune.kind == "dora" and c.recompute.pieces > 1:
         yield "tune.kind=dora can't be combined with recompute.pieces: set recompute.pieces=1, or use tune.kind=lora"
@@ -352,13 +369,14 @@ def tensor_overlap_fits(c: Config, world: int) -> Iterator[str]:
 
 
 RULES: list[Rule] = [
-    kind_fits, t5_fits, glm_fits, context_is_shared, world_divides, experts_are_cut, etp_divides_experts,
+    kind_fits, t5_fits, glm_fits, context_is_shared, world_divides, replicas_fit, experts_are_cut, etp_divides_experts,
     order_names_axes, experts_stay_with_their_blocks, tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn,
     sequence_parallel_splits,
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
     dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
-    compiles_without_dropout, backend_fits_device, device_has_fp8, algorithm_fits_ranks,
-    tensor_overlap_fits, adapters_fit,
+    compiles_without_dropout, backend_fits_device, device_has_fp8, algorithm_fits_ranks, server_fits,
+    tensor_overlap_fits, links_are_emulated_on_cpus, adapters_fit,
+    gathers_fit,
 ]  # fmt: skip
 
 # The rules about how tp cuts a model's sizes.

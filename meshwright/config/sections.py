@@ -22,6 +22,9 @@ from meshwright.config.blocks import (
 )
 from meshwright.config.comm import CommConfig
 from meshwright.config.data import DataConfig
+from meshwright.config.optimizer import OptimizerConfig
+from meshwright.config.replicas import LocalConfig, ServerConfig
+from meshwright.config.run import RunConfig as RunConfig
 from meshwright.config.scales import LossScaleConfig, LRConfig
 from meshwright.config.t5 import T5Config
 from meshwright.config.tune import TuneConfig
@@ -182,9 +185,15 @@ class LayoutConfig:
     sequence_parallel: bool = False
     chunks: int = 1
     node_size: int = 0  # 0: as many ranks as a node starts
+    replicas: int = 1  # equal parts of the world that take steps of their own (`train.local`)
+
+    @property
+    def least_world(self) -> int:
+        """The ranks of which every world is a multiple."""
+        return self.tp * self.pp * self.cp * self.replicas
 
     def __post_init__(self) -> None:
-        positive("layout", self, "tp", "pp", "cp", "ep", "chunks")
+        positive("layout", self, "tp", "pp", "cp", "ep", "chunks", "replicas")
         not_negative("layout", self, "node_size", "etp")
         if self.pp * self.chunks > MOST_BLOCKS:
             raise UserError(
@@ -238,6 +247,8 @@ class TrainConfig:
     clip: float = 1.0  # 0: no clipping
     compile: Literal["auto", "true", "false"] = "auto"  # torch.compile of the blocks; auto: on accelerators
     ramp: tuple[int, ...] = ()  # (first global batch, increment, samples over which it grows)
+    local: LocalConfig = field(default_factory=LocalConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:
         positive("train", self, "steps", "global_batch", "micro_batch")
@@ -291,23 +302,6 @@ class RecomputeConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
-    name: Literal["adamw", "sgd"] = "adamw"
-    lr: float = 3e-4  # the peak
-    betas: tuple[float, ...] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1  # not on norms and biases
-    master_dtype: Literal["fp32", "bf16"] = "fp32"  # bf16, with train.precision=bf16: no masters
-    state_dtype: Literal["fp32", "bf16"] = "fp32"  # of the moments; updates are computed in fp32
-
-    def __post_init__(self) -> None:
-        positive("optimizer", self, "lr", "eps")
-        not_negative("optimizer", self, "weight_decay")
-        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise UserError(f"optimizer.betas={list(self.betas)} must be two numbers in [0, 1), e.g. [0.9, 0.95]")
-
-
-@dataclass(frozen=True)
 class CheckpointConfig:
     # Steps between checkpoints, or a time (30min, 2h); auto: about 15min, less often where saving is slow; 0: only
     # after the last step.
@@ -334,26 +328,6 @@ class CheckpointConfig:
         if isinstance(self.every, int):
             return 0.0
         return AUTO_SAVE_S if self.every == "auto" else seconds_of("checkpoint.every", self.every)
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    dir: str = "runs/default"
-    log_every: int = 1
-    eval_every: int = 0  # 0: only after the last step
-    eval_samples: int = 0  # 0: four global batches
-    tensorboard: bool = True
-    time_limit: str = ""  # a time such as 3h50min, by whose end the run is saved and stopped; empty: none
-    trace: bool = False  # write one step as it was measured to trace.json, which Perfetto opens
-    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-
-    def __post_init__(self) -> None:
-        positive("run", self, "log_every")
-        not_negative("run", self, "eval_every", "eval_samples")
-        if self.time_limit:
-            seconds_of("run.time_limit", self.time_limit)
-        if not self.dir:
-            raise UserError("run.dir is empty: name a folder for the run")
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def run_rank(config: Config, world: int, rank: int, device: Device) -> RankRun:
         found = RankRun(
             sum(slot.view.numel() for buffer in trainer.data_parallel.buffers for slot in buffer.slots),
             state_bytes(trainer), calls_of(trainer), action_counts(trainer.executor.done), most,
-            trainer.optimizer.updates == trainer.step_number, built - begin, time.perf_counter() - built, step_s,
+            trainer.optimizer.updates > 0, built - begin, time.perf_counter() - built, step_s,
         )  # fmt: skip
         release(trainer)
     device.empty_cache()
@@ -110,6 +110,9 @@ def _dry_step(trainer: Trainer, dry: MetaMode) -> Counts:
     storages.name(bucket.params.tensor for bucket in buckets if bucket.stage == 3)
     if parallel.stage == 3 and trainer.micro_batches == 1:
         trainer.step()  # the first micro-batch records the order in which weights are prefetched
+    if trainer.outer is not None:  # the end of a round, when all fragments have begun
+        local = trainer.ctx.config.train.local
+        trainer.step_number, trainer.outer.under_way = local.steps - 1, set(range(local.fragments))
     storages.forget()
     saved = SavedBytes(lasting(trainer))
     with saved:
@@ -151,11 +154,12 @@ def state_bytes(trainer: Trainer) -> Counts:
     buffers, states = trainer.data_parallel.buffers, trainer.optimizer.states
     weights = [buffer.store for buffer in buffers if buffer.store is not None]
     kept = (x.nbytes for _, _, tensors in trainer.data_parallel.reducer.states() for x in tensors)
+    outer = () if trainer.outer is None else trainer.outer.kept()
     return {
         "parameters": sum(buffer.params.nbytes for buffer in buffers) + _on_device(weights),
         "gradients": sum(buffer.grad_bytes for buffer in buffers) + sum(kept),
         "master": _on_device(state.stores[0] for state in states if not state.in_place),
-        "optimizer": _on_device(store for state in states for store in state.stores[1:]),
+        "optimizer": _on_device(store for state in states for store in state.stores[1:]) + sum(x.nbytes for x in outer),
     }
 
 

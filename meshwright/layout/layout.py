@@ -3,7 +3,7 @@
 A world of ranks is seen in two ways. The *dense* view is tp x cp x dp x pp. The *expert* view, which
 mixture-of-experts layers use, is etp x ep x edp x pp over the same ranks, where etp, ep and edp together cover
 tp x cp x dp. Both follow one order string, fastest-varying axis first, with etp standing where tp is written and edp
-where dp is.
+where dp is. With `replicas` the world is so many equal parts of neighbouring ranks, each of which has all these axes.
 Everything is computed from strides, so that a query costs no more than the size of the group that it asks for.
 """
 
@@ -32,8 +32,10 @@ GROUP_KINDS = (
 """The kinds of groups that a training job makes, in the order in which `meshwright layout` prints them."""
 
 STEP_GROUPS = ("tp", "dp", "dp-cp", "pp", "embedding", "world")
-"""The groups that every training step communicates over, besides cp, ep and edp where they are used and parts of
-axes."""
+"""The groups that every training step communicates over, besides cp, ep and edp where they are used, parts of axes,
+and those of `replicas`."""
+
+REPLICAS, INNER = "replicas", "tp-cp-dp-pp"  # ranks of the same place in all replicas; the ranks of one replica
 
 Parts = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
 
@@ -81,6 +83,7 @@ class Layout:
     ends: tuple[int, int] | None = None
     etp: int = 0  # tensor parallelism inside an expert; 0: as much as elsewhere
     shared: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    replicas: int = 1  # parts of the world that train on their own, and are the slowest axis of both views
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "etp", self.etp or self.tp)
@@ -90,8 +93,8 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel replicas of the dense view."""
-        return self.world // (self.tp * self.cp * self.pp)
+        """Data-parallel ranks of the dense view."""
+        return self.world // (self.tp * self.cp * self.pp * self.replicas)
 
     @property
     def edp(self) -> int:
@@ -122,7 +125,7 @@ class Layout:
         return same_tp and (self.pp == 1 or dense["pp"] == expert["pp"])
 
     def axis_size(self, axis: str) -> int:
-        """The size of one of tp, cp, ep, dp, pp, etp, edp."""
+        """The size of one of tp, cp, ep, dp, pp, etp, edp, replicas."""
         return int(getattr(self, axis))
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
@@ -189,10 +192,12 @@ class Layout:
         names += ["cp", "tp-cp"] if self.cp > 1 else []
         names += [name for name in ("etp", "ep", "edp") if self.size(name) > 1]
         names += [f"{REPLICA}-cp"] if self.cp > 1 and REPLICA in names else []
+        names += [REPLICAS, INNER] if self.replicas > 1 else []
         return sorted({self.without_ones(name) for name in names})
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Returns the coordinate of `rank` in the dense view: tp, cp, dp, pp, and every part of these."""
+        """Returns the coordinate of `rank` in the dense view: tp, cp, dp, pp, every part of these, and where there are
+        replicas, the number of its own."""
         self._check_rank(rank)
         return _coordinate(self, DENSE_AXES, rank)
 
@@ -233,18 +238,20 @@ def check_world(world: int, what: str = "world", most: int = LARGEST_WORLD) -> N
 
 def _check_sizes(layout: Layout) -> None:
     check_world(layout.world)
-    for name in ("world", "tp", "cp", "pp", "ep", "etp"):
+    for name in ("world", "tp", "cp", "pp", "ep", "etp", "replicas"):
         if layout.axis_size(name) < 1:
             raise UserError(f"{name}={layout.axis_size(name)} is not a size: choose {name}=1 or more")
     if layout.node_size is not None and layout.node_size < 1:
         raise UserError(f"node_size={layout.node_size} is not a size: choose the number of ranks on a node")
     world, tp, cp, pp = layout.world, layout.tp, layout.cp, layout.pp
-    model = tp * cp * pp
+    model, words, sizes = tp * cp * pp, "tp*cp*pp", f"{tp}*{cp}*{pp}"
+    if layout.replicas > 1:
+        model, words, sizes = model * layout.replicas, f"{words}*replicas", f"{sizes}*{layout.replicas}"
     if world % model:
         below = world // model * model
         worlds = either([below, below + model] if below else [model])
         raise UserError(
-            f"world={world} is not divisible by tp*cp*pp={tp}*{cp}*{pp}={model}: "
+            f"world={world} is not divisible by {words}={sizes}={model}: "
             f"choose world={worlds}, or tp, cp and pp whose product divides {world}"
         )
     folded = tp * cp * layout.dp
@@ -279,7 +286,7 @@ def _check_order(layout: Layout) -> None:
 
 
 def _check_parts(layout: Layout) -> None:
-    taken = {*AXES, *EXPERT_AXES, *SPECIAL_GROUPS}
+    taken = {*AXES, *EXPERT_AXES, *SPECIAL_GROUPS, REPLICAS}
     split: set[str] = set()
     for axis, parts in layout.parts:
         if axis not in (*AXES, *EXPERT_AXES):
@@ -324,7 +331,9 @@ def _atoms(layout: Layout, axes: tuple[str, ...]) -> tuple[Atom, ...]:
         for name, size in _parts_of(layout, axis) or ((axis, layout.axis_size(axis)),):
             atoms.append(Atom(name, axis, size, stride))
             stride *= size
-    assert stride == layout.world
+    if layout.replicas > 1:
+        atoms.append(Atom(REPLICAS, REPLICAS, layout.replicas, stride))
+    assert stride * layout.replicas == layout.world
     return tuple(atoms)
 
 
@@ -344,7 +353,7 @@ def _offsets(atoms: Iterable[Atom]) -> list[int]:
 
 def _view_of(layout: Layout, name: str, words: list[str]) -> tuple[str, ...]:
     """The axes of the view that `words` (axes or parts) belong to, after checking that there is one."""
-    axis_of = {axis: axis for axis in (*AXES, *EXPERT_WORDS.values())}
+    axis_of = {axis: axis for axis in (*AXES, *EXPERT_WORDS.values(), REPLICAS)}
     axis_of |= {part: axis for axis, parts in layout.parts for part, _ in parts}
     for word in words:
         if word not in axis_of:
@@ -381,7 +390,8 @@ def _product(layout: Layout, name: str) -> AxisProduct:
 
 def _coordinate(layout: Layout, axes: tuple[str, ...], rank: int) -> dict[str, int]:
     strides = _strides(layout, axes)
-    found = {axis: rank // strides[axis] % layout.axis_size(axis) for axis in axes}
+    held = (*axes, REPLICAS) if layout.replicas > 1 else axes
+    found = {axis: rank // strides[axis] % layout.axis_size(axis) for axis in held}
     return found | {atom.name: atom.at(rank) for atom in _atoms(layout, axes)}
 
 

@@ -296,6 +296,7 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
         world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, node_size=c.node_size or node_size or None,
         parts=(*kv_parts(config.model, c.tp), *context_parts(config)),
         ends=ends_of(config.pipeline.schedule, c.pp, c.chunks), etp=c.etp, shared=shared_parameters(config),
+        replicas=c.replicas,
     )  # fmt: skip
     if config.zero.stage == 0 or config.zero.shard_group == "dp":
         return layout

@@ -28,8 +28,10 @@ def attention_core(
         # Where tokens look both ways, a sample is one document and padding behind it: one row says who is seen.
         numbers = _document_numbers(mask.starts, q)
         mask = (numbers == numbers[:, :1])[:, None, None]
+    if q.shape[2] != k.shape[2]:  # a branch, for a compiler that knows only symbols of the two
+        causal = False
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal and mask is None and q.shape[2] == k.shape[2], dropout_p=dropout,
+        q, k, v, attn_mask=mask, is_causal=causal and mask is None, dropout_p=dropout,
         enable_gqa=q.shape[1] != k.shape[1], scale=scale,
     )  # fmt: skip
 

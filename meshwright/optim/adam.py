@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.config.sections import OffloadConfig, OptimizerConfig
+from meshwright.config.optimizer import OptimizerConfig
+from meshwright.config.sections import OffloadConfig
 from meshwright.device import PRECISION_DTYPES
 from meshwright.kernels import kernels_take
 from meshwright.optim.scaling import Scaling

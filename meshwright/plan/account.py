@@ -25,6 +25,7 @@ def layout_of_cost(cost: Cost) -> dict[str, Any]:
     """Returns the choices that a plan makes, by the names that --layout uses."""
     c, layout = cost.job.config, cost.job.layout
     return {
+        **({"replicas": layout.replicas} if layout.replicas > 1 else {}),
         "tp": c.layout.tp, "pp": c.layout.pp, "dp": layout.dp, "cp": c.layout.cp,
         **({"ep": layout.ep, "etp": layout.etp} if c.model.experts.count else {}), "chunks": c.layout.chunks,
         "order": c.layout.order, "sequence_parallel": c.layout.sequence_parallel and c.layout.tp > 1,
@@ -159,8 +160,8 @@ def balance_words(job: Job) -> str:
 def axes_of(cost: Cost) -> list[tuple[str, Traffic, AxisTime]]:
     """Returns one rank's traffic and time by axis; the axes that shard states are timed as part of data parallelism,
     parts of cp as cp."""
-    timed = {name: "dp" if name.startswith(("dp", "cp-dp")) else name.removesuffix(".inner").removesuffix(".outer")
-             for name in cost.traffic}  # fmt: skip
+    timed = {name: name.removesuffix(".inner").removesuffix(".outer") for name in cost.traffic}
+    timed |= {name: "dp" for name in timed if name.startswith(("dp", "cp-dp")) and "pp" not in name.split("-")}
     return [(name, traffic, cost.axes.get(timed[name], AxisTime())) for name, traffic in cost.traffic.items()]
 
 

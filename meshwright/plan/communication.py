@@ -14,19 +14,23 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from meshwright.comm.algorithms import neighbours_on_node
 from meshwright.comm.ledger import wire_bytes
+from meshwright.config.comm import GatherConfig
 from meshwright.config.sections import Config, ZeroConfig
 from meshwright.layout import Layout
+from meshwright.layout.layout import INNER, REPLICAS
 from meshwright.layout.params import ParamRecord
 from meshwright.models.description import field_elements, fields_read, stages_of
 from meshwright.parts.part import BlockUnit, Collective, Coordinate, MicroBatch, Stage, Unit
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job, kept_together
 from meshwright.plan.stack import BYTES
+from meshwright.sharding.compression.sizes import gathered_bytes
+from meshwright.sharding.fragments import Moment, fragment_bounds, moment_of
 from meshwright.sharding.placement import backward_order, bucket_elements, buffer_key, grad_bytes, place, shard_axes
 from meshwright.sharding.reducers import PLAIN_REDUCER, ReducerPlan
 from meshwright.train.counts import WIDE, balance_length, counts_bytes, sums_bytes
@@ -254,6 +258,8 @@ def gradients(
     micro_batches: int = 1,
     grad_dtype: str = "fp32",
     reducer: ReducerPlan = PLAIN_REDUCER,
+    mixes: bool = False,
+    gather: GatherConfig | None = None,
 ) -> Iterator[RepeatedCall]:
     """Gradients and weights of parameters (held, dtype), given in the order of forward.
 
@@ -269,9 +275,10 @@ def gradients(
 
     and 1 all_reduce of a share, B g / S, over the copies of the S ranks, if there are any, and over each further axis
     along which the gradients are partial sums. A `reducer` may make other calls for the sums over the data axes.
+    `gather`: how weights travel in stage 3.
     """
     zero = zero or ZeroConfig()
-    for shared, items, places, buckets in packed(params, layout, bucket_mib, zero, grad_dtype, reducer.mixes):
+    for shared, items, places, buckets in packed(params, layout, bucket_mib, zero, grad_dtype, mixes or reducer.mixes):
         dtype, data_axes, partial, trained, mixed = shared
         summing = reducer if mixed or not reducer.mixes else PLAIN_REDUCER
         stage, shards, replicas = shard_axes(layout, zero, data_axes, trained)
@@ -287,7 +294,9 @@ def gradients(
                 sums = [("gradients", shards, "reduce_scatter", size, records, micro_batches if stage >= 2 else 1)]
                 sums += [("copies", replicas, "all_reduce", share, [], 1)] if replicas is not None else []
                 times = micro_batches * max(held.fetches for held in inside) if stage == 3 else 1
-                yield _over(layout, "weights", "gather", shards, "all_gather", size * weight, times)
+                how = gather if gather and stage == 3 else GatherConfig()
+                payload = gathered_bytes(how, size, weight, layout.size(shards))
+                yield _over(layout, "weights", "gather", shards, "all_gather", payload, times)
             for source, axes, asked, elements, of, times in sums if trained else []:
                 own = reducer is not PLAIN_REDUCER and "." not in axes
                 on_node = neighbours_on_node(layout.group(axes, 0), layout.node_size or layout.world) if own else 1
@@ -301,16 +310,63 @@ def _over(layout: Layout, source: str, phase: str, axes: str, op: str, payload: 
     return RepeatedCall(source, phase, layout.without_ones(axes), op, layout.size(axes), payload, times)
 
 
+def synchronised(job: Job, params: Iterable[tuple[HeldParameter, str]], moment: Moment) -> Iterator[RepeatedCall]:
+    """What replicas sum of their parameters (held, dtype), given in the order of forward, at this moment.
+
+    With S a rank's share of a bucket, n replicas and F fragments, a fragment of a share is about S / F elements, in
+    multiples of 16 n: 1 all_reduce of them in float32, or what compressing makes of that. What both ends of a tie hold
+    is averaged over them when it has arrived.
+    """
+    c, layout, n = job.config, job.layout, job.layout.replicas
+    for shared, _, _, buckets in packed(params, layout, c.comm.bucket_mib, c.zero, c.train.grad_dtype, job.mixes):
+        dtype, data_axes, partial, trained, mixed = shared
+        shards, wide = shard_axes(layout, c.zero, data_axes, trained).shards, max(4, BYTES[dtype])
+        compresses = mixed and not partial and (job.step or 0) > c.train.local.compress.warmup_steps
+        reducer = job.outer_sums if compresses else PLAIN_REDUCER
+        for size in (stop - start for start, stop in buckets if trained):
+            share = size // (layout.size(shards) if shards else 1)
+            bounds = fragment_bounds(share, c.train.local.fragments, n)
+            for low, high in (bounds[f] for f in moment.begin if bounds[f][1] > bounds[f][0]):
+                for op, payload in reducer.calls("all_reduce", high - low, wide, n):
+                    yield _over(layout, "synchronised", "outer", REPLICAS, op, payload)
+            arrived = (*moment.arrive, *(moment.begin if moment.at_once else ()))
+            for low, high in (bounds[f] for f in arrived if bounds[f][1] > bounds[f][0] and "embedding" in partial):
+                payload = (min(high, share) - low) * wide
+                yield _over(layout, "synchronised", "outer", "embedding", "all_reduce", payload)
+
+
+def round_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
+    """Returns what a rank sends to synchronise all of its parameters once, as happens every `train.local.steps`."""
+    c = job.config
+    everything = Moment((), tuple(range(c.train.local.fragments)), at_once=True)
+    params = [(param, dtype_of(param.record, c.train.precision)) for param in parameters(job, job.chunks[pp_rank])]
+    after_warmup = replace(job, step=c.train.local.compress.warmup_steps + 1)
+    found = synchronised(after_warmup, params, everything) if job.layout.replicas > 1 else ()
+    return [call for call in found if call.size > 1]
+
+
+def mean_traffic(job: Job, pp_rank: int) -> dict[str, Traffic]:
+    """Returns what a rank of a pipeline stage sends over each axis in a step; of synchronisations, which most steps
+    have none of, the mean, rounded down."""
+    found, steps = by_axis(by_line(stage_calls(job, pp_rank))), job.config.train.local.steps
+    for axis, whole in by_axis(by_line(round_calls(job, pp_rank))).items():
+        found[axis] = found.get(axis, Traffic()).plus(Traffic(*(each // steps for each in whole)))
+    return dict(sorted(found.items()))
+
+
 def sums(job: Job) -> Iterator[RepeatedCall]:
     """The small vectors, each 1 all_reduce over the world per step.
 
-    Loss, tokens and squared gradient norm: 3 x 8. Values to monitor, if there are any, and how often each was given:
-    2 x values x 8, from the second step on, when all ranks know their names. The metrics, which count themselves:
-    (3 x axes of the mesh + 5 phases + 1) x 8.
+    Loss, tokens and squared gradient norm: 3 x 8. With n replicas these are summed inside a replica first, as are
+    declared terms, and then over the replicas, with each one's tokens: (3 + n) x 8. Values to monitor, if there are
+    any, and how often each was given: 2 x values x 8, from the second step on, when all ranks know their names. The
+    metrics, which count themselves: (4 x axes of the mesh + 5 phases + 3 x ranks + 1) x 8.
     With experts, their rows: (experts + 2) x 8 per block that has them.
     """
     terms = max(1, job.declared_terms) + len(job.model.losses)
-    yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", sums_bytes(terms))
+    replicas, together = job.layout.replicas, INNER if job.layout.replicas > 1 else "world"
+    yield _over(job.layout, "sums", "optimizer", together, "all_reduce", sums_bytes(terms))
+    yield _over(job.layout, "sums", "optimizer", REPLICAS, "all_reduce", sums_bytes(terms) + WIDE * replicas)
     experts, layers = job.config.model.experts, range(job.config.model.layers)
     if experts.count:
         rows = sum(map(experts.in_block, layers))
@@ -318,10 +374,11 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
             job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * rows * balance_length(experts.count)
         )
     if job.declared_terms:
-        yield _over(job.layout, "sums", "data", "world", "all_reduce", WIDE * job.declared_terms)
+        yield _over(job.layout, "sums", "data", together, "all_reduce", WIDE * job.declared_terms)
     if job.monitored:
         yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * 2 * job.monitored)
-    yield _over(job.layout, "metrics", "metrics", "world", "all_reduce", counts_bytes(len(job.layout.step_groups())))
+    counts = counts_bytes(len(job.layout.step_groups()), job.world)
+    yield _over(job.layout, "metrics", "metrics", "world", "all_reduce", counts)
 
 
 def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
@@ -330,8 +387,11 @@ def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
     params = [(param, dtype_of(param.record, c.train.precision)) for param in parameters(job, held)]
     calls = [*batch(job, held), *(call for stage in held for call in units(job, stage)), *pipeline(job, pp_rank)]
     calls += gradients(
-        params, job.layout, c.comm.bucket_mib, c.zero, job.micro_batches, c.train.grad_dtype, job.sums
+        params, job.layout, c.comm.bucket_mib, c.zero, job.micro_batches, c.train.grad_dtype, job.sums,
+        job.mixes, c.comm.gather,
     )
+    if job.step is not None and job.layout.replicas > 1:
+        calls += synchronised(job, params, moment_of(c.train.local, job.step, job.step == c.train.steps))
     calls += sums(job)
     return [call for call in calls if call.size > 1 and call.times]
 
@@ -354,14 +414,17 @@ def by_axis(detail: Detail) -> dict[str, Traffic]:
 
 def all_ranks(job: Job) -> Detail:
     """Returns the sum of all ranks' ledgers after one training step, by (phase, axis, op)."""
-    calls = (call for pp_rank in range(job.layout.pp) for call in stage_calls(job, pp_rank))
-    return _summed(((call.line, call.traffic) for call in calls), times=job.world // job.layout.pp)
+    replicas, unequal = job.layout.replicas, bool(job.config.train.local.shares)
+    jobs = [replace(job, replica=replica) for replica in range(replicas)] if unequal else [job]
+    calls = (call for each in jobs for pp_rank in range(job.layout.pp) for call in stage_calls(each, pp_rank))
+    return _summed(((call.line, call.traffic) for call in calls), times=job.world // job.layout.pp // len(jobs))
 
 
 def predict_rank(config: Config, world: int, rank: int, **step: Any) -> Detail:
     """Returns one rank's ledger after one training step, by (phase, axis, op)."""
     job = checked_job(config, world, **step)
-    return by_line(stage_calls(job, job.layout.coordinate(rank)["pp"]))
+    at = job.layout.coordinate(rank)
+    return by_line(stage_calls(replace(job, replica=at.get(REPLICAS, 0)), at["pp"]))
 
 
 def predict_detail(config: Config, world: int, **step: Any) -> Detail:
@@ -371,5 +434,5 @@ def predict_detail(config: Config, world: int, **step: Any) -> Detail:
 
 def predict_step(config: Config, world: int, **step: Any) -> dict[str, Traffic]:
     """Returns what one training step sends over each axis, summed over all ranks: the `comm` of metrics.jsonl. `step`
-    may set `samples` (the step's global batch), `fields` and `monitored` of `plan.job.Job`."""
+    may set `samples` (the step's global batch), `step`, `fields` and `monitored` of `plan.job.Job`."""
     return by_axis(predict_detail(config, world, **step))

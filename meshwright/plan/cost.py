@@ -11,7 +11,7 @@ from meshwright.layout.params import DATA_AXES
 from meshwright.parts.experts import EXPERT_DATA_AXES
 from meshwright.parts.part import BlockUnit
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.communication import Traffic, by_axis, by_line, crossings, passed_bytes, stage_calls
+from meshwright.plan.communication import Traffic, crossings, mean_traffic, passed_bytes
 from meshwright.plan.compute import Setting, setting_of, unit_time
 from meshwright.plan.efficiency import collective_seconds, wait_seconds
 from meshwright.plan.flops import model_flops, recomputed_flops
@@ -22,6 +22,7 @@ from meshwright.plan.reduction import (
     StageCost,
     divided,
     expert_parameters,
+    outer_seconds,
     reduce_seconds,
     sharded_block,
     unit_parameters,
@@ -34,7 +35,7 @@ LARGEST_SIMULATED = 12_000  # largest table, in computes, that is simulated; bey
 NORM_BYTES = 4  # the grad norm reads the gradients in a pass of its own, besides the update's traffic
 JITTER = 0.005  # a step waits for its slowest node: share of its time lost per doubling of the nodes
 STEP_CALLS = 2  # small all_reduces over all ranks per step: loss and grad norm, and the counts
-TIMED_AXES = ("tp", "cp", "ep", "etp", "dp", "edp", "pp", "embedding")
+TIMED_AXES = ("tp", "cp", "ep", "etp", "dp", "edp", "pp", "embedding", "replicas")
 STEP_FLOOR = 2e-3  # seconds per step that nothing else here models: the host's loop, data, logging
 
 RankTimes = tuple[tuple[float, float], ...]  # (forward, backward) seconds of each chunk
@@ -83,7 +84,7 @@ class Cost:
     @cached_property
     def traffic(self) -> dict[str, Traffic]:
         """The calls and bytes per step by axis, of a rank with the highest memory peak."""
-        return by_axis(by_line(stage_calls(self.job, self.memory.pp_rank)))
+        return mean_traffic(self.job, self.memory.pp_rank)
 
 
 def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = LARGEST_SIMULATED) -> Cost:
@@ -95,7 +96,7 @@ def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = 
     pipeline, bubble, idle, simulated = _pipeline_seconds(job, chunk_times, send, largest if exact else 0)
     sends = job.micro_batches * max(sum(map(sum, crossings(job, rank))) for rank in range(job.layout.pp))
     axes["pp"].add(sends * send, sends * send * job.hides_sends)
-    reduce = reduce_seconds(job, cluster, stages, axes)
+    reduce = reduce_seconds(job, cluster, stages, axes) + outer_seconds(job, cluster, pipeline, axes)
     optimizer = max(_optimizer_seconds(job, cluster, stage) for stage in set(stages))
     compute = job.micro_batches * max(_compute_only(job, where, rank) for rank in set(job.representative_ranks))
     # A step is longer because nodes vary and all of them wait for each other.

@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
+from meshwright.config.replica_rules import batch_unit
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
@@ -19,9 +20,11 @@ from meshwright.models.description import data_fields, layout_of, model_of, stag
 from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Model, Stage, Unit, coordinate_of
 from meshwright.plan.stack import BYTES, Stack, States, own_stack, states_of
 from meshwright.schedule.kinds import placement_of
-from meshwright.sharding.compression.sizes import planned_reducer
+from meshwright.sharding.algorithms import AlgorithmReducer, GatherToOne
+from meshwright.sharding.compression.sizes import planned_compression, planned_reducer
 from meshwright.sharding.placement import shard_axes
 from meshwright.sharding.reducers import ReducerPlan
+from meshwright.sharding.server import ServerReducer
 
 FIELD_BYTES = {
     "int64": 8, "float64": 8, "int32": 4, "float32": 4, "int16": 2, "float16": 2, "int8": 1, "uint8": 1, "bool": 1,
@@ -43,6 +46,8 @@ class Job:
     host: bool = False  # the devices are a machine's processors
     reducer: ReducerPlan | None = None  # sums the gradients; None: as `comm` says, after `warmup_steps`
     imbalance: float = 1.0  # rows of the busiest rank's experts over the mean
+    step: int | None = None  # its number, which decides what replicas synchronise in it; None: nothing
+    replica: int | None = None  # whose step it is, where they take different numbers of samples
 
     def replaced(self, **sections: Mapping[str, Any]) -> Job:
         """Returns the same job with some keys of its config changed, section by section."""
@@ -66,13 +71,28 @@ class Job:
     @property
     def sums(self) -> ReducerPlan:
         """How gradients are summed over the data axes."""
-        return planned_reducer(self.config.comm) if self.reducer is None else self.reducer
+        if self.reducer is not None:
+            return self.reducer
+        if (server := self.config.train.server).ranks:
+            return ServerReducer(server.ranks, server.staleness)
+        return planned_reducer(self.config.comm, self.layout.node_size or self.layout.world)
+
+    @property
+    def outer_sums(self) -> ReducerPlan:
+        """How replicas sum their changes."""
+        return planned_compression(self.config.train.local.compress)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether any sum mixes elements, see `ReducerPlan`."""
+        return self.sums.mixes or (self.layout.replicas > 1 and self.outer_sums.mixes)
 
     @property
     def hides_gradients(self) -> float:
         """The share of the sums over the data axes that can be hidden; our own algorithms sum after backward."""
-        comm = self.config.comm
-        return self.stack.hide_dp if comm.overlap.gradients and comm.algorithm == "torch" else 0.0
+        summing = AlgorithmReducer | GatherToOne | ServerReducer
+        overlaps = self.config.comm.overlap.gradients and not isinstance(self.sums, summing)
+        return self.stack.hide_dp if overlaps else 0.0
 
     @property
     def hides_weights(self) -> float:
@@ -116,8 +136,10 @@ class Job:
 
     @property
     def micro_batches(self) -> int:
-        """The number of micro-batches per rank in the step."""
-        return max(1, self.global_batch // (self.layout.dp * self.config.train.micro_batch))
+        """The number of micro-batches per rank in the step, of the replica with the most samples."""
+        parts = self.config.train.local.parts(self.global_batch, self.layout.replicas)
+        samples = max(map(len, parts)) if self.replica is None else len(parts[self.replica])
+        return max(1, samples // (self.layout.dp * self.config.train.micro_batch))
 
     @property
     def declared_terms(self) -> int:
@@ -202,15 +224,16 @@ def job_of(config: Config, world: int, stack: Stack | None = None, **more: Any) 
     host = more.pop("host", config.run.device == "cpu")
     job = Job(config, world, stack or own_stack(config, host), host=host, **more)
     c = config.layout
-    if world < 1 or world % (c.tp * c.pp * c.cp):
+    if world < 1 or world % c.least_world:
+        word, size = (" x replicas", f" x {c.replicas}") if c.replicas > 1 else ("", "")
         raise UserError(
-            f"{world} devices are not divisible by tp x cp x pp = {c.tp} x {c.cp} x {c.pp} = {c.tp * c.cp * c.pp}: "
-            "change the number of devices or the layout"
+            f"{world} devices are not divisible by tp x cp x pp{word} = {c.tp} x {c.cp} x {c.pp}{size} = "
+            f"{c.least_world}: change the number of devices or the layout"
         )
-    unit, name = job.layout.dp * config.train.micro_batch, "train.global_batch" if job.samples is None else "samples"
+    (unit, product), name = batch_unit(config, world), "train.global_batch" if job.samples is None else "samples"
     if job.global_batch < 1 or job.global_batch % unit:
         near = max(1, job.global_batch // unit) * unit
-        raise UserError(f"{name}={job.global_batch} is not a multiple of dp x micro_batch = {unit}: try {near}")
+        raise UserError(f"{name}={job.global_batch} is not a multiple of {product}: try {near}")
     for field, dtype in job.data_fields.items():
         if dtype not in FIELD_BYTES:
             raise UserError(f"field '{field}' has the unknown dtype '{dtype}': use one of {', '.join(FIELD_BYTES)}")

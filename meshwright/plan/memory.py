@@ -15,6 +15,7 @@ from meshwright.plan.gathered import whole_bytes
 from meshwright.plan.job import Job
 from meshwright.plan.packing import division_of, packing_of
 from meshwright.plan.stack import BYTES
+from meshwright.sharding.fragments import fragment_bounds
 from meshwright.sharding.placement import RING, piece_size
 
 GIB = 2**30
@@ -51,6 +52,7 @@ class BufferSizes(NamedTuple):
     trained: bool
     element: int = 0  # bytes, where they are not those of other weights
     mixed: bool = False  # a reducer that mixes elements sums its gradients
+    outer_mixed: bool = False  # and what replicas sum of it
 
 
 def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
@@ -61,7 +63,7 @@ def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
         job.known[key] = [
             BufferSizes(
                 one.buckets, *division_of(one, job.layout, job.config.zero), one.trained,
-                0 if one.weight == usual else one.weight, one.mixed,
+                0 if one.weight == usual else one.weight, one.mixed, one.outer_mixed,
             )
             for one in packing_of(job, pp_rank).buffers
         ]  # fmt: skip
@@ -108,9 +110,9 @@ def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     parameters = (own if zero == 3 else whole) * (sizes.element or s.param) if s.keeps_param or zero <= 2 else 0.0
     gradients = (own if zero >= 2 else whole) * (s.grad + s.grad_copy)
     gradients += (own if zero >= 1 else whole) * s.step_copy
-    gradients += job.sums.state_bytes(whole, s.grad) if sizes.mixed else 0
+    gradients += job.sums.state_bytes(whole, s.grad) if sizes.mixed or not job.sums.mixes else 0
     master = (own if zero >= 1 else whole) * s.master
-    optimizer = (own if zero >= 1 else whole) * s.moment * s.moments
+    optimizer = (own if zero >= 1 else whole) * s.moment * s.moments + outer_bytes(job, sizes)
     if is_offloaded(job, s.optimizer_on):
         master = optimizer = 0.0
         if s.buckets and zero >= 2:
@@ -118,6 +120,18 @@ def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     if is_offloaded(job, s.params_on) and zero == 3:
         parameters = 0.0
     return (parameters, gradients, master, optimizer) if sizes.trained else (parameters, 0.0, 0.0, 0.0)
+
+
+def outer_bytes(job: Job, sizes: BufferSizes) -> int:
+    """Returns the bytes of what replicas keep to synchronise a buffer: the outer parameters, their momentum, what
+    arrives with a delay and what compression left out."""
+    local, replicas = job.config.train.local, job.layout.replicas
+    if replicas == 1:
+        return 0
+    shares = [bucket // (sizes.shards if sizes.stage else 1) for bucket in sizes.buckets]
+    padded, wide = sum(fragment_bounds(share, 1, replicas)[-1][1] for share in shares), max(4, job.states.param)
+    kept = job.outer_sums.state_bytes(padded, wide) if sizes.outer_mixed else 0
+    return (sum(shares) * (1 + (local.outer == "nesterov")) + padded * (local.delay > 0)) * wide + kept
 
 
 def rank_states(job: Job, pp_rank: int) -> tuple[float, float, float, float]:

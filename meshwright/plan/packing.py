@@ -34,6 +34,7 @@ class Buffer(NamedTuple):
     trained: bool
     buckets: list[int]
     mixed: bool  # a reducer that mixes elements sums its gradients
+    outer_mixed: bool  # and what replicas sum of it
 
 
 class Packing(NamedTuple):
@@ -65,7 +66,7 @@ def packing_of(job: Job, pp_rank: int) -> Packing:
     if key not in job.known:
         chunks = tuple(tuple(unit for _, _, unit in job.model.units(stage)) for stage in job.chunks[pp_rank])
         dtypes = (c.train.precision, c.train.grad_dtype)
-        job.known[key] = _packing(chunks, job.at, job.layout, c.comm.bucket_mib, zero, dtypes, job.sums.mixes)
+        job.known[key] = _packing(chunks, job.at, job.layout, c.comm.bucket_mib, zero, dtypes, job.mixes)
     found: Packing = job.known[key]
     return found
 
@@ -95,9 +96,10 @@ def _packing(
     places = [(0, 0)] * len(held)
     typed = [(one, dtype_of(one.record, dtypes[0])) for one in held]
     for shared, items, where, bounds in packed(typed, layout, bucket_mib, zero, dtypes[1], mixes):
-        dtype, axes, _, trained, mixed = shared
+        dtype, axes, partial, trained, mixed = shared
         for (one, _), (_, bucket) in zip(items, where, strict=True):
             places[one.fetches] = (len(buffers), bucket)
         gradient, sizes = grad_bytes(BYTES[dtype], BYTES[dtypes[1]]), [stop - start for start, stop in bounds]
-        buffers.append(Buffer(BYTES[dtype], gradient, axes, trained, sizes, mixed and layout.size(axes) > 1))
+        sums = (mixed and layout.size(axes) > 1, mixed and not partial)
+        buffers.append(Buffer(BYTES[dtype], gradient, axes, trained, sizes, *sums))
     return Packing(units, buffers, [one.unit for one in held], places)

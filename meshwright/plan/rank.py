@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.plan.communication import by_axis, by_line, stage_calls
+from meshwright.layout.layout import REPLICAS
+from meshwright.plan.communication import by_line, mean_traffic, stage_calls
 from meshwright.plan.job import Job
 from meshwright.plan.memory import Memory, rank_memory, rank_parameters, rank_stage
 from meshwright.schedule.kinds import build
@@ -45,7 +46,7 @@ def memory_bytes(memory: Memory) -> Counts:
 
 def rank_json(job: Job, pp_rank: int) -> dict[str, Any]:
     """Describes a rank of a pipeline stage: its number, parameters, calls and bytes by axis, and memory."""
-    traffic = by_axis(by_line(stage_calls(job, pp_rank)))
+    traffic = mean_traffic(job, pp_rank)
     return {
         "rank": job.layout.rank_at(pp=pp_rank),
         "parameters": rank_parameters(job, pp_rank),
@@ -57,6 +58,9 @@ def rank_json(job: Job, pp_rank: int) -> dict[str, Any]:
 def expected(job: Job, rank: int) -> Expected:
     coordinate = job.layout.coordinate(rank)
     axes = ["tp", "cp", "dp", "pp"]
+    if job.layout.replicas > 1:  # the last step of a round, which a dry run takes
+        axes.append(REPLICAS)
+        job = replace(job, step=job.config.train.local.steps, replica=coordinate[REPLICAS])
     if job.config.model.experts.count:
         coordinate, axes = coordinate | job.layout.expert_coordinate(rank), [*axes, "ep", "etp"]
     pp_rank = coordinate["pp"]

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from meshwright.config.comm import GatherConfig
+from meshwright.layout.layout import REPLICAS
 from meshwright.layout.params import DATA_AXES
 from meshwright.parts.experts import EXPERT_DATA_AXES
 from meshwright.parts.part import BlockUnit, Coordinate, Unit
+from meshwright.plan.algorithms import algorithm_seconds, gather_to_one_seconds
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.communication import records_once, unit_records
+from meshwright.plan.communication import records_once, round_calls, unit_records
 from meshwright.plan.compute import Setting, unit_time
 from meshwright.plan.efficiency import collective_seconds
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
+from meshwright.sharding.algorithms import AlgorithmReducer, GatherToOne
+from meshwright.sharding.compression.sizes import gathered_bytes
 from meshwright.sharding.placement import may_be_mixed, shard_axes
+from meshwright.sharding.server import ServerReducer
 
 
 @dataclass
@@ -114,7 +121,8 @@ def sharded_block(
     forward, backward, room = 0.0, 0.0, [time.forward, time.backward + time.again]
     for how, params in by_division(job, *unit_parameters(block, job.at)):
         reduce = sum_seconds(job, cluster, "reduce_scatter", params, how, [(block, 1)])
-        gather = pieces * collective_seconds(cluster, "all_gather", params * s.param / pieces, how.shards, how.on_node)
+        fetched = gathered_bytes(job.config.comm.gather if zero == 3 else GatherConfig(), params, s.param, how.shards)
+        gather = pieces * collective_seconds(cluster, "all_gather", fetched / pieces, how.shards, how.on_node)
         if zero == 2:
             gather = 0.0
         comm = (gather, (1 + again) * gather + reduce)
@@ -170,6 +178,23 @@ def _reduced(
     return _hide(job, cluster, seconds, could, max(0.0, room - taken), axis)
 
 
+def outer_seconds(job: Job, cluster: Cluster, step_s: float, axes: dict[str, AxisTime]) -> float:
+    """Returns the exposed seconds of synchronising replicas, as the mean of a step. With a delay a fragment's sum hides
+    behind so many steps of `step_s` seconds; of a compressed one the first of two calls is waited for."""
+    local, n = job.config.train.local, job.layout.replicas
+    if n == 1:
+        return 0.0
+    on_node = min(n, ranks_per_node(job.layout, REPLICAS))
+    seconds = max(
+        sum(collective_seconds(cluster, call.op, call.payload, n, on_node) for call in round_calls(job, rank))
+        for rank in set(job.representative_ranks)
+    ) / local.steps  # fmt: skip
+    room = local.fragments * local.delay * step_s / local.steps
+    hidden = min(job.hides_gradients * seconds * (0.5 if job.outer_sums.mixes else 1.0), room)
+    axes[REPLICAS].add(seconds, hidden)
+    return seconds - hidden + contention(cluster, job.stack) * hidden
+
+
 def sum_seconds(
     job: Job, cluster: Cluster, op: str, params: int, how: Divided, units: Sequence[tuple[Unit, int]]
 ) -> float:
@@ -179,6 +204,13 @@ def sum_seconds(
     grad, reducer, shares = job.states.grad, job.sums, how.shards if op == "copies" else 1
     ranks = {"all_reduce": how.ranks, "copies": how.copies}.get(op, how.shards)
     on_node, op = 1 if op == "copies" else how.on_node, "all_reduce" if op == "copies" else op
+    if isinstance(reducer, AlgorithmReducer):
+        payload = params // shares * grad
+        buckets = math.ceil(payload / shares / (job.config.comm.bucket_mib * 2**20)) or 1  # each in rounds of its own
+        kind = reducer.chosen(op, payload // buckets, ranks, on_node)
+        return buckets * algorithm_seconds(cluster, kind, op, payload / buckets, ranks, on_node)
+    if isinstance(reducer, GatherToOne):
+        return gather_to_one_seconds(cluster, params // shares * grad, ranks, on_node)
     if not params or not reducer.mixes:
         calls = list(reducer.calls(op, params // shares, grad, ranks, (), on_node))
     else:
@@ -187,7 +219,8 @@ def sum_seconds(
         elements = sum(record.numel for record in mixed)
         calls = list(reducer.calls(op, elements // shares, grad, ranks, mixed if shares == 1 else (), on_node))
         calls.append((op, (params - elements) // shares * grad))
-    return sum(collective_seconds(cluster, each, payload, ranks, on_node) for each, payload in calls)
+    crowded = ranks / reducer.servers if isinstance(reducer, ServerReducer) else 1.0  # each server serves so many
+    return crowded * sum(collective_seconds(cluster, each, payload, ranks, on_node) for each, payload in calls)
 
 
 def _hide(job: Job, cluster: Cluster, seconds: float, could: float, room: float, axis: AxisTime) -> float:
@@ -216,7 +249,8 @@ def _sharded_rest(
     outside = [(unit, count) for unit, count in pairs if not isinstance(unit, BlockUnit)]
     reduce = sum_seconds(job, cluster, "reduce_scatter", ends, how, outside)
     if how.stage == 3:
-        gather = collective_seconds(cluster, "all_gather", fetched * s.param, how.shards, how.on_node)
+        payload = gathered_bytes(job.config.comm.gather, fetched, s.param, how.shards)
+        gather = collective_seconds(cluster, "all_gather", payload, how.shards, how.on_node)
         seconds = m * (reduce + 2 * gather)
         axis.add(seconds)
         return seconds

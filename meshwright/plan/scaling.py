@@ -28,6 +28,16 @@ class ScalingPoint:
         return self.best.cost.tokens_per_s_device * self.devices if self.best else 0.0
 
     @property
+    def sent(self) -> dict[str, float]:
+        """The bytes that a device sends in a step, by axis."""
+        return {} if not self.best else {axis: float(t.wire_bytes) for axis, t in self.best.cost.traffic.items()}
+
+    @property
+    def exposed(self) -> dict[str, float]:
+        """The seconds of a step that compute waits for communication, by axis."""
+        return {} if not self.best else {axis: time.exposed for axis, time in self.best.cost.axes.items()}
+
+    @property
     def comm_share(self) -> float:
         if not self.best:
             return 0.0

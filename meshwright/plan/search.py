@@ -99,14 +99,15 @@ def space_of(config: Config, fixed: Sequence[str] = ()) -> SearchSpace:
 def shapes(base: Job, space: SearchSpace, cluster: Cluster | None = None) -> Iterator[Job]:
     """Yields every valid combination of keys of the layout and micro-batches, with unsharded states. Where a cluster is
     given, ways to divide experts are left out that are slower there than another and divide them no further."""
-    model, batch, devices = base.config.model, base.global_batch, base.world
+    replicas = base.config.layout.replicas  # which divide the devices among them first
+    model, batch, devices = base.config.model, base.global_batch // replicas, base.world // replicas
     pipeline = {"split": (), "schedule": default_kind(1)}
     base = base.replaced(zero={"stage": 0}, recompute=NOTHING_AGAIN, pipeline=pipeline)
     for tp in divisors(devices):
         alone = {"pp": 1, "cp": 1, "ep": 1, "etp": 0, "chunks": 1, "sequence_parallel": False}
         cut = base.replaced(layout={"tp": tp} | alone)
         allowed = tp in space.tp if space.tp else tp <= base.node_size
-        if not allowed or first_broken_rule(cut.config, devices, TENSOR_PARALLEL_RULES):
+        if not allowed or first_broken_rule(cut.config, base.world, TENSOR_PARALLEL_RULES):
             continue
         for cp in space.cp:
             if devices % (tp * cp) or (cp > 1 and model.seq % (2 * cp)):

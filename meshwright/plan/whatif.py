@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from meshwright.config.replica_rules import batch_unit
 from meshwright.errors import UserError, nearest
 from meshwright.pipeline.trace import REDUCED, UPDATED, Span, spans_of
 from meshwright.plan.cluster import Cluster
@@ -117,16 +118,17 @@ def with_imbalance(job: Job, factor: float) -> Job:
 
 
 def without_nodes(job: Job, nodes: int) -> Job:
-    """Returns the same layout on fewer nodes: fewer replicas share a batch that is rounded down to their multiple."""
+    """Returns the same layout on fewer nodes: fewer data-parallel ranks share a batch, which is rounded down to
+    their multiple."""
     c, node = job.config, job.node_size
-    unit = c.layout.tp * c.layout.pp * c.layout.cp
+    unit = c.layout.least_world
     world = (job.world - nodes * node) // unit * unit
     if world < unit:
         raise UserError(
             f"without {nodes} nodes of {node} too few of {job.world} devices are left for tp x cp x pp = {unit}: "
             "take away fewer"
         )
-    samples = world // unit * c.train.micro_batch
+    samples = batch_unit(c, world)[0]
     batch = job.global_batch // samples * samples
     fewer = replace(job.replaced(train={"global_batch": batch}, layout={"node_size": node}), world=world)
     try:

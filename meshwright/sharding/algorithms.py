@@ -11,22 +11,31 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from meshwright.comm.algorithms import neighbours_on_node, rounds_of
+from meshwright.comm.pick import fastest, links_of
 from meshwright.sharding.reducers import PlainReducer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from meshwright.comm.group import Group
+    from meshwright.config.comm import LinkConfig
     from meshwright.layout.params import ParamRecord
     from meshwright.sharding.buffers import Bucket
     from meshwright.sharding.reducers import PendingReduction
 
 
 class AlgorithmReducer(PlainReducer):
-    """Sums by one of our own algorithms, when a sum is waited for. `node_size`: ranks per node."""
+    """Sums by one of our own algorithms, when a sum is waited for, or (`auto`) by the one that is fastest over `links`
+    for each sum, torch's included. `node_size`: ranks per node."""
 
-    def __init__(self, kind: str, node_size: int = 1) -> None:
-        self.kind, self.node_size = kind, node_size
+    def __init__(self, kind: str, node_size: int = 1, links: LinkConfig | None = None) -> None:
+        self.kind, self.node_size, self.links = kind, node_size, links
+
+    def chosen(self, op: str, payload: int, size: int, on_node: int) -> str:
+        """Returns the algorithm of a sum of so many bytes over a group of so many ranks."""
+        if self.kind != "auto" or self.links is None or size == 1:
+            return self.kind
+        return fastest(links_of(self.links, on_node, self.node_size), op, payload, size, on_node)
 
     def calls(
         self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
@@ -34,27 +43,72 @@ class AlgorithmReducer(PlainReducer):
     ) -> Iterable[tuple[str, int]]:  # fmt: skip
         if ranks == 1:
             return []
-        piece = elements // ranks * element_bytes
-        return [("send", len(each.sent) * piece) for each, _ in rounds_of(self.kind, ranks, 0, op, on_node)]
+        piece, kind = elements // ranks * element_bytes, self.chosen(op, elements * element_bytes, ranks, on_node)
+        if kind == "torch":
+            return super().calls(op, elements, element_bytes, ranks, records, on_node)
+        return [("send", len(each.sent) * piece) for each, _ in rounds_of(kind, ranks, 0, op, on_node)]
 
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
-        return Rounds(self, "all_reduce", grads, grads, group)
+        rounds = Rounds(self, "all_reduce", grads, grads, group)
+        return rounds if rounds.kind != "torch" else super().all_reduce(bucket, grads, group)
 
     def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> PendingReduction:
-        return Rounds(self, "reduce_scatter", out, grads, group)
+        rounds = Rounds(self, "reduce_scatter", out, grads, group)
+        return rounds if rounds.kind != "torch" else super().reduce_scatter(bucket, out, grads, group)
+
+
+class GatherToOne(PlainReducer):
+    """The naive sum, to compare with: all ranks send everything to the first, which adds up and sends the sum back. On
+    average a rank sends what it sends in a ring, but all of it goes through the first one's link."""
+
+    def calls(
+        self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
+        on_node: int = 1,
+    ) -> Iterable[tuple[str, int]]:  # fmt: skip
+        return [("all_reduce", elements * element_bytes)]
+
+    def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
+        return ThroughOne(grads, grads, group)
+
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> PendingReduction:
+        return ThroughOne(out, grads, group)
+
+
+class ThroughOne:
+    """A sum through the first rank of a group, that is made when it is waited for."""
+
+    def __init__(self, out: Tensor, grads: Tensor, group: Group) -> None:
+        self._out, self._grads, self._group = out, grads, group
+
+    def wait(self) -> None:
+        group, grads = self._group, self._grads
+        others = range(1, group.size)
+        if group.index == 0:
+            found = grads.new_empty(grads.shape)
+            for other in others:
+                group.receive(found, other).wait()
+                grads.add_(found)
+            for pending in [group.send(grads, other) for other in others]:
+                pending.wait()
+        elif not group.alone:
+            group.send(grads, 0).wait()
+            group.receive(grads, 0).wait()
+        if self._out is not grads:
+            self._out.copy_(grads.view(group.size, -1)[max(0, group.index)])
 
 
 class Rounds:
     """A sum that is made when it is waited for."""
 
     def __init__(self, reducer: AlgorithmReducer, op: str, out: Tensor, grads: Tensor, group: Group) -> None:
-        self._reducer, self._op, self._out, self._grads, self._group = reducer, op, out, grads, group
+        self._op, self._out, self._grads, self._group = op, out, grads, group
+        self._on_node = neighbours_on_node(group.ranks, reducer.node_size)
+        self.kind = reducer.chosen(op, grads.nbytes, group.size, self._on_node)
 
     def wait(self) -> None:
         group, pieces = self._group, self._grads.view(self._group.size, -1)
-        on_node = neighbours_on_node(group.ranks, self._reducer.node_size)
         if not group.alone:
-            for each, adds in rounds_of(self._reducer.kind, group.size, group.index, self._op, on_node):
+            for each, adds in rounds_of(self.kind, group.size, group.index, self._op, self._on_node):
                 sent, found = pieces[list(each.sent)], pieces.new_empty(len(each.received), pieces.shape[1])
                 send, receive = partial(group.send, sent, each.to), partial(group.receive, found, each.source)
                 # Of two ranks that send to each other the first sends first: their messages may pass one at a time.

@@ -31,6 +31,8 @@ from meshwright.sharding.placement import Split, backward_order, bucket_elements
 from meshwright.sharding.remainders import PairedTensor, Values
 
 REDUCER = "reducer."  # with which the names of a reducer's states begin
+REPLICA_STATE = "replica."  # the same of states that each of `layout.replicas` has for itself
+OUTER = "outer."  # and of those of their synchronisation
 
 
 class BufferKey(NamedTuple):
@@ -265,16 +267,21 @@ class Rows(NamedTuple):
 
 class State(NamedTuple):
     """One kind of state of a buffer, as a checkpoint holds it: one tensor per bucket, of this rank's share. With
-    `additive` each rank has a row of its own, which may cover the whole bucket."""
+    `additive` each rank has a row of its own, which may cover the whole bucket. With `replica` each replica of
+    `layout.replicas` has one: another number of replicas begins with the mean of the rows, or, if they are `summed`,
+    adds them up."""
 
     name: str
     buffer: FlatBuffer
     tensors: Sequence[Values]
     additive: Rows | None = None
+    replica: Rows | None = None
+    summed: bool = False
 
     def record(self, slot: Slot) -> ParamRecord:
         """Returns where a parameter's state lies in the global tensor that a checkpoint holds."""
-        return slot.record if self.additive is None else row_of(slot.record, *self.additive)
+        rows = self.additive or self.replica
+        return slot.record if rows is None else row_of(slot.record, *rows)
 
     def clear(self, slot: Slot | None = None) -> None:
         """Sets the state, or that of one parameter, as it is in a new run."""
@@ -310,6 +317,7 @@ class SideState(NamedTuple):
     rows: Rows
     draw: Callable[[Slot], None]
     additive: Rows | None = None
+    replica: Rows | None = None
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from meshwright.comm.group import Group
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh
-from meshwright.config.comm import OverlapConfig
+from meshwright.config.comm import GatherConfig, OverlapConfig
 from meshwright.config.sections import ZeroConfig
 from meshwright.errors import UserError
 from meshwright.nn.weight_grad import Sink
@@ -68,8 +68,11 @@ class DataParallel:
         seed: int = 0,
         overlap: OverlapConfig | None = None,
         one_micro_batch: bool = False,
+        mixes: bool = False,
+        gather: GatherConfig | None = None,
     ) -> None:
-        """Moves the modules' parameters into buffers. `seed` initialises those that have no memory yet."""
+        """Moves the modules' parameters into buffers. `seed` initialises those that have no memory yet. `mixes`: what
+        is not the reducer's work mixes elements too (see `ReducerPlan`)."""
         overlap = overlap or OverlapConfig()
         self.mesh, self.reducer = mesh, reducer
         modules, self._zero = list(modules), zero or ZeroConfig()
@@ -80,12 +83,12 @@ class DataParallel:
         params_at = (self._zero.offload.params, Path(self._zero.offload.path))
         self.buffers, slots = build_buffers(
             modules, self._split, bucket_mib, number_units(units), grad_dtype, params_at, seed,
-            mesh.layout if reducer.mixes else None, one_micro_batch,
+            mesh.layout if mixes or reducer.mixes else None, one_micro_batch,
         )  # fmt: skip
         self.stage = max((buffer.split.stage for buffer in self.buffers), default=0)
         self._check_ties()
         self.weights = WeightGatherer(units, slots, self.buffers, lambda each: self.groups(each).shards, mesh.ledger)
-        self.weights.overlaps = overlap.weights
+        self.weights.overlaps, self.weights.gather = overlap.weights, gather or GatherConfig()
         self.trained = [buffer for buffer in self.buffers if buffer.key.trained]
         self.buckets = [bucket for buffer in self.trained for bucket in buffer.buckets]
         slots = {at: slot for at, slot in slots.items() if slot.record.trained}

@@ -11,10 +11,13 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from meshwright.comm.group import Group, Pending
+from meshwright.comm.group import Group
 from meshwright.comm.ledger import Ledger
+from meshwright.config.comm import GatherConfig
 from meshwright.models.stage import stage_of
 from meshwright.sharding.buffers import Bucket, FlatBuffer, Slot
+from meshwright.sharding.compression.gather import GatheredCodes
+from meshwright.sharding.reducers import PendingReduction
 
 
 class GatedUnit:
@@ -61,7 +64,8 @@ class WeightGatherer:
     ) -> None:
         self.units, self.ledger, self._shards_of = units, ledger, shards_of
         self.overlaps = True  # gathers run while something else is computed
-        self._gathering: dict[int, Pending] = {}
+        self.gather = GatherConfig()
+        self._gathering: dict[int, PendingReduction] = {}
         self._orders: dict[tuple[int, str], list[GatedUnit]] = {}
         self._action: tuple[int, str] | None = None
         self._opened: list[GatedUnit] = []
@@ -139,4 +143,8 @@ class WeightGatherer:
             low, high = bucket.share  # offloaded weights are first copied to their place on the device
             share = whole[low - bucket.start : high - bucket.start].copy_(share, non_blocking=True)
         with self.ledger.phase(phase), self.ledger.layer(None):
-            self._gathering[id(bucket)] = self._shards_of(bucket.buffer).all_gather(whole, share, wait=False)
+            group = self._shards_of(bucket.buffer)
+            if bucket.stage == 3 and self.gather.kind != "plain" and not group.alone:
+                self._gathering[id(bucket)] = GatheredCodes(self.gather, group, whole, share)
+            else:
+                self._gathering[id(bucket)] = group.all_gather(whole, share, wait=False)

@@ -1,4 +1,4 @@
-"""Line charts on logarithmic axes, as SVG. No torch."""
+"""Line charts, as SVG: x is logarithmic, and y unless a chart says otherwise. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from meshwright.errors import UserError
-from meshwright.show.units import count
+from meshwright.show.units import count, ticks
 
 LINE_COLOURS = ("#3b6fb6", "#e08e3c", "#5aa9a3", "#c2618d", "#8c6bb1", "#7a7a7a")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 440, 80, 150, 44, 52
@@ -25,18 +25,21 @@ class Chart:
     y: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
     label: Callable[[float], str] = count
+    linear: bool = False  # y begins at zero and is not logarithmic
 
     @property
     def box(self) -> tuple[float, float, float, float]:
         points = [point for line in self.lines.values() for point in line]
         xs, ys = [p[0] for p in points] or [1.0], [p[1] for p in points] or [1.0]
+        if self.linear:
+            return min(xs), max(max(xs), min(xs) * 1.01), 0.0, 1.05 * max(ys)
         margin = min(1.2, (max(ys) / min(ys)) ** 0.1) if max(ys) > min(ys) else 1.2
         return min(xs), max(max(xs), min(xs) * 1.01), min(ys) / margin, max(ys) * margin
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         x0, x1, y0, y1 = self.box
         across = math.log(x / x0) / math.log(x1 / x0)
-        up = math.log(y / y0) / math.log(y1 / y0)
+        up = (y - y0) / (y1 - y0) if self.linear else math.log(y / y0) / math.log(y1 / y0)
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
 
@@ -75,7 +78,7 @@ def svg(chart: Chart) -> str:
         label = escape(_short(chart.label(x)))
         out.append(f'<path d="M{px:.1f} {TOP}V{bottom}" stroke="#e6eaee"/>')
         out.append(f'<text x="{px:.1f}" y="{bottom + 18}" text-anchor="middle">{label}</text>')
-    for y in _marks(y0, y1):
+    for y in ticks(y0, y1, 6) if chart.linear else _marks(y0, y1):
         _, py = chart.at(x0, y)
         label = _short(count(y)) if y >= 1 else f"{y:g}"
         out.append(f'<path d="M{LEFT} {py:.1f}H{right}" stroke="#e6eaee"/>')
@@ -91,3 +94,12 @@ def svg(chart: Chart) -> str:
             out.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="{1 + width / 2:g}" fill="{colour}"/>')
         out.append(f'<text x="{right + 12}" y="{TOP + 16 + 20 * number}" fill="{colour}">{escape(name)}</text>')
     return "".join([*out, "</svg>\n"])
+
+
+def stacked(charts: Sequence[Chart]) -> str:
+    """Returns charts below each other as one drawing."""
+    inner = "".join(
+        svg(chart).replace("<svg ", f'<svg y="{HEIGHT * number}" ', 1) for number, chart in enumerate(charts)
+    )
+    size = f'width="{WIDTH}" height="{HEIGHT * len(charts)}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{inner}</svg>\n'

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from meshwright.config.sections import Config
 from meshwright.optim.schedules import consumed_after
-from meshwright.show.run_parts import BAD, head, phase_bar, sparkline
+from meshwright.show.run_parts import BAD, head, phase_bar, rank_words, rate_words, sparkline
 from meshwright.show.terminal import console_for, has_colour, is_terminal, printable, show
 from meshwright.show.units import clock, count, decimals, percent, plural, seconds
 
@@ -169,7 +169,7 @@ class Display:
         parts = [
             f"step {r.step:>{len(str(self.steps))}}/{self.steps}", f"loss {decimals(r.loss, 4)}",
             f"norm {decimals(r.grad_norm, 2)}", f"lr {r.lr:.1e}", f"{count(self.tokens_per_s)} tok/s",
-            f"eta {clock(self.seconds_left)}",
+            *rate_words(r), f"eta {clock(self.seconds_left)}",
         ]  # fmt: skip
         if r.loss_scale is not None:
             parts.append(f"scale {count(r.loss_scale)}")
@@ -192,7 +192,7 @@ class Display:
                 return grid
             room = max(1, self.console.width - LABEL_WIDTH)
             speed = (
-                f"{count(self.tokens_per_s)} tok/s", f"{seconds(r.step_time_s)} per step",
+                f"{count(self.tokens_per_s)} tok/s", f"{seconds(r.step_time_s)} per step", *rate_words(r),
                 f"{self.consumed:,} of {self.samples:,} samples", f"batch {r.global_batch}",
             )  # fmt: skip
             grid.add_row("step", self._step_bar(r, elapsed))
@@ -202,6 +202,8 @@ class Display:
             bar, legend = phase_bar(r.phases, r.step_time_s, room, self.colour)
             grid.add_row("time", bar)
             grid.add_row("", legend)
+            if self.world > 1 and (words := rank_words(r)):
+                grid.add_row("ranks", "   ".join(words))
         return grid
 
     def _step_bar(self, r: StepResult, elapsed: float) -> Table:

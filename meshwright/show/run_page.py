@@ -44,6 +44,7 @@ CARGO = {
     "ep": "tokens to their experts and back",
     "embedding": "gradients of the tied embedding, between first and last stage",
     "position_embedding": "gradients of the position embedding",
+    "replicas": "changes of the replicas' parameters, and their losses",
     "world": "loss, gradient norm and the counts of this table",
 }
 

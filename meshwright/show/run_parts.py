@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
@@ -14,7 +15,10 @@ from meshwright.layout.rows import balance, causal_pairs
 from meshwright.models.description import describe, layout_of
 from meshwright.parts.part import parameter_count
 from meshwright.show.terminal import printable
-from meshwright.show.units import count, percent, plural
+from meshwright.show.units import count, percent, plural, seconds, size
+
+if TYPE_CHECKING:
+    from meshwright.train.step import StepResult
 
 DRAWN_RANKS = 16  # up to this many ranks the head draws the layout
 BARS = "▁▂▃▄▅▆▇█"
@@ -51,7 +55,7 @@ def context_line(config: Config) -> str:
 
 def layout_line(config: Config, layout: Layout) -> str:
     """Formats the layout as `8 ranks = dp 2 × tp 2 × pp 2`."""
-    axes = [a for a in ("dp", "cp", "tp", "pp") if a != "cp" or layout.cp > 1]
+    axes = [a for a in ("replicas", "dp", "cp", "tp", "pp") if a not in ("replicas", "cp") or layout.axis_size(a) > 1]
     sizes = " × ".join(f"{axis} {layout.axis_size(axis)}" for axis in axes)
     sequence = " + sequence parallel" if config.layout.sequence_parallel and layout.tp > 1 else ""
     return f"{plural(layout.world, 'rank')} = {sizes}{sequence}"
@@ -67,11 +71,30 @@ def small_drawing(layout: Layout) -> str:
 
 def schedule_line(config: Config, layout: Layout) -> str:
     t, chunks = config.train, config.layout.chunks
-    micro_batches = max(1, t.global_batch // (layout.dp * t.micro_batch))
+    micro_batches = max(1, t.global_batch // (layout.dp * layout.replicas * t.micro_batch))
     batches = f"{plural(micro_batches, 'micro-batch')} of {t.micro_batch}"
     if layout.pp == 1:
         return batches
     return f"{config.pipeline.schedule}{f' x {chunks} chunks' if chunks > 1 else ''}, {batches}"
+
+
+def rate_words(r: StepResult) -> list[str]:
+    """The model's FLOP/s, MFU where the device's peak is known, and the most memory that a rank held so far."""
+    words = [] if r.tflops is None else [f"{r.tflops:.3g} TFLOP/s"]
+    words += [] if r.mfu is None else [f"MFU {percent(r.mfu)}"]
+    peak = max(r.ranks.peak_bytes, default=0) if r.ranks else 0
+    return words + ([f"peak {size(peak)}"] if peak else [])
+
+
+def rank_words(r: StepResult) -> list[str]:
+    """How long ranks computed, who longest, and for which axes they waited."""
+    busy = r.ranks.summary().get("busy_s") if r.ranks else None
+    if busy is None:
+        return []
+    spread = " / ".join(seconds(busy[name]) for name in ("min", "median", "max"))
+    waited = sorted(r.exposed_s.items(), key=lambda item: -item[1])
+    words = [f"computed {spread} (rank {int(busy['rank'])})"]
+    return words + [f"waited {' '.join(f'{axis} {seconds(took)}' for axis, took in waited[:3])}"] * bool(waited)
 
 
 def sparkline(values: Sequence[float]) -> Text:

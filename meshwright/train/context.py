@@ -10,6 +10,7 @@ from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES, Device, return_freed_memory
+from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.models.description import CP_INNER, CP_OUTER, layout_of
 from meshwright.nn.offload import HostActivations
@@ -62,9 +63,13 @@ def build_context(
     if trains and "disk" in (config.zero.offload.optimizer, config.zero.offload.params):
         return_freed_memory()
     layout = layout_of(config, world, node_size)
-    mesh = Mesh(layout, rank, made_elsewhere=process_groups, timeout=config.comm.timeout)
+    emulate = config.comm.emulate
+    if emulate.on and device.kind not in ("cpu", "meta"):
+        raise UserError(f"comm.emulate delays calls of CPUs only, and this is {device.name}: set run.device=cpu")
+    mesh = Mesh(layout, rank, made_elsewhere=process_groups, timeout=config.comm.timeout, emulate=emulate)
     at = mesh.coordinate
-    data_rank = at["dp"] * layout.cp + at["cp"]  # ranks with other samples or other tokens draw other numbers
+    # Ranks with other samples or other tokens draw other numbers.
+    data_rank = (mesh.replica * layout.dp + at["dp"]) * layout.cp + at["cp"]
     streams = Streams(config.train.seed, data_rank, at["tp"], device.torch, at["pp"])
     streams.active = config.drops
     parallel = Parallel(

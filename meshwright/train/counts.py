@@ -5,10 +5,12 @@ from __future__ import annotations
 # Where a step's time goes, and the phases that its ledger knows.
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 
-# Summed over the world in int64 after the update: for each axis of the mesh these, then the microseconds of each phase,
+# Summed over the world in int64 after the update: for each axis of the mesh these, then the microseconds that ranks
+# waited for each axis, the microseconds of each phase, for each rank what RANK_COUNTS names (others add zero),
 # and one number for what ranks ask for: 1 for each that was asked to stop, NEW_NAME for each that monitors a value
 # under a name that the others don't know, SAVE if the rank that writes the run wants a checkpoint after this step.
 COUNTS = ("calls", "payload_bytes", "wire_bytes")
+RANK_COUNTS = ("busy_us", "waited_us", "peak_bytes")
 NEW_NAME = 1 << 32
 SAVE = 1 << 56
 
@@ -31,5 +33,5 @@ def balance_length(experts: int) -> int:
     return experts + 2
 
 
-def counts_bytes(axes: int) -> int:
-    return WIDE * (len(COUNTS) * axes + len(PHASES) + 1)
+def counts_bytes(axes: int, world: int) -> int:
+    return WIDE * ((len(COUNTS) + 1) * axes + len(PHASES) + len(RANK_COUNTS) * world + 1)

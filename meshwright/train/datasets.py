@@ -11,6 +11,7 @@ from meshwright.config.data import SPECIALS
 from meshwright.config.glm import BLANK_SPECIALS
 from meshwright.config.sections import Config
 from meshwright.data.blanks import BlankOptions
+from meshwright.data.blend import Blend
 from meshwright.data.masked import Masking
 from meshwright.data.spans import SpanOptions
 from meshwright.data.stream import SampleOptions, build_datasets
@@ -40,6 +41,14 @@ class Checked:
 
     def source_of(self, n: int) -> str:
         return str(self.dataset.source_of(n))
+
+    @property
+    def sources(self) -> dict[str, int]:
+        """Of a blend, how many of each period's samples a file gives; nothing of a single file."""
+        source = getattr(self.dataset, "source", None)
+        if not isinstance(source, Blend):
+            return {}
+        return {dataset.file.prefix: weight for dataset, weight in zip(source.datasets, source.weights, strict=True)}
 
 
 def masking_of(config: Config) -> Masking:

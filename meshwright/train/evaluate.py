@@ -29,7 +29,7 @@ from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
 from meshwright.train.processes import Place, enter, find_place, leave
 from meshwright.train.run_folder import own_config
-from meshwright.train.step import fields_of, mean_loss
+from meshwright.train.step import fields_of, mean_loss, validation_unit
 
 ONLY_TRAINING = ("zero", "recompute", "optimizer", "loss_scale", "lr")  # sections
 
@@ -46,7 +46,8 @@ def open_model(source: str) -> tuple[WeightSource, dict[str, Any]]:
 def config_with(found: dict[str, Any], sections: dict[str, dict[str, Any]]) -> Config:
     """A checkpoint's config, some keys changed; foreign sections are left out, and what only training uses."""
     raw = {name: dict(keys) for name, keys in found.items() if name not in ONLY_TRAINING}
-    raw.get("train", {}).pop("grad_dtype", None)
+    for key in ("grad_dtype", "local", "server"):
+        raw.get("train", {}).pop(key, None)
     return own_config(merged(raw, sections))
 
 
@@ -72,7 +73,7 @@ def with_model(
 def evaluate(ctx: Context, modules: list[nn.Module], dataset: Dataset, samples: int) -> dict[str, Any]:
     """Mean loss and perplexity over the first `samples` samples, on however many data-parallel ranks."""
     executor = Executor(modules, ctx.mesh.pp, partial(forward_step, ctx), ctx.parallel.streams)
-    unit = ctx.mesh.samples.size * ctx.config.train.micro_batch
+    unit = validation_unit(ctx)
     batches = MicroBatches(ctx, Picked(dataset, range(samples)), fields_of(modules), ThreadPoolExecutor(1))
     declared = stage_of(modules[0]).loss_counts
     terms = (LOSS,) if declared is None else tuple(declared(dataset.sample(0)))

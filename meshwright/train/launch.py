@@ -127,12 +127,13 @@ def launch(
     *args: object,
     stops: bool = False,
     loses: Callable[[], str] | None = None,
+    tell: Callable[[str, str], None] = lambda kind, text: None,
 ) -> int:
     """Runs `main(*args)` on `ranks` local ranks and returns the exit code.
 
     When a rank dies all are started again, at most `restarts` times; a mistake is not mended by that. With `stops`, a
     request to stop is passed on to the ranks, which save and end by themselves; without, it ends them. A second Ctrl-C
-    always does, and `loses` says what is lost by it.
+    always does, and `loses` says what is lost by it. `tell` hears of restarts and of the failure that ends it all.
     """
     warm_up()
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # we say ourselves who failed, and why
@@ -148,10 +149,13 @@ def launch(
                 said = f"{who}{why.splitlines()[-1]}" if bug else why or "the ranks hung"
                 again = f"restart {attempt + 1} of {restarts}, from the newest checkpoint"
                 notice(f"{said}; all ranks start again ({again})")
+                tell("restart", f"{said}; {again}")
         if code == 128 + signal.SIGINT and loses:
             why = loses()
         if why:
             print(f"meshwright: {why}", file=sys.stderr)
+        if code:
+            tell("failure", why.splitlines()[-1] if why else "the ranks hung")
     return code
 
 

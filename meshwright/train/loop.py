@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -17,12 +18,16 @@ from meshwright.errors import UserError, notice
 from meshwright.pipeline.trace import Recorder, Span, trace_json
 from meshwright.train.context import Context
 from meshwright.train.monitor import gather_bytes
+from meshwright.train.rank_figures import RankFile
 from meshwright.train.run_folder import RunFolder, is_validated
+from meshwright.train.run_notes import write_event
 from meshwright.train.signals import StopRequests
+from meshwright.train.speed import Speed
 from meshwright.train.step import Launched, StepResult, Trainer
 
 MAX_SKIPPED_STEPS = 25  # in a row, after which a run gives up
 SAVING_SHARE = 0.01  # of a run's time that saving may take with checkpoint.every=auto
+MOST_FLIGHTS = 256  # ranks up to which a traced step leaves every rank's last calls
 TRACED = 3  # the third step of a process: the first ones make what later ones reuse
 
 
@@ -93,12 +98,17 @@ def train(trainer: Trainer, hooks: Sequence[Hook], requests: StopRequests) -> No
 class Recording(Hook):
     """Writes each step's line, on the rank that writes, and tells the watcher."""
 
-    def __init__(self, folder: RunFolder | None, watcher: Watcher | None) -> None:
-        self.folder, self.watcher = folder, watcher
+    def __init__(self, folder: RunFolder | None, watcher: Watcher | None, speed: Speed | None, world: int) -> None:
+        self.folder, self.watcher, self.speed, self.world = folder, watcher, speed, world
+        self.ranks = RankFile(folder.path) if folder else None
 
     def after(self, result: StepResult, last: bool) -> None:
+        if self.speed:
+            result.tflops, result.mfu = self.speed.of(result.global_batch, result.step_time_s, self.world)
         if self.folder:
             self.folder.step(result.line())
+        if self.ranks and result.ranks:
+            self.ranks.add(result.step, result.ranks, last)
         if self.watcher:
             self.watcher.stepped(result)
 
@@ -127,6 +137,7 @@ class Saving(Hook):
         self.saver, self.steps, self.seconds = saver, config.every_steps, config.every_seconds
         self.share = SAVING_SHARE if config.every == "auto" else math.inf
         self.saved_at = time.monotonic()
+        self.told: int | None = None  # the last save of which the run's events tell
 
     def pauses(self, step: int) -> bool:
         return self.steps > 0 and step % self.steps == 0
@@ -136,11 +147,22 @@ class Saving(Hook):
         return 0 < self.seconds <= gone and self.saver.blocked_s <= self.share * gone and not self.saver.is_writing
 
     def after(self, result: StepResult, last: bool) -> None:
+        self._tell()
         if last or result.save or self.pauses(result.step):
             self.saved_at = time.monotonic()
             self.saver.save(last)
         if last:
             self.saver.committed()  # before anything else can fail
+            self._tell()
+
+    def _tell(self) -> None:
+        """Notes a save that has become complete since the last step."""
+        saver = self.saver
+        if saver.trainer.writes and saver.complete_step not in (None, self.told):
+            self.told = saver.complete_step
+            words = f"saved in {saver.took_s:.2g} s, for {saver.blocked_s:.2g} s of which training waited"
+            folder = saver.trainer.ctx.config.run.dir
+            write_event(folder, "checkpoint", words, self.told, took_s=saver.took_s, blocked_s=saver.blocked_s)
 
 
 class TimeLimit(Hook):
@@ -219,6 +241,8 @@ class TracedStep(Hook):
     def after(self, result: StepResult, last: bool) -> None:
         """Writes the file. One that can't be written is no reason to stop a run."""
         ctx, recorder = self.trainer.ctx, self.trainer.executor.recorder
+        if result.step == self.number and ctx.layout.world <= MOST_FLIGHTS:
+            self._write_flight()
         if result.step != self.number or recorder is None:
             return
         self.trainer.executor.recorder = None
@@ -234,3 +258,11 @@ class TracedStep(Hook):
             self.path.write_text(trace_json(moved, f"{self.path.parent.name}, step {self.number}"), encoding="utf-8")
         except OSError as error:
             warnings.warn(f"the step's trace can't be written to {self.path}: {error.strerror}", stacklevel=2)
+
+    def _write_flight(self) -> None:
+        """Writes this rank's last calls, as after a hang."""
+        ctx, folder = self.trainer.ctx, self.path.parent / "flight"
+        record = {"rank": ctx.rank, "step": self.number, "last": [call.plain() for call in ctx.mesh.flight.last]}
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"rank-{ctx.rank}.json").write_text(json.dumps(record), encoding="utf-8")

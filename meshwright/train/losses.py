@@ -19,11 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from meshwright.comm.group import Group
 from meshwright.errors import UserError
+from meshwright.layout.layout import REPLICAS
 from meshwright.pipeline.executor import Seeds
 from meshwright.pipeline.output import LOSS, TermTotal, Totals
 from meshwright.train.context import Context
@@ -57,24 +60,34 @@ class Normalisation:
         # A seed of 0 is not announced: a gradient that was made with it could not be told from one that is missing.
         return Seeds(self.seed, (self.seed(LOSS) or None) if known else None)
 
-    def count(self, tokens: float | Tensor) -> float | Tensor:
+    def count(self, tokens: float) -> float:
         """What the stored gradient is still to be divided by, beside the weight; 0 where nothing was counted."""
         return tokens if self.counts is None else float(any(self.counts.values()))
+
+    def count_on_device(self, tokens: Tensor) -> Tensor:
+        """The same, filled in by the device: a number that is copied there would make the host wait."""
+        return tokens if self.counts is None else tokens.new_full((), self.count(0.0))
 
 
 _DECLARE = "pass loss_counts to pretrain, which says from a sample what each term counts"
 
 
-def counts_over_world(ctx: Context, names: Sequence[str], own: Mapping[str, float]) -> dict[str, float]:
-    """The declared counts of a step. Of each pipeline one rank counts; the others give nothing."""
-    vector = torch.tensor([own.get(name, 0.0) for name in names], dtype=torch.float64)
+def declared_counts(ctx: Context, names: Sequence[str], own: Mapping[str, float]) -> dict[str, float]:
+    """The declared counts of a step, of the ranks that train together. Of each pipeline one rank counts; the others
+    give nothing."""
+    counted = [own.get(name, 0.0) for name in names]
+    if ctx.mesh.inner.alone:  # else the host waits here for the device, and can't launch a step ahead
+        return dict(zip(names, counted, strict=True))
+    vector = torch.tensor(counted, dtype=torch.float64)
     with ctx.ledger.phase("data"):
         vector = ctx.device.upload(vector)
-        ctx.mesh.world.all_reduce(vector)
+        ctx.mesh.inner.all_reduce(vector)
     return dict(zip(names, ctx.device.download(vector).read(), strict=True))
 
 
-def sums_over_world(ctx: Context, totals: Totals, names: Sequence[str], squares: Tensor | float = 0.0) -> Tensor:
+def sums_over_world(
+    ctx: Context, totals: Totals, names: Sequence[str], squares: Tensor | float = 0.0, group: Group | None = None
+) -> Tensor:
     """One small all-reduce of the terms' weighted sums, their counts, the squared gradient norm and, where there are
     several terms, their plain sums. All tensor-parallel ranks of a stage know its terms, and one of them gives them."""
     vector = torch.zeros(sums_length(len(names)), dtype=torch.float64, device=ctx.device.torch)
@@ -85,8 +98,32 @@ def sums_over_world(ctx: Context, totals: Totals, names: Sequence[str], squares:
             if len(names) > 1:
                 vector[2 * len(names) + 1 + i] = term.sum
     vector[2 * len(names)] = squares
-    ctx.mesh.world.all_reduce(vector)
+    (ctx.mesh.world if group is None else group).all_reduce(vector)
     return vector
+
+
+class StepSums(NamedTuple):
+    """The sums of a step's loss, tokens and squared norm: over the ranks that train together, and over all, which is
+    what is reported. Where there are replicas, the latter's norm is the root of the mean square of theirs, and `tokens`
+    are those that each has learned from: none, where a gradient is not finite."""
+
+    own: Tensor
+    all: Tensor
+    tokens: Tensor | None = None
+
+
+def sums_of_step(ctx: Context, totals: Totals, names: Sequence[str], squares: Tensor) -> StepSums:
+    """One small all-reduce over the ranks that train together, and where there are replicas one over these."""
+    own = sums_over_world(ctx, totals, names, squares, ctx.mesh.inner)
+    replicas = ctx.layout.replicas
+    if replicas == 1:
+        return StepSums(own, own)
+    both = torch.cat([own, own.new_zeros(replicas)])
+    both[2 * len(names)] *= replicas
+    both[own.numel() + ctx.mesh.replica] = own[len(names)]
+    ctx.mesh.group(REPLICAS).all_reduce(both)
+    summed, tokens = both.split([own.numel(), replicas])
+    return StepSums(own, summed, tokens * summed[2 * len(names)].isfinite())
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from meshwright.config.blocks import seconds_of
 from meshwright.config.load import load_config
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
+from meshwright.device import Device
 from meshwright.errors import UserError
 from meshwright.layout.params import stream_seed
 from meshwright.models.description import stages_of
@@ -34,17 +35,22 @@ from meshwright.schedule.kinds import placement_of
 from meshwright.sharding.buffers import foreign_record
 from meshwright.sharding.reducers import Reducer
 from meshwright.train.context import Context, build_context, compiles
+from meshwright.train.layers import LayerNorms
 from meshwright.train.loop import GivingUp, Hook, Recording, Saving, TimeLimit, TracedStep, Validating, Watcher, train
 from meshwright.train.own_models import check_own, in_precision, is_own
 from meshwright.train.processes import enter, find_place, joined_place, leave
 from meshwright.train.rank_process import end_with_launcher, name_rank
 from meshwright.train.run_folder import RunFolder, refuse_finished, what_is_lost
+from meshwright.train.run_notes import provenance, write_event
 from meshwright.train.run_owner import owning
 from meshwright.train.signals import StopRequests
+from meshwright.train.speed import Speed
 from meshwright.train.step import ForwardStep, Trainer, validation_samples
 
 ModelProvider = Callable[[Context, Stage], nn.Module]
 DatasetsProvider = Callable[[Context, tuple[int, int, int]], tuple[Any, Any, Any]]
+
+SpeedOf = Callable[[Config, str, float | None], Speed]
 
 SHARED_S = 10.0  # a network disk may take a while to show a new file
 
@@ -62,6 +68,8 @@ def pretrain(
     watcher: Watcher | None = None,
     hooks: Sequence[Hook] = (),
     loss_counts: LossCounts | None = None,
+    speed: SpeedOf | None = None,
+    command: str | None = None,
 ) -> Trainer:
     """Trains as one rank of a job and returns the trainer, whose `modules` are this rank's chunks.
 
@@ -83,6 +91,8 @@ def pretrain(
     - `reducer` sums the gradients of each bucket over the data-parallel ranks (`sharding/reducers.py`); without one,
       `comm.reduce` says how.
     - `hooks` are called around every step (`train.loop.Hook`); `watcher` on the rank that writes the run alone.
+    - `speed(config, device name, its GiB)` gives the model's FLOPs and the device's rate, by which steps report TFLOP/s
+      and MFU; `command` is what run.json names as the command of the run (default: this process's own).
     - A run whose folder holds checkpoints goes on from the newest; `source` (PATH[@STEP]) names another one, which in a
       new run gives the weights alone.
     """
@@ -107,7 +117,8 @@ def pretrain(
         train_data, valid_data, _ = datasets_provider(ctx, samples)
         forward_step = in_precision(ctx, modules, forward_step)
         trainer = Trainer(ctx, modules, forward_step, train_data, valid_data, reducer, loss_counts)
-        run(trainer, source, watcher, hooks, began)
+        about = About(watcher, hooks, speed_here(config, device, speed), provenance(device.name, command))
+        run(trainer, source, about, began)
     if own_world:  # after an error the process ends, and leaving could wait for peers that are gone
         leave()
     return trainer
@@ -154,19 +165,31 @@ def compile_blocks(module: nn.Module) -> None:
         block.compile(fullgraph=True)
 
 
-def run(trainer: Trainer, source: str | None, watcher: Watcher | None, hooks: Sequence[Hook], began: float) -> None:
+class About(NamedTuple):
+    """Who looks at a run and what it notes of itself."""
+
+    watcher: Watcher | None
+    hooks: Sequence[Hook]
+    speed: Speed | None
+    notes: Mapping[str, Any]
+
+
+def speed_here(config: Config, device: Device, speed: SpeedOf | None) -> Speed | None:
+    gib = None if device.module is None else device.memory_bytes() / 2**30
+    return speed(config, device.name, gib) if speed else None
+
+
+def run(trainer: Trainer, source: str | None, about: About, began: float) -> None:
     """Owns the run's folder, and trains in it. One rank writes it and drives the display."""
     config = trainer.ctx.config
     # Checkpoints in another folder may be those of another run too.
     folders = [Path(config.run.dir), *([Path(config.checkpoint.dir)] if config.checkpoint.dir else [])]
     with ExitStack() as held:
         agree(trainer.ctx, (lambda: held.enter_context(owning(*folders))) if trainer.writes else None)
-        run_owned(trainer, source, watcher, hooks, began)
+        run_owned(trainer, source, about, began)
 
 
-def run_owned(
-    trainer: Trainer, source: str | None, watcher: Watcher | None, hooks: Sequence[Hook], began: float
-) -> None:
+def run_owned(trainer: Trainer, source: str | None, about: About, began: float) -> None:
     """Resumes, trains and closes the run."""
     ctx, config = trainer.ctx, trainer.ctx.config
     agree(ctx, (lambda: refuse_finished(config, source)) if trainer.writes else None)
@@ -176,9 +199,9 @@ def run_owned(
         trainer.publish()
     resume(trainer, source)
     validating = trainer.valid_batches is not None
-    make = partial(open_folder, trainer, source, validating)
+    make = partial(open_folder, trainer, source, validating, about.notes)
     folder: RunFolder | None = agree(ctx, make if trainer.writes else None)
-    watcher = watcher if folder else None
+    watcher = about.watcher if folder else None
     if watcher:
         watcher.started(ctx)
     c, offload = config.checkpoint, config.zero.offload
@@ -191,18 +214,23 @@ def run_owned(
     launched, loses = find_place().launched, partial(what_is_lost, config)
     with StopRequests(speaks=trainer.writes, launched=launched, loses=loses) as requests, saver:
         ending = TimeLimit(requests, saver, limit, began)
+        recording = Recording(folder, watcher, about.speed, ctx.layout.world)
         # In this order after each step: a step is recorded before it is saved, and saved before anything else can fail.
-        all_hooks = [ending, TracedStep(trainer), Recording(folder, watcher), GivingUp(), saving, validation, *hooks]
+        all_hooks = [ending, TracedStep(trainer), recording, GivingUp(), saving, validation]
+        all_hooks += [LayerNorms(trainer, folder), *about.hooks]
         validation.catch_up()
         train(trainer, all_hooks, requests)
     trainer.data_parallel.weights.wait_for_gathers()
     if folder:
+        done, steps = trainer.step_number, config.train.steps
+        words = f"finished all {steps} steps" if done == steps else f"stopped on request at step {done} of {steps}"
+        write_event(folder.path, "end", words, done)
         folder.close()
     if watcher:
         watcher.finished()
 
 
-def open_folder(trainer: Trainer, source: str | None, validates: bool) -> RunFolder:
+def open_folder(trainer: Trainer, source: str | None, validates: bool, notes: Mapping[str, Any]) -> RunFolder:
     """The run's folder, with what travels with its model."""
     config, step = trainer.ctx.config, trainer.step_number
     begun = find_checkpoint(source) if source is not None and not step else None
@@ -213,7 +241,9 @@ def open_folder(trainer: Trainer, source: str | None, validates: bool) -> RunFol
         companions.collect(config.data, begun, folder, source or base or None, digest(base) if base else "")
     except OSError as error:
         raise UserError(f"run.dir={config.run.dir} can't be written: {error.strerror}") from None
-    return RunFolder(config, trainer.ctx.layout.world, step, validates, source)
+    blend = getattr(trainer.train_batches.dataset, "sources", None)  # how many samples of each file, in a period
+    more = dict(notes) | ({"sources": blend} if blend else {})
+    return RunFolder(config, trainer.ctx.layout.world, step, validates, source, more)
 
 
 def check_shared(trainer: Trainer, folder: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypedDict
 
 from meshwright.checkpoint import format as fmt
-from meshwright.config.load import config_from, to_yaml
+from meshwright.config.load import config_from, to_mapping, to_yaml
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import parse_yaml
 from meshwright.errors import UserError
@@ -23,8 +24,13 @@ from meshwright.layout import Layout
 from meshwright.models.description import layout_of
 from meshwright.outside import of_kind, parse_json, read_json
 from meshwright.train.counts import COUNTS
+from meshwright.train.loggers import Loggers, Start, check_installed
+from meshwright.train.run_notes import write_event
 
-CHARTED = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "global_batch")  # by TensorBoard, of each step
+# What loggers chart of each step.
+CHARTED = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "global_batch", "tflops", "mfu")
+
+FILES = ("metrics.jsonl", "validation.jsonl", "layers.jsonl")  # one line per step, validation, or step with norms
 
 Lines = list[dict[str, Any]]
 
@@ -48,11 +54,13 @@ class StepLine(_Line, total=False):
 
 
 def refuse_finished(config: Config, source: str | None = None) -> None:
-    """Raises if `run.dir` can't take this run: it is no folder, or holds a run that has nothing left to do.
+    """Raises if `run.dir` can't take this run: it is no folder, or holds a run that has nothing left to do; or if a
+    logger is not installed.
 
     Ranks that are started again, since one died after the last checkpoint, have nothing to do, and that is no mistake.
     """
     folder = Path(config.run.dir)
+    check_installed(config.run.loggers)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run.dir={folder} is a file: name a folder")
     found = fmt.list_checkpoints(fmt.checkpoint_folder(config))
@@ -85,25 +93,31 @@ class RunFolder:
     """Written by one rank. Each line is flushed, so that a killed run keeps every step it finished."""
 
     def __init__(
-        self, config: Config, world: int, step: int = 0, validates: bool = True, source: str | None = None
-    ) -> None:
+        self, config: Config, world: int, step: int = 0, validates: bool = True, source: str | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         """`step` is the one that the run goes on from: lines of later steps, which will be trained again, move to
-        lost.jsonl, so that the history has each step once. `source` is what gave a new run its weights."""
+        lost.jsonl, so that the history has each step once. `source` is what gave a new run its weights; `notes` are
+        what else run.json says."""
         self.path = Path(config.run.dir)
         source = _read_note(self.path, "from") if step and source is None else source
         with self._written():
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-            notes = json.dumps({"world": world, "validates": validates, "from": source})
-            (self.path / "run.json").write_text(notes + "\n", encoding="utf-8")
-            for name in ("metrics.jsonl", "validation.jsonl"):
-                _set_lost_aside(self.path / name, step)
-            self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
-            self._validation = (self.path / "validation.jsonl").open("a", encoding="utf-8")
-        self._events: Any = _event_writer(self.path) if config.run.tensorboard else None
+            facts = {"world": world, "validates": validates, "from": source} | dict(notes or {})
+            (self.path / "run.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
+            lost = [_set_lost_aside(self.path / name, step) for name in FILES]
+            self._metrics, self._validation, self._layers = (
+                (self.path / name).open("a", encoding="utf-8") for name in FILES
+            )
+        again = f"; {lost[0]} later steps are trained again" if lost[0] else ""
+        ranks = f"{world} rank{'s' * (world > 1)}"
+        words = f"continues from step {step} on {ranks}{again}" if step else f"starts on {ranks}"
+        write_event(self.path, "resume" if step else "start", words, step, world=world, lost=lost[0])
+        self._loggers = Loggers(logger_names(config), Start(self.path, to_mapping(config), step))
 
     def step(self, line: dict[str, Any]) -> None:
-        values = {f"train/{key}": line[key] for key in CHARTED if line[key] is not None}
+        values = {f"train/{key}": line[key] for key in CHARTED if line.get(key) is not None}
         for group in ("losses", "monitored"):
             values |= {f"{group}/{key}": value for key, value in line.get(group, {}).items()}
         for key, value in line.get("experts", {}).items():
@@ -116,20 +130,22 @@ class RunFolder:
         sources = {f"validation/{name}": loss for name, loss in line.get("sources", {}).items()}
         self._write(self._validation, line, {"validation/loss": line["loss"]} | sources)
 
+    def layers(self, line: dict[str, Any]) -> None:
+        self._write(self._layers, line, {})
+
     def _write(self, file: TextIO, line: dict[str, Any], charted: dict[str, float]) -> None:
         """One line of strict JSON, where a number that is not finite is null, and TensorBoard's events."""
         with self._written():
             file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
             file.flush()
-            for name, value in charted.items() if self._events is not None else ():
-                self._events.add_scalar(name, value, line["step"])
+        self._loggers.log({name: value for name, value in charted.items() if value is not None}, line["step"])
 
     def close(self) -> None:
         with self._written():
             self._metrics.close()
             self._validation.close()
-            if self._events is not None:
-                self._events.close()
+            self._layers.close()
+        self._loggers.close()
 
     @contextlib.contextmanager
     def _written(self) -> Iterator[None]:
@@ -145,11 +161,11 @@ def is_validated(folder: Path, step: int) -> bool:
     return any(line["step"] == step for line in _read_lines(folder / "validation.jsonl"))
 
 
-def _set_lost_aside(path: Path, step: int) -> None:
-    """Moves the lines after `step`, and a last one that a kill cut off, to lost.jsonl. Lost first, then the rest: a
-    kill between the two repeats lines there and loses none."""
+def _set_lost_aside(path: Path, step: int) -> int:
+    """Moves the lines after `step`, and a last one that a kill cut off, to lost.jsonl; returns how many. Lost first,
+    then the rest: a kill between the two repeats lines there and loses none."""
     if not path.exists():
-        return
+        return 0
     kept: list[str] = []
     lost: list[str] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -163,20 +179,24 @@ def _set_lost_aside(path: Path, step: int) -> None:
         aside = path.with_name(path.name + ".part")
         aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         aside.replace(path)
+    return len(lost)
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _event_writer(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder / "tensorboard"))
+def logger_names(config: Config) -> list[str]:
+    """`run.loggers`, which must be installed, and TensorBoard's events where `run.tensorboard` and it are there."""
+    names = list(config.run.loggers)
+    check_installed(names)
+    if config.run.tensorboard and "tensorboard" not in names and importlib.util.find_spec("tensorboard"):
+        names.append("tensorboard")
+    return names
 
 
 @dataclass(frozen=True)
@@ -239,10 +259,10 @@ def _read_lines(path: Path) -> Lines:
 
 
 def _least_world(config: Config, steps: Lines) -> int | None:
-    """The world of a run in which no gradient was reduced: then there was one replica."""
+    """The world of a run in which no gradient was reduced: then there was one data-parallel rank."""
     c = config.layout
     data = any("dp" in axis.split("-") for line in steps for axis in line.get("comm", {}))
-    return c.tp * c.cp * c.pp if steps and not data else None
+    return c.least_world if steps and not data else None
 
 
 def traffic_per_step(steps: Lines) -> dict[str, dict[str, float]]:

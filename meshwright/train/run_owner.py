@@ -139,6 +139,12 @@ def refuse_owned(folder: Path) -> None:
     _judged(folder, *_newest(folder), Owner.this_process())
 
 
+def who_trains(folder: Path) -> tuple[State, Owner | None]:
+    """Whether somebody trains in this folder, and who did last."""
+    _, owner = _newest(folder)
+    return (owner.state(Owner.this_process()) if owner else "ended"), owner
+
+
 def _judged(folder: Path, number: int, owner: Owner | None, me: Owner) -> str:
     """Raises if `owner` may still be there; returns what to say of one that is gone, or an empty string."""
     state = owner.state(me) if owner else "ended"

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES, Device, Download
 from meshwright.models.stage import LossCounts, stage_of
 from meshwright.optim.adam import FlatOptimizer
+from meshwright.optim.outer import OuterOptimizer
 from meshwright.optim.scaling import LossScale, gradient_scaling
 from meshwright.optim.schedules import global_batch, learning_rate
 from meshwright.pipeline.executor import Executor
@@ -26,66 +27,19 @@ from meshwright.pipeline.trace import REDUCED, UPDATED
 from meshwright.schedule.table import Table
 from meshwright.schedule.verify import verified
 from meshwright.sharding.buffers import SideState, State
-from meshwright.sharding.compression.make import make_reducer
+from meshwright.sharding.compression.make import reducer_of
 from meshwright.sharding.data_parallel import DataParallel
 from meshwright.sharding.reducers import Reducer
 from meshwright.train.balance import ExpertBalance
 from meshwright.train.batches import Dataset, MicroBatches, Picked, by_source
 from meshwright.train.context import Context, compiles
-from meshwright.train.counts import COUNTS, NEW_NAME, PHASES, SAVE, counts_bytes
-from meshwright.train.losses import Normalisation, Sums, counts_over_world, sums_over_world
+from meshwright.train.counts import COUNTS, NEW_NAME, PHASES, RANK_COUNTS, SAVE, counts_bytes
+from meshwright.train.losses import Normalisation, StepSums, Sums, declared_counts, sums_of_step, sums_over_world
 from meshwright.train.monitor import Monitored, Summing
+from meshwright.train.rank_figures import RankFigures, process_peak_bytes
+from meshwright.train.result import StepResult as StepResult
 
 ForwardStep = Callable[[Context, nn.Module, dict[str, Tensor], dict[str, Tensor]], Any]
-
-
-@dataclass
-class StepResult:
-    """What one step did, the same on every rank. `losses` are the terms' own means, where the loss has several."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    loss_scale: float | None
-    skipped: bool
-    tokens: int
-    global_batch: int
-    losses: dict[str, float] = field(default_factory=dict)
-    monitored: dict[str, float] = field(default_factory=dict)
-    experts: dict[str, Any] = field(default_factory=dict)
-    phases: dict[str, float] = field(default_factory=dict)
-    comm: dict[str, dict[str, int]] = field(default_factory=dict)
-    step_time_s: float = 0.0
-    stop: bool = False
-    save: bool = False
-
-    @property
-    def why_skipped(self) -> str:
-        return "the gradient was not finite" if self.tokens else "no token counted in the loss"
-
-    @property
-    def shown(self) -> dict[str, float]:
-        """What is shown of a step beside its loss and norm: terms of the loss, the busiest expert and rank over the
-        mean, dropped choices, monitored values."""
-        found = {name: value for name, value in self.losses.items() if name != LOSS}
-        for key, name in (("busiest", "busiest expert"), ("busiest_rank", "busiest rank")):
-            if max(self.experts.get(key, [1.0])) > 1.0:
-                found[name] = max(self.experts[key])
-        if self.experts.get("dropped"):
-            found["dropped"] = self.experts["dropped"]
-        return found | self.monitored
-
-    def line(self) -> dict[str, Any]:
-        """The line of metrics.jsonl, numbers unrounded."""
-        out = {
-            "step": self.step, "loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr,
-            "loss_scale": self.loss_scale, "skipped": self.skipped, "tokens": self.tokens,
-            "global_batch": self.global_batch, "step_time_s": self.step_time_s,
-            "tokens_per_s": self.tokens / self.step_time_s, "phases": self.phases, "comm": self.comm,
-        }  # fmt: skip
-        found = {"losses": self.losses, "monitored": self.monitored, "experts": self.experts}
-        return out | {name: values for name, values in found.items() if values}
 
 
 @dataclass(frozen=True)
@@ -97,6 +51,7 @@ class Launched:
     totals: Totals
     normalisation: Normalisation
     sums: Download
+    own: Download  # sums of the ranks that train together
     counts: Download
     monitored: Summing | None
     balance: Download | None
@@ -118,14 +73,21 @@ class Trainer:
         config = ctx.config
         self.ctx, self.modules = ctx, list(modules)
         if reducer is None:
-            reducer = make_reducer(config.comm, config.train.seed, ctx.layout.node_size or ctx.layout.world)
+            reducer = reducer_of(config, ctx.layout.node_size or ctx.layout.world)
         grad_dtype, offload = PRECISION_DTYPES[config.train.grad_dtype], config.zero.offload
+        own = config.train.local.parts(config.train.global_batch, ctx.layout.replicas)[ctx.mesh.replica]
         parallel = DataParallel(
             self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed,
-            config.comm.overlap, one_micro_batch=micro_batches(ctx, config.train.global_batch) == 1,
+            config.comm.overlap, one_micro_batch=micro_batches(ctx, len(own)) == 1,
+            mixes=ctx.layout.replicas > 1 and config.train.local.compress.kind != "plain", gather=config.comm.gather,
         )  # fmt: skip
         self.data_parallel = parallel
         self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, parallel.weights.updated, offload)
+        self.outer: OuterOptimizer | None = None
+        if ctx.layout.replicas > 1:
+            sizes = (config.zero, config.comm.bucket_mib)
+            self.outer = OuterOptimizer(parallel, self.optimizer.states, config.train.local, config.train.seed, sizes)
+            self.optimizer.updated = self.outer.updated
         self.loss_scale = LossScale(config.loss_scale, config.train.precision == "fp16")
         forward, streams = partial(forward_step, ctx), ctx.parallel.streams
         compiled = compiles(config, ctx.device)
@@ -159,7 +121,18 @@ class Trainer:
     @property
     def micro_batches(self) -> int:
         """The micro-batches that this rank runs in the next step."""
-        return micro_batches(self.ctx, global_batch(self.ctx.config, self.consumed))
+        return micro_batches(self.ctx, len(self._samples(self.consumed)))
+
+    def _samples(self, consumed: int) -> range:
+        """The numbers of the samples that this rank's replica takes in the step that begins at `consumed`."""
+        samples, replicas = global_batch(self.ctx.config, consumed), self.ctx.layout.replicas
+        part = self.ctx.config.train.local.parts(samples, replicas)[self.ctx.mesh.replica]
+        return range(consumed + part.start, consumed + part.stop)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next step is the run's last."""
+        return self.step_number + 1 == self.ctx.config.train.steps
 
     def table(self, micro_batches: int) -> Table:
         """What the pipeline's ranks do in a step of so many micro-batches each."""
@@ -168,13 +141,13 @@ class Trainer:
 
     def gradients(self) -> tuple[Totals, Normalisation]:
         """Forward, backward and reduction for the next global batch; and how the gradients become the true ones."""
-        samples, count, consumed = global_batch(self.ctx.config, self.consumed), self.micro_batches, self.consumed
+        samples, count = global_batch(self.ctx.config, self.consumed), self.micro_batches
         normalisation = self._normalisation(samples, count)
         for module in self.modules:
             module.train()
         self.data_parallel.begin(count, self.step_number + 1, self.loss_scale.value)
-        last = self.step_number + 1 == self.ctx.config.train.steps
-        batch = self.train_batches.of_step(consumed, count, None if last else consumed + samples)
+        following = None if self.is_last else self._samples(self.consumed + samples).start
+        batch = self.train_batches.of_step(self._samples(self.consumed).start, count, following)
         totals = self.executor.run(self.table(count), batch, self.step_number + 1, normalisation.seeds())
         begin = time.perf_counter()
         with self.executor.span("step", REDUCED):
@@ -185,9 +158,10 @@ class Trainer:
     def _normalisation(self, samples: int, micro_batches: int) -> Normalisation:
         """One undeclared term is stored with loss scale / nominal tokens: gradients then have about their true size."""
         if self.train_batches.loss_counts is None:
-            return Normalisation(self.loss_scale.value / (samples * self.ctx.config.model.seq), None, self.blocks)
-        own = self.train_batches.counts(self.consumed, micro_batches)
-        counts = counts_over_world(self.ctx, self.declared_terms, own)
+            nominal = samples * self.ctx.config.model.seq / self.ctx.layout.replicas
+            return Normalisation(self.loss_scale.value / nominal, None, self.blocks)
+        own = self.train_batches.counts(self._samples(self.consumed).start, micro_batches)
+        counts = declared_counts(self.ctx, self.declared_terms, own)
         return Normalisation(self.loss_scale.value, counts, self.blocks)
 
     def step(self, stop_requested: bool = False) -> StepResult:
@@ -205,36 +179,50 @@ class Trainer:
         update = time.perf_counter()
         self.before_update()  # the balance of experts moves their biases, which a save may still be copying
         with ledger.phase("optimizer"), self.executor.span("step", "norm and loss"):
-            sums = sums_over_world(self.ctx, totals, self.terms, self.data_parallel.square_sum())
+            sums = sums_of_step(self.ctx, totals, self.terms, self.data_parallel.square_sum())
             monitored = self.monitored.begin(totals)
-            balance = self.balance.update(sums[2 * len(self.terms)])
+            balance = self.balance.update(sums.all[2 * len(self.terms)])
         lr = learning_rate(config, self.step_number + 1)
         scale = self.loss_scale.value if self.loss_scale.active else None  # that of this step, before the update
         with self.executor.span("step", UPDATED):
-            waited = self._update(lr, sums, normalisation)
-        read = self.ctx.device.download(sums)
+            if self.outer is None:
+                waited = self._update(lr, sums, normalisation)
+            else:
+                assert sums.tokens is not None
+                with self.outer.after(self.step_number + 1, self.is_last, sums.tokens):
+                    waited = self._update(lr, sums, normalisation)
+        read = self.ctx.device.download(sums.all)
+        own = read if sums.own is sums.all else self.ctx.device.download(sums.own)
         totals.seconds["backward"] += waited
         totals.seconds["optimizer"] = time.perf_counter() - update - waited
         self.step_number += 1
         self.consumed += samples
         result = StepResult(self.step_number, 0.0, 0.0, lr, scale, False, 0, samples)
         asks = int(stop_requested) + NEW_NAME * int(self.monitored.is_new(totals))
-        counts = self._count(totals.seconds, asks + SAVE * int(save_requested and self.writes))
-        return Launched(result, begin, totals, normalisation, read, counts, monitored, balance)
+        asks += SAVE * int(save_requested and self.writes)
+        counts = self._count(totals.seconds, asks, time.perf_counter() - begin)
+        return Launched(result, begin, totals, normalisation, read, own, counts, monitored, balance)
 
-    def _update(self, lr: float, sums: Tensor, normalisation: Normalisation) -> float:
-        """One update, or none if the gradient is not finite or nothing was counted. Returns the seconds waited."""
+    def _update(self, lr: float, sums: StepSums, normalisation: Normalisation) -> float:
+        """One update, or none if the gradient is not finite or nothing was counted. Returns the seconds waited. All
+        replicas make an update or none does."""
         weight, clip, terms = normalisation.weight, self.ctx.config.train.clip, len(self.terms)
+        kinds = sums[:1] if sums.own is sums.all else sums[:2]
         if self.runs_ahead:
-            count = torch.as_tensor(normalisation.count(sums[terms]), dtype=sums.dtype, device=sums.device)
-            self.optimizer.step_on_device(lr, gradient_scaling(count, sums[2 * terms], weight, clip))
+            found = [normalisation.count_on_device(x[terms]) for x in kinds]
+            on_device = [gradient_scaling(n, x[2 * terms], weight, clip) for n, x in zip(found, kinds, strict=True)]
+            self.optimizer.step_on_device(lr, on_device[0]._replace(updates=on_device[-1].updates))
             return 0.0
-        arrived, begun = self.ctx.device.download(sums), time.perf_counter()
-        found = Sums.read(arrived.read(), self.terms)
+        arrived, begun = [self.ctx.device.download(x) for x in kinds], time.perf_counter()
+        read = [Sums.read(each.read(), self.terms) for each in arrived]
         waited = time.perf_counter() - begun
-        scaling = gradient_scaling(float(normalisation.count(found.tokens)), found.squares, weight, clip)
+        own, scaling = (
+            gradient_scaling(normalisation.count(x.tokens), x.squares, weight, clip) for x in (read[0], read[-1])
+        )
         if scaling.updates:
-            self.optimizer.step(lr, scaling.divisor)
+            self.optimizer.step(lr, own.divisor)
+        elif self.outer is not None and self.outer.is_due(self.step_number + 1, self.is_last):
+            self.optimizer.publish()
         if scaling.counts:
             self.loss_scale.update(bool(scaling.updates))
         return waited
@@ -249,8 +237,8 @@ class Trainer:
         result, how = launched.result, launched.normalisation
         found = Sums.read(launched.sums.read(), self.terms)
         if how.counts is not None:
-            found.check_counts(how.counts)
-        scaling = gradient_scaling(float(how.count(found.tokens)), found.squares, how.weight, clip=0.0)
+            Sums.read(launched.own.read(), self.terms).check_counts(how.counts)
+        scaling = gradient_scaling(how.count(found.tokens), found.squares, how.weight, clip=0.0)
         result.loss, result.tokens = found.loss if scaling.counts else math.nan, math.ceil(found.tokens)
         result.losses = found.losses
         result.grad_norm = scaling.norm if math.isfinite(scaling.norm) else math.inf
@@ -264,28 +252,40 @@ class Trainer:
             result.monitored |= self.monitored.learn(launched.totals, launched.monitored).means()
         end = time.perf_counter()
         result.step_time_s = end - max(launched.begin, self._read_at)
-        self._read_at = end
+        self._read_at, result.time = end, time.time()
         return result
 
-    def _count(self, seconds: Mapping[str, float], asks: int) -> Download:
-        """Sum over all ranks of the ledger of this step, this very call included, the seconds by phase, and what the
-        ranks ask for (`train/counts.py`)."""
+    def _count(self, seconds: Mapping[str, float], asks: int, elapsed: float) -> Download:
+        """Sum over all ranks of the ledger of this step, this very call included, the seconds by phase, each rank's own
+        figures, and what the ranks ask for (`train/counts.py`). `elapsed`: the step's seconds so far."""
         mesh = self.ctx.mesh
         axes = mesh.layout.step_groups()
         totals = self.ctx.ledger.totals("axis")
         assert set(totals) <= set(axes), f"a step used the groups {set(totals) - set(axes)}, which no step has"
-        payload = counts_bytes(len(axes))
+        payload = counts_bytes(len(axes), mesh.world.size)
         if not mesh.world.alone:
             totals["world"].add(CallTotals(1, payload, wire_bytes("all_reduce", payload, mesh.world.size)))
         counts = [getattr(totals[axis], count) for axis in axes for count in COUNTS]
         micros = [int(seconds.get(name, 0.0) * 1e6) for name in PHASES]
-        vector = torch.tensor([*counts, *micros, asks], dtype=torch.int64)
+        measured = self.ctx.device.module is None  # an accelerator's stream waits, and not the host
+        waited = [int(self.ctx.ledger.waited.get(axis, 0.0) * 1e6) if measured else 0 for axis in axes]
+        own = [0] * (len(RANK_COUNTS) * mesh.world.size)
+        at = len(RANK_COUNTS) * mesh.rank
+        own[at : at + len(RANK_COUNTS)] = self._own_counts(elapsed, sum(waited))
+        vector = torch.tensor([*counts, *waited, *micros, *own, asks], dtype=torch.int64)
         if mesh.world.alone:
             return Device("cpu").download(vector)
         vector = self.ctx.device.upload(vector)
         with self.ctx.ledger.phase("metrics"):
             mesh.world.all_reduce(vector)
         return self.ctx.device.download(vector)
+
+    def _own_counts(self, elapsed: float, waited_us: int) -> list[int]:
+        """RANK_COUNTS of this rank."""
+        device, peak = self.ctx.device, self.ctx.device.peak_bytes()
+        if device.module is not None:
+            return [0, 0, peak or 0]
+        return [int(elapsed * 1e6) - waited_us, waited_us, process_peak_bytes()]
 
     def _read_counts(self, result: StepResult, numbers: list[int]) -> bool:
         """Fills in the result; returns whether some rank has a new name."""
@@ -294,28 +294,36 @@ class Trainer:
             counts = dict(zip(COUNTS, numbers[width * i : width * (i + 1)], strict=True))
             if counts["calls"]:
                 result.comm[axis] = counts
-        means = [n / 1e6 / mesh.world.size for n in numbers[width * len(axes) : -1]]
-        result.phases = dict(zip(PHASES, means, strict=True))
-        saves, rest = divmod(numbers[-1], SAVE)
-        new_names, stops = divmod(rest, NEW_NAME)
+        rest = numbers[width * len(axes) : -1]
+        means, own = [n / 1e6 / mesh.world.size for n in rest], len(axes) + len(PHASES)
+        result.exposed_s = {axis: mean for axis, mean in zip(axes, means, strict=False) if mean}
+        result.phases = dict(zip(PHASES, means[len(axes) : own], strict=True))
+        result.ranks = RankFigures.read(rest[own:])
+        saves, asked = divmod(numbers[-1], SAVE)
+        new_names, stops = divmod(asked, NEW_NAME)
         result.stop, result.save = stops > 0, saves > 0
         return new_names > 0
 
     def states(self) -> Iterator[State | SideState]:
         """What a checkpoint holds of this rank, beside `counters`. Adapters' frozen base is stored elsewhere."""
         every = not self.ctx.config.tune.adapts
-        yield from (state for state in self.optimizer.tensors() if every or state.buffer.key.trained)
+        own = (state for state in self.optimizer.tensors() if every or state.buffer.key.trained)
+        yield from own if self.outer is None else self.outer.tensors(own)
         yield from self.data_parallel.reducer_states()
 
     def counters(self) -> dict[str, float | None]:
         scale = self.loss_scale
         value = scale.value if scale.active else None
-        return {"updates": self.optimizer.updates, "loss_scale": value, "good_steps": scale.good_steps}
+        found: dict[str, float | None] = {"updates": self.optimizer.updates, "loss_scale": value}
+        found["good_steps"] = scale.good_steps
+        return found if self.outer is None else found | self.outer.counters()
 
     def restore(self, step: int, consumed: int, counters: Mapping[str, Any]) -> None:
         """Continues where a loaded checkpoint left off. The loss scale of another precision starts anew."""
         self.step_number, self.consumed = step, consumed
         self.optimizer.updates = int(counters["updates"])
+        if self.outer is not None:
+            self.outer.restore(counters)
         if self.loss_scale.active and counters["loss_scale"] is not None:
             self.loss_scale.value = float(counters["loss_scale"])
             self.loss_scale.good_steps = int(counters["good_steps"])
@@ -337,7 +345,7 @@ class Trainer:
 
     def _validate_sources(self, stage: int) -> dict[str, Any]:
         """The same samples source by source, each filled up to whole rounds of the ranks by samples without a loss."""
-        unit, found = self.ctx.mesh.samples.size * self.ctx.config.train.micro_batch, {}
+        unit, found = validation_unit(self.ctx), {}
         for name, batches in self.valid_sources.items():
             count = len(batches.dataset.numbers)  # type: ignore[attr-defined]
             found[name] = mean_loss(self.executor, batches, -(-count // unit) * unit, stage)
@@ -358,7 +366,13 @@ def validation_samples(config: Config) -> int:
     return config.run.eval_samples or 4 * config.train.global_batch
 
 
+def validation_unit(ctx: Context) -> int:
+    """What the samples of a validation are a multiple of: all ranks take part, those of all replicas too."""
+    return ctx.mesh.samples.size * ctx.layout.replicas * ctx.config.train.micro_batch
+
+
 def micro_batches(ctx: Context, samples: int) -> int:
+    """The micro-batches in which the ranks that train together take so many samples."""
     return samples // (ctx.mesh.samples.size * ctx.config.train.micro_batch)
 
 
@@ -368,12 +382,13 @@ def mean_loss(
 ) -> Sums:
     """The loss and the number of tokens of the first `samples` samples, without a backward."""
     ctx, c = batches.ctx, batches.ctx.config
-    count = micro_batches(ctx, samples)
+    part = samples // ctx.layout.replicas  # each replica takes as many, with its own weights
+    count = micro_batches(ctx, part)
     table = verified(c.pipeline.schedule, c.layout.pp, count, c.layout.chunks, zero_stage, validation=True)
     for module in executor.modules:
         module.eval()
     with ctx.ledger.phase("validation"):
         seeds = Normalisation(1.0, dict.fromkeys(terms, 1.0)).seeds()
-        totals = executor.run(table, batches.of_step(0, count), 0, seeds)
+        totals = executor.run(table, batches.of_step(ctx.mesh.replica * part, count), 0, seeds)
         sums = Sums.read(sums_over_world(ctx, totals, terms).tolist(), terms)
     return sums if sums.tokens else replace(sums, loss=math.nan)

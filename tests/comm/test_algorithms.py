@@ -7,6 +7,7 @@ from math import ceil, log2
 import pytest
 
 from meshwright.comm.algorithms import ALGORITHMS, Round, neighbours_on_node
+from meshwright.layout import Layout
 
 SIZES = [2, 3, 4, 5, 6, 7, 8, 9, 12, 16]
 CASES = [(kind, size) for kind in ALGORITHMS for size in SIZES if kind != "halving_doubling" or size & (size - 1) == 0]
@@ -53,6 +54,17 @@ def test_between_nodes_travels_what_a_node_has_summed() -> None:
         ring = ALGORITHMS["ring"](8, place, 4)
         crossing = sum(len(one.sent) for one in (*ring.reduce, *ring.gather) if one.to // 4 != place // 4)
         assert crossing == (14 if place % 4 == 3 else 0), "a ring sends all of it between two of them"
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "pp-dp-ep-cp-tp", "dp-pp-tp-cp-ep", "tp-ep-dp-cp-pp"])
+def test_a_ring_leaves_each_node_once(order: str) -> None:
+    """Whatever the order of the axes, ranks of one node are neighbours in every group."""
+    layout = Layout(32, tp=2, pp=2, cp=2, order=order, node_size=8)
+    for axes in ("dp-cp", "dp", "tp", "pp"):
+        for group in layout.groups(axes):
+            nodes = [rank // 8 for rank in group]
+            left = sum(a != b for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True))
+            assert left == (len(set(nodes)) if len(set(nodes)) > 1 else 0), (axes, group)
 
 
 def test_neighbours_on_a_node() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.config.sections import Config, OptimizerConfig
+from meshwright.config.optimizer import OptimizerConfig
+from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.stand_ins import fake_world, stand_in
 from meshwright.kernels import kernels_take

@@ -11,7 +11,7 @@ import torch
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
-from meshwright.config.sections import OptimizerConfig
+from meshwright.config.optimizer import OptimizerConfig
 from meshwright.sharding.remainders import halve, join, plain
 from tests.gpu.test_fast_paths import CUDA, LLAMA, gpu_trainer
 from tests.sharding.test_remainders import patterns

@@ -108,3 +108,10 @@ def test_no_step_makes_a_tensor_of_all_scores(name: str, documents: bool, monkey
     with Largest() as seen:
         trainer.step()
     assert seen.most < seq * seq // 4, seen.most
+
+
+def test_it_compiles_for_lengths_that_change() -> None:
+    compiled = torch.compile(lambda *qkv: attention_core(*qkv, None, True, 0.0), fullgraph=True, backend="aot_eager")
+    for seq in (16, 24, 40):
+        q, k, v = (x.transpose(1, 2) for x in drawn(seq=seq))
+        torch.testing.assert_close(compiled(q, k, v), attention_core(q, k, v, None, True, 0.0))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.config.sections import OptimizerConfig
+from meshwright.config.optimizer import OptimizerConfig
 from meshwright.optim.adam import FlatOptimizer
 from meshwright.sharding.buffers import FlatBuffer, State, build_buffers
 from meshwright.sharding.placement import Split

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.config.sections import LossScaleConfig
+from meshwright.config.scales import LossScaleConfig
 from meshwright.optim.scaling import LossScale
 from meshwright.sharding.buffers import Bucket
 from meshwright.sharding.reducers import PlainReducer

@@ -291,7 +291,7 @@ MUTATIONS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
     "a ring that closes": ("cp-ring", instead_in_parts("context_calls", closed_ring)),
     "no rows of other ranks": ("cp-gather-tp", instead("WIDE", 0)),
     "no sends back": ("pp-interleaved", without(communication, "pipeline", lambda call: call.phase == "backward")),
-    "forgotten axes": ("kv-copies", instead("counts_bytes", lambda axes: counts_bytes(5))),
+    "forgotten axes": ("kv-copies", instead("counts_bytes", lambda axes, world: counts_bytes(5, world))),
 }  # fmt: skip
 
 
@@ -399,7 +399,7 @@ def test_the_tables_of_the_docs() -> None:
 
 
 def test_mistakes_are_told() -> None:
-    with pytest.raises(UserError, match="samples=3 is not a multiple of dp x micro_batch = 2: try 2"):
+    with pytest.raises(UserError, match="samples=3 is not a multiple of dp x micro_batch = 2 x 1 = 2: try 2"):
         predict_step(small_config(), 2, samples=3)
     with pytest.raises(UserError, match="field 'tokens' has the unknown dtype 'int65'"):
         predict_step(small_config(), 2, fields={"tokens": "int65"})

@@ -188,7 +188,12 @@ def test_all_elements_and_full_rank_are_exact_on_many_layouts() -> None:
 
 def check_algorithms(world: int, kinds: list[str], layouts: list[Sections]) -> None:
     """Our own algorithms find torch's sums, and send what was planned."""
-    cases = [{"comm": {"bucket_mib": 0.02, "algorithm": kind}} | layout for kind in kinds for layout in layouts]
+    links = {"link_gb_s": 1.0, "network_gb_s": 0.1, "latency_us": 5.0}
+    cases = [
+        {"comm": {"bucket_mib": 0.02, "algorithm": kind, "links": links}} | layout
+        for kind in kinds
+        for layout in layouts
+    ]
     true, ranks = true_sums(FEW), run_ranks(world, sums_of, [case | FEW for case in cases])
     for case, sections in enumerate(cases):
         found = [rank[case] for rank in ranks]
@@ -203,13 +208,15 @@ def check_algorithms(world: int, kinds: list[str], layouts: list[Sections]) -> N
 
 
 def test_own_algorithms() -> None:
-    check_algorithms(4, ["tree", "halving_doubling", "hierarchical"], [{"layout": {"node_size": 2}}])
+    check_algorithms(4, ["tree", "hierarchical", "auto"], [{"layout": {"node_size": 2}}])
 
 
 @pytest.mark.wide
 def test_own_algorithms_on_many_layouts() -> None:
     layouts: list[Sections] = [{"zero": {"stage": stage}, "layout": {"node_size": 4}} for stage in range(4)]
-    check_algorithms(8, list(ALGORITHMS), [*layouts, {"layout": {"tp": 2, "pp": 2, "node_size": 4}}])
+    layouts += [{"layout": {"tp": 2, "pp": 2, "node_size": 4}}]
+    layouts += [{"layout": {"cp": 2, "node_size": 2, "order": "tp-ep-dp-cp-pp"}}]
+    check_algorithms(8, [*ALGORITHMS, "auto"], layouts)
 
 
 def steps_of(rank: int, world: int, kinds: list[Sections]) -> list[list[tuple[float, float, dict[str, int]]]]:

@@ -14,8 +14,8 @@ from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
 from meshwright.comm.mesh import Mesh
+from meshwright.config.optimizer import OptimizerConfig
 from meshwright.config.rules import check
-from meshwright.config.sections import OptimizerConfig
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import state_bytes
 from meshwright.errors import UserError

@@ -170,7 +170,8 @@ def planned(trainer: Trainer) -> dict[Line, Traffic]:
     calls = [
         *communication.gradients(params, layout, BUCKET_MIB, config.zero, trainer.micro_batches),
         communication.RepeatedCall(
-            "metrics", "metrics", "world", "all_reduce", layout.world, counts_bytes(len(layout.step_groups()))
+            "metrics", "metrics", "world", "all_reduce", layout.world,
+            counts_bytes(len(layout.step_groups()), layout.world),
         ),
     ]
     return communication.by_line(call for call in calls if call.size > 1)

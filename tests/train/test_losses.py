@@ -108,7 +108,7 @@ def measure(rank: int, world: int, layouts: list[dict[str, Any]], reference: Fou
     for layout in layouts:
         trainer = trainer_of(config_of(**layout), two_terms, counts, rank, world)
         if planted:  # each rank divides by its own counts
-            with mock.patch("meshwright.train.step.counts_over_world", lambda ctx, names, mine: dict(mine)):
+            with mock.patch("meshwright.train.step.declared_counts", lambda ctx, names, mine: dict(mine)):
                 found.append((worst(true_gradients(trainer), reference[0]),))
         else:
             found.append((worst(true_gradients(trainer), reference[0]), *found_of(trainer)))

@@ -186,13 +186,14 @@ def few_at_once(x: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def gaps_of(bucket: Bucket) -> Iterator[tuple[int, int]]:
-    """Yields the ranges of the buffer that hold no parameter's content: between parameters, and rows of padding."""
+    """Yields the ranges of the buffer that hold no parameter's content: between parameters, and rows of padding. Slots
+    may begin before the bucket, or end behind it, where it stands for a part of one."""
     at = bucket.start
     for slot in bucket.slots:
         for low, high in filled_rows(slot.record):
-            if slot.start + low > at:
-                yield at, slot.start + low
-            at = slot.start + high
+            if at < slot.start + low:
+                yield at, min(slot.start + low, bucket.stop)
+            at = max(at, slot.start + high)
     if bucket.stop > at:
         yield at, bucket.stop
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from meshwright.config.comm import LOW_RANK, CommConfig
+from meshwright.config.comm import LOW_RANK, ReduceConfig
+from meshwright.config.sections import Config
 from meshwright.sharding.algorithms import AlgorithmReducer
 from meshwright.sharding.compression.exchange import ExchangeReducer
 from meshwright.sharding.compression.low_rank import LowRankReducer
 from meshwright.sharding.reducers import PLAIN_REDUCER, Reducer
+from meshwright.sharding.server import ServerReducer
 
 
-def make_reducer(config: CommConfig, seed: int, node_size: int) -> Reducer:
-    """Returns the reducer that a config asks for; `seed` keys its random numbers."""
-    if config.algorithm != "torch":
-        return AlgorithmReducer(config.algorithm, node_size)
-    if config.reduce.kind == "plain":
+def reducer_of(config: Config, node_size: int) -> Reducer:
+    """Returns the reducer that a config asks for; the run's seed keys its random numbers."""
+    server, seed, comm = config.train.server, config.train.seed, config.comm
+    if server.ranks:
+        return ServerReducer(server.ranks, server.staleness, seed)
+    if comm.algorithm != "torch":
+        return AlgorithmReducer(comm.algorithm, node_size, comm.known_links)
+    return make_compressing(comm.reduce, seed)
+
+
+def make_compressing(config: ReduceConfig, seed: int) -> Reducer:
+    if config.kind == "plain":
         return PLAIN_REDUCER
-    compressing = LowRankReducer if config.reduce.kind in LOW_RANK else ExchangeReducer
-    return compressing(config.reduce, seed)
+    return (LowRankReducer if config.kind in LOW_RANK else ExchangeReducer)(config, seed)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from meshwright.config.comm import LOW_RANK, SPARSE, CommConfig, ReduceConfig
+from meshwright.config.comm import LOW_RANK, SPARSE, CommConfig, GatherConfig, ReduceConfig
 from meshwright.layout.params import ParamRecord
 from meshwright.sharding.algorithms import AlgorithmReducer
 from meshwright.sharding.reducers import PLAIN_REDUCER, PlainReducer, ReducerPlan
@@ -26,12 +26,19 @@ def sent_elements(config: ReduceConfig, elements: int) -> int:
     return min(elements, math.ceil(config.ratio * elements))
 
 
-def message_bytes(config: ReduceConfig, elements: int, element_bytes: int) -> int:
-    """Returns the bytes of one compressed piece of a sum."""
-    if config.kind in SPARSE:
+def message_bytes(config: ReduceConfig | GatherConfig, elements: int, element_bytes: int) -> int:
+    """Returns the bytes of one compressed piece of a sum, or of one rank's rounded weights."""
+    if isinstance(config, ReduceConfig) and config.kind in SPARSE:
         return sent_elements(config, elements) * (INDEX_BYTES + max(WIDE_BYTES, element_bytes))
     scales = 0 if config.kind == "bf16" else -(-elements // config.block)
     return elements * BITS[config.kind] // 8 + scales * SCALE_BYTES
+
+
+def gathered_bytes(config: GatherConfig, elements: int, element_bytes: int, ranks: int) -> int:
+    """Returns the payload of gathering so many weights, of which each of `ranks` owns a share."""
+    if config.kind == "plain" or ranks == 1:
+        return elements * element_bytes
+    return ranks * message_bytes(config, elements // ranks, element_bytes)
 
 
 @dataclass(frozen=True)
@@ -112,8 +119,12 @@ class WarmUpPlan(PlainReducer):
     mixes = True
 
 
-def planned_reducer(config: CommConfig) -> ReducerPlan:
-    """Returns what the planner needs to know of the reducer that a config asks for."""
+def planned_reducer(config: CommConfig, node_size: int) -> ReducerPlan:
+    """Returns what the planner needs to know of the reducer that a config asks for; `node_size`: ranks per node."""
     if config.algorithm != "torch":
-        return AlgorithmReducer(config.algorithm)
-    return PLAIN_REDUCER if config.reduce.kind == "plain" else CompressionPlan(config.reduce)
+        return AlgorithmReducer(config.algorithm, node_size, config.known_links)
+    return planned_compression(config.reduce)
+
+
+def planned_compression(config: ReduceConfig) -> ReducerPlan:
+    return PLAIN_REDUCER if config.kind == "plain" else CompressionPlan(config)

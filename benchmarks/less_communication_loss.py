@@ -1,0 +1,127 @@
+"""What sending less costs in loss: ways to compress gradients, and replicas that synchronise rarely, beside plain sums.
+
+    meshwright data prepare stdlib --out data-cache/stdlib --tokenizer train:2048
+    python benchmarks/less_communication_loss.py data-cache/stdlib --results runs.jsonl --svg losses.svg
+
+A small GPT on real text, on four processes of a CPU, once for each seed and technique; a seed decides the weights and
+the order of the samples, and all techniques see the same samples. Prints a table: the validation loss after the last
+step, its difference to the plain run of the same seed, and what all ranks sent for gradients and parameters in the
+whole run. Runs that the file of results already holds are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from meshwright.show.chart import Chart, svg
+
+RANKS, STEPS, SEEDS = 4, 600, (1, 2, 3)
+MEAN = 15  # steps that a point of the drawing is the mean of
+SHAPE = [
+    "model.layers=2", "model.hidden=64", "model.heads=4", "model.vocab=2048", "model.seq=64", "model.norm=rmsnorm",
+    "model.position=rope", "model.bias=false", "train.global_batch=16", "train.micro_batch=4", "optimizer.lr=3e-3",
+    "lr.warmup=30", "lr.min=3e-4", "data.split=0.9,0.1,0", "run.eval_samples=512", "run.device=cpu",
+    "run.tensorboard=false",
+]  # fmt: skip
+WARMUP = "comm.reduce.warmup_steps=90"
+TECHNIQUES: dict[str, list[str]] = {
+    "plain": [],
+    "int8": ["comm.reduce.kind=int8"],
+    "PowerSGD, rank 8": ["comm.reduce.kind=powersgd", "comm.reduce.rank=8"],
+    "one bit, 90 plain steps first": ["comm.reduce.kind=onebit", WARMUP],
+    "top-k 1 %, 90 plain steps first": ["comm.reduce.kind=topk", "comm.reduce.ratio=0.01", WARMUP],
+    "local SGD (averages), H = 20": [f"layout.replicas={RANKS}", "train.local.steps=20", "train.local.outer=average"],
+    "DiLoCo, H = 20": [f"layout.replicas={RANKS}", "train.local.steps=20"],
+    "DiLoCo, H = 20, 4 fragments, delay 2, int4": [
+        f"layout.replicas={RANKS}", "train.local.steps=20", "train.local.fragments=4", "train.local.delay=2",
+        "train.local.compress.kind=int4",
+    ],
+}  # fmt: skip
+SUMS = ("dp", "replicas")  # the axes over which gradients and parameters are summed
+
+Run = dict[str, Any]
+
+
+def run(prefix: str, name: str, seed: int) -> Run:
+    """Trains once, and returns its losses and bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        empty, out = Path(folder) / "empty.yaml", Path(folder) / "run"
+        empty.write_text("")
+        given = [f"data.prefixes={prefix}", f"train.steps={STEPS}", f"run.dir={out}", f"train.seed={seed}"]
+        command = [sys.executable, "-m", "meshwright", "train", str(empty), "--nproc", str(RANKS), *SHAPE, *given]
+        subprocess.run([*command, *TECHNIQUES[name]], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        metrics, valid = (
+            [json.loads(line) for line in (out / file).read_text().splitlines()]
+            for file in ("metrics.jsonl", "validation.jsonl")
+        )
+    sent = sum(line["comm"].get(axis, {}).get("wire_bytes", 0) for line in metrics for axis in SUMS)
+    return {
+        "technique": name, "seed": seed, "validation": valid[-1]["loss"], "losses": [line["loss"] for line in metrics],
+        "sent": sent, "step_s": statistics.median(line["step_time_s"] for line in metrics),
+    }  # fmt: skip
+
+
+def all_runs(prefix: str, results: Path, seeds: list[int]) -> list[Run]:
+    found: list[Run] = []
+    for seed in seeds:
+        for name in TECHNIQUES:
+            there = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+            one = next((each for each in there if (each["technique"], each["seed"]) == (name, seed)), None)
+            if one is None:
+                one = run(prefix, name, seed)
+                with results.open("a") as file:
+                    file.write(json.dumps(one) + "\n")
+                print(f"{name}, seed {seed}: {one['validation']:.4f}", file=sys.stderr, flush=True)
+            found.append(one)
+    return found
+
+
+def spread(values: list[float]) -> str:
+    """A mean, and the standard deviation over the seeds."""
+    return f"{statistics.mean(values):+.4f} ± {statistics.stdev(values) if len(values) > 1 else 0.0:.4f}"
+
+
+def table(runs: list[Run]) -> str:
+    plain = {each["seed"]: each for each in runs if each["technique"] == "plain"}
+    lines = ["| technique | validation loss | against plain, same seed | sent | saved |", "|---|---|---|---|---|"]
+    for name in TECHNIQUES:
+        of_name = [each for each in runs if each["technique"] == name]
+        losses = [each["validation"] for each in of_name]
+        against = [each["validation"] - plain[each["seed"]]["validation"] for each in of_name]
+        sent, whole = of_name[0]["sent"], plain[of_name[0]["seed"]]["sent"]
+        loss = spread(losses).removeprefix("+")
+        other = "-" if name == "plain" else spread(against)
+        lines.append(f"| {name} | {loss} | {other} | {sent / 2**20:,.1f} MiB | {1 - sent / whole:.1%} |")
+    return "\n".join(lines)
+
+
+def averaged(runs: list[Run], name: str) -> list[tuple[float, float]]:
+    """The training loss, as the mean over seeds and some steps, after the steep beginning."""
+    losses = [statistics.mean(at) for at in zip(*(r["losses"] for r in runs if r["technique"] == name), strict=True)]
+    return [(n + MEAN, statistics.mean(losses[n : n + MEAN])) for n in range(6 * MEAN, len(losses) - MEAN + 1, MEAN)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prefix", help="token files, without .bin")
+    parser.add_argument("--results", type=Path, default=Path("less_communication_loss.jsonl"), metavar="FILE")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the training losses")
+    args = parser.parse_args()
+    runs = all_runs(args.prefix, args.results, args.seeds)
+    print(table(runs))
+    if args.svg:
+        lines = {name: averaged(runs, name) for name in TECHNIQUES}
+        title = f"Training loss, means of {MEAN} steps and {len(args.seeds)} seeds"
+        args.svg.write_text(svg(Chart(title, "step", "loss", lines)))
+
+
+if __name__ == "__main__":
+    main()

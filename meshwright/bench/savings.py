@@ -1,0 +1,167 @@
+"""One rank of `meshwright comm savings`: it trains a few steps with every technique, together with the others."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.group import DONE, Group, Pending
+from meshwright.comm.mesh import Mesh
+from meshwright.config.comm import EmulateConfig
+from meshwright.config.sections import Config
+from meshwright.device import Device
+from meshwright.dryrun.stand_ins import RandomTokens
+from meshwright.models.description import layout_of
+from meshwright.plan.cluster import Cluster
+from meshwright.plan.cost import predict_cost
+from meshwright.plan.job import Job
+from meshwright.plan.savings import Figures, Technique, calibrated, with_links
+from meshwright.sharding.algorithms import GatherToOne
+from meshwright.train.context import build_context
+from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.pretrain import build_modules
+from meshwright.train.step import Trainer
+
+FREE_GB_S = 1e6  # a rate at which links take no time
+WARM = 2  # steps before the timed ones: buckets are reduced during backward from the second on
+
+
+def usual(times: Sequence[float]) -> float:
+    """Returns the first quartile: other work on a machine only makes steps longer."""
+    return statistics.quantiles(times, n=4, method="inclusive")[0] if len(times) > 1 else times[0]
+
+
+def make_trainer(config: Config, rank: int, world: int, device: Device, groups: dict[str, Any], naive: bool) -> Trainer:
+    node_size = config.layout.node_size or world
+    ctx = build_context(config, rank, world, device, node_size, groups, trains=True)
+    reducer = GatherToOne() if naive else None
+    data = RandomTokens(config.model.vocab, config.model.seq)
+    return Trainer(ctx, build_modules(ctx, model_provider), forward_step, data, reducer=reducer)
+
+
+class Turns:
+    """One technique's trainer, and what its steps took."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.times: list[float] = []
+        self.waits: list[float] = []
+        self.making: list[float] = []
+
+    def step(self) -> None:
+        """Takes one step, together with all ranks, and makes a step's compressed messages without any link."""
+        trainer = self.trainer
+        trainer.ctx.mesh.world.agreed(0.0, trainer.ctx.device.torch)
+        begin = time.perf_counter()
+        trainer.step()
+        self.times.append(time.perf_counter() - begin)
+        self.waits.append(sum(trainer.ctx.ledger.waited.values()))
+        self.sent = _sent(trainer)
+        self.making.append(making_seconds(trainer))
+
+    def figures(self) -> Figures:
+        group, config, device = self.trainer.ctx.mesh.world, self.trainer.ctx.config, self.trainer.ctx.device.torch
+        step, exposed = (group.agreed(usual(each), device) for each in (self.times, self.waits))
+        return Figures(self.sent, exposed, step, config.train.global_batch * config.model.seq / step)
+
+
+def measure(
+    found: Sequence[Technique], rank: int, world: int, device: Device, steps: int, say: Callable[[str], None]
+) -> tuple[list[Figures], list[float], float]:
+    """Returns each technique's figures and its seconds of making messages, and the seconds of a step on the machine's
+    own links, the same on every rank. All take turns, step by step, so that what else the machine does meanwhile falls
+    on all of them alike."""
+    turns, made = [], {}
+    base = found[0].config
+    own = Technique("own links", replace(base, comm=replace(base.comm, emulate=EmulateConfig())))
+    for technique in (*found, own):
+        layout = layout_of(technique.config, world, technique.config.layout.node_size or world)
+        if layout not in made:  # torch keeps all process groups, so each is made once
+            mesh = Mesh(layout, rank, timeout=technique.config.comm.timeout).groups
+            made[layout] = {name: group.process_group for name, group in mesh.items() if not group.alone}
+        naive = isinstance(technique.reducer, GatherToOne)
+        turns.append(Turns(make_trainer(technique.config, rank, world, device, made[layout], naive)))
+        for _ in range(WARM):
+            turns[-1].trainer.step()
+        say(f"{technique.name} is ready")
+    for _ in range(steps):
+        for turn in turns:
+            turn.step()
+    figures, making = [turn.figures() for turn in turns], [usual(turn.making) for turn in turns]
+    del turns
+    gc.collect()
+    return figures[:-1], making[:-1], figures[-1].step_s
+
+
+def _sent(trainer: Trainer) -> dict[str, float]:
+    """Returns what a rank sent in the last step by axis, on average over all."""
+    axes, sums = trainer.ctx.layout.step_groups(), Counter[str]()
+    for entry, totals in trainer.ctx.ledger.entries.items():
+        sums[entry.axis] += totals.wire_bytes
+    names = sorted({trainer.ctx.layout.without_ones(axis) for axis in axes})
+    counts = torch.tensor([sums[name] for name in names], dtype=torch.float64)
+    trainer.ctx.mesh.world.all_reduce(counts)
+    return {name: float(count) / trainer.ctx.layout.world for name, count in zip(names, counts, strict=True) if count}
+
+
+def own_compute(job: Job, measured_s: float, cluster: Cluster) -> Cluster:
+    """Returns the cluster with the rates at which ranks compute here, and wait for each other: a step on the machine's
+    own links, which must be much faster than the emulated ones, against the planned time without links."""
+    fast = EmulateConfig(link_gb_s=FREE_GB_S, network_gb_s=FREE_GB_S)
+    return calibrated(cluster, predict_cost(job, with_links(cluster, fast, job.node_size)).step_s, measured_s)
+
+
+class Nobody:
+    """Stands for a group whose other ranks send what this one sends, at once: what is left is making messages."""
+
+    alone = False
+
+    def __init__(self, group: Group) -> None:
+        self.size, self.index = group.size, group.index
+
+    def all_reduce(self, x: Tensor, op: str = "sum", wait: bool = True) -> Pending:
+        return DONE
+
+    def all_to_all(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
+        out.copy_(x)
+        return DONE
+
+    def all_gather(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
+        out.copy_(x.expand_as(out))
+        return DONE
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
+        out.copy_(x.view(self.size, -1)[self.index])
+        return DONE
+
+
+def making_seconds(trainer: Trainer) -> float:
+    """Returns the seconds per step that a rank needs to make and read compressed messages, which the planner does not
+    know: measured without any link, while all ranks do the same."""
+    parallel, config = trainer.data_parallel, trainer.ctx.config
+    reducer = parallel.reducer
+    if config.comm.reduce.kind == "plain" or not reducer.mixes:
+        return 0.0
+    mesh, device = trainer.ctx.mesh, trainer.ctx.device.torch
+    mesh.world.agreed(0.0, device)
+    begin, pendings = time.perf_counter(), []
+    for bucket in (bucket for bucket in parallel.buckets if bucket.buffer.key.compressed):
+        shards, replicas = parallel.groups(bucket.buffer)
+        grads = torch.zeros(bucket.stop - bucket.start, dtype=bucket.own_grads.dtype).normal_()
+        if bucket.stage:
+            out = torch.empty_like(bucket.own_grads)
+            pendings.append(reducer.reduce_scatter(bucket, out, grads, Nobody(shards)))  # type: ignore[arg-type]
+        else:
+            pendings.append(reducer.all_reduce(bucket, grads, Nobody(replicas)))  # type: ignore[arg-type]
+    for pending in pendings:
+        pending.wait()
+    times_per_step = trainer.micro_batches if config.zero.stage >= 2 else 1
+    return mesh.world.agreed(time.perf_counter() - begin, device) * times_per_step

@@ -1,0 +1,137 @@
+"""`meshwright completion`: a script for bash, zsh or fish that knows every command, option and config key. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import keyword
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from meshwright.config.load import key_of
+from meshwright.config.sections import Config
+
+EXAMPLES = """example:
+  meshwright completion bash > ~/.local/share/bash-completion/completions/meshwright
+  meshwright completion zsh > "${fpath[1]}/_meshwright"
+  meshwright completion fish > ~/.config/fish/completions/meshwright.fish"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell to complete in")
+
+
+def run(args: argparse.Namespace) -> None:
+    scripts = {"bash": bash, "zsh": zsh, "fish": fish}
+    text = scripts[args.shell]()
+    print(json.dumps({"shell": args.shell, "script": text}) if args.json else text)
+
+
+def config_keys(kind: Any = Config, before: str = "") -> Iterator[str]:
+    """Every key of a config, as it is written on a command line."""
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        name = f"{before}{key_of(field)}"
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from config_keys(hints[field.name], f"{name}.")
+        elif before:
+            yield f"{name}="
+
+
+def options() -> dict[str, list[str]]:
+    """By command, its options and the words that an argument may be."""
+    from meshwright.cli.main import COMMANDS, MIXED
+
+    found = {}
+    for name in COMMANDS:
+        module = importlib.import_module(f"meshwright.cli.{name}{'_' if keyword.iskeyword(name) else ''}")
+        parser = argparse.ArgumentParser()
+        module.add_arguments(parser)
+        words = ["--json", *_words(parser)]
+        found[name] = words + (["layout=auto"] if name == "train" else []) + (KEYS if name in MIXED else [])
+    return found
+
+
+def _words(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from action.option_strings if "-h" not in action.option_strings else ["--help"]
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                yield name
+                yield from _words(inner)
+        elif not action.option_strings and action.choices:
+            yield from map(str, action.choices)
+
+
+KEYS = ["@keys"]  # stands for all config keys, which would be repeated for every command otherwise
+
+
+def _table() -> tuple[str, str, list[tuple[str, str]]]:
+    """All commands, all keys, and by command its words."""
+    found = {name: list(dict.fromkeys(words)) for name, words in options().items()}
+    return " ".join(found), " ".join(config_keys()), [(name, " ".join(words)) for name, words in found.items()]
+
+
+def bash() -> str:
+    commands, keys, rows = _table()
+    cases = "\n".join(f'    {name}) words="{words.replace("@keys", "$keys")}" ;;' for name, words in rows)
+    return f"""# bash completion of meshwright
+_meshwright() {{
+  local cur="${{COMP_WORDS[COMP_CWORD]}}" words=""
+  local keys="{keys}"
+  if [ "$COMP_CWORD" -eq 1 ]; then
+    COMPREPLY=($(compgen -W "{commands} --help --version" -- "$cur"))
+    return
+  fi
+  case "${{COMP_WORDS[1]}}" in
+{cases}
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "$cur") $(compgen -f -- "$cur"))
+  case "${{COMPREPLY[0]}}" in *=) compopt -o nospace ;; esac
+}}
+complete -o filenames -F _meshwright meshwright"""
+
+
+def zsh() -> str:
+    commands, keys, rows = _table()
+    cases = "\n".join(f"    {name}) words=({words.replace('@keys', '$keys')}) ;;" for name, words in rows)
+    return f"""#compdef meshwright
+# zsh completion of meshwright
+_meshwright() {{
+  local -a keys words
+  keys=({keys})
+  if (( CURRENT == 2 )); then
+    compadd -- {commands} --help --version
+    return
+  fi
+  local command=${{${{(z)BUFFER}}[2]}}
+  case $command in
+{cases}
+  esac
+  compadd -S '' -- ${{(M)words:#*=}}
+  compadd -- ${{words:#*=}}
+  _files
+}}
+compdef _meshwright meshwright"""
+
+
+def fish() -> str:
+    commands, keys, rows = _table()
+    lines = [
+        "# fish completion of meshwright",
+        f"set -l commands {commands}",
+        'complete -c meshwright -n "not __fish_seen_subcommand_from $commands" -f -a "$commands"',
+    ]
+    for name, words in rows:
+        here = f'"__fish_seen_subcommand_from {name}"'
+        for word in words.split():
+            if word.startswith("--"):
+                lines.append(f"complete -c meshwright -n {here} -l {word[2:]}")
+            elif word == "@keys":
+                lines.append(f'complete -c meshwright -n {here} -a "{keys}"')
+            else:
+                lines.append(f"complete -c meshwright -n {here} -a {word}")
+    return "\n".join(lines)

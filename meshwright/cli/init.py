@@ -1,0 +1,184 @@
+"""`meshwright init`: a commented config from a few answers or flags, whose layout the planner has chosen. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli.auto_layout import HOST, MARGIN, best_layout
+from meshwright.config.load import config_from, load_config, to_mapping
+from meshwright.config.presets import PRESETS
+from meshwright.config.rules import TRAINING_RULES, check
+from meshwright.config.sections import Config
+from meshwright.data.token_file import read_metadata
+from meshwright.errors import UserError, nearest, notice
+from meshwright.parts.part import parameter_count
+from meshwright.plan.account import layout_of_cost, layout_words
+from meshwright.plan.cluster import Cluster, load_cluster
+from meshwright.plan.search import Candidate
+from meshwright.show.units import count, seconds
+
+EXAMPLES = """example:
+  meshwright init                                             (asks for what it needs)
+  meshwright init --model tiny --data data/text --devices 2 --out config.yaml
+  meshwright init --model 1b --data data/text --cluster h100-80g-dgx --devices 8 --global-batch 512
+
+MODEL is a size (tiny, 30m, 125m, 350m, 1b: decoders like Llama's) or a preset of `meshwright plan`."""
+
+# layers, hidden, heads, tokens of a sequence, peak learning rate
+SIZES = {
+    "tiny": (4, 128, 4, 128, 3e-3), "30m": (8, 512, 8, 512, 1e-3), "125m": (12, 768, 12, 1024, 6e-4),
+    "350m": (24, 1024, 16, 2048, 3e-4), "1b": (16, 2048, 16, 4096, 3e-4),
+}  # fmt: skip
+SHAPE = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False}
+TOKENS_A_STEP = {"tiny": 2_048, "30m": 32_768, "125m": 262_144, "350m": 524_288}
+USUAL_TOKENS = 1_048_576  # of a step, for larger models
+VOCAB_MULTIPLE = 128
+
+TEMPLATE = """# {parameters} parameters on {devices} x {device}: {layout}
+# {time} a step and {memory:.1f} GiB a rank, predicted by `meshwright plan`; every key is explained in docs/config.md.
+# Train with: meshwright train {out}{nproc}      Any key can be changed there: train.steps=50
+model:
+{model}
+data:
+  prefixes: {prefixes}   # token files of `meshwright data prepare`, without .bin
+  split: [0.99, 0.01, 0.0]   # shares of the documents: train, validation, test
+layout:   # how ranks share the work; dp is what is left of them
+{layout_keys}
+train:
+  steps: {steps}   # {tokens} tokens in all
+  global_batch: {global_batch}   # sequences of a step, over all ranks
+  micro_batch: {micro_batch}   # sequences that go through the model at once: more is faster and needs more memory
+  precision: {precision}
+optimizer:
+  lr: {lr}   # the peak
+lr:
+  schedule: cosine
+  warmup: {warmup}   # steps to the peak
+  min: {min_lr}
+checkpoint:
+  every: auto   # about every 15 minutes; a run that is started again goes on from the newest
+run:
+  dir: {run_dir}   # everything of the run: `meshwright watch {run_dir}` shows it
+  eval_every: {eval_every}   # steps between validations
+  device: {kind}
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="MODEL", help=f"{', '.join(SIZES)}, or a preset such as llama3-8b")
+    parser.add_argument("--data", nargs="+", metavar="PREFIX", help="token files, without .bin")
+    parser.add_argument("--devices", type=int, metavar="N", help="number of devices (or of CPU ranks)")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="what devices they are (default: this machine's CPUs)")
+    parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps to train (default: 20 tokens per parameter)")
+    parser.add_argument("--out", type=Path, default=Path("config.yaml"), metavar="FILE", help="default: config.yaml")
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.out.exists():
+        raise UserError(f"{args.out} is there already: give another --out, or remove it first")
+    asks = sys.stdin.isatty() and not args.json
+    model = args.model or _answer("--model", "Which model? (tiny, 30m, 125m, 350m, 1b, or a preset)", "tiny", asks)
+    files = "Token files of `meshwright data prepare`, without .bin?"
+    data = args.data or _answer("--data", files, "data/text", asks).split()
+    devices = args.devices or _whole("--devices", _answer("--devices", "How many devices (or CPU ranks)?", "1", asks))
+    cluster = load_cluster(args.cluster or HOST)
+    raw, lr = _model(model, data)
+    config = _config(raw, data, model, args, cluster, devices)
+    best = best_layout(config, devices, cluster, MARGIN * cluster.device.memory_gib)
+    text = written(best, config, lr, args, data)
+    args.out.write_text(text, encoding="utf-8")
+    check(load_config(args.out), devices, TRAINING_RULES)  # what was written can be trained
+    nproc = f" --nproc {devices}" if devices > 1 else ""
+    if args.json:
+        print(json.dumps({"file": str(args.out), "config": to_mapping(load_config(args.out))}))
+        return
+    notice(f"wrote {args.out}: {layout_words(layout_of_cost(best.cost))}, {seconds(best.cost.step_s)} a step predicted")
+    notice(f"next: meshwright train {args.out}{nproc}")
+
+
+def _answer(flag: str, question: str, usual: str, asks: bool) -> str:
+    if not asks:
+        raise UserError(f"give {flag}: {question[0].lower()}{question[1:]}")
+    return input(f"{question} [{usual}] ").strip() or usual
+
+
+def _whole(flag: str, text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise UserError(f"{flag} {text} must be a whole number of at least 1")
+    return int(text)
+
+
+def _model(name: str, data: list[str]) -> tuple[dict[str, Any], float]:
+    """The model section, and a peak learning rate. The vocabulary is the data's, where they say it."""
+    if name in PRESETS:
+        return {"preset": name}, 3e-4
+    if name not in SIZES:
+        known = [*SIZES, *PRESETS]
+        raise UserError(f"there is no model '{name}'{nearest(name, known)}: the models are {', '.join(known)}")
+    layers, hidden, heads, seq, lr = SIZES[name]
+    vocab = 0
+    for prefix in data:
+        try:
+            vocab = max(vocab, int((read_metadata(prefix) or {}).get("vocab_size") or 0))
+        except UserError:
+            notice(f"{prefix} is not there yet: the config takes a vocabulary of 32000, change model.vocab to yours")
+    vocab = -(-(vocab or 32_000) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    return {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "seq": seq, **SHAPE}, lr
+
+
+def _config(
+    raw: Mapping[str, Any], data: list[str], model: str, args: argparse.Namespace, cluster: Cluster, devices: int
+) -> Config:
+    host = cluster.device.units == 1
+    shape = config_from({"model": dict(raw), "data": {"prefixes": data}}).model
+    batch = args.global_batch
+    if batch is None:
+        wanted = TOKENS_A_STEP.get(model, USUAL_TOKENS) / shape.seq
+        batch = max(devices, round(wanted / devices) * devices)
+    elif batch < 1:
+        raise UserError(f"--global-batch {batch} must be at least 1")
+    precision = "bf16" if not host and "bf16" in cluster.device.peak else "fp32"
+    train = {"global_batch": batch, "precision": precision, "steps": args.steps or 100}
+    run_ = {"device": "cpu" if host else "auto"}
+    return config_from({"model": dict(raw), "data": {"prefixes": data}, "train": train, "run": run_})
+
+
+def written(best: Candidate, config: Config, lr: float, args: argparse.Namespace, data: list[str]) -> str:
+    """The file's text."""
+    job, c = best.job, best.job.config
+    parameters, tokens_a_step = parameter_count(job.model), c.train.global_batch * c.model.seq
+    steps = args.steps or max(100, round(20 * parameters / tokens_a_step))
+    keys = {"tp": c.layout.tp, "pp": c.layout.pp, "cp": c.layout.cp, "ep": c.layout.ep, "chunks": c.layout.chunks}
+    layout = {key: value for key, value in keys.items() if value > 1 or key in ("tp", "pp")}
+    extra = [f"  {key}: {value}" for key, value in layout.items()]
+    extra += ["  sequence_parallel: true"] if c.layout.sequence_parallel else []
+    extra += [f"  order: {c.layout.order}"] if c.layout.order != config.layout.order else []
+    if c.layout.pp > 1:
+        extra += ["pipeline:", f"  schedule: {c.pipeline.schedule}"]
+        extra += [f"  split: {list(c.pipeline.split)}"] if c.pipeline.split else []
+    extra += ["zero:", f"  stage: {c.zero.stage}   # what dp ranks shard"] if c.zero.stage else []
+    if c.recompute != config.recompute:
+        extra += ["recompute:", *(f"  {key}: {_plain(value)}" for key, value in to_mapping(c)["recompute"].items())]
+    raw = {"preset": c.model.preset} if c.model.preset else {
+        key: to_mapping(c)["model"][key] for key in ("layers", "hidden", "heads", "vocab", "seq", *SHAPE)
+    }  # fmt: skip
+    return TEMPLATE.format(
+        parameters=count(parameters), devices=job.world, device=best.cost.cluster.device.name,
+        layout=layout_words(layout_of_cost(best.cost)), time=seconds(best.cost.step_s), memory=best.memory_gib,
+        out=args.out, nproc=f" --nproc {job.world}" if job.world > 1 else "", prefixes=json.dumps(data),
+        model="\n".join(f"  {key}: {_plain(value)}" for key, value in raw.items()), layout_keys="\n".join(extra),
+        steps=steps, tokens=count(steps * tokens_a_step), global_batch=c.train.global_batch,
+        micro_batch=c.train.micro_batch, precision=c.train.precision, lr=lr, warmup=max(1, min(2000, steps // 50)),
+        min_lr=f"{lr / 10:g}", run_dir=f"runs/{args.out.stem}", kind=c.run.device,
+        eval_every=max(10, min(500, steps // 20)),
+    )  # fmt: skip
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

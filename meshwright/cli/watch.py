@@ -1,0 +1,62 @@
+"""`meshwright watch`: a live page of one or several runs on this machine, or a file of it to send. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import webbrowser
+from pathlib import Path
+
+from meshwright.cli.files import write
+from meshwright.errors import UserError, notice
+from meshwright.watch.report import RunReport
+from meshwright.watch.server import Runs, Server, whole_page
+
+EXAMPLES = """example:
+  meshwright watch runs/mine                          (a page that follows the run; Ctrl-C ends it)
+  meshwright watch runs/first runs/second             (their curves over each other)
+  meshwright watch runs/mine --html run.html          (one file, to send to somebody)
+  meshwright watch runs/mine --cluster here.yaml      (planned times too, by a profile of `meshwright comm bench`)
+
+On a cluster, watch from your own machine: ssh -L 8420:127.0.0.1:8420 HOST meshwright watch runs/mine"""
+
+PORT = 8420
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run (its run.dir)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs no server, and end")
+    parser.add_argument("--port", type=int, metavar="N", help=f"port to listen on (default {PORT}, or a free one)")
+    cluster = "plan with this cluster (default: by the device's name, where it is known)"
+    parser.add_argument("--cluster", metavar="NAME|FILE", help=cluster)
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+
+
+def run(args: argparse.Namespace) -> None:
+    runs = Runs([RunReport(folder, args.cluster) for folder in args.runs])
+    if args.json:
+        print(json.dumps({"runs": runs.documents(), "plans": runs.plans()}, allow_nan=False))
+        return
+    if args.html:
+        write(args.html, lambda: whole_page(runs))
+        return
+    if args.port is not None and not 0 <= args.port < 1 << 16:
+        raise UserError(f"--port {args.port} must be at least 0 and below 65536")
+    with _server(runs, args.port) as server:
+        notice(f"watching {runs.title} at {server.address} (Ctrl-C ends it)")
+        if args.open:
+            webbrowser.open(server.address)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return
+
+
+def _server(runs: Runs, port: int | None) -> Server:
+    """On the given port, or else on the usual one or, where that is taken, on a free one."""
+    try:
+        return Server(runs, PORT if port is None else port)
+    except OSError as error:
+        if port is not None:
+            raise UserError(f"--port {port} can't be used: {error.strerror}: choose another, or leave it out") from None
+        return Server(runs, 0)

@@ -1,0 +1,141 @@
+"""What each way to communicate less, or at a better time, saves of a step: the ways, and what the planner expects of
+them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.comm.algorithms import neighbours_on_node
+from meshwright.config.comm import KINDS, CommConfig, EmulateConfig, GatherConfig, OverlapConfig, ReduceConfig
+from meshwright.config.rules import PLANNING_RULES, first_broken_rule
+from meshwright.config.sections import Config
+from meshwright.layout.params import DATA_AXES
+from meshwright.plan.cluster import Cluster, Network
+from meshwright.plan.communication import all_ranks, by_axis, round_calls
+from meshwright.plan.cost import predict_cost
+from meshwright.plan.job import Job
+from meshwright.sharding.algorithms import GatherToOne
+from meshwright.sharding.reducers import ReducerPlan
+
+ONE_BUCKET = 2.0**20  # MiB: everything at once, as a naive sum is made
+BASE = "as configured"
+LOCAL_STEPS = (4, 16)  # of replicas between synchronisations
+OWN = ("ring", "tree", "halving_doubling", "hierarchical")
+
+
+@dataclass(frozen=True)
+class Technique:
+    """One way: a name, its config, and a reducer where no config asks for it."""
+
+    name: str
+    config: Config
+    reducer: ReducerPlan | None = None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One technique's step: the bytes that a rank sends by axis, on average; seconds that compute waits for
+    communication; seconds of the step and tokens per second of all ranks."""
+
+    sent: dict[str, float]
+    exposed_s: float
+    step_s: float
+    tokens_s: float
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.sent.values())
+
+
+def techniques(config: Config, job: Job) -> list[Technique]:
+    """Returns the config as it is, first, and every technique that can run with it, each alone."""
+    c, summed = config.comm, job.layout.size(DATA_AXES)
+    plain = replace(c, reduce=ReduceConfig(), algorithm="torch")
+    found = [Technique(BASE, config)]
+
+    def add(name: str, comm: CommConfig, **sections: object) -> None:
+        other = replace(config, comm=comm, **sections)  # type: ignore[arg-type]
+        if other != config and first_broken_rule(other, job.world, PLANNING_RULES) is None:
+            found.append(Technique(name, other))
+
+    off = OverlapConfig(False, False, False, False)
+    add("overlap off", replace(plain, overlap=off))
+    if job.layout.tp > 1:
+        add("overlap of tp too", replace(plain, overlap=replace(c.overlap, tensor=True)))
+    if summed > 1:
+        naive = replace(plain, bucket_mib=ONE_BUCKET)
+        found.append(Technique("gather to one", replace(config, comm=naive), GatherToOne()))
+        ranks = job.layout.group(DATA_AXES, 0)
+        on_node = neighbours_on_node(ranks, job.node_size)
+        for kind in OWN:
+            if kind != "hierarchical" or 1 < on_node < len(ranks):
+                add(f"own {kind}", replace(plain, algorithm=kind))  # type: ignore[arg-type]
+    if job.node_size < job.world and sum(job.layout.size(axis) > 1 for axis in ("tp", "cp", "dp", "pp")) > 1:
+        order = "-".join(reversed(config.layout.order.split("-")))
+        add("groups across nodes", plain, layout=replace(config.layout, order=order))
+    if summed > 1:
+        for kind in ("fp8", "int8"):
+            add(f"gather {kind}", replace(plain, gather=GatherConfig(kind=kind)))  # type: ignore[arg-type]
+        for kind in KINDS:
+            if kind != "plain":
+                add(f"reduce {kind}", replace(plain, reduce=ReduceConfig(kind=kind)))  # type: ignore[arg-type]
+    if job.layout.dp > 1 and job.layout.replicas == 1:
+        for steps in LOCAL_STEPS:  # a fragment in every step, so that all steps are alike
+            local = replace(config.train.local, steps=steps, fragments=steps)
+            layout = replace(config.layout, replicas=job.layout.dp)
+            add(f"{steps} local steps", plain, layout=layout, train=replace(config.train, local=local))
+    return found
+
+
+def expected(technique: Technique, job: Job, cluster: Cluster, making_s: float = 0.0) -> Figures:
+    """Returns what the planner expects of a technique. `making_s`: the seconds of making compressed messages, which the
+    planner does not know."""
+    job = replace(job, config=technique.config, reducer=technique.reducer)
+    cost = predict_cost(job, cluster)
+    exposed = sum(axis.exposed for axis in cost.axes.values())
+    step = cost.step_s + making_s
+    return Figures(sent_by_axis(job), exposed, step, job.tokens / step)
+
+
+def sent_by_axis(job: Job) -> dict[str, float]:
+    """Returns what a rank sends in a step, as the mean over all ranks; of replicas also over steps."""
+    sent = {axis: traffic.wire_bytes / job.world for axis, traffic in by_axis(all_ranks(job)).items()}
+    if job.layout.replicas > 1:
+        for pp_rank in range(job.layout.pp):
+            for call in round_calls(job, pp_rank):
+                mean = call.traffic.wire_bytes / job.layout.pp / job.config.train.local.steps
+                sent[call.axis] = sent.get(call.axis, 0.0) + mean
+    return sent
+
+
+def with_links(cluster: Cluster, links: EmulateConfig, node_size: int) -> Cluster:
+    """Returns a cluster whose links are those that `comm.emulate` emulates."""
+    if not links.on:
+        return cluster
+    link, latency = links.link_gb_s or cluster.node.link_gb_s, links.latency_us or 0.001
+    network = Network(links.network_gb_s or link * node_size, latency)
+    node = replace(cluster.node, devices=node_size, link_gb_s=link, link_latency_us=latency)
+    efficiency = replace(cluster.efficiency, link=1.0, network=1.0)
+    return replace(cluster, node=node, network=network, efficiency=efficiency, ops={}, name=f"{cluster.name}, emulated")
+
+
+def calibrated(cluster: Cluster, planned_s: float, measured_s: float) -> Cluster:
+    """Returns a cluster whose devices compute as fast as was measured, where a step was planned to take so long."""
+    factor = planned_s / measured_s
+    device = cluster.device
+    peak = {name: rate * factor for name, rate in device.peak.items()}
+    scaled = replace(
+        device, peak=peak, memory_gb_s=device.memory_gb_s * factor, product_gb_s=device.product_gb_s * factor,
+        kernel_us=device.kernel_us / factor,
+    )  # fmt: skip
+    return replace(cluster, device=scaled, name=f"{cluster.name} x {factor:.3g}")
+
+
+def saving(base: float, value: float) -> float:
+    return 1.0 - value / base if base else 0.0
+
+
+def differences(measured: Sequence[Figures], predicted: Sequence[Figures]) -> list[float]:
+    """Returns how far each predicted step time is from the measured one, as a share of it."""
+    return [p.step_s / m.step_s - 1.0 for m, p in zip(measured, predicted, strict=True)]

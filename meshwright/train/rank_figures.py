@@ -1,0 +1,70 @@
+"""What each rank did in a step, beside the sums over all of them: how long it computed, how long it waited for others,
+and the most memory that it held. No torch."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.train.counts import RANK_COUNTS
+
+RANKS_FILE = "ranks.json"
+WRITTEN_EVERY_S = 5.0
+SMOOTHING = 0.2  # of a rank's seconds, the share of the newest step in the mean that is written
+
+
+def process_peak_bytes() -> int:
+    """Returns the most memory that this process held so far, torch itself included."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """By rank. Seconds are those of the host: on an accelerator, which the host does not wait for, there are none."""
+
+    busy_s: Sequence[float]
+    waited_s: Sequence[float]
+    peak_bytes: Sequence[float]
+
+    @classmethod
+    def read(cls, numbers: Sequence[int]) -> RankFigures:
+        """From the ranks' part of the counts that a step sums."""
+        width = len(RANK_COUNTS)
+        busy, waited, peak = (numbers[i::width] for i in range(width))
+        return cls([n / 1e6 for n in busy] if any(busy) else [], [n / 1e6 for n in waited] if any(busy) else [], peak)
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """The least, the median and the most over the ranks, and which rank has the most."""
+        return {name: _spread(values) for name, values in vars(self).items() if any(values)}
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    ordered, most = sorted(values), max(range(len(values)), key=values.__getitem__)
+    return {"min": ordered[0], "median": ordered[len(ordered) // 2], "max": ordered[-1], "rank": most}
+
+
+class RankFile:
+    """`ranks.json`: every rank's figures, its seconds as running means; replaced every few seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.written = folder / RANKS_FILE, 0.0
+        self.means: dict[str, list[float]] = {"busy_s": [], "waited_s": []}
+
+    def add(self, step: int, figures: RankFigures, last: bool) -> None:
+        for name, means in self.means.items():
+            now: Sequence[float] = getattr(figures, name)
+            kept = zip(means or now, now, strict=True)
+            self.means[name] = [(1 - SMOOTHING) * mean + SMOOTHING * new for mean, new in kept]
+        if last or time.monotonic() - self.written >= WRITTEN_EVERY_S:
+            self.written = time.monotonic()
+            found: dict[str, Any] = {"step": step, "time": time.time()} | self.means
+            aside = self.path.with_suffix(".part")
+            aside.write_text(json.dumps(found | {"peak_bytes": list(figures.peak_bytes)}), encoding="utf-8")
+            aside.replace(self.path)  # whole or not at all; what a crash loses is written again

@@ -1,0 +1,67 @@
+"""What one step did: the line of metrics.jsonl, and what displays show of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.pipeline.output import LOSS
+from meshwright.train.rank_figures import RankFigures
+
+
+@dataclass
+class StepResult:
+    """What one step did, the same on every rank. `losses` are the terms' own means, where the loss has several;
+    `exposed_s` are, by axis, the seconds for which communication held up a rank, in the mean over all of them."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    loss_scale: float | None
+    skipped: bool
+    tokens: int
+    global_batch: int
+    losses: dict[str, float] = field(default_factory=dict)
+    monitored: dict[str, float] = field(default_factory=dict)
+    experts: dict[str, Any] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+    comm: dict[str, dict[str, int]] = field(default_factory=dict)
+    exposed_s: dict[str, float] = field(default_factory=dict)
+    ranks: RankFigures | None = None
+    time: float = 0.0  # when it ended
+    step_time_s: float = 0.0
+    tflops: float | None = None  # of the model, all ranks together
+    mfu: float | None = None
+    stop: bool = False
+    save: bool = False
+
+    @property
+    def why_skipped(self) -> str:
+        return "the gradient was not finite" if self.tokens else "no token counted in the loss"
+
+    @property
+    def shown(self) -> dict[str, float]:
+        """What is shown of a step beside its loss and norm: terms of the loss, the busiest expert and rank over the
+        mean, dropped choices, monitored values."""
+        found = {name: value for name, value in self.losses.items() if name != LOSS}
+        for key, name in (("busiest", "busiest expert"), ("busiest_rank", "busiest rank")):
+            if max(self.experts.get(key, [1.0])) > 1.0:
+                found[name] = max(self.experts[key])
+        if self.experts.get("dropped"):
+            found["dropped"] = self.experts["dropped"]
+        return found | self.monitored
+
+    def line(self) -> dict[str, Any]:
+        """The line of metrics.jsonl, numbers unrounded."""
+        out: dict[str, Any] = {
+            "step": self.step, "time": self.time, "loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr,
+            "loss_scale": self.loss_scale, "skipped": self.skipped, "tokens": self.tokens,
+            "global_batch": self.global_batch, "step_time_s": self.step_time_s,
+            "tokens_per_s": self.tokens / self.step_time_s, "phases": self.phases, "comm": self.comm,
+        }  # fmt: skip
+        if self.tflops is not None:
+            out |= {"tflops": self.tflops, "mfu": self.mfu}
+        ranks = self.ranks.summary() if self.ranks else {}
+        found = {"exposed_s": self.exposed_s, "ranks": ranks, "losses": self.losses, "monitored": self.monitored}
+        return out | {name: values for name, values in (found | {"experts": self.experts}).items() if values}

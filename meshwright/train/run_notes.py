@@ -1,0 +1,61 @@
+"""What a run's folder says about how the run came about (`run.json`) and what happened in it (`events.jsonl`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import meshwright
+
+EVENTS_FILE = "events.jsonl"
+GIT_S = 2.0  # a network disk may make git slow, and a run does not wait for it
+
+
+def provenance(device: str, command: str | None = None) -> dict[str, Any]:
+    """With what, where and how this process trains. `command` is what a person typed, where the launcher knows it."""
+    torch = sys.modules.get("torch")
+    return {
+        "version": meshwright.__version__,
+        "command": shlex.join(sys.argv) if command is None else command,
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__) if torch else None,
+        "device": device,
+        "git": git_commit(),
+        "started": time.time(),
+    }
+
+
+def git_commit() -> str | None:
+    """The commit of the working directory, with a `+` behind it if tracked files were changed; None outside of git."""
+
+    def asked(*words: str) -> str:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=GIT_S, check=True)
+        return done.stdout.strip()
+
+    try:
+        return asked("rev-parse", "HEAD") + ("+" if asked("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def write_event(folder: str | Path, kind: str, text: str, step: int | None = None, **more: Any) -> None:
+    """Adds a line to the run's events: `kind` is start, resume, checkpoint, restart, failure or end. One that can't be
+    written stops nobody."""
+    path = Path(folder) / EVENTS_FILE
+    line = {"time": time.time(), "kind": kind, "step": step, "text": text} | more
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)  # one write: lines of two don't mix
+        try:
+            os.write(handle, (json.dumps(line) + "\n").encode())
+        finally:
+            os.close(handle)

@@ -1,0 +1,112 @@
+/* Puts the page together, and keeps it up to date. */
+const given = JSON.parse(document.getElementById("data").textContent);
+const live = document.documentElement.dataset.mode === "live";
+const view = { runs: given.runs, plans: given.plans || [], focus: 0, hidden: new Set(), live, version: null, heard: Date.now(), lost: false };
+
+view.flight = async (run, rank) => {
+  if (!live) return (given.flights[run] || {})[rank] || { calls: [] };
+  try { return await (await fetch(`/flight.json?run=${run}&rank=${rank}`)).json(); } catch { return { calls: [] }; }
+};
+
+const bar = document.getElementById("bar"), main = document.getElementById("main");
+const chips = el("div", { class: "chips" }), note = el("span", { class: "note" }), top_ = el("div", {}), alerts = el("ul", { class: "alerts" }), tiles = el("div", { class: "tiles" });
+
+function logo() {
+  const dots = [[3, 3], [17, 3], [3, 17], [17, 17], [10, 10]].map(([x, y]) => el("circle", { cx: x, cy: y, r: 2.6, fill: "currentColor" }));
+  return el("svg", { viewBox: "0 0 20 20", width: 20, height: 20, style: { color: colour("accent") } }, el("path", { d: "M3 3h14v14H3zM3 3l14 14M17 3L3 17", fill: "none", stroke: "currentColor", "stroke-width": 1.1, opacity: 0.55 }), dots);
+}
+
+function themeButton() {
+  const order = ["", "dark", "light"], names = { "": "auto", dark: "dark", light: "light" };
+  let now = "";
+  try { now = localStorage.getItem("theme") || ""; } catch { /* a file's page may have no storage */ }
+  const button = el("button", { type: "button", "aria-label": "colours", onclick: () => { now = order[(order.indexOf(now) + 1) % 3]; set(); update(); } });
+  function set() {
+    if (now) document.documentElement.dataset.theme = now; else delete document.documentElement.dataset.theme;
+    button.textContent = { "": "◐", dark: "●", light: "○" }[now];
+    button.title = `colours: ${names[now]}`;
+    try { localStorage.setItem("theme", now); } catch { /* then it is forgotten */ }
+  }
+  set();
+  return button;
+}
+
+function tile(name, value, unit, below, kind) {
+  return el("div", { class: "tile" }, el("div", { class: "k" }, name), el("div", { class: "v" }, value, unit && el("small", {}, unit)), el("div", { class: `n ${kind || ""}` }, below || "\u00a0"));
+}
+
+function drawChips() {
+  if (view.runs.length < 2) { chips.replaceChildren(); return; }
+  chips.replaceChildren(...view.runs.map((run, number) => el("button", { type: "button", class: `chip ${number === view.focus ? "on" : ""}`, title: `${run.folder} (double-click hides it)`,
+    onclick: () => { view.focus = number; view.hidden.delete(number); update(); }, ondblclick: () => { view.hidden.add(number); update(); } },
+  el("i", { class: "dot", style: { background: view.hidden.has(number) ? "transparent" : runColour(number), border: `2px solid ${runColour(number)}` } }), el("span", {}, run.name))));
+}
+
+function drawTop(run) {
+  const p = run.progress, l = run.layout, share = p.steps ? p.step / p.steps : 0;
+  const left = finite(p.seconds_left) && run.state.kind === "running" ? `${clock(p.seconds_left)} left, done about ${when(run.now + p.seconds_left)}` : ["hung", "failed", "gone", "silent"].includes(run.state.kind) ? "" : run.state.text;
+  top_.replaceChildren(
+    el("div", { class: "top" }, el("h1", {}, run.name), el("span", { class: `pill ${run.state.kind}` }, run.state.kind)),
+    el("p", { class: "about" }, el("b", {}, `${count(l.parameters)} parameters`), ` · ${l.model} · ${l.precision} on ${l.device}`, l.words ? ` · ${l.words}` : "", l.schedule ? ` · ${l.schedule}` : ""),
+    el("div", { class: "progress", role: "progressbar", "aria-valuenow": Math.round(100 * share), "aria-label": "steps done" }, el("i", { style: { width: `${100 * share}%` } })),
+    el("div", { class: "below" }, el("span", {}, `step ${whole(p.step)} of ${whole(p.steps)} · ${percent(share, share < 0.1 ? 1 : 0)}`), el("span", {}, left)));
+  document.title = `${finite(p.loss) ? `${fixed(p.loss, 3)} · ` : ""}${run.name} · Meshwright`;
+}
+
+function drawTiles(run, plan) {
+  const p = run.progress, v = run.validations[run.validations.length - 1], mean = run.series.loss ? run.series.loss.mean : [];
+  const before = median(mean.slice(Math.floor(mean.length * 0.85), Math.floor(mean.length * 0.9))), now = median(mean.slice(-Math.max(1, Math.floor(mean.length * 0.05))));
+  const change = finite(before) && finite(now) && mean.length >= 20 ? now - before : null;
+  const cost = finite(p.price_hour) ? (p.price_hour * p.seconds_left) / 3600 : null;
+  const gone = finite(p.price_hour) ? (p.price_hour * p.trained_s) / 3600 : null;
+  const peak = run.details.peak_bytes && run.details.peak_bytes.max[run.details.peak_bytes.max.length - 1];
+  tiles.replaceChildren(...[
+    tile("loss", fixed(p.loss, 4), null, finite(change) ? `${change > 0 ? "▲" : "▼"} ${Math.abs(change).toPrecision(2)} lately` : "", change > 0 ? "up" : "down"),
+    tile("validation", v ? fixed(v.loss, 4) : dash, null, v ? `at step ${whole(v.step)}` : "none yet"),
+    tile("speed", count(p.tokens_per_s), "tokens/s", run.layout.world > 1 ? `${count(p.tokens_per_s / run.layout.world)} per rank` : `${count(p.tokens)} tokens so far`),
+    finite(p.mfu) ? tile("MFU", percent(p.mfu), null, `${flops(p.tflops).join(" ")} of the model`) : tile("model", ...flops(p.tflops), finite(p.tflops) ? "MFU: the peak is unknown" : "not recorded"),
+    tile("step time", seconds(p.step_time_s), null, plan && plan.step ? `planned ${seconds(plan.step.step_s)}` : `${clock(p.trained_s)} trained`),
+    tile("time to finish", p.step >= p.steps ? "done" : run.state.kind === "running" ? clock(p.seconds_left) : dash, null, `${count(p.tokens)} of ${count((p.tokens / Math.max(1, p.samples)) * p.all_samples)} tokens`),
+    finite(cost) ? tile("cost to finish", `$${count(cost)}`, null, `$${count(gone)} so far, at $${count(p.price_hour)}/h`) : null,
+    tile("memory", bytes(peak), null, plan && plan.memory ? `planned ${bytes(plan.memory.peak)}` : "the fullest rank"),
+  ].filter(Boolean));
+}
+
+function drawAlerts(run, plan) {
+  const found = [...run.alerts];
+  const wrong = plan && plan.comm ? Object.entries(plan.comm).filter(([, c]) => c.differs_at) : [];
+  if (wrong.length) found.unshift({ level: "bad", text: `the bytes over ${wrong.map(([axis]) => axis).join(", ")} are not what was planned`, panel: "bytes" });
+  alerts.replaceChildren(...found.map((alert) => el("li", {}, el("button", { type: "button", class: alert.level, onclick: () => document.getElementById(alert.panel).scrollIntoView({ behavior: "smooth" }) }, alert.text))));
+}
+
+function update() {
+  view.run = view.runs[view.focus];
+  view.plan = view.plans[view.focus];
+  drawChips(); drawTop(view.run); drawTiles(view.run, view.plan); drawAlerts(view.run, view.plan);
+  for (const one of panels) one.update(view);
+}
+
+function tell() {
+  if (!live) { note.textContent = `written ${when(view.runs[0].now)}`; return; }
+  note.textContent = view.lost ? "the server is gone" : `updated ${Math.max(0, Math.round((Date.now() - view.heard) / 1000))} s ago`;
+}
+
+async function poll() {
+  try {
+    const answer = await fetch("/data.json", { headers: view.version ? { "If-None-Match": view.version } : {} });
+    view.lost = !(answer.ok || answer.status === 304);
+    if (answer.ok) { view.runs = await answer.json(); view.version = answer.headers.get("ETag"); }
+    if (answer.ok || view.plans.length === 0) { const plans = await fetch("/plans.json"); if (plans.ok) view.plans = await plans.json(); }
+    if (answer.ok) { view.heard = Date.now(); update(); } else if (answer.status === 304) { view.heard = Date.now(); drawTop(view.run); }
+  } catch { view.lost = true; }
+  tell();
+  setTimeout(poll, document.hidden ? 15000 : 2500);
+}
+
+bar.append(el("div", { class: "brand" }, logo(), el("b", {}, "Meshwright")), chips, el("span", { class: "room" }), note, themeButton());
+main.append(top_, alerts, tiles, el("div", { class: "grid" }, panels.map((one) => one.node)), el("p", { class: "foot" }, "made from the run's folder alone · this page asks nobody else"));
+update();
+tell();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", update);
+if (live) { poll(); setInterval(tell, 1000); }
+document.documentElement.dataset.ready = "yes";

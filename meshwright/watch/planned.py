@@ -1,0 +1,87 @@
+"""What the planner says of a run: its bytes by axis, its memory, its step's time, and its pipeline. No torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.config.sections import Config
+from meshwright.pipeline.trace import spans_of
+from meshwright.plan.cluster import Cluster
+from meshwright.plan.communication import predict_step
+from meshwright.plan.job import Job, job_of
+from meshwright.plan.memory import Memory, largest
+from meshwright.plan.whatif import SimulatedStep, step_of, step_spans
+from meshwright.schedule.kinds import build
+from meshwright.schedule.simulate import Simulation, simulate
+
+Spans = list[list[Any]]
+KINDS = ("parameters", "gradients", "master", "optimizer", "activations", "buffers")
+
+
+def planned_bytes(config: Config, world: int, samples: int, monitored: int) -> dict[str, dict[str, int]]:
+    """Calls and bytes by axis of one step, summed over all ranks: what metrics.jsonl calls `comm`."""
+    found = predict_step(config, world, samples=samples, monitored=monitored)
+    return {axis: dict(traffic._asdict()) for axis, traffic in found.items()}
+
+
+def planned_memory(job: Job) -> dict[str, float]:
+    memory: Memory = largest(job)
+    return {kind: float(getattr(memory, kind)) for kind in KINDS} | {"peak": memory.peak}
+
+
+def planned_step(config: Config, world: int, cluster: Cluster, node: int) -> tuple[dict[str, Any], SimulatedStep]:
+    """The predicted seconds of a step by part, and the step itself."""
+    job = job_of(config, world, cluster_node=node, host=cluster.device.units == 1)
+    step = step_of(job, cluster)
+    cost = step.cost
+    exposed = {f"{name} exposed": axis.exposed for name, axis in cost.axes.items() if axis.exposed > 0}
+    parts = {"compute": cost.compute_s, "bubble": cost.idle_s, **exposed, "optimizer": cost.optimizer_s}
+    rest = cost.step_s - sum(parts.values())
+    if rest > 0:
+        parts["waits and the rest"] = rest
+    found = {
+        "cluster": cluster.name, "step_s": cost.step_s, "mfu": cost.mfu, "parts": parts, "bubble": cost.bubble,
+        "tokens_per_s": job.tokens / cost.step_s,
+    }  # fmt: skip
+    return found, step
+
+
+def simulated_spans(config: Config, traced: Spans, step: SimulatedStep | None) -> dict[str, Any] | None:
+    """The timeline that the schedule has: with the planner's times, or with the mean times of the traced step."""
+    if step is not None:
+        spans = [[s.rank, s.track, s.name, s.start, s.end, s.args.get("chunk", 0)] for s in step_spans(step)]
+        return {"how": "the planner's times", "spans": spans, "bubble": step.timeline.bubble}
+    timeline = _with_means(config, traced)
+    if timeline is None:
+        return None
+    spans = [[s.rank, s.track, s.name, s.start, s.end, s.args.get("chunk", 0)] for s in spans_of(timeline)]
+    how = "the traced step's mean times, as if nothing else took any"
+    return {"how": how, "spans": spans, "bubble": timeline.bubble}
+
+
+def _with_means(config: Config, traced: Spans) -> Simulation | None:
+    times: dict[tuple[int, int, str], list[float]] = defaultdict(list)
+    for rank, track, name, start, end, chunk in traced:
+        if track == "compute":
+            times[rank, chunk, name[:1]].append(end - start)
+    counts = {len(found) for found in times.values()}
+    pp, chunks = config.layout.pp, config.layout.chunks
+    if len(counts) != 1 or len(times) != 2 * pp * chunks:  # backwards in two pieces, or a trace of something else
+        return None
+    table = build(config.pipeline.schedule, pp, counts.pop(), chunks)
+
+    def mean(letter: str) -> Any:
+        return lambda rank, chunk: sum(times[rank, chunk, letter]) / len(times[rank, chunk, letter])
+
+    return simulate(table, mean("F"), mean("B"), 0.0)
+
+
+def bubble_of(spans: Sequence[Sequence[Any]], pp: int) -> float | None:
+    """The idle share of the pipeline's time in a timeline, without what follows the last backward."""
+    computed = [(start, end) for _, track, _, start, end, _ in spans if track == "compute"]
+    if not computed or pp < 2:
+        return None
+    took = max(end for _, end in computed) - min(start for start, _ in computed)
+    return 1.0 - sum(end - start for start, end in computed) / (pp * took) if took > 0 else None

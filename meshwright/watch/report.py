@@ -1,0 +1,330 @@
+"""A run as one JSON document, from its folder alone: what its page draws. No torch."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.config.sections import Config
+from meshwright.config.yaml_text import parse_yaml
+from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.models.description import describe, layout_of
+from meshwright.optim.schedules import consumed_after
+from meshwright.parts.part import parameter_count
+from meshwright.plan.cluster import Cluster, load_cluster
+from meshwright.plan.job import job_of
+from meshwright.plan.measured import cluster_of
+from meshwright.show.run_parts import layout_line, schedule_line
+from meshwright.train.run_folder import own_config
+from meshwright.watch import planned
+from meshwright.watch.metrics_file import MetricsFile
+from meshwright.watch.read import is_number, numbers, read_lines, read_small, read_trace
+from meshwright.watch.state import alerts_of, state_of
+from meshwright.watch.thin import plain, thinned
+
+RECENT = 50  # steps over which speed is measured
+DETAILED = 240  # lines that are read whole, evenly spaced over the run
+COMPARED = 24  # of the detailed lines, those whose bytes are compared with the plan
+MOST_LAYER_POINTS = 160
+MOST_EVENTS = 400
+MOST_GRID = 4096  # ranks that the grid draws
+MOST_CALLS = 24  # of a rank's flight record
+SPREAD = ("loss", "grad_norm", "step_time_s", "tokens_per_s")
+
+
+class RunReport:
+    """One run. `document` is read again each time; `plan`, which takes longer and stays, once for each config."""
+
+    def __init__(self, folder: str | Path, cluster: str | None = None) -> None:
+        self.path, self.cluster = Path(folder), cluster
+        self.metrics = MetricsFile(self.path / "metrics.jsonl")
+        self.config, self.config_text = self._read_config()
+        self._planned: tuple[Any, dict[str, Any]] | None = None
+        self._known_bytes: dict[Any, dict[str, dict[str, int]]] = {}
+
+    def _read_config(self) -> tuple[Config, str]:
+        file = self.path / "config.yaml"
+        if not file.is_file():
+            raise UserError(f"{self.path} holds no run: name the folder that run.dir named")
+        text = file.read_text(encoding="utf-8", errors="replace")
+        raw = parse_yaml(text, str(file))
+        if not isinstance(raw, Mapping):
+            raise UserError(f"{file} holds no config: name the folder of a run")
+        return own_config(raw), text
+
+    def version(self) -> tuple[Any, ...]:
+        """Changes whenever one of the files does that the page is made from."""
+        names = ("metrics.jsonl", "validation.jsonl", "layers.jsonl", "events.jsonl", "ranks.json", "run.json",
+                 "trace.json", "config.yaml", "flight/hang.json")  # fmt: skip
+        found = []
+        for name in names:
+            try:
+                status = (self.path / name).stat()
+                found.append((status.st_size, status.st_mtime_ns))
+            except OSError:
+                found.append((0, 0))
+        return tuple(found)
+
+    def document(self) -> dict[str, Any]:
+        self.config, self.config_text = self._read_config()
+        self.metrics.refresh()
+        notes = read_small(self.path / "run.json")
+        events = [e for e in read_lines(self.path / "events.jsonl") if is_number(e.get("time"))]
+        lines = self.metrics.lines(DETAILED)
+        run: dict[str, Any] = {
+            "name": self.path.resolve().name, "folder": str(self.path), "now": time.time(), "notes": notes,
+            "config": self.config_text, "layout": self._layout(notes), "events": events[-MOST_EVENTS:],
+            "progress": self._progress(lines, notes), "series": self._series(lines),
+            "details": _details(lines), "validations": self._validations(), "layers": self._layers(),
+            "ranks": self._ranks(notes), "sources": self._sources(notes), "trace": self._trace(),
+        }  # fmt: skip
+        hang, progress = read_small(self.path / "flight" / "hang.json"), run["progress"]
+        run["state"] = state_of(self.path, events, hang, progress["last_time"], progress["step_time_s"] or 0.0)
+        run["alerts"] = alerts_of(run, run["state"])
+        return run
+
+    # The parts of the document.
+
+    def _world(self, notes: Mapping[str, Any]) -> int | None:
+        world = notes.get("world")
+        return world if isinstance(world, int) and world > 0 else None
+
+    def layout(self, notes: Mapping[str, Any]) -> Layout | None:
+        world = self._world(notes)
+        try:
+            return layout_of(self.config, world) if world else None
+        except UserError:
+            return None
+
+    def _layout(self, notes: Mapping[str, Any]) -> dict[str, Any]:
+        layout, m = self.layout(notes), self.config.model
+        found: dict[str, Any] = {
+            "parameters": parameter_count(describe(m)), "model": f"{m.layers} layers · hidden {m.hidden} · seq {m.seq}",
+            "precision": self.config.train.precision, "device": str(notes.get("device") or self.config.run.device),
+        }  # fmt: skip
+        if layout is not None:
+            found |= {"world": layout.world, "words": layout_line(self.config, layout)}
+            found["schedule"] = schedule_line(self.config, layout)
+        return found
+
+    def _progress(self, lines: list[dict[str, Any]], notes: Mapping[str, Any]) -> dict[str, Any]:
+        c, config = self.metrics.columns, self.config
+        count, steps = len(self.metrics), config.train.steps
+        recent = slice(max(0, count - RECENT), count)
+        times, tokens = c["step_time_s"][recent], c["tokens"][recent]
+        step_s = float(np.median(times)) if count else None
+        last = lines[-1] if lines else {}
+        step = int(c["step"][-1]) if count else 0
+        wall = _wall_seconds(c["time"][recent]) or step_s
+        left = (steps - step) * wall if wall else None
+        good = np.isfinite(c["loss"])
+        return {
+            "step": step, "steps": steps, "steps_done": count, "tokens": int(np.nansum(c["tokens"])),
+            "samples": consumed_after(config, step), "all_samples": consumed_after(config, steps),
+            "loss": _last(c["loss"]), "grad_norm": _last(c["grad_norm"]), "lr": _last(c["lr"]),
+            "step_time_s": step_s, "tokens_per_s": float(np.sum(tokens) / np.sum(times)) if count else None,
+            "tflops": last.get("tflops"), "mfu": last.get("mfu"), "seconds_left": left,
+            "trained_s": float(np.nansum(c["step_time_s"])), "last_time": _last(c["time"]),
+            "skipped": int(np.nansum(c["skipped"])), "not_finite": int((~good & (c["skipped"] == 0)).sum()),
+            "flops_per_sample": _flops(last), "price_hour": self._price(notes),
+        }  # fmt: skip
+
+    def _price(self, notes: Mapping[str, Any]) -> float | None:
+        """Dollars an hour of all devices, where the cluster is known."""
+        cluster, world = self._cluster(notes), self._world(notes)
+        return cluster.device.price_hour * world if cluster and world and cluster.device.units > 1 else None
+
+    def _series(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
+        c = dict(self.metrics.columns)
+        if not len(self.metrics):
+            return {}
+        with np.errstate(divide="ignore", invalid="ignore"):
+            c["tokens_per_s"] = c["tokens"] / c["step_time_s"]
+        began = c["time"][0]
+        c["time"], c["tokens"] = c["time"] - began, np.nancumsum(c["tokens"])
+        if not np.isfinite(c["loss_scale"]).any():
+            del c["loss_scale"]
+        skipped = c["step"][c["skipped"] > 0]
+        del c["skipped"], c["global_batch"]
+        found = thinned(c, SPREAD)
+        flops = [(_flops(line), line.get("mfu"), line.get("tflops")) for line in lines[-1:]]
+        if flops and flops[0][0]:
+            found["tokens_to_tflops"] = flops[0][2] / (lines[-1]["tokens"] / lines[-1]["step_time_s"])
+            found["tflops_to_mfu"] = flops[0][1] / flops[0][2] if flops[0][1] else None
+        return found | {"began": float(began), "skipped": plain(skipped[-500:])}
+
+    def _validations(self) -> list[dict[str, Any]]:
+        found = {}
+        for line in read_lines(self.path / "validation.jsonl"):
+            if isinstance(line.get("step"), int):
+                loss = line["loss"] if is_number(line.get("loss")) else None
+                found[line["step"]] = {"step": line["step"], "loss": loss, "sources": numbers(line.get("sources"))}
+        return [found[step] for step in sorted(found)]
+
+    def _layers(self) -> dict[str, Any] | None:
+        lines = [line for line in read_lines(self.path / "layers.jsonl") if isinstance(line.get("layers"), list)]
+        lines = [line for line in lines if line["layers"] == lines[-1]["layers"]]
+        chosen = [lines[round(i)] for i in np.linspace(0, len(lines) - 1, min(MOST_LAYER_POINTS, len(lines)))]
+        if not chosen:
+            return None
+        keys = ("grad_norm", "weight_norm", "update_ratio")
+        found = {key: [plain(np.array(line.get(key, []), np.float64)) for line in chosen] for key in keys}
+        names = [str(name) for name in lines[-1]["layers"]]
+        return {"names": names, "steps": [line.get("step") for line in chosen]} | found
+
+    def _ranks(self, notes: Mapping[str, Any]) -> dict[str, Any]:
+        found, layout = read_small(self.path / "ranks.json"), self.layout(notes)
+        keys = [key for key in ("busy_s", "waited_s", "peak_bytes") if isinstance(found.get(key), list)]
+        ranks: dict[str, Any] = {key: [n for n in found[key] if is_number(n)][:MOST_GRID] for key in keys}
+        if layout is not None:
+            world = min(layout.world, MOST_GRID)
+            axes = [axis for axis in ("dp", "cp", "tp", "pp") if layout.axis_size(axis) > 1]
+            ranks |= {"step": found.get("step"), "world": layout.world, "axes": axes}
+            ranks["at"] = [[layout.coordinate(rank)[axis] for axis in axes] for rank in range(world)]
+            ranks["flight"] = [rank for rank in range(world) if self._flight_file(rank).is_file()]
+        return ranks
+
+    def _flight_file(self, rank: int) -> Path:
+        return self.path / "flight" / f"rank-{rank}.json"
+
+    def flight(self, rank: int) -> dict[str, Any]:
+        """A rank's last calls, where they were written: after a hang, or by a traced step."""
+        record = read_small(self._flight_file(rank))
+        keep = ("op", "axis", "number", "phase", "layer", "payload", "peer", "age_s", "held_s", "done")
+        calls = [{k: call.get(k) for k in keep} for call in record.get("last", []) if isinstance(call, dict)]
+        return {"rank": rank, "at": record.get("at"), "step": record.get("step"), "calls": calls[-MOST_CALLS:][::-1]}
+
+    def _sources(self, notes: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The samples of each file so far. A blend holds its weights to within one sample, at any time."""
+        weights, steps = numbers(notes.get("sources")), self.metrics.columns["step"]
+        samples, total = consumed_after(self.config, int(steps[-1])) if len(steps) else 0, sum(weights.values())
+        tokens = int(np.nansum(self.metrics.columns["tokens"]))
+        return [
+            {"name": name, "share": w / total, "samples": samples * w / total, "tokens": tokens * w / total}
+            for name, w in weights.items()
+        ]
+
+    def _trace(self) -> dict[str, Any] | None:
+        found = read_trace(self.path / "trace.json")
+        if found:
+            found["bubble"] = planned.bubble_of(found["spans"], self.config.layout.pp)
+        return found
+
+    # What the planner says.
+
+    def _cluster(self, notes: Mapping[str, Any]) -> Cluster | None:
+        return load_cluster(self.cluster) if self.cluster else _known_cluster(str(notes.get("device") or ""))
+
+    def plan(self) -> dict[str, Any]:
+        """Planned beside recorded. It is the same for all lines of one config."""
+        notes, lines = read_small(self.path / "run.json"), self.metrics.lines(COMPARED)
+        key = (self.config_text, self.cluster, notes.get("world"), (self.path / "trace.json").exists())
+        if self._planned is None or self._planned[0] != key:
+            self._planned = (key, self._plan(notes))
+        found, world = dict(self._planned[1]), self._world(notes)
+        found["comm"] = self._compared(lines, world) if world else {}
+        return found
+
+    def _plan(self, notes: Mapping[str, Any]) -> dict[str, Any]:
+        config, world, cluster = self.config, self._world(notes), self._cluster(notes)
+        if world is None:
+            return {}
+        found: dict[str, Any] = {}
+        traced, step = read_trace(self.path / "trace.json"), None
+        try:
+            host = not cluster or cluster.device.units == 1
+            found["memory"] = planned.planned_memory(job_of(config, world, host=host))
+            if cluster:
+                node = min(cluster.node.devices, world)
+                found["step"], step = planned.planned_step(config, world, cluster, node)
+                found["room_bytes"] = cluster.device.memory_gib * 2**30 if not host else None
+            spans = traced["spans"] if traced else []
+            found["simulated"] = planned.simulated_spans(config, spans, step) if traced else None
+        except (UserError, ValueError) as error:
+            found["why_not"] = str(error)
+        return found
+
+    def _bytes(self, world: int, samples: int, monitored: int) -> dict[str, dict[str, int]]:
+        key = (self.config_text, world, samples, monitored)
+        if key not in self._known_bytes:
+            self._known_bytes[key] = planned.planned_bytes(self.config, world, samples, monitored)
+        return self._known_bytes[key]
+
+    def _compared(self, lines: list[dict[str, Any]], world: int) -> dict[str, Any]:
+        """By axis, the recorded and the planned bytes of the last step, and the first step where they differ. What
+        experts exchange depends on the tokens, so that it is not known beforehand."""
+        axes: dict[str, Any] = {}
+        varies = {"ep", "etp", "edp"} if self.config.model.experts.count else set()
+        for line in lines:
+            comm, samples = line.get("comm"), line.get("global_batch")
+            if not isinstance(comm, dict) or not isinstance(samples, int):
+                continue
+            try:
+                wanted = self._bytes(world, samples, len(line.get("monitored") or {}))
+            except UserError as error:
+                return {"why_not": str(error)}
+            for axis in sorted({*comm, *wanted}):
+                seen, plan = numbers(comm.get(axis)), numbers(wanted.get(axis))
+                before = axes.get(axis, {}).get("differs_at")
+                differs = None if axis in varies or seen == plan else line["step"]
+                axes[axis] = {"recorded": seen, "planned": plan, "differs_at": before or differs,
+                              "varies": axis in varies}  # fmt: skip
+        return axes
+
+
+@lru_cache(maxsize=16)
+def _known_cluster(device: str) -> Cluster | None:
+    return cluster_of(device)
+
+
+def _details(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Columns over the lines that were read whole: phases, exposed seconds, the spread over ranks, monitored values."""
+    found: dict[str, Any] = {"step": [line.get("step") for line in lines]}
+    groups = {"phases": "phases", "exposed": "exposed_s", "monitored": "monitored", "losses": "losses"}
+    for name, key in groups.items():
+        names = list(dict.fromkeys(n for line in lines for n in numbers(line.get(key))))
+        found[name] = {n: [numbers(line.get(key)).get(n) for line in lines] for n in names}
+    for key in ("busy_s", "waited_s", "peak_bytes"):
+        rows = [numbers(line["ranks"].get(key)) if isinstance(line.get("ranks"), dict) else {} for line in lines]
+        if any(rows):
+            found[key] = {part: [row.get(part) for row in rows] for part in ("min", "median", "max", "rank")}
+    recent = lines[-20:]
+    found["recent_phases"] = {
+        name: statistics.median(values)
+        for name in found["phases"]
+        if (values := [n for line in recent if (n := numbers(line.get("phases")).get(name)) is not None])
+    }
+    found["experts"] = {key: [_busiest(line, key) for line in lines] for key in ("busiest", "busiest_rank")}
+    found["experts"] = {key: values for key, values in found["experts"].items() if any(values)}
+    return found
+
+
+def _busiest(line: Mapping[str, Any], key: str) -> float | None:
+    experts = line.get("experts")
+    values = experts.get(key) if isinstance(experts, dict) else None
+    return max((v for v in values if is_number(v)), default=None) if isinstance(values, list) else None
+
+
+def _last(column: Any) -> float | None:
+    return float(column[-1]) if len(column) and np.isfinite(column[-1]) else None
+
+
+def _wall_seconds(times: Any) -> float | None:
+    """Seconds from step to step as they passed, validations and saves included; a pause between two runs is not."""
+    gaps = np.diff(times[np.isfinite(times)])
+    gaps = gaps[(gaps >= 0) & (gaps <= 20 * np.median(gaps))] if len(gaps) else gaps
+    return float(np.mean(gaps)) if len(gaps) > 3 else None
+
+
+def _flops(line: Mapping[str, Any]) -> float | None:
+    """A sequence's FLOPs, from what a line says of them."""
+    if not (is_number(line.get("tflops")) and line.get("global_batch")):
+        return None
+    return float(line["tflops"] * 1e12 * line["step_time_s"] / line["global_batch"])

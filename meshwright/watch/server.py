@@ -1,0 +1,139 @@
+"""Serves the page of some runs on this machine alone. No torch.
+
+Only loopback addresses are listened on, and only requests that name one as their host are answered: a web page of
+somebody else that was pointed at this address (DNS rebinding) gets nothing. There are four paths, none of which is a
+file's."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from meshwright.errors import UserError
+from meshwright.watch.page import page, policy
+from meshwright.watch.report import RunReport
+
+HOSTS = ("127.0.0.1", "localhost", "[::1]")
+
+
+class Runs:
+    """The runs of a page. One request at a time reads their folders."""
+
+    def __init__(self, reports: Sequence[RunReport]) -> None:
+        self.reports, self._lock = list(reports), threading.Lock()
+
+    def documents(self) -> list[dict[str, Any]]:
+        with self._lock:
+            return [report.document() for report in self.reports]
+
+    def plans(self) -> list[dict[str, Any]]:
+        with self._lock:
+            return [report.plan() for report in self.reports]
+
+    def version(self) -> str:
+        return f"{hash(tuple(report.version() for report in self.reports)) & 0xFFFFFFFFFFFF:x}"
+
+    def flight(self, run: int, rank: int) -> dict[str, Any]:
+        return self.reports[run].flight(rank)
+
+    @property
+    def title(self) -> str:
+        return ", ".join(report.path.resolve().name for report in self.reports)
+
+
+def whole_page(runs: Runs) -> str:
+    """A page to send: everything is in it, the ranks' last calls too."""
+    documents, plans = runs.documents(), runs.plans()
+    flights = [
+        {str(rank): runs.flight(number, rank) for rank in document["ranks"].get("flight", [])[:64]}
+        for number, document in enumerate(documents)
+    ]
+    return page(runs.title, {"runs": documents, "plans": plans, "flights": flights}, live=False)
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, runs: Runs, port: int) -> None:
+        self.runs = runs
+        super().__init__(("127.0.0.1", port), Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away in the middle of an answer is no error."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "meshwright", ""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are nobody's business."""
+
+    def do_GET(self) -> None:
+        if not self._is_local():
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", b"this page is for its own machine alone\n")
+            return
+        asked = urlsplit(self.path)
+        runs = self.server.runs
+        try:
+            if asked.path == "/":
+                data = {"runs": runs.documents()}
+                self._send(HTTPStatus.OK, "text/html", page(runs.title, data, live=True).encode())
+            elif asked.path == "/data.json":
+                self._send_json(lambda: runs.documents(), runs.version())
+            elif asked.path == "/plans.json":
+                self._send_json(lambda: runs.plans(), None)
+            elif asked.path == "/flight.json":
+                wanted = {name: int(values[0]) for name, values in parse_qs(asked.query).items()}
+                if not 0 <= wanted["run"] < len(runs.reports):
+                    raise KeyError("run")
+                self._send_json(lambda: runs.flight(wanted["run"], max(0, wanted["rank"])), None)
+            else:
+                self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such page\n")
+        except (KeyError, ValueError):
+            self._send(HTTPStatus.BAD_REQUEST, "text/plain", b"the request names no run and rank\n")
+        except (UserError, OSError) as error:  # the folder is gone, or half written
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n".encode())
+
+    def _is_local(self) -> bool:
+        port = self.server.server_address[1]
+        allowed = {f"{host}:{port}" for host in HOSTS}
+        origin = self.headers.get("Origin")
+        own = origin is None or origin.removeprefix("http://") in allowed
+        return self.headers.get("Host", "") in allowed and own
+
+    def _send_json(self, make: Any, version: str | None) -> None:
+        if version is not None and self.headers.get("If-None-Match") == version:
+            self._send(HTTPStatus.NOT_MODIFIED, "application/json", b"", version)
+            return
+        self._send(HTTPStatus.OK, "application/json", json.dumps(make(), allow_nan=False).encode(), version)
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes, version: str | None = None) -> None:
+        packed = len(body) > 1 << 16 and "gzip" in self.headers.get("Accept-Encoding", "")
+        body = gzip.compress(body, 1) if packed else body
+        self.send_response(status)
+        headers = {
+            "Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body)), "Cache-Control": "no-store",
+            "Content-Security-Policy": policy(), "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
+            "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin",
+        }  # fmt: skip
+        headers |= {"Content-Encoding": "gzip"} if packed else {}
+        headers |= {"ETag": version} if version else {}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)

@@ -1,0 +1,71 @@
+"""How a run stands: running, finished, stopped, hung or gone; and what of it needs a person's attention. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.show.units import clock, percent, plural
+from meshwright.train.run_owner import who_trains
+
+SLOW_RANK = 1.25  # times the median's computing, from which on a rank is named
+SILENT_STEPS, SILENT_S = 10, 60.0  # a run that wrote nothing for so many steps' time, and so long, is called silent
+
+Alert = dict[str, str]
+
+
+def state_of(
+    folder: Path, events: Sequence[Mapping[str, Any]], hang: Mapping[str, Any], last: float | None, step_s: float
+) -> dict[str, str]:
+    """`kind` is running, silent, finished, stopped, hung, failed or gone; `text` says it in words. `last` is when the
+    newest step ended."""
+    trains, owner = who_trains(folder)
+    began = max((e["time"] for e in events if e.get("kind") in ("start", "resume")), default=0.0)
+    if hang and float(hang.get("time", 0.0)) > began and trains != "alive":
+        return {"kind": "hung", "text": str(hang.get("text", ""))}
+    ago = time.time() - last if last else None
+    if trains in ("alive", "unknown"):
+        where = f"process {owner.pid} on {owner.host}" if owner else ""
+        if ago is not None and ago > max(SILENT_S, SILENT_STEPS * step_s):
+            return {"kind": "silent", "text": f"no step for {clock(ago)}; {where}"}
+        return {"kind": "running", "text": where}
+    ending = next((e for e in reversed(events) if e.get("kind") in ("end", "failure", "start", "resume")), None)
+    kind, text = (str(ending.get("kind")), str(ending.get("text", ""))) if ending else ("", "")
+    if kind == "failure":
+        return {"kind": "failed", "text": text}
+    if kind == "end":
+        return {"kind": "finished" if text.startswith("finished") else "stopped", "text": text}
+    if trains == "gone":
+        return {"kind": "gone", "text": "its process ended without a word: killed, or the machine went down"}
+    return {"kind": "stopped", "text": "no process trains in this folder"}
+
+
+def alerts_of(run: Mapping[str, Any], state: Mapping[str, str]) -> list[Alert]:
+    """What a person should look at, the worst first."""
+    found: list[Alert] = []
+
+    def add(level: str, text: str, panel: str) -> None:
+        found.append({"level": level, "text": text, "panel": panel})
+
+    if state["kind"] in ("hung", "failed", "gone", "silent"):
+        add("bad", f"{state['kind']}: {state['text']}", "events")
+    progress = run["progress"]
+    if progress["not_finite"]:
+        add("bad", f"the loss was not finite in {plural(progress['not_finite'], 'step')}", "loss")
+    if progress["skipped"]:
+        share = percent(progress["skipped"] / max(1, progress["steps_done"]))
+        add("warn", f"{plural(progress['skipped'], 'step')} skipped ({share})", "loss")
+    busy = run["ranks"].get("busy_s") or []
+    if len(busy) > 1:
+        middle, most = sorted(busy)[len(busy) // 2], max(busy)
+        if middle > 0 and most > SLOW_RANK * middle:
+            add("warn", f"rank {busy.index(most)} computes {most / middle:.2f} times as long as the median", "ranks")
+    restarts = sum(event.get("kind") == "restart" for event in run["events"])
+    if restarts:
+        add("warn", f"restarted {plural(restarts, 'time')}", "events")
+    lost = sum(int(event.get("lost") or 0) for event in run["events"] if event.get("kind") == "resume")
+    if lost:
+        add("info", f"{plural(lost, 'step')} trained again after resumes", "loss")
+    return found

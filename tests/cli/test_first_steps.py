@@ -1,0 +1,101 @@
+"""What a person meets first: the help, the completion, a config from a few flags, a layout that nobody chose."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli import auto_layout
+from meshwright.cli.auto_layout import best_layout, resolve, words_of
+from meshwright.cli.completion import bash, config_keys, fish, zsh
+from meshwright.cli.main import COMMANDS, GROUPS, main, usage
+from meshwright.config.load import load_config
+from meshwright.plan.cluster import load_cluster
+from tests.support.token_files import write_documents
+
+LARGE = (("1b", 16, "h100-80g-dgx"), ("llama3-70b", 64, "h100-80g-dgx"))
+CASES = (("tiny", 2, "laptop"), *(pytest.param(*case, marks=pytest.mark.wide) for case in LARGE))
+
+
+@pytest.mark.parametrize("model, devices, cluster", CASES)
+def test_init_writes_what_was_planned(model: str, devices: int, cluster: str, tmp_path: Path) -> None:
+    out = tmp_path / "config.yaml"
+    words = f"--model {model} --data data/text --devices {devices} --cluster {cluster} --out {out}".split()
+    assert main(["init", *words, *(["--global-batch", "64"] if devices > 2 else [])]) == 0
+    config = load_config(out)
+    best = best_layout(config, devices, load_cluster(cluster), 0.94 * load_cluster(cluster).device.memory_gib)
+    assert words_of(config, best) == []  # the planner would change nothing in the file
+    assert f"--nproc {devices}" in out.read_text()
+    assert main(["init", *words]) == 2  # it is there already
+
+
+def test_init_asks_for_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--out", str(tmp_path / "c.yaml"), "--model", "tiny"]) == 2
+    assert "give --data: token files" in capsys.readouterr().err
+    assert main(["init", "--out", str(tmp_path / "c.yaml"), "--model", "tini", "--data", "x", "--devices", "1"]) == 2
+    assert "there is no model 'tini' (did you mean 'tiny'?)" in capsys.readouterr().err
+
+
+def test_layout_auto_keeps_what_is_given_and_says_what_it_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "c.yaml"
+    train = "train: {global_batch: 128, precision: bf16}"
+    config.write_text(f"model: {{preset: llama3-8b}}\ndata: {{prefixes: [x]}}\n{train}\n")
+    cluster = load_cluster("h100-80g-dgx")
+    monkeypatch.setattr(auto_layout, "_devices", lambda config, ranks: (cluster, 74.0))
+    free = resolve(load_config(config), ["layout=auto"], 8)
+    assert "layout=auto: tp" in capsys.readouterr().err and "layout=auto" not in free
+    held = resolve(load_config(config, ["layout.tp=4"]), ["layout=auto", "layout.tp=4"], 8)
+    assert held[0] == "layout.tp=4" and not [word for word in held[1:] if word.startswith("layout.tp=")]
+    assert load_config(config, held).layout.tp == 4
+    assert load_config(config, free).zero.stage + load_config(config, free).layout.tp > 1  # or it would not fit
+
+
+@pytest.mark.wide
+def test_train_takes_layout_auto(tmp_path: Path) -> None:
+    write_documents(tmp_path / "tokens", [[1, 2, 3, 4] * 40] * 8)
+    (tmp_path / "c.yaml").write_text(
+        "model: {layers: 2, hidden: 32, heads: 2, vocab: 64, seq: 16}\ndata: {prefixes: [tokens]}\n"
+        "train: {steps: 2, global_batch: 8}\nrun: {dir: run, device: cpu, tensorboard: false}\n"
+    )
+    command = [sys.executable, "-m", "meshwright", "train", "c.yaml", "--nproc", "2", "layout=auto"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "layout=auto: tp" in done.stderr, done.stderr
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_help_is_grouped_fits_and_comes_at_once() -> None:
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(COMMANDS), "every command stands in one group"
+    assert max(map(len, usage().splitlines())) <= 80
+    took = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "meshwright", "--help"], check=True, capture_output=True)
+        took.append(time.perf_counter() - begun)
+    assert min(took) < 0.3, took
+
+
+def test_completions_know_commands_options_and_keys(tmp_path: Path) -> None:
+    keys = set(config_keys())
+    assert {"train.steps=", "zero.offload.path=", "checkpoint.async=", "run.loggers="} <= keys and "extra=" not in keys
+    for script in (bash(), zsh(), fish()):
+        assert all(name in script for name in (*COMMANDS, "train.steps=", "layout=auto"))
+    assert "-l nproc" in fish() and "--nproc" in bash() and "@keys" not in bash() + zsh() + fish()
+    (tmp_path / "script").write_text(bash())
+    asked = {"1": ("meshwright tra", "train"), "3": ("meshwright train c.yaml train.global", "train.global_batch=")}
+    for place, (line, wanted) in asked.items():
+        asks = f"COMP_WORDS=({line}); COMP_CWORD={place}; _meshwright 2>/dev/null; echo ${{COMPREPLY[@]}}"
+        source = f"source ./script; {asks}"
+        done = subprocess.run(["bash", "-c", source], cwd=tmp_path, capture_output=True, text=True)
+        assert done.stdout.split() == [wanted], line
+    for shell, text in (("zsh", zsh()), ("fish", fish())):
+        if shutil.which(shell):
+            done = subprocess.run([shell, "-n"], input=text, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr

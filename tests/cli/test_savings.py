@@ -1,0 +1,93 @@
+"""`meshwright comm savings`: one table, measured and predicted; and the seconds of our own algorithms by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.comm.pick import fastest, links_of
+from meshwright.config.comm import EmulateConfig, LinkConfig
+from meshwright.plan.algorithms import algorithm_seconds, gather_to_one_seconds
+from meshwright.plan.cluster import load_cluster
+from meshwright.plan.savings import with_links
+
+CONFIG = """
+model: {layers: 2, hidden: 64, heads: 4, vocab: 128, seq: 32}
+data: {prefixes: [made]}
+train: {micro_batch: 1, global_batch: 4, precision: fp32}
+comm: {emulate: {link_gb_s: 0.002}}
+run: {device: cpu}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    return str(tmp_path / "c.yaml")
+
+
+@pytest.mark.wide
+def test_measured_beside_predicted(config: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["comm", "savings", config, "--nproc", "2", "--steps", "3", "--json", "--svg", str(tmp_path / "s.svg")]
+    assert main(words) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert "emulated links: 0.002 GB/s" in found["title"]
+    rows = {row["name"]: row for row in found["techniques"]}
+    assert {"as configured", "overlap off", "gather to one", "own ring", "reduce int8", "4 local steps"} <= rows.keys()
+    for name, row in rows.items():
+        if name not in ("gather to one", "4 local steps", "16 local steps"):
+            assert row["measured"]["sent"] == pytest.approx(row["predicted"]["sent"]), name
+    base, small = rows["as configured"], rows["reduce topk"]
+    assert base["measured"]["step_s"] == pytest.approx(base["predicted"]["step_s"], rel=0.4)
+    assert small["measured"]["step_s"] < 0.8 * base["measured"]["step_s"]
+    drawn = (tmp_path / "s.svg").read_text()
+    assert "reduce int8" in drawn and "emulated" in drawn
+
+
+def test_predicted_for_a_cluster(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["comm", "savings", "llama3-8b", "train.global_batch=64", "zero.stage=1"]
+    assert main([*words, "--cluster", "h100-80g-dgx", "--devices", "16"]) == 0
+    out = capsys.readouterr().out
+    assert "own hierarchical" in out and "reduce powersgd" in out and "time saved" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "needs a config"),
+        (["CONFIG"], "give --nproc N to measure"),
+        (["CONFIG", "--nproc", "1"], "leaves nobody to talk to"),
+        (["CONFIG", "--nproc", "2", "--devices", "4"], "give one of the two"),
+        (["CONFIG", "--nproc", "2", "comm.emulate.network_gb_s=1"], "give layout.node_size"),
+        (["CONFIG", "--nproc", "2", "comm.emulate.link_gb_s=-1"], "link_gb_s"),
+    ],
+)
+def test_mistakes(words: list[str], sentence: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["comm", "savings", *(config if word == "CONFIG" else word for word in words)]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_seconds_of_algorithms_by_hand() -> None:
+    """Two nodes of four ranks, 80 MB: of a ring 2 x 7/8 go over a node's adapters, of a hierarchy 2 x 1/2."""
+    links = EmulateConfig(link_gb_s=1e3, network_gb_s=1.0, latency_us=1e-3)
+    cluster = with_links(load_cluster("laptop"), links, 4)
+    at = {"op": "all_reduce", "payload": 80e6, "size": 8, "on_node": 4}
+    assert algorithm_seconds(cluster, "ring", **at) == pytest.approx(2 * 7 / 8 * 80e-3, rel=0.01)
+    assert algorithm_seconds(cluster, "hierarchical", **at) == pytest.approx(80e-3, rel=0.01)
+    assert gather_to_one_seconds(cluster, 80e6, 8, 4) == pytest.approx(8 * 80e-3, rel=0.01)
+    inside = replace(cluster, node=replace(cluster.node, devices=8, link_gb_s=1.0))
+    assert gather_to_one_seconds(inside, 80e6, 8, 8) == pytest.approx(14 * 80e-3, rel=0.01)
+    slow = replace(cluster.node, link_latency_us=1e3)
+    late = replace(cluster, node=slow, network=replace(cluster.network, latency_us=1e3))
+    tree, ring = (algorithm_seconds(late, kind, "all_reduce", 1e3, 8, 8) for kind in ("tree", "ring"))
+    assert ring == pytest.approx(14 / 6 * tree, rel=0.01)
+    figures = LinkConfig(link_gb_s=1e3, network_gb_s=1.0, latency_us=1.0)
+    chosen = {
+        size: fastest(links_of(figures, 4, 4), "all_reduce", size, 8, 4) for size in (1e2, 80e6)
+    }
+    assert chosen == {1e2: "tree", 80e6: "hierarchical"}
+    assert fastest(links_of(figures, 8, 8), "all_reduce", 80e6, 8, 8) in ("tree", "halving_doubling")

@@ -1,0 +1,52 @@
+"""The project's Markdown pages, taken apart: headings, links, fenced blocks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```\s*$", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: what stands behind its first fence, and its text."""
+
+    info: str
+    text: str
+
+    @property
+    def language(self) -> str:
+        return self.info.split()[0] if self.info.split() else ""
+
+    @property
+    def is_output(self) -> bool:
+        return 'title="output"' in self.info
+
+
+def blocks(page: Path) -> list[Block]:
+    return [Block(info.strip(), text) for info, text in FENCE.findall(page.read_text(encoding="utf-8"))]
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as Markdown renderers make them."""
+    found = re.findall(r"^#{1,6} +(.+?)\s*$", prose(page), re.M)
+    plain = (re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", lambda m: m[1] or "", text) for text in found)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text in plain}
+
+
+def links(page: Path) -> list[str]:
+    return re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", prose(page)))
+
+
+def commands(text: str) -> list[str]:
+    """The `meshwright ...` commands of a text, each as one line."""
+    joined = re.sub(r"\\\n\s*", " ", text)
+    return [line.strip() for line in joined.splitlines() if line.strip().startswith("meshwright ")]

@@ -1,0 +1,67 @@
+"""Wrong formulas that circulate, beside what is counted and timed: the table in docs/communication.md."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from meshwright.comm.algorithms import rounds_of
+from meshwright.comm.ledger import wire_bytes
+from meshwright.plan.cluster import load_cluster
+from meshwright.plan.communication import stage_calls, unit_collectives
+from meshwright.plan.cost import predict_cost
+from meshwright.plan.job import job_of
+from meshwright.schedule.kinds import build
+from meshwright.schedule.simulate import simulate
+from tests.plan.test_golden import config
+
+
+@pytest.mark.parametrize("n", [2, 4, 64])
+def test_an_all_reduce_sends_both_halves(n: int) -> None:
+    assert wire_bytes("all_reduce", 64 * n, n) == 2 * (n - 1) * 64 != (n - 1) * 64
+
+
+def test_tensor_parallel_bytes_grow_with_tp() -> None:
+    sent = []
+    for tp in (2, 4, 8):
+        job = job_of(config(tp=tp), world=tp)
+        calls = unit_collectives(job.model.blocks[0], job.at, job.batch)
+        sent.append(sum(call.times * wire_bytes(call.op, call.payload, tp) for call in calls))
+        assert sent[-1] == 8 * (tp - 1) / tp * 2 * 2**30, "8 (t-1)/t H"
+    assert sent == sorted(sent)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_a_ring_sends_pieces(n: int) -> None:
+    rounds = list(rounds_of("ring", n, 0, "all_reduce"))
+    assert len(rounds) == 2 * (n - 1) and all(len(each.sent) == 1 for each, _ in rounds), "one of n pieces each time"
+
+
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 8), (8, 8), (8, 64)])
+def test_a_bubble_depends_on_micro_batches(pp: int, micro_batches: int) -> None:
+    found = simulate(build("1f1b", pp, micro_batches, 1), lambda *_: 1.0, lambda *_: 2.0, 0.0).bubble
+    assert found == pytest.approx((pp - 1) / (micro_batches + pp - 1))
+    assert abs(found - 0.1 * pp) > 0.05
+
+
+def test_gathered_and_reduced_bytes_do_not_fall_with_dp() -> None:
+    """A rank's gradients are as many on any number of data-parallel ranks: ring bytes rise to twice their size."""
+    sent = []
+    for world in (2, 8, 32):
+        job = job_of(config(micro_batch=1), world=world)
+        sent.append(sum(c.traffic.wire_bytes for c in stage_calls(job, 0) if c.source == "gradients"))
+    assert sent == sorted(sent) and sent[-1] < 2 * sent[0] * 1.01
+
+
+def test_efficiency_is_no_function_of_the_number_alone() -> None:
+    """Of 8 devices' throughput for each, 64 keep nearly all with dp = 8 and less than half with tp = 64."""
+    cluster = load_cluster("h100-80g-dgx")
+
+    def each(world: int, tp: int) -> float:
+        job = job_of(config(tp=tp, micro_batch=1), world, samples=world // tp)
+        return predict_cost(job, cluster).tokens_per_s_device
+
+    kept = {tp: each(64, tp) / each(8, 8) for tp in (8, 64)}
+    assert min(1.0, 100 / math.sqrt(64)) == 1.0, "what is claimed of all layouts alike"
+    assert kept[8] > 0.95 and kept[64] < 0.5, kept

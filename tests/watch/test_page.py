@@ -1,0 +1,146 @@
+"""The page in a real Chromium, where Playwright and one are installed: every panel and button, live, on a phone and in
+the dark, without a request to anybody else. MESHWRIGHT_SCREENSHOTS=FOLDER keeps pictures of all states."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.watch.report import RunReport
+from meshwright.watch.server import Runs, Server, whole_page
+from tests.watch.made import faulty, healthy, line_of, resumed
+
+playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'meshwright[browser]'")
+PANELS = (
+    "loss", "events", "time", "speed", "bytes", "memory", "pipeline", "ranks", "layers", "norm", "rate", "spread",
+    "sources", "about",
+)  # fmt: skip
+SIZES = {"desktop": (1360, 900), "phone": (390, 844)}
+MADE = {"healthy": healthy, "resumed": resumed, "faulty": faulty}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as found:
+        own = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+        try:
+            chromium = found.chromium.launch(executable_path=own, args=["--no-sandbox"])
+        except playwright.Error as error:
+            pytest.skip(f"no Chromium: {str(error).splitlines()[0]}")
+        yield chromium
+        chromium.close()
+
+
+class Visit:
+    """A tab that records what goes wrong in it and whom it asks."""
+
+    def __init__(self, browser: Any, size: str = "desktop", dark: bool = False) -> None:
+        wide, high = SIZES[size]
+        colours = "dark" if dark else "light"
+        self.context = browser.new_context(viewport={"width": wide, "height": high}, color_scheme=colours)
+        self.page = self.context.new_page()
+        self.wrong: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda said: self.wrong.append(said.text))
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.wrong.append(f"dialog {dialog.message}"))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+
+    def __enter__(self) -> Visit:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.context.close()
+
+    def open(self, address: str) -> Any:
+        self.page.goto(address)
+        self.page.wait_for_selector("html[data-ready=yes]")
+        return self.page
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Server]:
+    runs = [RunReport(faulty(tmp_path / "<script>alert(1)<")), RunReport(healthy(tmp_path / "b"))]
+    with Server(Runs(runs), 0) as found:
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        yield found
+        found.shutdown()
+
+
+def test_every_panel_and_button_works_live(browser: Any, served: Server) -> None:
+    with Visit(browser) as visit:
+        page = visit.open(served.address)
+        page.wait_for_selector("#bytes td.bad")  # the plan comes after the first picture
+        assert page.locator("h1").inner_text() == "<script>alert(1)<"
+        for name in PANELS:
+            section = page.locator(f"#{name}")
+            assert section.is_visible(), name
+            for button in section.locator("button").all():
+                button.click()
+            for canvas in section.locator("canvas:visible").all():
+                canvas.scroll_into_view_if_needed()
+                canvas.hover()
+        page.locator("#ranks .ranks button").nth(2).click()
+        page.wait_for_selector("#ranks td.bad")
+        assert "waits 15 s" in page.locator("#ranks").inner_text()
+        page.locator(".chip").nth(1).click()
+        assert page.locator("h1").inner_text() == "b" and page.locator(".pill").inner_text() == "finished"
+        assert page.locator("#bytes td.bad").count() == 0 and page.locator("#bytes td.ok").count() >= 4
+        for _ in range(3):
+            page.locator("#bar button[aria-label=colours]").click()
+        assert visit.wrong == [] and {url.split("/")[2] for url in visit.asked} == {served.address.split("/")[2]}
+
+
+def test_a_new_step_appears_by_itself(browser: Any, served: Server) -> None:
+    with Visit(browser) as visit:
+        page = visit.open(served.address)
+        assert "step 47 of 60" in page.locator(".below").inner_text()
+        with (served.runs.reports[0].path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line_of(48, {}, 1.2345)) + "\n")
+        playwright.expect(page.locator(".below")).to_contain_text("step 48 of 60", timeout=10_000)
+        assert page.locator(".tile .v").first.inner_text() == "1.2345"
+
+
+def test_dragging_zooms_all_charts_and_a_double_click_undoes_it(browser: Any, tmp_path: Path) -> None:
+    with Visit(browser) as visit:
+        page = visit.open(_file(tmp_path, "healthy"))
+        box = page.locator("#loss canvas").bounding_box()
+        page.mouse.move(box["x"] + 200, box["y"] + 80)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 420, box["y"] + 80, steps=4)
+        page.mouse.up()
+        low, high = page.evaluate("shared.zoom")
+        assert 1 < low < high < 60
+        assert page.evaluate("[...shared.charts].every(c => !c.zooms || !c.range || c.range[0] > 1)")
+        page.locator("#loss canvas").dblclick()
+        assert page.evaluate("shared.zoom") is None and visit.wrong == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("state", MADE)
+def test_a_page_in_a_file_fits_and_asks_nobody(browser: Any, tmp_path: Path, state: str, size: str) -> None:
+    for dark in (False, True):
+        with Visit(browser, size, dark) as visit:
+            page = visit.open(_file(tmp_path, state))
+            assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0], "it scrolls sideways"
+            assert [one for one in PANELS if not page.locator(f"#{one}").is_visible()] == []
+            ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert (sum(map(int, ground.strip("rgb()").split(","))) < 200) == dark
+            assert page.evaluate("[...document.querySelectorAll('canvas')].filter(c => c.width < 50).length") == 0
+            assert visit.wrong == [] and [url for url in visit.asked if not url.startswith(("file:", "data:"))] == []
+            if folder := os.environ.get("MESHWRIGHT_SCREENSHOTS"):
+                name = f"{state}-{size}{'-dark' if dark else ''}.png"
+                page.screenshot(path=str(Path(folder) / name), full_page=True)
+
+
+def _file(folder: Path, state: str) -> str:
+    path = folder / f"{state}.html"
+    path.write_text(whole_page(Runs([RunReport(MADE[state](folder / state))])))
+    return f"file://{path}"
