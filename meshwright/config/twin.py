@@ -107,4 +107,6 @@ def _model(its: ModelConfig, stages: int, tp: int) -> ModelConfig:
         seq=SEQ,
         ffn=max(unit, math.ceil(HIDDEN * its.ffn / its.hidden / unit) * unit), experts=experts, latent=latent,
         rope_scaling=scaling, predictions=0,
+        token_types=0 if its.kind == "glm" else its.token_types,
+        t5=replace(its.t5, encoder_layers=0, decoder_seq=0),
     )  # fmt: skip

@@ -327,9 +327,9 @@ class Model:
     hidden: int
     tied: bool = False  # the output layer's weight is the embedding's
     causal: bool = True  # whether a token sees only those before it
-    prefix: bool = False  # of a causal one: whether the first segment of a sample is seen as a whole
     predictions: int = 0  # tokens of a sample that are predicted, where they are chosen ones; 0: all
     terms: tuple[str, ...] = ("loss",)  # of the loss, beside those that parts of blocks add
+    prefix: bool = False  # of a causal one: whether the first segment of a sample is seen as a whole
 
     __hash__ = hash_once
 

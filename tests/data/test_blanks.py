@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.data.blanks import BlankOptions, BlankStream, _short_spans
 from meshwright.data.masked import keyed_uniform
-from meshwright.data.stream import build_datasets
+from meshwright.data.stream import OneEpoch, build_datasets
 from tests.support.token_files import write_documents
 
 MASK, GMASK, SOP, EOP, PAD = SPECIALS = (1000, 1001, 1002, 1003, 1004)
@@ -72,6 +72,14 @@ def test_a_sample_is_a_function_of_seed_and_number(prefix: str) -> None:
     assert "token_types" not in stream_of(prefix, 0.5, inner=False).sample(0)
 
 
+def test_an_evaluation_counts_every_label(prefix: str) -> None:
+    stream = stream_of(prefix, 0.0)
+    found = OneEpoch(stream, 1000)
+    assert found.samples == stream.source.epoch_samples
+    counts = [int(each.sample(n)["loss_mask"].sum()) for each in (found, stream) for n in range(found.samples)]
+    assert counts[: found.samples] == counts[found.samples :] and max(counts) > 40
+
+
 def test_the_shares_are_those_of_the_options(prefix: str) -> None:
     stream = stream_of(prefix, 0.3)
     whole = [bool((stream.sample(n)["tokens"] == GMASK).any()) for n in range(600)]
@@ -83,5 +91,5 @@ def test_the_shares_are_those_of_the_options(prefix: str) -> None:
         assert sum(end - begin for begin, end in spans) == round(0.15 * 55) and len(spans) <= options.most_spans
         assert all(before[1] < after[0] for before, after in zip(spans[:-1], spans[1:], strict=True))
         assert spans[0][0] >= 0 and spans[-1][1] <= 55
-        lengths += [end - begin for begin, end in spans[:-1]]
+        lengths.append(spans[0][1] - spans[0][0])  # of those after it, long ones end the sample more often
     assert np.mean(lengths) == pytest.approx(3.0, abs=0.3)
