@@ -44,6 +44,9 @@ TECHNIQUES: dict[str, list[str]] = {
         "train.local.compress.kind=int4",
     ],
 }  # fmt: skip
+# What is drawn, and how it is called there. (int8 would lie on the plain line.)
+DRAWN = dict(zip(TECHNIQUES, ("plain", "", "PowerSGD 8", "one bit", "top-k 1 %", "averages, H = 20", "DiLoCo, H = 20"),
+                 strict=False))  # fmt: skip
 SUMS = ("dp", "replicas")  # the axes over which gradients and parameters are summed
 
 Run = dict[str, Any]
@@ -118,7 +121,7 @@ def main() -> None:
     runs = all_runs(args.prefix, args.results, args.seeds)
     print(table(runs))
     if args.svg:
-        lines = {name: averaged(runs, name) for name in TECHNIQUES}
+        lines = {short: averaged(runs, name) for name, short in DRAWN.items() if short}
         title = f"Training loss, means of {MEAN} steps and {len(args.seeds)} seeds"
         args.svg.write_text(svg(Chart(title, "step", "loss", lines)))
 

@@ -27,11 +27,6 @@ from meshwright.sharding.remainders import Values
 Base = Reader | HFFolder
 
 
-def base_folder(base: str) -> Path:
-    """Returns the folder that PATH[@STEP] of a checkpoint, or of a Hugging Face folder, names."""
-    return Path(base) if (Path(base) / "config.json").is_file() else fmt.find_checkpoint(base)
-
-
 def with_base(config: Config, source: str | None) -> tuple[Config, str | None]:
     """Returns the config with its base named, and what is left of `source`. Where the config names none, `source` is
     the base or, if it holds adapters, says which is; so does the run's own newest checkpoint."""
@@ -39,9 +34,9 @@ def with_base(config: Config, source: str | None) -> tuple[Config, str | None]:
         return config, source
     own = [path for _, path in fmt.list_checkpoints(fmt.checkpoint_folder(config))]
     base, found = "", None
-    for folder in [*own[-1:], *([base_folder(source)] if source is not None else [])]:
+    for folder in [*own[-1:], *([fmt.model_folder(source)] if source is not None else [])]:
         found = found or _base_of(folder)
-    if source is not None and not _base_of(base_folder(source)):
+    if source is not None and not _base_of(fmt.model_folder(source)):
         base, source = source, None
     base = found or base
     if not base:
@@ -62,7 +57,7 @@ def _base_of(folder: Path) -> str:
 
 def open_base(base: str, model: ModelConfig) -> Base:
     """Opens a base and checks that it is of this model."""
-    folder = base_folder(base)
+    folder = fmt.model_folder(base)
     source: Base = HFFolder(folder, model.seq) if (folder / "config.json").is_file() else Reader(folder)
     theirs = asdict(source.model) if isinstance(source, HFFolder) else source.index.config["model"]
     ours, found = flat(asdict(model)), flat(theirs)
@@ -78,7 +73,7 @@ def open_base(base: str, model: ModelConfig) -> Base:
 
 def digest(base: str) -> str:
     """Returns a short word that changes when a base's files are replaced: of its index, or of its files' sizes."""
-    folder = base_folder(base)
+    folder = fmt.model_folder(base)
     if (folder / fmt.INDEX).is_file():
         return f"{zlib.crc32((folder / fmt.INDEX).read_bytes()):08x}"
     sizes = sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors"))

@@ -312,3 +312,8 @@ def find_checkpoint(source: str) -> Path:
     if step not in found:
         raise UserError(f"{path} has no checkpoint of step {wanted}: it has {', '.join(map(str, found))}")
     return found[step]
+
+
+def model_folder(source: str) -> Path:
+    """Returns the folder of whole weights that PATH[@STEP] of a checkpoint, or a Hugging Face folder, names."""
+    return Path(source) if (Path(source) / "config.json").is_file() else find_checkpoint(source)

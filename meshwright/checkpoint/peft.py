@@ -23,7 +23,7 @@ from torch import Tensor
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint import tensor_file
-from meshwright.checkpoint.base import Base, base_folder, check_digest, digest, fill_range, open_base
+from meshwright.checkpoint.base import Base, check_digest, digest, fill_range, open_base
 from meshwright.checkpoint.companions import NOTE, ORIGIN, copy_files, read_note
 from meshwright.checkpoint.format import Index, SavedBlock
 from meshwright.checkpoint.hf import METADATA, WEIGHTS_FILE, config_of, origin_of, written_aside
@@ -66,7 +66,7 @@ class AdapterConfig(TypedDict, total=False):
 
 def family_of(base: str, model: ModelConfig) -> Family:
     """Returns the family in whose names adapters are written: that of the base, or the first that fits."""
-    origin = origin_of(base_folder(base))
+    origin = origin_of(fmt.model_folder(base))
     told = str(origin.config.get("model_type")) if origin is not None else ""
     return family_for(model, told if told in FAMILIES and not FAMILIES[told].misfits(model) else "")
 
@@ -246,7 +246,7 @@ class PeftFolder:
 def import_adapters(source: Path, to: Path, base: str) -> TuneConfig:
     """Turns a folder of PEFT's into a checkpoint of adapters on `base`, and returns its tune section."""
     folder = PeftFolder(source)
-    weights = base_folder(base)
+    weights = fmt.model_folder(base)
     origin = origin_of(weights)
     model = _model_of(base, weights)
     family, opened, theirs = family_of(base, model), open_base(base, model), folder.adapters()

@@ -9,6 +9,7 @@ import os
 import sys
 
 from meshwright.checkpoint.companions import tokenizer_of_data
+from meshwright.cli import chat_data
 from meshwright.config.data import SPECIALS
 from meshwright.config.glm import BLANK_SPECIALS
 from meshwright.config.load import load_config
@@ -22,6 +23,7 @@ from meshwright.show.terminal import console_for, show
 EXAMPLES = """example:
   meshwright data prepare stdlib --out data/python --tokenizer train:8192
   meshwright data prepare books/ news.jsonl --out data/text --tokenizer gpt2/tokenizer.json --workers 8
+  meshwright data chat talks.jsonl --model models/llama-8b --out data/talks --seq 4096
   meshwright data show examples/demo.yaml --sample 3"""
 
 PREPARE = """Write PREFIX.bin and PREFIX.idx (Megatron's format) and PREFIX.json (what made them).
@@ -54,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--force", action="store_true", help="write over existing output")
     # Every command has --json; a default here would undo one before the word `prepare`.
     options.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the summary as JSON")
+    chat_data.add_arguments(actions, EXAMPLES)
     shown = actions.add_parser(
         "show", help="print a sample of a run's data", description=SHOW, epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -68,6 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.action == "show":
         show_sample(args)
+    elif args.action == "chat":
+        chat_data.run(args)
     else:
         prepare_files(args)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.companions import check_tokenizer
-from meshwright.checkpoint.format import checkpoint_folder, find_checkpoint, list_checkpoints
+from meshwright.checkpoint.format import checkpoint_folder, find_checkpoint, list_checkpoints, model_folder
 from meshwright.cli.ranks import local_devices, place_in_launcher, run_as_rank, start
 from meshwright.config.load import AUTO_LAYOUT, load_config, without_auto
 from meshwright.config.rules import TRAINING_RULES, check
@@ -76,8 +76,9 @@ def run(args: argparse.Namespace) -> int:
         check(config, known, TRAINING_RULES)
     refuse_finished(config, args.source)
     datasets_of(config)
-    if args.source and not list_checkpoints(checkpoint_folder(config)):
-        check_tokenizer(find_checkpoint(args.source), config.data)
+    begins = config.tune.base or args.source
+    if begins and not list_checkpoints(checkpoint_folder(config)):
+        check_tokenizer((model_folder if config.tune.adapts else find_checkpoint)(begins), config.data)
     say_start(config, known)  # before torch is loaded, which takes seconds
     from meshwright.cli.fits import check_memory
     from meshwright.device import check_machine

@@ -10,6 +10,7 @@ from meshwright.config.glm import BlanksConfig
 from meshwright.data.span_lengths import MEAN, SHARE
 from meshwright.errors import UserError
 
+PACKED = ("chat", "preference")  # objectives whose samples are packed conversations
 SPECIALS = ("cls", "sep", "mask", "pad")
 
 
@@ -48,8 +49,8 @@ class SpansConfig:
         positive("data.spans", self, "share")
         if self.share > 0.5:
             raise UserError(f"data.spans.share={self.share:g} must be at most 0.5, e.g. 0.15")
-        if not 1.0 <= self.mean <= 100.0:
-            raise UserError(f"data.spans.mean={self.mean:g} must lie between 1 and 100 tokens, e.g. 3")
+        if not 1.5 <= self.mean <= 100.0:
+            raise UserError(f"data.spans.mean={self.mean:g} must lie between 1.5 and 100 tokens, e.g. 3")
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class DataConfig:
     reset_attention: bool = False
     any_tokenizer: bool = False  # take data that were made with another tokenizer than the model's
     eod: int = -1  # the end token's id; -1: from the file that `data prepare` wrote beside the tokens
-    objective: Literal["auto", "causal", "masked", "spans", "blanks"] = "auto"  # auto: as model.kind has it
+    # auto: as model.kind has it; chat: the answers of conversations; preference: pairs of answers
+    objective: Literal["auto", "causal", "masked", "spans", "blanks", "chat", "preference"] = "auto"
     masked: MaskedConfig = field(default_factory=MaskedConfig)
     spans: SpansConfig = field(default_factory=SpansConfig)
     blanks: BlanksConfig = field(default_factory=BlanksConfig)

@@ -21,7 +21,7 @@ from meshwright.config.blocks import (
     seconds_of,
 )
 from meshwright.config.comm import CommConfig
-from meshwright.config.data import DataConfig
+from meshwright.config.data import PACKED, DataConfig
 from meshwright.config.optimizer import OptimizerConfig
 from meshwright.config.replicas import LocalConfig, ServerConfig
 from meshwright.config.run import RunConfig as RunConfig
@@ -361,7 +361,7 @@ class Config:
     @property
     def has_segments(self) -> bool:
         """Whether samples say which of their tokens see each other: those of one document, or all but the padding."""
-        return self.data.reset_attention or self.objective in ("masked", "blanks")
+        return self.data.reset_attention or self.objective in ("masked", "blanks", *PACKED)
 
     @property
     def drops(self) -> bool:

@@ -9,6 +9,7 @@ from meshwright.config.blocks import not_negative, positive
 from meshwright.errors import UserError
 
 ALL = "all"
+NEED_REFERENCE = ("dpo", "ipo", "kto")  # losses that compare with the model as it was
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,14 @@ class TuneConfig:
     targets: tuple[str, ...] = (ALL,)  # the products that are adapted, e.g. q, v; all: every product of the blocks
     modules_to_save: tuple[str, ...] = ()  # parts that are trained whole beside them, e.g. embedding, head, norm1
 
+    # With data.objective=preference:
+    loss: Literal["dpo", "ipo", "orpo", "simpo", "kto"] = "dpo"
+    beta: float = 0.1  # how much a change of an answer's log-probability counts; of orpo: the weight of its odds ratio
+    margin: float = 0.0  # of simpo: by how much the better answer's mean log-probability shall be higher, times beta
+
     def __post_init__(self) -> None:
-        positive("tune", self, "rank")
-        not_negative("tune", self, "alpha")
+        positive("tune", self, "rank", "beta")
+        not_negative("tune", self, "alpha", "margin")
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"tune.dropout={self.dropout} must be at least 0 and below 1")
         if not self.targets:

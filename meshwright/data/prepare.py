@@ -109,7 +109,7 @@ def prepare(
     one worker a script must guard its entry with `if __name__ == "__main__"`, as any that starts processes."""
     if workers is not None and workers < 1:
         raise UserError(f"--workers {workers} does not work: give 1 or more")
-    _check_out(out, force)
+    check_out(out, force)
     size = trained_size(tokenizer)
     made = None if size is not None else load_tokenizer(tokenizer, eod)
     files = find_files(inputs)
@@ -187,7 +187,7 @@ def _train(files: list[ByteRange], size: int, field: str, spec: str, eod: str | 
         return train_tokenizer(texts(advance), size, spec, eod)
 
 
-def _check_out(out: str, force: bool) -> None:
+def check_out(out: str, force: bool) -> None:
     """Refuses to overwrite anything unless asked to, and names that can't be meant."""
     if not os.path.basename(out):
         raise UserError(f"--out '{out}' is a folder: give a prefix in it, for example {os.path.join(out, 'train')}")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from meshwright.config.data import PACKED
 from meshwright.config.sections import Config, ModelConfig
 from meshwright.config.tune import ALL, TuneConfig
 from meshwright.errors import UserError, nearest
@@ -326,6 +327,7 @@ def data_fields(config: Config) -> list[str]:
         return names + (["token_types"] if config.model.token_types else [])
     if config.objective == "spans":
         return ["tokens", "decoder_tokens", "labels", "loss_mask"]
-    names = ["tokens", "labels", "loss_mask"]
-    names += ["positions"] if config.data.reset_positions else []
-    return names + (["segments"] if config.data.reset_attention else [])
+    names, packed = ["tokens", "labels", "loss_mask"], config.objective in PACKED
+    placed = config.model.position in ("rope", "learned")
+    names += ["positions"] if config.data.reset_positions or (packed and placed) else []
+    return names + (["segments"] if config.data.reset_attention or packed else [])

@@ -18,6 +18,7 @@ from meshwright.models.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, field
 from meshwright.models.heads import Head, MaskedHead, sample_counts
 from meshwright.models.stage import Receives
 from meshwright.nn.alibi import Alibi
+from meshwright.nn.answers import AnswerLogps, Answers
 from meshwright.nn.attention import KVCache
 from meshwright.nn.build import Block, build_module
 from meshwright.nn.context import ContextRows
@@ -123,6 +124,15 @@ class GPTStage(nn.Module):
             return hidden, losses
         given = (batch[name] for name in self.head.fields)
         return call_unit(self.head, hidden, *given, self._loss_weight), losses
+
+    def answers(self, batch: Batch) -> AnswerLogps:
+        """Returns the log-probability of each answer of a micro-batch of packed conversations, where a whole model is
+        on one stage."""
+        assert self.embedding is not None and self.head is not None
+        hidden, _ = self.trunk(batch)
+        found = Answers.of(batch["segments"])
+        sums = call_unit(self.head, hidden, batch["labels"], batch["loss_mask"], None, found)
+        return found.split(sums, batch["loss_mask"])
 
     def announce(self, loss_weight: float | None) -> None:
         """What backward will multiply the loss's sum by, where that is known."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.layout.params import records_under
+from meshwright.nn.answers import Answers, answer_logps
 from meshwright.nn.build import build_module
 from meshwright.nn.linear import Linear
 from meshwright.nn.loss import output_loss
@@ -45,9 +46,14 @@ class Head(nn.Module):
         x = self.norm(x)
         return x if self.scale == 1.0 else x * self.scale
 
-    def forward(self, x: Tensor, labels: Tensor, mask: Tensor, weight: float | None = None) -> Any:
-        """Returns the sum of the losses; `weight` announces the gradient that this sum will get."""
+    def forward(
+        self, x: Tensor, labels: Tensor, mask: Tensor, weight: float | None = None, answers: Answers | None = None
+    ) -> Any:
+        """Returns the sum of the losses, where `weight` announces the gradient that this sum will get; or, with
+        `answers`, the log-probability of each of them."""
         x = self._ended(x)
+        if answers is not None:
+            return answer_logps(x, self.output, labels.flatten(), mask.flatten(), answers, self.vocab, self.parallel)
         return output_loss(x, self.output, labels.flatten(), mask.flatten(), self.vocab, self.parallel, weight)
 
     def counts(self, batch: Mapping[str, Tensor]) -> list[Tensor]:

@@ -8,6 +8,8 @@ its input's tokens and a row layer scatters its output's; the gathered input is 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -194,14 +196,20 @@ class Linear(nn.Module):
             self.mode = "gather" if cut == "column" else "scatter"
         self.group, self.size = parallel.tp.name, parallel.tp.size
         self.kind, self.fuses, self.overlaps = parallel.products, parallel.fused, parallel.overlaps
-        self.adapters = [Adapter(parallel, each) for each in weight.adapters]
-        for each, record in zip(self.adapters, weight.adapters, strict=True):
+        self._adapters = [Adapter(parallel, each) for each in weight.adapters]
+        self.adapts = True  # false while the model runs without its adapters
+        for each, record in zip(self._adapters, weight.adapters, strict=True):
             self.add_module(record.name, each)
         # All tp ranks drop the same of an input that all of them use.
         own = self.mode == "row" or (parallel.splits_tokens and self.mode != "gather")
         self.stream = parallel.streams.own if own else parallel.streams.same
         if self.kind and not fp8.sizes_fit_fp8(*weight.local_shape):
             warnings.warn(f"sizes that are no multiples of {FP8_UNIT} are multiplied in bf16, not in fp8", stacklevel=2)
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """The adapters that the product takes now."""
+        return self._adapters if self.adapts else []
 
     @property
     def settings(self) -> ProductSettings:
@@ -259,3 +267,16 @@ def norm_product(
     if not norm.fuses:
         return x, _Product.apply(norm(x), weight, bias, *settings)
     return _NormProduct.apply(x, norm.weight, norm.eps, weight, bias, *settings)
+
+
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """Inside, the module computes with its frozen weights alone."""
+    layers = [layer for layer in module.modules() if isinstance(layer, Linear)]
+    for layer in layers:
+        layer.adapts = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.adapts = True

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.layout.rows import balance, causal_pairs
 from meshwright.parts.part import active_parameters, parameter_count
-from meshwright.plan.communication import Traffic, all_ranks, by_axis
+from meshwright.plan.communication import Traffic, mean_of_all_ranks
 from meshwright.plan.cost import Cost
 from meshwright.plan.flops import model_flops
 from meshwright.plan.job import Job
@@ -130,7 +130,7 @@ def as_json(cost: Cost, tokens: float | None = None) -> dict[str, Any]:
         ],
         "memory": memory_json(cost),
         "rank": rank_json(job, cost.memory.pp_rank),
-        "ledger": {axis: traffic._asdict() for axis, traffic in by_axis(all_ranks(job)).items()},
+        "ledger": {axis: traffic._asdict() for axis, traffic in mean_of_all_ranks(job).items()},
     }  # fmt: skip
     if job.layout.cp > 1:
         found["context"] = context_balance(job)

@@ -348,9 +348,19 @@ def round_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
 def mean_traffic(job: Job, pp_rank: int) -> dict[str, Traffic]:
     """Returns what a rank of a pipeline stage sends over each axis in a step; of synchronisations, which most steps
     have none of, the mean, rounded down."""
-    found, steps = by_axis(by_line(stage_calls(job, pp_rank))), job.config.train.local.steps
-    for axis, whole in by_axis(by_line(round_calls(job, pp_rank))).items():
-        found[axis] = found.get(axis, Traffic()).plus(Traffic(*(each // steps for each in whole)))
+    return _with_rounds(job, by_axis(by_line(stage_calls(job, pp_rank))), [pp_rank], 1)
+
+
+def mean_of_all_ranks(job: Job) -> dict[str, Traffic]:
+    """Returns the same, summed over all ranks."""
+    return _with_rounds(job, by_axis(all_ranks(job)), range(job.layout.pp), job.world // job.layout.pp)
+
+
+def _with_rounds(job: Job, found: dict[str, Traffic], pp_ranks: Iterable[int], times: int) -> dict[str, Traffic]:
+    steps = job.config.train.local.steps
+    for rounds in (by_axis(by_line(round_calls(job, pp_rank))) for pp_rank in pp_ranks):
+        for axis, whole in rounds.items():
+            found[axis] = found.get(axis, Traffic()).plus(Traffic(*(times * each // steps for each in whole)))
     return dict(sorted(found.items()))
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from meshwright.checkpoint.companions import tokenizer_of_data
-from meshwright.config.data import SPECIALS
+from meshwright.config.data import PACKED, SPECIALS
 from meshwright.config.glm import BLANK_SPECIALS
 from meshwright.config.sections import Config
 from meshwright.data.blanks import BlankOptions
 from meshwright.data.blend import Blend
 from meshwright.data.masked import Masking
+from meshwright.data.packed import PackedStream, is_chat, packed_datasets
 from meshwright.data.spans import SpanOptions
 from meshwright.data.stream import SampleOptions, build_datasets
 from meshwright.data.token_file import read_metadata
@@ -129,11 +131,28 @@ def datasets_of(config: Config) -> tuple[Any, Any, Any]:
     """Train, valid and test (None where the split leaves none); raises for every mistake that the files show."""
     d = config.data
     options = SampleOptions(d.eod if d.eod >= 0 else None, d.mask_eod, d.reset_positions, d.reset_attention)
+    if config.objective in PACKED:
+        return _checked(config, packed_of(config))
+    if held := [prefix for prefix in d.prefixes if is_chat(prefix)]:
+        raise UserError(f"{held[0]} holds conversations, whose loss is masked: set data.objective=chat or preference")
     masking = masking_of(config) if config.objective == "masked" else None
     spans = spans_of(config) if config.objective == "spans" else None
     blanks = blanks_of(config) if config.objective == "blanks" else None
     how = (config.model.seq, config.train.seed, options, d.draw_split, masking, spans, blanks)
-    parts = build_datasets(d.prefixes, d.weights or None, d.split, *how)
+    return _checked(config, build_datasets(d.prefixes, d.weights or None, d.split, *how))
+
+
+def packed_of(config: Config) -> list[PackedStream | None]:
+    """Packed conversations, or pairs of answers."""
+    d, m = config.data, config.model
+    if d.weights:
+        raise UserError("data.weights has no effect on conversations, which are all packed together: leave it out")
+    kinds = {"chat"} if config.objective == "chat" else {"judged"} if config.tune.loss == "kto" else {"pairs"}
+    placed = m.position in ("rope", "learned")
+    return packed_datasets(d.prefixes, d.split, m.seq, config.train.seed, d.draw_split, placed, kinds)
+
+
+def _checked(config: Config, parts: Sequence[Any]) -> tuple[Any, Any, Any]:
     assert parts[0] is not None
     needed = parts[0].vocab_needed
     if needed is not None and needed > config.model.vocab:

@@ -12,6 +12,7 @@ from meshwright.parts.part import Stage
 from meshwright.pipeline.output import StageOutput, Term
 from meshwright.train.context import Context
 from meshwright.train.datasets import datasets_of
+from meshwright.train.preferences import preference_output
 
 
 def model_provider(ctx: Context, stage: Stage) -> nn.Module:
@@ -25,6 +26,8 @@ def datasets_provider(ctx: Context, samples: tuple[int, int, int]) -> tuple[Any,
 
 def forward_step(ctx: Context, module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> Any:
     assert isinstance(module, GPTStage)
+    if ctx.config.objective == "preference":
+        return preference_output(ctx.config.tune, module, batch)
     out, losses = module(batch, **received)
     last = module.head is not None
     terms = []

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from meshwright.checkpoint import companions
-from meshwright.checkpoint.base import base_folder, digest, read_base, with_base
-from meshwright.checkpoint.format import checkpoint_folder, find_checkpoint
+from meshwright.checkpoint.base import digest, read_base, with_base
+from meshwright.checkpoint.format import checkpoint_folder, find_checkpoint, model_folder
 from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.save import Saver
 from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
@@ -235,7 +235,7 @@ def open_folder(trainer: Trainer, source: str | None, validates: bool, notes: Ma
     config, step = trainer.ctx.config, trainer.step_number
     begun = find_checkpoint(source) if source is not None and not step else None
     base = config.tune.base
-    begun = base_folder(base) if base else begun
+    begun = model_folder(base) if base else begun
     try:
         folder = Path(config.run.dir) / companions.FOLDER
         companions.collect(config.data, begun, folder, source or base or None, digest(base) if base else "")

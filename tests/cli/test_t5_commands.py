@@ -55,7 +55,7 @@ MISTAKES = [
     (["model.vocab=258"], "model.vocab=258 leaves no room for 3 sentinels above the 257 tokens of the data"),
     (["data.spans.sentinel=300"], "data.spans.sentinel=300 is no token of model.vocab=270"),
     (["data.spans.share=0.8"], "data.spans.share=0.8 must be at most 0.5"),
-    (["data.spans.mean=0.5"], "data.spans.mean=0.5 must lie between 1 and 100"),
+    (["data.spans.mean=0.5"], "data.spans.mean=0.5 must lie between 1.5 and 100"),
     (["layout.pp=2", "pipeline.encoder_stages=2"], "pipeline.encoder_stages=2 leaves the decoder none of the pp x"),
     (["layout.pp=3", "pipeline.encoder_stages=2"], "pipeline.encoder_stages=2 of 3 stages leaves a stage without"),
     (["layout.pp=2", "pipeline.encoder_stages=1", "pipeline.split=[1,2]"], "pipeline.split already says where"),

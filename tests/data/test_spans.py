@@ -20,7 +20,7 @@ END, START, SENTINEL = 999, 998, 2000
 SEQ = 32
 
 shares = st.floats(0.05, 0.5)
-means = st.floats(1.0, 10.0)
+means = st.floats(1.5, 10.0)
 
 
 def stream_of(prefix: str, seed: int = 5, decoder_seq: int = 0, **more: float) -> SpanStream:

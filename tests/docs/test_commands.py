@@ -97,14 +97,14 @@ def test_the_wheel_works_in_a_clean_environment(tmp_path: Path) -> None:
     place = tmp_path / "clean"
     venv.create(place, with_pip=True)
     python = place / "bin" / "python"
-    packages = next(Path(path) for path in sys.path if path.endswith("site-packages"))
+    packages = [path for path in sys.path if path.endswith("site-packages")]
     where = subprocess.run(
         [python, "-c", "import site; print(site.getsitepackages()[0])"], capture_output=True, text=True, check=True
     )
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(install, check=True, env=env, cwd=tmp_path)
-    (Path(where.stdout.strip()) / "zz-others.pth").write_text(str(packages))
+    (Path(where.stdout.strip()) / "zz-others.pth").write_text("\n".join(packages))
     command = place / "bin" / "meshwright"
     steps = [
         [command, "--version"], [command, "layout", "--world", "8", "--tp", "2"],

@@ -9,10 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshwright.cli.dryrun import compare
 from meshwright.config.comm import KINDS
 from meshwright.config.replicas import LocalConfig
 from meshwright.config.rules import check
+from meshwright.device import Device
+from meshwright.dryrun.run_rank import run_rank
 from meshwright.errors import UserError
+from meshwright.plan.job import checked_job
+from meshwright.plan.rank import expected
 from meshwright.sharding.fragments import fragment_bounds, moment_of
 from tests.optim.replica_runs import (
     BUGS,
@@ -176,3 +181,21 @@ def test_replicas_know_what_they_cannot_do() -> None:
     for sections, sentence in wrong:
         with pytest.raises(UserError, match=sentence):
             check(small_config(**sections), 8)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "sections",
+    [
+        replicas(2, {"steps": 10}, {"tp": 2}, zero={"stage": 1}),
+        replicas(2, {"steps": 10, "fragments": 3, "delay": 4}, {"pp": 2}, zero={"stage": 3}),
+        replicas(2, {"steps": 10, "delay": 2, "compress": {"kind": "topk"}}, {"tp": 2}, zero={"stage": 2}),
+        replicas(2, {"steps": 10, "outer": "average", "shares": [3, 1], "compress": {"kind": "int8"}}, {"pp": 2}),
+    ],
+)
+def test_a_dry_rank_is_the_planned_one(sections: Sections) -> None:
+    """Bytes of states, calls and schedule of the last step of a round."""
+    config = small_config(**sections | {"train": sections["train"] | {"global_batch": 16}})
+    for rank in (0, 5):
+        one = compare(rank, run_rank(config, 8, rank, Device("meta")), expected(checked_job(config, 8), rank))
+        assert one["equal"], one

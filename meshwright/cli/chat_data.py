@@ -1,0 +1,98 @@
+"""`meshwright data chat`: conversations become token files with a loss mask, and five of them are shown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from meshwright.data.chat_prepare import ChatSummary, packing, prepare_chat
+from meshwright.errors import UserError
+from meshwright.show.terminal import console_for, printable, show
+from meshwright.show.units import percent
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+CHAT = """Write PREFIX.bin and PREFIX.idx, one conversation a document, and PREFIX.mask.bin and .idx, which say what is
+learned of it. Then print five conversations: what is learned is green (bad answers: red), all else dim.
+
+INPUT is a .jsonl file (or a .json list) of objects with: messages (role, content); conversations (from, value:
+sharegpt); prompt and completion; instruction, input and output (alpaca); prompt, chosen and rejected (preference
+pairs); or prompt, completion and label (judged answers). The chat template and the tokenizer are those of the
+model's folder."""
+LEARNED, BAD, ASIDE = "green", "red", "dim"
+
+
+def add_arguments(actions: Any, examples: str) -> None:
+    options = actions.add_parser(
+        "chat", help="turn conversations into token files with a loss mask", description=CHAT, epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    options.add_argument("inputs", nargs="+", metavar="INPUT.jsonl")
+    options.add_argument("--model", required=True, metavar="DIR", help="the model's folder: tokenizer, chat template")
+    options.add_argument("--out", required=True, metavar="PREFIX", help="where to write, without a suffix")
+    options.add_argument("--template", default="", metavar="FILE.jinja", help="another chat template than the model's")
+    options.add_argument("--seq", type=int, default=0, metavar="N", help="also say how samples of N tokens are filled")
+    options.add_argument("--force", action="store_true", help="write over existing output")
+    options.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the summary as JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.seq < 0:
+        raise UserError(f"--seq {args.seq} must be greater than zero")
+    summary, tokenizer, lengths = prepare_chat(args.inputs, args.out, args.model, args.template, args.force)
+    packed = packing(lengths, args.seq, 2 if summary.kind == "pairs" else 1) if args.seq else None
+    if args.json:
+        names = ("prefix", "kind", "conversations", "tokens", "learned", "longest", "files")
+        found = {name: getattr(summary, name) for name in names} | {"share": summary.share}
+        if packed:
+            found |= {"samples": packed[0], "cut": packed[1], "filled": packed[2]}
+        print(json.dumps(found))
+        return
+    console = console_for(sys.stdout)
+    for number, masked in enumerate(summary.samples, start=1):
+        show(console, sample_text(number, masked.tokens, masked.mask, tokenizer))
+    print(f"conversations  {summary.conversations:,} ({summary.kind}), the longest of {summary.longest:,} tokens")
+    print(f"tokens         {summary.tokens:,}, of which {summary.learned:,} are learned ({percent(summary.share)})")
+    _tell_packing(args.seq, packed)
+    _tell_files(summary)
+
+
+def sample_text(number: int, tokens: list[int], mask: list[int], tokenizer: Any) -> Text:
+    """Returns a conversation with what is learned of it in colour, runs of tokens at a time."""
+    from rich.text import Text
+
+    text, begin = Text(f"{number}: ", style="bold"), 0
+    pieces = tokenizer.pieces()
+    for at in range(1, len(tokens) + 1):
+        if at == len(tokens) or mask[at] != mask[begin]:
+            style = (ASIDE, LEARNED, BAD)[mask[begin]]
+            text.append(printable(spelled(tokens[begin:at], tokenizer, pieces).replace("\n", "\\n")), style)
+            begin = at
+    return text
+
+
+def spelled(ids: list[int], tokenizer: Any, pieces: list[str]) -> str:
+    """Returns the text of tokens, special ones by their names."""
+    found = ""
+    plain: list[int] = []
+    for token in ids:
+        if not tokenizer.decode([token]) and pieces[token]:
+            found, plain = found + (tokenizer.decode(plain) if plain else "") + pieces[token], []
+        else:
+            plain.append(token)
+    return found + (tokenizer.decode(plain) if plain else "")
+
+
+def _tell_packing(seq: int, packed: tuple[int, int, float] | None) -> None:
+    if packed:
+        samples, cut, filled = packed
+        print(f"packed         {samples:,} samples of {seq:,} tokens, {percent(filled)} filled, {cut:,} cut at the end")
+
+
+def _tell_files(summary: ChatSummary) -> None:
+    for path in summary.files:
+        print(f"wrote          {path} ({os.path.getsize(path):,} bytes)")

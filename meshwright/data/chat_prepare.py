@@ -1,0 +1,139 @@
+"""`meshwright data chat`: conversations become PREFIX.bin/.idx, one a document, and PREFIX.mask.bin/.idx, which says
+for every token whether it is learned. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.data.chat_template import Broken, ChatTemplate, Masked, load_template
+from meshwright.data.conversations import Conversation, Pair, Record, read_records
+from meshwright.data.packed import MASK, best_fit
+from meshwright.data.prepare import check_out
+from meshwright.data.token_file import METADATA_FORMAT
+from meshwright.data.token_writer import TokenFileWriter
+from meshwright.data.tokenizers import Tokenizer, load_tokenizer
+from meshwright.errors import UserError
+
+SHOWN = 5
+
+
+@dataclass
+class ChatSummary:
+    """What was written, and what a run at this sequence length would see of it."""
+
+    prefix: str
+    kind: str
+    conversations: int
+    tokens: int
+    learned: int
+    longest: int
+    files: list[str] = field(default_factory=list)
+    samples: list[Masked] = field(default_factory=list)
+
+    @property
+    def share(self) -> float:
+        return self.learned / max(1, self.tokens)
+
+
+def prepare_chat(
+    inputs: Sequence[str], out: str, model: str, template: str = "", force: bool = False,
+    advance: Callable[[int], None] = lambda count: None,
+) -> tuple[ChatSummary, Tokenizer, list[int]]:  # fmt: skip
+    """Writes the conversations of some files, and returns a summary, the tokenizer and each conversation's length."""
+    for prefix in (out, out + MASK):
+        check_out(prefix, force)
+    folder = Path(model)
+    rendered = load_template(folder) if not template else _named(template, folder)
+    tokenizer = _tokenizer(folder, rendered)
+    summary, lengths = ChatSummary(out, "", 0, 0, 0, 0), []
+    with TokenFileWriter(out, tokenizer.dtype) as tokens, TokenFileWriter(out + MASK, np.uint8) as masks:
+        for masked in _encoded(inputs, rendered, tokenizer, summary):
+            ids = np.asarray(masked.tokens, tokens.dtype)
+            tokens.add_documents(ids.tobytes(), [len(ids)])
+            masks.add_documents(bytes(masked.mask), [len(ids)])
+            lengths.append(len(ids))
+            summary.learned += sum(1 for each in masked.mask if each)
+            if len(summary.samples) < SHOWN:
+                summary.samples.append(masked)
+            advance(1)
+        if not lengths:
+            raise UserError(f"{', '.join(inputs)}: no conversation is there to learn from")
+        summary.conversations, summary.tokens, summary.longest = len(lengths), sum(lengths), max(lengths)
+        masks.finish()
+        tokens.finish({".json": _metadata(tokenizer, summary, rendered)})
+    summary.files = [out + suffix for suffix in (".bin", ".idx", ".json", f"{MASK}.bin", f"{MASK}.idx")]
+    return summary, tokenizer, lengths
+
+
+def _named(template: str, folder: Path) -> ChatTemplate:
+    try:
+        text = Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--template {template} can't be read ({error}): name a file of Jinja text") from None
+    try:
+        special = load_template(folder).special
+    except UserError:
+        special = {}
+    return ChatTemplate(text, special)
+
+
+def _tokenizer(folder: Path, template: ChatTemplate) -> Tokenizer:
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).is_file():
+            try:
+                return load_tokenizer(str(folder / name), template.special.get("eos_token"))
+            except UserError:
+                return load_tokenizer(str(folder / name))
+    raise UserError(f"{folder} has no tokenizer.json or tokenizer.model: name a model's folder with --model")
+
+
+def _encoded(
+    inputs: Sequence[str], template: ChatTemplate, tokenizer: Tokenizer, summary: ChatSummary
+) -> Iterator[Masked]:
+    for path in inputs:
+        for where, record in read_records(Path(path)):
+            kind = _kind(record)
+            if summary.kind not in ("", kind):
+                raise UserError(f"{where} is of another kind than the records before it: keep kinds in files apart")
+            summary.kind = kind
+            each = [record.chosen, record.rejected] if isinstance(record, Pair) else [record]
+            try:
+                yield from (_judged(one, template.encode(one, tokenizer)) for one in each)
+            except Broken as error:
+                raise UserError(f"{where}: {error}") from None
+
+
+def _kind(record: Record) -> str:
+    if isinstance(record, Pair):
+        return "pairs"
+    return "chat" if record.good is None else "judged"
+
+
+def _judged(conversation: Conversation, masked: Masked) -> Masked:
+    """Marks the tokens of an answer that was judged bad with a 2."""
+    return masked._replace(mask=[2 * each for each in masked.mask]) if conversation.good is False else masked
+
+
+def _metadata(tokenizer: Tokenizer, summary: ChatSummary, template: ChatTemplate) -> bytes:
+    found: dict[str, Any] = {
+        "format": METADATA_FORMAT, "version": 1, "tokenizer": tokenizer.recipe.spec, "tokenizer_file": None,
+        "tokenizer_digest": tokenizer.recipe.digest, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod,
+        "dtype": tokenizer.dtype.name, "documents": summary.conversations, "tokens": summary.tokens,
+        "chat": summary.kind, "learned": summary.learned, "template": template.text,
+    }  # fmt: skip
+    return json.dumps(found, indent=1).encode() + b"\n"
+
+
+def packing(lengths: Sequence[int], seq: int, unit: int) -> tuple[int, int, float]:
+    """Returns the samples of `seq` tokens that conversations fill, how many are cut, and the share without padding."""
+    most = seq // unit
+    taken = [min(length, most + 1) - 1 for length in lengths]
+    groups = [max(1, sum(taken[n : n + unit])) for n in range(0, len(taken), unit)]
+    bins = len(best_fit(groups, seq))
+    return bins, sum(length > most + 1 for length in lengths), sum(groups) / (bins * seq)

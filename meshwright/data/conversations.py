@@ -1,0 +1,157 @@
+"""Conversations from the formats that people have them in: messages, prompt and completion, alpaca, sharegpt,
+preference pairs and judged answers, each as a list of messages with roles. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.outside import parse_json
+
+Message = dict[str, Any]
+ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+    "bot": "assistant", "system": "system", "tool": "tool", "observation": "tool", "function": "tool",
+    "function_call": "assistant",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, the tools that they may call, and how the last answer was judged: None where it was not."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+    good: bool | None = None
+    only_last: bool = False  # whether the last answer alone is learned
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two conversations with the same beginning, of which the first was preferred."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+Record = Conversation | Pair
+
+
+def read_records(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yields the records of a .jsonl file, or of a .json file that holds a list, each with the words that name it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text: convert it") from None
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}") from None
+    if text.lstrip()[:1] == "[":
+        values = list(enumerate(_parsed(text, str(path)), start=1))
+        named = [(f"{path}, record {n}", value) for n, value in values]
+    else:
+        lines = ((n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip())
+        named = [(f"{path}, line {n}", _parsed(line, f"{path}, line {n}")) for n, line in lines]
+    for where, value in named:
+        if not isinstance(value, dict):
+            raise UserError(f"{where} holds a {type(value).__name__}, not an object with fields")
+        try:
+            yield where, record_of(value)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from None
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON ({error}): correct it") from None
+
+
+def record_of(value: dict[str, Any]) -> Record:
+    """Returns the record that an object of one of the known formats stands for. Raises ValueError for any other."""
+    tools = _tools(value.get("tools"))
+    if "chosen" in value and "rejected" in value:
+        return _pair(value, tools)
+    if "messages" in value:
+        return Conversation(_messages(value["messages"]), tools)
+    if "conversations" in value:
+        return Conversation(_system(value) + _messages(value["conversations"]), tools)
+    if "prompt" in value and "completion" in value:
+        label = value.get("label")
+        if label is not None and not isinstance(label, bool):
+            raise ValueError(f"label is {label!r}, not true or false")
+        asked, answer = _turn(value["prompt"], "user"), _turn(value["completion"], "assistant")
+        return Conversation(_system(value) + asked + answer, tools, label, only_last=True)
+    if "instruction" in value and "output" in value:
+        return Conversation(_system(value) + _alpaca(value), tools)
+    known = "messages; conversations; prompt and completion; instruction and output; chosen and rejected"
+    raise ValueError(f"its fields are {', '.join(map(str, value)) or 'none'}, and the known formats have {known}")
+
+
+def _pair(value: dict[str, Any], tools: list[Any] | None) -> Pair:
+    chosen, rejected = (_turn(value[key], "assistant") for key in ("chosen", "rejected"))
+    asked = _system(value) + (_turn(value["prompt"], "user") if "prompt" in value else [])
+    if not asked:  # whole conversations: what they share is the prompt
+        shared = 0
+        while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+            shared += 1
+        if not shared or shared in (len(chosen), len(rejected)):
+            raise ValueError("chosen and rejected have no prompt in common, or are the same")
+        asked, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    good, bad = (Conversation(asked + each, tools, only_last=True) for each in (chosen, rejected))
+    return Pair(good, bad)
+
+
+def _turn(value: Any, role: str) -> list[Message]:
+    """Returns a text as one message of a role, or a list of messages as it is."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, dict):
+        value = [value]
+    return _messages(value)
+
+
+def _messages(value: Any) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise ValueError("a conversation must be a list of messages")
+    found = []
+    for each in value:
+        if not isinstance(each, dict):
+            raise ValueError("a message must be an object with a role and a content")
+        role, content = each.get("role", each.get("from")), each.get("content", each.get("value"))
+        if role not in ROLES:
+            raise ValueError(f"the role {role!r} is not one of {', '.join(ROLES)}")
+        if not isinstance(content, (str, list, type(None))):
+            raise ValueError(f"the content of a message is a {type(content).__name__}, not a text")
+        rest = {key: item for key, item in each.items() if key not in ("role", "from", "content", "value")}
+        found.append({"role": ROLES[role], "content": "" if content is None else content, **rest})
+    return found
+
+
+def _system(value: dict[str, Any]) -> list[Message]:
+    return [{"role": "system", "content": value["system"]}] if value.get("system") else []
+
+
+def _alpaca(value: dict[str, Any]) -> list[Message]:
+    found = []
+    for asked, answer in value.get("history") or []:
+        found += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    asked = "\n".join(text for text in (value["instruction"], value.get("input") or "") if text)
+    if not all(isinstance(each, str) for each in (asked, value["output"])):
+        raise ValueError("instruction, input and output must be texts")
+    return [*found, {"role": "user", "content": asked}, {"role": "assistant", "content": value["output"]}]
+
+
+def _tools(value: Any) -> list[Any] | None:
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise ValueError("tools is a text that is no JSON") from None
+    if value and not isinstance(value, list):
+        raise ValueError("tools must be a list")
+    return value or None

@@ -1,0 +1,155 @@
+"""Losses over preferred and judged answers: equal to plain definitions in float64, on several layouts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import meshwright.parts.tuning as tuning
+from meshwright.config.rules import first_broken_rule
+from meshwright.config.sections import Config
+from meshwright.layout.params import Init
+from meshwright.models.gpt import GPTStage
+from meshwright.nn.linear import without_adapters
+from meshwright.train.step import Trainer
+from tests.support.oracle import EXACT, Pairs, gather_global, make_trainer, small_config, true_gradients, worst
+from tests.support.ranks import run_ranks
+
+SEQ = 24
+
+
+class Answers:
+    """Packed samples of two pairs of answers, or of four judged ones, of other lengths each, and some padding."""
+
+    def __init__(self, judged: bool, vocab: int = 53) -> None:
+        self.judged, self.vocab = judged, vocab
+
+    def sample(self, n: int) -> dict[str, np.ndarray]:
+        random = np.random.default_rng([5, n])
+        found = {key: np.zeros(SEQ, np.int64) for key in ("tokens", "labels", "loss_mask", "segments", "positions")}
+        begin = 0
+        for number in range(2 if n % 3 == 2 else 4):  # not as many in every sample
+            length = 3 + (n + number) % 3
+            ids, here = random.integers(0, self.vocab, length + 1), slice(begin, begin + length)
+            found["tokens"][here], found["labels"][here] = ids[:-1], ids[1:]
+            mark = 2 if self.judged and (n + number) % 2 else 1
+            found["loss_mask"][here] = np.where(np.arange(length) >= 1, mark, 0)
+            found["segments"][here], found["positions"][here] = number, np.arange(length)
+            begin += length
+        found["segments"][begin:], found["positions"][begin:] = number + 1, np.arange(SEQ - begin)
+        return found
+
+
+def config_of(loss: str, **more: dict[str, Any]) -> Config:
+    kind = "full" if loss in ("orpo", "simpo") else "lora"
+    sections: dict[str, Any] = {
+        "model": {"layers": 2, "hidden": 32, "heads": 4, "seq": SEQ, "vocab": 53, "position": "rope"},
+        "data": {"prefixes": ["made"], "objective": "preference"}, "train": {"global_batch": 8, "micro_batch": 2},
+        "tune": {"kind": kind, "rank": 4, "loss": loss, "beta": 0.3, "margin": 0.2},
+    }  # fmt: skip
+    return small_config(**{key: {**sections.get(key, {}), **more.get(key, {})} for key in {*sections, *more}})
+
+
+def trainer_of(config: Config, rank: int = 0, world: int = 1) -> Trainer:
+    return make_trainer(config, rank, world, Answers(config.tune.loss == "kto"))
+
+
+# Adapters that begin at zero would have half of their gradients zero.
+far = mock.patch.object(tuning, "ZEROS", Init("normal", 0.3))
+
+
+def logp(module: GPTStage, sample: dict[str, np.ndarray], segment: int) -> tuple[torch.Tensor, int]:
+    """The plain definition, of one conversation on its own."""
+    at = sample["segments"] == segment
+    ids, labels, mask = (torch.tensor(sample[key][at]) for key in ("tokens", "labels", "loss_mask"))
+    hidden, _ = module.trunk({"tokens": ids[None]})
+    assert module.head is not None
+    each = F.log_softmax(module.head.logits(hidden), -1).gather(1, labels[:, None])[:, 0]
+    return each[mask > 0].sum(), int((mask > 0).sum())
+
+
+def plain_loss(trainer: Trainer) -> torch.Tensor:
+    """The mean over the pairs, or the judged answers, of eight samples."""
+    (module,), tune = trainer.modules, trainer.ctx.config.tune
+    assert isinstance(module, GPTStage)
+    losses = []
+    for n in range(8):
+        sample = Answers(tune.loss == "kto").sample(n)
+        count = int(sample["segments"].max())
+        found = [logp(module, sample, segment) for segment in range(count)]
+        with torch.no_grad(), without_adapters(module):
+            before = [logp(module, sample, segment)[0] for segment in range(count)]
+        ratios = [value - old for (value, _), old in zip(found, before, strict=True)]
+        if tune.loss == "kto":
+            point = max(0.0, float(sum(ratios).detach()) / count)
+            for segment, ratio in enumerate(ratios):
+                good = int(sample["loss_mask"][sample["segments"] == segment].max()) == 1
+                losses.append(1 - torch.sigmoid(tune.beta * (ratio - point if good else point - ratio)))
+            continue
+        for pair in range(0, count, 2):
+            (a, na), (b, nb), ra, rb = *found[pair : pair + 2], *ratios[pair : pair + 2]
+            losses.append({
+                "dpo": lambda ra=ra, rb=rb: -F.logsigmoid(tune.beta * (ra - rb)),
+                "ipo": lambda ra=ra, rb=rb, na=na, nb=nb: (ra / na - rb / nb - 1 / (2 * tune.beta)) ** 2,
+                "simpo": lambda a=a, b=b, na=na, nb=nb: -F.logsigmoid(tune.beta * (a / na - b / nb) - tune.margin),
+                "orpo": lambda a=a, b=b, na=na, nb=nb: -a / na - tune.beta * F.logsigmoid(
+                    torch.log((a / na).exp() / (1 - (a / na).exp())) - torch.log((b / nb).exp() / (1 - (b / nb).exp()))
+                ),
+            }[tune.loss]())  # fmt: skip
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "orpo", "simpo", "kto"])
+def test_the_loss_and_its_gradients_are_those_of_the_definition(loss: str) -> None:
+    with far:
+        trainer, apart = trainer_of(config_of(loss)), trainer_of(config_of(loss))
+        for layer in apart.modules[0].modules():  # so that autograd gets the gradients of weights
+            getattr(layer, "sinks", {}).clear()
+        wanted = plain_loss(apart)
+        slots = [slot for buffer in apart.data_parallel.trained for slot in buffer.slots]
+        grads = torch.autograd.grad(wanted, [slot.parameter for slot in slots], allow_unused=True)
+        plain = {slot.record.name: (torch.zeros_like(slot.parameter) if grad is None else grad).numpy()
+                 for slot, grad in zip(slots, grads, strict=True)}  # fmt: skip
+        assert worst(true_gradients(trainer), plain)[0] < EXACT
+        assert trainer.step().loss == pytest.approx(float(wanted.detach()), rel=1e-12)
+
+
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"layout": {"tp": 2, "sequence_parallel": True}}),
+    (2, {"zero": {"stage": 3}, "recompute": {"mode": "full"}}),
+    (2, {"layout": {"tp": 2}, "train": {"micro_batch": 4}}),
+    (4, {"layout": {"tp": 2, "sequence_parallel": True}, "zero": {"stage": 2}}),
+]
+
+
+def gradients(rank: int, world: int, cases: list[tuple[str, dict[str, Any]]]) -> list[Pairs]:
+    with far:
+        return [true_gradients(trainer_of(config_of(loss, **more), rank, world)) for loss, more in cases]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_layout_gives_the_gradients_of_one_process(world: int) -> None:
+    losses = ("dpo", "orpo", "kto")
+    cases = [(loss, more) for ranks, more in LAYOUTS if ranks == world for loss in losses]
+    with far:
+        whole = {loss: gather_global(true_gradients(trainer_of(config_of(loss)))) for loss in losses}
+    for found in run_ranks(world, gradients, cases, deadline=200.0):
+        for (loss, more), pairs in zip(cases, found, strict=True):
+            assert worst(pairs, whole[loss])[0] < EXACT, (loss, more)
+
+
+def test_dpo_begins_at_log_2_and_what_it_can_not_do_is_refused() -> None:
+    """Adapters begin at zero, so a run begins as its reference."""
+    result = trainer_of(config_of("dpo")).step()
+    assert result.loss == math.log(2) and result.tokens == 14  # pairs of eight samples
+    said = first_broken_rule(config_of("dpo", layout={"pp": 2}), 2)
+    assert said is not None and "layout.pp" in said
+    said = first_broken_rule(config_of("dpo", tune={"kind": "full"}), 1)
+    assert said is not None and "use orpo or simpo" in said
