@@ -11,6 +11,7 @@ import sys
 from meshwright.checkpoint.companions import tokenizer_of_data
 from meshwright.cli import chat_data
 from meshwright.config.data import SPECIALS
+from meshwright.config.glm import BLANK_SPECIALS
 from meshwright.config.load import load_config
 from meshwright.config.rules import READING_RULES, check
 from meshwright.data.prepare import prepare
@@ -35,7 +36,8 @@ SHOW = """Print sample N of the data that a config names, as a model gets it.
 
 Of a token to predict, what the model sees comes first: {[MASK]=word} is masked, {other=word} was changed into another
 token and {word} stays as it is. In causal data, tokens without a loss are dim. Of spans that were taken out, <0>, <1>
-and so on stand in the input, and again, each before its span, in the target."""
+and so on stand in the input, and again, each before its span, in the target. Of blanks, the source comes first and then
+the spans that fill them, each after [sop] with the place that its first token has in the source."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
 
 def show_sample(args: argparse.Namespace) -> None:
     from meshwright.show.sample_view import sample_summary, sample_text
-    from meshwright.train.datasets import datasets_of, masking_of, spans_of
+    from meshwright.train.datasets import blanks_of, datasets_of, masking_of, spans_of
 
     config = load_config(args.config, args.overrides)
     check(config, config.layout.least_world, READING_RULES)
@@ -95,6 +97,8 @@ def show_sample(args: argparse.Namespace) -> None:
     if config.objective == "masked":
         named = zip(masking_of(config).specials, SPECIALS, strict=True)
         special = {token: f"[{name.upper()}]" for token, name in named}
+    elif config.objective == "blanks":
+        special = dict(zip(blanks_of(config).specials, (f"[{name}]" for name in BLANK_SPECIALS), strict=True))
     elif config.objective == "spans":
         spans = spans_of(config)
         special = {spans.sentinel - n: f"<{n}>" for n in range(spans.spans)} | {spans.eod: "[END]"}

@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     config = config_with(open_model(args.source)[1], args.sections)
     if config.model.kind == "bert":
         raise UserError(f"{args.source} is an encoder, which predicts masked tokens and no text: use meshwright eval")
+    if config.model.kind == "glm":
+        raise UserError(f"{args.source} fills in blanks, which can't be generated yet: use meshwright eval")
     check_cut(config, args.nproc)
     rules.check(config, args.nproc, rules.READING_RULES)
     args.ids = prompt_ids(args, tokenizer_of(args, config), config.model.vocab)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from meshwright.config.blocks import positive
+from meshwright.config.glm import BlanksConfig
 from meshwright.data.span_lengths import MEAN, SHARE
 from meshwright.errors import UserError
 
@@ -64,9 +65,10 @@ class DataConfig:
     any_tokenizer: bool = False  # take data that were made with another tokenizer than the model's
     eod: int = -1  # the end token's id; -1: from the file that `data prepare` wrote beside the tokens
     # auto: as model.kind has it; chat: the answers of conversations; preference: pairs of answers
-    objective: Literal["auto", "causal", "masked", "spans", "chat", "preference"] = "auto"
+    objective: Literal["auto", "causal", "masked", "spans", "blanks", "chat", "preference"] = "auto"
     masked: MaskedConfig = field(default_factory=MaskedConfig)
     spans: SpansConfig = field(default_factory=SpansConfig)
+    blanks: BlanksConfig = field(default_factory=BlanksConfig)
 
     def __post_init__(self) -> None:
         if not self.prefixes:

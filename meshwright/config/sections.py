@@ -38,8 +38,9 @@ AUTO_SAVE_S = 900.0  # between checkpoints, with every=auto
 FP8_UNIT = 16  # products in fp8 take multiples of this
 # Of a model: how it is trained, not what it computes.
 TRAINING_KEYS = {
-    "preset", "dropout", "attention_dropout", "embedding_dropout", "init_std", "predictions", "t5.decoder_seq",
-    "experts.bias_balance", "experts.aux_loss", "experts.aux_level", "experts.z_loss", "experts.capacity",
+    "preset", "dropout", "attention_dropout", "embedding_dropout", "embedding_grad", "init_std", "predictions",
+    "t5.decoder_seq", "experts.bias_balance", "experts.aux_loss", "experts.aux_level", "experts.z_loss",
+    "experts.capacity",
 }  # fmt: skip
 
 
@@ -52,14 +53,16 @@ class ModelConfig:
     heads: int
     vocab: int
     seq: int
-    kind: str = "gpt"  # which parts it is made of: gpt, bert, t5; a program may register kinds of its own
+    kind: str = "gpt"  # which parts it is made of: gpt, bert, t5, glm; a program may register kinds of its own
     preset: str = ""
     kv_heads: int = 0  # 0: as many as heads
     head_dim: int = 0  # 0: hidden / heads
     ffn: int = 0  # 0: 4 hidden, or for a gated MLP (...glu) 8/3 hidden rounded up to a multiple of 64
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = 1e-5
-    norm_place: Literal["pre", "post"] = "pre"  # before attention and MLP, or after their sums with the residual
+    # Before attention and MLP, or after their sums with the residual; deep: the residual is multiplied by
+    # sqrt(2 layers) in these sums, and values, output projections and MLPs begin with 1 / sqrt(2 layers) of init_std.
+    norm_place: Literal["pre", "post", "deep"] = "pre"
     mlp: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu", "geglu", "tanh_geglu", "reglu"] = "gelu"
     position: Literal["learned", "rope", "alibi", "relative", "none"] = "learned"  # relative: of a t5
     position_offset: int = 0  # rows of the position table before the first position (OPT: 2)
@@ -74,9 +77,10 @@ class ModelConfig:
     dropout: float = 0.0  # of what attention and MLP add to the residual
     attention_dropout: float | None = None  # of attention's shares; left out: as dropout
     embedding_dropout: float | None = None  # left out: as dropout
+    embedding_grad: float = 1.0  # the share of its gradient that the token embedding gets (GLM-130B: 0.1)
     tied_embeddings: bool = True
     init_std: float = 0.02  # of a t5: of the token embedding; products begin with it / sqrt(inputs)
-    token_types: int = 0  # rows of a table of token types, which say to which segment a token belongs (BERT: 2)
+    token_types: int = 0  # rows of a table of token types (BERT: 2, of segments; GLM: positions in a blank)
     pooler: bool = False  # of a bert: whether the first token is pooled, to learn the order of two segments
     predictions: int = 0  # of a bert: the most tokens of a sample that are masked; 0: 15 %
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
@@ -93,8 +97,12 @@ class ModelConfig:
             if not 0.0 <= share < 1.0:
                 raise UserError(f"model.{key}={share} must be at least 0 and below 1")
             object.__setattr__(self, key, share)
-        if self.norm_place == "post" and self.parallel_residual:
-            raise UserError("model.norm_place=post can't be combined with model.parallel_residual: set it to false")
+        if self.norm_place != "pre" and self.parallel_residual:
+            raise UserError(
+                f"model.norm_place={self.norm_place} can't be combined with model.parallel_residual: set it to false"
+            )
+        if not 0.0 < self.embedding_grad <= 1.0:
+            raise UserError(f"model.embedding_grad={self.embedding_grad:g} must be above 0 and at most 1")
         if not self.head_dim and not self.latent.kv_rank and self.hidden % self.heads:
             raise UserError(
                 f"model.heads={self.heads} does not divide model.hidden={self.hidden}: "
@@ -102,10 +110,12 @@ class ModelConfig:
             )
         gated = -(-8 * self.hidden // 3 // 64) * 64
         latent_dim = self.latent.nope_dim + self.latent.rope_dim if self.latent.kv_rank else 0
+        two = self.kind == "glm" and self.position == "learned"  # a second table, of positions in a blank
         derived = {
             "kv_heads": self.heads if self.latent.kv_rank else self.kv_heads or self.heads,
             "head_dim": latent_dim or self.head_dim or self.hidden // self.heads,
             "predictions": self.predictions or (max(1, round(0.15 * self.seq)) if self.kind == "bert" else 0),
+            "token_types": self.token_types or (self.seq + 1 if two else 0),
             "ffn": self.ffn or (gated if self.mlp.endswith("glu") else 4 * self.hidden),
         }
         for key, value in derived.items():
@@ -346,12 +356,12 @@ class Config:
         """What is learned: the next token (causal), masked ones, or spans that were taken out."""
         if self.data.objective != "auto":
             return self.data.objective
-        return {"bert": "masked", "t5": "spans"}.get(self.model.kind, "causal")
+        return {"bert": "masked", "t5": "spans", "glm": "blanks"}.get(self.model.kind, "causal")
 
     @property
     def has_segments(self) -> bool:
         """Whether samples say which of their tokens see each other: those of one document, or all but the padding."""
-        return self.data.reset_attention or self.objective in ("masked", *PACKED)
+        return self.data.reset_attention or self.objective in ("masked", "blanks", *PACKED)
 
     @property
     def drops(self) -> bool:

@@ -105,6 +105,8 @@ def _model(its: ModelConfig, stages: int, tp: int) -> ModelConfig:
     return replace(
         its, preset="", layers=2 * stages, hidden=HIDDEN, heads=heads, kv_heads=grouped, head_dim=0, vocab=VOCAB,
         seq=SEQ,
-        ffn=max(unit, math.ceil(HIDDEN * its.ffn / its.hidden / unit) * unit), experts=experts, latent=latent,
+        ffn=max(unit, math.ceil(HIDDEN * min(8.0, its.ffn / its.hidden) / unit) * unit), experts=experts, latent=latent,
         rope_scaling=scaling, predictions=0,
+        token_types=0 if its.kind == "glm" else its.token_types,
+        t5=replace(its.t5, encoder_layers=0, decoder_seq=0),
     )  # fmt: skip

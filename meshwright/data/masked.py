@@ -63,8 +63,9 @@ class DocumentPieces:
         return keyed_permutation(self.epoch_samples, self.seed, self.stream, "pieces", epoch)
 
     def own_labels(self, n: int) -> int:
-        """Returns how many labels of sample n belong to its epoch: all of them."""
-        return self.seq
+        """Returns how many labels of sample n belong to its epoch: all of them, and samples may have more than a piece
+        has tokens."""
+        return 2 * self.seq
 
     def sample(self, n: int) -> Piece:
         epoch, at = divmod(n, self.epoch_samples)

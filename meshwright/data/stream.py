@@ -9,6 +9,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.blanks import BlankOptions, BlankStream
 from meshwright.data.blend import Blend, FromFile, Numbered
 from meshwright.data.dataset import GPTDataset, TooSmall
 from meshwright.data.masked import DocumentPieces, MaskedStream, Masking
@@ -70,11 +71,14 @@ class SampleStream:
         return self.source.source_of(n) if isinstance(self.source, Blend) else ""
 
 
+Stream = SampleStream | MaskedStream | SpanStream | BlankStream
+
+
 class OneEpoch:
     """At most `limit` samples of a stream, all from its first epoch. Each token is a label once: where a sample goes on
     into the second epoch it has no loss, and a sample that lies wholly beyond it is left out."""
 
-    def __init__(self, stream: SampleStream | MaskedStream | SpanStream, limit: int) -> None:
+    def __init__(self, stream: Stream, limit: int) -> None:
         self.stream, source = stream, stream.source
         self._numbers = list(islice((n for n in range(source.epoch_samples) if source.own_labels(n)), limit))
         self.samples = len(self._numbers)
@@ -113,10 +117,12 @@ def build_datasets(
     drawn: bool = False,
     masking: Masking | None = None,
     spans: SpanOptions | None = None,
-) -> list[SampleStream | MaskedStream | SpanStream | None]:
+    blanks: BlankOptions | None = None,
+) -> list[Stream | None]:
     """Returns the train, valid and test streams of token files, blended by `weights` (None: by their tokens). Each file
     is split by documents, in their order or `drawn` from all over it; a part whose share is 0 is None. With `masking`,
-    samples have masked tokens; with `spans`, spans of them are taken out."""
+    samples have masked tokens; with `spans`, spans of them are taken out, and with
+    `blanks` blanks are filled in."""
     files = [TokenFile(prefix) for prefix in prefixes]
     found = [file.metadata() for file in files]
     _check_tokenizers(files, found)
@@ -124,7 +130,8 @@ def build_datasets(
     vocab = max((int(entry["vocab_size"]) for entry in found if entry), default=None)
     if weights is None:
         weights = [file.token_count for file in files]
-    streams: list[SampleStream | MaskedStream | SpanStream | None] = []
+    streams: list[Stream | None] = []
+    cut = masking or blanks  # samples are made of pieces of documents
     for part, name in enumerate(SPLIT_NAMES):
         if not split[part]:
             streams.append(None)
@@ -134,19 +141,23 @@ def build_datasets(
             documents = split_documents(file.document_count, split)[part]
             try:
                 key = f"{name}/{number}"
-                if masking is None:
+                if cut is None:
                     datasets.append(GPTDataset(file, spans.tokens if spans else seq, seed, documents, key, drawn))
                 else:
-                    datasets.append(DocumentPieces(file, seq - masking.added, seed, documents, key, drawn))
+                    datasets.append(DocumentPieces(file, seq - cut.added, seed, documents, key, drawn))
             except TooSmall as error:
                 raise UserError(f"the {name} part is too small: {error}") from None
         source: Numbered = datasets[0] if len(datasets) == 1 else Blend(datasets, weights, seed)
         if spans is not None:
             streams.append(SpanStream(source, spans, seed, name, vocab))
-        elif masking is None:
+            continue
+        if cut is None:
             streams.append(SampleStream(source, options, vocab))
-        else:
-            needed = None if vocab is None else max(vocab, *(id + 1 for id in masking.specials))
+            continue
+        needed = None if vocab is None else max(vocab, *(id + 1 for id in cut.specials))
+        if blanks is not None:
+            streams.append(BlankStream(source, blanks, seed, name, needed))
+        elif masking is not None:
             streams.append(MaskedStream(source, seq, masking, seed, name, needed))
     return streams
 

@@ -18,6 +18,7 @@ from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.meta_mode import MetaMode, SavedBytes
 from meshwright.dryrun.stand_ins import (
+    RandomBlanks,
     RandomMasked,
     RandomSpans,
     RandomTokens,
@@ -86,7 +87,7 @@ def make_rank(config: Config, world: int, rank: int, device: Device) -> Trainer:
     return trainer
 
 
-def samples_of(ctx: Context) -> RandomTokens | RandomMasked | RandomSpans:
+def samples_of(ctx: Context) -> RandomTokens | RandomMasked | RandomSpans | RandomBlanks:
     """Returns random tokens whose embeddings this rank holds: others are rows of zeros to it, which norms blow up."""
     c, tp_rank = ctx.config, max(0, ctx.mesh.tp.index)
     rows = vocabulary_rows(c.model.vocab, ctx.at)
@@ -94,6 +95,8 @@ def samples_of(ctx: Context) -> RandomTokens | RandomMasked | RandomSpans:
     held, more = min(rows, c.model.vocab - first), set(data_fields(c)) & {"positions", "segments"}
     if c.objective == "masked":
         return RandomMasked(c.model, held, first)
+    if c.objective == "blanks":
+        return RandomBlanks(c.model, held, first)
     if c.objective == "spans":
         return RandomSpans(c.model, held, first)
     return RandomTokens(held, c.model.seq, first, sorted(more))

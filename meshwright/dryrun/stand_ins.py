@@ -118,6 +118,20 @@ class RandomMasked:
         return found | ({"swapped": np.asarray(n % 2)} if m.pooler else {})
 
 
+class RandomBlanks:
+    """Samples with one blank, the second half: random ids from `first` on without padding."""
+
+    def __init__(self, model: ModelConfig, vocab: int, first: int = 0) -> None:
+        self.model, self.vocab, self.first = model, vocab, first
+
+    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
+        m, at = self.model, np.arange(self.model.seq)
+        ids = np.random.default_rng(n).integers(self.first, self.first + self.vocab, m.seq + 1)
+        later = (at >= m.seq // 2).astype(np.int64)
+        found = {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": later, "positions": at, "segments": later}
+        return found | ({"token_types": later * (at - m.seq // 2 + 1)} if m.token_types else {})
+
+
 class RandomSpans:
     """Samples for an encoder-decoder: random ids from `first` on, all of whose targets count."""
 

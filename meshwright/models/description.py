@@ -118,9 +118,14 @@ def t5(model: ModelConfig) -> EncoderDecoder:
     )  # fmt: skip
 
 
+def glm(model: ModelConfig) -> Model:
+    """Describes a decoder that sees the first segment of a sample, its source, as a whole."""
+    return replace(gpt(model), prefix=True)
+
+
 def norm_part(model: ModelConfig) -> NormPart:
     """Describes the norm of a branch: the product after it keeps its output."""
-    bias, post = model.norm == "layernorm" and model.bias, model.norm_place == "post"
+    bias, post = model.norm == "layernorm" and model.bias, model.norm_place != "pre"
     return NormPart(model.norm, model.hidden, model.norm_eps, bias, fuses=not post)
 
 
@@ -146,11 +151,16 @@ def embedding_unit(model: ModelConfig) -> Unit:
 
 def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
     """Describes the blocks. Projections back into the residual stream start smaller, as in GPT-2, unless a norm follows
-    each sum."""
-    normal, post = Init("normal", model.init_std), model.norm_place == "post"
-    small = normal if post else Init("normal", model.init_std / math.sqrt(2 * model.layers))
-    norm, attention = norm_part(model), attention_part(model, normal, small)
-    mlp = MLPPart(model.mlp, model.hidden, model.ffn, normal, small, model.bias)
+    each sum; with DeepNorm also values and the MLP's first product do."""
+    normal, place = Init("normal", model.init_std), model.norm_place
+    small = normal if place == "post" else Init("normal", model.init_std / math.sqrt(2 * model.layers))
+    rows = inner = normal
+    if place == "deep":  # the rows of queries and keys come before those of values
+        inner = small
+        rows = replace(small, first=(model.heads + model.kv_heads) * model.head_dim, first_std=normal.std)
+    norm, attention = norm_part(model), attention_part(model, rows, small)
+    mlp = MLPPart(model.mlp, model.hidden, model.ffn, inner, small, model.bias)
+    residual = math.sqrt(2 * model.layers) if place == "deep" else 1.0
 
     def block(*last: tuple[str, Part]) -> BlockUnit:
         # Experts and latent attention state themselves what they keep of their norm.
@@ -158,7 +168,7 @@ def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
         second = replace(norm, keeps_output=False) if last[0][0] == "experts" else replace(norm, of_mlp=True)
         parts = [("norm1", first), ("attention", attention), ("norm2", second), *last]
         named = tuple(NamedPart(key, key, part) for key, part in parts)
-        return BlockUnit(named, model.hidden, model.parallel_residual, model.dropout, post)
+        return BlockUnit(named, model.hidden, model.parallel_residual, model.dropout, place != "pre", residual)
 
     dense, mixed = block(("mlp", mlp)), block(("experts", experts(model, mlp)))
     return tuple(mixed if model.experts.in_block(layer) else dense for layer in range(model.layers))
@@ -192,7 +202,7 @@ def experts(model: ModelConfig, mlp: MLPPart) -> ExpertsPart:
 
 
 # Kinds of models, by the config's `model.kind`. A program may add its own.
-MODELS: dict[str, Callable[[ModelConfig], Model]] = {"gpt": gpt, "bert": bert, "t5": t5}
+MODELS: dict[str, Callable[[ModelConfig], Model]] = {"gpt": gpt, "bert": bert, "t5": t5, "glm": glm}
 
 
 def describe(model: ModelConfig) -> Model:
@@ -312,6 +322,9 @@ def data_fields(config: Config) -> list[str]:
     if config.objective == "masked":
         names = ["tokens", "token_types", "segments", "places", "labels", "loss_mask"]
         return names + (["swapped"] if config.model.pooler else [])
+    if config.objective == "blanks":
+        names = ["tokens", "labels", "loss_mask", "positions", "segments"]
+        return names + (["token_types"] if config.model.token_types else [])
     if config.objective == "spans":
         return ["tokens", "decoder_tokens", "labels", "loss_mask"]
     names, packed = ["tokens", "labels", "loss_mask"], config.objective in PACKED

@@ -23,6 +23,7 @@ from meshwright.nn.attention import KVCache
 from meshwright.nn.build import Block, build_module
 from meshwright.nn.context import ContextRows
 from meshwright.nn.documents import Documents
+from meshwright.nn.embedding import ScaledGrad
 from meshwright.nn.experts import RoutedInputs, Saved
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.pieces import Rows
@@ -38,15 +39,18 @@ Batch = dict[str, Tensor]
 class Embedding(nn.Module):
     """Maps token ids [batch, seq] to activations [tokens, hidden] (this rank's rows under sequence parallelism)."""
 
-    def __init__(self, parallel: Parallel, unit: Unit, records: Records, p: float) -> None:
+    def __init__(self, parallel: Parallel, unit: Unit, records: Records, p: float, grad_share: float = 1.0) -> None:
+        """`p`: the share that is dropped; `grad_share`: that of its gradient which the token table gets."""
         super().__init__()
         built = {key: build_module(part, parallel, records_under(records, key)) for key, _, part in unit.parts}
         self.tokens, self.positions, self.norm = built["tokens"], built.get("positions"), built.get("norm")
         self.types = built.get("types")
-        self.p, self.parallel = p, parallel
+        self.p, self.parallel, self.grad_share = p, parallel, grad_share
 
     def forward(self, ids: Tensor, positions: Tensor | None, types: Tensor | None = None) -> Tensor:
         x: Tensor = self.tokens(ids.flatten())
+        if self.grad_share != 1.0:
+            x = ScaledGrad.apply(x, self.grad_share)
         if self.positions is not None:
             if positions is None:
                 positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -79,7 +83,7 @@ class GPTStage(nn.Module):
         for key, prefix, unit in model.units(stage):
             records = unit.records(at, prefix)
             if key == "embedding":
-                self.embedding = Embedding(parallel, unit, records, c.embedding_dropout or 0.0)
+                self.embedding = Embedding(parallel, unit, records, c.embedding_dropout or 0.0, c.embedding_grad)
             elif key == "head":
                 head = (MaskedHead if model.predictions else Head)(parallel, unit, records, c.vocab)
             else:
@@ -92,7 +96,7 @@ class GPTStage(nn.Module):
         if model.tied and self.embedding is not None and self.head is not None:
             # Across stages, each end holds a copy and the gradients are summed.
             self.head.output.weight = self.embedding.tokens.get_parameter("weight")
-        self.causal = model.causal
+        self.causal, self.prefix = model.causal, model.prefix
         self._offer(config, at)
 
     def _offer(self, config: Config, at: Coordinate) -> None:
@@ -208,7 +212,9 @@ class GPTStage(nn.Module):
 
     def _documents(self, batch: Batch, device: torch.device) -> Documents | None:
         """Returns where documents begin; None where attention is plainly causal, or to all tokens."""
-        return Documents.of(_read(batch, "segments"), device, self.causal) if "segments" in batch else None
+        if "segments" not in batch:
+            return None
+        return Documents.of(_read(batch, "segments"), device, self.causal, self.prefix)
 
     def _run(self, shared: BlockInputs, layers: list[int], hidden: Tensor, again: bool) -> tuple[Tensor, ...]:
         """Returns `hidden` after these blocks and, if they add to the loss, the sums of their terms. `again` says that

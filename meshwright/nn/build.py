@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.layout.params import records_under
@@ -76,7 +77,7 @@ class Block(nn.Module):
         self.branches = [(norm.key, body.key) for norm, body in block.branches]
         for key, _, part in block.parts:
             self.add_module(key, build_module(part, parallel, records_under(records, key)))
-        self.parallel_residual, self.p = block.parallel, block.dropout
+        self.parallel_residual, self.p, self.residual = block.parallel, block.dropout, block.residual
         self.no_norm = NoNorm() if block.post_norm else None
         self.shares_sequences = parallel.context is not None
         self.stream = parallel.streams.own if parallel.splits_tokens else parallel.streams.same
@@ -96,7 +97,9 @@ class Block(nn.Module):
             losses = terms[0] if terms else losses
             if self.p and self.training:
                 change = dropout(change, self.p, self.stream)
-            if total is None:
+            if self.residual != 1.0:
+                total = torch.add(change, source, alpha=self.residual)
+            elif total is None:
                 x, total = source, source + change
             else:
                 total = (total if self.parallel_residual else source) + change

@@ -19,20 +19,28 @@ aten: Any = torch.ops.aten
 
 class Documents(NamedTuple):
     """Where the documents of a micro-batch begin among its tokens, and where the last one ends, on the device and on
-    the host; and whether a token sees only those before it. A sample's padding is a document too."""
+    the host; whether a token sees only those before it; and, if some begin with tokens that all of a document sees, how
+    many, on the host. A sample's padding is a document too."""
 
     starts: Tensor
     on_host: Tensor
     causal: bool = True
+    prefixes: Tensor | None = None
 
     @staticmethod
-    def of(segments: np.ndarray[Any, Any], device: torch.device, causal: bool = True) -> Documents:
-        """`segments` [batch, seq] number the documents of each sample; none goes beyond its sample."""
-        begins = np.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
+    def of(
+        segments: np.ndarray[Any, Any], device: torch.device, causal: bool = True, prefix: bool = False
+    ) -> Documents:
+        """`segments` [batch, seq] number the documents of each sample; none goes beyond its sample. With `prefix`,
+        segment 0 is the part of its sample's first document that all of it sees, and segment 1 the rest."""
+        known = np.maximum(segments, 1) if prefix else segments
+        begins = np.diff(known, axis=1, prepend=known[:, :1] - 1) != 0
         starts = np.append(np.flatnonzero(begins), segments.size).astype(np.int32)
-        found = Documents(upload(torch.from_numpy(starts), device), torch.from_numpy(starts), causal)
+        counts = np.add.reduceat((segments == 0).ravel(), starts[:-1], dtype=np.int32)
+        seen = torch.from_numpy(counts) if prefix else None
+        found = Documents(upload(torch.from_numpy(starts), device), torch.from_numpy(starts), causal, seen)
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes a second
-            for x in found[:2]:
+            for x in (found.starts, found.on_host, *(() if seen is None else (seen,))):
                 torch._dynamo.maybe_mark_dynamic(x, 0)  # micro-batches have other numbers of documents
         return found
 
@@ -45,21 +53,23 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents) ->
 
 @custom_op("meshwright::document_attention", mutates_args=())
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, on_host: Tensor, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Returns the result, and the log-sums [heads, tokens]."""
-    if _in_one_call(q):
+    if _in_one_call(q, prefixes):
         longest = int(on_host.diff().max())
         tokens = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         out, sums = aten._flash_attention_forward(*tokens, starts, starts, longest, longest, 0.0, causal, False)[:2]
         return out.unflatten(0, (q.shape[0], -1)).transpose(1, 2), sums
-    sight, found = _sight(q, on_host, causal), Merged(q, v.shape[-1])
+    sight, found = _sight(q, on_host, causal, prefixes), Merged(q, v.shape[-1])
     attend(q, k, v, sight, found)
     return found.out.to(q.dtype), found.sums.transpose(0, 1).flatten(1)
 
 
 @_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, on_host: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None
+) -> tuple[Tensor, Tensor]:
     batch, heads, seq, _ = q.shape
     out = q.new_empty((batch, seq, heads, v.shape[-1])).transpose(1, 2)
     return out, q.new_empty((heads, batch * seq), dtype=wide(q.dtype))
@@ -68,9 +78,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, on_host: Tensor, causal: 
 @custom_op("meshwright::document_attention_backward", mutates_args=())
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, on_host: Tensor,
-    causal: bool,
+    prefixes: Tensor | None, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if _in_one_call(q):
+    if _in_one_call(q, prefixes):
         longest, batch = int(on_host.diff().max()), q.shape[0]
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
         tokens = (x.transpose(1, 2).flatten(0, 1) for x in (grad, q, k, v, out))
@@ -81,14 +91,14 @@ def _backward(
         return dq, dk, dv
     dq = no_gradient(q)
     total = sums.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
-    dk, dv = attend_backward(q, k, v, _sight(q, on_host, causal), grad, out, total, dq)
+    dk, dv = attend_backward(q, k, v, _sight(q, on_host, causal, prefixes), grad, out, total, dq)
     return tuple(_by_rows(x.to(q.dtype)) for x in (dq, dk, dv))  # type: ignore[return-value]
 
 
 @_backward.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, on_host: Tensor,
-    causal: bool,
+    prefixes: Tensor | None, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return tuple(_by_rows(torch.empty_like(x)) for x in (q, k, v))  # type: ignore[return-value]
 
@@ -99,29 +109,35 @@ def _by_rows(x: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, starts, on_host, ctx.causal = inputs
-    ctx.save_for_backward(q, k, v, *output, starts, on_host)
+    q, k, v, starts, on_host, ctx.causal, prefixes = inputs
+    ctx.save_for_backward(q, k, v, *output, starts, on_host, prefixes)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (*_backward(grad, *ctx.saved_tensors, ctx.causal), None, None, None)
+    return (*_backward(grad, *ctx.saved_tensors, ctx.causal), None, None, None, None)
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)
 
 
-def _in_one_call(q: Tensor) -> bool:
-    return q.is_cuda and fused(q)
+def _in_one_call(q: Tensor, prefixes: Tensor | None) -> bool:
+    return q.is_cuda and fused(q) and prefixes is None
 
 
-def _sight(q: Tensor, on_host: Tensor, causal: bool) -> Sight:
+def _sight(q: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None) -> Sight:
     """Returns what the tokens see. Queries see keys up to their own number, so those with higher numbers than all keys
-    see whole documents."""
+    see whole documents. Queries of a prefix lie between the keys of the prefix and those after it."""
     batch, seq = q.shape[0], q.shape[2]
     lengths = on_host.diff().numpy()
     documents = np.repeat(np.arange(len(lengths)), lengths).reshape(batch, seq)
     numbers = np.arange(seq, dtype=np.int64)[None].repeat(batch, 0)
+    if prefixes is not None:
+        starts = on_host[:-1].numpy()
+        places = np.arange(batch * seq).reshape(batch, seq) - starts[documents]
+        first = places < prefixes.numpy()[documents]
+        keys = Rows(np.where(first, numbers, numbers + 2 * seq), documents)
+        return Sight(Rows(np.where(first, numbers + seq, numbers + 2 * seq), documents), keys, q.device)
     keys = Rows(numbers, documents)
     return Sight(keys if causal else Rows(numbers + seq, documents), keys, q.device)

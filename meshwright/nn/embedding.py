@@ -34,6 +34,19 @@ class TableRows(torch.autograd.Function):
         return None, None, None, None
 
 
+class ScaledGrad(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.share, None
+
+
 class TokenEmbedding(nn.Module):
     """Maps ids [tokens] to activations [tokens, hidden], or to this rank's rows of them under sequence parallelism."""
 

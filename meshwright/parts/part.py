@@ -262,6 +262,7 @@ class BlockUnit(Unit):
     parallel: bool = False
     dropout: float = 0.0
     post_norm: bool = False
+    residual: float = 1.0  # what x is multiplied by in the sums
 
     __hash__ = hash_once
 
@@ -328,6 +329,7 @@ class Model:
     causal: bool = True  # whether a token sees only those before it
     predictions: int = 0  # tokens of a sample that are predicted, where they are chosen ones; 0: all
     terms: tuple[str, ...] = ("loss",)  # of the loss, beside those that parts of blocks add
+    prefix: bool = False  # of a causal one: whether the first segment of a sample is seen as a whole
 
     __hash__ = hash_once
 

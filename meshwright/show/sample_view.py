@@ -21,6 +21,8 @@ def sample_text(sample: Mapping[str, Any], spelling: Spelling, special: Mapping[
     and then the target. `special` tokens have names."""
     from rich.text import Text
 
+    if "labels" in sample and is_blanks(sample):
+        return _blank_text(sample, spelling, special)
     if "decoder_tokens" in sample:
         return _span_text(sample, spelling, special)
     masked = "places" in sample
@@ -44,6 +46,31 @@ def sample_text(sample: Mapping[str, Any], spelling: Spelling, special: Mapping[
             text.append(spelled(token), "" if sample["loss_mask"][at] else ASIDE)
     if count < len(tokens):
         text.append(f" + {len(tokens) - count} of padding", ASIDE)
+    return text
+
+
+def is_blanks(sample: Mapping[str, Any]) -> bool:
+    """Whether a sample has blanks: a source, and then the spans that fill them."""
+    return "positions" in sample and "segments" in sample and not sample["loss_mask"][0]
+
+
+def _blank_text(sample: Mapping[str, Any], spelling: Spelling, special: Mapping[int, str]) -> Text:
+    """Draws the source of a sample with blanks and, on lines of their own, the spans that fill them."""
+    from rich.text import Text
+
+    text = Text()
+    segments, positions = sample["segments"].tolist(), sample["positions"].tolist()
+    for token, segment, place in zip(sample["tokens"].tolist(), segments, positions, strict=True):
+        if segment > 1:
+            break
+        name = special.get(token)
+        begins = segment == 1 and name is not None
+        text.append(f"\n{place}: {name} " if begins else name or "", ASIDE if begins else LEARNED)
+        if name is None:
+            shown = printable(spelling(token).replace("\n", "\\n").replace("\t", "\\t"))
+            text.append(shown, CHANGED if segment else "")
+    if left := segments.count(2):
+        text.append(f" + {left} of padding", ASIDE)
     return text
 
 
@@ -77,6 +104,10 @@ def _how(token: int, label: int, special: Mapping[int, str]) -> str:
 def sample_summary(sample: Mapping[str, Any], special: Mapping[int, str]) -> str:
     """Says in one line what is learned of a sample."""
     tokens = sample["tokens"]
+    if is_blanks(sample):
+        source, spans = (int((sample["segments"] == n).sum()) for n in (0, 1))
+        blanks = sum(special.get(token, "").endswith("MASK]") for token in tokens[:source].tolist())
+        return f"{source + spans} tokens of {len(tokens)}, a source of {source} with {plural(blanks, 'blank')}"
     if "decoder_tokens" in sample:
         spans = sum(special.get(token, "").startswith("<") for token in tokens.tolist())
         target = int(sample["loss_mask"].sum())

@@ -9,7 +9,9 @@ import numpy as np
 
 from meshwright.checkpoint.companions import tokenizer_of_data
 from meshwright.config.data import PACKED, SPECIALS
+from meshwright.config.glm import BLANK_SPECIALS
 from meshwright.config.sections import Config
+from meshwright.data.blanks import BlankOptions
 from meshwright.data.blend import Blend
 from meshwright.data.masked import Masking
 from meshwright.data.packed import PackedStream, is_chat, packed_datasets
@@ -102,6 +104,29 @@ def spans_of(config: Config) -> SpanOptions:
     return found
 
 
+def blanks_of(config: Config) -> BlankOptions:
+    """How blanks are made. Special tokens without ids in the config are the five after the tokenizer's last."""
+    m, b, prefix = config.model, config.data.blanks, config.data.prefixes[0]
+    tokenizer = tokenizer_of_data(config.data.prefixes)
+    used = 0 if tokenizer is None else len(tokenizer.pieces())
+    used = used or int((read_metadata(prefix) or {}).get("vocab_size", 0))
+    specials = b.specials or (tuple(range(used, used + len(BLANK_SPECIALS))) if used else ())
+    if not specials:
+        names = ", ".join(f"[{name}]" for name in BLANK_SPECIALS)
+        raise UserError(
+            f"{prefix}.json does not say which tokens there are: set data.blanks.specials to the ids of {names}"
+        )
+    if max(specials) >= m.vocab:
+        raise UserError(
+            f"model.vocab={m.vocab} leaves no room for the special tokens {list(specials)}: set "
+            f"model.vocab={max(specials) + 1} or more"
+        )
+    found = BlankOptions(m.seq, b.short, b.share, b.mean, b.least, specials, bool(m.token_types))
+    if found.added >= m.seq // 2:
+        raise UserError(f"model.seq={m.seq} is too short for blanks, of which {found.added // 2} may come: raise it")
+    return found
+
+
 def datasets_of(config: Config) -> tuple[Any, Any, Any]:
     """Train, valid and test (None where the split leaves none); raises for every mistake that the files show."""
     d = config.data
@@ -112,7 +137,8 @@ def datasets_of(config: Config) -> tuple[Any, Any, Any]:
         raise UserError(f"{held[0]} holds conversations, whose loss is masked: set data.objective=chat or preference")
     masking = masking_of(config) if config.objective == "masked" else None
     spans = spans_of(config) if config.objective == "spans" else None
-    how = (config.model.seq, config.train.seed, options, d.draw_split, masking, spans)
+    blanks = blanks_of(config) if config.objective == "blanks" else None
+    how = (config.model.seq, config.train.seed, options, d.draw_split, masking, spans, blanks)
     return _checked(config, build_datasets(d.prefixes, d.weights or None, d.split, *how))
 
 

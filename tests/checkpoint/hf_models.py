@@ -47,6 +47,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Config",
         {**LLAMA, "head_dim": 8, "num_key_value_heads": 1, "rope_scaling": {**YARN, "truncate": False}},
     ),
+    "glm": ("GlmConfig", {**LLAMA, "pad_token_id": 0}),
+    "glm-no-bias": ("GlmConfig", {**LLAMA, "pad_token_id": 0, "head_dim": 16, "attention_bias": False}),
     "mistral": ("MistralConfig", {**LLAMA, "sliding_window": 96}),
     "gpt-neox": ("GPTNeoXConfig", {**SIZES, "intermediate_size": 48, "max_position_embeddings": 96}),
     "gpt-neox-in-series": (

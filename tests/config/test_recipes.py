@@ -25,7 +25,7 @@ NEEDED = {"model", "train", "optimizer", "lr", "data", "run", "recipe"}
 # Of a model: sizes, which a twin has its own of.
 SIZES = {
     "preset", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "seq", "ffn", "predictions", "experts",
-    "latent", "rope_scaling",
+    "latent", "rope_scaling", "t5",
 }  # fmt: skip
 
 

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "tp-selective": (2, {"layout": {"tp": 2}, "recompute": {"mode": "selective"}, "model": {"vocab": 51}}),
     # To files: what goes to the host's memory stays where it is on a real rank here, whose device is the host.
     "zero3-offload": (2, {"zero": {"stage": 3, "offload": DISK}, "train": BF16}),
+    "glm": (4, {"layout": {**SP, "pp": 2}, "model": {"kind": "glm"}, "train": BF16}),
     "bert": (4, {"layout": {**SP, "pp": 2}, "model": {"kind": "bert"}, "train": BF16}),
     "t5": (4, {
         "layout": {**SP, "pp": 2}, "train": BF16,

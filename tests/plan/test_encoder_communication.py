@@ -1,4 +1,5 @@
-"""Predicted equals recorded for encoders too: rows of masked tokens, fields of other lengths, two declared terms."""
+"""Predicted equals recorded for encoders too: rows of masked tokens, fields of other lengths, two declared terms; and
+for models that fill in blanks, whose samples have positions and segments."""
 
 from __future__ import annotations
 
@@ -18,6 +19,12 @@ CASES = [
     Case("tp-sp", 2, {"layout": {"tp": 2, **SP}, "model": BERT, "recompute": {"mode": "full"}}),
     Case("zero3", 2, {"zero": {"stage": 3}, "model": {**BERT, "pooler": False}, "train": {"precision": "bf16"}}),
     Case("post-norm", 2, {"layout": {"tp": 2, **SP}, "model": {"norm_place": "post", "mlp": "geglu"}}),
+    Case("glm-tp", 2, {"layout": {"tp": 2}, "model": {"kind": "glm", "position": "learned"}}),
+    Case("glm-tp-sp", 2, {"layout": {"tp": 2, **SP}, "model": {"kind": "glm"}, "recompute": {"mode": "full"}}),
+    Case("glm-zero2", 2, {"zero": {"stage": 2}, "model": {"kind": "glm", "embedding_grad": 0.1}}),
+    Case("glm-zero3", 4, {"zero": {"stage": 3}, "layout": {"tp": 2}, "model": {"kind": "glm"}}),
+    Case("glm-pp", 4, {"layout": {"pp": 2}, "model": {"kind": "glm"}, "zero": {"stage": 1}}),
+    Case("glm-all", 8, {"layout": {"tp": 2, "pp": 2, **SP}, "model": {"kind": "glm", "tied_embeddings": False}}),
     Case("pp", 4, {"layout": {"pp": 2}, "model": BERT, "zero": {"stage": 1}, "train": {"precision": "fp32"}}),
     Case("chunks", 4, {
         "layout": {"tp": 2, "pp": 2, "chunks": 2, **SP}, "model": {**BERT, "layers": 4, "tied_embeddings": False},
@@ -46,7 +53,8 @@ def recorded(case: Case) -> list[list[dict[str, Any]]]:
 
 
 def _params() -> list[object]:
-    return [pytest.param(case, id=case.name, marks=[pytest.mark.wide] if case.world > 2 else []) for case in CASES]
+    wide = {case.name for case in CASES if case.world > 2} | {"glm-zero2"}
+    return [pytest.param(case, id=case.name, marks=[pytest.mark.wide] if case.name in wide else []) for case in CASES]
 
 
 @pytest.mark.parametrize("case", _params())

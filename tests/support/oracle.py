@@ -82,6 +82,25 @@ class MadeMasked:
         return found | ({"swapped": random.integers(0, 2)} if m.pooler else {})
 
 
+class MadeBlanks:
+    """Random samples with a source, blanks that fill it in and padding, a pure function of n."""
+
+    def __init__(self, model: ModelConfig, blind: bool = False) -> None:
+        self.model, self.blind = model, blind
+
+    def sample(self, n: int) -> dict[str, np.ndarray]:
+        m, random = self.model, np.random.default_rng([17, n])
+        at, source, used = np.arange(m.seq), 3 + n % 7, m.seq - n % 3
+        later = (at >= source) & (at < used)
+        found = {
+            "tokens": random.integers(0, m.vocab, m.seq), "labels": random.integers(0, m.vocab, m.seq),
+            "loss_mask": (later & (not (self.blind and n % 2))).astype(np.int64),
+            "positions": np.where(at < source, at, random.integers(0, source)),
+            "segments": np.where(at < source, 0, np.where(at < used, 1, 2)),
+        }  # fmt: skip
+        return found | ({"token_types": np.where(later, at - source + 1, 0)} if m.token_types else {})
+
+
 class MadeSpans:
     """Random samples for an encoder-decoder, a pure function of n, with other numbers of tokens that count each."""
 
@@ -102,6 +121,8 @@ class MadeSpans:
 def made_for(config: Config, **made: Any) -> Any:
     """Samples of the fields that a config's model reads."""
     m = config.model
+    if config.objective == "blanks":
+        return MadeBlanks(m, **made)
     if config.objective == "spans":
         return MadeSpans(m, **made)
     return MadeMasked(m, **made) if config.objective == "masked" else Made(m.vocab, m.seq, **made)

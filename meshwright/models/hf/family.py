@@ -20,7 +20,7 @@ from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord
 from meshwright.models.description import describe
 from meshwright.models.hf.rotary import PART, read_length, read_rotary, write_rotary
-from meshwright.models.hf.rows import Mapped, SourceRows, by_head, in_order, in_pairs
+from meshwright.models.hf.rows import Mapped, SourceRows, by_head, heads_in_pairs, in_order, in_pairs
 from meshwright.parts.part import ALONE
 
 HFConfig = dict[str, Any]
@@ -214,6 +214,8 @@ class Family:
         """Returns the runs of one matrix, of which the tensor may hold one for each expert."""
         if ours in self.by_head:
             return by_head(model, sources[0])
+        if ours in self.in_pairs and ours.endswith(".qkv"):
+            return heads_in_pairs(model, sources)
         if ours in self.in_pairs:
             head = rows if ours.endswith(".kv_a") else model.head_dim
             return in_pairs(rows, head, model.latent.rope_dim, sources[0])

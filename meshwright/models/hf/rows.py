@@ -105,6 +105,19 @@ def by_head(model: ModelConfig, source: str) -> list[SourceRows]:
     ]
 
 
+def heads_in_pairs(model: ModelConfig, sources: Sequence[str]) -> list[SourceRows]:
+    """Maps our rows, which are all queries, all keys and all values, to three tensors of theirs. Of the heads of the
+    first two the first rows turn, in pairs that lie in two halves here, and side by side there."""
+    d, half, runs, at = model.head_dim, model.rotary_dim // 2, list[SourceRows](), 0
+    for source, heads in zip(sources, (model.heads, model.kv_heads, model.kv_heads), strict=True):
+        for first in range(0, heads * d, d):
+            turned = 2 * half if source != sources[-1] else 0
+            runs += [SourceRows(at + first + n * half, half, source, first + n, 2) for n in range(2) if turned]
+            runs.append(SourceRows(at + first + turned, d - turned, source, first + turned))
+        at += heads * d
+    return [run for run in runs if run.count]
+
+
 def in_pairs(rows: int, head: int, rope: int, source: str) -> list[SourceRows]:
     """Maps heads of `head` rows each whose last `rope` rows turn with the position. A pair that turns together lies in
     two halves here, and side by side there."""

@@ -1,0 +1,95 @@
+"""Samples with blanks to fill in: pure functions of the seed and the number, of which the text can be made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshwright.data.blanks import BlankOptions, BlankStream, _short_spans
+from meshwright.data.masked import keyed_uniform
+from meshwright.data.stream import OneEpoch, build_datasets
+from tests.support.token_files import write_documents
+
+MASK, GMASK, SOP, EOP, PAD = SPECIALS = (1000, 1001, 1002, 1003, 1004)
+SEQ, END = 64, 999
+LENGTHS = [1, 2, 3, 20, 40, 58, 59, 100, 299]
+
+
+def stream_of(prefix: str, short: float, inner: bool = True, seed: int = 5) -> BlankStream:
+    options = BlankOptions(SEQ, short, 0.15, 3.0, 0.5, SPECIALS, inner)
+    found = build_datasets([prefix], None, (1.0, 0.0, 0.0), SEQ, seed, blanks=options)[0]
+    assert isinstance(found, BlankStream)
+    return found
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    write_documents(tmp_path / "a", [[*range(10, 10 + n), END] for n in LENGTHS])
+    return str(tmp_path / "a")
+
+
+def restored(sample: dict[str, np.ndarray]) -> list[int]:
+    """The text of a sample: each mask of the source replaced by the span that has its place."""
+    segments = sample["segments"]
+    source, spans = (sample["tokens"][segments == n].tolist() for n in (0, 1))
+    assert (segments == np.sort(segments)).all() and sample["loss_mask"].tolist() == (segments == 1).tolist()
+    labels, places = sample["labels"][segments == 1].tolist(), sample["positions"][segments == 1].tolist()
+    inner = sample["token_types"][segments == 1].tolist()
+    assert sample["positions"][segments == 0].tolist() == list(range(len(source)))
+    assert not sample["token_types"][segments != 1].any()
+    found, begins = {}, [at for at, token in enumerate(spans) if token == SOP]
+    for begin, end in zip(begins, [*begins[1:], len(spans)], strict=True):
+        assert labels[begin:end] == [*spans[begin + 1 : end], EOP]
+        assert inner[begin:end] == list(range(1, end - begin + 1))
+        if GMASK in source:
+            assert places[begin:end] == list(range(len(source), len(source) + end - begin))
+            found[source.index(GMASK)] = spans[begin + 1 : end]
+        else:
+            assert len(set(places[begin:end])) == 1 and source[places[begin]] == MASK
+            found[places[begin]] = spans[begin + 1 : end]
+    assert sorted(found) == [at for at, token in enumerate(source) if token in (MASK, GMASK)]
+    return [each for at, token in enumerate(source) for each in found.get(at, [token])]
+
+
+@pytest.mark.parametrize("short", [0.0, 0.4, 1.0])
+def test_an_epoch_is_every_token_once(prefix: str, short: float) -> None:
+    stream = stream_of(prefix, short)
+    samples = [stream.sample(n) for n in range(stream.source.epoch_samples)]
+    texts = [restored(sample) for sample in samples]
+    assert all(text == list(range(text[0], text[0] + len(text))) for text in texts)
+    assert sorted(t for text in texts for t in text) == sorted(t for n in LENGTHS for t in range(10, 10 + n))
+    assert {len(sample["tokens"]) for sample in samples} == {SEQ}
+
+
+def test_a_sample_is_a_function_of_seed_and_number(prefix: str) -> None:
+    one, again, other = stream_of(prefix, 0.5), stream_of(prefix, 0.5), stream_of(prefix, 0.5, seed=6)
+    for n in (7, 0, 3):
+        first, second = one.sample(n), again.sample(n)
+        assert all((first[key] == second[key]).all() for key in first)
+    assert any((one.sample(n)["tokens"] != other.sample(n)["tokens"]).any() for n in range(4))
+    assert "token_types" not in stream_of(prefix, 0.5, inner=False).sample(0)
+
+
+def test_an_evaluation_counts_every_label(prefix: str) -> None:
+    stream = stream_of(prefix, 0.0)
+    found = OneEpoch(stream, 1000)
+    assert found.samples == stream.source.epoch_samples
+    counts = [int(each.sample(n)["loss_mask"].sum()) for each in (found, stream) for n in range(found.samples)]
+    assert counts[: found.samples] == counts[found.samples :] and max(counts) > 40
+
+
+def test_the_shares_are_those_of_the_options(prefix: str) -> None:
+    stream = stream_of(prefix, 0.3)
+    whole = [bool((stream.sample(n)["tokens"] == GMASK).any()) for n in range(600)]
+    assert np.mean(whole) == pytest.approx(0.7, abs=0.09)  # texts of one token have no other choice
+    options = BlankOptions(SEQ, 1.0, 0.15, 3.0, 0.5, SPECIALS)
+    lengths = []
+    for n in range(400):
+        spans = _short_spans(55, options, keyed_uniform(3 * options.most_spans, "test", n))
+        assert sum(end - begin for begin, end in spans) == round(0.15 * 55) and len(spans) <= options.most_spans
+        assert all(before[1] < after[0] for before, after in zip(spans[:-1], spans[1:], strict=True))
+        assert spans[0][0] >= 0 and spans[-1][1] <= 55
+        lengths.append(spans[0][1] - spans[0][0])  # of those after it, long ones end the sample more often
+    assert np.mean(lengths) == pytest.approx(3.0, abs=0.3)
