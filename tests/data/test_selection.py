@@ -37,19 +37,19 @@ def write_lines(path: Path, texts: list[str]) -> str:
 
 
 @pytest.mark.parametrize("sentences", [False, True])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("workers", "task"), [(1, 5), (2, 5), (1, 1 << 20)])
 def test_lengths_and_duplicates(
-    tmp_path: Path, workers: int, sentences: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, workers: int, task: int, sentences: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over files and tasks: the first of equal documents stays, and a long text is one document whatever the tasks."""
-    first = write_lines(tmp_path / "a.jsonl", ["äöü", "x", "", "One. Two.", "äöü", "One. Two. "])
-    second = write_lines(tmp_path / "b.jsonl", ["One. Two.", "longer than the limit is", "new", "äöü"])
+    first = write_lines(tmp_path / "a.jsonl", ["One. Two.", "éé", "", "äöü", "One. Two.", "One. Two. "])
+    second = write_lines(tmp_path / "b.jsonl", ["äöü", "longer than the limit is", "new", "One. Two."])
     long = tmp_path / "c.txt"
     long.write_text("line\n" * 4)
-    monkeypatch.setattr(documents, "TASK_BYTES", 5)
+    monkeypatch.setattr(documents, "TASK_BYTES", task)
     selection = Selection(min_chars=3, max_chars=20, dedup=True, sentences=sentences)
     summary = prepare([first, second, str(long)], str(tmp_path / "out"), workers=workers, selection=selection)
-    assert texts_of(summary.prefix) == ["äöü", "One. Two.", "One. Two. ", "new", "line\n" * 4]
+    assert texts_of(summary.prefix) == ["One. Two.", "äöü", "One. Two. ", "new", "line\n" * 4]
     assert (summary.empty, summary.filtered, summary.duplicates, summary.documents) == (1, 2, 3, 5)
     assert summary.sequences == len(TokenFile(summary.prefix)) == (7 if sentences else 5)
 
