@@ -9,35 +9,43 @@ them together are the text.
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 ABBREVIATIONS = frozenset(
     ("mr", "mrs", "ms", "dr", "prof", "st", "sr", "jr", "vs", "etc", "fig", "eq", "vol", "pp", "cf", "al", "inc", "ltd")
 )
-CLOSING = "\"'”’»)\\]"
-# Runs are matched from their beginning and as a whole: a page of dots takes no longer than one of letters.
-ENDS = re.compile(
-    rf"(?<![.!?…])(?P<stop>[.!?…]++[{CLOSING}]*+)(?=\s++(?P<next>\S))"
-    r"|(?<![。！？])[。！？]++[”’」』）]*+(?=\s*+\S)"
-    r"|(?<=\S)(?=[^\S\n]*+\n[^\S\n]*+\n\s*+\S)"
-)
+FULL_WIDTH = frozenset("。！？")
+STOPS = ".!?…。！？"
+CLOSING = "\"'”’»)\\]」』）"
+# It begins with a set of characters, which is found fast, and takes every run as a whole: a page of dots takes no
+# longer than one of letters.
+STOP_AND_GAP = re.compile(rf"[{STOPS}\n](?:(?<=\n)|[{STOPS}]*+[{CLOSING}]*+)(?P<gap>\s*+)")
 LAST_WORD = re.compile(r"[^\W\d_]+\Z")
 LONGEST_ABBREVIATION = max(map(len, ABBREVIATIONS))
 
 
 def split_sentences(text: str) -> list[str]:
     """Returns the sentences of a text, one at least; joined they are the text."""
-    cuts = [found.end() for found in ENDS.finditer(text) if _ends(text, found)]
-    edges = [0, *cuts, len(text)]
-    return [text[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True) if b > a] or [text]
+    found = (_end(text, match) for match in STOP_AND_GAP.finditer(text) if match.end() < len(text))
+    edges = [0, *(at for at in found if at), len(text)]
+    return [text[a:b] for a, b in pairwise(edges)]
 
 
-def _ends(text: str, found: re.Match[str]) -> bool:
-    stop = found["stop"]
-    if stop is None:
-        return True
-    if found["next"].islower():
-        return False
-    if stop != ".":
-        return True
-    word = LAST_WORD.search(text[max(0, found.start() - LONGEST_ABBREVIATION - 1) : found.start()])
-    return word is None or (len(word[0]) > 1 and word[0].lower() not in ABBREVIATIONS)
+def _end(text: str, found: re.Match[str]) -> int:
+    """Returns where a sentence ends at a stop or a new line, and 0 if none does."""
+    begin, gap, end = found.start(), found.start("gap"), found.end()
+    if text[begin] == "\n":
+        if text.find("\n", gap, end) < 0:
+            return 0
+        while begin and text[begin - 1].isspace():
+            begin -= 1
+        return begin
+    if text.count("\n", gap, end) > 1 or not FULL_WIDTH.isdisjoint(text[begin:gap]):
+        return gap
+    if gap == end or text[end].islower():
+        return 0
+    if text[begin:gap] == ".":
+        word = LAST_WORD.search(text[max(0, begin - LONGEST_ABBREVIATION - 1) : begin])
+        if word and (len(word[0]) == 1 or word[0].lower() in ABBREVIATIONS):
+            return 0
+    return gap

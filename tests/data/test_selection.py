@@ -100,10 +100,10 @@ def test_sentences_are_the_text(text: str) -> None:
 
 
 def test_a_page_of_stops_takes_no_time() -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     for text in ("." * 200_000 + "a", "a" + "\n" * 200_000, ". " * 100_000, ('.' + '"' * 50) * 4000, "。" * 200_000):
         split_sentences(text)
-    assert time.perf_counter() - begin < 3
+    assert time.process_time() - begin < 3
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "train:300"])
