@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from meshwright.data.chat_prepare import ChatSummary, packing, prepare_chat
+from meshwright.cli.files import tell_files
+from meshwright.data.chat_prepare import packing, prepare_chat
 from meshwright.errors import UserError
 from meshwright.show.terminal import console_for, printable, show
 from meshwright.show.units import percent
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"conversations  {summary.conversations:,} ({summary.kind}), the longest of {summary.longest:,} tokens")
     print(f"tokens         {summary.tokens:,}, of which {summary.learned:,} are learned ({percent(summary.share)})")
     _tell_packing(args.seq, packed)
-    _tell_files(summary)
+    tell_files(summary.files, column=15)
 
 
 def sample_text(number: int, tokens: list[int], mask: list[int], tokenizer: Any) -> Text:
@@ -91,8 +91,3 @@ def _tell_packing(seq: int, packed: tuple[int, int, float] | None) -> None:
     if packed:
         samples, cut, filled = packed
         print(f"packed         {samples:,} samples of {seq:,} tokens, {percent(filled)} filled, {cut:,} cut at the end")
-
-
-def _tell_files(summary: ChatSummary) -> None:
-    for path in summary.files:
-        print(f"wrote          {path} ({os.path.getsize(path):,} bytes)")

@@ -1,20 +1,21 @@
-"""`meshwright data`: turn text into token files, and look at a sample."""
+"""`meshwright data`: turn text into token files, join them, and look at a sample."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-import os
 import sys
 
 from meshwright.checkpoint.companions import tokenizer_of_data
-from meshwright.cli import chat_data
+from meshwright.cli import chat_data, merge_data
+from meshwright.cli.files import tell_files
 from meshwright.config.data import SPECIALS
 from meshwright.config.glm import BLANK_SPECIALS
 from meshwright.config.load import load_config
 from meshwright.config.rules import READING_RULES, check
 from meshwright.data.prepare import prepare
+from meshwright.data.selection import Selection
 from meshwright.data.stream import SPLIT_NAMES
 from meshwright.errors import UserError
 from meshwright.show.progress import progress
@@ -23,14 +24,16 @@ from meshwright.show.terminal import console_for, show
 EXAMPLES = """example:
   meshwright data prepare stdlib --out data/python --tokenizer train:8192
   meshwright data prepare books/ news.jsonl --out data/text --tokenizer gpt2/tokenizer.json --workers 8
+  meshwright data prepare crawl/ --out data/crawl --min-chars 200 --dedup --tokenizer gpt2/tokenizer.json
+  meshwright data merge data/all data/text data/crawl
   meshwright data chat talks.jsonl --model models/llama-8b --out data/talks --seq 4096
   meshwright data show examples/demo.yaml --sample 3"""
 
 PREPARE = """Write PREFIX.bin and PREFIX.idx (Megatron's format) and PREFIX.json (what made them).
 
-INPUT is a .txt file (one document), a .jsonl file (one JSON object a line), a folder of these, or the word
-stdlib: the source text of Python's own standard library. Every document ends with the end token."""
-
+INPUT is a .txt file (one document), a .jsonl file (one JSON object a line), either of them packed (.gz, .zst), a
+.parquet file (one document a row), a folder of these, or the word stdlib: the source text of Python's own standard
+library. Every document ends with the end token."""
 
 SHOW = """Print sample N of the data that a config names, as a model gets it.
 
@@ -46,16 +49,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prepare", help="tokenise text into PREFIX.bin and PREFIX.idx", description=PREPARE, epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    options.add_argument("inputs", nargs="+", metavar="INPUT", help=".txt, .jsonl, a folder, or stdlib")
+    inputs = ".txt, .jsonl (also .gz, .zst), .parquet, a folder, or stdlib"
+    options.add_argument("inputs", nargs="+", metavar="INPUT", help=inputs)
     options.add_argument("--out", required=True, metavar="PREFIX", help="where to write, without a suffix")
     tokenizers = "bytes (default), PATH/tokenizer.json, PATH.model (SentencePiece), or train:SIZE"
     options.add_argument("--tokenizer", default="bytes", metavar="T", help=tokenizers)
     options.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
     options.add_argument("--eod", metavar="TOKEN|ID", help="the end-of-document token or its id, where it is not found")
-    options.add_argument("--field", default="text", help="the field of a .jsonl line with the text (default: text)")
+    options.add_argument("--field", default="text", help="the .jsonl field or parquet column (default: text)")
+    options.add_argument("--min-chars", type=int, default=0, metavar="N", help="leave out documents shorter than this")
+    options.add_argument("--max-chars", type=int, default=0, metavar="N", help="leave out documents longer than this")
+    duplicates = "keep one of several equal documents (takes about 100 bytes of memory for each document)"
+    options.add_argument("--dedup", action="store_true", help=duplicates)
+    options.add_argument("--sentences", action="store_true", help="keep where sentences begin, for masked data")
     options.add_argument("--force", action="store_true", help="write over existing output")
     # Every command has --json; a default here would undo one before the word `prepare`.
     options.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the summary as JSON")
+    merge_data.add_arguments(actions, EXAMPLES)
     chat_data.add_arguments(actions, EXAMPLES)
     shown = actions.add_parser(
         "show", help="print a sample of a run's data", description=SHOW, epilog=EXAMPLES,
@@ -73,6 +83,8 @@ def run(args: argparse.Namespace) -> None:
         show_sample(args)
     elif args.action == "chat":
         chat_data.run(args)
+    elif args.action == "merge":
+        merge_data.run(args)
     else:
         prepare_files(args)
 
@@ -112,8 +124,9 @@ def show_sample(args: argparse.Namespace) -> None:
 
 
 def prepare_files(args: argparse.Namespace) -> None:
+    selection = Selection(args.field, args.min_chars, args.max_chars, args.dedup, args.sentences)
     summary = prepare(
-        args.inputs, args.out, tokenizer=args.tokenizer, workers=args.workers, eod=args.eod, field=args.field,
+        args.inputs, args.out, tokenizer=args.tokenizer, workers=args.workers, eod=args.eod, selection=selection,
         force=args.force, progress=progress,
     )  # fmt: skip
     if summary.replaced:
@@ -123,13 +136,16 @@ def prepare_files(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(dataclasses.asdict(summary)))
         return
-    left_out = f" ({summary.empty:,} empty left out)" if summary.empty else ""
+    counts = ((summary.empty, "empty"), (summary.filtered, "too short or long"), (summary.duplicates, "seen before"))
+    words = ", ".join(f"{count:,} {what}" for count, what in counts if count)
+    left_out = f" ({words} left out)" if words else ""
     print(f"documents   {summary.documents:,}{left_out} from {summary.input_files:,} files")
+    if args.sentences:
+        print(f"sentences   {summary.sequences:,}")
     print(f"tokens      {summary.tokens:,} as {summary.dtype}")
     print(f"vocabulary  {summary.vocab_size:,}, documents end with token {summary.eod} ({summary.tokenizer})")
     print(
         f"time        {summary.seconds:.1f} s for {summary.input_bytes / 1e6:,.1f} MB, "
         f"{summary.mb_per_s:.1f} MB/s, workers {summary.workers}"
     )
-    for path in summary.files:
-        print(f"wrote       {path} ({os.path.getsize(path):,} bytes)")
+    tell_files(summary.files)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from meshwright.errors import UserError
@@ -19,3 +20,9 @@ def write(path: Path | None, make: Callable[[], str]) -> None:
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror}): name a file in a folder that exists") from error
     print(f"wrote {path}", file=sys.stderr)
+
+
+def tell_files(files: Iterable[str], column: int = 12) -> None:
+    """Says which files were written, with their sizes; names begin at a column, as the lines above have it."""
+    for path in files:
+        print(f"{'wrote':{column}}{path} ({os.path.getsize(path):,} bytes)")

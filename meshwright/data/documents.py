@@ -1,7 +1,8 @@
-"""Where documents come from: text files, .jsonl files, folders of them, and Python's own standard library. Inputs
-become byte ranges of single files, and byte ranges become tasks of about a megabyte, so that the planning process reads
-next to nothing and workers read, decode and parse for themselves. A text file is one document; a long one is cut into
-several byte ranges where its tokenizer allows, the last of which ends the document."""
+"""Where documents come from: text files, .jsonl and parquet files, folders of them, and Python's own standard library.
+Inputs become byte ranges of single files, and byte ranges become tasks of about a megabyte, so that the planning
+process reads next to nothing and workers read, decode and parse for themselves; only of files that can't be read from
+the middle (`unpack.py`) the tasks carry the content. A text file is one document; a long one is cut into several byte
+ranges where its tokenizer allows, the last of which ends the document."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from meshwright.data.unpack import PACKED, PARQUET, Content, contents, is_read_once
 from meshwright.errors import UserError
 from meshwright.outside import parse_json
 
@@ -21,24 +23,43 @@ WINDOW_BYTES = 1 << 16
 LINE_END = re.compile(rb"\n")
 STDLIB = "stdlib"
 STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
-SUFFIXES = {".txt": False, ".jsonl": True}
+PLAIN = {".txt": False, ".jsonl": True}  # whether every line is a document
+SUFFIXES = PLAIN | {plain + packed: PLAIN[plain] for plain in PLAIN for packed in PACKED} | {PARQUET: True}
+PACKED_SHARE = 0.25  # of a text's size that it takes in a packed file, about
 LONE_SURROGATES = re.compile("[\ud800-\udfff]")  # halves of pairs, which JSON can name and UTF-8 can't hold
 
 
 @dataclass(frozen=True)
 class ByteRange:
-    """The bytes [start, end) of a file. With `lines`, every line is a JSON document; otherwise the whole file is one
-    document. With `last`, a document ends where the range does."""
+    """The bytes [start, end) of a file. With `lines`, every line is a JSON document (or a row one, in parquet);
+    otherwise the whole file is one document. With `last`, a document ends where the range does. What was read of a file
+    that is unpacked is in `content`, and start and end count what it unpacks to."""
 
     path: str
     lines: bool
     start: int
     end: int
     last: bool = True
+    content: Content | None = None
 
     @property
     def size(self) -> int:
         return self.end - self.start
+
+    @property
+    def stored(self) -> int:
+        """The bytes that it takes in its file."""
+        return self.size if self.content is None else self.content.stored
+
+    @property
+    def likely_text(self) -> int:
+        """The bytes of text that a whole file holds, about."""
+        return int(self.size / PACKED_SHARE) if is_read_once(self.path) else self.size
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it continues a document."""
+        return bool(self.start) and not self.lines
 
 
 Task = tuple[ByteRange, ...]
@@ -59,7 +80,7 @@ def find_files(inputs: Iterable[str]) -> list[ByteRange]:
     for name in inputs:
         found = list(_files_of(name))
         if not found:
-            raise UserError(f"no .txt or .jsonl files in {name}: check the folder")
+            raise UserError(f"no .txt or .jsonl files in {name} (nor packed ones, nor parquet): check the folder")
         files.extend(found)
     if not files:
         raise UserError("no input: name .txt or .jsonl files, folders of them, or the word stdlib")
@@ -72,16 +93,22 @@ def _files_of(name: str) -> Iterator[ByteRange]:
             yield _whole_file(path, lines=False)
     elif os.path.isdir(name):
         for path in _walk(name, tuple(SUFFIXES), frozenset()):
-            yield _whole_file(path, SUFFIXES[os.path.splitext(path)[1]])
+            yield _whole_file(path, SUFFIXES[_suffix(path)])
     elif not os.path.exists(name):
         raise UserError(f"no such input '{name}': give a .txt or .jsonl file, a folder, or the word stdlib")
     else:
-        suffix = os.path.splitext(name)[1]
+        suffix = _suffix(name)
         if suffix not in SUFFIXES:
             raise UserError(
-                f"cannot tell what '{name}' holds: name it .txt (one document) or .jsonl (one JSON object per line)"
+                f"cannot tell what '{name}' holds: name it .txt (one document), .jsonl (one JSON object per line), "
+                "either with .gz or .zst behind it, or .parquet"
             )
         yield _whole_file(name, SUFFIXES[suffix])
+
+
+def _suffix(path: str) -> str:
+    """Returns the known suffix that a name ends with, or an empty string."""
+    return next((suffix for suffix in SUFFIXES if path.endswith(suffix)), "")
 
 
 def _walk(root: str, suffixes: tuple[str, ...], skipped: frozenset[str]) -> Iterator[str]:
@@ -108,12 +135,14 @@ def _whole_file(path: str, lines: bool) -> ByteRange:
         raise _unreadable(path, error) from None
 
 
-def plan_tasks(files: Iterable[ByteRange], cut: re.Pattern[bytes] | None) -> Iterator[Task]:
-    """Yields tasks of about TASK_BYTES, in order. `cut` matches where the tokenizer lets a document be split."""
+def plan_tasks(files: Iterable[ByteRange], cut: re.Pattern[bytes] | None, field: str = "text") -> Iterator[Task]:
+    """Yields tasks of about TASK_BYTES, in order. `cut` matches where the tokenizer lets a document be split; `field`
+    is the column of parquet files."""
     task: list[ByteRange] = []
     size = 0
     for whole in files:
-        for span in _pieces(whole, LINE_END if whole.lines else cut):
+        pieces = _read_pieces if is_read_once(whole.path) else _pieces
+        for span in pieces(whole, LINE_END if whole.lines else cut, field):
             task.append(span)
             size += span.size
             if size >= TASK_BYTES:
@@ -123,7 +152,18 @@ def plan_tasks(files: Iterable[ByteRange], cut: re.Pattern[bytes] | None) -> Ite
         yield tuple(task)
 
 
-def _pieces(whole: ByteRange, cut: re.Pattern[bytes] | None) -> Iterator[ByteRange]:
+def _read_pieces(whole: ByteRange, cut: re.Pattern[bytes] | None, field: str) -> Iterator[ByteRange]:
+    start = 0
+    try:
+        for content in contents(whole.path, cut, field, TASK_BYTES):
+            end = start + content.size
+            yield ByteRange(whole.path, whole.lines, start, end, whole.lines or content.last, content)
+            start = end
+    except OSError as error:
+        raise _unreadable(whole.path, error) from None
+
+
+def _pieces(whole: ByteRange, cut: re.Pattern[bytes] | None, field: str) -> Iterator[ByteRange]:
     if cut is None or whole.size <= 2 * TASK_BYTES:
         yield whole
         return
@@ -155,12 +195,10 @@ def _next_cut(handle: int, position: int, size: int, cut: re.Pattern[bytes]) -> 
 
 def read_documents(span: ByteRange, field: str) -> Iterator[DocumentPart]:
     """Yields the documents of a byte range, or its part of one; empty lines of a .jsonl file are skipped."""
-    try:
-        with open(span.path, "rb") as file:
-            file.seek(span.start)
-            data = file.read(span.size)
-    except OSError as error:
-        raise _unreadable(span.path, error) from None
+    data = _read(span) if span.content is None else span.content.data
+    if isinstance(data, tuple):
+        yield from (DocumentPart(text, True, False) for text in data)
+        return
     if not span.start:
         data = data.removeprefix(codecs.BOM_UTF8)
     if span.lines:
@@ -168,6 +206,15 @@ def read_documents(span: ByteRange, field: str) -> Iterator[DocumentPart]:
     else:
         text, replaced = _decode(data)
         yield DocumentPart(text, span.last, replaced)
+
+
+def _read(span: ByteRange) -> bytes:
+    try:
+        with open(span.path, "rb") as file:
+            file.seek(span.start)
+            return file.read(span.size)
+    except OSError as error:
+        raise _unreadable(span.path, error) from None
 
 
 def _lines(span: ByteRange, data: bytes, field: str) -> Iterator[DocumentPart]:
@@ -199,6 +246,8 @@ def _decode(data: bytes) -> tuple[str, bool]:
 
 def _place(span: ByteRange, line: int) -> str:
     """Returns "FILE line N", counted from the beginning of the file."""
+    if span.content is not None:
+        return f"{span.path} line {span.content.before + line + 1}"
     with open(span.path, "rb") as file:
         while file.tell() < span.start:
             line += file.read(min(TASK_BYTES, span.start - file.tell())).count(b"\n")

@@ -13,10 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import numpy as np
 
 from meshwright.data.documents import ByteRange, Task, find_files, plan_tasks, read_documents
+from meshwright.data.selection import EVERYTHING, Duplicates, Encoded, Selection, digest_of
+from meshwright.data.sentences import split_sentences
 from meshwright.data.token_file import METADATA_FORMAT
 from meshwright.data.token_writer import SIDE_FILES, TokenFileWriter
 from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer, train_tokenizer, trained_size
@@ -36,20 +39,9 @@ def no_progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """The result of a task: the ids of its documents back to back, as the token file stores them, and their lengths."""
-
-    tokens: bytes
-    lengths: list[int]
-    last_open: bool
-    empty: int
-    replaced: int
-    size: int
-
-
-@dataclass(frozen=True)
 class Summary:
-    """What was written. `replaced` counts documents with bytes that are not UTF-8, `empty` those that were left out."""
+    """What was written. `replaced` counts documents with bytes that are not UTF-8; `empty`, `filtered` (by length) and
+    `duplicates` those that were left out. `sequences` are the documents, or their sentences."""
 
     prefix: str
     files: list[str]
@@ -58,8 +50,11 @@ class Summary:
     eod: int
     dtype: str
     documents: int
+    sequences: int
     tokens: int
     empty: int
+    filtered: int
+    duplicates: int
     replaced: int
     input_files: int
     input_bytes: int
@@ -68,30 +63,41 @@ class Summary:
     mb_per_s: float
 
 
-def encode_task(tokenizer: Tokenizer, field: str, task: Task) -> Encoded:
+def encode_task(tokenizer: Tokenizer, selection: Selection, task: Task) -> Encoded:
     """Reads and encodes a task. A document without text is left out; an empty end of a long document is not."""
-    pieces, replaced, empty = [], 0, 0
+    pieces, replaced, empty, filtered = [], 0, 0, 0
     for span in task:
-        for piece in read_documents(span, field):
+        for piece in read_documents(span, selection.field):
             replaced += piece.replaced
-            if piece.text or (span.start and not span.lines):
-                pieces.append(piece)
-            else:
+            if not piece.text and not span.goes_on:
                 empty += 1
+            elif not selection.fits(piece.text):
+                filtered += 1
+            else:
+                pieces.append(piece)
     end = np.array([tokenizer.eod], dtype=tokenizer.dtype).tobytes()
-    parts, lengths = [], []
-    for piece, ids in zip(pieces, tokenizer.encode_batch([piece.text for piece in pieces]), strict=True):
-        parts.append(ids.tobytes())
+    parts, lengths, counts = [], [], []
+    split = [split_sentences(piece.text) if selection.sentences else [piece.text] for piece in pieces]
+    encoded = iter(tokenizer.encode_batch([text for texts in split for text in texts]))
+    for piece, texts in zip(pieces, split, strict=True):
+        sequences = list(islice(encoded, len(texts)))
+        if selection.sentences:  # what has no tokens (blanks, to some tokenizers) is no sentence
+            sequences = [ids for ids in sequences if len(ids)] or sequences[:1]
+        parts += [ids.tobytes() for ids in sequences]
+        lengths += [len(ids) for ids in sequences]
+        counts.append(len(sequences))
         if piece.last:
             parts.append(end)
-        lengths.append(len(ids) + piece.last)
+            lengths[-1] += 1
     last_open = bool(pieces) and not pieces[-1].last
-    return Encoded(b"".join(parts), lengths, last_open, empty, replaced, sum(span.size for span in task))
+    digests = [digest_of(piece.text) for piece in pieces] if selection.dedup else []
+    size = sum(span.stored for span in task)
+    return Encoded(b"".join(parts), lengths, counts, digests, last_open, size, empty, filtered, replaced)
 
 
-def make_encoder(recipe: Recipe, field: str) -> Callable[[Task], Encoded]:
+def make_encoder(recipe: Recipe, selection: Selection) -> Callable[[Task], Encoded]:
     """Makes, in a worker process, the function that its tasks go through."""
-    return partial(encode_task, recipe.make(), field)
+    return partial(encode_task, recipe.make(), selection)
 
 
 def prepare(
@@ -101,7 +107,7 @@ def prepare(
     tokenizer: str = "bytes",
     workers: int | None = None,
     eod: str | None = None,
-    field: str = "text",
+    selection: Selection = EVERYTHING,
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Summary:
@@ -117,43 +123,57 @@ def prepare(
     side_files: dict[str, bytes] = {}
     if made is None:
         assert size is not None
-        made = _train(files, size, field, f"{os.path.basename(out)}.tokenizer.json", eod, progress)
+        made = _train(files, size, selection, f"{os.path.basename(out)}.tokenizer.json", eod, progress)
         side_files[".tokenizer.json"] = made.recipe.content
     total = sum(file.size for file in files)
-    workers = workers or _default_workers(total, made)
+    workers = workers or _default_workers(sum(file.likely_text for file in files), made)
     with _sequential_library(), TokenFileWriter(out, made.dtype) as writer:
-        empty, replaced = _encode(writer, files, made, field, workers, progress)
+        left_out, replaced = _encode(writer, files, made, selection, workers, progress)
         side_files[".json"] = _metadata(made, writer, trained=".tokenizer.json" in side_files)
         writer.finish(side_files)
     seconds = time.perf_counter() - begin
     return Summary(
         prefix=out, files=[out + suffix for suffix in (".bin", ".idx", *side_files)],
         tokenizer=made.recipe.spec, vocab_size=made.vocab_size, eod=made.eod, dtype=made.dtype.name,
-        documents=writer.document_count, tokens=writer.token_count, empty=empty, replaced=replaced,
+        documents=writer.document_count, sequences=writer.sequence_count, tokens=writer.token_count,
+        empty=left_out["empty"], filtered=left_out["filtered"], duplicates=left_out["duplicates"], replaced=replaced,
         input_files=len(files), input_bytes=total, workers=workers,
         seconds=seconds, mb_per_s=total / 1e6 / seconds,
     )  # fmt: skip
 
 
 def _encode(
-    writer: TokenFileWriter, files: list[ByteRange], tokenizer: Tokenizer, field: str, workers: int, progress: Progress
-) -> tuple[int, int]:
-    """Encodes everything into the writer; returns the numbers of empty documents and of those with bad bytes."""
-    tasks = plan_tasks(files, tokenizer.cut)
+    writer: TokenFileWriter, files: list[ByteRange], tokenizer: Tokenizer, selection: Selection, workers: int,
+    progress: Progress,
+) -> tuple[dict[str, int], int]:  # fmt: skip
+    """Encodes everything into the writer; returns the numbers of documents that were left out, and of those with bad
+    bytes."""
+    tasks = plan_tasks(files, None if selection.whole else tokenizer.cut, selection.field)
     if workers > 1:
-        results = map_in_order(make_encoder, (tokenizer.recipe, field), tasks, workers)
+        results = map_in_order(make_encoder, (tokenizer.recipe, selection), tasks, workers)
     else:
-        results = (encode_task(tokenizer, field, task) for task in tasks)
-    empty = replaced = 0
+        results = (encode_task(tokenizer, selection, task) for task in tasks)
+    empty = filtered = replaced = 0
+    seen = Duplicates()
     with progress("encoding", sum(file.size for file in files)) as advance, contextlib.closing(results):
         for result in results:
-            writer.add_documents(result.tokens, result.lengths, result.last_open)
+            if selection.dedup:
+                tokens, lengths, counts = seen.without(result, writer.dtype.itemsize)
+                writer.add_documents(tokens, lengths, counts=counts)
+            else:
+                several = result.counts if selection.sentences else None
+                writer.add_documents(result.tokens, result.lengths, result.last_open, several)
             empty += result.empty
+            filtered += result.filtered
             replaced += result.replaced
             advance(result.size)
     if not writer.document_count:
+        if filtered:
+            raise UserError(
+                f"no document is left, {filtered:,} are too short or too long: change --min-chars or --max-chars"
+            )
         raise UserError("the input holds no text, every document is empty: check the files and --field")
-    return empty, replaced
+    return {"empty": empty, "filtered": filtered, "duplicates": seen.count}, replaced
 
 
 def _metadata(tokenizer: Tokenizer, writer: TokenFileWriter, trained: bool) -> bytes:
@@ -168,41 +188,43 @@ def _metadata(tokenizer: Tokenizer, writer: TokenFileWriter, trained: bool) -> b
     return json.dumps(found, indent=1).encode() + b"\n"
 
 
-def _train(files: list[ByteRange], size: int, field: str, spec: str, eod: str | None, progress: Progress) -> Tokenizer:
+def _train(
+    files: list[ByteRange], size: int, selection: Selection, spec: str, eod: str | None, progress: Progress
+) -> Tokenizer:
     """Trains a tokenizer on the input; of more than TRAINING_BYTES it reads tasks that are spread evenly over it."""
     from meshwright.data.words import CUT_BYTES
 
-    total = sum(file.size for file in files)
-    step = -(-total // TRAINING_BYTES) or 1
+    step = -(-sum(file.likely_text for file in files) // TRAINING_BYTES) or 1
 
     def texts(advance: Callable[[int], None]) -> Iterator[str]:
-        for number, task in enumerate(plan_tasks(files, CUT_BYTES)):
+        for number, task in enumerate(plan_tasks(files, None if selection.whole else CUT_BYTES, selection.field)):
             if number % step == 0:
                 for span in task:
-                    for piece in read_documents(span, field):
-                        yield piece.text
-            advance(sum(span.size for span in task))
+                    for piece in read_documents(span, selection.field):
+                        if selection.fits(piece.text):
+                            yield piece.text
+            advance(sum(span.stored for span in task))
 
-    with progress("training the tokenizer", total) as advance:
+    with progress("training the tokenizer", sum(file.size for file in files)) as advance:
         return train_tokenizer(texts(advance), size, spec, eod)
 
 
-def check_out(out: str, force: bool) -> None:
+def check_out(out: str, force: bool, option: str = "--out") -> None:
     """Refuses to overwrite anything unless asked to, and names that can't be meant."""
     if not os.path.basename(out):
-        raise UserError(f"--out '{out}' is a folder: give a prefix in it, for example {os.path.join(out, 'train')}")
+        raise UserError(f"{option} '{out}' is a folder: give a prefix in it, for example {os.path.join(out, 'train')}")
     bare, suffix = os.path.splitext(out)
     if suffix in (".bin", ".idx"):
-        raise UserError(f"--out is a prefix, without .bin or .idx: give {bare}")
+        raise UserError(f"{option} is a prefix, without .bin or .idx: give {bare}")
     if force:
         return
     if os.path.exists(out + ".idx"):
-        raise UserError(f"{out}.idx exists: add --force to write it again, or choose another --out")
+        raise UserError(f"{out}.idx exists: add --force to write it again, or choose another {option}")
     for suffix in (".bin", *SIDE_FILES):
         if os.path.exists(out + suffix):
             raise UserError(
                 f"{out}{suffix} exists without an index (from a run that did not finish, or another program): "
-                "add --force to write over it, or choose another --out"
+                f"add --force to write over it, or choose another {option}"
             )
 
 

@@ -27,13 +27,14 @@ SIDE_FILES = (".json", ".tokenizer.json")  # a pair's metadata, and the tokenize
 
 class TokenFileWriter:
     """Writes PREFIX.bin and PREFIX.idx; use as a context manager, and call `finish` when every document is in. Leaving
-    without `finish` removes what was written. The writer holds 4 bytes per document in memory."""
+    without `finish` removes what was written. The writer holds 4 bytes per sequence and 4 per document in memory."""
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         assert self.dtype in CODES, f"a token file cannot hold {self.dtype.name}"
-        self._sizes = array("i")  # tokens of each document; a document is one sequence of the file
+        self._sizes = array("i")  # tokens of each sequence
+        self._counts = array("i")  # sequences of each document
         self._open = 0  # tokens of a document that is still growing
         self.token_count = 0
         try:
@@ -55,15 +56,22 @@ class TokenFileWriter:
 
     @property
     def document_count(self) -> int:
+        return len(self._counts)
+
+    @property
+    def sequence_count(self) -> int:
         return len(self._sizes)
 
-    def add_documents(self, tokens: bytes, lengths: Sequence[int], last_open: bool = False) -> None:
-        """Appends documents whose `tokens`, in the file's dtype, lie back to back, with one length each. With
-        `last_open` the last one goes on in the next call, whose first length is then added to it: this is how a
-        document larger than memory is written."""
+    def add_documents(
+        self, tokens: bytes, lengths: Sequence[int], last_open: bool = False, counts: Sequence[int] | None = None
+    ) -> None:
+        """Appends documents whose `tokens`, in the file's dtype, lie back to back, with one length each; with `counts`,
+        so many of the lengths, one of each sequence, belong to each document. With `last_open` the last one goes on in
+        the next call, whose first length is then added to it: this is how a document larger than memory is written."""
+        assert counts is None or (sum(counts) == len(lengths) and not last_open and not self._open), "whole documents"
         count = sum(lengths)
         assert len(tokens) == count * self.dtype.itemsize, f"{len(tokens)} bytes, lengths say {count} tokens"
-        if not lengths:
+        if not lengths and not counts:
             return
         try:
             self._bin.write(tokens)
@@ -71,8 +79,10 @@ class TokenFileWriter:
             raise self._failed(error) from None
         self.token_count += count
         closed = list(lengths)
-        closed[0] += self._open
+        if self._open:
+            closed[0] += self._open
         self._open = closed.pop() if last_open else 0
+        self._counts.extend([1] * len(closed) if counts is None else counts)
         try:
             self._sizes.extend(closed)
         except OverflowError:
@@ -142,7 +152,9 @@ class TokenFileWriter:
         pointers = np.zeros(len(sizes), "<i8")
         np.cumsum(sizes[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self.dtype.itemsize
-        documents = np.arange(len(sizes) + 1, dtype="<i8")
+        documents = np.zeros(len(self._counts) + 1, "<i8")
+        if self._counts:
+            np.cumsum(np.frombuffer(self._counts, dtype=np.intc), dtype=np.int64, out=documents[1:])
         head = HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(sizes), len(documents))
         return [head, sizes.data, pointers.data, documents.data]
 

@@ -39,6 +39,14 @@ def test_summary(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert f"wrote       {tmp_path / 'out' / 'a'}{suffix} (" in captured.out
 
 
+def test_summary_of_a_selection(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (text / "c.jsonl").write_text('{"body": "Once. Twice."}\n' * 3 + '{"body": "short"}\n')
+    options = ("--field", "body", "--min-chars", "6", "--max-chars", "99", "--dedup", "--sentences")
+    assert data("prepare", text / "c.jsonl", "--out", tmp_path / "a", *options) == 0
+    said = capsys.readouterr().out
+    assert "documents   1 (1 too short or long, 2 seen before left out) from 1 files\nsentences   2\n" in said
+
+
 def test_json(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert data("prepare", text, "--out", tmp_path / "a", "--tokenizer", "train:300", "--json") == 0
     found = json.loads(capsys.readouterr().out)

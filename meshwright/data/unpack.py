@@ -1,0 +1,131 @@
+"""Inputs that can't be read from the middle: .gz and .zst files, and parquet. The planning process reads them, a task's
+worth at a time, and the tasks carry what it read."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from meshwright.errors import UserError
+
+READ_BYTES = 1 << 15
+ROWS = 256  # of a parquet file at a time
+PACKED = (".gz", ".zst")
+PARQUET = ".parquet"
+LARGEST_WINDOW = 1 << 31  # what `zstd --long=31` needs; the library's own limit is 128 MiB
+
+
+class Content(NamedTuple):
+    """What was read of a file: bytes, or the texts of rows. `before` counts the lines or rows before it, `stored` the
+    bytes that it took in the file; `last` says that the file ends with it."""
+
+    data: bytes | tuple[str, ...]
+    before: int
+    stored: int
+    last: bool
+
+    @property
+    def size(self) -> int:
+        return len(self.data) if isinstance(self.data, bytes) else sum(map(len, self.data))
+
+
+def is_read_once(path: str) -> bool:
+    return path.endswith((*PACKED, PARQUET))
+
+
+def contents(path: str, cut: re.Pattern[bytes] | None, field: str, size: int) -> Iterator[Content]:
+    """Yields a file in parts of about `size` bytes, which end where `cut` lets them."""
+    return _parquet(path, field, size) if path.endswith(PARQUET) else _unpacked(path, cut, size)
+
+
+def _unpacked(path: str, cut: re.Pattern[bytes] | None, size: int) -> Iterator[Content]:
+    buffer, searched, before, stored = bytearray(), size, 0, 0
+    for data, read in _streamed(path):
+        buffer += data
+        stored += read
+        while cut is not None and len(buffer) > 2 * size:
+            found = cut.search(buffer, searched)
+            if found is None:
+                searched = len(buffer) - 1  # a match may lie across two reads
+                break
+            part, searched = bytes(buffer[: found.end()]), size
+            del buffer[: found.end()]
+            yield Content(part, before, stored, last=False)
+            before += part.count(b"\n")
+            stored = 0
+    yield Content(bytes(buffer), before, stored, last=True)
+
+
+def _streamed(path: str) -> Iterator[tuple[bytes, int]]:
+    """Yields what a packed file holds with the bytes that this took. Files may be joined from several."""
+    make, failures = _gz() if path.endswith(".gz") else _zst(path)
+    unpack, begun = make(), False
+    with open(path, "rb") as file:
+        while data := file.read(READ_BYTES):
+            read = len(data)
+            # After the end of a file there may be another one, or zeros that fill a tape's block.
+            while data := data if begun else data.lstrip(b"\0"):
+                try:
+                    out = unpack.decompress(data)
+                except failures as error:
+                    raise UserError(f"{path} is damaged ({error}): copy or pack it again") from None
+                yield out, read
+                read, begun, data = 0, not unpack.eof, unpack.unused_data
+                if not begun:
+                    unpack = make()
+    if begun:
+        raise UserError(f"{path} is damaged (it ends too early): copy or pack it again")
+
+
+def _gz() -> tuple[Callable[[], Any], type[Exception]]:
+    return lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), zlib.error
+
+
+def _zst(path: str) -> tuple[Callable[[], Any], type[Exception]]:
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(f"{path} needs the package zstandard: pip install 'meshwright[zst]'") from None
+    library = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW)
+    return library.decompressobj, zstandard.ZstdError
+
+
+def _parquet(path: str, field: str, size: int) -> Iterator[Content]:
+    """Yields the texts of one column; a row without a text counts as an empty one."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UserError(f"{path} needs the package pyarrow: pip install 'meshwright[parquet]'") from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            _check_column(path, file.schema_arrow, field)
+            total, stored = file.metadata.num_rows, os.path.getsize(path)
+            rows: list[str] = []
+            length = before = 0
+            for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
+                texts = [text or "" for text in batch.column(0).to_pylist()]
+                rows += texts
+                length += sum(map(len, texts))
+                if length >= size:
+                    yield Content(tuple(rows), before, stored * len(rows) // total, last=False)
+                    before, rows, length = before + len(rows), [], 0
+            yield Content(tuple(rows), before, stored * len(rows) // max(1, total), last=True)
+    except (pyarrow.ArrowException, OSError) as error:
+        what = str(error).partition("\n")[0]
+        raise UserError(f"{path} is not a readable parquet file ({what}): copy or write it again") from None
+
+
+def _check_column(path: str, schema: Any, field: str) -> None:
+    from pyarrow import types
+
+    at = schema.get_field_index(field)
+    if at < 0:
+        raise UserError(f"{path} has no column '{field}' ({', '.join(schema.names)}): name another with --field")
+    kind = schema.field(at).type
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    if not (types.is_string(kind) or types.is_large_string(kind)):
+        raise UserError(f"{path}: column '{field}' is {kind}, not text: name another with --field")
