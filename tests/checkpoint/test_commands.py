@@ -122,6 +122,7 @@ def test_no_restarts_left(folder: Path, start: Any) -> None:
     assert code == 1 and "rank 1 was killed by SIGKILL" in said and "Traceback" not in said
 
 
+@pytest.mark.wide
 def test_a_damaged_checkpoint_is_passed_over(folder: Path, start: Any) -> None:
     """By the ranks together, though one alone reads the damaged file; its sentence is said once."""
     more: dict[str, dict[str, Any]] = {"layout": {"tp": 2}, "checkpoint": {"every": 2, "keep": 0}}

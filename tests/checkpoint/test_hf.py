@@ -287,6 +287,7 @@ def _train_and_save(rank: int, world: int, sections: dict[str, Any], folder: str
     saver.committed()
 
 
+@pytest.mark.wide
 def test_a_model_trained_on_many_ranks_is_exported_as_one_process_would(tmp_path: Path) -> None:
     """dp 2 x tp 2 x pp 2; the one process loads the same checkpoint and saves it again. transformers agrees on what it
     computes."""

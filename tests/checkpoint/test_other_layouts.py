@@ -244,6 +244,7 @@ def check_pairs(tmp_path: Path, pairs: list[tuple[Place, Place, bool]], after: i
     print(f"reshard: {len(pairs)} pairs, largest error {max(found)[0]:.1e}")
 
 
+@pytest.mark.wide
 def test_some_pairs_of_layouts(tmp_path: Path) -> None:
     check_pairs(tmp_path, [PAIRS[n] for n in QUICK], after=1)
 

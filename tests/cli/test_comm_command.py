@@ -43,6 +43,7 @@ def document(*words: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.wide
 def test_two_ranks_all_ops_and_a_profile_that_the_planner_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from meshwright.comm.hang import explain
@@ -88,6 +89,7 @@ def stopped_while_another_leaves(mesh: Mesh) -> None:
     mesh.world.all_reduce(torch.ones(4))
 
 
+@pytest.mark.wide
 def test_a_stopped_keeper_of_the_store_is_named_also_where_the_call_fails_first(tmp_path: Path) -> None:
     end = run_hanging(3, stopped_while_another_leaves, tmp_path, timeout=20.0, stopped=0)[1]
     assert end.code == EXIT_CODE and end.seconds < 2.0 + SLACK, end
@@ -142,6 +144,7 @@ def behind(mesh: Mesh) -> None:
     mesh.world.all_reduce(torch.ones(2))
 
 
+@pytest.mark.wide
 def test_whoever_notices_first_the_last_cause_is_named(tmp_path: Path) -> None:
     text = message(run_hanging(4, behind, tmp_path, timeout=TIMEOUT, tp=2))
     assert re.search(rf"rank 3 did not arrive: {OUTSIDE} behind", text)
@@ -180,6 +183,7 @@ def slow(mesh: Mesh) -> None:
         early.wait()
 
 
+@pytest.mark.wide
 def test_no_false_alarm_on_a_slow_run(tmp_path: Path) -> None:
     ends = run_hanging(2, slow, tmp_path, timeout=1.2, pp=2)
     assert [(end.code, end.stderr) for end in ends] == [(0, "")] * 2

@@ -99,6 +99,7 @@ def test_a_long_sequence_finds_a_layout(tmp_path: Path, capsys: pytest.CaptureFi
     assert load_config(out).recompute == RecomputeConfig("full", True, 8)
 
 
+@pytest.mark.wide
 def test_the_largest_search_is_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     started = time.process_time()
     words = ["plan", "mt-nlg-530b", "--cluster", "a100-80g-dgx", "--devices", "3360", "--global-batch", "1920"]
@@ -235,6 +236,7 @@ def test_charts_of_little() -> None:
 @pytest.mark.parametrize(
     "words", [[], pytest.param(["zero.offload.optimizer=cpu", "optimizer.state_dtype=bf16"], marks=pytest.mark.wide)]
 )
+@pytest.mark.wide
 def test_the_config_that_plan_writes_is_what_it_meant(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

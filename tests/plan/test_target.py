@@ -177,8 +177,10 @@ def test_more_devices_are_offered_within_what_is_fixed(capsys: pytest.CaptureFix
         ["llama2-7b", "--devices", "32", "zero.shard_group=node", "layout.tp=8", "zero.stage=1"],
         ["llama2-7b", "--devices", "4", "zero.shard_group=node"],
         ["llama2-7b", "--devices", "32", "zero.shard_group=node", "layout.node_size=4", "zero.stage=3"],
-        ["llama2-7b", "--devices", "32", "run.eval_samples=6"], ["llama2-7b", "--devices", "32", "train.ramp=[4,4,64]"],
-        ["llama2-7b", "--devices", "32", "pipeline.schedule=gpipe", "layout.pp=2"],
+        *(
+            pytest.param(["llama2-7b", "--devices", "32", *more], marks=pytest.mark.wide)
+            for more in (["run.eval_samples=6"], ["train.ramp=[4,4,64]"], ["pipeline.schedule=gpipe", "layout.pp=2"])
+        ),
     ],
 )  # fmt: skip
 def test_what_plan_writes_passes(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

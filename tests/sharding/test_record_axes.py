@@ -205,6 +205,7 @@ def train(rank: int, world: int, cases: list[tuple[int, int]], folder: str) -> l
 CASES = [(2, 0), (2, 1), (2, 2), (2, 3), (4, 1), (4, 3), (1, 2)]  # (ep, stage); ep=4: edp is one rank
 
 
+@pytest.mark.wide
 def test_experts_are_summed_over_their_own_axes(tmp_path: Path) -> None:
     oracle = trainer_of(0, 1, 1, 0)
     gradients = gather_global(true_gradients(oracle))

@@ -114,6 +114,7 @@ CASES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.wide
 def test_what_is_left_out_is_kept_saved_and_cut_for_another_layout(tmp_path: Path) -> None:
     plain = trainer_of(0, 1, {}, PLAIN_REDUCER)
     true = [added(pairs) for pairs in reduced(plain, 3)]
