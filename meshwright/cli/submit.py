@@ -20,6 +20,7 @@ from meshwright.errors import UserError, notice
 from meshwright.models.description import layout_of
 from meshwright.plan.cluster import load_cluster
 from meshwright.show.run_parts import layout_line
+from meshwright.show.units import plural
 from meshwright.train.job_files import JobFile, Pods, kubernetes, slurm
 
 EXAMPLES = """example:
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     text = slurm(job) if args.slurm else kubernetes(job, pods_of(args), to_yaml(config))
     write(args.out, lambda: text)
     submitted = send(text, args.slurm) if args.run else None
-    words = f"{job.nodes} x {job.per_node} = {job.ranks} ranks, {layout_line(config, layout_of(config, job.ranks))}"
+    each = f"{plural(job.nodes, 'node')} of {plural(job.per_node, 'rank')}"
     if args.json:
         print(json.dumps({
             "scheduler": "slurm" if args.slurm else "kubernetes", "name": job.name, "nodes": job.nodes,
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             "submitted": submitted,
         }))  # fmt: skip
         return 0
-    notice(f"{job.name} asks for {words}")
+    notice(f"{job.name} asks for {each}: {layout_line(config, layout_of(config, job.ranks))}")
     if not (args.out or args.run):
         print(text, end="")
     if submitted:
