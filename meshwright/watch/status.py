@@ -53,7 +53,7 @@ def status_of(report: RunReport, verify: bool = False) -> dict[str, Any]:
     found["goodput"] = goodput(report, events, time.time() if alive else None)
     found["restarts"] = sum(event.get("kind") == "restart" for event in events)
     found["resumes"] = sum(event.get("kind") == "resume" for event in events)
-    found["trained_again"] = sum(int(e["lost"]) for e in events if e.get("kind") == "resume" and is_number(e["lost"]))
+    found["trained_again"] = sum(int(e["lost"]) for e in events if is_number(e.get("lost")))
     found["faults"] = faults_by_rank(events, read_small(report.path / "flight" / "hang.json"))
     slow = slow_rank(run["ranks"].get("busy_s") or [])
     found["slow_rank"] = {"rank": slow[0], "text": slow[1]} if slow else None
