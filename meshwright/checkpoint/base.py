@@ -21,7 +21,7 @@ from meshwright.config.sections import TRAINING_KEYS, Config, ModelConfig
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord, slices_of
 from meshwright.parts.tuning import is_adapter
-from meshwright.sharding.buffers import State, regions
+from meshwright.sharding.buffers import REPLICA_STATE, State, regions
 from meshwright.sharding.remainders import Values
 
 Base = Reader | HFFolder
@@ -99,7 +99,8 @@ def read_base(trainer: Checkpointed) -> None:
     frozen = [buffer for buffer in trainer.data_parallel.buffers if not buffer.key.trained]
     states = [State("param", buffer, [bucket.own_params for bucket in buffer.buckets]) for buffer in frozen]
     for state in (*states, *trainer.states()):
-        for slot in state.buffer.slots if state.name == "param" and isinstance(state, State) else ():
+        own = state.name.removeprefix(REPLICA_STATE) == "param" and isinstance(state, State)
+        for slot in state.buffer.slots if own else ():
             low, high = state.holds(slot)
             if low < high and not is_adapter(slot.record.name):
                 fill_range(source, slot.record, low, high, state.values(slot, low, high))

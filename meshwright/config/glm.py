@@ -66,6 +66,11 @@ def glm_fits(c: Config, world: int) -> Iterator[str]:
     for key in ("pooler", "predictions"):
         if getattr(m, key):
             yield f"model.{key}={getattr(m, key)} has no effect with model.kind=glm: leave it out"
+    if c.data.reset_attention and c.objective != "blanks":
+        yield (
+            "data.reset_attention=true can't be combined with model.kind=glm, which takes a first document for a "
+            "prefix: set it to false"
+        )
     for key in ("mask_eod", "reset_positions", "reset_attention") if c.objective == "blanks" else ():
         if getattr(c.data, key):
             yield f"data.{key}=true has no effect with data.objective=blanks: leave it out"

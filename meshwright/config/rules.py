@@ -356,6 +356,8 @@ def links_are_emulated_on_cpus(c: Config, world: int) -> Iterator[str]:
 def adapters_fit(c: Config, world: int) -> Iterator[str]:
     if c.tune.kind == "dora" and c.recompute.pieces > 1:
         yield "tune.kind=dora can't be combined with recompute.pieces: set recompute.pieces=1, or use tune.kind=lora"
+    if c.tune.adapts and c.tune.dropout and c.recompute.pieces > 1:  # backward would drop other elements
+        yield f"tune.dropout={c.tune.dropout:g} can't be combined with recompute.pieces: set one of the two back"
     if c.tune.adapts and c.comm.overlap.tensor and c.layout.tp > 1:
         yield f"comm.overlap.tensor=true can't be combined with tune.kind={c.tune.kind} yet: set it to false"
     if c.tune.adapts and c.model.experts.bias_balance:
@@ -364,9 +366,10 @@ def adapters_fit(c: Config, world: int) -> Iterator[str]:
 
 def tensor_overlap_fits(c: Config, world: int) -> Iterator[str]:
     if c.comm.overlap.tensor and c.layout.tp > 1:
-        for key, value in (("train.precision", c.train.precision), ("recompute.pieces", c.recompute.pieces)):
-            if value in ("fp8", *range(2, 1 + c.recompute.pieces)):
-                yield f"comm.overlap.tensor=true can't be combined with {key}={value} yet: set one of the two back"
+        found = ["train.precision=fp8"] if c.train.precision == "fp8" else []
+        found += [f"recompute.pieces={c.recompute.pieces}"] if c.recompute.pieces > 1 else []
+        for key in found:
+            yield f"comm.overlap.tensor=true can't be combined with {key} yet: set one of the two back"
 
 
 RULES: list[Rule] = [

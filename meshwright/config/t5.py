@@ -65,7 +65,7 @@ def t5_fits(c: Config, world: int) -> Iterator[str]:
         own += ["pipeline.encoder_stages"] if c.pipeline.encoder_stages else []
         own += ["model.position=relative"] if m.position == "relative" else []
         own += ["data.objective=spans"] if c.objective == "spans" else []
-        if own and m.kind in ("gpt", "bert"):
+        if own and m.kind in ("gpt", "bert", "glm"):
             yield f"{own[0]} needs an encoder-decoder, and model.kind is {m.kind}: set model.kind=t5, or leave it out"
         return
     if c.objective != "spans":
@@ -74,7 +74,7 @@ def t5_fits(c: Config, world: int) -> Iterator[str]:
         yield f"layout.cp={c.layout.cp} can't share the sequences of model.kind=t5 yet: set layout.cp=1"
     fixed = {"position": "relative", "bias": False, "qkv_bias": False, "qk_norm": False, "norm_place": "pre",
              "parallel_residual": False, "embedding_norm": False, "token_types": 0, "pooler": False, "predictions": 0,
-             "kv_heads": m.heads}  # fmt: skip
+             "kv_heads": m.heads, "embedding_grad": 1.0}  # fmt: skip
     for key, value in fixed.items():
         if getattr(m, key) != value:
             yield f"model.{key}={getattr(m, key)} can't be combined with model.kind=t5: set it to {value}"

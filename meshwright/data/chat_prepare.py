@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.chat_template import Broken, ChatTemplate, Masked, load_template
+from meshwright.data.chat_template import Broken, ChatTemplate, Masked, load_template, special_tokens
 from meshwright.data.conversations import Conversation, Pair, Record, read_records
 from meshwright.data.packed import MASK, best_fit
 from meshwright.data.prepare import check_out
@@ -76,11 +76,7 @@ def _named(template: str, folder: Path) -> ChatTemplate:
         text = Path(template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--template {template} can't be read ({error}): name a file of Jinja text") from None
-    try:
-        special = load_template(folder).special
-    except UserError:
-        special = {}
-    return ChatTemplate(text, special)
+    return ChatTemplate(text, special_tokens(folder))
 
 
 def _tokenizer(folder: Path, template: ChatTemplate) -> Tokenizer:

@@ -129,10 +129,8 @@ def _prefix(tokens: list[int], tokenizer: Tokenizer, text: str) -> list[int]:
 
 def load_template(folder: Path) -> ChatTemplate:
     """Reads the chat template of a model's folder, and its special tokens."""
-    settings: dict[str, Any] = {}
+    settings = _settings(folder)
     try:
-        if (folder / "tokenizer_config.json").is_file():
-            settings = read_json(folder / "tokenizer_config.json")
         if (folder / "chat_template.jinja").is_file():
             text: Any = (folder / "chat_template.jinja").read_text(encoding="utf-8")
         elif (folder / "chat_template.json").is_file():
@@ -146,13 +144,24 @@ def load_template(folder: Path) -> ChatTemplate:
         text = named.get("default")
     if not isinstance(text, str) or not text:
         raise UserError(f"{folder} has no chat template: name one with --template FILE.jinja")
-    return ChatTemplate(text, _special(settings))
+    return ChatTemplate(text, special_tokens(folder))
 
 
-def _special(settings: dict[str, Any]) -> dict[str, str]:
-    """Returns the texts of the special tokens that a tokenizer_config.json names."""
+def _settings(folder: Path) -> dict[str, Any]:
+    """Returns what a folder's tokenizer_config.json holds; nothing where there is none."""
+    if not (folder / "tokenizer_config.json").is_file():
+        return {}
+    try:
+        found = read_json(folder / "tokenizer_config.json")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}/tokenizer_config.json can't be read ({error}): get it again") from None
+    return found if isinstance(found, dict) else {}
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Returns the texts of the special tokens that a folder's tokenizer_config.json names."""
     found = {}
-    for key, value in settings.items() if isinstance(settings, dict) else ():
+    for key, value in _settings(folder).items():
         text = value.get("content") if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(text, str):
             found[key] = text

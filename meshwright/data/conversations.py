@@ -53,7 +53,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
         values = list(enumerate(_parsed(text, str(path)), start=1))
         named = [(f"{path}, record {n}", value) for n, value in values]
     else:
-        lines = ((n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip())
+        lines = ((n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip())
         named = [(f"{path}, line {n}", _parsed(line, f"{path}, line {n}")) for n, line in lines]
     for where, value in named:
         if not isinstance(value, dict):
@@ -123,7 +123,7 @@ def _messages(value: Any) -> list[Message]:
         if not isinstance(each, dict):
             raise ValueError("a message must be an object with a role and a content")
         role, content = each.get("role", each.get("from")), each.get("content", each.get("value"))
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise ValueError(f"the role {role!r} is not one of {', '.join(ROLES)}")
         if not isinstance(content, (str, list, type(None))):
             raise ValueError(f"the content of a message is a {type(content).__name__}, not a text")
@@ -137,12 +137,16 @@ def _system(value: dict[str, Any]) -> list[Message]:
 
 
 def _alpaca(value: dict[str, Any]) -> list[Message]:
-    found = []
-    for asked, answer in value.get("history") or []:
+    found, history = [], value.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise ValueError("history must be a list of pairs: what was asked, and the answer")
+    texts = [value["instruction"], value.get("input") or "", value["output"]]
+    texts += [each for turn in history for each in turn]
+    if not all(isinstance(each, str) for each in texts):
+        raise ValueError("instruction, input, output and history must be texts")
+    for asked, answer in history:
         found += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-    asked = "\n".join(text for text in (value["instruction"], value.get("input") or "") if text)
-    if not all(isinstance(each, str) for each in (asked, value["output"])):
-        raise ValueError("instruction, input and output must be texts")
+    asked = "\n".join(text for text in texts[:2] if text)
     return [*found, {"role": "user", "content": asked}, {"role": "assistant", "content": value["output"]}]
 
 

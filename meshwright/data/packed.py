@@ -146,7 +146,7 @@ def packed_datasets(
 ) -> list[PackedStream | None]:
     """Returns the train, valid and test samples of files of conversations, which must be of these kinds; a part whose
     share is 0 is None. Conversations of all files are packed together."""
-    from meshwright.data.stream import SPLIT_NAMES, split_documents
+    from meshwright.data.stream import SPLIT_NAMES, check_tokenizers, split_documents
 
     found = [(prefix, is_chat(prefix)) for prefix in prefixes]
     for prefix, kind in found:
@@ -159,6 +159,7 @@ def packed_datasets(
         raise UserError("data.prefixes names pairs and judged answers: use one kind")
     unit = 2 if found[0][1] == "pairs" else 1
     metadata = [read_metadata(prefix) or {} for prefix in prefixes]
+    check_tokenizers([TokenFile(prefix) for prefix in prefixes], metadata)
     vocab, padding = max(int(each["vocab_size"]) for each in metadata), int(metadata[0]["eod"])
     streams: list[PackedStream | None] = []
     for part, name in enumerate(SPLIT_NAMES):

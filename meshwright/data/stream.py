@@ -125,7 +125,7 @@ def build_datasets(
     `blanks` blanks are filled in."""
     files = [TokenFile(prefix) for prefix in prefixes]
     found = [file.metadata() for file in files]
-    _check_tokenizers(files, found)
+    check_tokenizers(files, found)
     options = _with_eod(options or SampleOptions(), files, found)
     vocab = max((int(entry["vocab_size"]) for entry in found if entry), default=None)
     if weights is None:
@@ -162,7 +162,7 @@ def build_datasets(
     return streams
 
 
-def _check_tokenizers(files: Sequence[TokenFile], found: Sequence[Metadata | None]) -> None:
+def check_tokenizers(files: Sequence[TokenFile], found: Sequence[Metadata | None]) -> None:
     """Refuses files that were made with different tokenizers: nothing would show that their ids are mixed."""
     known = [(file.prefix, entry["tokenizer_digest"]) for file, entry in zip(files, found, strict=True)
              if entry and entry.get("tokenizer_digest")]  # fmt: skip

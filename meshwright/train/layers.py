@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.sharding.buffers import Slot, State
+from meshwright.sharding.buffers import Bucket, Slot, State
 from meshwright.sharding.remainders import plain
 from meshwright.train.loop import Hook
 from meshwright.train.monitor import gather_bytes
@@ -35,11 +35,17 @@ class Piece(NamedTuple):
     """The elements of one parameter that this rank counts."""
 
     layer: str
-    grads: Tensor
+    bucket: Bucket
     state: State
     slot: Slot
     low: int
     high: int
+
+    @property
+    def grads(self) -> Tensor:
+        """Its gradients, which may have memory only between backward and the next step."""
+        at = self.slot.start - self.bucket.share[0]
+        return self.bucket.own_grads[at + self.low : at + self.high]
 
     @property
     def stride(self) -> int:
@@ -81,7 +87,7 @@ class LayerNorms(Hook):
                 own = json.dumps(sorted({piece.layer for piece in self.pieces})).encode()
                 told = [json.loads(text) for text in gather_bytes(ctx.mesh.world, own, ctx)]
                 self.names = sorted({name for names in told for name in names}, key=natural)
-            sums = self._sums()
+            sums = self._sums() / ctx.layout.replicas  # of which each counts all parameters
             ctx.mesh.world.all_reduce(sums)
         self.before_update = []
         if self.folder and not result.skipped:
@@ -107,9 +113,7 @@ def _pieces(trainer: Trainer) -> Iterator[Piece]:
         for slot in state.buffer.slots:
             low, high = state.holds(slot)
             if low < high and parallel.counts(state.buffer, slot):
-                bucket = state.buffer.buckets[slot.bucket]
-                at = slot.start - bucket.share[0]
-                yield Piece(layer_of(slot.record.name), bucket.own_grads[at + low : at + high], state, slot, low, high)
+                yield Piece(layer_of(slot.record.name), state.buffer.buckets[slot.bucket], state, slot, low, high)
 
 
 def line_of(result: StepResult, names: Sequence[str], sums: Sequence[Sequence[float]]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class TensorBoard:
     def __init__(self, start: Start) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer: Any = SummaryWriter(str(start.folder / "tensorboard"), purge_step=start.step + 1 or None)
+        self.writer: Any = SummaryWriter(str(start.folder / "tensorboard"), purge_step=start.step + 1)
 
     def log(self, values: Values, step: int) -> None:
         for name, value in values.items():
@@ -255,14 +255,14 @@ class Loggers:
     def _work(self, names: Sequence[str], start: Start) -> None:
         open_: dict[str, Logger] = {}
         for name in names:
-            with self._kept(name, open_), contextlib.redirect_stdout(sys.stderr):  # stdout may be a JSON document
+            with self._kept(name, open_):
                 open_[name] = LOGGERS[name][0](start)
         while (found := self._waiting.get()) is not None:
             for name, logger in list(open_.items()):
                 with self._kept(name, open_):
                     logger.log(*found)
         for name, logger in list(open_.items()):
-            with self._kept(name, open_), contextlib.redirect_stdout(sys.stderr):
+            with self._kept(name, open_):
                 logger.close()
 
     @contextlib.contextmanager

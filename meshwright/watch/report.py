@@ -48,6 +48,7 @@ class RunReport:
         self.config, self.config_text = self._read_config()
         self._planned: tuple[Any, dict[str, Any]] | None = None
         self._known_bytes: dict[Any, dict[str, dict[str, int]]] = {}
+        self._seen: tuple[Any, ...] = ()  # what the state was last found from
 
     def _read_config(self) -> tuple[Config, str]:
         file = self.path / "config.yaml"
@@ -60,7 +61,8 @@ class RunReport:
         return own_config(raw), text
 
     def version(self) -> tuple[Any, ...]:
-        """Changes whenever one of the files does that the page is made from."""
+        """Changes whenever one of the files does that the page is made from, and when a run falls silent or is gone,
+        which changes no file."""
         names = ("metrics.jsonl", "validation.jsonl", "layers.jsonl", "events.jsonl", "ranks.json", "run.json",
                  "trace.json", "config.yaml", "flight/hang.json")  # fmt: skip
         found = []
@@ -70,7 +72,7 @@ class RunReport:
                 found.append((status.st_size, status.st_mtime_ns))
             except OSError:
                 found.append((0, 0))
-        return tuple(found)
+        return *found, state_of(self.path, *self._seen)["kind"] if self._seen else ""
 
     def document(self) -> dict[str, Any]:
         self.config, self.config_text = self._read_config()
@@ -86,7 +88,8 @@ class RunReport:
             "ranks": self._ranks(notes), "sources": self._sources(notes), "trace": self._trace(),
         }  # fmt: skip
         hang, progress = read_small(self.path / "flight" / "hang.json"), run["progress"]
-        run["state"] = state_of(self.path, events, hang, progress["last_time"], progress["step_time_s"] or 0.0)
+        self._seen = (events, hang, progress["last_time"], progress["step_time_s"] or 0.0)
+        run["state"] = state_of(self.path, *self._seen)
         run["alerts"] = alerts_of(run, run["state"])
         return run
 

@@ -98,14 +98,17 @@ class Handler(BaseHTTPRequestHandler):
             elif asked.path == "/plans.json":
                 self._send_json(lambda: runs.plans(), None)
             elif asked.path == "/flight.json":
-                wanted = {name: int(values[0]) for name, values in parse_qs(asked.query).items()}
-                if not 0 <= wanted["run"] < len(runs.reports):
-                    raise KeyError("run")
-                self._send_json(lambda: runs.flight(wanted["run"], max(0, wanted["rank"])), None)
+                try:
+                    wanted = {name: int(values[0]) for name, values in parse_qs(asked.query).items()}
+                    run, rank = wanted["run"], max(0, wanted["rank"])
+                except (KeyError, ValueError):
+                    run, rank = -1, 0
+                if 0 <= run < len(runs.reports):
+                    self._send_json(lambda: runs.flight(run, rank), None)
+                else:
+                    self._send(HTTPStatus.BAD_REQUEST, "text/plain", b"the request names no run and rank\n")
             else:
                 self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such page\n")
-        except (KeyError, ValueError):
-            self._send(HTTPStatus.BAD_REQUEST, "text/plain", b"the request names no run and rank\n")
         except (UserError, OSError) as error:  # the folder is gone, or half written
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n".encode())
 

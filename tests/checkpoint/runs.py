@@ -24,7 +24,7 @@ from tests.support.ranks import _SERVER, _child
 
 Sections = dict[str, dict[str, Any]]
 
-TIMES = ("step_time_s", "tokens_per_s", "phases")
+TIMES = ("step_time_s", "tokens_per_s", "phases", "time", "tflops", "mfu", "exposed_s", "ranks", "memory")
 CHANGES = ("rename", "replace", "fsync", "unlink", "rmdir", "mkdir")  # calls of os after which the disk is another
 
 

@@ -250,7 +250,8 @@ def test_names_without_prefix_old_buffers_and_a_stored_tie(tmp_path: Path, made:
     same_files(tmp_path / "wanted.safetensors", tmp_path / "out" / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", [name for name in SECTIONS if name != "bert"])  # tests/models/test_bert.py has that
+# tests/models/test_bert.py and test_t5.py have the others.
+@pytest.mark.parametrize("name", [name for name in SECTIONS if name not in ("bert", "t5")])
 def test_a_model_trained_here_has_the_same_logits_in_transformers(name: str, tmp_path: Path) -> None:
     """Ten steps in each family's shape, loaded without a word from us but config.json and the weights."""
     sections = {
@@ -367,7 +368,8 @@ def _written(name: str) -> dict[str, Any]:
 
 SIZES = ("layers", "hidden", "heads", "vocab")
 NAMED = {name: {"model_type", *(FAMILIES[name].keys[size][0] for size in SIZES)} for name in FAMILIES}
-MISSING = [(name, key, False) for name in FAMILIES for key in _written(name) if key not in NAMED[name]]
+# transformers 5 calls every T5 tied, whatever the file says.
+MISSING = [(name, key, False) for name in FAMILIES if name != "t5" for key in _written(name) if key not in NAMED[name]]
 NULL = [
     ("gpt2", "n_inner"), ("llama", "head_dim"), ("llama", "num_key_value_heads"), ("llama", "rope_scaling"),
     ("mistral", "head_dim"), ("mistral", "sliding_window"), ("qwen2", "num_key_value_heads"),

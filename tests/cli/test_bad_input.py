@@ -26,7 +26,6 @@ run: {device: cpu, tensorboard: false}
 TRAIN = {
     "unknown section": (["optimiser.lr=1"], "did you mean 'optimizer'"),
     "another model": (["model.preset=codegeex-13b"], "model.preset=codegeex-13b can't be trained yet (CodeGeeX has 39"),
-    "another MLP": (["model.preset=glm-130b"], "GLM-130B has GeGLU, DeepNorm and blanks to fill in"),
     "unknown key": (["model.hiden=64"], "did you mean 'hidden'"),
     "negative size": (["model.layers=-1"], "model.layers=-1 must be greater than zero"),
     "zero size": (["train.micro_batch=0"], "must be greater than zero"),

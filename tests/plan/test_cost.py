@@ -208,8 +208,7 @@ def test_the_fullest_stage_of_a_split_decides() -> None:
     (["model.dropout=0.1", "data.reset_attention=true"], True),
 ])  # fmt: skip
 def test_blocks_that_are_not_compiled_keep_what_they_keep(words: list[str], eager: bool) -> None:
-    """Uncompiled blocks keep more than compiled ones, and a mask of documents, which only dropout needs, more
-    still where it is kept."""
+    """Uncompiled blocks keep more than compiled ones, and documents nothing beside that, dropout or not."""
     given = [*words, "train.global_batch=8", "run.device=cuda", "train.micro_batch=1"]
     config = target_of("llama3-8b", given, as_run=False).config
     stack = stack_for(config, H100, None)
@@ -218,8 +217,7 @@ def test_blocks_that_are_not_compiled_keep_what_they_keep(words: list[str], eage
     assert stack_for(config, load_cluster("laptop"), None) == CPU
     plainly = replace(config, data=replace(config.data, reset_attention=False))
     mine, plain = (rank_memory(job_of(c, 8, EAGER), 0).activations for c in (config, plainly))
-    masked = config.data.reset_attention and config.model.dropout > 0
-    assert (mine > 1.02 * plain) == (masked and config.recompute.mode == "none")
+    assert mine <= 1.02 * plain
     assert rank_memory(job_of(config, 8), 0).activations == rank_memory(job_of(config, 8, stack), 0).activations
     assert mine > rank_memory(job_of(config, 8, OWN), 0).activations
 

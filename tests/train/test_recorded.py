@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import meshwright
 from meshwright.plan.measured import cluster_of, speed_of
+from meshwright.sharding.buffers import ReleasableTensor
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.rank_figures import RankFigures
 from meshwright.train.speed import Speed
@@ -123,3 +125,20 @@ def test_figures_of_ranks_are_read_from_the_sums() -> None:
         "peak_bytes": {"min": 5, "median": 9, "max": 9, "rank": 1},
     }
     assert list(RankFigures.read([0, 0, 5, 0, 0, 9]).summary()) == ["peak_bytes"]  # on an accelerator
+
+
+def test_norms_by_layer_where_gradients_have_no_memory_between_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an accelerator, whose released tensors allow no slice: a step of one micro-batch."""
+
+    def resized(cls: type[ReleasableTensor], size: int, dtype: torch.dtype, device: torch.device) -> ReleasableTensor:
+        return cls(torch.zeros(size, dtype=dtype, device=device))
+
+    monkeypatch.setattr(ReleasableTensor, "of", classmethod(resized))
+    train = {"steps": 3, "global_batch": 2, "micro_batch": 2}
+    config = small_config(train=train, run={"dir": str(tmp_path / "run"), "device": "cpu", "layers_every": 1})
+    data = Made(config.model.vocab, config.model.seq)
+    meshwright.pretrain(config, model_provider, lambda ctx, samples: (data, data, None), forward_step)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "layers.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 and all(norm > 0 for line in lines for norm in line["grad_norm"])
