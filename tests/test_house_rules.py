@@ -52,7 +52,8 @@ WITHOUT_TORCH = [
     "cli.export", "cli.generate", "cli.import_", "cli.inspect", "cli.train", "pipeline.trace", "cli.cost", "cli.plan",
     "cli.predict", "cli.recipes", "config.recipes", "config.twin", "cli.memory", "cli.merge",
     "cli.simulate", "cli.scaling", "cli.common_args", "cli.files", "cli.dryrun",
-    "cli.watch", "cli.init", "cli.completion", "cli.auto_layout",
+    "cli.watch", "cli.status", "cli.submit", "cli.replay", "cli.init", "cli.completion", "cli.auto_layout",
+    "train.job_files",
     "train.run_notes", "train.loggers", "train.rank_figures", "train.speed",
 ]  # fmt: skip
 

@@ -32,6 +32,8 @@ FORMAT = "meshwright checkpoint"
 FORMAT_VERSION = 1
 INDEX = "index.json"
 SEAL = b', "crc32": '  # before the index's last value, the checksum of all that stands before this
+# What grows when a job's ranks are started again; our own is for launchers that have none, with MESHWRIGHT_JOB.
+ATTEMPTS = ("MESHWRIGHT_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 BLOCK_BYTES = 16 * 2**20  # a reader that needs a part of a block reads and checks all of it
 
 # By the name in safetensors: the name in torch, and the bytes of an element.
@@ -110,13 +112,13 @@ def checkpoint_folder(config: Config) -> Path:
 
 def was_restarted(env: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher has started this job's ranks before; the job then continues from its newest checkpoint."""
-    counts = (env.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    counts = (env.get(name, "0") for name in ATTEMPTS)
     return any(count not in ("", "0") for count in counts)
 
 
 def job_name(env: Mapping[str, str] = os.environ) -> str:
     """Returns the launcher's name of this job, which all of its attempts share; empty if the launcher gives none."""
-    return env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID") or ""
+    return env.get("MESHWRIGHT_JOB") or env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID") or ""
 
 
 def folder_name(step: int) -> str:

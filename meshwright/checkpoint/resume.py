@@ -228,3 +228,10 @@ def _check_all_used(trainer: Checkpointed, reader: Reader) -> None:
             f"{reader.folder} holds {', '.join(left[:3])}{more}, for which this config's model has no place: "
             "check the model section"
         )
+
+
+def load_checkpoint(trainer: Checkpointed, folder: Path, model_only: bool = False) -> None:
+    """Loads this checkpoint, all of its state or its weights alone, and changes no folder. Every rank calls it."""
+    damage = _attempt(trainer, partial(Path, folder), model_only)
+    if damage is not None:
+        raise damage

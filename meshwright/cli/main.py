@@ -17,22 +17,25 @@ from meshwright.errors import UserError, nearest, one_line
 PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENOSPC, errno.ELOOP)
 
 GROUPS = {
-    "train and use a model": ("init", "train", "watch", "generate", "eval"),
+    "train and use a model": ("init", "train", "submit", "status", "watch", "generate", "eval"),
     "data": ("data",),
     "plan and study": (
         "plan", "recipes", "cost", "memory", "simulate", "scaling", "dryrun", "predict",
         "layout", "schedule", "config", "bench", "comm",
     ),
-    "checkpoints and Hugging Face": ("inspect", "import", "export", "merge"),
+    "checkpoints and Hugging Face": ("inspect", "replay", "import", "export", "merge"),
     "the shell": ("completion",),
 }  # fmt: skip
 COMMANDS = {
     "init": "write a commented config from a few answers or flags, with a layout that fits",
     "train": "train a model from a config, on local ranks or as one rank of torchrun or srun",
+    "submit": "write or submit a job for Slurm or Kubernetes that trains until the run is complete",
+    "status": "show how a run stands in one screen: progress, goodput, faults, newest checkpoint",
     "watch": "show runs on a live page, or write it as a file to send",
     "generate": "write text with a trained or imported model",
     "eval": "measure a trained model's loss and perplexity on token files",
     "inspect": "show what is in a checkpoint and verify every checksum",
+    "replay": "compute a past step of a run again, on any layout, and compare it with what was recorded",
     "import": "turn a Hugging Face folder into a checkpoint",
     "export": "write a run's or a checkpoint's weights as a Hugging Face folder",
     "merge": "add a run's adapters to their base and write that as a Hugging Face folder",
@@ -53,7 +56,9 @@ COMMANDS = {
     "completion": "print a script that completes commands, options and config keys in bash, zsh or fish",
 }
 # Those that take key=value words, which may stand before and after an option.
-MIXED = {"comm", "train", "eval", "config", "plan", "simulate", "dryrun", "memory", "scaling", "cost"}
+MIXED = {
+    "comm", "train", "submit", "replay", "eval", "config", "plan", "simulate", "dryrun", "memory", "scaling", "cost",
+}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):

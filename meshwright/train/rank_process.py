@@ -69,7 +69,8 @@ def _end() -> None:
 def name_rank(rank: int, world: int, run: str = "") -> None:
     """Names this process for `ps` and `top`, where the system allows it."""
     name = f"meshwright rank {rank}/{world} {run}".rstrip()
-    _prctl(PR_SET_NAME, f"meshwright {rank}/{world}".encode()[:NAME_BYTES])
+    # Without a space: Slurm's proctrack/linuxproc reads the name as one word, and would not find the rank to signal it.
+    _prctl(PR_SET_NAME, f"meshwright:{rank}/{world}".encode()[:NAME_BYTES])
     with suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         start, end = int(fields[45]), int(fields[46])  # where the words of the command line lie in memory

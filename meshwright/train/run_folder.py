@@ -63,20 +63,31 @@ def refuse_finished(config: Config, source: str | None = None) -> None:
     check_installed(config.run.loggers)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run.dir={folder} is a file: name a folder")
-    found = fmt.list_checkpoints(fmt.checkpoint_folder(config))
-    if source is not None or not found or found[-1][0] < config.train.steps or fmt.was_restarted():
+    if source is not None or fmt.was_restarted():
         return
+    step = complete_step(config)
+    if step is not None:
+        raise UserError(
+            f"run.dir={folder} holds a run that is complete at step {step}: raise train.steps to go on, "
+            "or choose another folder"
+        )
+
+
+def complete_step(config: Config) -> int | None:
+    """The step of the run's last checkpoint if the run is complete: that checkpoint is of its last step, or beyond, is
+    as it was written as far as its index tells, and the validation after it is written where the run validates. None
+    if it has something left to do. This, and no exit code, tells a run that is complete from one that was stopped."""
+    folder, found = Path(config.run.dir), fmt.list_checkpoints(fmt.checkpoint_folder(config))
+    if not found or found[-1][0] < config.train.steps:
+        return None
     step, last = found[-1]
     try:
         fmt.read_index(last)
     except fmt.DamagedCheckpoint:
-        return  # the run goes on from the one before it
+        return None  # the run goes on from the one before it
     if step == config.train.steps and _read_note(folder, "validates") and not is_validated(folder, step):
-        return  # it was ended between its last save and the validation after it
-    raise UserError(
-        f"run.dir={folder} holds a run that is complete at step {step}: raise train.steps to go on, "
-        "or choose another folder"
-    )
+        return None  # it was ended between its last save and the validation after it
+    return step
 
 
 def what_is_lost(config: Config) -> str:

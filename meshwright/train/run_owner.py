@@ -203,7 +203,7 @@ def _is_bare(folder: Path, note: Path) -> bool:
 
 
 def _attempt(env: Mapping[str, str] = os.environ) -> int:
-    counts = (env.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    counts = (env.get(name, "") for name in fmt.ATTEMPTS)
     return sum(int(count) for count in counts if count.isdecimal())
 
 

@@ -57,11 +57,8 @@ def alerts_of(run: Mapping[str, Any], state: Mapping[str, str]) -> list[Alert]:
     if progress["skipped"]:
         share = percent(progress["skipped"] / max(1, progress["steps_done"]))
         add("warn", f"{plural(progress['skipped'], 'step')} skipped ({share})", "loss")
-    busy = run["ranks"].get("busy_s") or []
-    if len(busy) > 1:
-        middle, most = sorted(busy)[len(busy) // 2], max(busy)
-        if middle > 0 and most > SLOW_RANK * middle:
-            add("warn", f"rank {busy.index(most)} computes {most / middle:.2f} times as long as the median", "ranks")
+    if slow := slow_rank(run["ranks"].get("busy_s") or []):
+        add("warn", f"rank {slow[0]} {slow[1]}", "ranks")
     restarts = sum(event.get("kind") == "restart" for event in run["events"])
     if restarts:
         add("warn", f"restarted {plural(restarts, 'time')}", "events")
@@ -69,3 +66,11 @@ def alerts_of(run: Mapping[str, Any], state: Mapping[str, str]) -> list[Alert]:
     if lost:
         add("info", f"{plural(lost, 'step')} trained again after resumes", "loss")
     return found
+
+
+def slow_rank(busy: Sequence[float]) -> tuple[int, str] | None:
+    """The rank that computes much longer than the others, from each rank's seconds, and how much longer in words."""
+    middle, most = sorted(busy)[len(busy) // 2] if busy else 0.0, max(busy, default=0.0)
+    if len(busy) < 2 or middle <= 0 or most <= SLOW_RANK * middle:
+        return None
+    return list(busy).index(most), f"computes {most / middle:.2f} times as long as the median"

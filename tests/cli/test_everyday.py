@@ -68,6 +68,8 @@ def test_ranks_have_names_and_end_when_their_launcher_is_killed(launcher: str, f
     code, said = ended(start("--nproc", "2", f"run.dir={name}"))
     assert code == 2 and f"run.dir={name} belongs to a run that is still training (process" in said, said
     assert sorted(named(name).values()) == [f"meshwright rank {rank}/2 {name}" for rank in (0, 1)]
+    # One word to the kernel: Slurm's linuxproc plugin does not find a process with a space in its name to signal it.
+    assert all(" " not in Path(f"/proc/{pid}/comm").read_text().strip() for pid in named(name))
     os.kill(process.pid, signal.SIGKILL)
     end = time.monotonic() + 5.0
     while named(name):

@@ -1,0 +1,101 @@
+"""`meshwright status`: how a run stands, in one screen. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from meshwright.show.terminal import printable
+from meshwright.show.units import clock, count, decimals, percent, plural, seconds, size
+from meshwright.watch.report import RunReport
+from meshwright.watch.status import UNNAMED, is_complete, status_of
+
+EXAMPLES = """example:
+  meshwright status runs/mine
+  meshwright status runs/mine --verify                      (reads every byte of the newest checkpoint)
+  meshwright status runs/mine --cluster here.yaml --json    (speed against that cluster's plan)
+  meshwright status runs/mine --complete || sbatch job.sh   (exit code 0 if nothing is left to do, else 1)"""
+
+MOST_FAULTS = 8  # ranks that the screen lists
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the folder of a run (its run.dir)")
+    parser.add_argument("--verify", action="store_true", help="read the newest checkpoint and check all its checksums")
+    complete = "print nothing: exit with 0 if the run is complete, with 1 if it has something left to do"
+    parser.add_argument("--complete", action="store_true", help=complete)
+    steps = "with --complete: the steps that the run shall have (default: train.steps of the run's config)"
+    parser.add_argument("--steps", type=int, metavar="N", help=steps)
+    cluster = "plan with this cluster (default: by the device's name, where it is known)"
+    parser.add_argument("--cluster", metavar="NAME|FILE", help=cluster)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.complete:
+        complete = is_complete(args.run, args.steps)
+        if args.json:
+            print(json.dumps({"complete": complete}))
+        return int(not complete)
+    found = status_of(RunReport(args.run, args.cluster), args.verify)
+    print(json.dumps(found, allow_nan=False) if args.json else "\n".join(page(found)))
+    return 0
+
+
+def page(found: dict[str, Any]) -> list[str]:
+    """The same as text for people."""
+    state, checkpoint, good = found["state"], found["checkpoint"], found["goodput"]
+    kind = "complete" if found["complete"] else state["kind"]
+    rows = [("state", f"{kind} ({state['text']})" if state["text"] else kind)]
+    done = found["step"] / found["steps"] if found["steps"] else 0.0
+    left = f", about {clock(found['seconds_left'])} left" if found["seconds_left"] else ""
+    rows.append(("step", f"{found['step']:,} of {found['steps']:,} ({percent(done)}){left}"))
+    if found["loss"] is not None:
+        norm = f", grad norm {decimals(found['grad_norm'], 4)}" if found["grad_norm"] is not None else ""
+        rows.append(("loss", decimals(found["loss"], 4) + norm))
+    rows += _speed(found)
+    if good["share"] is not None:
+        between = f", and {clock(good['between_s'])} between jobs" if good["between_s"] >= 1 else ""
+        counted = f"{clock(good['counted_s'])} of {clock(good['under_way_s'])} under way counted{between}"
+        rows.append(("goodput", f"{percent(good['share'])}: {counted}"))
+    again = f"; {plural(found['trained_again'], 'step')} trained again" if found["trained_again"] else ""
+    rows.append(("restarts", f"{found['restarts']} by the launcher, {plural(found['resumes'], 'resume')}{again}"))
+    infinite = f"; the loss was not finite in {found['not_finite']}" if found["not_finite"] else ""
+    rows.append(("skipped", f"{plural(found['skipped'], 'step')}{infinite}"))
+    rows += _faults(found)
+    rows.append(("checkpoint", _checkpoint(checkpoint)))
+    return [printable(found["folder"]), *(f"  {name:<11} {printable(text)}" for name, text in rows)]
+
+
+def _speed(found: dict[str, Any]) -> list[tuple[str, str]]:
+    if found["tokens_per_s"] is None:
+        return []
+    planned = found["planned"]
+    text = f"{seconds(found['step_time_s'])} a step, {count(found['tokens_per_s'])} tokens/s"
+    if planned:
+        share = f"{percent(planned['share'])} of the plan's {count(planned['tokens_per_s'])} on {planned['cluster']}"
+        return [("speed", f"{text}, {share}")]
+    return [("speed", f"{text} (no plan: name a cluster with --cluster)")]
+
+
+def _faults(found: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    for rank, said in list(found["faults"].items())[:MOST_FAULTS]:
+        times = f"{plural(len(said), 'fault')}, the last: {said[-1]['text']}"
+        rows.append(("faults", f"{'no rank named' if rank == UNNAMED else f'rank {rank}'}: {times}"))
+    if len(found["faults"]) > MOST_FAULTS:
+        rows.append(("faults", f"and {plural(len(found['faults']) - MOST_FAULTS, 'more rank')} (see --json)"))
+    if slow := found["slow_rank"]:
+        rows.append(("slow", f"rank {slow['rank']} {slow['text']}"))
+    return rows or [("faults", "none")]
+
+
+def _checkpoint(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "none yet"
+    step = f"step {found['step']:,}"
+    if found["why"]:
+        return f"{step}: {found['why']}"
+    if found["verified_bytes"] is not None:
+        return f"{step}, every checksum is right ({size(found['verified_bytes'])})"
+    return f"{step}, its index's seal and its files' sizes are right (--verify reads every byte)"

@@ -1,0 +1,222 @@
+"""The job file of a run: a batch script for Slurm, or an indexed Job for Kubernetes. No torch.
+
+Both follow one rule. A run is complete when `meshwright status RUN --complete` says so, never by an exit code: `train`
+ends with 0 also when it was asked to stop, and has then saved. A job that ends before the run is complete starts again
+if it left a newer checkpoint (Slurm), or if it was not a mistake, which no start mends (exit code 2)."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+STOPPED = 85  # a container's exit code where the run was stopped and has something left to do
+PORT = 29500
+MISTAKE = 2
+SHM = "/dev/shm"  # noqa: S108
+CONFIG_AT = "/etc/meshwright"
+GPU_RESOURCES = {"auto": "nvidia.com/gpu", "cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """What a scheduler is asked for. `lead_s` is how long before its end a job is told, so that it can save."""
+
+    name: str
+    nodes: int
+    per_node: int
+    device: str  # run.device
+    config: str  # the path or recipe that `train` reads
+    words: tuple[str, ...]  # key=value
+    run_dir: str
+    checkpoints: str
+    steps: int
+    lead_s: int
+    time_s: int = 0  # 0: no limit
+    setup: tuple[str, ...] = ()  # lines of shell that come first
+    options: tuple[str, ...] = ()  # of sbatch
+    command: str = ""  # by which this file was made
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.per_node
+
+    @property
+    def has_accelerators(self) -> bool:
+        return self.device != "cpu"
+
+    def train(self, config: str | None = None) -> str:
+        return shlex.join(["meshwright", "train", config or self.config, *self.words])
+
+    @property
+    def is_complete(self) -> str:
+        return shlex.join(["meshwright", "status", self.run_dir, "--complete", "--steps", str(self.steps)])
+
+
+def slurm_time(seconds: int) -> str:
+    minutes, second = divmod(seconds, 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return f"{f'{days}-' if days else ''}{hour:02d}:{minute:02d}:{second:02d}"
+
+
+SLURM = """\
+#!/bin/bash
+# Written by: {command}
+{directives}
+
+# Before the time limit Slurm sends SIGUSR1 to the ranks, which save and end. This script then puts the job into the
+# queue again, and it goes on from the newest checkpoint, until the run is complete or a job leaves no newer one.
+set -u
+{setup}
+checkpoints={checkpoints}
+newest() {{ ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1; }}
+is_complete() {{ {is_complete}; }}
+
+cancelled=
+trap 'cancelled=1' TERM  # scancel, or the time limit itself
+if is_complete; then echo "the run is complete"; exit 0; fi
+before=$(newest)
+srun --kill-on-bad-exit=1 {train}
+code=$?
+if is_complete; then echo "the run is complete"; exit 0; fi
+if [ -n "$cancelled" ]; then echo "the job was cancelled: it is not requeued"; exit 143; fi
+if [ "$code" -eq {mistake} ]; then echo "a mistake, told above, ended the run: it is not requeued"; exit "$code"; fi
+if [ "$(newest)" = "$before" ]; then
+    echo "the job left no newer checkpoint (exit code $code): it is not requeued"
+    if [ "$code" -eq 0 ]; then exit 1; else exit "$code"; fi
+fi
+echo "goes on from $(newest): the job is requeued"
+scontrol requeue "$SLURM_JOB_ID"
+"""
+
+
+def slurm(job: JobFile) -> str:
+    """The batch script."""
+    asked = [f"job-name={job.name}", f"nodes={job.nodes}", f"ntasks-per-node={job.per_node}"]
+    asked += [f"gpus-per-node={job.per_node}"] if job.has_accelerators else []
+    asked += [f"time={slurm_time(job.time_s)}"] if job.time_s else []
+    asked += [f"signal=USR1@{job.lead_s}", "requeue", "open-mode=append", f"output={job.name}-%j.log"]
+    options = [f"--{option}" for option in asked] + list(job.options)
+    return SLURM.format(
+        command=job.command, directives="\n".join(f"#SBATCH {option}" for option in options),
+        setup="\n".join(job.setup), checkpoints=shlex.quote(job.checkpoints), is_complete=job.is_complete,
+        train=job.train(), mistake=MISTAKE,
+    )  # fmt: skip
+
+
+# Each pod starts its own ranks. A request to stop comes to the shell, which passes it on; the ranks of all pods agree.
+POD = """\
+{setup}
+is_complete() {{ {is_complete}; }}
+is_complete && exit 0
+export WORLD_SIZE={ranks} LOCAL_WORLD_SIZE={per_node} MASTER_ADDR={master} MASTER_PORT={port}
+export MESHWRIGHT_ATTEMPT=$(date +%s)
+ranks=()
+trap 'kill -TERM "${{ranks[@]}}" 2>/dev/null' TERM
+for ((n = 0; n < {per_node}; n++)); do
+    RANK=$((JOB_COMPLETION_INDEX * {per_node} + n)) LOCAL_RANK=$n {train} &
+    ranks+=($!)
+done
+code=0
+for rank in "${{ranks[@]}}"; do
+    wait "$rank"; ended=$?
+    while [ "$ended" -gt 128 ] && kill -0 "$rank" 2>/dev/null; do wait "$rank"; ended=$?; done
+    [ "$ended" -eq 0 ] || [ "$code" -eq {mistake} ] || code=$ended
+done
+is_complete && exit 0
+[ "$code" -eq 0 ] && exit {stopped}
+exit "$code"
+"""
+
+
+@dataclass(frozen=True)
+class Pods:
+    """Where containers run: their image, the claim of the disk that all share, and where it is mounted, which is also
+    the folder that relative paths of the config begin in."""
+
+    image: str
+    claim: str
+    folder: str
+    failures: int  # pods that may fail until the job does; stopped and evicted ones don't count
+
+
+def kubernetes(job: JobFile, pods: Pods, config: str) -> str:
+    """A ConfigMap with the run's config, a headless service by whose names pods find each other, and the Job."""
+    labels = {"app.kubernetes.io/name": "meshwright", "app.kubernetes.io/instance": job.name}
+    meta: dict[str, Any] = {"name": job.name, "labels": labels}
+    documents: list[dict[str, Any]] = [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"config.yaml": config}},
+        {
+            "apiVersion": "v1", "kind": "Service", "metadata": meta,
+            "spec": {
+                "clusterIP": "None", "selector": {"job-name": job.name}, "publishNotReadyAddresses": True,
+                "ports": [{"name": "store", "port": PORT}],
+            },
+        },
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": _job_spec(job, pods, labels)},
+    ]  # fmt: skip
+    text = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)
+    return f"# Written by: {job.command}\n{text}"
+
+
+def _job_spec(job: JobFile, pods: Pods, labels: dict[str, str]) -> dict[str, Any]:
+    again = {"action": "Ignore", "onExitCodes": {"containerName": "train", "operator": "In", "values": [STOPPED]}}
+    mistake = {"action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [MISTAKE]}}
+    evicted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    spec: dict[str, Any] = {
+        "completionMode": "Indexed", "completions": job.nodes, "parallelism": job.nodes, "backoffLimit": pods.failures,
+        "podFailurePolicy": {"rules": [evicted, again, mistake]},
+    }  # fmt: skip
+    spec |= {"activeDeadlineSeconds": job.time_s} if job.time_s else {}
+    return spec | {"template": {"metadata": {"labels": labels}, "spec": _pod_spec(job, pods)}}
+
+
+def _pod_spec(job: JobFile, pods: Pods) -> dict[str, Any]:
+    script = POD.format(
+        setup="\n".join(job.setup) or "set -u", is_complete=job.is_complete, ranks=job.ranks, per_node=job.per_node,
+        master=f"{job.name}-0.{job.name}", port=PORT, train=job.train(f"{CONFIG_AT}/config.yaml"), mistake=MISTAKE,
+        stopped=STOPPED,
+    )  # fmt: skip
+    container: dict[str, Any] = {
+        "name": "train", "image": pods.image, "workingDir": pods.folder, "command": ["bash", "-c", script],
+        "env": [{"name": "MESHWRIGHT_JOB", "valueFrom": {"fieldRef": {"fieldPath": _JOB_ID}}}],
+        "volumeMounts": [
+            {"name": "disk", "mountPath": pods.folder}, {"name": "config", "mountPath": CONFIG_AT},
+            {"name": "shm", "mountPath": SHM},
+        ],
+    }  # fmt: skip
+    if job.has_accelerators:
+        container["resources"] = {"limits": {GPU_RESOURCES[job.device]: job.per_node}}
+    apart = {"matchLabels": {"job-name": job.name}}
+    return {
+        "restartPolicy": "Never", "subdomain": job.name, "terminationGracePeriodSeconds": job.lead_s,
+        "topologySpreadConstraints": [
+            {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway",
+             "labelSelector": apart},
+        ],
+        "containers": [container],
+        "volumes": [
+            {"name": "disk", "persistentVolumeClaim": {"claimName": pods.claim}},
+            {"name": "config", "configMap": {"name": job.name}}, {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }  # fmt: skip
+
+
+_JOB_ID = "metadata.labels['batch.kubernetes.io/controller-uid']"  # the same in all pods of a job, and in no other job
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as they are, and repeats what is used twice instead of referring to it."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+
+_Dumper.add_representer(str, _text)

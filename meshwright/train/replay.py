@@ -1,0 +1,49 @@
+"""Past steps, computed again: from a checkpoint before them, on any layout, without touching the run's folder.
+
+A step is a function of the weights, the seed and the number of samples consumed, all of which a checkpoint holds. So on
+the same layout a replayed step gives the recorded numbers bit for bit, unless something went wrong then or now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.checkpoint.base import read_base
+from meshwright.checkpoint.format import find_checkpoint
+from meshwright.checkpoint.resume import load_checkpoint
+from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
+from meshwright.config.rules import TRAINING_RULES, check
+from meshwright.config.sections import Config
+from meshwright.train.context import build_context
+from meshwright.train.gpt import datasets_provider, forward_step, model_provider
+from meshwright.train.own_models import in_precision
+from meshwright.train.pretrain import agree, build_modules
+from meshwright.train.processes import enter, find_place, leave
+from meshwright.train.result import StepResult
+from meshwright.train.step import Trainer
+
+
+def replay(config: Config, step: int, checkpoint: Path | None, source: str | None) -> list[StepResult]:
+    """The steps from the checkpoint's next one to this one, as one rank of all. Without a checkpoint the run begins
+    anew, with the weights of `source` if it did so then. `config.run.dir` must not be the run's folder."""
+    place, comm = find_place(), config.comm
+    check(config, place.world, TRAINING_RULES)
+    device, joined = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
+    ctx = build_context(config, place.rank, place.world, device, place.local_world, trains=True)
+    store = open_store() if place.world > 1 else None
+    results = []
+    with Watchdog(ctx.mesh, comm.timeout, store, keeper=store_keeper() if joined else None):
+        modules = build_modules(ctx, model_provider)
+        data, valid, _ = datasets_provider(ctx, (0, 0, 0))
+        trainer = Trainer(ctx, modules, in_precision(ctx, modules, forward_step), data, valid)
+        if config.tune.adapts:
+            agree(ctx, lambda: read_base(trainer))
+            trainer.publish()
+        if checkpoint is not None or source is not None:
+            found = checkpoint or find_checkpoint(str(source))
+            load_checkpoint(trainer, found, model_only=checkpoint is None)
+        while trainer.step_number < step:
+            results.append(trainer.step())
+        trainer.data_parallel.weights.wait_for_gathers()
+    if joined:
+        leave()
+    return results

@@ -1,0 +1,181 @@
+"""Job files: what they ask for, and what their scripts do when a run is stopped, fails, is cancelled or complete. The
+scripts are run by bash with stand-ins for srun, scontrol and meshwright."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from meshwright.cli.main import main
+from tests.cli.test_bad_input import sentence
+
+CONFIG = """
+model: {layers: 4, hidden: 32, heads: 4, vocab: 64, seq: 16}
+layout: {tp: 2, pp: 2, node_size: 4}
+data: {prefixes: [data/text]}
+train: {steps: 100, global_batch: 16, micro_batch: 1}
+run: {dir: runs/Big_One, device: cuda}
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def directives(script: str) -> dict[str, str]:
+    words = [line.removeprefix("#SBATCH --").partition("=") for line in script.splitlines() if "#SBATCH" in line]
+    return {name: value for name, _, value in words}
+
+
+def slurm_script(*more: str) -> str:
+    assert main(["submit", "c.yaml", "--slurm", "--out", "job.sh", *more]) == 0
+    subprocess.run(["bash", "-n", "job.sh"], check=True)
+    return Path("job.sh").read_text()
+
+
+def test_slurm_is_asked_for_what_the_layout_needs() -> None:
+    asked = directives(slurm_script("--nodes", "2", "--time", "1-4:00:00", "--sbatch=--partition=gpu"))
+    wanted = {"nodes": "2", "ntasks-per-node": "4", "gpus-per-node": "4", "time": "1-04:00:00", "signal": "USR1@300",
+              "requeue": "", "job-name": "big-one", "partition": "gpu"}  # fmt: skip
+    assert {name: asked.get(name) for name in wanted} == wanted
+    asked = directives(slurm_script("run.device=cpu", "layout.pp=4", "--time", "50min", "--lead", "90s"))
+    assert asked["nodes"] == "2" and "gpus-per-node" not in asked and asked["signal"] == "USR1@90"
+    script = slurm_script("--ranks-per-node", "8", "train.seed=3", "run.dir=runs/a b")
+    assert "srun --kill-on-bad-exit=1 meshwright train c.yaml train.seed=3 'run.dir=runs/a b'\n" in script
+    assert "checkpoints='runs/a b/checkpoints'\n" in script and "time" not in directives(script)
+
+
+def run_slurm(here: Path, train: str, **env: str) -> tuple[int, str, bool]:
+    """Exit code, output, and whether the job was requeued, where srun does `train`."""
+    slurm_script()
+    bin_, checkpoints = here / "bin", here / "runs" / "Big_One" / "checkpoints"
+    bin_.mkdir(exist_ok=True)
+    programs = {"srun": train, "scontrol": 'echo "$@" > requeued', "meshwright": "test -e complete"}
+    for name, body in programs.items():
+        (bin_ / name).write_text(f"#!/bin/bash\nsave() {{ mkdir -p {checkpoints}/step-$1; }}\n{body}\n")
+        (bin_ / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{bin_}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **env}
+    done = subprocess.run(["bash", "job.sh"], env=env, capture_output=True, text=True, timeout=20, check=False)
+    requeued = here / "requeued"
+    again = requeued.exists() and requeued.read_text() == "requeue 7\n"
+    requeued.unlink(missing_ok=True)
+    return done.returncode, done.stdout + done.stderr, again
+
+
+def test_the_job_is_requeued_until_the_run_is_complete(here: Path) -> None:
+    assert run_slurm(here, "save 00000010") == (0, "goes on from step-00000010: the job is requeued\n", True)
+    code, said, again = run_slurm(here, "exit 0")
+    assert (code, again) == (1, False) and "no newer checkpoint" in said, "it would go round for ever"
+    assert run_slurm(here, "save 00000020; exit 75")[2], "a hang ended it, and it had got further"
+    code, said, again = run_slurm(here, "save 00000030; exit 2")
+    assert (code, again) == (2, False) and "mistake" in said
+    code, said, again = run_slurm(here, "save 00000040; kill -TERM $PPID")
+    assert (code, again) == (143, False) and "cancelled" in said
+    code, said, again = run_slurm(here, "save 00000100; touch complete")
+    assert (code, again) == (0, False) and "complete" in said
+    code, said, again = run_slurm(here, "echo srun was called; exit 1")
+    assert (code, said, again) == (0, "the run is complete\n", False), "nothing is left to do"
+
+
+def documents(*more: str) -> dict[str, dict[str, Any]]:
+    words = ["--kubernetes", "--nodes", "2", "--image", "mw:1", "--claim", "disk", "--out", "job.yaml"]
+    assert main(["submit", "c.yaml", *words, *more]) == 0
+    found = list(yaml.safe_load_all(Path("job.yaml").read_text()))
+    return {document["kind"]: document for document in found}
+
+
+def test_a_kubernetes_job_has_what_it_needs() -> None:
+    found = documents("train.seed=3", "--time", "4:00:00")
+    versions = {kind: document["apiVersion"] for kind, document in found.items()}
+    assert versions == {"ConfigMap": "v1", "Service": "v1", "Job": "batch/v1"}
+    service, spec = found["Service"]["spec"], found["Job"]["spec"]
+    assert service["clusterIP"] == "None" and service["selector"] == {"job-name": "big-one"}
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
+    assert spec["activeDeadlineSeconds"] == 4 * 3600
+    pod = spec["template"]["spec"]
+    assert pod["restartPolicy"] == "Never" and pod["subdomain"] == found["Service"]["metadata"]["name"] == "big-one"
+    assert pod["terminationGracePeriodSeconds"] == 300
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    shell, flag, script = container["command"]
+    assert (shell, flag) == ("bash", "-c")
+    subprocess.run(["bash", "-n", "-c", script], check=True)
+    assert "WORLD_SIZE=8" in script and "MASTER_ADDR=big-one-0.big-one" in script
+    rules = spec["podFailurePolicy"]["rules"]
+    rules = {str(rule.get("onExitCodes", {}).get("values")): rule["action"] for rule in rules}
+    assert rules == {"None": "Ignore", "[85]": "Ignore", "[2]": "FailJob"}
+    config = yaml.safe_load(found["ConfigMap"]["data"]["config.yaml"])
+    assert config["train"]["seed"] == 3 and config["layout"]["tp"] == 2
+
+
+@pytest.mark.parametrize(("body", "wanted"), [
+    ("exit 0", 85), ("touch complete", 0), ('[ "$RANK" = 6 ] && exit 2; exit 1', 2), ("exit 75", 75),
+])  # fmt: skip
+def test_a_pod_starts_its_ranks_and_tells_how_they_ended(here: Path, body: str, wanted: int) -> None:
+    script = documents()["Job"]["spec"]["template"]["spec"]["containers"][0]["command"][2]
+    program = here / "meshwright"
+    program.write_text(
+        '#!/bin/bash\nif [ "$1" = status ]; then exec test -e complete; fi\n'
+        f'echo "$RANK $LOCAL_RANK" >> started\n{body}\n'
+    )
+    program.chmod(0o755)
+    env = {**os.environ, "PATH": f"{here}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "1"}
+    assert subprocess.run(["bash", "-c", script], env=env, timeout=20, check=False).returncode == wanted
+    assert sorted(Path("started").read_text().splitlines()) == ["4 0", "5 1", "6 2", "7 3"]
+
+
+def test_a_pod_that_is_ended_passes_the_request_on_and_waits(here: Path) -> None:
+    script = documents()["Job"]["spec"]["template"]["spec"]["containers"][0]["command"][2]
+    program = here / "meshwright"
+    asked = "trap 'sleep 0.3; touch saved-$RANK; exit 0' TERM; touch up-$RANK; while :; do sleep 0.05; done"
+    program.write_text(f'#!/bin/bash\nif [ "$1" = status ]; then exit 1; fi\n{asked}\n')
+    program.chmod(0o755)
+    env = {**os.environ, "PATH": f"{here}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "0"}
+    with subprocess.Popen(["bash", "-c", script], env=env) as pod:
+        end = time.monotonic() + 10
+        while len(list(here.glob("up-*"))) < 4 and time.monotonic() < end:
+            time.sleep(0.02)
+        pod.send_signal(signal.SIGTERM)
+        assert pod.wait(10) == 85
+    assert len(list(here.glob("saved-*"))) == 4
+
+
+def test_submit_hands_the_file_to_the_scheduler(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sbatch = here / "sbatch"
+    sbatch.write_text("#!/bin/bash\ncat > got.sh\necho Submitted batch job 12\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{here}:/usr/bin:/bin")
+    assert main(["submit", "c.yaml", "--slurm", "--run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["submitted"] == "Submitted batch job 12" and Path("got.sh").read_text() == found["file"]
+    sbatch.write_text("#!/bin/bash\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
+    said = sentence(capsys, ["submit", "c.yaml", "--slurm", "--run"])
+    assert "refused the job: sbatch: error: invalid partition" in said
+
+
+@pytest.mark.parametrize(("words", "wanted"), [
+    ("--slurm --nodes 0", "--nodes 0 must be at least 1"),
+    ("--slurm --ranks-per-node 3", "a world of 6 ranks is not divisible"),
+    ("--slurm --time soon", "--time=soon is not a time"),
+    ("--slurm --time 5min --lead 5min", "more than half"),
+    ("--slurm layout=auto", "meshwright plan"),
+    ("--kubernetes", "--image NAME and --claim NAME"),
+    ("--kubernetes --image a --claim b --name Big_One", "can't name a job"),
+])  # fmt: skip
+def test_mistakes(words: str, wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert wanted in sentence(capsys, ["submit", "c.yaml", *shlex.split(words)])
