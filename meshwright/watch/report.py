@@ -72,7 +72,9 @@ class RunReport:
                 found.append((status.st_size, status.st_mtime_ns))
             except OSError:
                 found.append((0, 0))
-        return *found, state_of(self.path, *self._seen)["kind"] if self._seen else ""
+        if not self._seen:
+            self.document()
+        return *found, state_of(self.path, *self._seen)["kind"]
 
     def document(self) -> dict[str, Any]:
         self.config, self.config_text = self._read_config()
