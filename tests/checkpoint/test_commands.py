@@ -79,6 +79,7 @@ def test_a_request_that_comes_before_the_first_step(folder: Path, start: Any) ->
     assert len(steps(folder / "run")) <= 2
 
 
+@pytest.mark.wide
 def test_restarts(folder: Path, start: Any) -> None:
     """A rank is killed twice; the launcher starts again from the last checkpoint, to the undisturbed run's end."""
     run = folder / "run"

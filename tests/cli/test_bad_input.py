@@ -216,6 +216,7 @@ def command(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.wide
 def test_token_beyond_the_vocabulary_stops_every_rank(here: Path) -> None:
     """A file without metadata says nothing of its vocabulary: found when read, told once, by the rank that read it."""
     write_documents("foreign", [np.full(50, 999)] * 20)

@@ -206,6 +206,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.wide
 def test_the_sentence_of_a_rank_stands_alone(tmp_path: Path) -> None:
     """Though the other ranks must be stopped then, of which torch would tell."""
     (tmp_path / "one_fails.py").write_text(ONE_FAILS)

@@ -213,6 +213,7 @@ def small(devices: int = 16) -> Job:
     return Job(config(SMALL, train={"global_batch": 32}), devices, OWN, cluster_node=8)
 
 
+@pytest.mark.wide
 def test_hardly_anything_better_is_missed() -> None:
     """Against every combination, also those that divide experts less without being much faster."""
     base, space = small(), SearchSpace(micro_batch=(1, 2), chunks=(1,), zero=(1, 3))

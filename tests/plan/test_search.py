@@ -62,6 +62,7 @@ def test_every_shape_is_a_layout() -> None:
     assert {(1, 1), (2, 3), (8, 6), (4, 12)} <= seen
 
 
+@pytest.mark.wide
 def test_plan_writes_a_config_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, html = tmp_path / "plan.yaml", tmp_path / "plan.html"
     words = ["plan", "llama2-13b", "--cluster", "h100-80g-dgx", "--devices", "32", "--global-batch", "128"]

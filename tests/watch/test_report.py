@@ -57,6 +57,7 @@ def test_fewer_points_keep_the_extremes_and_the_means() -> None:
     assert np.mean(loss["mean"]) == pytest.approx(np.nanmean(values), abs=1e-5)
 
 
+@pytest.mark.wide
 def test_a_run_of_a_hundred_thousand_steps_opens_in_a_second(tmp_path: Path) -> None:
     folder = healthy(tmp_path / "long", 100_000)
     took = []
