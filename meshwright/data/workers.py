@@ -50,8 +50,8 @@ def map_in_order(make: Make[T, R], args: tuple[Any, ...], tasks: Iterator[T], co
             workers.append(Worker(process, ours))
         yield from _results(workers, tasks)
     finally:
-        for worker in workers:
-            worker.process.terminate()
+        for worker in workers:  # a server that was started while signals were ignored makes workers that ignore SIGTERM
+            worker.process.kill()
         for worker in workers:
             worker.process.join()
             worker.pipe.close()

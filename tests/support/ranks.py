@@ -30,6 +30,8 @@ class RankFailed(AssertionError):
 
 def _child(body: Any, rank: int, world: int, folder: str, args: tuple[Any, ...], pipe: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):  # as they may be in the server, which others also use
+        signal.signal(each, signal.SIG_DFL)
     stacks = open(f"{folder}/stack-{rank}", "w")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     import torch
