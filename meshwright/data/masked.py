@@ -32,10 +32,12 @@ def keyed_uniform(count: int, *key: int | str) -> NDArray[np.float64]:
 
 
 class Piece(NamedTuple):
-    """Tokens of one document, and where sentences begin among them, if that is known."""
+    """Tokens of one document, and where sentences begin among them, if that is known; of an instruction, where its
+    answer begins."""
 
     tokens: NDArray[np.int64]
     sentences: NDArray[np.int64]
+    answer: int = -1
 
 
 class DocumentPieces:
