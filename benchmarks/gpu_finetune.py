@@ -6,13 +6,13 @@
 
 Kinds: lora (rank 16 on every product of the blocks, over frozen bf16 weights), full (fp32 masters and moments), and
 full-bf16 (weights, gradients and moments in bf16). Settings: `mb`, the sequences of a step; `recompute`, none or full
-(each block), of ours also any other recompute.mode; of ours any key of a config (recompute.pieces=4); of hf `documents`:
-1 gives it the documents' positions, so that it masks them as ours always does; without, its sequences are plainly
-causal, which its attention computes faster.
+(each block), of ours also any other recompute.mode; of ours any key of a config (recompute.pieces=4); of hf
+`documents`: 1 gives it the documents' positions, so that it masks them as ours always does; without, its sequences are
+plainly causal, which its attention computes faster.
 
 Every case is a process of its own, which prints one line of JSON: milliseconds of a step, tokens/s, the most memory
-that was allocated. transformers, peft and liger_kernel must be importable (PYTHONPATH); where Liger's kernels can't run,
-its case says so. The last lines compare cases of one kind: tokens/s and memory of ours over those of the other.
+that was allocated. transformers, peft and liger_kernel must be importable (PYTHONPATH); `liger` says whether Liger's
+kernels ran. The last lines compare cases of one kind: tokens/s and memory of ours over those of the other.
 """
 
 from __future__ import annotations
