@@ -53,7 +53,7 @@ def parameters(job: Job, held: Sequence[Stage]) -> list[HeldParameter]:
         for at, (key, _, unit) in enumerate(units):
             records = unit_records(unit, job.at)
             graded |= (together > 0 and isinstance(unit, BlockUnit)) or any(record.trained for record in records)
-            fetches = 1 + graded + (at in twice)
+            fetches = 1 + graded + (at in twice) + job.config.compares
             for record in records:
                 tie = tie_of(unit, number, record)
                 if tie in ties:
