@@ -25,8 +25,9 @@ from meshwright.layout.params import Init, whole
 from meshwright.models.description import fields_read
 from meshwright.parts import gpt
 from meshwright.parts.gpt import context_calls
-from meshwright.plan import communication
-from meshwright.plan.communication import HeldParameter, Line, Traffic, predict_step
+from meshwright.plan import communication, held
+from meshwright.plan.communication import Line, Traffic, predict_step
+from meshwright.plan.held import HeldParameter
 from meshwright.train.counts import counts_bytes
 from tests.plan.recording import SP, Case, Records, assert_found, differences, record
 from tests.support.oracle import small_config
@@ -140,7 +141,7 @@ def test_one_process_sends_nothing() -> None:
     assert predict_step(CASES[0].config, 1) == {} == RECORDS.of(CASES[0])[0][0]["comm"]
 
 
-def unpadded(sizes: list[int], ranks: int, elements: int, units: list[int] | None) -> Any:
+def unpadded(sizes: list[int], ranks: int, elements: int, units: list[int] | None, align: int) -> Any:
     places, at = [], 0
     for size in sizes:
         places.append((at, 0))
@@ -177,8 +178,8 @@ def ends_only(stage: Any, model: Any, cp: int) -> set[str]:
 
 
 MUTATIONS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
-    "no padding": ("dp-one-bucket", instead("place", unpadded)),
-    "one bucket": ("dp", instead("bucket_elements", lambda size, element: 10**9)),
+    "no padding": ("dp-one-bucket", (held, "place", unpadded)),
+    "one bucket": ("dp", (held, "bucket_elements", lambda size, element: 10**9)),
     "gradients in bf16": ("all-bf16", instead("grad_bytes", lambda size, wanted: size)),
     "no gather again": ("tp-sp-fp32", without(gpt, "column_calls", lambda call: call.repeated)),
     "no loss": ("tp", without(gpt.OutputLayerPart, "collectives", lambda call: call.phase == "forward")),
