@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--nproc and --max-tokens must be at least 1")
     check_drawing(args)
     config = model_config(args)
-    if config.model.kind == "t5":
-        raise UserError(f"{args.source} is an encoder-decoder, which has no conversations: use meshwright generate")
+    if config.model.kind == "t5" or config.objective == "blanks":
+        raise UserError(f"{args.source} is no model that continues a text: use meshwright generate")
     args.rendered = template_of(args, config)
     replace(args.rendered).render([{"role": "user", "content": "?"}], begins=True)  # tells mistakes before ranks start
     if tokenizer_of(args, config) is None:

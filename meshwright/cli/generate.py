@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.checkpoint.companions import read_note, tokenizer_beside
 from meshwright.cli.eval import resolve, sections_of
+from meshwright.cli.fill import check_source, encode_source, fill_rank
 from meshwright.cli.ranks import start
 from meshwright.config import rules
 from meshwright.config.sections import Config
@@ -23,7 +24,8 @@ from meshwright.train.launch import warm_up
 EXAMPLES = """example:
   meshwright generate runs/demo --prompt "def main(" --max-tokens 64
   meshwright generate runs/mine@100 --prompt-tokens 5,17,2 --temperature 0.8 --top-p 0.9 --nproc 2 --json
-  meshwright generate runs/demo --prompts questions.txt --batch 16 --json > answers.json"""
+  meshwright generate runs/demo --prompts questions.txt --batch 16 --json > answers.json
+  meshwright generate runs/glm --prompt "def [MASK](x):"                # a model of blanks fills them in; or [gMASK]"""
 
 MIN_TEMPERATURE = 1e-4  # below this, sampling always takes the likeliest token
 
@@ -52,7 +54,11 @@ def run(args: argparse.Namespace) -> int:
     config = model_config(args)
     texts = read_prompts(args.prompts) if args.prompts is not None else [args.prompt]
     tokenizer = tokenizer_of(args, config)
-    args.texts, args.ids = texts, [prompt_ids(args, text, tokenizer, config.model.vocab) for text in texts]
+    args.texts, args.ids = texts, [prompt_ids(args, text, tokenizer, config) for text in texts]
+    if config.objective == "blanks":
+        if args.prompts is not None:
+            raise UserError(f"{args.source} fills in blanks, of one prompt at a time: give --prompt")
+        args.ids = check_source(config, args.ids[0], tokenizer)
     return start(args.nproc, generate_rank, args)
 
 
@@ -74,8 +80,6 @@ def model_config(args: argparse.Namespace) -> Config:
     config = config_with(open_model(args.source)[1], args.sections)
     if config.model.kind == "bert":
         raise UserError(f"{args.source} is an encoder, which predicts masked tokens and no text: use meshwright eval")
-    if config.model.kind == "glm":
-        raise UserError(f"{args.source} fills in blanks, which can't be generated yet: use meshwright eval")
     check_cut(config, args.nproc)
     rules.check(config, args.nproc, rules.READING_RULES)
     return config
@@ -139,9 +143,10 @@ def end_tokens(path: Path, tokenizer: Any) -> set[int]:
     return set() if tokenizer is None else {tokenizer.eod}
 
 
-def prompt_ids(args: argparse.Namespace, text: str, tokenizer: Any, vocab: int) -> list[int]:
+def prompt_ids(args: argparse.Namespace, text: str, tokenizer: Any, config: Config) -> list[int]:
     from meshwright.checkpoint.hf import origin_of
 
+    vocab = config.model.vocab
     if args.prompt_tokens is not None:
         try:
             ids = [int(word) for word in args.prompt_tokens.split(",")]
@@ -157,6 +162,8 @@ def prompt_ids(args: argparse.Namespace, text: str, tokenizer: Any, vocab: int) 
     except UnicodeEncodeError:
         raise UserError("--prompt is not UTF-8: write the text in UTF-8, or give --prompt-tokens") from None
     encode = tokenizer.encode if origin_of(Path(args.source)) is None else tokenizer.encode_with_special_tokens
+    if config.objective == "blanks":
+        return encode_source(config, text, tokenizer)
     ids = list(encode(text)) or [tokenizer.eod]
     if max(ids) >= vocab:  # a model split over ranks would read it as a row of zeros
         beyond = f"beyond the model's {vocab}: the tokenizer is another model's"
@@ -170,6 +177,8 @@ def generate_rank(args: argparse.Namespace) -> None:
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
         model, tokenizer = ctx.config.model, tokenizer_of(args, ctx.config)
+        if ctx.config.objective == "blanks":
+            return fill_rank(args, ctx, modules[0], tokenizer)
         ends = end_tokens(Path(args.source), tokenizer)
         drawing = (args.temperature, args.top_p, args.seed)
         found = generate_all(modules[0], model, args.ids, args.max_tokens, *drawing, ends, args.batch)
