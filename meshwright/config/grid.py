@@ -65,7 +65,7 @@ def _combines(c: Config) -> Iterator[str]:
 
 
 def _divides(c: Config, grid: Grid) -> Iterator[str]:
-    o, m = c.layout, c.model
+    o, m, widths = c.layout, c.model, 2 if c.model.mlp.endswith("glu") else 1
     inner, rows = grid.size(grid.inner.features), grid.rows(grid.inner)
     shown = f"layout.tp_grid={list(o.tp_grid)}"
     for key, size in (("heads", m.heads), ("kv_heads", m.kv_heads), ("ffn", m.ffn)):
@@ -75,7 +75,7 @@ def _divides(c: Config, grid: Grid) -> Iterator[str]:
         yield f"{shown} cuts model.hidden={m.hidden} into {grid.col} equal parts: choose a grid that divides it"
     weights = {
         "queries, keys and values": ((m.heads + 2 * m.kv_heads) * m.head_dim, grid.first),
-        "attention's output": (m.hidden, grid.second), "the MLP's first weight": (m.ffn * (2 if m.mlp.endswith("glu") else 1), grid.first),
+        "attention's output": (m.hidden, grid.second), "the MLP's first weight": (m.ffn * widths, grid.first),
     }  # fmt: skip
     for what, (size, roles) in weights.items():
         parts = grid.size(roles.y.features) * grid.size(roles.weight)

@@ -76,7 +76,8 @@ class Grid:
 
     @staticmethod
     def of(kind: str, sizes: tuple[int, ...], keeps: bool = False) -> Grid:
-        return Grid(kind, *sizes, keeps=keeps)
+        row, col, depth = (*sizes, 1)[:3]
+        return Grid(kind, row, col, depth, keeps)
 
     @property
     def parts(self) -> Parts:

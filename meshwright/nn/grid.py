@@ -1,4 +1,4 @@
-"""The layers of a GPT on a grid of tensor-parallel ranks. Who plays which role in a product is said in `layout/grid.py`.
+"""The layers of a GPT on a grid of tensor-parallel ranks. `layout/grid.py` says who plays which role in a product.
 
 One product serves all kinds of grids: gather what is needed of both factors, multiply, sum and scatter where the
 contraction is cut. What was gathered is not kept but gathered again in backward, unless the config says otherwise, so
