@@ -25,8 +25,9 @@ from meshwright.config.sections import Config, ZeroConfig
 from meshwright.layout import Layout
 from meshwright.layout.layout import INNER, REPLICAS
 from meshwright.layout.params import ParamRecord
-from meshwright.models.description import field_elements, fields_read, stages_of
+from meshwright.models.description import REFERENCE, field_elements, fields_read, passed, stages_of
 from meshwright.parts.part import BlockUnit, Collective, Coordinate, MicroBatch, Stage, Unit
+from meshwright.plan.answers import answer_collectives
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job, kept_together
 from meshwright.plan.stack import BYTES
 from meshwright.sharding.compression.sizes import gathered_bytes
@@ -101,7 +102,7 @@ def units(job: Job, stage: Stage) -> Iterator[RepeatedCall]:
     """What the parts of a stage declare, once per micro-batch. Recomputation repeats a block's forward in backward."""
     for unit, count in job.units(stage):
         again = isinstance(unit, BlockUnit) and job.config.recompute.blocks > 0
-        for call in unit_collectives(unit, job.at, job.batch):
+        for call in (*unit_collectives(unit, job.at, job.batch), *answer_collectives(job, unit)):
             times = count * call.times * job.micro_batches
             repeats = again and call.phase == "forward" and not call.replayed
             for phase in (call.phase, "backward") if repeats else (call.phase,):
@@ -113,10 +114,10 @@ def unit_collectives(unit: Unit, at: Coordinate, batch: MicroBatch) -> tuple[Col
     return tuple(unit.collectives(at, batch))
 
 
-def passed_bytes(job: Job, stage: Stage) -> list[int]:
-    """Returns the bytes of each tensor that a stage receives from the one before for one micro-batch."""
-    shapes = job.model.passes(job.at, job.batch, stage).values()
-    return [math.prod(shape) * job.batch.element for shape in shapes]
+def passed_bytes(job: Job, stage: Stage, back: bool = False) -> list[int]:
+    """Returns the bytes of each tensor that a stage receives for one micro-batch from the one before; or sends back."""
+    shapes = passed(job.config, job.at, job.batch, stage).items()
+    return [math.prod(shape) * job.batch.element for name, shape in shapes if not (back and name == REFERENCE)]
 
 
 def crossings(job: Job, pp_rank: int) -> list[tuple[int, int]]:
@@ -141,7 +142,8 @@ def pipeline(job: Job, pp_rank: int) -> Iterator[RepeatedCall]:
     payloads: Counter[tuple[str, int]] = Counter()
     for stage, crosses in zip(job.chunks[pp_rank], crossings(job, pp_rank), strict=True):
         for phase, does, taker in zip(("forward", "backward"), crosses, (stage.index + 1, stage.index), strict=True):
-            payloads.update((phase, size) for size in (passed_bytes(job, stages[taker]) if does else ()))
+            sizes = passed_bytes(job, stages[taker], phase == "backward") if does else ()
+            payloads.update((phase, size) for size in sizes)
     for (phase, payload), count in payloads.items():
         yield _over(job.layout, "pipeline", phase, "pp", "send", payload // divided, count * job.micro_batches)
         if job.scatters_sends:
@@ -177,7 +179,7 @@ def parameters(job: Job, held: Sequence[Stage]) -> list[HeldParameter]:
         for at, (key, _, unit) in enumerate(units):
             records = unit_records(unit, job.at)
             graded |= (together > 0 and isinstance(unit, BlockUnit)) or any(record.trained for record in records)
-            fetches = 1 + graded + (at in twice)
+            fetches = 1 + graded + (at in twice) + job.config.compares
             for record in records:
                 tie = tie_of(unit, number, record)
                 if tie in ties:
@@ -385,8 +387,8 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
         )
     if job.declared_terms:
         yield _over(job.layout, "sums", "data", together, "all_reduce", WIDE * job.declared_terms)
-    if job.monitored:
-        yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * 2 * job.monitored)
+    if monitored := job.monitored + len(job.config.monitored):
+        yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * 2 * monitored)
     counts = counts_bytes(len(job.layout.step_groups()), job.world)
     yield _over(job.layout, "metrics", "metrics", "world", "all_reduce", counts)
 

@@ -109,7 +109,7 @@ class Trainer:
         self.blocks = {term.name: count for module in modules for term, count in stage_of(module).losses}
         self.terms = (*self.declared_terms, *self.blocks)
         self.balance = ExpertBalance(ctx, self.modules, parallel)
-        self.monitored = Monitored(ctx)
+        self.monitored = Monitored(ctx, config.monitored)
         self.step_number, self.consumed, self._read_at = 0, 0, 0.0
         self.before_update: Callable[[], object] = lambda: None
 
