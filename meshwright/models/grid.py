@@ -63,7 +63,3 @@ class GridStage(GPTStage):
         for axis in self.inner.rows:
             found *= group_of(self.parallel, axis).size
         return found
-
-    def compiled_blocks(self) -> list[Any]:
-        """None yet: what a block of a grid computes between its collectives is little."""
-        return []
