@@ -28,6 +28,7 @@ from meshwright.schedule.table import Table
 from meshwright.schedule.verify import verified
 from meshwright.sharding.buffers import SideState, State
 from meshwright.sharding.compression.make import reducer_of
+from meshwright.sharding.compression.sizes import planned_compression
 from meshwright.sharding.data_parallel import DataParallel
 from meshwright.sharding.reducers import Reducer
 from meshwright.train.balance import ExpertBalance
@@ -79,7 +80,7 @@ class Trainer:
         parallel = DataParallel(
             self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed,
             config.comm.overlap, one_micro_batch=micro_batches(ctx, len(own)) == 1,
-            mixes=ctx.layout.replicas > 1 and config.train.local.compress.kind != "plain", gather=config.comm.gather,
+            outer=planned_compression(config.train.local.compress), gather=config.comm.gather,
         )  # fmt: skip
         self.data_parallel = parallel
         self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, parallel.weights.updated, offload)
