@@ -13,8 +13,8 @@ from meshwright.layout.grid import GRID_AXES, Grid
 from meshwright.parts.part import BlockUnit
 from meshwright.plan.activations import unit_kept
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.communication import unit_records
 from meshwright.plan.compute import setting_of, unit_time
+from meshwright.plan.held import unit_records
 from meshwright.plan.job import Job
 from meshwright.plan.stack import own_stack
 from meshwright.show.chart import Chart
