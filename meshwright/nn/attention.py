@@ -103,12 +103,16 @@ class Attention(nn.Module):
         tp = parallel.tp.size
         self.heads, self.kv_heads, self.head_dim = part.heads // tp, max(1, part.kv_heads // tp), part.head_dim
         self.dropout, self.fuses, self.context = part.dropout, parallel.fused, parallel.context
-        self.projection = QKV(parallel, records)
+        self.projection, out = self.products(parallel, records)
         norms: dict[str, type[nn.Module]] = {"head": HeadNorms, "all": TokenNorms}
         self.norms = norms[part.qk_norm](parallel, part, records) if part.qk_norm else None
-        self.out = Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
+        self.out = out  # registered in the order of forward
         self.recompute_core = parallel.recompute.mode == "selective"
         self.causal, self.alibi, self.scale = part.causal, part.alibi, part.scale or None
+
+    def products(self, parallel: Parallel, records: dict[str, ParamRecord]) -> tuple[nn.Module, nn.Module]:
+        """Returns the projection to queries, keys and values, and that of the result."""
+        return QKV(parallel, records), Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None) -> Tensor:
         """Softmax of the scores times the values, all [batch, heads, seq, head_dim]."""
