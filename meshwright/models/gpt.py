@@ -96,7 +96,7 @@ class GPTStage(nn.Module):
         if model.tied and self.embedding is not None and self.head is not None:
             # Across stages, each end holds a copy and the gradients are summed.
             self.head.output.weight = self.embedding.tokens.get_parameter("weight")
-        self.causal, self.prefix = model.causal, model.prefix
+        self.causal, self.prefix, self.windowed = model.causal, model.prefix, c.windowed
         self._offer(config, at)
 
     def _offer(self, config: Config, at: Coordinate) -> None:
@@ -171,9 +171,10 @@ class GPTStage(nn.Module):
         sequences = self.micro_batch if ids is None else ids.shape[0]
         tokens = hidden.shape[0] * (self.parallel.tp.size if self.parallel.splits_tokens else 1)
         seq = tokens // sequences
+        mask = given or self._documents(batch, hidden.device, sequences, seq)
         shared = BlockInputs(
-            sequences, None if self.tables is None else self.tables(positions, seq),
-            given or self._documents(batch, hidden.device), past or {}, streams.where, self._routed(batch),
+            sequences, None if self.tables is None else self.tables(positions, seq), mask, past or {}, streams.where,
+            self._routed(batch),
         )  # fmt: skip
         layers, run = [int(number) for number in self.blocks], partial(self._run, shared)
         together = self.parallel.recompute.blocks if torch.is_grad_enabled() else 0
@@ -210,10 +211,10 @@ class GPTStage(nn.Module):
         documents = _read(batch, CONTEXT_DOCUMENTS) if CONTEXT_DOCUMENTS in batch else None
         return ContextRows(Rows(_read(batch, CONTEXT_ROWS), documents), batch[CONTEXT_ROWS].device)
 
-    def _documents(self, batch: Batch, device: torch.device) -> Documents | None:
+    def _documents(self, batch: Batch, device: torch.device, sequences: int, seq: int) -> Documents | None:
         """Returns where documents begin; None where attention is plainly causal, or to all tokens."""
         if "segments" not in batch:
-            return None
+            return Documents.samples(sequences, seq, device) if self.windowed else None
         return Documents.of(_read(batch, "segments"), device, self.causal, self.prefix)
 
     def _run(self, shared: BlockInputs, layers: list[int], hidden: Tensor, again: bool) -> tuple[Tensor, ...]:

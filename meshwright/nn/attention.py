@@ -86,10 +86,12 @@ class Attention(nn.Module):
         self.out = Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
         self.recompute_core = parallel.recompute.mode == "selective"
         self.causal, self.alibi, self.scale = part.causal, part.alibi, part.scale or None
+        self.window = part.window
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None) -> Tensor:
         """Softmax of the scores times the values, all [batch, heads, seq, head_dim]."""
-        return attention_core(q, k, v, mask, self.causal, self.dropout if self.training else 0.0, self.scale)
+        dropout = self.dropout if self.training else 0.0
+        return attention_core(q, k, v, mask, self.causal, dropout, self.scale, self.window)
 
     def forward(
         self,
@@ -118,9 +120,12 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if isinstance(mask, ContextRows):
             assert self.context is not None and past is None
-            return x, self._out(context_attention(q, k, v, mask, self.context))
+            return x, self._out(context_attention(q, k, v, mask, self.context, self.window))
         if past is not None:
             k, v = past.extend(k, v)
+            if self.window and q.shape[2] == 1:
+                y = attention_core(q, k[:, :, -self.window :], v[:, :, -self.window :], None, False, 0.0, self.scale)
+                return x, self._out(y)
         if self.recompute_core and torch.is_grad_enabled():
             y = checkpoint(self.core, q, k, v, mask, use_reentrant=False, preserve_rng_state=self.dropout > 0)
         else:
