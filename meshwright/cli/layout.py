@@ -15,13 +15,14 @@ from meshwright.show.mesh_drawing import mesh_svg
 from meshwright.show.terminal import encodable, terminal_width
 
 EXAMPLES = """example:
-  meshwright layout --world 16 --tp 4 --pp 2 --node-size 8
-  meshwright layout --world 64 --tp 4 --pp 2 --cp 2 --ep 8 --json
-  meshwright layout --world 16 --tp 2 --pp 2 --svg mesh.svg"""
+  meshwright layout --devices 16 --tp 4 --pp 2 --node-size 8
+  meshwright layout --devices 64 --tp 4 --pp 2 --cp 2 --ep 8 --json
+  meshwright layout --devices 16 --tp 2 --pp 2 --svg mesh.svg"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
+    ranks = "number of devices, one rank each"
+    parser.add_argument("--devices", "--world", dest="world", type=int, required=True, metavar="N", help=ranks)
     add_axes(parser)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the groups of every axis")
 
