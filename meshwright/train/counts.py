@@ -35,3 +35,8 @@ def balance_length(experts: int) -> int:
 
 def counts_bytes(axes: int, world: int) -> int:
     return WIDE * ((len(COUNTS) + 1) * axes + len(PHASES) + len(RANK_COUNTS) * world + 1)
+
+
+def checks_bytes(axes: int, world: int) -> int:
+    """One checksum of each rank for each axis of the mesh, gathered over the world every `faults.check_every` steps."""
+    return WIDE * axes * world

@@ -35,6 +35,8 @@ class StepResult:
     mfu: float | None = None
     stop: bool = False
     save: bool = False
+    held: bool = False  # the update was held back, since the numbers are bad
+    consumed: int = 0  # samples before it
 
     @property
     def why_skipped(self) -> str:

@@ -15,6 +15,7 @@ class Result:
     step: int
     stop: bool
     save: bool
+    held: bool = False
 
 
 @dataclass
