@@ -27,7 +27,7 @@ def datasets_provider(ctx: Context, samples: tuple[int, int, int]) -> tuple[Any,
 def forward_step(ctx: Context, module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> Any:
     assert isinstance(module, GPTStage)
     if ctx.config.objective == "preference":
-        return preference_output(ctx.config.tune, module, batch)
+        return preference_output(ctx.config, module, batch, received)
     out, losses = module(batch, **received)
     last = module.head is not None
     terms = []
