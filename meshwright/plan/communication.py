@@ -270,7 +270,7 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
     Loss, tokens and squared gradient norm: 3 x 8. With n replicas these are summed inside a replica first, as are
     declared terms, and then over the replicas, with each one's tokens: (3 + n) x 8. Values to monitor, if there are
     any, and how often each was given: 2 x values x 8, from the second step on, when all ranks know their names. The
-    metrics, which count themselves: (4 x axes of the mesh + 5 phases + 3 x ranks + 1) x 8.
+    metrics, which count themselves: (4 x axes of the mesh + 5 phases + 4 x ranks + 1) x 8.
     With experts, their rows: (experts + 2) x 8 per block that has them. Checksums of what ranks hold alike, in every
     `faults.check_every`-th step: 1 all_gather of axes of the mesh x ranks x 8.
     """

@@ -241,6 +241,7 @@ class BadSteps:
         trainer, after = self.trainer, (self.trainer.step_number, self.trainer.consumed)
         trainer.take_back(result)
         found = first_bad(trainer)
+        trainer.balance.forget()
         trainer.step_number, trainer.consumed = after
         return self._place(found)
 

@@ -20,7 +20,6 @@ class Gate:
     def __init__(self, terms: int) -> None:
         self.terms = terms
         self.active = self.nonfinite = False
-        self.holds_all = False  # a step that is computed to be looked at, and not to learn from
         self.loss_bound = self.norm_bound = math.inf
         self._held: Tensor | None = None  # whether one was held since the last release
 
@@ -40,8 +39,6 @@ class Gate:
         held = (loss > self.loss_bound) | (norm > self.norm_bound) & norm.isfinite()
         if self.nonfinite:
             held = held | ~loss.isfinite() | ~norm.isfinite()
-        if self.holds_all:
-            held = torch.ones_like(held)
         held = held if self._held is None else held | self._held
         self._held = held
         gated = all_sums.clone()

@@ -58,6 +58,7 @@ from meshwright.train.run_folder import RunFolder, refuse_finished, what_is_lost
 from meshwright.train.run_notes import provenance, write_event
 from meshwright.train.run_owner import owning
 from meshwright.train.signals import StopRequests
+from meshwright.train.slow_ranks import SlowRanks
 from meshwright.train.speed import Speed
 from meshwright.train.step import ForwardStep, Trainer, validation_samples
 
@@ -233,7 +234,7 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         notes = FaultNotes(config.run.dir, config.faults.max_faults, trainer.writes)
         all_hooks = [ending, TracedStep(trainer), recording, GivingUp(config.faults.max_skips), saving, validation]
         all_hooks += [TooManyFaults(notes, saver), ReplicaCheck(trainer, notes), LayerNorms(trainer, folder)]
-        all_hooks += about.hooks
+        all_hooks += [SlowRanks(ctx.layout, config.faults, notes), *about.hooks]
         validation.catch_up()
         train(trainer, all_hooks, requests, BadSteps(trainer, folder, saver, notes).settle)
     trainer.data_parallel.weights.wait_for_gathers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +41,11 @@ class StepResult:
 
     @property
     def why_skipped(self) -> str:
-        return "the gradient was not finite" if self.tokens else "no token counted in the loss"
+        if not self.tokens:
+            return "no token counted in the loss"
+        if self.held and math.isfinite(self.loss) and math.isfinite(self.grad_norm):
+            return "the loss or the gradient's norm stood out"
+        return "the loss or the gradient was not finite" if self.held else "the gradient was not finite"
 
     @property
     def shown(self) -> dict[str, float]:

@@ -288,7 +288,7 @@ class Trainer:
         waited = [int(self.ctx.ledger.waited.get(axis, 0.0) * 1e6) if measured else 0 for axis in axes]
         own = [0] * (len(RANK_COUNTS) * mesh.world.size)
         at = len(RANK_COUNTS) * mesh.rank
-        own[at : at + len(RANK_COUNTS)] = self._own_counts(elapsed, sum(waited))
+        own[at : at + len(RANK_COUNTS)] = self._own_counts(elapsed, sum(waited), seconds)
         vector = torch.tensor([*counts, *waited, *micros, *own, asks], dtype=torch.int64)
         if mesh.world.alone:
             return Device("cpu").download(vector)
@@ -297,12 +297,13 @@ class Trainer:
             mesh.world.all_reduce(vector)
         return self.ctx.device.download(vector)
 
-    def _own_counts(self, elapsed: float, waited_us: int) -> list[int]:
+    def _own_counts(self, elapsed: float, waited_us: int, seconds: Mapping[str, float]) -> list[int]:
         """RANK_COUNTS of this rank."""
         device, peak = self.ctx.device, self.ctx.device.peak_bytes()
+        read = max(0, int((seconds.get("data", 0.0) - self.ctx.ledger.waited_in["data"]) * 1e6))
         if device.module is not None:
-            return [0, 0, peak or 0]
-        return [int(elapsed * 1e6) - waited_us, waited_us, process_peak_bytes()]
+            return [0, 0, read, peak or 0]
+        return [int(elapsed * 1e6) - waited_us, waited_us, read, process_peak_bytes()]
 
     def _read_counts(self, result: StepResult, numbers: list[int]) -> bool:
         """Fills in the result; returns whether some rank has a new name."""
