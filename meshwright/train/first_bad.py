@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from meshwright.train.marks import BACKWARD, FORWARD, Found, names_in, unit_places
+from meshwright.train.marks import BACKWARD, FORWARD, Found, unit_places
 from meshwright.train.step import Trainer
 
 
@@ -34,9 +34,9 @@ class _Finder:
         self.streams = trainer.ctx.parallel.streams
         self.found: Found | None = None
         self.places: dict[int, tuple[int, str]] = {}
-        names = {at: name for module in trainer.modules for at, name in names_in(module).items()}
         for unit, order, name, _ in unit_places(trainer.ctx, trainer.modules):
-            self.places |= {id(part): (order, names[id(part)] or name) for part in unit.modules()}
+            for inner, part in unit.named_modules():
+                self.places[id(part)] = order, f"{name}.{inner}" if inner else name
 
     def passed(self, module: nn.Module, given: Any, result: Any) -> None:
         """Inner modules are called back before those that they are in, so the first one found is the innermost."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.stage import stage_of
+from meshwright.nn.parallel import record_of
 from meshwright.schedule.kinds import placement_of
 from meshwright.sharding.buffers import Bucket
 from meshwright.train.context import Context
@@ -71,19 +72,26 @@ def chunk_places(ctx: Context, modules: Sequence[nn.Module]) -> Iterator[UnitPla
     for stage, module in zip(stages, modules, strict=True):
         units = stage_of(module).units()
         name = f"stage {stage}"
-        yield UnitPlace(module, stage << 20, name, names_in(module)[id(units[0])] if units else name)
+        yield UnitPlace(module, stage << 20, name, unit_name(module, units[0]) if units else name)
 
 
 def unit_places(ctx: Context, modules: Sequence[nn.Module]) -> Iterator[UnitPlace]:
     for module, first, name, _ in chunk_places(ctx, modules):
-        names, units = names_in(module) | {id(module): name}, stage_of(module).units() or [module]
-        named = [*(names[id(unit)] for unit in units), f"stage {(first >> 20) + 1}"]
+        units = stage_of(module).units()
+        named = [*(unit_name(module, unit) for unit in units), f"stage {(first >> 20) + 1}"] if units else [name, name]
+        units = units or [module]
         for number, unit in enumerate(units):
             yield UnitPlace(unit, first + number + 1, named[number], named[number + 1])
 
 
-def names_in(module: nn.Module) -> dict[int, str]:
-    return {id(part): name for name, part in module.named_modules()}
+def unit_name(module: nn.Module, unit: nn.Module) -> str:
+    """The name that a unit of a chunk has in the whole model, by which its parameters are called, or else in the
+    chunk."""
+    for name, parameter in unit.named_parameters():
+        record = record_of(parameter)
+        if record is not None and record.name.endswith(f".{name}"):
+            return record.name.removesuffix(f".{name}")
+    return str(next(name for name, part in module.named_modules() if part is unit))
 
 
 class Marks:

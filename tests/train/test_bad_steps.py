@@ -37,10 +37,10 @@ CASES: dict[str, tuple[Fault | None, dict[str, Any]]] = {
     "again": (Fault(0, 1), {"faults": {"window": 8, "max_faults": 2}} | SAVES),
 }
 PASSING = {
-    "forward": ("the loss is not finite", "first in the forward of blocks.1 on rank 1"),
-    "backward": ("the gradient is not finite", "first in the backward of blocks.2 on rank 1"),
+    "forward": ("the loss is not finite", "first in the forward of layers.1 on rank 1"),
+    "backward": ("the gradient is not finite", "first in the backward of layers.2 on rank 1"),
     "loss": ("the loss, ", "first in the forward of head on rank 1"),
-    "spike": ("the gradient's norm, ", "first in the backward of blocks.1 on rank 1"),
+    "spike": ("the gradient's norm, ", "first in the backward of layers.1 on rank 1"),
 }
 QUICK = ("clean", "forward", "spike", "batch", "rollback")
 
@@ -81,7 +81,7 @@ def test_a_fault_that_is_gone_is_laid_to_a_rank_and_leaves_no_trace(told: Any) -
 def test_a_bad_batch_is_skipped_and_its_first_bad_tensor_named(told: Any) -> None:
     folder, _ = told
     (event,) = events(folder / "batch", "bad_step")
-    assert "first in the forward of blocks.1.mlp on rank 1" in event["text"]
+    assert "first in the forward of layers.1.mlp on rank 1" in event["text"]
     assert event["text"].endswith("in samples 42 to 43; skipped") and event["step"] == 6
     found, clean = numbers(folder / "batch"), numbers(folder / "clean")
     assert found[:5] == clean[:5] and [line["step"] for line in found if line["skipped"]] == [6]
@@ -118,7 +118,7 @@ def test_every_way_in_which_a_bad_step_ends(tmp_path: Path) -> None:
     assert not any(line["skipped"] for line in numbers(tmp_path / "genuine"))
     (event,) = events(tmp_path / "act", "bad_step")
     assert event["text"].endswith("skipped") and [n["step"] for n in numbers(tmp_path / "act") if n["skipped"]] == [10]
-    assert "step 6: the loss is not finite" in ends["stop"][0] and "blocks.1.mlp on rank 1" in ends["stop"][0]
+    assert "step 6: the loss is not finite" in ends["stop"][0] and "layers.1.mlp on rank 1" in ends["stop"][0]
     assert read_run(tmp_path / "stop").steps[-1]["step"] == 5
     assert sorted(path.name for path in (tmp_path / "stop" / "checkpoints").glob("step-*"))[-1].endswith("5")
     assert "rank 1" in ends["broken"][0] and "its hardware is broken" in ends["broken"][0]
@@ -140,7 +140,7 @@ def test_on_other_layouts(tmp_path: Path, layout: dict[str, int], zero: int, who
     run_ranks(2, story, str(tmp_path), cases)
     for name in ("forward", "backward"):
         (event,) = events(tmp_path / name, "fault")
-        assert f"the {name} of blocks.3 on {who if name == 'backward' else 'rank 1'}" in event["text"]
+        assert f"the {name} of layers.3 on {who if name == 'backward' else 'rank 1'}" in event["text"]
         assert numbers(tmp_path / name) == numbers(tmp_path / "clean")
 
 

@@ -61,9 +61,9 @@ def story(rank: int, world: int, folder: str, cases: dict[str, Any]) -> dict[str
 SMALL = {"train": {"global_batch": 6, "micro_batch": 1, "steps": 9}, "run": {"eval_samples": 6}}
 CASES: dict[str, tuple[Flip | None, dict[str, Any]]] = {
     "clean": (None, SMALL),
-    "weight": (Flip(2, 8, "blocks.1.mlp.down.weight"), SMALL),
-    "moment": (Flip(1, 8, "blocks.2.attention.qkv.weight", "exp_avg"), SMALL),
-    "late": (Flip(2, 7, "blocks.1.mlp.down.weight", bit=22), SMALL),
+    "weight": (Flip(2, 8, "layers.1.mlp.down.weight"), SMALL),
+    "moment": (Flip(1, 8, "layers.2.attention.qkv.weight", "exp_avg"), SMALL),
+    "late": (Flip(2, 7, "layers.1.mlp.down.weight", bit=22), SMALL),
 }
 
 
@@ -72,7 +72,7 @@ def test_a_flipped_bit_is_named_and_mended(tmp_path: Path) -> None:
     assert set(ends.values()) == {9}
     clean = numbers(tmp_path / "clean")
     assert not events(tmp_path / "clean", "fault")
-    for name, rank, what in (("weight", 2, "blocks.1.mlp.down.weight"), ("moment", 1, "exp_avg")):
+    for name, rank, what in (("weight", 2, "layers.1.mlp.down.weight"), ("moment", 1, "exp_avg")):
         (event,) = events(tmp_path / name, "fault")
         assert (event["rank"], event["step"]) == (rank, 8) and f"rank {rank} held another {what} than" in event["text"]
         assert numbers(tmp_path / name) == clean, "bit for bit as if nothing had been"
@@ -96,9 +96,9 @@ def test_the_planner_knows_what_it_sends(tmp_path: Path) -> None:
 
 @pytest.mark.wide
 def test_of_two_nobody_knows_who_is_right(tmp_path: Path) -> None:
-    case = (Flip(1, 8, "blocks.1.mlp.down.weight"), {})
+    case = (Flip(1, 8, "layers.1.mlp.down.weight"), {})
     ends = run_ranks(2, story, str(tmp_path), {"two": case, "zero": (case[0], {"zero": {"stage": 1}})})
-    assert all("ranks 0, 1 hold different blocks.1.mlp.down.weight, and nobody knows" in end["two"] for end in ends)
+    assert all("ranks 0, 1 hold different layers.1.mlp.down.weight, and nobody knows" in end["two"] for end in ends)
 
 
 @pytest.mark.wide
