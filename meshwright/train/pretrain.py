@@ -34,6 +34,7 @@ from meshwright.parts.part import Stage
 from meshwright.schedule.kinds import placement_of
 from meshwright.sharding.buffers import foreign_record
 from meshwright.sharding.reducers import Reducer
+from meshwright.train.adapting import Adapting
 from meshwright.train.context import Context, build_context, compiles
 from meshwright.train.layers import LayerNorms
 from meshwright.train.loop import GivingUp, Hook, Recording, Saving, TimeLimit, TracedStep, Validating, Watcher, train
@@ -218,6 +219,7 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         # In this order after each step: a step is recorded before it is saved, and saved before anything else can fail.
         all_hooks = [ending, TracedStep(trainer), recording, GivingUp(), saving, validation]
         all_hooks += [LayerNorms(trainer, folder), *about.hooks]
+        all_hooks.insert(1, Adapting(trainer, folder.path if folder else None))
         validation.catch_up()
         train(trainer, all_hooks, requests)
     trainer.data_parallel.weights.wait_for_gathers()
