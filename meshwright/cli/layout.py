@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from meshwright.layout.layout import GROUP_KINDS, Layout
+from meshwright.layout.layout import Layout
 from meshwright.show.layout_drawing import draw
 from meshwright.show.terminal import encodable, terminal_width
 
@@ -17,6 +17,7 @@ EXAMPLES = """example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="parts that train alone (default 1)")
     add_axes(parser)
 
 
@@ -32,7 +33,10 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    layout = Layout(args.world, args.tp, args.pp, args.cp, args.ep, args.order, args.node_size, etp=args.etp)
+    layout = Layout(
+        args.world, args.tp, args.pp, args.cp, args.ep, args.order, args.node_size, etp=args.etp,
+        replicas=args.replicas,
+    )  # fmt: skip
     if not layout.views_agree:
         print(
             f"note: order {layout.order} gives ranks another tp or pp position among the experts than in the "
@@ -40,6 +44,6 @@ def run(args: argparse.Namespace) -> None:
             file=sys.stderr,
         )
     if args.json:
-        print(json.dumps({name: layout.groups(name) for name in GROUP_KINDS}))
+        print(json.dumps({name: layout.groups(name) for name in layout.group_kinds}))
     else:
         print(encodable(draw(layout, width=max(60, min(terminal_width(100), 160))), sys.stdout))

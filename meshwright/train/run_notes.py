@@ -49,7 +49,7 @@ def git_commit() -> str | None:
 
 
 def write_event(folder: str | Path, kind: str, text: str, step: int | None = None, **more: Any) -> None:
-    """Adds a line to the run's events: `kind` is start, resume, checkpoint, reduce (how gradients are sent from now on),
+    """Adds a line to the run's events: `kind` is start, resume, checkpoint, reduce (how gradients are sent from then),
     restart, failure or end. One that can't be written stops nobody."""
     path = Path(folder) / EVENTS_FILE
     line = {"time": time.time(), "kind": kind, "step": step, "text": text} | more
