@@ -82,8 +82,27 @@ def _divides(c: Config, grid: Grid) -> Iterator[str]:
         if size % parts:
             yield f"{shown} cuts the {size} rows of {what} into {parts} equal parts: choose a grid that divides them"
     if c.train.micro_batch % rows:
-        up = -(-c.train.micro_batch // rows) * rows
+        yield from _shares(c, grid, shown)
+
+
+def _shares(c: Config, grid: Grid, shown: str) -> Iterator[str]:
+    """What is needed where a micro-batch has too few sequences to deal out whole ones."""
+    size, rows, m = grid.size(grid.sharing), grid.rows(grid.inner), c.model
+    up, each = -(-c.train.micro_batch // rows) * rows, rows // size
+    enough = f"train.micro_batch={c.train.micro_batch} has too few sequences for the {rows} parts of {shown}"
+    if c.train.micro_batch % each:
+        yield f"{enough}: set train.micro_batch={up}, or a multiple of {each} to share each of them by {size} ranks"
+    if m.seq % (2 * size):
         yield (
-            f"{shown} deals the sequences of a micro-batch to {rows} parts of its ranks, and train.micro_batch="
-            f"{c.train.micro_batch}: set train.micro_batch={up}, or a grid with fewer rows"
+            f"{enough}, so {size} ranks share each, and model.seq={m.seq} is not a multiple of {2 * size}: change it, "
+            f"or set train.micro_batch={up}"
         )
+    if c.train.micro_batch // each * m.seq % grid.row:
+        yield f"{enough}: set train.micro_batch={up}"
+    if m.attention_dropout:
+        yield (
+            f"{enough}, and shared sequences can't be combined with dropout inside attention: set "
+            f"train.micro_batch={up}, or model.attention_dropout=0"
+        )
+    if m.kind == "glm":
+        yield f"{enough}, and sequences of model.kind=glm can't be shared: set train.micro_batch={up}"

@@ -106,6 +106,15 @@ class Grid:
         """How activations are cut inside attention and the MLP."""
         return self.first.y
 
+    @property
+    def sharing(self) -> str:
+        """The axis whose ranks share sequences, where a micro-batch has too few of them to deal out whole ones."""
+        return self.inner.rows[-1]
+
+    def shares(self, sequences: int) -> int:
+        """Returns the number of ranks that share each sequence of a micro-batch of so many."""
+        return self.size(self.sharing) if sequences % self.rows(self.inner) else 1
+
     def __str__(self) -> str:
         sizes = (self.row, self.col, self.depth)[: LENGTHS[self.kind]]
         return f"{self.kind} {'x'.join(map(str, sizes))}"
