@@ -135,8 +135,8 @@ def report(job: Job, found: list[BlockCost], refused: list[str]) -> str:
     lines = [
         f"one block of hidden {m.hidden} on {job.config.layout.tp} tensor-parallel ranks, {tokens:,} tokens a "
         f"micro-batch ({tokens / m.hidden:.3g} x hidden), {job.config.train.precision}",
-        "bytes that a rank sends: for products and norms with every micro-batch, for gradients of copied weights once "
-        "per step",
+        "bytes that a rank sends: with every micro-batch for products (and keys and values of shared sequences) and "
+        "norms, once per step for gradients of copied weights",
         "", table(rows), "", *verdict(found), *(f"not possible: {line}" for line in refused),
     ]  # fmt: skip
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What grids send and hold, against closed formulas to the byte, and where one kind begins to send less than another."""
+"""What grids send and hold, against closed formulas to the byte, and where one kind sends less than another."""
 
 from __future__ import annotations
 
@@ -54,11 +54,17 @@ def formulas(tp: int, t: int, h: int = H) -> dict[str, tuple[float, float]]:
 
 @pytest.mark.parametrize(("tp", "tokens"), [(4, H), (8, H), (8, 4 * H), (16, 4 * H), (64, H // 4 * 16), (64, 64 * H)])
 def test_bytes_are_those_of_the_formulas(tp: int, tokens: int) -> None:
-    found, wanted = ways(tp, tokens), formulas(tp, tokens)
+    found, wanted = ways(tp, tokens, sequences=max(16, tp)), formulas(tp, tokens)
     assert len(found) > 3
     for name, one in found.items():
         products, gradients = wanted[name]
         assert one.products == 2 * products and one.gradients == 4 * gradients, name
+
+
+def test_shared_sequences_also_send_keys_and_values() -> None:
+    """Of 2 sequences on 4 rows, every rank gathers the keys and values of all, twice, and scatters their gradients."""
+    few, many = (ways(8, 4 * H, sequences=count)["2D 4x2"].products for count in (2, 4))
+    assert few - many == 3 * 3 / 4 * 2 * (2 * 4 * H * H // 2)
 
 
 def test_square_grids_have_the_usual_formulas() -> None:
