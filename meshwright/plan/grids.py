@@ -70,10 +70,8 @@ def ways_of(tp: int, keeps: bool = True) -> Iterator[tuple[str, dict[str, Any]]]
     yield "1D", {**PLAIN, "sequence_parallel": False}
     yield "1D, sequence parallel", {**PLAIN, "sequence_parallel": True}
     for grid in grids_of(tp):
-        sizes = (grid.row, grid.col) if grid.kind == "2d" else (grid.row, grid.col, grid.depth)
-        keys = {"tp_grid": sizes, "tp_kind": grid.kind, "sequence_parallel": False}
-        name = str(grid).upper().replace("X", "x")
-        yield name, {**keys, "tp_keep_gathered": False}
+        keys, name = {**grid.keys, "sequence_parallel": False}, str(grid).upper().replace("X", "x")
+        yield name, keys
         if keeps:
             yield f"{name}, gathered kept", {**keys, "tp_keep_gathered": True}
 

@@ -119,3 +119,17 @@ def test_seconds_follow_the_links() -> None:
     cluster = load_cluster("h100-80g-dgx")
     found = {one.name: one for one in compare(job(8, 16 * H), cluster)[0]}
     assert all(one.seconds > 0 for one in found.values())
+
+
+def test_the_search_tries_grids_and_says_what_one_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "gpt3-175b", "model.heads=64", "model.hidden=8192", "model.ffn=32768", "layout.tp=64"]
+    words += ["--seq", "8192"]
+    words += ["--cluster", "h100-80g-dgx", "--devices", "64", "--global-batch", "64", "--out", str(tmp_path / "p.yaml")]
+    assert main([*words, "--tp-grids"]) == 0
+    told = capsys.readouterr().out
+    assert "Along one axis instead of the grid 3d" in told and "more: tp +" in told
+    assert "tp_kind: 3d" in (tmp_path / "p.yaml").read_text()
+    assert main(words) == 0
+    assert "grid" not in capsys.readouterr().out
+    assert main([*words, "layout.tp_grid=[8,8]", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"]["layout"]["tp_grid"] == "2d 8x8"
