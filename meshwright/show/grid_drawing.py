@@ -91,9 +91,10 @@ def _blocks(grid: Grid, matrix: Matrix, left: int, top: int) -> Iterator[str]:
 def draw(grid: Grid) -> str:
     """Returns an SVG of both products of a pair: the one that leaves the residual stream, and the one that comes
     back."""
-    pairs = [("leaving the stream (queries, keys and values; up; the output layer)", grid.first)]
+    pairs = [("every product", grid.first)]
     if grid.second != grid.first:
-        pairs.append(("coming back to it (attention's output; down)", grid.second))
+        pairs = [("leaving the residual stream: queries, keys and values; up; the output layer", grid.first)]
+        pairs.append(("coming back to it: attention's output; down", grid.second))
     each = TOP + SIDE + 2 * GAP
     out, width = [], 0.0
     for number, (title, roles) in enumerate(pairs):
