@@ -87,7 +87,7 @@ class GridStage(GPTStage):
         own = {name: own_rows(x, parallel, rows) for name, x in batch.items()}
         given: Documents | ContextRows | None
         if self.order is None:
-            positions, given = own.get("positions"), self._documents(own, hidden.device)
+            positions, given = own.get("positions"), self._documents(own, hidden.device, sequences, self.seq)
         else:
             positions, given = self._shared(own, sequences, hidden.device)
         tables = None if self.tables is None else self.tables(positions, self.seq)

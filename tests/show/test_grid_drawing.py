@@ -39,5 +39,5 @@ def test_the_command_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for wrong, sentence in (([], "set layout.tp_kind"), (["--tp-kind", "2d"], "takes layout.tp_grid=[row, col]")):
         assert main([*words, *wrong]) == 2
         assert sentence in capsys.readouterr().err
-    assert main(["layout", "--world", "4", "--svg", "x.svg"]) == 2
+    assert main(["layout", "--devices", "4", "--tp-kind", "2d"]) == 2
     assert "give --tp-grid too" in capsys.readouterr().err
