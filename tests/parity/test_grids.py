@@ -91,6 +91,8 @@ CASES = [
     grid_case("3d", (2, 2, 1), "small-vocabulary", model__vocab=5),
     # Too few sequences to deal out: ranks share them.
     grid_case("2d", (2, 2), "shared", **_ONE, **_LLAMA),
+    grid_case("3d", (2, 2, 1), "window", **_LLAMA, model__window=5),
+    grid_case("2d", (4, 1), "shared-window", **_ONE, **_LLAMA, model__window=5),
     grid_case("2d", (4, 1), "shared-documents", data={"segments": True}, **_ONE),
     grid_case("3d", (2, 2, 1), "shared-three", train__micro_batch=3, train__global_batch=6, **_FULL),
     grid_case("2.5d", (2, 1, 2), "shared-pairs", data={"segments": True}, **_TWO, **_LLAMA),
