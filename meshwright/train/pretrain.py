@@ -40,6 +40,7 @@ from meshwright.train.loop import GivingUp, Hook, Recording, Saving, TimeLimit, 
 from meshwright.train.own_models import check_own, in_precision, is_own
 from meshwright.train.processes import enter, find_place, joined_place, leave
 from meshwright.train.rank_process import end_with_launcher, name_rank
+from meshwright.train.recovery import Recovering
 from meshwright.train.run_folder import RunFolder, refuse_finished, what_is_lost
 from meshwright.train.run_notes import provenance, write_event
 from meshwright.train.run_owner import owning
@@ -197,7 +198,9 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
     if config.tune.adapts:
         agree(ctx, lambda: read_base(trainer))
         trainer.publish()
+    ready = time.time()
     resume(trainer, source)
+    loaded = time.time()
     validating = trainer.valid_batches is not None
     make = partial(open_folder, trainer, source, validating, about.notes)
     folder: RunFolder | None = agree(ctx, make if trainer.writes else None)
@@ -218,6 +221,8 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         # In this order after each step: a step is recorded before it is saved, and saved before anything else can fail.
         all_hooks = [ending, TracedStep(trainer), recording, GivingUp(), saving, validation]
         all_hooks += [LayerNorms(trainer, folder), *about.hooks]
+        if folder:
+            all_hooks.append(Recovering(config.run.dir, ready, loaded, "disk"))
         validation.catch_up()
         train(trainer, all_hooks, requests)
     trainer.data_parallel.weights.wait_for_gathers()
