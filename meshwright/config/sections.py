@@ -22,6 +22,7 @@ from meshwright.config.blocks import (
 )
 from meshwright.config.comm import CommConfig
 from meshwright.config.data import PACKED, DataConfig
+from meshwright.config.faults import FaultsConfig
 from meshwright.config.optimizer import OptimizerConfig
 from meshwright.config.replicas import LocalConfig, ServerConfig
 from meshwright.config.run import RunConfig as RunConfig
@@ -349,6 +350,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
