@@ -7,10 +7,13 @@ import re
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.keeper import KeeperProcess
 from meshwright.cli.auto_layout import best_layout, devices_of, words_of
 from meshwright.config.rules import TRAINING_RULES, first_broken_rule
 from meshwright.config.sections import Config
@@ -56,8 +59,6 @@ def check_arguments(args: argparse.Namespace, config: Config) -> None:
         raise UserError("--address is the address of one of several machines: give --nodes too, or leave it out")
     if config.faults.elastic and args.restarts:
         raise UserError("faults.elastic=true starts ranks again by itself: leave --restarts out")
-    if config.faults.elastic and config.layout.replicas > 1:
-        raise UserError("faults.elastic=true can't change layout.replicas: set one of them back")
 
 
 def address_of(args: argparse.Namespace, most: int) -> str:
@@ -89,13 +90,16 @@ def start_elastic(
 ) -> int:  # fmt: skip
     """Runs this machine's launcher."""
     least, most = nodes_of(args)
-    folder = Path(config.run.dir)
+    folder, address = Path(config.run.dir), address_of(args, most)
     wishes = Wishes(
-        nproc, partial(choose, config, nproc), partial(last_step, folder), args.spares, least, most,
-        address_of(args, most), folder=folder / NOTES if most > 1 else None, lost_after=config.faults.lost_after_s,
+        nproc, partial(choose, config, nproc), partial(last_step, folder), args.spares, least, most, address,
+        folder=folder / NOTES if most > 1 else None, lost_after=config.faults.lost_after_s,
         rest=config.faults.rest_s, tell=tell,
     )  # fmt: skip
-    with launching(stops=True) as place:
+    with launching(stops=True) as place, ExitStack() as held:
+        if most > 1 or config.checkpoint.memory_every:
+            keeper = held.enter_context(KeeperProcess(address))
+            wishes = replace(wishes, port=keeper.port, keyed=keeper.tell)
 
         def started(team: Team, words: list[str]) -> Outcome:
             given = argparse.Namespace(**vars(args) | {"overrides": [*args.overrides, *words]})

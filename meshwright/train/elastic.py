@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 
+from meshwright.checkpoint.keeper import KEEPERS, KEY
 from meshwright.errors import notice
 from meshwright.train.launch import STOP, Outcome, Team, in_short, is_final, signal_ranks
 from meshwright.train.nodes import Board, Generation, Node, Share, knock, new_node
@@ -44,7 +45,7 @@ class Wishes:
     most: int = 1  # nodes
     address: str = LOOPBACK
     port: int = 0  # where this node's keeper listens; 0: it has none
-    key: str = ""  # of a keeper without other nodes
+    keyed: Callable[[str], None] = lambda key: None  # tells that one the job's key
     folder: Path | None = None  # of the notes of several nodes
     lost_after: float = 15.0
     rest: float = 600.0
@@ -161,14 +162,27 @@ class Elastic:
                 if fresh and newest.index_of(self.board.me.name) is not None:
                     return newest
                 self.last = newest
+            if self.last is not None and self._has_ended(nodes):
+                notice("meshwright: the run has ended on the other nodes")
+                return None
             waited = time.monotonic() - begun
-            if nodes[0].name == self.board.me.name and (made := self._lead(nodes, waited)):
+            if self._leads(nodes) and (made := self._lead(nodes, waited)):
                 return made
             if waited > word:
                 word += WORD_S
                 notice(f"meshwright: waits for other nodes ({len(nodes)} of {self.wishes.least} to {self.wishes.most})")
             time.sleep(POLL_S)
         return None
+
+    def _leads(self, nodes: list[Node]) -> bool:
+        return next(node.name for node in nodes if node.state != "left") == self.board.me.name
+
+    def _has_ended(self, nodes: list[Node]) -> bool:
+        """Whether the last generation has come to the run's end, or was stopped, while this node waited."""
+        assert self.last is not None
+        number = self.last.number
+        ended = any(n.state == "left" and n.code == 0 and n.generation == number for n in nodes)
+        return ended and not self.board.is_reshaped(number)
 
     def _lead(self, nodes: list[Node], waited: float) -> Generation | None:
         """The next generation, if it can be made now: nobody still runs, and enough nodes are there."""
@@ -194,15 +208,16 @@ class Elastic:
         self._door = socket.create_server((shares[0].address, 0))
         last = self.last
         job = last.job if last else f"meshwright-{secrets.token_hex(4)}"
-        key = last.key if last else self.wishes.key or secrets.token_hex(32)
+        key = last.key if last else secrets.token_hex(32)
         attempt = last.attempt + 1 if last else 0
-        before = last.shares if last else []
+        here = {share.name for share in shares}
+        beside = [Share(n.name, n.address, n.port, []) for n in self.board.look() if n.port and n.name not in here]
         port, full = self._door.getsockname()[1], ranks == self.wishes.target
-        return Generation(number, attempt, job, shares[0].address, port, shares, words, full, key, before)
+        return Generation(number, attempt, job, shares[0].address, port, shares, words, full, key, beside)
 
     def _say(self, made: Generation) -> None:
         if made.attempt:
-            machines = f" of {len(made.shares)} nodes" if self.wishes.most > 1 else ""
+            machines = f" of {len(made.shares)} node{'s' * (len(made.shares) > 1)}" if self.wishes.most > 1 else ""
             layout = f" ({' '.join(made.words)})" if made.words else ""
             again = f"goes on with {made.world} of {self.wishes.target} ranks{machines}{layout}"
             notice(f"meshwright: {again}")
@@ -226,9 +241,12 @@ class Elastic:
         index = generation.index_of(name)
         assert index is not None
         share = generation.shares[index]
-        env = {"MESHWRIGHT_GENERATION": str(generation.number)}
-        if self._loss and index == 0:
-            env[LOST] = json.dumps(self._loss)
+        env = {LOST: json.dumps(self._loss)} if self._loss and index == 0 else {}
+        if share.port:
+            self.wishes.keyed(generation.key)
+            known = [[each.address, each.port] for each in (*generation.shares, *generation.beside) if each.port]
+            where = {"nodes": len(generation.shares), "node": index, "generation": generation.attempt}
+            env |= {KEEPERS: json.dumps(where | {"addresses": known}), KEY: generation.key}
         door = self._door.detach() if index == 0 and self._door else None
         team = Team(
             len(share.places), generation.attempt, tuple(share.places), index, len(generation.shares), generation.host,
@@ -256,7 +274,7 @@ class Elastic:
                     if not ended.wait(END_S):
                         signal_ranks(self.folder, SIGKILL)
                     return
-                leads = nodes[0].name == self.board.me.name and not generation.full
+                leads = self._leads(nodes) and not generation.full
                 if leads and self.wishes.position()[0] > began and self._grows(generation, nodes):
                     self.board.reshape(generation.number)
                     signal_ranks(self.folder, SIGTERM)

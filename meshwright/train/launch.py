@@ -51,6 +51,7 @@ def warm_up() -> None:
     The server that forks them ignores requests to stop: a scheduler sends those to every process of a job, and without
     the server all ranks would look dead.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's stack traces of lost peers, beside our sentences
     multiprocessing.set_forkserver_preload(PRELOAD)
     with stops_handled_by(signal.SIG_IGN):
         multiprocessing.forkserver.ensure_running()

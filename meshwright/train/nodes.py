@@ -69,7 +69,7 @@ class Generation:
     words: list[str]
     full: bool  # the ranks and the layout that the run was started with
     key: str = ""  # with which ranks and keepers sign
-    before: list[Share] = field(default_factory=list)  # those of the last generation, whose keepers may hold something
+    beside: list[Share] = field(default_factory=list)  # nodes without ranks, whose keepers may hold something
 
     @property
     def world(self) -> int:
@@ -218,7 +218,7 @@ def _made(kind: type[Any], value: Any) -> Any:
         raise ValueError("the note has other keys")
     hints = get_type_hints(kind)
     if kind is Generation:
-        value = value | {key: [_made(Share, each) for each in value[key]] for key in ("shares", "before")}
+        value = value | {key: [_made(Share, each) for each in value[key]] for key in ("shares", "beside")}
     for key, hint in hints.items():
         if hint != list[Share]:
             of_kind(value[key], hint, key)

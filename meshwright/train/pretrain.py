@@ -37,6 +37,7 @@ from meshwright.sharding.reducers import Reducer
 from meshwright.train.context import Context, build_context, compiles
 from meshwright.train.layers import LayerNorms
 from meshwright.train.loop import GivingUp, Hook, Recording, Saving, TimeLimit, TracedStep, Validating, Watcher, train
+from meshwright.train.memory_saving import MemorySaving
 from meshwright.train.own_models import check_own, in_precision, is_own
 from meshwright.train.processes import enter, find_place, joined_place, leave
 from meshwright.train.rank_process import end_with_launcher, name_rank
@@ -199,7 +200,7 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         agree(ctx, lambda: read_base(trainer))
         trainer.publish()
     ready = time.time()
-    resume(trainer, source)
+    come_from = resume(trainer, source)
     loaded = time.time()
     validating = trainer.valid_batches is not None
     make = partial(open_folder, trainer, source, validating, about.notes)
@@ -219,10 +220,10 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         ending = TimeLimit(requests, saver, limit, began)
         recording = Recording(folder, watcher, about.speed, ctx.layout.world)
         # In this order after each step: a step is recorded before it is saved, and saved before anything else can fail.
-        all_hooks = [ending, TracedStep(trainer), recording, GivingUp(), saving, validation]
+        all_hooks = [ending, TracedStep(trainer), recording, GivingUp(), MemorySaving(trainer), saving, validation]
         all_hooks += [LayerNorms(trainer, folder), *about.hooks]
         if folder:
-            all_hooks.append(Recovering(config.run.dir, ready, loaded, "disk"))
+            all_hooks.append(Recovering(config.run.dir, ready, loaded, come_from))
         validation.catch_up()
         train(trainer, all_hooks, requests)
     trainer.data_parallel.weights.wait_for_gathers()
