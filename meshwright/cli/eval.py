@@ -30,13 +30,16 @@ EXAMPLES = """example:
 DEFAULT_SAMPLES = 64
 # What a model that is only read is run with: one process, or all ranks data-parallel.
 PLAIN: dict[str, dict[str, Any]] = {
-    "layout": {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 0, "chunks": 1, "sequence_parallel": False, "replicas": 1},
+    "layout": {
+        "tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 0, "chunks": 1, "sequence_parallel": False, "replicas": 1,
+        "tp_grid": [], "tp_kind": "", "tp_keep_gathered": False,
+    },
     "context": {"kind": "auto", "inner": 0},
     "pipeline": {"schedule": default_kind(1), "split": [], "encoder_stages": 0},
     "train": {"micro_batch": 1, "ramp": [], "compile": "false"},
     "run": {"eval_samples": 0, "device": "auto"},
     "comm": {"backend": "auto"},
-}
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +100,7 @@ def data_of(args: argparse.Namespace, config: Config, most: int) -> Checked:
         raise UserError(f"{args.source} comes without data: name token files with --data PREFIX")
     for prefix in args.data or ():
         tokens = TokenFile(prefix).token_count
-        if tokens <= config.model.seq:
+        if tokens <= config.model.seq and config.objective == "causal":
             raise UserError(
                 f"{prefix} holds {tokens} tokens, and one sample of the model takes {config.model.seq + 1}: name a "
                 "longer file with --data"

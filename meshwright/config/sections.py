@@ -23,15 +23,17 @@ from meshwright.config.blocks import (
 from meshwright.config.comm import CommConfig
 from meshwright.config.data import PACKED, DataConfig
 from meshwright.config.faults import FaultsConfig
+from meshwright.config.grid import check_grid
 from meshwright.config.optimizer import OptimizerConfig
 from meshwright.config.replicas import LocalConfig, ServerConfig
 from meshwright.config.run import RunConfig as RunConfig
 from meshwright.config.scales import LossScaleConfig, LRConfig
 from meshwright.config.t5 import T5Config
-from meshwright.config.tune import TuneConfig
+from meshwright.config.tune import BETTER, NEED_REFERENCE, TuneConfig
 from meshwright.config.zero import OffloadConfig as OffloadConfig
 from meshwright.config.zero import ZeroConfig as ZeroConfig
 from meshwright.errors import UserError, divisors, either, nearest
+from meshwright.layout.grid import Grid
 from meshwright.schedule.kinds import training_kinds
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
@@ -187,6 +189,15 @@ class LayoutConfig:
     chunks: int = 1
     node_size: int = 0  # 0: as many ranks as a node starts
     replicas: int = 1  # equal parts of the world that take steps of their own (`train.local`)
+    tp_grid: tuple[int, ...] = ()  # tp as a grid: [row, col] or [row, col, depth]; empty: tp cuts along one axis
+    tp_kind: Literal["", "2d", "2.5d", "3d"] = ""  # empty: 2d of two numbers
+    tp_keep_gathered: bool = False  # of a grid: keep gathered factors for backward, instead of gathering them again
+
+    @property
+    def grid(self) -> Grid | None:
+        """The grid of tensor-parallel ranks, if there is one."""
+        kind = self.tp_kind or "2d"
+        return Grid.of(kind, self.tp_grid, self.tp_keep_gathered) if self.tp_grid else None
 
     @property
     def least_world(self) -> int:
@@ -196,6 +207,8 @@ class LayoutConfig:
     def __post_init__(self) -> None:
         positive("layout", self, "tp", "pp", "cp", "ep", "chunks", "replicas")
         not_negative("layout", self, "node_size", "etp")
+        if self.tp_grid or self.tp_kind or self.tp_keep_gathered:
+            check_grid(self.tp, self.tp_grid, self.tp_kind, self.tp_keep_gathered)
         if self.pp * self.chunks > MOST_BLOCKS:
             raise UserError(
                 f"layout.pp={self.pp} x layout.chunks={self.chunks} are more stages than any model has blocks: use "
@@ -370,6 +383,16 @@ class Config:
     def drops(self) -> bool:
         """Whether there is any dropout."""
         return self.model.drops or bool(self.tune.adapts and self.tune.dropout)
+
+    @property
+    def compares(self) -> bool:
+        """Whether the loss compares with the frozen weights, which then run forward beside the trained ones."""
+        return self.objective == "preference" and self.tune.loss in NEED_REFERENCE
+
+    @property
+    def monitored(self) -> tuple[str, ...]:
+        """The names of the values that every step of a model of ours reports beside its loss."""
+        return (BETTER,) if self.objective == "preference" and self.tune.loss != "kto" else ()
 
     @property
     def context_kind(self) -> str:

@@ -25,6 +25,7 @@ from meshwright.parts.gpt import (
     PositionEmbeddingPart,
     TokenEmbeddingPart,
 )
+from meshwright.parts.grid import on_grid
 from meshwright.parts.latent import LatentAttentionPart
 from meshwright.parts.mlp import MLPPart
 from meshwright.parts.part import BlockUnit, Coordinate, MicroBatch, Model, NamedPart, Part, Stage, Unit
@@ -214,8 +215,15 @@ def describe(model: ModelConfig) -> Model:
 
 
 def model_of(config: Config) -> Model:
-    """Returns the description of the model that a run trains: with adapters, where its weights are frozen."""
-    return _tuned(describe(config.model), config.tune) if config.tune.adapts else describe(config.model)
+    """Returns the description of the model that a run trains: with adapters, where its weights are frozen, or cut over
+    a grid of tensor-parallel ranks."""
+    model, grid = describe(config.model), config.layout.grid
+    if grid is not None:
+        return _on_grid(model, grid)
+    return _tuned(model, config.tune) if config.tune.adapts else model
+
+
+_on_grid = lru_cache(maxsize=256)(on_grid)
 
 
 @lru_cache(maxsize=256)
@@ -295,13 +303,23 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
     c = config.layout
     layout = Layout(
         world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, node_size=c.node_size or node_size or None,
-        parts=(*kv_parts(config.model, c.tp), *context_parts(config)),
+        parts=(*(c.grid.parts if c.grid else kv_parts(config.model, c.tp)), *context_parts(config)),
         ends=ends_of(config.pipeline.schedule, c.pp, c.chunks), etp=c.etp, shared=shared_parameters(config),
         replicas=c.replicas,
     )  # fmt: skip
     if config.zero.stage == 0 or config.zero.shard_group == "dp":
         return layout
     return replace(layout, parts=(*layout.parts, *node_parts(layout)))
+
+
+# What the frozen weights alone make of `hidden`, where a loss compares with them. No gradient goes back through it.
+REFERENCE = "reference"
+
+
+def passed(config: Config, at: Coordinate, batch: MicroBatch, stage: Stage) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors that a stage of a run receives from the one before."""
+    shapes = model_of(config).passes(at, batch, stage)
+    return shapes | {REFERENCE: shapes["hidden"]} if config.compares and shapes else shapes
 
 
 def fields_read(stage: Stage, model: Model, cp: int = 1) -> set[str]:

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.config.comm import GatherConfig
+from meshwright.layout.grid import GRID_AXES
 from meshwright.layout.layout import REPLICAS
 from meshwright.layout.params import DATA_AXES
 from meshwright.parts.experts import EXPERT_DATA_AXES
 from meshwright.parts.part import BlockUnit, Coordinate, Unit
 from meshwright.plan.algorithms import algorithm_seconds, gather_to_one_seconds
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.communication import records_once, round_calls, unit_records
+from meshwright.plan.communication import round_calls
 from meshwright.plan.compute import Setting, unit_time
 from meshwright.plan.efficiency import collective_seconds
+from meshwright.plan.held import records_once, unit_records
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
 from meshwright.sharding.algorithms import AlgorithmReducer, GatherToOne
@@ -150,6 +152,9 @@ def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], ax
             could = job.hides_gradients * seconds
             exposed += _hide(job, cluster, seconds, could, stage.backward, axes[how.axis])
         taken += axes[how.axis].hidden - before
+    seconds = _grid_copies_seconds(job, cluster, slow)
+    axes["tp"].add(seconds)
+    exposed += seconds
     tied = job.layout.size("embedding") if job.model.tied else 1
     if tied > 1:
         table = max(record.numel for record in unit_records(job.model.head, job.at)) * job.states.grad
@@ -158,6 +163,23 @@ def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], ax
         axes["embedding"].add(seconds)
         exposed += seconds
     return exposed
+
+
+def _grid_copies_seconds(job: Job, cluster: Cluster, pp_rank: int) -> float:
+    """Returns the seconds of summing, once per step, the gradients of matrices of which ranks along an axis of a grid
+    hold copies: those of a 2.5D grid along its depth. (Norms and biases are small.)"""
+    sums: dict[str, int] = {}
+    for _, record, count in records_once(job.rank_units(pp_rank), job.at):
+        for axis in (axis for axis in record.partial if axis in GRID_AXES and len(record.shape) > 1):
+            sums[axis] = sums.get(axis, 0) + count * record.numel
+    shards = divided(job, DATA_AXES).shards
+    return sum(
+        collective_seconds(
+            cluster, "all_reduce", numel * job.states.grad / shards, job.layout.size(axis),
+            ranks_per_node(job.layout, axis),
+        )
+        for axis, numel in sums.items()
+    )  # fmt: skip
 
 
 def _reduced(
