@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 from meshwright.outside import of_kind, parse_json
@@ -214,15 +215,19 @@ class KeeperProcess:
 
     def tell(self, key: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{key}\n")
-        self.process.stdin.flush()
+        with suppress(OSError):  # it has died: its node has no copies then
+            self.process.stdin.write(f"{key}\n")
+            self.process.stdin.flush()
 
     def __enter__(self) -> KeeperProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        for end in (self.process.stdin, self.process.stdout):
+            with suppress(OSError):
+                end.close()  # type: ignore[union-attr]
 
 
 class KeeperLink:

@@ -61,6 +61,12 @@ def check_arguments(args: argparse.Namespace, config: Config) -> None:
         raise UserError("faults.elastic=true starts ranks again by itself: leave --restarts out")
 
 
+def check_rank(args: argparse.Namespace) -> None:
+    if args.spares or args.address:
+        option = "--spares" if args.spares else "--address"
+        raise UserError(f"{option} is for our own launcher, and this process is a rank of another one: leave it out")
+
+
 def address_of(args: argparse.Namespace, most: int) -> str:
     """The address on which this machine's ranks are reached. With one machine nobody else can reach them."""
     if most == 1 and not args.address:

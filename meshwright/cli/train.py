@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     ranks = known or local_devices(config.run.device, least=1) - args.spares
     check(config, nodes * ranks, TRAINING_RULES)
     check_machine(config.run.device, config.comm.backend, config.train.precision, ranks)
-    check_memory(config, nodes * ranks)
+    check_memory(config, nodes * ranks, ranks)
     tell, loses = partial(write_event_of, config.run.dir), partial(what_is_lost, config)
     if config.faults.elastic:
         return elastic.start_elastic(config, args, train, ranks, loses, tell)
@@ -114,6 +114,7 @@ def prepare(args: argparse.Namespace, place: Place) -> None:
         args.overrides = resolve(config, args.overrides, place.world, says=place.rank == 0)
         config = config_of(args)
     world = place.world
+    elastic.check_rank(args)
     if config.faults.elastic:
         world, args.overrides = elastic.fewer_ranks(config, args.overrides, place)
         config, args.stands_by = config_of(args), place.rank >= world

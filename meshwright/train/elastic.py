@@ -242,6 +242,8 @@ class Elastic:
         assert index is not None
         share = generation.shares[index]
         env = {LOST: json.dumps(self._loss)} if self._loss and index == 0 else {}
+        if self.wishes.folder:  # the numbers of a shared folder grow from job to job, and so must attempts
+            env["MESHWRIGHT_ATTEMPT"] = str(generation.number - 1)
         if share.port:
             self.wishes.keyed(generation.key)
             known = [[each.address, each.port] for each in (*generation.shares, *generation.beside) if each.port]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import shlex
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import meshwright
+from meshwright.outside import parse_json
 
 EVENTS_FILE = "events.jsonl"
 GIT_S = 2.0  # a network disk may make git slow, and a run does not wait for it
@@ -46,6 +48,27 @@ def git_commit() -> str | None:
         return asked("rev-parse", "HEAD") + ("+" if asked("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def time_between_failures(folder: str | Path) -> float:
+    """The seconds that a run was under way for each of its failures, by its events; infinite where there was none. Time
+    between two jobs does not count."""
+    try:
+        lines = (Path(folder) / EVENTS_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return math.inf
+    under_way, failures, before = 0.0, 0, None
+    for line in lines:
+        try:
+            event = parse_json(line)
+            now, kind = float(event["time"]), event["kind"]
+        except (ValueError, TypeError, KeyError):
+            continue
+        if before is not None and not (kind == "resume" and before[1] in ("end", "failure")):
+            under_way += max(0.0, now - before[0])
+        failures += kind in ("restart", "failure")
+        before = (now, kind)
+    return under_way / failures if failures else math.inf
 
 
 def write_event(folder: str | Path, kind: str, text: str, step: int | None = None, **more: Any) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from meshwright.config.sections import CheckpointConfig
 from meshwright.train import elastic, nodes
 from meshwright.train.elastic import Elastic, Places, Wishes, divide
 from meshwright.train.launch import STOP, Outcome, Team
+from meshwright.train.loop import Saving
+from meshwright.train.run_notes import time_between_failures
 
 LOST = Outcome(1, "rank 1 was killed by SIGKILL", failed=1)
 
@@ -212,3 +217,25 @@ def test_devices_rest_twice_as_long_each_time() -> None:
 )  # fmt: skip
 def test_ranks_are_dealt_to_nodes(ranks: int, offered: list[int], nproc: int, counts: list[int]) -> None:
     assert divide(ranks, offered, nproc) == counts
+
+
+def test_the_time_between_failures_is_that_of_the_run_under_way(tmp_path: Path) -> None:
+    """300 s until it failed, 100 s until it failed again and was ended; the night before it went on does not count."""
+    kinds = [(0, "start"), (300, "restart"), (310, "resume"), (400, "failure"), (40_000, "resume"), (40_100, "end")]
+    text = "".join(f'{{"time": {at}, "kind": "{kind}"}}\n' for at, kind in kinds) + "cut off"
+    assert time_between_failures(tmp_path) == math.inf
+    (tmp_path / "events.jsonl").write_text(text)
+    assert time_between_failures(tmp_path) == (400 + 100) / 2
+
+
+def test_auto_saves_as_young_and_daly_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stall of 0.5 s and a failure every 3.1 h: every 105 s, where a run without failures saves every 900 s."""
+    saver = SimpleNamespace(trainer=SimpleNamespace(writes=False), blocked_s=0.5, is_writing=False)
+    saving = Saving(saver, CheckpointConfig())  # type: ignore[arg-type]
+    gone = [0.0]
+    monkeypatch.setattr("meshwright.train.loop.time.monotonic", lambda: saving.saved_at + gone[0])
+    wanted = []
+    for between in (math.inf, 3.1 * 3600):
+        saving.between_failures = between
+        wanted.append(next(s for s in range(2000) if [gone.__setitem__(0, float(s)), saving.wants_save()][1]))
+    assert wanted == [900, 106]
