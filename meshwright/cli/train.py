@@ -90,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     from meshwright.device import check_machine
 
     ranks = known or local_devices(config.run.device, least=1) - args.spares
+    if ranks < 1:
+        raise UserError(f"--spares {args.spares} leaves no device to train on: lower it")
     check(config, nodes * ranks, TRAINING_RULES)
     check_machine(config.run.device, config.comm.backend, config.train.precision, ranks)
     check_memory(config, nodes * ranks, ranks)

@@ -20,7 +20,7 @@ from pathlib import Path
 from signal import SIGKILL, SIGTERM
 
 from meshwright.checkpoint.keeper import KEEPERS, KEY
-from meshwright.errors import notice
+from meshwright.errors import UserError, notice
 from meshwright.train.launch import STOP, Outcome, Team, in_short, is_final, signal_ranks
 from meshwright.train.nodes import Board, Generation, Node, Share, knock, new_node
 from meshwright.train.processes import LOOPBACK, LOST
@@ -95,7 +95,6 @@ class Watch:
     """What the launcher notices while its ranks run."""
 
     lost: list[str] = field(default_factory=list)  # nodes
-    seen: float = 0.0  # when
 
 
 class Elastic:
@@ -205,6 +204,7 @@ class Elastic:
         return made
 
     def _generation(self, number: int, shares: list[Share], words: list[str], ranks: int) -> Generation:
+        self.board.tidy()
         self._door = socket.create_server((shares[0].address, 0))
         last = self.last
         job = last.job if last else f"meshwright-{secrets.token_hex(4)}"
@@ -269,18 +269,19 @@ class Elastic:
         def look() -> None:
             silent: dict[str, float] = {}
             while not ended.wait(LOOK_S):
-                self.board.say(places=self.places.free())
-                nodes = self.board.look()
-                if lost := self._lost(generation, nodes, silent):
-                    watch.lost, watch.seen = lost, time.time()
-                    if not ended.wait(END_S):
-                        signal_ranks(self.folder, SIGKILL)
-                    return
-                leads = self._leads(nodes) and not generation.full
-                if leads and self.wishes.position()[0] > began and self._grows(generation, nodes):
-                    self.board.reshape(generation.number)
-                    signal_ranks(self.folder, SIGTERM)
-                    return
+                with contextlib.suppress(OSError):  # a disk that is away for a moment
+                    self.board.say(places=self.places.free())
+                    nodes = self.board.look()
+                    if lost := self._lost(generation, nodes, silent):
+                        watch.lost = lost
+                        if not ended.wait(END_S):
+                            signal_ranks(self.folder, SIGKILL)
+                        return
+                    leads = self._leads(nodes) and not generation.full
+                    if leads and self.wishes.position()[0] > began and self._grows(generation, nodes):
+                        self.board.reshape(generation.number)
+                        signal_ranks(self.folder, SIGTERM)
+                        return
 
         thread = threading.Thread(target=look, name="meshwright-nodes", daemon=True)
         thread.start()
@@ -310,4 +311,6 @@ class Elastic:
         """Whether more ranks could train now than do."""
         offered = self._reachable([node for node in nodes if node.state in ("ready", "running")])[: self.wishes.most]
         total = sum(len(node.places) for node in offered)
-        return total > generation.world and self._layout_for(total)[0] > generation.world
+        with contextlib.suppress(UserError):  # there is no layout for so many
+            return total > generation.world and self._layout_for(total)[0] > generation.world
+        return False

@@ -148,7 +148,7 @@ class Board:
         aside.write_text(json.dumps(asdict(generation)), encoding="utf-8")
         aside.chmod(0o600)
         try:
-            os.link(aside, self._file(number))
+            _create(aside, self._file(number))
         except FileExistsError:
             return None
         finally:
@@ -197,6 +197,18 @@ def knock(address: str, port: int) -> Literal["open", "shut", "silent"]:
     except OSError:
         return "silent"
     return "open"
+
+
+def _create(aside: Path, path: Path) -> None:
+    """Gives a file its name, which only one can; where a disk has no links, its text is written under the name."""
+    try:
+        os.link(aside, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(aside.read_text(encoding="utf-8"))
+        path.chmod(0o600)
 
 
 def _put(path: Path, value: Any) -> None:

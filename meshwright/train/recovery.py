@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import TypedDict
 
+from meshwright.errors import notice
 from meshwright.outside import of_kind, parse_json
 from meshwright.train.loop import Hook
 from meshwright.train.processes import LOST
@@ -44,6 +45,7 @@ class Recovering(Hook):
             f"{spans['detection_s']:.1f} s, the ranks started in {spans['restart_s']:.1f} s, loaded step "
             f"{result.step - 1} from {self.source} in {spans['load_s']:.1f} s and trained in {spans['step_s']:.1f} s"
         )
+        notice(words)
         write_event(self.folder, "recovered", words, result.step, source=self.source, **spans)
         self.loss = None
 

@@ -193,7 +193,7 @@ def test_a_kubernetes_job_has_what_it_needs() -> None:
 
 
 def test_a_kubernetes_job_fits_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every field is one that Kubernetes knows at that place, and of its kind; another one is refused by the same check."""
+    """Every field is one that Kubernetes knows at that place, and of its kind; another one is refused."""
     words = ["submit", "c.yaml", "--kubernetes", "--image", "i", "--claim", "c", "--time", "2h", "--out", "job.yaml"]
     assert main(words) == 0
     documents = list(yaml.safe_load_all(Path("job.yaml").read_text()))

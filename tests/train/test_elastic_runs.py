@@ -53,7 +53,8 @@ def test_a_node_of_torchrun_is_lost_and_comes_back(folder: Path, start: Any) -> 
     port = torchrun(1)[-1]
     settings = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
     agent = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "2", "--max-restarts", "3"]
-    agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "one", "--rdzv-conf", settings]
+    agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "one"]
+    agent += ["--rdzv-conf", settings]
     words = (*DROPOUTS, "layout.tp=2", "checkpoint.every=2", "faults.elastic=true")
     run, env = folder / "run", {"GLOO_SOCKET_IFNAME": "lo"}
 
