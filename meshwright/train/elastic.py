@@ -264,7 +264,7 @@ class Elastic:
     @contextlib.contextmanager
     def _watching(self, generation: Generation) -> Iterator[Watch]:
         watch, ended = Watch(), threading.Event()
-        began = self.wishes.position()[0]
+        began = time.time()
 
         def look() -> None:
             silent: dict[str, float] = {}
@@ -278,7 +278,7 @@ class Elastic:
                             signal_ranks(self.folder, SIGKILL)
                         return
                     leads = self._leads(nodes) and not generation.full
-                    if leads and self.wishes.position()[0] > began and self._grows(generation, nodes):
+                    if leads and self.wishes.position()[1] > began and self._grows(generation, nodes):
                         self.board.reshape(generation.number)
                         signal_ranks(self.folder, SIGTERM)
                         return
