@@ -23,7 +23,7 @@ __all__ = ["folder", "start_plain"]  # fixtures
 pytestmark = pytest.mark.wide
 
 DROPOUTS = ("model.dropout=0", "model.attention_dropout=0", "model.embedding_dropout=0")  # they depend on the layout
-MODEL = (*DROPOUTS, "train.precision=fp64", "train.global_batch=16", "run.eval_every=0")
+MODEL = (*DROPOUTS, "train.precision=fp64", "optimizer.lr=1e-4", "train.global_batch=16", "run.eval_every=0")
 WORDS = (*MODEL, "faults.elastic=true", "faults.lost_after=6s")
 
 
@@ -154,7 +154,8 @@ def test_a_partition_heals(folder: Path, start: Any, start_plain: Any, spaces: t
 def test_two_neighbours_are_lost(folder: Path, start: Any, start_plain: Any) -> None:
     """Of three nodes, and with them both copies of one's share: the run goes back to the disk. They never come back."""
     run = folder / "run"
-    words = ("layout.tp=2", "checkpoint.every=5", "checkpoint.memory_every=1", "train.global_batch=24")
+    words = ("layout.tp=2", "checkpoint.every=5", "checkpoint.memory_every=1", "train.global_batch=24",
+             "run.eval_samples=24")  # fmt: skip
     nodes = [start(f"127.0.0.{n + 2}", *words, nodes="1:3") for n in range(3)]
     until(lambda: len(steps(run)) >= 8 and world(run) == 6, nodes[0].process)
     leader = next(n for n, node in enumerate(nodes) if list((folder / f"127.0.0.{n + 2}").glob("*/pid-0-0")))

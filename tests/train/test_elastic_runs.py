@@ -16,7 +16,7 @@ from tests.support.commands import ended, folder, ranks, start, torchrun, until
 __all__ = ["folder", "start"]  # fixtures
 
 DROPOUTS = ("model.dropout=0", "model.attention_dropout=0", "model.embedding_dropout=0")  # they depend on the layout
-PLAIN = (*DROPOUTS, "train.steps=30", "checkpoint.every=3")
+PLAIN = (*DROPOUTS, "train.steps=30", "checkpoint.every=3", "optimizer.lr=1e-4")
 
 
 def losses(run: Path) -> list[float]:
