@@ -77,6 +77,8 @@ def techniques(config: Config, job: Job) -> list[Technique]:
     if summed > 1:
         for kind in ("fp8", "int8"):
             add(f"gather {kind}", replace(plain, gather=GatherConfig(kind=kind)))  # type: ignore[arg-type]
+        if job.node_size < job.world:
+            add("copy in the node", replace(plain, gather=replace(c.gather, node_copy=True)))
         for kind in KINDS:
             if kind != "plain":
                 add(f"reduce {kind}", replace(plain, reduce=ReduceConfig(kind=kind)))  # type: ignore[arg-type]
