@@ -156,7 +156,9 @@ def losses(rank: int, world: int, sections: Sections, folder: str, saves: bool) 
     return found
 
 
-def check_same_losses(there: Sections, here: list[tuple[int, Sections]], folder: Path, dp: int = 2, rel: float = 1e-11) -> None:
+def check_same_losses(
+    there: Sections, here: list[tuple[int, Sections]], folder: Path, dp: int = 2, rel: float = 1e-11
+) -> None:
     """A run that goes on elsewhere has the losses of one that went on where it was."""
     undisturbed = run_ranks(dp, losses, there, str(folder), True)[0]
     assert len(set(undisturbed)) == 6
