@@ -21,6 +21,7 @@ from meshwright.sharding.reducers import ReducerPlan
 
 ONE_BUCKET = 2.0**20  # MiB: everything at once, as a naive sum is made
 BASE = "as configured"
+FIRST = 0.5  # of the time of making and reading messages, what is spent before the first of them can be waited for
 LOCAL_STEPS = (4, 16)  # of replicas between synchronisations
 OWN = ("ring", "tree", "halving_doubling", "hierarchical")
 
@@ -93,15 +94,15 @@ def techniques(config: Config, job: Job) -> list[Technique]:
 
 def expected(technique: Technique, job: Job, cluster: Cluster, making_s: float = 0.0) -> Figures:
     """Returns what the planner expects of a technique. `making_s`: the seconds of making compressed messages, which the
-    planner does not know. While a bucket's messages are made, those of the ones before are on their way, so as much of
-    what is exposed hides behind it, but for one bucket's part."""
+    planner does not know. While a bucket's first messages are made, those of the buckets before are on their way: so
+    much of what is exposed hides behind it, but for one bucket's part."""
     job = replace(job, config=technique.config, reducer=technique.reducer)
     cost = predict_cost(job, cluster)
     exposed = sum(axis.exposed for axis in cost.axes.values())
     ranks = range(job.layout.pp)
     buckets = max(sum(len(one.buckets) for one in buffer_sizes(job, rank) if one.mixed) for rank in ranks)
     sums = sum(cost.axes[axis].exposed for axis in ("dp", "edp") if axis in cost.axes)
-    behind = min(making_s, sums) * (1 - 1 / buckets) if buckets else 0.0
+    behind = min(FIRST * making_s, sums) * (1 - 1 / buckets) if buckets else 0.0
     step = cost.step_s + making_s - behind
     return Figures(sent_by_axis(job), exposed - behind, step, job.tokens / step)
 
