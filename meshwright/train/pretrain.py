@@ -233,10 +233,14 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         recording = Recording(folder, watcher, about.speed, ctx.layout.world)
         # In this order after each step: a step is recorded before it is saved, and saved before anything else can fail.
         notes = FaultNotes(config.run.dir, config.faults.max_faults, trainer.writes)
-        all_hooks = [ending, TracedStep(trainer), recording, GivingUp(config.faults.max_skips), saving, validation]
+        all_hooks = [ending, Adapting(trainer, folder.path if folder else None), TracedStep(trainer), recording]
+        all_hooks += [GivingUp(config.faults.max_skips), saving, validation]
         all_hooks += [TooManyFaults(notes, saver), ReplicaCheck(trainer, notes), LayerNorms(trainer, folder)]
         all_hooks += [SlowRanks(ctx.layout, config.faults, notes), *about.hooks]
+<<<<<<< HEAD
         all_hooks.insert(1, Adapting(trainer, folder.path if folder else None))
+=======
+>>>>>>> main
         validation.catch_up()
         train(trainer, all_hooks, requests, BadSteps(trainer, folder, saver, notes).settle)
     trainer.data_parallel.weights.wait_for_gathers()
