@@ -72,12 +72,7 @@ def page(run: RunRecord, width: int, colour: bool) -> Iterator[RenderableType]:
     yield _losses(train, valid)
     yield ""
     figures = _grid()
-<<<<<<< HEAD
-    rows = (*_speed(run), *_links(run), *_phases(run, width, colour), *_skipped(run), *_faults(run))
-    for label, text in rows:
-=======
     for label, text in (*_speed(run), *_links(run), *_phases(run, width, colour), *_skipped(run), *_faults(run)):
->>>>>>> main
         figures.add_row(Text(label, "dim"), text)
     yield figures
     yield ""

@@ -237,10 +237,6 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         all_hooks += [GivingUp(config.faults.max_skips), saving, validation]
         all_hooks += [TooManyFaults(notes, saver), ReplicaCheck(trainer, notes), LayerNorms(trainer, folder)]
         all_hooks += [SlowRanks(ctx.layout, config.faults, notes), *about.hooks]
-<<<<<<< HEAD
-        all_hooks.insert(1, Adapting(trainer, folder.path if folder else None))
-=======
->>>>>>> main
         validation.catch_up()
         train(trainer, all_hooks, requests, BadSteps(trainer, folder, saver, notes).settle)
     trainer.data_parallel.weights.wait_for_gathers()
