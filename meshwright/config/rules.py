@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from meshwright.config.glm import glm_fits
-from meshwright.config.grid import grid_fits
+from meshwright.config.grid import grid_divides, grid_fits
 from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.config.replica_rules import batch_unit, replicas_fit, server_fits
 from meshwright.config.sections import FP8_UNIT, Config
@@ -392,7 +392,7 @@ RULES: list[Rule] = [
 ]  # fmt: skip
 
 # The rules about how tp cuts a model's sizes.
-TENSOR_PARALLEL_RULES: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, grid_fits]
+TENSOR_PARALLEL_RULES: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, grid_divides]
 
 # The rules about how ranks divide experts.
 EXPERT_RULES: list[Rule] = [experts_are_cut, etp_divides_experts, experts_stay_with_their_blocks]
