@@ -201,8 +201,15 @@ def experts(model: ModelConfig, mlp: MLPPart) -> ExpertsPart:
     return ExpertsPart(routing, replace(mlp, ffn=e.ffn, bias=False), shared)
 
 
+def hf(model: ModelConfig) -> Model:
+    """Describes a model that transformers builds, as its plan cuts it."""
+    from meshwright.models.planned.blueprint import blueprint
+
+    return blueprint(model.hf).model
+
+
 # Kinds of models, by the config's `model.kind`. A program may add its own.
-MODELS: dict[str, Callable[[ModelConfig], Model]] = {"gpt": gpt, "bert": bert, "t5": t5, "glm": glm}
+MODELS: dict[str, Callable[[ModelConfig], Model]] = {"gpt": gpt, "bert": bert, "t5": t5, "glm": glm, "hf": hf}
 
 
 def describe(model: ModelConfig) -> Model:

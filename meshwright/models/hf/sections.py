@@ -1,0 +1,52 @@
+"""The model section that a Hugging Face folder asks for: that of a family that is described here, else of kind `hf`,
+which transformers builds itself. No torch, unless transformers is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.models.hf import FAMILIES
+from meshwright.outside import of_kind, read_json
+
+
+def section_of(folder: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of the model section that a folder's config.json says. `given` may name the length of samples,
+    and `kind: hf` asks for transformers' own module whatever the family."""
+    path = Path(folder) / "config.json"
+    try:
+        config = of_kind(read_json(path), dict[str, Any], "it")
+    except FileNotFoundError:
+        raise UserError(f"model.hf={folder} has no config.json: name a folder that transformers saved a model in") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read ({error}): get it again") from None
+    seq = given.get("seq", 0)
+    family, why = FAMILIES.get(str(config.get("model_type"))), ""
+    if family is not None and given.get("kind", "gpt") != "hf":
+        try:
+            return asdict(family.model_of(config, seq if isinstance(seq, int) else 0))
+        except UserError as error:  # transformers may build what our description does not take
+            why = str(error)
+    return planned_section(folder, why)
+
+
+def planned_section(folder: str, why: str = "") -> dict[str, Any]:
+    """The sizes of a model that transformers builds."""
+    from meshwright.models.planned.blueprint import blueprint, read_config
+
+    text = read_config(folder).get_text_config()
+    model = blueprint(folder).model
+    sizes = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
+             "vocab": "vocab_size"}  # fmt: skip
+    found = {ours: getattr(text, theirs, None) for ours, theirs in sizes.items()}
+    lacking = [sizes[key] for key, value in found.items() if not isinstance(value, int) or value < 1]
+    if lacking:
+        raise UserError(f"{folder}/config.json lacks {lacking[0]}, without which it can't be trained here: add it")
+    kv = getattr(text, "num_key_value_heads", None)
+    found["kv_heads"] = kv if isinstance(kv, int) and kv > 0 and found["heads"] % kv == 0 else found["heads"]
+    found |= {"kind": "hf", "tied_embeddings": model.tied, "position": "none", "head_dim": 1}
+    longest = getattr(text, "max_position_embeddings", None)
+    return found | ({"seq": longest} if isinstance(longest, int) and longest > 0 else {})

@@ -1,0 +1,213 @@
+"""What a transformers model is made of, read from the module itself on the `meta` device: which parameters stand before
+its blocks, in them and after them, and which style of its plan places each."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.errors import UserError
+from meshwright.models.planned.calls import outer_modules
+from meshwright.models.planned.families import mended
+from meshwright.parts.part import NamedPart, Unit
+from meshwright.parts.planned import (
+    STYLES,
+    PlannedBlock,
+    PlannedCall,
+    PlannedModel,
+    PlannedParameter,
+    PlannedPart,
+)
+
+Plan = Mapping[str, str]  # a style by the name of a module or parameter, in which `*` stands for a number
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A transformers model: its family, the path of its blocks and the names of what stands before and after them."""
+
+    family: str
+    model: PlannedModel
+    plan: dict[str, str]
+    path: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    beside: tuple[str, ...]  # parameters that are neither the embedding nor in or after the blocks
+
+
+def style_of(name: str, plan: Plan, parameter: bool = True) -> str:
+    """Returns the style of a module or, if `parameter`, of a parameter, for which that of its module holds too."""
+    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    found = plan.get(generic)
+    if found is None and parameter:
+        found = plan.get(generic.rpartition(".")[0])
+    if found is not None and found not in STYLES:
+        raise UserError(f"the plan's style '{found}' of {name} is not known here: use a layout with layout.tp=1")
+    return found or ""
+
+
+def transformers() -> Any:
+    try:
+        import transformers as found
+    except ImportError:
+        raise UserError("model.hf builds transformers' own module: install it with `pip install transformers`") from None
+    return found
+
+
+@lru_cache(maxsize=16)
+def _read(folder: str, text: str) -> Any:
+    library = transformers()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        return library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{folder}/config.json is of no model that transformers has: {why}") from None
+
+
+def read_config(folder: str) -> Any:
+    """Returns the transformers config of a folder; that of its text, where the model has more."""
+    path = Path(folder) / "config.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f"model.hf={folder} has no config.json that can be read: name a folder of a model") from None
+    return _read(folder, text)
+
+
+def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
+    """Builds the unmodified module without memory for its weights. Experts are computed plainly in float64, for which
+    torch has no grouped product."""
+    classes = transformers().AutoModelForCausalLM._model_mapping
+    if type(config) not in classes:
+        raise UserError(
+            f"transformers has no causal language model of the family {config.model_type}: use another model"
+        )
+    config.use_cache = False
+    if dtype == torch.float64:
+        config._experts_implementation = "eager"
+    with torch.device("meta"):
+        module: nn.Module = classes[type(config)]._from_config(config, dtype=dtype)
+    return module
+
+
+@lru_cache(maxsize=16)
+def _blueprint(folder: str, text: str) -> Blueprint:
+    config = _read(folder, text)
+    return draw(skeleton(config, torch.float32), config)
+
+
+def blueprint(folder: str) -> Blueprint:
+    """Returns the blueprint of a folder's model."""
+    read_config(folder)
+    return _blueprint(folder, (Path(folder) / "config.json").read_text(encoding="utf-8"))
+
+
+def blocks_path(module: nn.Module, layers: int) -> str:
+    """Returns the name of the outermost list of so many modules that holds most of the parameters."""
+    lists = {
+        name: sum(p.numel() for p in each.parameters())
+        for name, each in module.named_modules() if isinstance(each, nn.ModuleList) and len(each) == layers
+    }  # fmt: skip
+    if not lists:
+        raise UserError(f"{type(module).__name__} has no list of its {layers} blocks: it can't be divided here")
+    return max(lists, key=lambda name: (lists[name], -name.count(".")))
+
+
+def draw(module: nn.Module, config: Any) -> Blueprint:
+    """Reads a skeleton."""
+    text = config.get_text_config()
+    path = blocks_path(module, text.num_hidden_layers)
+    plan = mended(config.model_type, dict(getattr(module, "tp_plan", None) or {}))
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    tied = {name: all_of[0] for all_of in names.values() if len(all_of) > 1 for name in all_of}
+    styles = {name: style_of(name, plan) for all_of in names.values() for name in all_of}
+    for all_of in names.values():  # one tensor has one place
+        shape = tuple(module.get_parameter(all_of[0]).shape)
+        if len({PlannedParameter(name, shape, styles[name]).dim for name in all_of}) > 1:
+            for name in all_of:
+                plan[name.rpartition(".")[0]], styles[name] = "replicate", ""
+
+    def unit(prefix: str, wanted: list[str]) -> PlannedPart:
+        held = tuple(
+            PlannedParameter(
+                name.removeprefix(prefix), tuple(module.get_parameter(name).shape), styles[name], tied.get(name, "")
+            )
+            for name in wanted
+        )
+        return PlannedPart(held, tuple(calls_of(module, prefix, wanted, plan, config)))
+
+    every = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    outer = [name for name in every if not name.startswith(f"{path}.")]
+    after = [name for name in outer if _follows(module, name, path)]
+    before = [name for name in outer if name not in after]
+    table = next((name for name, each in module.named_modules() if each is module.get_input_embeddings()), "")
+    beside = [name for name in before if not name.startswith(f"{table}.")]
+    hidden = text.hidden_size
+    blocks = tuple(
+        PlannedBlock((NamedPart("", "", unit(head, [name for name in every if name.startswith(head)])),), hidden)
+        for head in (f"{path}.{n}." for n in range(text.num_hidden_layers))
+    )
+    first, last = (Unit((NamedPart("", "", unit("", part)),)) for part in (before, after))
+    ends = any(name in tied for name in before) and any(name in tied for name in after)
+    model = PlannedModel(first, blocks, last, hidden, ends, path=path)
+    return Blueprint(config.model_type, model, plan, path, tuple(before), tuple(after), tuple(beside))
+
+
+def _follows(module: nn.Module, name: str, path: str) -> bool:
+    """Whether a parameter's module is defined after the list of blocks: then it is used after them."""
+    base, _, last = path.rpartition(".")
+    if not name.startswith(f"{base}." if base else ""):
+        return True  # the head, outside of the base model
+    children = [key for key, _ in module.get_submodule(base).named_children()]
+    own = name.removeprefix(f"{base}.").split(".")[0]
+    return own in children and children.index(own) > children.index(last)
+
+
+def calls_of(module: nn.Module, prefix: str, wanted: list[str], plan: Plan, config: Any) -> list[PlannedCall]:
+    """What the modules of a unit communicate over tp for each token, by their styles."""
+    found: list[PlannedCall] = []
+    seen = list(dict.fromkeys(owner for name in wanted for owner in _owners(name)))
+    for name in seen:
+        style = style_of(name, plan, parameter=False)
+        if not style or (prefix and not f"{name}.".startswith(prefix)):
+            continue
+        each = module.get_submodule(name)
+        found += _calls(each, style, config)
+    return found
+
+
+def _owners(name: str) -> list[str]:
+    words = name.split(".")[:-1]
+    return [".".join(words[: n + 1]) for n in range(len(words))]
+
+
+def _calls(module: nn.Module, style: str, config: Any) -> list[PlannedCall]:
+    _, before, after, _, _ = STYLES[style]
+    text = config.get_text_config()
+    wide, out = (getattr(module, key, text.hidden_size) for key in ("in_features", "out_features"))
+    out = getattr(module, "embedding_dim", out)
+    calls = {
+        "copy": [PlannedCall("backward", "all_reduce", wide)], "slice": [PlannedCall("backward", "all_gather", wide)],
+        "experts": [PlannedCall("backward", "all_reduce", text.hidden_size)],
+        "sum": [PlannedCall("forward", "all_reduce", out)], "gather": [PlannedCall("forward", "all_gather", out)],
+        "rotary": [PlannedCall("backward", "all_reduce", getattr(text, "qk_rope_head_dim", 0))],
+    }  # fmt: skip
+    if before == "experts":
+        calls["experts"].append(PlannedCall("backward", "all_reduce", getattr(text, "num_experts_per_tok", 1)))
+    return calls.get(after, []) + calls.get(before, [])
+
+
+def loose_parameters(module: nn.Module) -> list[str]:
+    """Names of parameters that belong to no module whose call could gather them."""
+    return [name for name, _ in outer_modules(module)[1]]

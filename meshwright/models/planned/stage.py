@@ -1,0 +1,235 @@
+"""One pipeline chunk of an unmodified transformers module: its blocks, and the ends of the model where it has them.
+
+The whole module's own forward runs on every stage, so that masks, positions and all that it computes from the ids are
+its own. What a stage does not hold is left out of it: the embedding's place returns what was received, the first block
+here takes it whatever came in between, and forward is left when the last block here has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.config.sections import Config
+from meshwright.errors import UserError
+from meshwright.layout.params import ParamRecord, slices_of, stream_seed
+from meshwright.models.planned.blueprint import Blueprint, blueprint, read_config, skeleton, style_of
+from meshwright.models.planned.calls import gated, outer_modules, place, with_first
+from meshwright.models.stage import LossCounts, Receives
+from meshwright.nn.parallel import Parallel
+from meshwright.nn.unit import Gate, call_in_backward
+from meshwright.parts.part import Coordinate, LossTerm, MicroBatch, Stage
+
+
+class _Left(Exception):
+    """Raised by the last block of a stage that is not the last: forward ends there."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class Absent(nn.Module):
+    """Stands for a module that another stage holds, and returns its first argument or what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.given if self.given is not None else args[0] if args else next(iter(kwargs.values()))
+
+
+class Loose(nn.Module):
+    """The parameters that belong to no module whose call could gather them: a unit for all of a chunk's forward."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.held = nn.ParameterList(parameters)
+
+
+class PlannedStage(nn.Module):
+    """A chunk of the model of a folder, cut by its plan."""
+
+    draws_by_key = False
+    foreign = True  # which of its parameters get gradients may depend on the data
+    losses: Sequence[tuple[LossTerm, int]] = ()
+    loss_counts: LossCounts | None = None
+
+    def __init__(self, parallel: Parallel, config: Config, at: Coordinate, stage: Stage) -> None:
+        super().__init__()
+        self.stage, folder = stage, config.model.hf
+        plan, hf = blueprint(folder), read_config(folder)
+        self.net = skeleton(hf, parallel.dtype)
+        self._table = Absent()
+        records = {record.name: record for record in plan.model.records(at, stage).values()}
+        cut_blocks(self.net, plan, stage)
+        check_dropout(self.net, hf, parallel.tp.size)
+        batch = MicroBatch(config.train.micro_batch, config.model.seq)
+        shapes = plan.model.passes(at, batch, stage).items()
+        self.receives: Receives = {name: (shape, parallel.dtype) for name, shape in shapes}
+        self.needs = {"tokens", "positions"} | ({"labels", "loss_mask"} if stage.last else set())
+        ties = {name: each.tied for each in _parameters(plan, stage) for name in [each.name] if each.tied}
+        materialise(self.net, parallel, records, ties, config.train.seed)
+        cut_ends(self.net, plan, stage, self._table)
+        rotary = getattr(hf.get_text_config(), "qk_rope_head_dim", 0)
+        for name, module in self.net.named_modules():
+            if isinstance(module, Absent):
+                continue
+            place(module, style_of(name, plan.plan, parameter=False), parallel.tp, rotary)
+        self._units, loose = outer_modules(self.net)
+        for _, module in self._units:
+            gated(module)
+        self.loose = Loose([value for _, value in loose]) if loose else None
+        blocks = self.net.get_submodule(plan.path)
+        if not stage.last:
+            blocks[stage.layers[-1]].register_forward_hook(_leave)  # type: ignore[index]
+        if not stage.first:
+            blocks[stage.layers[0]].register_forward_pre_hook(self._enter, with_kwargs=True)  # type: ignore[index]
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return with_first(args, kwargs, lambda x: self._received)
+
+    def units(self) -> list[nn.Module]:
+        held = [module for _, module in self._units]
+        return held if self.loose is None else [self.loose, *held]
+
+    def announce(self, loss_weight: float | None) -> None:
+        pass
+
+    def compiled_blocks(self) -> list[nn.Module]:
+        return []
+
+    def forward(self, batch: dict[str, Tensor], hidden: Tensor | None = None) -> Tensor:
+        """Returns the logits or, before the last stage, what leaves its last block."""
+        gate: Gate | None = getattr(self.loose, "gate", None) if self.loose is not None else None
+        if gate is not None:
+            gate.open()
+        given = {"input_ids": batch["tokens"], "use_cache": False}
+        if "positions" in batch:
+            given["position_ids"] = batch["positions"]
+        self._received = hidden
+        self._table.given = None if hidden is None else hidden.detach()
+        try:
+            out: Tensor = self.net(**given).logits
+        except _Left as left:
+            out = left.hidden
+        finally:
+            self._received = self._table.given = None
+        if gate is not None and out.requires_grad:
+            (out,) = call_in_backward(gate.open, out)
+        return out
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    raise _Left(output[0] if isinstance(output, tuple) else output)
+
+
+def _parameters(plan: Blueprint, stage: Stage) -> list[Any]:
+    return [
+        each._replace(name=prefix + each.name)
+        for _, prefix, unit in plan.model.units(stage)
+        for _, _, part in unit.parts
+        for each in part.parameters  # type: ignore[attr-defined]
+    ]
+
+
+def check_dropout(module: nn.Module, config: Any, tp: int) -> None:
+    """Refuses dropout where ranks would have to draw some numbers alike and others not."""
+    drops = [name for name, each in module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0]
+    drops += [key for key in ("attention_dropout",) if getattr(config.get_text_config(), key, 0)]
+    if tp > 1 and drops:
+        raise UserError(f"{drops[0]} of this model drops elements, which layout.tp={tp} can't draw alike: set it to 0 "
+                        "in its config.json, or layout.tp=1")  # fmt: skip
+
+
+def cut_blocks(module: nn.Module, plan: Blueprint, stage: Stage) -> None:
+    """Takes out of a skeleton the blocks that other stages hold."""
+    if stage.count > 1 and plan.beside:
+        raise UserError(
+            f"layout.pp: the family {plan.family} has parameters beside its embedding and blocks ({plan.beside[0]}), "
+            "which every stage would need: set layout.pp=1"
+        )
+    blocks = module.get_submodule(plan.path)
+    assert isinstance(blocks, nn.ModuleList)
+    for n in range(len(blocks)):
+        if n not in stage.layers:
+            blocks[n] = Absent()
+
+
+def cut_ends(module: nn.Module, plan: Blueprint, stage: Stage, table: Absent) -> None:
+    """Takes out of it the ends of the model that other stages hold; `table` comes in the place of the embedding."""
+    gone = ([] if stage.first else list(plan.before)) + ([] if stage.last else list(plan.after))
+    for name in dict.fromkeys(each.rpartition(".")[0] for each in gone):
+        parent, _, key = name.rpartition(".")
+        setattr(module.get_submodule(parent), key, table if name in _owners(plan.before) else Absent())
+
+
+def _owners(names: Sequence[str]) -> set[str]:
+    return {name.rpartition(".")[0] for name in names}
+
+
+@torch.no_grad()
+def materialise(
+    module: nn.Module, parallel: Parallel, records: dict[str, ParamRecord], ties: dict[str, str], seed: int
+) -> None:
+    """Gives a skeleton its buffers and this rank's part of its parameters, drawn as the module's own program draws
+    them: module by module, each from a seed of its own, so that every layout begins with the same model."""
+    made: dict[str, nn.Parameter] = {}
+    units = [(name, _children_first(unit)) for name, unit in outer_modules(module)[0]]
+    inside = {id(each) for _, modules in units for each in modules}
+    paths = {id(each): name for name, each in module.named_modules(remove_duplicate=False)}
+    for name, modules in [*units, ("", [each for each in _children_first(module) if id(each) not in inside])]:
+        own = [(each, key) for each in modules for key, value in each._parameters.items() if value is not None]
+        names = {(id(each), key): f"{paths[id(each)]}.{key}".removeprefix(".") for each, key in own}
+        wanted = {at: records.get(ties.get(full, full)) for at, full in names.items()}
+        if own and not any(wanted.values()):
+            continue  # an end of the model that another stage holds
+        torch.manual_seed(stream_seed(seed, name))
+        for each in modules:
+            _to_host(each)
+        for each in modules:
+            module._initialize_weights(each)  # type: ignore[operator]
+            for key, value in each._buffers.items():
+                each._buffers[key] = None if value is None else value.to(parallel.device)
+        for each, key in own:
+            value, record = each._parameters[key], wanted[id(each), key]
+            if record is not None and value is not None:
+                if record.name not in made:
+                    made[record.name] = _local(value, record, parallel)
+                each._parameters[key] = made[record.name]
+
+
+def _children_first(module: nn.Module) -> list[nn.Module]:
+    return list(module.modules())[::-1]
+
+
+def _to_host(module: nn.Module) -> None:
+    """Gives parameters and buffers of a module that have no memory some of the host's."""
+    for table in (module._parameters, module._buffers):
+        for key, value in table.items():
+            if value is not None and value.is_meta:
+                empty: Any = torch.empty_like(value, device="cpu")
+                table[key] = nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
+
+
+def _local(whole: Tensor, record: ParamRecord, parallel: Parallel) -> nn.Parameter:
+    """This rank's part of a parameter, with its record."""
+    local = torch.zeros(record.local_shape, dtype=whole.dtype, device=parallel.device)
+    for box in record.boxes:
+        local[slices_of(box.local_start, box.shape)] = whole[slices_of(box.start, box.shape)].to(parallel.device)
+    parameter = nn.Parameter(local, whole.is_floating_point() and whole.requires_grad)
+    parameter.record = record  # type: ignore[attr-defined]
+    return parameter
+
+
+def loss_of(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The sum of the cross entropies of the tokens that count, and their number."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+    mask = batch["loss_mask"].flatten()
+    each = F.cross_entropy(wide, batch["labels"].flatten(), reduction="none")
+    return (each * mask).sum(), mask.sum()

@@ -1,0 +1,158 @@
+"""Tiny random models of every family of transformers that has a plan, and their comparison with one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from meshwright.comm.mesh import Mesh
+from meshwright.config.load import config_from
+from meshwright.config.sections import Config
+from meshwright.device import Device
+from meshwright.models.description import layout_of
+from meshwright.models.planned.blueprint import read_config, skeleton, transformers
+from meshwright.train.context import build_context
+from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.pretrain import build_modules
+from meshwright.train.step import Trainer
+from tests.support.oracle import Made, Whole, true_gradients, worst
+
+# By the names that families use for their sizes.
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "max_position_embeddings": 64,
+    "moe_intermediate_size": 16, "num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "moe_topk": 2, "moe_k": 2, "moe_num_experts": 4, "kv_lora_rank": 8, "q_lora_rank": 8,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window": 8, "shared_expert_intermediate_size": 16,
+    "attention_dropout": 0.0, "hidden_dropout": 0.0, "embedding_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "residual_dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_dense_layers": 1,
+    "expert_ffn_hidden_size": 16, "ffn_hidden_size": 48, "shared_intermediate_size": 16, "mamba_n_heads": 4,
+    "mamba_d_state": 8, "mamba_d_head": 16, "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "index_n_heads": 4, "index_head_dim": 8, "index_topk": 4,
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "global_head_dim": 8},
+    "gemma4_unified_text": {"global_head_dim": 8},
+}
+TOO_LARGE = {"phi4_multimodal": "its encoders of pictures and sound have no small sizes"}
+SEQ = 16
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "tp 2": {"layout": {"tp": 2}},
+    "pp 2": {"layout": {"pp": 2}},
+    "tp 2 x dp 2 x ZeRO 3": {"layout": {"tp": 2}, "zero": {"stage": 3}},
+    "tp 2 x pp 2": {"layout": {"tp": 2, "pp": 2}},
+}
+
+
+class Wide(TorchFunctionMode):
+    """Keeps float64 where a model's own code asks for float32, so that rounding hides nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def families() -> list[str]:
+    """The causal language models of transformers whose config has a tensor-parallel plan."""
+    library = transformers()
+    names = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return [name for name in names if getattr(library.CONFIG_MAPPING[name], "base_model_tp_plan", None)]
+
+
+def tiny(family: str) -> Any:
+    """A small config of a family."""
+    kind = transformers().CONFIG_MAPPING[family]
+    fields = {each.name for each in dataclasses.fields(kind)}
+    renamed = dict(getattr(kind, "attribute_map", {}) or {})
+    known = {key: value for key, value in SIZES.items() if renamed.get(key, key) in fields}
+    known = {key: value for key, value in known.items() if key not in renamed.values() or key in fields}
+    if "kv_lora_rank" in fields:
+        known["num_key_value_heads"] = 4
+    return kind(**known | OWN.get(family, {}))
+
+
+def write_tiny(family: str, folder: Path) -> str:
+    at = folder / family
+    tiny(family).save_pretrained(at)
+    return str(at)
+
+
+def config_of(folder: str, sections: dict[str, dict[str, Any]]) -> Config:
+    base: dict[str, dict[str, Any]] = {
+        "model": {"hf": folder, "kind": "hf", "seq": SEQ}, "data": {"prefixes": ["made"]},
+        "train": {"precision": "fp64", "global_batch": 4, "micro_batch": 1, "compile": False},
+        "comm": {"bucket_mib": 0.02},
+    }  # fmt: skip
+    for name, keys in sections.items():
+        base[name] = base.get(name, {}) | keys
+    return config_from(base)
+
+
+def make_trainer(config: Config, rank: int = 0, world: int = 1, groups: dict[str, Any] | None = None) -> Trainer:
+    ctx = build_context(config, rank, world, Device("cpu"), process_groups=groups, trains=True)
+    data = Made(config.model.vocab, SEQ)
+    return Trainer(ctx, build_modules(ctx, model_provider), forward_step, data, data)
+
+
+@dataclasses.dataclass
+class Alone:
+    """What transformers finds in one process: gradients, and how far its logits are from those of our stage."""
+
+    gradients: Whole
+    logits: float
+
+
+def alone(folder: str) -> Alone:
+    """Computes a model in one process with nothing but transformers, on the weights that our stage drew."""
+    with Wide():
+        ours = make_trainer(config_of(folder, {})).modules[0]
+        config = read_config(folder)
+        kind = type(skeleton(config, torch.float64))
+        theirs = kind._from_config(config, dtype=torch.float64)
+        theirs.load_state_dict(ours.net.state_dict())
+        samples = [Made(config.get_text_config().vocab_size, SEQ).sample(n) for n in range(4)]
+        batch = {key: torch.tensor(np.stack([sample[key] for sample in samples])) for key in samples[0]}
+        logits = theirs.train()(input_ids=batch["tokens"], use_cache=False).logits
+        with torch.no_grad():
+            error = float((logits - ours.train()(batch)).abs().max() / logits.abs().max())
+        mask = batch["loss_mask"].flatten()
+        each = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        ((each * mask).sum() / mask.sum()).backward()
+    grads = {name: np.zeros(p.shape) if p.grad is None else p.grad.numpy() for name, p in theirs.named_parameters()}
+    return Alone(grads, error)
+
+
+def measure(rank: int, world: int, folders: list[str], found: list[Alone], layouts: list[str]) -> list[dict[str, Any]]:
+    """The body of a rank: the largest error of a gradient, and its name, by layout, for each model."""
+    groups: dict[Any, dict[str, Any]] = {}
+    results = []
+    for folder, reference in zip(folders, found, strict=True):
+        errors = {}
+        for name in layouts:
+            config = config_of(folder, LAYOUTS[name])
+            layout = layout_of(config, world)
+            if layout not in groups:
+                made = Mesh(layout, rank).groups
+                groups[layout] = {key: group.process_group for key, group in made.items() if not group.alone}
+            with Wide():
+                trainer = make_trainer(config, rank, world, groups[layout])
+                errors[name] = worst(true_gradients(trainer), reference.gradients)
+            del trainer
+            gc.collect()
+        results.append(errors)
+    return results
