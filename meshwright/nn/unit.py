@@ -45,7 +45,7 @@ class _CallInBackward(torch.autograd.Function):
 
 def call_in_backward(call: Callable[[], None], *xs: Tensor) -> tuple[Tensor, ...]:
     """Returns the tensors, in whose backward the call is made before their gradients are passed on."""
-    found: tuple[Tensor, ...] = _CallInBackward.apply(call, *xs)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, ...] = _CallInBackward.apply(call, *xs)
     return found
 
 

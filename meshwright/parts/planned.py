@@ -101,15 +101,17 @@ class PlannedParameter(NamedTuple):
         """Returns where the parameter lives; `name` is its global name."""
         tp, index, dim, style = at.size("tp"), at.index("tp"), self.dim, STYLES[self.style]
         shape, ends = self.shape, ("embedding",) if self.tied and at.size("embedding") > 1 else ()
-        more = {"decay": len(shape) > 1, "tied": self.tied, "wide": self.wide}
+        record = ParamRecord(
+            name, shape, shape, (), PLACED, decay=len(shape) > 1, tied=self.tied, wide=self.wide, partial=ends,
+            copies=ends,
+        )  # fmt: skip
         zeros = (0,) * len(shape)
         if dim is None or tp == 1:
             copies = ("tp",) if tp > 1 else ()
             axes = copies if style.partial else ()
-            box = Box(zeros, shape, zeros)
-            return ParamRecord(
-                name, shape, shape, (box,), PLACED, partial=(*axes, *ends), copies=(*copies, *ends), **more
-            )  # type: ignore[arg-type]
+            return replace(
+                record, boxes=(Box(zeros, shape, zeros),), partial=(*axes, *ends), copies=(*copies, *ends)
+            )
         count = shape[dim] // style.pieces // tp
         if count * style.pieces * tp != shape[dim]:
             each = shape[dim] // style.pieces
@@ -128,8 +130,7 @@ class PlannedParameter(NamedTuple):
             Box(corner((piece * tp + index) * count), sized(count), corner(piece * count))
             for piece in range(style.pieces)
         )
-        local = sized(count * style.pieces)
-        return ParamRecord(name, shape, local, boxes, PLACED, partial=ends, copies=ends, **more)  # type: ignore[arg-type]
+        return replace(record, local_shape=sized(count * style.pieces), boxes=boxes)
 
 
 PLACED = Init("placed")
@@ -183,9 +184,11 @@ class PlannedBlock(BlockUnit):
 @dataclass(frozen=True)
 class PlannedModel(Model):
     """A model whose blocks are a list inside a module: `path` is its name there, with which the blocks' parameters'
-    names begin."""
+    names begin. `beside` are parameters that are neither of the embedding nor in or after the blocks."""
 
     path: str = ""
+    family: str = ""
+    beside: tuple[str, ...] = ()
 
     __hash__ = hash_once
 

@@ -20,7 +20,7 @@ def section_of(folder: str, given: Mapping[str, Any]) -> dict[str, Any]:
     try:
         config = of_kind(read_json(path), dict[str, Any], "it")
     except FileNotFoundError:
-        raise UserError(f"model.hf={folder} has no config.json: name a folder that transformers saved a model in") from None
+        raise UserError(f"model.hf={folder} has no config.json: name a folder that transformers wrote") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} can't be read ({error}): get it again") from None
     seq = given.get("seq", 0)
@@ -41,12 +41,14 @@ def planned_section(folder: str, why: str = "") -> dict[str, Any]:
     model = blueprint(folder).model
     sizes = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
              "vocab": "vocab_size"}  # fmt: skip
-    found = {ours: getattr(text, theirs, None) for ours, theirs in sizes.items()}
+    found: dict[str, Any] = {ours: getattr(text, theirs, None) for ours, theirs in sizes.items()}
     lacking = [sizes[key] for key, value in found.items() if not isinstance(value, int) or value < 1]
     if lacking:
         raise UserError(f"{folder}/config.json lacks {lacking[0]}, without which it can't be trained here: add it")
     kv = getattr(text, "num_key_value_heads", None)
     found["kv_heads"] = kv if isinstance(kv, int) and kv > 0 and found["heads"] % kv == 0 else found["heads"]
-    found |= {"kind": "hf", "tied_embeddings": model.tied, "position": "none", "head_dim": 1}
+    width = getattr(text, "head_dim", None) or found["hidden"] // found["heads"]
+    # What positions are is the module's own matter: here it only matters that a batch may say them.
+    found |= {"kind": "hf", "tied_embeddings": model.tied, "position": "rope", "head_dim": max(2, width // 2 * 2)}
     longest = getattr(text, "max_position_embeddings", None)
     return found | ({"seq": longest} if isinstance(longest, int) and longest > 0 else {})

@@ -32,15 +32,12 @@ Plan = Mapping[str, str]  # a style by the name of a module or parameter, in whi
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A transformers model: its family, the path of its blocks and the names of what stands before and after them."""
+    """A transformers model, its plan, and the names of the parameters that stand before and after its blocks."""
 
-    family: str
     model: PlannedModel
     plan: dict[str, str]
-    path: str
     before: tuple[str, ...]
     after: tuple[str, ...]
-    beside: tuple[str, ...]  # parameters that are neither the embedding nor in or after the blocks
 
 
 def style_of(name: str, plan: Plan, parameter: bool = True) -> str:
@@ -58,7 +55,7 @@ def transformers() -> Any:
     try:
         import transformers as found
     except ImportError:
-        raise UserError("model.hf builds transformers' own module: install it with `pip install transformers`") from None
+        raise UserError("model.hf builds transformers' own module: run `pip install transformers`") from None
     return found
 
 
@@ -151,7 +148,8 @@ def draw(module: nn.Module, config: Any) -> Blueprint:
     outer = [name for name in every if not name.startswith(f"{path}.")]
     after = [name for name in outer if _follows(module, name, path)]
     before = [name for name in outer if name not in after]
-    table = next((name for name, each in module.named_modules() if each is module.get_input_embeddings()), "")
+    first_table = module.get_input_embeddings()  # type: ignore[operator]
+    table = next((name for name, each in module.named_modules() if each is first_table), "")
     beside = [name for name in before if not name.startswith(f"{table}.")]
     hidden = text.hidden_size
     blocks = tuple(
@@ -160,8 +158,9 @@ def draw(module: nn.Module, config: Any) -> Blueprint:
     )
     first, last = (Unit((NamedPart("", "", unit("", part)),)) for part in (before, after))
     ends = any(name in tied for name in before) and any(name in tied for name in after)
-    model = PlannedModel(first, blocks, last, hidden, ends, path=path)
-    return Blueprint(config.model_type, model, plan, path, tuple(before), tuple(after), tuple(beside))
+    more = {"path": path, "family": config.model_type, "beside": tuple(beside)}
+    model = PlannedModel(first, blocks, last, hidden, ends, **more)
+    return Blueprint(model, plan, tuple(before), tuple(after))
 
 
 def _follows(module: nn.Module, name: str, path: str) -> bool:

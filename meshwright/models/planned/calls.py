@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm.group import Group
 from meshwright.comm.ops import copy_to, gather_rows, reduce_from, slice_rows
@@ -41,7 +42,7 @@ def place(module: nn.Module, style: str, tp: Group, rotary: int = 0) -> None:
     if tp.alone or not (before or after):
         return
     if before == "ids":
-        module.forward = _looked_up(module, tp)  # type: ignore[method-assign]
+        module.forward = _looked_up(module, tp)
         return
     bias_after = after == "sum" and STYLES[style].cut == "in"
     original: Forward = module.forward
@@ -74,7 +75,7 @@ def place(module: nn.Module, style: str, tp: Group, rotary: int = 0) -> None:
             module._parameters["bias"] = bias
         return give(y) + bias
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def _looked_up(module: nn.Module, tp: Group) -> Forward:
@@ -108,6 +109,18 @@ def changed(tree: Any, change: Callable[[list[Tensor]], Any]) -> Any:
     return tree_unflatten(values, spec)
 
 
+def recomputed(module: nn.Module) -> None:
+    """Has a module keep its inputs alone, and compute the rest again in backward."""
+    original: Forward = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        return checkpoint(original, *args, use_reentrant=False, **kwargs)
+
+    module.forward = forward
+
+
 def gated(module: nn.Module) -> None:
     """Has a module open its gate, where sharding puts one, before its forward and its backward."""
     original: Forward = module.forward
@@ -126,7 +139,7 @@ def gated(module: nn.Module) -> None:
         gate.close()
         return changed(result, lambda xs: call_in_backward(gate.open, *xs))
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def outer_modules(root: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Parameter]]]:

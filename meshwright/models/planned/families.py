@@ -8,10 +8,11 @@ from typing import Any
 
 from meshwright.config.yaml_text import read_yaml
 from meshwright.errors import UserError
+from meshwright.parts.planned import PlannedModel
 
 _TABLE: dict[str, Any] = read_yaml(Path(__file__).with_name("families.yaml"))
-VERIFIED: dict[str, list[str]] = _TABLE["verified"]
-REFUSED: dict[str, str] = _TABLE["refused"] or {}
+VERIFIED: dict[str, list[str]] = _TABLE["verified"] or {}  # the axes that were found right
+REFUSED: dict[str, dict[str, str]] = _TABLE["refused"] or {}  # by axis: why
 ADDED: dict[str, dict[str, str]] = _TABLE["added"] or {}
 
 
@@ -20,14 +21,18 @@ def mended(family: str, plan: dict[str, str]) -> dict[str, str]:
     return {name: style for name, style in (plan | ADDED.get(family, {})).items() if style}
 
 
-def check_family(family: str, tp: int, pp: int) -> None:
+def check_plan(model: PlannedModel, tp: int, pp: int) -> None:
     """Refuses a layout on which a family's gradients are not those of one process, or were never compared."""
-    why = REFUSED.get(family)
-    known = VERIFIED.get(family, [])
+    family = model.family
     for axis, ranks in (("tp", tp), ("pp", pp)):
-        if ranks > 1 and axis not in known:
-            reason = why or "its plan was never compared with one process"
+        if ranks > 1 and axis not in VERIFIED.get(family, ()):
+            reason = REFUSED.get(family, {}).get(axis) or "its plan was never compared with one process"
             raise UserError(
                 f"layout.{axis}={ranks} can't be used with the family {family}: {reason}; set layout.{axis}=1 (ZeRO "
-                "stage 3 divides any model), or import one of another family"
+                "stage 3 divides any model)"
             )
+    if pp > 1 and model.beside:
+        raise UserError(
+            f"layout.pp={pp}: {family} has parameters beside its embedding and blocks ({model.beside[0]}), which every "
+            "stage would need: set layout.pp=1"
+        )

@@ -8,6 +8,7 @@ here takes it whatever came in between, and forward is left when the last block 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord, slices_of, stream_seed
 from meshwright.models.planned.blueprint import Blueprint, blueprint, read_config, skeleton, style_of
-from meshwright.models.planned.calls import gated, outer_modules, place, with_first
+from meshwright.models.planned.calls import gated, outer_modules, place, recomputed, with_first
+from meshwright.models.planned.folder import has_weights
 from meshwright.models.stage import LossCounts, Receives
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.unit import Gate, call_in_backward
@@ -74,7 +76,8 @@ class PlannedStage(nn.Module):
         self.receives: Receives = {name: (shape, parallel.dtype) for name, shape in shapes}
         self.needs = {"tokens", "positions"} | ({"labels", "loss_mask"} if stage.last else set())
         ties = {name: each.tied for each in _parameters(plan, stage) for name in [each.name] if each.tied}
-        materialise(self.net, parallel, records, ties, config.train.seed)
+        seed = None if has_weights(Path(folder)) else config.train.seed
+        materialise(self.net, parallel, records, ties, seed)
         cut_ends(self.net, plan, stage, self._table)
         rotary = getattr(hf.get_text_config(), "qk_rope_head_dim", 0)
         for name, module in self.net.named_modules():
@@ -82,10 +85,13 @@ class PlannedStage(nn.Module):
                 continue
             place(module, style_of(name, plan.plan, parameter=False), parallel.tp, rotary)
         self._units, loose = outer_modules(self.net)
+        if config.recompute.mode == "full":
+            for n in stage.layers:
+                recomputed(self.net.get_submodule(f"{plan.model.path}.{n}"))
         for _, module in self._units:
             gated(module)
         self.loose = Loose([value for _, value in loose]) if loose else None
-        blocks = self.net.get_submodule(plan.path)
+        blocks = self.net.get_submodule(plan.model.path)
         if not stage.last:
             blocks[stage.layers[-1]].register_forward_hook(_leave)  # type: ignore[index]
         if not stage.first:
@@ -149,12 +155,7 @@ def check_dropout(module: nn.Module, config: Any, tp: int) -> None:
 
 def cut_blocks(module: nn.Module, plan: Blueprint, stage: Stage) -> None:
     """Takes out of a skeleton the blocks that other stages hold."""
-    if stage.count > 1 and plan.beside:
-        raise UserError(
-            f"layout.pp: the family {plan.family} has parameters beside its embedding and blocks ({plan.beside[0]}), "
-            "which every stage would need: set layout.pp=1"
-        )
-    blocks = module.get_submodule(plan.path)
+    blocks = module.get_submodule(plan.model.path)
     assert isinstance(blocks, nn.ModuleList)
     for n in range(len(blocks)):
         if n not in stage.layers:
@@ -175,10 +176,11 @@ def _owners(names: Sequence[str]) -> set[str]:
 
 @torch.no_grad()
 def materialise(
-    module: nn.Module, parallel: Parallel, records: dict[str, ParamRecord], ties: dict[str, str], seed: int
+    module: nn.Module, parallel: Parallel, records: dict[str, ParamRecord], ties: dict[str, str], seed: int | None
 ) -> None:
     """Gives a skeleton its buffers and this rank's part of its parameters, drawn as the module's own program draws
-    them: module by module, each from a seed of its own, so that every layout begins with the same model."""
+    them: module by module, each from a seed of its own, so that every layout begins with the same model. Without a seed
+    the parameters' values are left to others."""
     made: dict[str, nn.Parameter] = {}
     units = [(name, _children_first(unit)) for name, unit in outer_modules(module)[0]]
     inside = {id(each) for _, modules in units for each in modules}
@@ -189,9 +191,10 @@ def materialise(
         wanted = {at: records.get(ties.get(full, full)) for at, full in names.items()}
         if own and not any(wanted.values()):
             continue  # an end of the model that another stage holds
-        torch.manual_seed(stream_seed(seed, name))
+        if seed is not None:
+            torch.manual_seed(stream_seed(seed, name))
         for each in modules:
-            _to_host(each)
+            _to_host(each, seed is not None)
         for each in modules:
             module._initialize_weights(each)  # type: ignore[operator]
             for key, value in each._buffers.items():
@@ -208,17 +211,24 @@ def _children_first(module: nn.Module) -> list[nn.Module]:
     return list(module.modules())[::-1]
 
 
-def _to_host(module: nn.Module) -> None:
-    """Gives parameters and buffers of a module that have no memory some of the host's."""
-    for table in (module._parameters, module._buffers):
-        for key, value in table.items():
-            if value is not None and value.is_meta:
-                empty: Any = torch.empty_like(value, device="cpu")
-                table[key] = nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
+def _to_host(module: nn.Module, drawn: bool) -> None:
+    """Gives buffers and, where they are drawn, parameters of a module that have no memory some of the host's."""
+    for key, value in module._buffers.items():
+        if value is not None and value.is_meta:
+            module._buffers[key] = torch.empty_like(value, device="cpu")
+    for key, parameter in module._parameters.items():
+        if parameter is not None and parameter.is_meta and drawn:
+            module._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+        elif parameter is not None and parameter.is_meta:
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def _local(whole: Tensor, record: ParamRecord, parallel: Parallel) -> nn.Parameter:
     """This rank's part of a parameter, with its record."""
+    if whole.is_meta:
+        parameter = parallel.parameter(record)
+        parameter.requires_grad_(whole.requires_grad)
+        return parameter
     local = torch.zeros(record.local_shape, dtype=whole.dtype, device=parallel.device)
     for box in record.boxes:
         local[slices_of(box.local_start, box.shape)] = whole[slices_of(box.start, box.shape)].to(parallel.device)
