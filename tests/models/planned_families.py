@@ -18,7 +18,8 @@ from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.models import description
 from meshwright.models.description import layout_of
-from meshwright.models.planned.blueprint import read_config, skeleton, transformers
+from meshwright.models.planned.blueprint import in_double, read_config, skeleton, transformers
+from meshwright.models.planned.families import ADDED, REFUSED, VERIFIED
 from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
@@ -43,6 +44,25 @@ SIZES: dict[str, Any] = {
 OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "global_head_dim": 8},
     "gemma4_unified_text": {"global_head_dim": 8},
+    "gemma3n_text": {
+        "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.0, 0.0, 0.0],
+    },
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
+    "jamba": {
+        "attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_period": 2, "expert_layer_offset": 1,
+    },
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "longcat_flash": {"num_layers": 2},
+    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, "num_local_experts": 4},
+    "nemotron_h": {"n_groups": 2},
+    "qwen3_moe": {"num_experts": 4},
+    "inkling_text": {"num_experts": 4, "n_routed_experts": 4},
+    "cohere_compass_text": {
+        "layer_types": ["full_attention", "full_attention"],
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+    },
 }
 TOO_LARGE = {"phi4_multimodal": "its encoders of pictures and sound have no small sizes"}
 SEQ = 16
@@ -51,6 +71,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "pp 2": {"layout": {"pp": 2}},
     "tp 2 x dp 2 x ZeRO 3": {"layout": {"tp": 2}, "zero": {"stage": 3}},
     "tp 2 x pp 2": {"layout": {"tp": 2, "pp": 2}},
+    "ZeRO 3": {"zero": {"stage": 3}},
 }
 
 
@@ -84,7 +105,23 @@ def tiny(family: str) -> Any:
     known = {key: value for key, value in known.items() if key not in renamed.values() or key in fields}
     if "kv_lora_rank" in fields:
         known["num_key_value_heads"] = 4
+    known |= _every_kind_of_layer(kind, fields)
     return kind(**known | OWN.get(family, {}))
+
+
+def _every_kind_of_layer(kind: Any, fields: set[str]) -> dict[str, Any]:
+    """One layer of each kind that the family's own default has."""
+    usual = kind()
+    found: dict[str, list[str]] = {}
+    for key in ("layer_types", "mlp_layer_types", "layers_block_type"):
+        listed = getattr(usual, key, None) if key in fields else None
+        if isinstance(listed, list) and len(set(map(str, listed))) > 1:
+            found[key] = list(dict.fromkeys(listed))
+    layers = max([2, *(len(types) for types in found.values())])
+    return {
+        **({"num_hidden_layers": layers} if "num_hidden_layers" in fields else {}),
+        **{key: [*types, *types[-1:] * (layers - len(types))] for key, types in found.items()},
+    }
 
 
 def write_tiny(family: str, folder: Path) -> str:
@@ -124,7 +161,7 @@ def alone(folder: str) -> Alone:
         ours = make_trainer(config_of(folder, {})).modules[0]
         config = read_config(folder)
         kind = type(skeleton(config, torch.float64))
-        theirs = kind._from_config(config, dtype=torch.float64)
+        theirs = in_double(kind._from_config(config, dtype=torch.float64))
         theirs.load_state_dict(ours.net.state_dict())
         samples = [Made(config.get_text_config().vocab_size, SEQ).sample(n) for n in range(4)]
         batch = {key: torch.tensor(np.stack([sample[key] for sample in samples])) for key in samples[0]}
@@ -158,3 +195,36 @@ def measure(rank: int, world: int, folders: list[str], found: list[Alone], layou
             gc.collect()
         results.append(errors)
     return results
+
+
+AXES = {"tp": ("tp 2", "tp 2 x dp 2 x ZeRO 3"), "pp": ("pp 2",), "both": ("tp 2 x pp 2",)}
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+
+
+def layouts_of(axes: list[str]) -> list[str]:
+    """The layouts on which a family that may be cut along these axes is compared."""
+    found = [name for axis in axes for name in AXES[axis]]
+    return found + list(AXES["both"] if len(axes) == 2 else ())
+
+
+def table() -> str:
+    """The table of families of docs/models.md, from what the comparison found (`models/planned/families.yaml`)."""
+    lines = ["| family | tp | pp | ZeRO 3 | what was found |", "|---|---|---|---|---|"]
+    for family in sorted({*VERIFIED, *REFUSED}):
+        axes, why = VERIFIED.get(family, []), REFUSED.get(family, {})
+        notes = [ADDED[family]["why"] + " (added here)"] if family in ADDED else []
+        notes += [f"{axis}: {reason}" for axis, reason in why.items()]
+        words = ["yes" if axis in axes else "refused" for axis in ("tp", "pp")]
+        lines.append(f"| {family} | {words[0]} | {words[1]} | yes | {'; '.join(notes)} |")
+    return "\n".join(lines)
+
+
+def written(page: str) -> str:
+    """The page with the table in its place."""
+    head, _, rest = page.partition(BEGIN)
+    return f"{head}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -39,8 +39,7 @@ def planned_section(folder: str, why: str = "") -> dict[str, Any]:
 
     text = read_config(folder).get_text_config()
     model = blueprint(folder).model
-    sizes = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
-             "vocab": "vocab_size"}  # fmt: skip
+    sizes = {"hidden": "hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size"}
     found: dict[str, Any] = {ours: getattr(text, theirs, None) for ours, theirs in sizes.items()}
     lacking = [sizes[key] for key, value in found.items() if not isinstance(value, int) or value < 1]
     if lacking:
@@ -49,6 +48,7 @@ def planned_section(folder: str, why: str = "") -> dict[str, Any]:
     found["kv_heads"] = kv if isinstance(kv, int) and kv > 0 and found["heads"] % kv == 0 else found["heads"]
     width = getattr(text, "head_dim", None) or found["hidden"] // found["heads"]
     # What positions are is the module's own matter: here it only matters that a batch may say them.
-    found |= {"kind": "hf", "tied_embeddings": model.tied, "position": "rope", "head_dim": max(2, width // 2 * 2)}
+    found |= {"kind": "hf", "layers": len(model.blocks), "tied_embeddings": model.tied}
+    found |= {"position": "rope", "head_dim": max(2, width // 2 * 2)}
     longest = getattr(text, "max_position_embeddings", None)
     return found | ({"seq": longest} if isinstance(longest, int) and longest > 0 else {})

@@ -4,8 +4,6 @@ its blocks, in them and after them, and which style of its plan places each."""
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +13,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import UserError
-from meshwright.models.planned.calls import outer_modules
+from meshwright.models.planned.calls import Plan, style_of
 from meshwright.models.planned.families import mended
 from meshwright.parts.part import NamedPart, Unit
 from meshwright.parts.planned import (
@@ -27,8 +25,6 @@ from meshwright.parts.planned import (
     PlannedPart,
 )
 
-Plan = Mapping[str, str]  # a style by the name of a module or parameter, in which `*` stands for a number
-
 
 @dataclass(frozen=True)
 class Blueprint:
@@ -38,17 +34,6 @@ class Blueprint:
     plan: dict[str, str]
     before: tuple[str, ...]
     after: tuple[str, ...]
-
-
-def style_of(name: str, plan: Plan, parameter: bool = True) -> str:
-    """Returns the style of a module or, if `parameter`, of a parameter, for which that of its module holds too."""
-    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-    found = plan.get(generic)
-    if found is None and parameter:
-        found = plan.get(generic.rpartition(".")[0])
-    if found is not None and found not in STYLES:
-        raise UserError(f"the plan's style '{found}' of {name} is not known here: use a layout with layout.tp=1")
-    return found or ""
 
 
 def transformers() -> Any:
@@ -93,6 +78,14 @@ def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
         config._experts_implementation = "eager"
     with torch.device("meta"):
         module: nn.Module = classes[type(config)]._from_config(config, dtype=dtype)
+    return in_double(module) if dtype == torch.float64 else module
+
+
+def in_double(module: nn.Module) -> nn.Module:
+    """Makes every parameter float64, also those that a model keeps in float32 whatever the others are."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.double()
     return module
 
 
@@ -108,21 +101,21 @@ def blueprint(folder: str) -> Blueprint:
     return _blueprint(folder, (Path(folder) / "config.json").read_text(encoding="utf-8"))
 
 
-def blocks_path(module: nn.Module, layers: int) -> str:
-    """Returns the name of the outermost list of so many modules that holds most of the parameters."""
+def blocks_path(module: nn.Module) -> str:
+    """Returns the name of the list of modules that holds most of the parameters: the outermost one, in doubt."""
     lists = {
         name: sum(p.numel() for p in each.parameters())
-        for name, each in module.named_modules() if isinstance(each, nn.ModuleList) and len(each) == layers
+        for name, each in module.named_modules() if isinstance(each, nn.ModuleList)
     }  # fmt: skip
     if not lists:
-        raise UserError(f"{type(module).__name__} has no list of its {layers} blocks: it can't be divided here")
+        raise UserError(f"{type(module).__name__} has no list of blocks: it can't be divided here")
     return max(lists, key=lambda name: (lists[name], -name.count(".")))
 
 
 def draw(module: nn.Module, config: Any) -> Blueprint:
     """Reads a skeleton."""
     text = config.get_text_config()
-    path = blocks_path(module, text.num_hidden_layers)
+    path = blocks_path(module)
     plan = mended(config.model_type, dict(getattr(module, "tp_plan", None) or {}))
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -154,7 +147,7 @@ def draw(module: nn.Module, config: Any) -> Blueprint:
     hidden = text.hidden_size
     blocks = tuple(
         PlannedBlock((NamedPart("", "", unit(head, [name for name in every if name.startswith(head)])),), hidden)
-        for head in (f"{path}.{n}." for n in range(text.num_hidden_layers))
+        for head in (f"{path}.{n}." for n in range(len(module.get_submodule(path))))  # type: ignore[arg-type]
     )
     first, last = (Unit((NamedPart("", "", unit("", part)),)) for part in (before, after))
     ends = any(name in tied for name in before) and any(name in tied for name in after)
@@ -205,8 +198,3 @@ def _calls(module: nn.Module, style: str, config: Any) -> list[PlannedCall]:
     if before == "experts":
         calls["experts"].append(PlannedCall("backward", "all_reduce", getattr(text, "num_experts_per_tok", 1)))
     return calls.get(after, []) + calls.get(before, [])
-
-
-def loose_parameters(module: nn.Module) -> list[str]:
-    """Names of parameters that belong to no module whose call could gather them."""
-    return [name for name, _ in outer_modules(module)[1]]

@@ -6,7 +6,8 @@ outputs that were copied, cut, summed or gathered as `parts.planned.STYLES` says
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,10 +17,23 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm.group import Group
 from meshwright.comm.ops import copy_to, gather_rows, reduce_from, slice_rows
+from meshwright.errors import UserError
 from meshwright.nn.unit import Gate, call_in_backward
 from meshwright.parts.planned import STYLES
 
 Forward = Callable[..., Any]
+Plan = Mapping[str, str]  # a style by the name of a module or parameter, in which `*` stands for a number
+
+
+def style_of(name: str, plan: Plan, parameter: bool = True) -> str:
+    """Returns the style of a module or, if `parameter`, of a parameter, for which that of its module holds too."""
+    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    found = plan.get(generic)
+    if found is None and parameter:
+        found = plan.get(generic.rpartition(".")[0])
+    if found is not None and found not in STYLES:
+        raise UserError(f"the plan's style '{found}' of {name} is not known here: use a layout with layout.tp=1")
+    return found or ""
 
 
 def last_dim(call: Callable[[Tensor, Group], Tensor], x: Tensor, group: Group) -> Tensor:
@@ -121,25 +135,31 @@ def recomputed(module: nn.Module) -> None:
     module.forward = forward
 
 
-def gated(module: nn.Module) -> None:
-    """Has a module open its gate, where sharding puts one, before its forward and its backward."""
-    original: Forward = module.forward
+def gated(unit: nn.Module, first: nn.Module, last: nn.Module) -> None:
+    """Has the gate that sharding may put on a unit opened before the unit's forward and its backward, and closed after
+    each. `first` and `last` are the modules whose calls begin and end it: the unit itself, where it is one module."""
+    begin: Forward = first.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        gate: Gate | None = getattr(module, "gate", None)
+    def enter(*args: Any, **kwargs: Any) -> Any:
+        gate: Gate | None = getattr(unit, "gate", None)
         if gate is None:
-            return original(*args, **kwargs)
+            return begin(*args, **kwargs)
         gate.open()
-        if not torch.is_grad_enabled():
-            result = original(*args, **kwargs)
-            gate.close()
-            return result
-        args, kwargs = changed((args, kwargs), lambda xs: call_in_backward(gate.done, *xs))
-        result = original(*args, **kwargs)
-        gate.close()
-        return changed(result, lambda xs: call_in_backward(gate.open, *xs))
+        if torch.is_grad_enabled():
+            args, kwargs = changed((args, kwargs), lambda xs: call_in_backward(gate.done, *xs))
+        return begin(*args, **kwargs)
 
-    module.forward = forward
+    first.forward = enter
+    end: Forward = last.forward
+
+    def leave(*args: Any, **kwargs: Any) -> Any:
+        result, gate = end(*args, **kwargs), getattr(unit, "gate", None)
+        if gate is None:
+            return result
+        gate.close()
+        return changed(result, lambda xs: call_in_backward(gate.open, *xs)) if torch.is_grad_enabled() else result
+
+    last.forward = leave
 
 
 def outer_modules(root: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Parameter]]]:

@@ -13,12 +13,12 @@ from meshwright.parts.planned import PlannedModel
 _TABLE: dict[str, Any] = read_yaml(Path(__file__).with_name("families.yaml"))
 VERIFIED: dict[str, list[str]] = _TABLE["verified"] or {}  # the axes that were found right
 REFUSED: dict[str, dict[str, str]] = _TABLE["refused"] or {}  # by axis: why
-ADDED: dict[str, dict[str, str]] = _TABLE["added"] or {}
+ADDED: dict[str, dict[str, Any]] = _TABLE["added"] or {}  # styles that a plan lacks, and why it needs them
 
 
 def mended(family: str, plan: dict[str, str]) -> dict[str, str]:
     """Returns a family's plan with what it lacks for gradients."""
-    return {name: style for name, style in (plan | ADDED.get(family, {})).items() if style}
+    return {name: style for name, style in (plan | ADDED.get(family, {}).get("plan", {})).items() if style}
 
 
 def check_plan(model: PlannedModel, tp: int, pp: int) -> None:

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
-from meshwright.layout.params import ParamRecord, slices_of, stream_seed
-from meshwright.models.planned.blueprint import Blueprint, blueprint, read_config, skeleton, style_of
-from meshwright.models.planned.calls import gated, outer_modules, place, recomputed, with_first
+from meshwright.layout.params import ParamRecord, stream_seed
+from meshwright.models.planned.blueprint import Blueprint, blueprint, read_config, skeleton
+from meshwright.models.planned.calls import outer_modules, recomputed, with_first
 from meshwright.models.planned.folder import has_weights
-from meshwright.models.stage import LossCounts, Receives
+from meshwright.models.planned.foreign import Absent, ForeignStage, local_part, place_all
+from meshwright.models.stage import Receives
 from meshwright.nn.parallel import Parallel
-from meshwright.nn.unit import Gate, call_in_backward
-from meshwright.parts.part import Coordinate, LossTerm, MicroBatch, Stage
+from meshwright.parts.part import Coordinate, MicroBatch, Stage
 
 
 class _Left(Exception):
@@ -35,100 +35,57 @@ class _Left(Exception):
         self.hidden = hidden
 
 
-class Absent(nn.Module):
-    """Stands for a module that another stage holds, and returns its first argument or what it was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given: Tensor | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.given if self.given is not None else args[0] if args else next(iter(kwargs.values()))
-
-
-class Loose(nn.Module):
-    """The parameters that belong to no module whose call could gather them: a unit for all of a chunk's forward."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__()
-        self.held = nn.ParameterList(parameters)
-
-
-class PlannedStage(nn.Module):
+class PlannedStage(ForeignStage):
     """A chunk of the model of a folder, cut by its plan."""
 
-    draws_by_key = False
-    foreign = True  # which of its parameters get gradients may depend on the data
-    losses: Sequence[tuple[LossTerm, int]] = ()
-    loss_counts: LossCounts | None = None
-
     def __init__(self, parallel: Parallel, config: Config, at: Coordinate, stage: Stage) -> None:
-        super().__init__()
-        self.stage, folder = stage, config.model.hf
+        folder = config.model.hf
         plan, hf = blueprint(folder), read_config(folder)
-        self.net = skeleton(hf, parallel.dtype)
-        self._table = Absent()
+        net = skeleton(hf, parallel.dtype)
+        super().__init__(net)
+        self.stage, self._table = stage, Absent()
         records = {record.name: record for record in plan.model.records(at, stage).values()}
-        cut_blocks(self.net, plan, stage)
-        check_dropout(self.net, hf, parallel.tp.size)
+        cut_blocks(net, plan, stage)
+        check_dropout(net, hf, parallel.tp.size)
         batch = MicroBatch(config.train.micro_batch, config.model.seq)
         shapes = plan.model.passes(at, batch, stage).items()
         self.receives: Receives = {name: (shape, parallel.dtype) for name, shape in shapes}
         self.needs = {"tokens", "positions"} | ({"labels", "loss_mask"} if stage.last else set())
         ties = {name: each.tied for each in _parameters(plan, stage) for name in [each.name] if each.tied}
-        seed = None if has_weights(Path(folder)) else config.train.seed
-        materialise(self.net, parallel, records, ties, seed)
-        cut_ends(self.net, plan, stage, self._table)
-        rotary = getattr(hf.get_text_config(), "qk_rope_head_dim", 0)
-        for name, module in self.net.named_modules():
-            if isinstance(module, Absent):
-                continue
-            place(module, style_of(name, plan.plan, parameter=False), parallel.tp, rotary)
-        self._units, loose = outer_modules(self.net)
+        materialise(net, parallel, records, ties, None if has_weights(Path(folder)) else config.train.seed)
+        cut_ends(net, plan, stage, self._table)
+        place_all(net, plan.plan, parallel.tp, getattr(hf.get_text_config(), "qk_rope_head_dim", 0))
+        blocks = [net.get_submodule(f"{plan.model.path}.{n}") for n in stage.layers]
         if config.recompute.mode == "full":
-            for n in stage.layers:
-                recomputed(self.net.get_submodule(f"{plan.model.path}.{n}"))
-        for _, module in self._units:
-            gated(module)
-        self.loose = Loose([value for _, value in loose]) if loose else None
-        blocks = self.net.get_submodule(plan.model.path)
+            for block in blocks:
+                recomputed(block)
+        self.divide([*dict.fromkeys(name.rpartition(".")[0] for name in plan.after)] if stage.last else ())
         if not stage.last:
-            blocks[stage.layers[-1]].register_forward_hook(_leave)  # type: ignore[index]
+            blocks[-1].register_forward_hook(_leave)
         if not stage.first:
-            blocks[stage.layers[0]].register_forward_pre_hook(self._enter, with_kwargs=True)  # type: ignore[index]
+            blocks[0].register_forward_pre_hook(self._enter, with_kwargs=True)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return with_first(args, kwargs, lambda x: self._received)
 
-    def units(self) -> list[nn.Module]:
-        held = [module for _, module in self._units]
-        return held if self.loose is None else [self.loose, *held]
-
-    def announce(self, loss_weight: float | None) -> None:
-        pass
-
-    def compiled_blocks(self) -> list[nn.Module]:
-        return []
-
     def forward(self, batch: dict[str, Tensor], hidden: Tensor | None = None) -> Tensor:
         """Returns the logits or, before the last stage, what leaves its last block."""
-        gate: Gate | None = getattr(self.loose, "gate", None) if self.loose is not None else None
-        if gate is not None:
-            gate.open()
-        given = {"input_ids": batch["tokens"], "use_cache": False}
+        given: dict[str, Any] = {"input_ids": batch["tokens"], "use_cache": False}
         if "positions" in batch:
             given["position_ids"] = batch["positions"]
         self._received = hidden
         self._table.given = None if hidden is None else hidden.detach()
         try:
-            out: Tensor = self.net(**given).logits
-        except _Left as left:
-            out = left.hidden
+            return self.with_loose(lambda: self._run(given))
         finally:
             self._received = self._table.given = None
-        if gate is not None and out.requires_grad:
-            (out,) = call_in_backward(gate.open, out)
-        return out
+
+    def _run(self, given: dict[str, Any]) -> Tensor:
+        try:
+            logits: Tensor = self.net(**given).logits
+        except _Left as left:
+            return left.hidden
+        return logits
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -196,15 +153,24 @@ def materialise(
         for each in modules:
             _to_host(each, seed is not None)
         for each in modules:
-            module._initialize_weights(each)  # type: ignore[operator]
+            _initialiser(module, paths[id(each)])._initialize_weights(each)  # type: ignore[operator]
             for key, value in each._buffers.items():
                 each._buffers[key] = None if value is None else value.to(parallel.device)
         for each, key in own:
             value, record = each._parameters[key], wanted[id(each), key]
             if record is not None and value is not None:
                 if record.name not in made:
-                    made[record.name] = _local(value, record, parallel)
+                    made[record.name] = local_part(value, record, parallel)
                 each._parameters[key] = made[record.name]
+
+
+def _initialiser(module: nn.Module, path: str) -> nn.Module:
+    """The innermost model that a module belongs to, which knows how its modules begin."""
+    found, at = module, module
+    for word in path.split(".") if path else ():
+        at = at.get_submodule(word)
+        found = at if hasattr(at, "_initialize_weights") else found
+    return found
 
 
 def _children_first(module: nn.Module) -> list[nn.Module]:
@@ -221,20 +187,6 @@ def _to_host(module: nn.Module, drawn: bool) -> None:
             module._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
         elif parameter is not None and parameter.is_meta:
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-
-
-def _local(whole: Tensor, record: ParamRecord, parallel: Parallel) -> nn.Parameter:
-    """This rank's part of a parameter, with its record."""
-    if whole.is_meta:
-        parameter = parallel.parameter(record)
-        parameter.requires_grad_(whole.requires_grad)
-        return parameter
-    local = torch.zeros(record.local_shape, dtype=whole.dtype, device=parallel.device)
-    for box in record.boxes:
-        local[slices_of(box.local_start, box.shape)] = whole[slices_of(box.start, box.shape)].to(parallel.device)
-    parameter = nn.Parameter(local, whole.is_floating_point() and whole.requires_grad)
-    parameter.record = record  # type: ignore[attr-defined]
-    return parameter
 
 
 def loss_of(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,91 @@
+"""Models that transformers builds, cut by their plans: gradients against one process, weights by boxes, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.checkpoint.planned_files import PlannedFolder
+from meshwright.config.load import config_from
+from meshwright.config.rules import check
+from meshwright.errors import UserError
+from meshwright.models.description import layout_of
+from meshwright.models.planned.blueprint import blueprint
+from meshwright.parts.coordinate import Coordinate
+from tests.models.planned_families import Alone, alone, config_of, measure, tiny, write_tiny
+from tests.support.ranks import run_ranks
+
+FAMILIES = ("granite", "qwen3_moe")  # a dense one with tied ends, and one with experts and norms of heads
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Alone]]:
+    folder = tmp_path_factory.mktemp("models")
+    return [(at, alone(at)) for at in (write_tiny(name, folder) for name in FAMILIES)]
+
+
+def test_gradients_are_those_of_transformers_in_one_process(models: list[tuple[str, Alone]]) -> None:
+    assert all(found.logits == 0.0 for _, found in models)
+    folders, found = zip(*models, strict=True)
+    for by_family in run_ranks(2, measure, list(folders), list(found), ["tp 2", "pp 2", "ZeRO 3"]):
+        for errors in by_family:
+            assert all(error < 1e-10 for error, _ in errors.values()), errors
+
+
+def test_files_are_read_by_boxes_as_transformers_reads_them(tmp_path: Path) -> None:
+    """Of a mixture the files hold every expert's gate and up apart, and a parameter has all of them."""
+    import transformers
+
+    config = tiny("mixtral")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    ours = PlannedFolder(tmp_path)
+    assert set(ours.shapes) == set(theirs)
+    assert all(torch.equal(ours.whole(name), value) for name, value in theirs.items())
+    name, value = "model.layers.1.mlp.experts.gate_up_proj", theirs["model.layers.1.mlp.experts.gate_up_proj"]
+    start, shape = (1, value.shape[1] // 2 - 3, 5), (2, 6, 7)
+    assert torch.equal(ours.block(name, start, shape), value[1:3, start[1] : start[1] + 6, 5:12])
+
+
+def test_a_plan_becomes_records(tmp_path: Path) -> None:
+    model = blueprint(write_tiny("qwen3_moe", tmp_path)).model
+    records = {each.name: each for each in model.records(Coordinate((("tp", 2, 1),))).values()}
+    block = "model.layers.0."
+    packed = records[f"{block}mlp.experts.gate_up_proj"]
+    half = packed.shape[1] // 2
+    assert [box.start[1] for box in packed.boxes] == [half // 2, half + half // 2]
+    assert records[f"{block}self_attn.q_norm.weight"].partial == ("tp",)
+    assert records[f"{block}input_layernorm.weight"].partial == ()
+    assert records[f"{block}self_attn.o_proj.weight"].boxes[0].start == (0, 16)
+    assert records["model.embed_tokens.weight"].local_shape == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"layout": {"cp": 2}}, "layout.cp=2 can't be used with a model that transformers builds"),
+        ({"tune": {"kind": "lora", "base": "x"}}, "tune.kind=lora can't be used"),
+        ({"layout": {"tp": 4}}, "does not divide the 2 key-value heads"),
+        ({"train": {"precision": "fp8"}}, "use bf16"),
+    ],
+)
+def test_what_can_not_be_combined_is_refused(tmp_path: Path, sections: dict[str, Any], says: str) -> None:
+    config = config_of(write_tiny("granite", tmp_path), sections)
+    with pytest.raises(UserError, match=says):
+        check(config, 4)
+
+
+def test_a_family_that_was_not_found_right_is_refused_by_name(tmp_path: Path) -> None:
+    config = config_of(write_tiny("jamba", tmp_path), {"layout": {"tp": 2}})
+    with pytest.raises(UserError, match="layout.tp=2 can't be used with the family jamba: .+; set layout.tp=1"):
+        layout_of(config, 2)
+
+
+def test_families_that_are_described_here_are_chosen_by_themselves(tmp_path: Path) -> None:
+    at = write_tiny("llama", tmp_path)
+    sections = {"model": {"hf": at, "seq": 16}, "data": {"prefixes": ["made"]}}
+    assert config_from(sections).model.kind == "gpt"
+    assert config_from({**sections, "model": {**sections["model"], "kind": "hf"}}).model.kind == "hf"
