@@ -34,7 +34,9 @@ WARMUP = "comm.reduce.warmup_steps=90"
 TECHNIQUES: dict[str, list[str]] = {
     "plain": [],
     "int8": ["comm.reduce.kind=int8"],
-    "PowerSGD, rank 8": ["comm.reduce.kind=powersgd", "comm.reduce.rank=8"],
+    "PowerSGD, rank 8, 60 plain steps first": [
+        "comm.reduce.kind=powersgd", "comm.reduce.rank=8", "comm.reduce.warmup_steps=60",
+    ],
     "one bit, 90 plain steps first": ["comm.reduce.kind=onebit", WARMUP],
     "top-k 1 %, 90 plain steps first": ["comm.reduce.kind=topk", "comm.reduce.ratio=0.01", WARMUP],
     "local SGD (averages), H = 20": [f"layout.replicas={RANKS}", "train.local.steps=20", "train.local.outer=average"],

@@ -113,6 +113,11 @@ def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
                 elif rows := state.additive or (isinstance(state, State) and state.summed and state.replica):
                     assert isinstance(values, Tensor), "the states of reducers are not stored in pairs"
                     add_saved_rows(reader, name, slot.record, rows, low, high, values)
+                    other = f"{state.absorbs}/{slot.record.name}" if isinstance(state, State) else ""
+                    if rows.row == 0 and other in reader.index.tensors:
+                        more = torch.empty_like(values)
+                        add_saved_rows(reader, other, slot.record, Rows(0, 1), low, high, more)
+                        values.add_(more)
                 else:  # replicas that a run without any becomes begin alike
                     record = slot.record if state.replica else state.record(slot)
                     reader.fill_range(name, record, low, high, values)

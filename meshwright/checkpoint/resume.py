@@ -26,7 +26,9 @@ WENT_BACK = "went-back.json"  # notes, beside the checkpoints, that a job was to
 # The keys that decide which tokens the sample of a given number holds.
 SAMPLES = (
     "data.prefixes", "data.weights", "data.split", "data.draw_split", "data.objective", "data.masked.share",
-    "data.masked.ngrams", "data.masked.whole_words", "data.masked.specials", "model.seq", "train.seed",
+    "data.masked.ngrams", "data.masked.whole_words", "data.masked.specials", "data.spans.share", "data.spans.mean",
+    "data.spans.sentinel", "data.blanks.short", "data.blanks.share", "data.blanks.mean", "data.blanks.least",
+    "data.blanks.specials", "data.blanks.instructions", "data.blanks.instruction_share", "model.seq", "train.seed",
 )  # fmt: skip
 
 

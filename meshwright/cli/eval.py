@@ -97,7 +97,7 @@ def data_of(args: argparse.Namespace, config: Config, most: int) -> Checked:
         raise UserError(f"{args.source} comes without data: name token files with --data PREFIX")
     for prefix in args.data or ():
         tokens = TokenFile(prefix).token_count
-        if tokens <= config.model.seq:
+        if tokens <= config.model.seq and config.objective == "causal":
             raise UserError(
                 f"{prefix} holds {tokens} tokens, and one sample of the model takes {config.model.seq + 1}: name a "
                 "longer file with --data"

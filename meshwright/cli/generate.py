@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.checkpoint.companions import read_note, tokenizer_beside
 from meshwright.cli.eval import resolve, sections_of
+from meshwright.cli.fill import check_source, encode_source, fill_rank
 from meshwright.cli.ranks import start
 from meshwright.config import rules
 from meshwright.config.sections import Config
@@ -22,7 +23,8 @@ from meshwright.train.launch import warm_up
 
 EXAMPLES = """example:
   meshwright generate runs/demo --prompt "def main(" --max-tokens 64
-  meshwright generate runs/mine@100 --prompt-tokens 5,17,2 --temperature 0.8 --top-p 0.9 --nproc 2 --json"""
+  meshwright generate runs/mine@100 --prompt-tokens 5,17,2 --temperature 0.8 --top-p 0.9 --nproc 2 --json
+  meshwright generate runs/glm --prompt "def [MASK](x):"                # a model of blanks fills them in; or [gMASK]"""
 
 MIN_TEMPERATURE = 1e-4  # below this, sampling always takes the likeliest token
 
@@ -57,11 +59,12 @@ def run(args: argparse.Namespace) -> int:
     config = config_with(open_model(args.source)[1], args.sections)
     if config.model.kind == "bert":
         raise UserError(f"{args.source} is an encoder, which predicts masked tokens and no text: use meshwright eval")
-    if config.model.kind == "glm":
-        raise UserError(f"{args.source} fills in blanks, which can't be generated yet: use meshwright eval")
     check_cut(config, args.nproc)
     rules.check(config, args.nproc, rules.READING_RULES)
-    args.ids = prompt_ids(args, tokenizer_of(args, config), config.model.vocab)
+    tokenizer = tokenizer_of(args, config)
+    args.ids = prompt_ids(args, tokenizer, config)
+    if config.objective == "blanks":
+        args.ids = check_source(config, args.ids, tokenizer)
     return start(args.nproc, generate_rank, args)
 
 
@@ -108,9 +111,10 @@ def end_tokens(path: Path, tokenizer: Any) -> set[int]:
     return set() if tokenizer is None else {tokenizer.eod}
 
 
-def prompt_ids(args: argparse.Namespace, tokenizer: Any, vocab: int) -> list[int]:
+def prompt_ids(args: argparse.Namespace, tokenizer: Any, config: Config) -> list[int]:
     from meshwright.checkpoint.hf import origin_of
 
+    vocab = config.model.vocab
     if args.prompt_tokens is not None:
         try:
             ids = [int(word) for word in args.prompt_tokens.split(",")]
@@ -126,6 +130,8 @@ def prompt_ids(args: argparse.Namespace, tokenizer: Any, vocab: int) -> list[int
     except UnicodeEncodeError:
         raise UserError("--prompt is not UTF-8: write the text in UTF-8, or give --prompt-tokens") from None
     encode = tokenizer.encode if origin_of(Path(args.source)) is None else tokenizer.encode_with_special_tokens
+    if config.objective == "blanks":
+        return encode_source(config, args.prompt, tokenizer)
     ids = list(encode(args.prompt)) or [tokenizer.eod]
     if max(ids) >= vocab:  # a model split over ranks would read it as a row of zeros
         beyond = f"beyond the model's {vocab}: the tokenizer is another model's"
@@ -140,6 +146,8 @@ def generate_rank(args: argparse.Namespace) -> None:
     def use(ctx: Any, modules: Any, place: Any) -> None:
         model, path, prompt = ctx.config.model, Path(args.source), args.ids
         tokenizer = tokenizer_of(args, ctx.config)
+        if ctx.config.objective == "blanks":
+            return fill_rank(args, ctx, modules[0], tokenizer)
         ends = end_tokens(path, tokenizer)
         generator, most = generator_of(modules[0], model, len(prompt), args.max_tokens)
         tokens = list(generate(generator, prompt, most, args.temperature, args.top_p, args.seed, ends))

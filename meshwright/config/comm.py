@@ -9,6 +9,7 @@ from meshwright.config.blocks import LONGEST_S, not_negative, positive
 from meshwright.errors import UserError
 
 BLOCK_UNIT = 16  # what a block of numbers with one scale is a multiple of
+MOST_CHOSEN_FROM = 1 << 15  # elements of a block of topk, whose places are numbers of one or two bytes
 # The kinds that a key of `comm.reduce` belongs to.
 SPARSE, LOW_RANK = ("topk", "threshold"), ("powersgd",)
 ROUNDED, SCALED = ("bf16", "fp8", "int8", "int4"), ("fp8", "int8", "int4", "onebit")
@@ -22,7 +23,7 @@ class ReduceConfig:
     kind: Literal["plain", "bf16", "fp8", "int8", "int4", "onebit", "powersgd", "topk", "threshold"] = "plain"
     ratio: float = 0.01  # topk, threshold: the part of the elements that is sent
     rank: int = 4  # powersgd: of the product that stands for a matrix
-    block: int = 256  # fp8, int8, int4, onebit: elements that share a scale
+    block: int = 256  # fp8, int8, int4, onebit: elements that share a scale; topk: of which the largest are sent
     error_feedback: Literal["auto", "true", "false"] = "auto"  # what was left out is added to the next step's gradient
     warmup_steps: int = 0  # first steps of a run that are summed as they are
 
@@ -35,7 +36,10 @@ class ReduceConfig:
         if self.block % BLOCK_UNIT:
             up = -(-self.block // BLOCK_UNIT) * BLOCK_UNIT
             raise UserError(f"{self.section}.block={self.block} must be a multiple of {BLOCK_UNIT}: try {up}")
-        belongs = {"ratio": SPARSE, "rank": LOW_RANK, "block": SCALED}
+        if self.kind == "topk" and self.block > MOST_CHOSEN_FROM:
+            raise UserError(f"{self.section}.block={self.block} is more than places in a block of topk can be numbered "
+                            f"for: use at most {MOST_CHOSEN_FROM}")  # fmt: skip
+        belongs = {"ratio": SPARSE, "rank": LOW_RANK, "block": (*SCALED, "topk")}
         lossy = tuple(kind for kind in KINDS if kind != "plain")
         for key in (f.name for f in fields(self)):
             kinds = belongs.get(key, lossy)

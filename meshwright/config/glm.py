@@ -24,6 +24,8 @@ class BlanksConfig:
     share: float = 0.15  # of such a sample's tokens that are in them
     mean: float = 3.0  # tokens of a short span, on average (they follow Poisson's law)
     least: float = 0.5  # the shortest end, as a share of the sample's tokens; the longest is all of it
+    instructions: tuple[str, ...] = ()  # files of `data chat`, whose answers are blanks behind what was said before
+    instruction_share: float = 0.05  # of the samples that come from them (GLM-130B: 5 %)
     # The ids of [MASK], [gMASK], [sop], [eop] and [pad]; empty: the five after the tokenizer's last.
     specials: tuple[int, ...] = ()
 
@@ -34,6 +36,9 @@ class BlanksConfig:
                 f"data.blanks.short={self.short:g} and least={self.least:g} must be at most 1 and "
                 f"share={self.share:g} at most 0.5, e.g. 0.3, 0.5 and 0.15"
             )
+        if not 0.0 < self.instruction_share < 1.0:
+            share = f"data.blanks.instruction_share={self.instruction_share:g}"
+            raise UserError(f"{share} must lie between 0 and 1, e.g. 0.05")
         if not 1.0 <= self.mean <= 100.0:
             raise UserError(f"data.blanks.mean={self.mean:g} must lie between 1 and 100 tokens, e.g. 3")
         if self.specials and (len(set(self.specials)) != len(BLANK_SPECIALS) or min(self.specials) < 0):

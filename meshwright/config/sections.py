@@ -27,7 +27,7 @@ from meshwright.config.replicas import LocalConfig, ServerConfig
 from meshwright.config.run import RunConfig as RunConfig
 from meshwright.config.scales import LossScaleConfig, LRConfig
 from meshwright.config.t5 import T5Config
-from meshwright.config.tune import TuneConfig
+from meshwright.config.tune import BETTER, NEED_REFERENCE, TuneConfig
 from meshwright.config.zero import OffloadConfig as OffloadConfig
 from meshwright.config.zero import ZeroConfig as ZeroConfig
 from meshwright.errors import UserError, divisors, either, nearest
@@ -368,6 +368,16 @@ class Config:
     def drops(self) -> bool:
         """Whether there is any dropout."""
         return self.model.drops or bool(self.tune.adapts and self.tune.dropout)
+
+    @property
+    def compares(self) -> bool:
+        """Whether the loss compares with the frozen weights, which then run forward beside the trained ones."""
+        return self.objective == "preference" and self.tune.loss in NEED_REFERENCE
+
+    @property
+    def monitored(self) -> tuple[str, ...]:
+        """The names of the values that every step of a model of ours reports beside its loss."""
+        return (BETTER,) if self.objective == "preference" and self.tune.loss != "kto" else ()
 
     @property
     def context_kind(self) -> str:

@@ -9,6 +9,7 @@ from meshwright.config.blocks import not_negative, positive
 from meshwright.errors import UserError
 
 ALL = "all"
+BETTER = "chosen is likelier"  # the share of pairs whose chosen answer became likelier than the rejected one
 NEED_REFERENCE = ("dpo", "ipo", "kto")  # losses that compare with the model as it was
 
 

@@ -1,7 +1,8 @@
 """Samples with blanks to fill in: a source in which special tokens stand for spans of the text, and then these spans.
 
 The source is seen as a whole; a span is read from its beginning, after the source and the spans before it. [MASK]
-stands for each of several short spans, which follow in an order of their own; [gMASK] stands for the end of the text.
+stands for each of several short spans, which follow in an order of their own; [gMASK] stands for the end of the text,
+or for the answer to an instruction (`instructions.py`).
 A span is [sop] and its tokens, and what is learned is its tokens and [eop]. A token has two positions: its place in the
 source, which all tokens of a [MASK]'s span share with it and those of a [gMASK]'s count on from it, and its place in
 its span, 0 in the source. Everything is a pure function of the seed and the sample's number.
@@ -34,6 +35,8 @@ class BlankOptions:
     least: float
     specials: tuple[int, ...]
     inner: bool = False  # whether samples have the second position, as `token_types`
+    instructions: tuple[str, ...] = ()  # files of conversations whose answers are filled in
+    instruction_share: float = 0.0  # of the samples that are such answers
 
     @cached_property
     def most_spans(self) -> int:
@@ -65,8 +68,9 @@ class BlankStream:
         random = keyed_uniform(3 + 3 * o.most_spans, *self.key, n)
         mask, gmask, sop, eop, pad = o.specials
         count = len(piece.tokens)
-        whole = random[0] >= o.short or count < 2
-        spans = [_end(count, o.least, random[1])] if whole else _short_spans(count, o, random[3:])
+        whole = random[0] >= o.short or count < 2 or piece.answer >= 0
+        last = (piece.answer, count) if piece.answer >= 0 else _end(count, o.least, random[1])
+        spans = [last] if whole else _short_spans(count, o, random[3:])
         ids: list[int] = []
         places, at = [], 0  # of the masks in the source
         for begin, end in spans:

@@ -32,10 +32,12 @@ def keyed_uniform(count: int, *key: int | str) -> NDArray[np.float64]:
 
 
 class Piece(NamedTuple):
-    """Tokens of one document, and where sentences begin among them, if that is known."""
+    """Tokens of one document, and where sentences begin among them, if that is known; of an instruction, where its
+    answer begins."""
 
     tokens: NDArray[np.int64]
     sentences: NDArray[np.int64]
+    answer: int = -1
 
 
 class DocumentPieces:
@@ -170,10 +172,11 @@ def choose(
     lengths: NDArray[np.float64],
 ) -> NDArray[np.int64]:
     """Returns the places that are masked, ascending: words in the order of the random numbers `order`, each with some
-    that follow it if there are n-grams, until the share is reached. What would go beyond it is made shorter or left
-    out."""
+    that follow it if there are n-grams, until the share is reached. What would go beyond it is made shorter, and what
+    meets a masked word is left out. As in BERT's and Megatron's code, the share is of all of a sample's tokens, special
+    ones included."""
     here = np.flatnonzero(body)
-    left = min(m.predictions, len(here), max(1, round(m.share * len(here))))
+    left = min(m.predictions, len(here), max(1, round(m.share * (len(here) + m.added))))
     if not left:
         return here[:0]
     begins = np.ones(len(here), bool)
@@ -190,9 +193,10 @@ def choose(
     for word in ranked.tolist():
         for count in range(min(int(grams[word]), words - word), 0, -1):
             low, high = int(starts[word]), int(starts[word + count])
-            if high - low <= left and not taken[low:high].any():
-                taken[low:high] = True
-                left -= high - low
+            if high - low <= left:
+                if not taken[low:high].any():
+                    taken[low:high] = True
+                    left -= high - low
                 break
         if not left:
             break

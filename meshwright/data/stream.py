@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from meshwright.data.blanks import BlankOptions, BlankStream
 from meshwright.data.blend import Blend, FromFile, Numbered
 from meshwright.data.dataset import GPTDataset, TooSmall
+from meshwright.data.instructions import Instructions
 from meshwright.data.masked import DocumentPieces, MaskedStream, Masking
+from meshwright.data.packed import KINDS, is_chat
 from meshwright.data.spans import SpanOptions, SpanStream
 from meshwright.data.token_file import Metadata, TokenFile
 from meshwright.errors import UserError
@@ -125,7 +127,8 @@ def build_datasets(
     `blanks` blanks are filled in."""
     files = [TokenFile(prefix) for prefix in prefixes]
     found = [file.metadata() for file in files]
-    check_tokenizers(files, found)
+    asked = [TokenFile(prefix) for prefix in blanks.instructions] if blanks else []
+    check_tokenizers([*files, *asked], [*found, *(file.metadata() for file in asked)])
     options = _with_eod(options or SampleOptions(), files, found)
     vocab = max((int(entry["vocab_size"]) for entry in found if entry), default=None)
     if weights is None:
@@ -147,7 +150,12 @@ def build_datasets(
                     datasets.append(DocumentPieces(file, seq - cut.added, seed, documents, key, drawn))
             except TooSmall as error:
                 raise UserError(f"the {name} part is too small: {error}") from None
-        source: Numbered = datasets[0] if len(datasets) == 1 else Blend(datasets, weights, seed)
+        shares = list(weights)
+        if blanks is not None and blanks.instructions:
+            more = _instructions(blanks, split, part, seed, drawn)
+            datasets += more
+            shares = with_instructions(shares, [each.epoch_samples for each in more], blanks.instruction_share)
+        source: Numbered = datasets[0] if len(datasets) == 1 else Blend(datasets, shares, seed)
         if spans is not None:
             streams.append(SpanStream(source, spans, seed, name, vocab))
             continue
@@ -160,6 +168,32 @@ def build_datasets(
         elif masking is not None:
             streams.append(MaskedStream(source, seq, masking, seed, name, needed))
     return streams
+
+
+def _instructions(
+    blanks: BlankOptions, split: Sequence[float], part: int, seed: int, drawn: bool
+) -> list[Instructions]:
+    """Returns the answers of files of conversations that belong to one part of the data."""
+    found: list[Instructions] = []
+    for number, prefix in enumerate(blanks.instructions):
+        if is_chat(prefix) != "chat":
+            raise UserError(
+                f"data.blanks.instructions names {prefix}, which holds {KINDS[is_chat(prefix)]} and no conversations: "
+                "make it with `meshwright data chat`"
+            )
+        documents = split_documents(TokenFile(prefix).document_count, split)[part]
+        key = f"{SPLIT_NAMES[part]}/instructions/{number}"
+        try:
+            found.append(Instructions(prefix, blanks.seq - blanks.added, seed, documents, key, drawn))
+        except TooSmall as error:
+            raise UserError(f"the {SPLIT_NAMES[part]} part of the instructions is too small: {error}") from None
+    return found
+
+
+def with_instructions(weights: Sequence[float], answers: Sequence[int], share: float) -> list[float]:
+    """Returns the weights of text files and files of answers, which together get a share of the samples: each file of
+    answers as many as it holds."""
+    return [(1 - share) * w / sum(weights) for w in weights] + [share * count / sum(answers) for count in answers]
 
 
 def check_tokenizers(files: Sequence[TokenFile], found: Sequence[Metadata | None]) -> None:

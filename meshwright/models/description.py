@@ -322,6 +322,16 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
     return replace(layout, parts=(*layout.parts, *node_parts(layout)))
 
 
+# What the frozen weights alone make of `hidden`, where a loss compares with them. No gradient goes back through it.
+REFERENCE = "reference"
+
+
+def passed(config: Config, at: Coordinate, batch: MicroBatch, stage: Stage) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors that a stage of a run receives from the one before."""
+    shapes = model_of(config).passes(at, batch, stage)
+    return shapes | {REFERENCE: shapes["hidden"]} if config.compares and shapes else shapes
+
+
 def fields_read(stage: Stage, model: Model, cp: int = 1) -> set[str]:
     """Returns the fields of a batch that a chunk reads, where the data have them. Blocks that add to the loss count the
     tokens that count in it."""

@@ -14,7 +14,7 @@ from meshwright.comm.group import Group
 from meshwright.comm.ledger import Ledger
 from meshwright.config.sections import Config
 from meshwright.layout.params import records_under
-from meshwright.models.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, fields_read, model_of, on_host
+from meshwright.models.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, fields_read, model_of, on_host, passed
 from meshwright.models.heads import Head, MaskedHead, sample_counts
 from meshwright.models.stage import Receives
 from meshwright.nn.alibi import Alibi
@@ -109,7 +109,7 @@ class GPTStage(nn.Module):
         self.losses = model.losses  # the terms that blocks add to the loss
         parts = [part for layer in stage.layers for _, _, part in model.blocks[layer].parts]
         self.losses_here = sum(any(True for _ in part.losses()) for part in parts)  # blocks of this chunk that add them
-        shapes = model.passes(at, MicroBatch(self.micro_batch, c.seq), stage)
+        shapes = passed(config, at, MicroBatch(self.micro_batch, c.seq), stage)
         self.receives: Receives = {name: (shape, self.parallel.dtype) for name, shape in shapes.items()}
         self.needs: set[str] | None = fields_read(stage, model, at.size("cp"))
         self.draws_by_key = True
@@ -125,14 +125,17 @@ class GPTStage(nn.Module):
         given = (batch[name] for name in self.head.fields)
         return call_unit(self.head, hidden, *given, self._loss_weight), losses
 
-    def answers(self, batch: Batch) -> AnswerLogps:
-        """Returns the log-probability of each answer of a micro-batch of packed conversations, where a whole model is
-        on one stage."""
-        assert self.embedding is not None and self.head is not None
-        hidden, _ = self.trunk(batch)
-        found = Answers.of(batch["segments"])
+    def answers(self, batch: Batch, hidden: Tensor | None = None) -> Tensor | AnswerLogps:
+        """Returns `hidden` for the next chunk or, in the last, the log-probability of each answer of a micro-batch of
+        packed conversations."""
+        hidden, _ = self.trunk(batch, hidden)
+        if self.head is None:
+            return hidden
+        ranks = self.tokens
+        own = batch["segments"] if ranks.alone else batch[CONTEXT_DOCUMENTS].chunk(ranks.size, 1)[ranks.index]
+        found = Answers.of(own, own.shape[1] * ranks.size)
         sums = call_unit(self.head, hidden, batch["labels"], batch["loss_mask"], None, found)
-        return found.split(sums, batch["loss_mask"])
+        return found.split(sums, batch["loss_mask"], ranks)
 
     def announce(self, loss_weight: float | None) -> None:
         """What backward will multiply the loss's sum by, where that is known."""

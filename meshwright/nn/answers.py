@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.comm.ops import all_gather
+from meshwright.comm.group import Group
+from meshwright.comm.ops import all_gather, reduce_from
 from meshwright.nn.linear import Linear, sum_input_grad
 from meshwright.nn.loss import Vocabulary, loss_and_grad_
 from meshwright.nn.parallel import Parallel
-from meshwright.parts.loss_pieces import piece_rows
+from meshwright.parts.loss_pieces import answers_of, piece_rows
 
 BAD = 2  # the mark of a token of an answer that was judged bad
 
@@ -38,20 +39,22 @@ class Answers:
     each: int
 
     @classmethod
-    def of(cls, segments: Tensor) -> Answers:
-        samples, seq = segments.shape
-        each = seq + 2 + seq % 2  # no sample has more, and pairs of them fit
+    def of(cls, segments: Tensor, seq: int) -> Answers:
+        """`segments` [samples, tokens] may be those of a part of the tokens of sequences of `seq`."""
+        samples, each = len(segments), answers_of(seq)
         offsets = torch.arange(samples, device=segments.device)[:, None] * each
         return cls((segments + offsets).flatten(), samples, each)
 
-    def split(self, sums: Tensor, mask: Tensor) -> AnswerLogps:
-        """Returns the sums by sample, with what is known of the conversations."""
-        shape = (self.samples, self.each)
+    def split(self, sums: Tensor, mask: Tensor, ranks: Group) -> AnswerLogps:
+        """Returns the sums by sample, with what is known of the conversations. `ranks` hold different tokens of them:
+        what each found is summed, and all then compute the same loss."""
 
         def counted(where: Tensor) -> Tensor:
-            return sums.new_zeros(sums.shape).index_add_(0, self.places, where.flatten().to(sums.dtype)).view(shape)
+            return sums.new_zeros(sums.shape).index_add_(0, self.places, where.flatten().to(sums.dtype))
 
-        return AnswerLogps(sums.view(shape), counted(mask > 0), counted(mask == BAD) == 0)
+        found = reduce_from(torch.stack((sums, counted(mask > 0), counted(mask == BAD))), ranks)
+        logps, counts, bad = found.view(3, self.samples, self.each)
+        return AnswerLogps(logps, counts, bad == 0)
 
 
 class _AnswerLogps(torch.autograd.Function):

@@ -117,7 +117,7 @@ class OuterOptimizer:
         self.parallel, self.config, self.mesh = parallel, config, parallel.mesh
         self.replicas = parallel.mesh.group(REPLICAS)
         self.states = {state.buffer.key: OuterState(state, config, self.replicas) for state in states}
-        self.reducer: Reducer = make_compressing(config.compress, seed)
+        self.reducer: Reducer = make_compressing(config.compress, seed, keeps_sums=False)
         summed = [state for state in self.states.values() if self._compresses(state)]
         self.reducer.prepare([state.stand_in for state in summed])  # type: ignore[misc]
         if isinstance(self.reducer, Compressing) and self.reducer.residuals:

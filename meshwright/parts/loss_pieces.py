@@ -11,3 +11,8 @@ def piece_rows(tokens: int, columns: int) -> int:
     """Returns the tokens of one piece, with `columns` logits each; all pieces but the last have the same size."""
     pieces = max(1, -(-tokens * columns // LOGITS))
     return -(-tokens // pieces)
+
+
+def answers_of(seq: int) -> int:
+    """Returns for how many answers of a packed sample there is a place: no sample has more, and pairs of them fit."""
+    return seq + 2 + seq % 2

@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from meshwright.comm.group import Group, Pending
 from meshwright.errors import UserError
+from meshwright.models.description import REFERENCE
 from meshwright.models.stage import stage_of
 from meshwright.nn.random import Streams
 from meshwright.nn.weight_grad import Deferred, deferring
@@ -32,6 +33,11 @@ ForwardStep = Callable[[nn.Module, Named, Named], Any]  # returns what `as_outpu
 # Sends under way at most, since what is sent is held as long. The tables run without deadlock even if every send waits
 # for its receive, so waiting for the oldest is always safe.
 SENDS_IN_FLIGHT = 4
+
+
+def has_gradient(name: str, dtype: torch.dtype) -> bool:
+    """Whether the gradient of a tensor that was passed on comes back."""
+    return dtype.is_floating_point and name != REFERENCE
 
 
 class Shares(Protocol):
@@ -192,8 +198,8 @@ class _Run:
     def forward(self, action: Action, received: Named) -> None:
         e, key = self.executor, (action.micro_batch, action.chunk)
         if self.training:
-            for x in received.values():
-                x.requires_grad_(x.is_floating_point())
+            for name, x in received.items():
+                x.requires_grad_(has_gradient(name, x.dtype))
             self.inputs[key] = received
         batch = self.use(action.micro_batch)
         module, stage = e.modules[action.chunk], e.stages[action.chunk]
@@ -229,7 +235,7 @@ class _Run:
         if begin:
             torch.autograd.backward([x for x, _ in begin], [grad for _, grad in begin])
         if inputs := self.inputs.pop(key):
-            with_grad = {name: x for name, x in inputs.items() if x.is_floating_point()}
+            with_grad = {name: x for name, x in inputs.items() if has_gradient(name, x.dtype)}
             self.grads[key] = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in with_grad.items()}
             self._hand_over(action, self.grads[key])
 
@@ -293,6 +299,6 @@ class _Run:
             buffers = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in receives}
         else:
             outputs = self.outputs[action.micro_batch, action.chunk].items()
-            buffers = {name: x.empty_gradient() for name, x in outputs if x.dtype.is_floating_point}
+            buffers = {name: x.empty_gradient() for name, x in outputs if has_gradient(name, x.dtype)}
         pendings = [e.pp.receive(x, action.peer) for _, x in sorted(buffers.items())]
         self.arriving[direction, action.micro_batch, action.chunk] = (buffers, pendings)

@@ -24,15 +24,16 @@ from meshwright.config.comm import GatherConfig
 from meshwright.config.sections import Config, ZeroConfig
 from meshwright.layout import Layout
 from meshwright.layout.layout import INNER, REPLICAS
-from meshwright.layout.params import ParamRecord
-from meshwright.models.description import field_elements, fields_read, stages_of
+from meshwright.models.description import REFERENCE, field_elements, fields_read, passed, stages_of
 from meshwright.parts.part import BlockUnit, Collective, Coordinate, MicroBatch, Stage, Unit
-from meshwright.plan.job import FIELD_BYTES, Job, checked_job, kept_together
+from meshwright.plan.answers import answer_collectives
+from meshwright.plan.held import HeldParameter, dtype_of, packed, parameters
+from meshwright.plan.job import FIELD_BYTES, Job, checked_job
 from meshwright.plan.stack import BYTES
 from meshwright.sharding.compression.sizes import gathered_bytes
 from meshwright.sharding.fragments import Moment, fragment_bounds, moment_of
-from meshwright.sharding.placement import backward_order, bucket_elements, buffer_key, grad_bytes, place, shard_axes
-from meshwright.sharding.reducers import PLAIN_REDUCER, ReducerPlan
+from meshwright.sharding.placement import grad_bytes, shard_axes
+from meshwright.sharding.reducers import PLAIN_REDUCER, ReducerPlan, mixing
 from meshwright.train.counts import WIDE, balance_length, counts_bytes, sums_bytes
 
 
@@ -101,7 +102,7 @@ def units(job: Job, stage: Stage) -> Iterator[RepeatedCall]:
     """What the parts of a stage declare, once per micro-batch. Recomputation repeats a block's forward in backward."""
     for unit, count in job.units(stage):
         again = isinstance(unit, BlockUnit) and job.config.recompute.blocks > 0
-        for call in unit_collectives(unit, job.at, job.batch):
+        for call in (*unit_collectives(unit, job.at, job.batch), *answer_collectives(job, unit)):
             times = count * call.times * job.micro_batches
             repeats = again and call.phase == "forward" and not call.replayed
             for phase in (call.phase, "backward") if repeats else (call.phase,):
@@ -113,10 +114,10 @@ def unit_collectives(unit: Unit, at: Coordinate, batch: MicroBatch) -> tuple[Col
     return tuple(unit.collectives(at, batch))
 
 
-def passed_bytes(job: Job, stage: Stage) -> list[int]:
-    """Returns the bytes of each tensor that a stage receives from the one before for one micro-batch."""
-    shapes = job.model.passes(job.at, job.batch, stage).values()
-    return [math.prod(shape) * job.batch.element for shape in shapes]
+def passed_bytes(job: Job, stage: Stage, back: bool = False) -> list[int]:
+    """Returns the bytes of each tensor that a stage receives for one micro-batch from the one before; or sends back."""
+    shapes = passed(job.config, job.at, job.batch, stage).items()
+    return [math.prod(shape) * job.batch.element for name, shape in shapes if not (back and name == REFERENCE)]
 
 
 def crossings(job: Job, pp_rank: int) -> list[tuple[int, int]]:
@@ -141,113 +142,12 @@ def pipeline(job: Job, pp_rank: int) -> Iterator[RepeatedCall]:
     payloads: Counter[tuple[str, int]] = Counter()
     for stage, crosses in zip(job.chunks[pp_rank], crossings(job, pp_rank), strict=True):
         for phase, does, taker in zip(("forward", "backward"), crosses, (stage.index + 1, stage.index), strict=True):
-            payloads.update((phase, size) for size in (passed_bytes(job, stages[taker]) if does else ()))
+            sizes = passed_bytes(job, stages[taker], phase == "backward") if does else ()
+            payloads.update((phase, size) for size in sizes)
     for (phase, payload), count in payloads.items():
         yield _over(job.layout, "pipeline", phase, "pp", "send", payload // divided, count * job.micro_batches)
         if job.scatters_sends:
             yield _over(job.layout, "pipeline", phase, "tp", "all_gather", payload, count * job.micro_batches)
-
-
-class HeldParameter(NamedTuple):
-    """A parameter of a rank, the number of its unit, and how often each micro-batch gathers it in ZeRO stage 3."""
-
-    record: ParamRecord
-    unit: int
-    fetches: int
-
-
-def parameters(job: Job, held: Sequence[Stage]) -> list[HeldParameter]:
-    """The parameters of a rank's chunks in the order of forward, both ends of a tie on one rank counted once, with the
-    gathers of both. The list is the same for all tp ranks: their pieces have one size.
-
-    A unit (embedding, block, head) is gathered for forward and, unless it and everything before it is frozen, for
-    backward. Of N blocks that are recomputed together, all but the last are gathered once more for that. In backward an
-    embedding stays until the chunk's is done, so that a second one with the same table finds it there.
-    """
-    together = job.config.recompute.blocks
-    found: list[HeldParameter] = []
-    ties: dict[str, int] = {}
-    number = 0
-    for stage in held:
-        graded = not stage.first  # whether a gradient flows back to here: a stage's received input has one
-        stays: set[str] = set()
-        units = list(job.model.units(stage))
-        runs = kept_together([unit for _, _, unit in units], together)
-        twice = {at for begin, end in runs for at in range(begin, end - 1)}
-        for at, (key, _, unit) in enumerate(units):
-            records = unit_records(unit, job.at)
-            graded |= (together > 0 and isinstance(unit, BlockUnit)) or any(record.trained for record in records)
-            fetches = 1 + graded + (at in twice)
-            for record in records:
-                tie = tie_of(unit, number, record)
-                if tie in ties:
-                    first, more = ties[tie], fetches - (key.endswith("embedding") and tie in stays)
-                    found[first] = found[first]._replace(fetches=found[first].fetches + more)
-                    continue
-                stays |= {tie} if key.endswith("embedding") else set()
-                if tie:
-                    ties[tie] = len(found)
-                found.append(HeldParameter(record, number, fetches))
-            number += 1
-    return found
-
-
-def tie_of(unit: Unit, number: int, record: ParamRecord) -> str:
-    """Returns the name of a record's tie among a rank's units, empty without one. Ties inside a block are the block's
-    own, since records of all blocks of one kind have the same names here."""
-    return f"unit {number}: {record.tied}" if record.tied and isinstance(unit, BlockUnit) else record.tied
-
-
-def records_once(units: Iterable[tuple[Unit, int]], at: Coordinate) -> Iterator[tuple[int, ParamRecord, int]]:
-    """Yields (number of the unit, record, count) of a rank's units with their counts; tied parameters appear once."""
-    ties: set[str] = set()
-    for number, (unit, count) in enumerate(units):
-        for record in unit_records(unit, at):
-            tie = tie_of(unit, number, record)
-            if tie not in ties:
-                yield number, record, count
-            ties |= {tie} if tie else set()
-
-
-def unit_records(unit: Unit, at: Coordinate) -> tuple[ParamRecord, ...]:
-    """Returns the parameters of a unit, which are the same wherever it stands in the model."""
-    return _unit_records(unit, unit.seen_by(at))
-
-
-@lru_cache(maxsize=20_000)
-def _unit_records(unit: Unit, at: Coordinate) -> tuple[ParamRecord, ...]:
-    return tuple(unit.records(at).values())
-
-
-def dtype_of(record: ParamRecord, precision: str) -> str:
-    """Returns the dtype of a parameter: the run's precision, unless it must be wider."""
-    return "fp32" if record.wide and precision != "fp64" else precision
-
-
-class PackedBuffer(NamedTuple):
-    """A flat buffer and its parameters, which are in the order of backward."""
-
-    # By all: dtype, data axes, further partial axes, whether trained, whether a reducer that mixes elements sums it.
-    shared: tuple[str, str, tuple[str, ...], bool, bool]
-    items: list[tuple[HeldParameter, str]]
-    places: list[tuple[int, int]]  # (start, bucket) of each parameter
-    buckets: list[tuple[int, int]]  # (start, stop) of each
-
-
-def packed(
-    params: Iterable[tuple[HeldParameter, str]], layout: Layout, bucket_mib: float, zero: ZeroConfig, grad_dtype: str,
-    mixes: bool,
-) -> Iterator[PackedBuffer]:  # fmt: skip
-    """Packs parameters (held, dtype), given in the order of forward, into buffers as `sharding` builds them. `mixes`:
-    see `ReducerPlan`."""
-    mixed_in = layout if mixes else None
-    keyed = backward_order(params, lambda item: (item[1], *buffer_key(item[0].record, mixed_in)))
-    for shared, items in keyed.items():
-        sizes, units = [held.record.numel for held, _ in items], [held.unit for held, _ in items]
-        elements = bucket_elements(bucket_mib * 2**20, grad_bytes(BYTES[shared[0]], BYTES[grad_dtype]))
-        by_unit = shard_axes(layout, zero, shared[1], shared[3]).stage == 3
-        placed = place(sizes, layout.size(shared[1]), elements, units if by_unit else None)
-        yield PackedBuffer(shared, items, *placed)
 
 
 def gradients(
@@ -258,7 +158,7 @@ def gradients(
     micro_batches: int = 1,
     grad_dtype: str = "fp32",
     reducer: ReducerPlan = PLAIN_REDUCER,
-    mixes: bool = False,
+    align: int = 0,
     gather: GatherConfig | None = None,
 ) -> Iterator[RepeatedCall]:
     """Gradients and weights of parameters (held, dtype), given in the order of forward.
@@ -277,8 +177,8 @@ def gradients(
     along which the gradients are partial sums. A `reducer` may make other calls for the sums over the data axes.
     `gather`: how weights travel in stage 3.
     """
-    zero = zero or ZeroConfig()
-    for shared, items, places, buckets in packed(params, layout, bucket_mib, zero, grad_dtype, mixes or reducer.mixes):
+    zero, align = zero or ZeroConfig(), align or mixing(reducer)
+    for shared, items, places, buckets in packed(params, layout, bucket_mib, zero, grad_dtype, align):
         dtype, data_axes, partial, trained, mixed = shared
         summing = reducer if mixed or not reducer.mixes else PLAIN_REDUCER
         stage, shards, replicas = shard_axes(layout, zero, data_axes, trained)
@@ -318,7 +218,7 @@ def synchronised(job: Job, params: Iterable[tuple[HeldParameter, str]], moment: 
     is averaged over them when it has arrived.
     """
     c, layout, n = job.config, job.layout, job.layout.replicas
-    for shared, _, _, buckets in packed(params, layout, c.comm.bucket_mib, c.zero, c.train.grad_dtype, job.mixes):
+    for shared, _, _, buckets in packed(params, layout, c.comm.bucket_mib, c.zero, c.train.grad_dtype, job.mixing):
         dtype, data_axes, partial, trained, mixed = shared
         shards, wide = shard_axes(layout, c.zero, data_axes, trained).shards, max(4, BYTES[dtype])
         compresses = mixed and not partial and (job.step or 0) > c.train.local.compress.warmup_steps
@@ -385,8 +285,8 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
         )
     if job.declared_terms:
         yield _over(job.layout, "sums", "data", together, "all_reduce", WIDE * job.declared_terms)
-    if job.monitored:
-        yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * 2 * job.monitored)
+    if monitored := job.monitored + len(job.config.monitored):
+        yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * 2 * monitored)
     counts = counts_bytes(len(job.layout.step_groups()), job.world)
     yield _over(job.layout, "metrics", "metrics", "world", "all_reduce", counts)
 
@@ -398,7 +298,7 @@ def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
     calls = [*batch(job, held), *(call for stage in held for call in units(job, stage)), *pipeline(job, pp_rank)]
     calls += gradients(
         params, job.layout, c.comm.bucket_mib, c.zero, job.micro_batches, c.train.grad_dtype, job.sums,
-        job.mixes, c.comm.gather,
+        job.mixing, c.comm.gather,
     )
     if job.step is not None and job.layout.replicas > 1:
         calls += synchronised(job, params, moment_of(c.train.local, job.step, job.step == c.train.steps))

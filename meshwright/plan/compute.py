@@ -67,6 +67,7 @@ class Setting:
     precision: str
     recompute: str
     per_node: tuple[tuple[str, int], ...]  # ranks of a group on one node, by axis
+    forwards: int = 1  # of a micro-batch: two where the frozen weights run beside the trained ones
 
     __hash__ = hash_once
 
@@ -86,7 +87,7 @@ def setting_of(job: Job, cluster: Cluster, recompute: str | None = None) -> Sett
     return Setting(
         job.at, job.batch, job.kernels, cluster, job.stack, c.train.precision,
         c.recompute.mode if recompute is None else recompute,
-        tuple((axis, ranks_per_node(job.layout, axis)) for axis in axes),
+        tuple((axis, ranks_per_node(job.layout, axis)) for axis in axes), 1 + c.compares,
     )  # fmt: skip
 
 
@@ -122,7 +123,8 @@ def _unit_time(unit: Unit, where: Setting) -> UnitTime:
         _context_parallel(unit, where, attention, share if where.recompute != "selective" else 0.0),
         *_expert_parallel(unit, where, share),
     )
-    return UnitTime(forward, backward, again, work.flops, tuple(use for use in axes if any(use[1:])))
+    uses = tuple(use._replace(forward=use.forward * where.forwards) for use in axes if any(use[1:]))
+    return UnitTime(forward * where.forwards, backward, again, work.flops, uses)
 
 
 def _forward(work: Work, where: Setting) -> tuple[float, float, float]:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.parts.part import BlockUnit, Coordinate, Unit
-from meshwright.plan.communication import unit_records
+from meshwright.plan.held import unit_records
 from meshwright.plan.job import Job
 from meshwright.plan.packing import Packing, UnitParameters, division_of, packing_of
 

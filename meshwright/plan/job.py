@@ -23,7 +23,7 @@ from meshwright.schedule.kinds import placement_of
 from meshwright.sharding.algorithms import AlgorithmReducer, GatherToOne
 from meshwright.sharding.compression.sizes import planned_compression, planned_reducer
 from meshwright.sharding.placement import shard_axes
-from meshwright.sharding.reducers import ReducerPlan
+from meshwright.sharding.reducers import ReducerPlan, mixing
 from meshwright.sharding.server import ServerReducer
 
 FIELD_BYTES = {
@@ -83,9 +83,9 @@ class Job:
         return planned_compression(self.config.train.local.compress)
 
     @property
-    def mixes(self) -> bool:
-        """Whether any sum mixes elements, see `ReducerPlan`."""
-        return self.sums.mixes or (self.layout.replicas > 1 and self.outer_sums.mixes)
+    def mixing(self) -> int:
+        """Where parameters begin in buffers whose elements a sum mixes, see `ReducerPlan`; 0 if none does."""
+        return mixing(self.sums, *([self.outer_sums] if self.layout.replicas > 1 else []))
 
     @property
     def hides_gradients(self) -> float:

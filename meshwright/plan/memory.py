@@ -10,8 +10,8 @@ from typing import NamedTuple
 from meshwright.parts.part import BlockUnit
 from meshwright.plan.activations import rank_activations
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.communication import records_once, unit_records
 from meshwright.plan.gathered import whole_bytes
+from meshwright.plan.held import records_once, unit_records
 from meshwright.plan.job import Job
 from meshwright.plan.packing import division_of, packing_of
 from meshwright.plan.stack import BYTES
@@ -53,6 +53,7 @@ class BufferSizes(NamedTuple):
     element: int = 0  # bytes, where they are not those of other weights
     mixed: bool = False  # a reducer that mixes elements sums its gradients
     outer_mixed: bool = False  # and what replicas sum of it
+    ranks: int = 1  # that sum its gradients
 
 
 def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
@@ -64,6 +65,7 @@ def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
             BufferSizes(
                 one.buckets, *division_of(one, job.layout, job.config.zero), one.trained,
                 0 if one.weight == usual else one.weight, one.mixed, one.outer_mixed,
+                job.layout.size(one.data_axes),
             )
             for one in packing_of(job, pp_rank).buffers
         ]  # fmt: skip
@@ -110,7 +112,8 @@ def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     parameters = (own if zero == 3 else whole) * (sizes.element or s.param) if s.keeps_param or zero <= 2 else 0.0
     gradients = (own if zero >= 2 else whole) * (s.grad + s.grad_copy)
     gradients += (own if zero >= 1 else whole) * s.step_copy
-    gradients += job.sums.state_bytes(whole, s.grad) if sizes.mixed or not job.sums.mixes else 0
+    gathered = whole // sizes.ranks if sizes.ranks > (sizes.shards if zero else 1) else 0
+    gradients += job.sums.state_bytes(whole, s.grad, gathered) if sizes.mixed or not job.sums.mixes else 0
     master = (own if zero >= 1 else whole) * s.master
     optimizer = (own if zero >= 1 else whole) * s.moment * s.moments + outer_bytes(job, sizes)
     if is_offloaded(job, s.optimizer_on):

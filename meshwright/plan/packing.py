@@ -9,7 +9,7 @@ from typing import NamedTuple
 from meshwright.config.sections import ZeroConfig
 from meshwright.layout import Layout
 from meshwright.parts.part import Coordinate, Unit
-from meshwright.plan.communication import HeldParameter, dtype_of, packed, tie_of, unit_records
+from meshwright.plan.held import HeldParameter, dtype_of, packed, tie_of, unit_records
 from meshwright.plan.job import Job
 from meshwright.plan.stack import BYTES
 from meshwright.sharding.placement import grad_bytes, shard_axes
@@ -66,7 +66,7 @@ def packing_of(job: Job, pp_rank: int) -> Packing:
     if key not in job.known:
         chunks = tuple(tuple(unit for _, _, unit in job.model.units(stage)) for stage in job.chunks[pp_rank])
         dtypes = (c.train.precision, c.train.grad_dtype)
-        job.known[key] = _packing(chunks, job.at, job.layout, c.comm.bucket_mib, zero, dtypes, job.mixes)
+        job.known[key] = _packing(chunks, job.at, job.layout, c.comm.bucket_mib, zero, dtypes, job.mixing)
     found: Packing = job.known[key]
     return found
 
@@ -74,7 +74,7 @@ def packing_of(job: Job, pp_rank: int) -> Packing:
 @lru_cache(maxsize=20_000)
 def _packing(
     chunks: tuple[tuple[Unit, ...], ...], at: Coordinate, layout: Layout, bucket_mib: float, zero: ZeroConfig,
-    dtypes: tuple[str, str], mixes: bool,
+    dtypes: tuple[str, str], align: int,
 ) -> Packing:  # fmt: skip
     held: list[HeldParameter] = []
     ties: dict[str, int] = {}
@@ -95,7 +95,7 @@ def _packing(
     buffers: list[Buffer] = []
     places = [(0, 0)] * len(held)
     typed = [(one, dtype_of(one.record, dtypes[0])) for one in held]
-    for shared, items, where, bounds in packed(typed, layout, bucket_mib, zero, dtypes[1], mixes):
+    for shared, items, where, bounds in packed(typed, layout, bucket_mib, zero, dtypes[1], align):
         dtype, axes, partial, trained, mixed = shared
         for (one, _), (_, bucket) in zip(items, where, strict=True):
             places[one.fetches] = (len(buffers), bucket)

@@ -14,9 +14,10 @@ from meshwright.parts.experts import EXPERT_DATA_AXES
 from meshwright.parts.part import BlockUnit, Coordinate, Unit
 from meshwright.plan.algorithms import algorithm_seconds, gather_to_one_seconds
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.communication import records_once, round_calls, unit_records
+from meshwright.plan.communication import round_calls
 from meshwright.plan.compute import Setting, unit_time
 from meshwright.plan.efficiency import collective_seconds
+from meshwright.plan.held import records_once, unit_records
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
 from meshwright.sharding.algorithms import AlgorithmReducer, GatherToOne

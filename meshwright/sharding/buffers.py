@@ -27,7 +27,7 @@ from meshwright.layout.params import Box, Init, ParamRecord, global_boxes, row_o
 from meshwright.nn.parallel import draw_parameter, is_unallocated, record_of
 from meshwright.nn.weight_grad import Sink
 from meshwright.sharding.offload import StateStore
-from meshwright.sharding.placement import Split, backward_order, bucket_elements, buffer_key, grad_bytes, place
+from meshwright.sharding.placement import ALIGN, Split, backward_order, bucket_elements, buffer_key, grad_bytes, place
 from meshwright.sharding.remainders import PairedTensor, Values
 
 REDUCER = "reducer."  # with which the names of a reducer's states begin
@@ -170,14 +170,16 @@ class FlatBuffer:
         params_at: tuple[str, Path],
         seed: int,
         one_micro_batch: bool,
+        align: int = ALIGN,
     ) -> None:
-        """`params_at` says where owned weights are stored in stage 3: on the device, in host memory or in a file."""
+        """`params_at` says where owned weights are stored in stage 3: on the device, in host memory or in a file.
+        Parameters begin at multiples of `align` elements."""
         self.key, self.split = key, split
         self.releases_grads = key.trained and (split.stage >= 2 or one_micro_batch)
         dtype = key.dtype if grad_bytes(key.dtype.itemsize, grad_dtype.itemsize) == key.dtype.itemsize else grad_dtype
         elements = bucket_elements(bucket_bytes, dtype.itemsize)
         units = [item.unit for item in named] if split.stage == 3 else None
-        places, bounds = place([item.record.numel for item in named], split.ranks, elements, units)
+        places, bounds = place([item.record.numel for item in named], split.ranks, elements, units, align)
         self.device = named[0].parameter.device
         self.size = bounds[-1][1]
         self.slots: list[Slot] = []
@@ -269,7 +271,7 @@ class State(NamedTuple):
     """One kind of state of a buffer, as a checkpoint holds it: one tensor per bucket, of this rank's share. With
     `additive` each rank has a row of its own, which may cover the whole bucket. With `replica` each replica of
     `layout.replicas` has one: another number of replicas begins with the mean of the rows, or, if they are `summed`,
-    adds them up."""
+    adds them up. `absorbs`: another kind of state, for which this run has no place, that is added to this one."""
 
     name: str
     buffer: FlatBuffer
@@ -277,6 +279,7 @@ class State(NamedTuple):
     additive: Rows | None = None
     replica: Rows | None = None
     summed: bool = False
+    absorbs: str = ""
 
     def record(self, slot: Slot) -> ParamRecord:
         """Returns where a parameter's state lies in the global tensor that a checkpoint holds."""
@@ -300,10 +303,11 @@ class State(NamedTuple):
         return self.tensors[slot.bucket][at + low : at + high]
 
     def _covered(self, slot: Slot) -> tuple[int, int]:
-        """The range of the buffer that the tensor of the slot's bucket covers: the bucket, or this rank's share."""
-        bucket = self.buffer.buckets[slot.bucket]
-        whole = self.tensors[slot.bucket].numel() == bucket.stop - bucket.start
-        return (bucket.start, bucket.stop) if whole else bucket.share
+        """The range of the buffer that the tensor of the slot's bucket covers: the bucket, this rank's share, or what
+        it writes of that."""
+        bucket, size = self.buffer.buckets[slot.bucket], self.tensors[slot.bucket].numel()
+        ranges = [(bucket.start, bucket.stop), bucket.share, self.buffer.split.written(bucket.start, bucket.stop)]
+        return next(each for each in ranges if each[1] - each[0] == size)
 
 
 class SideState(NamedTuple):
@@ -352,14 +356,15 @@ def build_buffers(
     grad_dtype: torch.dtype = torch.float32,
     params_at: tuple[str, Path] = ("none", Path()),
     seed: int = 0,
-    mixed_in: Layout | None = None,
+    mixed_in: tuple[Layout, int] | None = None,
     one_micro_batch: bool = False,
 ) -> tuple[list[FlatBuffer], dict[int, Slot]]:
     """Builds buffers for every parameter of the chunks, in the order of backward. Returns each parameter's slot too.
     `split_of` says how the ranks divide a buffer; `units` gives the number of a parameter's unit, by its id. A
     parameter without a record (of a module that is not ours) is taken to be whole, and the same on every rank.
     `requires_grad` decides whether a parameter is trained, and the record of its slot says the same. `mixed_in` is the
-    layout, where the reducer mixes elements. `one_micro_batch` says that a step has one on each rank."""
+    layout, where the reducer mixes elements, and the reducer's `align`. `one_micro_batch` says that a step has one on
+    each rank."""
     named: dict[int, NamedParameter] = {}
     for chunk, module in enumerate(modules):
         for name, parameter in module.named_parameters():
@@ -368,11 +373,15 @@ def build_buffers(
                 record = replace(record, trained=parameter.requires_grad)
                 unit = (units or {}).get(id(parameter), chunk)
                 named[id(parameter)] = NamedParameter(f"{chunk}.{name}", parameter, record, unit)
+    layout, align = mixed_in or (None, ALIGN)
     keyed = backward_order(
-        named.values(), lambda item: BufferKey(item.parameter.dtype, *buffer_key(item.record, mixed_in))
+        named.values(), lambda item: BufferKey(item.parameter.dtype, *buffer_key(item.record, layout))
     )
     bucket, more = bucket_mib * 2**20, (grad_dtype, params_at, seed, one_micro_batch)
-    buffers = [FlatBuffer(key, items, split_of(key), bucket, *more) for key, items in keyed.items()]
+    buffers = [
+        FlatBuffer(key, items, split_of(key), bucket, *more, align if key.compressed else ALIGN)
+        for key, items in keyed.items()
+    ]
     return buffers, {id(slot.parameter): slot for buffer in buffers for slot in buffer.slots}
 
 

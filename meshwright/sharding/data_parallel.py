@@ -39,7 +39,7 @@ from meshwright.sharding.buffers import (
     build_buffers,
 )  # fmt: skip
 from meshwright.sharding.placement import Split, shard_axes
-from meshwright.sharding.reducers import PLAIN_REDUCER, PendingReduction, Reducer
+from meshwright.sharding.reducers import PLAIN_REDUCER, PendingReduction, Reducer, ReducerPlan, mixing
 from meshwright.sharding.reduction import EveryMicroBatch, OncePerStep
 from meshwright.sharding.weights import WeightGatherer, find_units, number_units
 
@@ -68,11 +68,11 @@ class DataParallel:
         seed: int = 0,
         overlap: OverlapConfig | None = None,
         one_micro_batch: bool = False,
-        mixes: bool = False,
+        outer: ReducerPlan = PLAIN_REDUCER,
         gather: GatherConfig | None = None,
     ) -> None:
-        """Moves the modules' parameters into buffers. `seed` initialises those that have no memory yet. `mixes`: what
-        is not the reducer's work mixes elements too (see `ReducerPlan`)."""
+        """Moves the modules' parameters into buffers. `seed` initialises those that have no memory yet. `outer`: how
+        parameters are summed over `layout.replicas`, if at all."""
         overlap = overlap or OverlapConfig()
         self.mesh, self.reducer = mesh, reducer
         modules, self._zero = list(modules), zero or ZeroConfig()
@@ -83,7 +83,7 @@ class DataParallel:
         params_at = (self._zero.offload.params, Path(self._zero.offload.path))
         self.buffers, slots = build_buffers(
             modules, self._split, bucket_mib, number_units(units), grad_dtype, params_at, seed,
-            mesh.layout if mixes or reducer.mixes else None, one_micro_batch,
+            (mesh.layout, align) if (align := mixing(reducer, outer)) else None, one_micro_batch,
         )  # fmt: skip
         self.stage = max((buffer.split.stage for buffer in self.buffers), default=0)
         self._check_ties()
@@ -184,16 +184,20 @@ class DataParallel:
 
     def reducer_states(self) -> Iterator[State | SideState]:
         """Yields the reducer's states, as a checkpoint holds them."""
-        for name, buffer, tensors in self.reducer.states():
-            groups = [self.mesh.group(axis) for axis in buffer.key.partial]
-            groups += [group for group in self.groups(buffer) if not group.alone]
-            if tensors[0].numel() < buffer.buckets[0].stop - buffer.buckets[0].start:
-                groups.remove(self.groups(buffer).shards)  # each of these ranks has a share of its own
-            yield State(REDUCER + name, buffer, tensors, _row_in(groups))
+        found = list(self.reducer.states())
+        names = {(name, buffer.key) for name, buffer, _ in found}
+        for name, buffer, tensors in found:
+            groups, first, size = self.groups(buffer), buffer.buckets[0], tensors[0].numel()
+            apart = [] if size == first.stop - first.start else [groups.shards]  # who has a share of its own
+            apart += [groups.replicas] if size < first.share[1] - first.share[0] else []  # or a part of one
+            several = [self.mesh.group(axis) for axis in buffer.key.partial]
+            several += [group for group in groups if not group.alone and group not in apart]
+            absorbs = "" if (f"{name}.sums", buffer.key) in names else f"{REDUCER}{name}.sums"
+            yield State(REDUCER + name, buffer, tensors, _row_in(several), absorbs=absorbs)
         for name, buffer, held, draw in self.reducer.side_states():
-            groups = [self.mesh.group(axis) for axis in buffer.key.partial]
-            groups += [self.groups(buffer).replicas] if buffer.split.stage else []  # which sum what each has reduced
-            yield SideState(REDUCER + name, buffer, held, _row_in(groups), draw)
+            several = [self.mesh.group(axis) for axis in buffer.key.partial]
+            several += [self.groups(buffer).replicas] if buffer.split.stage else []  # which sum what each has reduced
+            yield SideState(REDUCER + name, buffer, held, _row_in(several), draw)
 
     def _check_ties(self) -> None:
         """Refuses a tie that is trained here and frozen on the stage of its other end, which would wait forever."""

@@ -110,20 +110,21 @@ def shard_axes(layout: Layout, zero: ZeroConfig, data_axes: str = DATA_AXES, tra
 
 
 def place(
-    sizes: Sequence[int], ranks: int, bucket_elements: int, units: Sequence[int] | None = None
+    sizes: Sequence[int], ranks: int, bucket_elements: int, units: Sequence[int] | None = None, align: int = ALIGN
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Returns (start, bucket) of each parameter and (start, stop) of each bucket. A bucket is closed by the parameter
     that fills it; no parameter is cut. With `units`, the number of the unit that each parameter belongs to, a bucket
-    holds one unit instead, which is gathered at once."""
+    holds one unit instead, which is gathered at once. Parameters, and the shares of so many ranks, begin at multiples
+    of `align`."""
     places: list[tuple[int, int]] = []
     buckets: list[tuple[int, int]] = []
     begin = at = 0
     for i, size in enumerate(sizes):
         places.append((at, len(buckets)))
-        at += -(-size // ALIGN) * ALIGN
+        at += -(-size // align) * align
         last = i + 1 == len(sizes)
         if last or (at - begin >= bucket_elements if units is None else units[i + 1] != units[i]):
-            at = begin + -(-(at - begin) // (ALIGN * ranks)) * ALIGN * ranks
+            at = begin + -(-(at - begin) // (align * ranks)) * align * ranks
             buckets.append((begin, at))
             begin = at
     return places, buckets

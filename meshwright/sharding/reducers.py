@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from meshwright.sharding.placement import ALIGN
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -35,6 +37,11 @@ class ReducerPlan(Protocol):
         copies of a parameter would then not find the same sums, so such a reducer is only asked for buckets without
         copies and without vectors (`BufferKey.compressed`); the others are summed plainly."""
 
+    @property
+    def align(self) -> int:
+        """Where elements are mixed: parameters, and the pieces of ranks, begin at multiples of so many elements, so
+        that whoever works on blocks of as many finds the same ones in every layout that cuts between them."""
+
     def calls(
         self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
         on_node: int = 1,
@@ -44,8 +51,9 @@ class ReducerPlan(Protocol):
         bucket's parameters; there are none where a share is summed over replicas. `on_node`: neighbours of the group
         that are on one node."""
 
-    def state_bytes(self, elements: int, element_bytes: int) -> int:
-        """The bytes that a rank keeps between steps for a bucket of so many gradients."""
+    def state_bytes(self, elements: int, element_bytes: int, gathered: int = 0) -> int:
+        """The bytes that a rank keeps between steps for a bucket of so many gradients. `gathered`: those of them whose
+        sum this rank makes and all others get, where they do."""
 
 
 class Reducer(ReducerPlan, Protocol):
@@ -68,9 +76,11 @@ class Reducer(ReducerPlan, Protocol):
         step in ZeRO stage 1, once per micro-batch in stages 2 and 3. Nobody else uses `grads` before `wait` returns."""
 
     def states(self) -> Iterator[tuple[str, FlatBuffer, list[Tensor]]]:
-        """Yields what a checkpoint must hold: a name, a buffer, and one tensor per bucket, of the whole bucket or of
-        this rank's share. Such a state is *additive*: what counts is its sum over the ranks that hold an element. A
-        checkpoint stores one row for each of them, and the ranks of another layout add up the rows assigned to them."""
+        """Yields what a checkpoint must hold: a name, a buffer, and one tensor per bucket, of the whole bucket, of this
+        rank's share, or of the part of it that this rank alone holds (`Split.written`). Such a state is *additive*:
+        what counts is its sum over the ranks that hold an element. A checkpoint stores one row for each of them, and
+        the ranks of another layout add up the rows assigned to them. A layout without a state `x.sums` adds it to
+        `x`."""
 
     def side_states(self) -> Iterator[SideTensors]:
         """Yields what else a checkpoint must hold, of other shapes than the parameters', see `SideState`."""
@@ -80,6 +90,7 @@ class PlainReducer:
     """A reducer that makes just the collective that it is asked for."""
 
     mixes = False
+    align = ALIGN
 
     def calls(
         self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
@@ -87,7 +98,7 @@ class PlainReducer:
     ) -> Iterable[tuple[str, int]]:  # fmt: skip
         return [(op, elements * element_bytes)]
 
-    def state_bytes(self, elements: int, element_bytes: int) -> int:
+    def state_bytes(self, elements: int, element_bytes: int, gathered: int = 0) -> int:
         return 0
 
     def prepare(self, buffers: Sequence[FlatBuffer]) -> None:
@@ -110,3 +121,9 @@ class PlainReducer:
 
 
 PLAIN_REDUCER = PlainReducer()
+
+
+def mixing(*plans: ReducerPlan) -> int:
+    """Returns where parameters begin in buffers that one of these reducers may mix: at multiples of so many elements. 0
+    if none of them mixes."""
+    return max((plan.align for plan in plans if plan.mixes), default=0)

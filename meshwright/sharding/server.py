@@ -52,7 +52,7 @@ class ServerReducer(PlainReducer):
         """The mean of all ranks: servers send more than others, which the sum over the ranks does not show."""
         return [("all_to_all", elements * element_bytes)] * 2
 
-    def state_bytes(self, elements: int, element_bytes: int) -> int:
+    def state_bytes(self, elements: int, element_bytes: int, gathered: int = 0) -> int:
         return self.staleness * elements * max(WIDE_BYTES, element_bytes)
 
     def prepare(self, buffers: Sequence[FlatBuffer]) -> None:

@@ -18,6 +18,7 @@ from meshwright.data.packed import PackedStream, is_chat, packed_datasets
 from meshwright.data.spans import SpanOptions
 from meshwright.data.stream import SampleOptions, build_datasets
 from meshwright.data.token_file import read_metadata
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.data.word_parts import special_ids, word_parts
 from meshwright.errors import UserError
 
@@ -104,10 +105,9 @@ def spans_of(config: Config) -> SpanOptions:
     return found
 
 
-def blanks_of(config: Config) -> BlankOptions:
-    """How blanks are made. Special tokens without ids in the config are the five after the tokenizer's last."""
+def blank_specials(config: Config, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The ids of [MASK], [gMASK], [sop], [eop] and [pad]: the config's, or the five after the tokenizer's last."""
     m, b, prefix = config.model, config.data.blanks, config.data.prefixes[0]
-    tokenizer = tokenizer_of_data(config.data.prefixes)
     used = 0 if tokenizer is None else len(tokenizer.pieces())
     used = used or int((read_metadata(prefix) or {}).get("vocab_size", 0))
     specials = b.specials or (tuple(range(used, used + len(BLANK_SPECIALS))) if used else ())
@@ -121,7 +121,16 @@ def blanks_of(config: Config) -> BlankOptions:
             f"model.vocab={m.vocab} leaves no room for the special tokens {list(specials)}: set "
             f"model.vocab={max(specials) + 1} or more"
         )
-    found = BlankOptions(m.seq, b.short, b.share, b.mean, b.least, specials, bool(m.token_types))
+    return specials
+
+
+def blanks_of(config: Config) -> BlankOptions:
+    """How blanks are made."""
+    m, b = config.model, config.data.blanks
+    specials = blank_specials(config, tokenizer_of_data(config.data.prefixes))
+    found = BlankOptions(
+        m.seq, b.short, b.share, b.mean, b.least, specials, bool(m.token_types), b.instructions, b.instruction_share
+    )
     if found.added >= m.seq // 2:
         raise UserError(f"model.seq={m.seq} is too short for blanks, of which {found.added // 2} may come: raise it")
     return found

@@ -32,7 +32,7 @@ def forward_step(ctx: Context, module: nn.Module, batch: dict[str, Tensor], rece
         return planned_step(module, batch, received)
     assert isinstance(module, GPTStage)
     if ctx.config.objective == "preference":
-        return preference_output(ctx.config.tune, module, batch)
+        return preference_output(ctx.config, module, batch, received)
     out, losses = module(batch, **received)
     last = module.head is not None
     terms = []

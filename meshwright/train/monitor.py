@@ -35,9 +35,9 @@ class Summing(NamedTuple):
 class Monitored:
     """The names that all ranks know, and the sums of their values."""
 
-    def __init__(self, ctx: Context) -> None:
-        self.ctx = ctx
-        self.names: tuple[str, ...] = ()
+    def __init__(self, ctx: Context, names: tuple[str, ...] = ()) -> None:
+        """`names`: those that all ranks know from the beginning."""
+        self.ctx, self.names = ctx, names
 
     def is_new(self, totals: Totals) -> bool:
         """Whether this rank has a value whose name the others don't know."""

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.config.tune import NEED_REFERENCE, TuneConfig
+from meshwright.config.sections import Config
+from meshwright.config.tune import BETTER, TuneConfig
+from meshwright.models.description import REFERENCE
 from meshwright.models.gpt import GPTStage
 from meshwright.nn.answers import AnswerLogps
 from meshwright.nn.linear import without_adapters
@@ -68,27 +70,41 @@ PAIRED: dict[str, Callable[[Answer, Answer, TuneConfig], Tensor]] = {
 }  # fmt: skip
 
 
-def preference_output(tune: TuneConfig, module: GPTStage, batch: dict[str, Tensor]) -> StageOutput:
-    """The loss of one micro-batch."""
-    reference: AnswerLogps | None = None
-    if tune.loss in NEED_REFERENCE:
+def preference_output(
+    config: Config, module: GPTStage, batch: dict[str, Tensor], received: dict[str, Tensor]
+) -> StageOutput:
+    """The loss of one micro-batch, or what a stage before the last passes on. All ranks that share the sequences know
+    the same answers; the first of them gives the loss and the others its gradient alone."""
+    reference: Tensor | AnswerLogps | None = None
+    if config.compares:
         training = module.training
         with torch.no_grad(), without_adapters(module.eval()):
-            reference = module.answers(batch)
+            reference = module.answers(batch, received.get(REFERENCE))
         module.train(training)
-    found = module.answers(batch)
-    before = torch.zeros_like(found.sums) if reference is None else reference.sums
-    if tune.loss == "kto":
-        there = found.counts > 0
-        answer = Answer(found.sums, before, found.counts)
-        losses = kto(answer, found.good, there, tune)
-        return StageOutput({}, [Term(LOSS, torch.where(there, losses, 0.0).sum(), there.sum())])
+    found = module.answers(batch, received.get("hidden"))
+    if isinstance(found, Tensor):
+        return StageOutput({"hidden": found} | ({REFERENCE: reference} if isinstance(reference, Tensor) else {}))
+    before = reference.sums if isinstance(reference, AnswerLogps) else torch.zeros_like(found.sums)
+    losses, there, monitored = (_judged if config.tune.loss == "kto" else _paired)(found, before, config.tune)
+    total, count = torch.where(there, losses, 0.0).sum(), there.sum()
+    if module.tokens.index > 0:
+        total, count = total - total.detach(), torch.zeros_like(count)
+    return StageOutput({}, [Term(LOSS, total, count)], monitored)
+
+
+Judged = tuple[Tensor, Tensor, dict[str, Tensor]]  # losses, which of them are there, values to monitor
+
+
+def _judged(found: AnswerLogps, before: Tensor, tune: TuneConfig) -> Judged:
+    there = found.counts > 0
+    return kto(Answer(found.sums, before, found.counts), found.good, there, tune), there, {}
+
+
+def _paired(found: AnswerLogps, before: Tensor, tune: TuneConfig) -> Judged:
     pairs = [each.view(len(each), -1, 2) for each in (found.sums, before, found.counts)]
     there = (pairs[2] > 0).all(2)
     # Where there is no pair, one token of probability 1/2 stands for it, so that no gradient becomes infinite.
     logps = torch.where(there[..., None], pairs[0], -0.7)
     chosen, rejected = (Answer(logps[..., n], pairs[1][..., n], pairs[2][..., n].clamp(min=1.0)) for n in (0, 1))
-    losses = PAIRED[tune.loss](chosen, rejected, tune)
     better = ((chosen.ratio > rejected.ratio) & there).sum() / there.sum().clamp(min=1)
-    term = Term(LOSS, torch.where(there, losses, 0.0).sum(), there.sum())
-    return StageOutput({}, [term], {"chosen is likelier": better})
+    return PAIRED[tune.loss](chosen, rejected, tune), there, {BETTER: better}

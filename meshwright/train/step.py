@@ -28,6 +28,7 @@ from meshwright.schedule.table import Table
 from meshwright.schedule.verify import verified
 from meshwright.sharding.buffers import SideState, State
 from meshwright.sharding.compression.make import reducer_of
+from meshwright.sharding.compression.sizes import planned_compression
 from meshwright.sharding.data_parallel import DataParallel
 from meshwright.sharding.reducers import Reducer
 from meshwright.train.balance import ExpertBalance
@@ -79,7 +80,7 @@ class Trainer:
         parallel = DataParallel(
             self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed,
             config.comm.overlap, one_micro_batch=micro_batches(ctx, len(own)) == 1,
-            mixes=ctx.layout.replicas > 1 and config.train.local.compress.kind != "plain", gather=config.comm.gather,
+            outer=planned_compression(config.train.local.compress), gather=config.comm.gather,
         )  # fmt: skip
         self.data_parallel = parallel
         self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, parallel.weights.updated, offload)
@@ -109,7 +110,7 @@ class Trainer:
         self.blocks = {term.name: count for module in modules for term, count in stage_of(module).losses}
         self.terms = (*self.declared_terms, *self.blocks)
         self.balance = ExpertBalance(ctx, self.modules, parallel)
-        self.monitored = Monitored(ctx)
+        self.monitored = Monitored(ctx, config.monitored)
         self.step_number, self.consumed, self._read_at = 0, 0, 0.0
         self.before_update: Callable[[], object] = lambda: None
 

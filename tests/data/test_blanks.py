@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 from meshwright.data.blanks import BlankOptions, BlankStream, _short_spans
 from meshwright.data.masked import keyed_uniform
 from meshwright.data.stream import OneEpoch, build_datasets
+from meshwright.data.token_file import METADATA_FORMAT
+from meshwright.errors import UserError
 from tests.support.token_files import write_documents
 
 MASK, GMASK, SOP, EOP, PAD = SPECIALS = (1000, 1001, 1002, 1003, 1004)
@@ -93,3 +96,46 @@ def test_the_shares_are_those_of_the_options(prefix: str) -> None:
         assert spans[0][0] >= 0 and spans[-1][1] <= 55
         lengths.append(spans[0][1] - spans[0][0])  # of those after it, long ones end the sample more often
     assert np.mean(lengths) == pytest.approx(3.0, abs=0.3)
+
+
+def write_conversations(prefix: Path, conversations: list[list[tuple[list[int], int]]]) -> str:
+    """Conversations as turns of tokens and whether they are learned, as `data chat` writes them."""
+    write_documents(prefix, [[id for turn, _ in turns for id in turn] for turns in conversations])
+    masks = [[learned for turn, learned in turns for _ in turn] for turns in conversations]
+    write_documents(f"{prefix}.mask", masks, np.uint8)
+    found = {"format": METADATA_FORMAT, "version": 1, "chat": "chat", "vocab_size": 1000, "eod": END}
+    Path(f"{prefix}.json").write_text(json.dumps(found))
+    return str(prefix)
+
+
+def test_answers_are_blended_in_as_ends(prefix: str, tmp_path: Path) -> None:
+    """One sample in twenty comes from the instructions, and each answer follows all that was said before it."""
+    talks = [[([200 + n] * 5, 0), ([300 + n] * 3, 1), ([400 + n] * 2, 0), ([500 + n] * 4, 1)] for n in range(6)]
+    talks.append([([800] * 70, 0), ([801] * 6, 1)])  # longer than a sample: the source loses its beginning
+    talks.append([([810] * 7, 0), ([811] * 90, 1)])
+    asked = write_conversations(tmp_path / "talk", talks)
+    options = BlankOptions(SEQ, 0.3, 0.15, 3.0, 0.5, SPECIALS, True, (asked,), 0.05)
+    stream = build_datasets([prefix], None, (1.0, 0.0, 0.0), SEQ, 5, blanks=options)[0]
+    assert isinstance(stream, BlankStream)
+    most = SEQ - options.added
+    found: dict[tuple[int, ...], list[int]] = {}
+    for n in range(14 * 20):
+        sample = stream.sample(n)
+        if stream.source_of(n) != asked:
+            continue
+        source = sample["tokens"][sample["segments"] == 0].tolist()
+        answer = sample["tokens"][sample["segments"] == 1].tolist()
+        assert source[-1] == GMASK and answer[0] == SOP and len(restored(sample)) <= most
+        found[tuple(answer[1:])] = source[:-1]
+    expected = {}
+    for n in range(6):
+        first, second = [200 + n] * 5, [200 + n] * 5 + [300 + n] * 3 + [400 + n] * 2
+        expected |= {(300 + n,) * 3: first, (500 + n,) * 4: second}
+    expected |= {(801,) * 6: [800] * (most - 6), (811,) * (most - 1): [810]}
+    assert found == expected  # 280 samples have 14 of them: an epoch, each answer once
+
+
+def test_files_without_answers_are_refused(prefix: str) -> None:
+    options = BlankOptions(SEQ, 0.3, 0.15, 3.0, 0.5, SPECIALS, True, (prefix,), 0.05)
+    with pytest.raises(UserError, match="holds plain text and no conversations: make it with"):
+        build_datasets([prefix], None, (1.0, 0.0, 0.0), SEQ, 5, blanks=options)

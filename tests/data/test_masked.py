@@ -83,7 +83,7 @@ def test_eight_in_ten_are_masked_and_one_is_changed(prefix: str) -> None:
         sample = stream.sample(n)
         count = int(sample["loss_mask"].sum())
         length = int((sample["segments"] == 0).sum()) - 3
-        assert count == min(5, length, max(1, round(0.15 * length)))
+        assert count == min(5, length, max(1, round(0.15 * (length + 3))))
         places, labels = sample["places"][:count], sample["labels"][:count]
         assert (np.diff(places) > 0).all() and not sample["places"][count:].any()
         seen = sample["tokens"][places]
@@ -121,7 +121,7 @@ def test_words_are_masked_whole(lengths: list[int], predictions: int, ngrams: in
     m = masking(predictions=predictions, share=0.5, ngrams=ngrams, words=words)
     random = keyed_uniform(2 * len(ids), seed).reshape(2, -1)
     chosen = set(choose(ids, body, m, *random).tolist())
-    most = min(predictions, len(ids), max(1, round(0.5 * len(ids))))
+    most = min(predictions, len(ids), max(1, round(0.5 * (len(ids) + m.added))))
     assert 1 <= len(chosen) <= most
     at, partly = 0, 0
     for n in lengths:

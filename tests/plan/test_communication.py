@@ -27,8 +27,9 @@ from meshwright.layout.params import Init, whole
 from meshwright.models.description import fields_read
 from meshwright.parts import gpt
 from meshwright.parts.gpt import context_calls
-from meshwright.plan import communication
-from meshwright.plan.communication import HeldParameter, Line, Traffic, predict_detail, predict_rank, predict_step
+from meshwright.plan import communication, held
+from meshwright.plan.communication import Line, Traffic, predict_detail, predict_rank, predict_step
+from meshwright.plan.held import HeldParameter
 from meshwright.train.counts import counts_bytes
 from tests.support.oracle import Made, small_config
 from tests.support.ranks import RankFailed, run_ranks
@@ -241,7 +242,7 @@ def test_one_process_sends_nothing() -> None:
     assert predict_step(CASES[0].config, 1) == {} == recorded(CASES[0])[0][0]["comm"]
 
 
-def unpadded(sizes: list[int], ranks: int, elements: int, units: list[int] | None) -> Any:
+def unpadded(sizes: list[int], ranks: int, elements: int, units: list[int] | None, align: int) -> Any:
     places, at = [], 0
     for size in sizes:
         places.append((at, 0))
@@ -278,8 +279,8 @@ def ends_only(stage: Any, model: Any, cp: int) -> set[str]:
 
 
 MUTATIONS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
-    "no padding": ("dp-one-bucket", instead("place", unpadded)),
-    "one bucket": ("dp", instead("bucket_elements", lambda size, element: 10**9)),
+    "no padding": ("dp-one-bucket", (held, "place", unpadded)),
+    "one bucket": ("dp", (held, "bucket_elements", lambda size, element: 10**9)),
     "gradients in bf16": ("all-bf16", instead("grad_bytes", lambda size, wanted: size)),
     "no gather again": ("tp-sp-fp32", without(gpt, "column_calls", lambda call: call.repeated)),
     "no loss": ("tp", without(gpt.OutputLayerPart, "collectives", lambda call: call.phase == "forward")),

@@ -19,7 +19,7 @@ WIDTHS = [16, 48, 320]  # less than a block, one and a half, ten
 
 
 def config_of(kind: str, **keys: object) -> ReduceConfig:
-    keys |= {"block": BLOCK} if kind in ("fp8", "int8", "int4", "onebit") else {}
+    keys |= {"block": BLOCK} if kind in ("fp8", "int8", "int4", "onebit", "topk") else {}
     return ReduceConfig(kind=kind, **({"ratio": 0.1} | keys if kind in SPARSE else keys))  # type: ignore[arg-type]
 
 
@@ -81,13 +81,22 @@ def test_signs_have_the_mean_size_of_their_block(width: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_largest_elements_arrive_as_they_are(dtype: torch.dtype, width: int) -> None:
     x = numbers(3, width, dtype)
-    count = sent_elements(config_of("topk"), width)
-    top = x.abs().sort(1, descending=True).values[:, count - 1 : count]
-    for kind in SPARSE:
+    for kind, block in (("topk", BLOCK), ("threshold", width)):
         found = through(kind, x)
-        assert torch.equal(torch.where(found == 0, x, found), x), "what arrives is what was sent"
-        assert ((found != 0).sum(1) <= count).all()
-        assert torch.equal(found, torch.where(x.abs() >= top, x, 0))
+        for some, sent in zip(x.split(block, 1), found.split(block, 1), strict=True):
+            count = math.ceil(0.1 * min(block, width))
+            top = some.abs().sort(1, descending=True).values[:, count - 1 : count]
+            assert torch.equal(sent, torch.where(some.abs() >= top, some, 0))
+
+
+def test_places_in_large_blocks_take_two_bytes() -> None:
+    x = torch.randn(2, 2048, generator=torch.Generator().manual_seed(5))
+    config = ReduceConfig(kind="topk", ratio=0.01, block=1024)
+    message = codec_of(config).encode(x, None)
+    assert message.shape[1] == message_bytes(config, 2048, 4) == 2 * 11 * (2 + 4)
+    found = codec_of(config).decode(message, 2048, x.dtype)
+    assert torch.equal(found[found != 0], x[found != 0]) and int((found != 0).sum()) == 44
+    assert found[:, 1024:].abs().amax() > 0
 
 
 def test_about_as_many_reach_a_threshold_that_a_sample_gives() -> None:

@@ -134,3 +134,58 @@ def test_factors_are_cut_with_the_layout(tmp_path: Path) -> None:
     for mine, theirs in zip(before, again, strict=True):
         assert mine.keys() == theirs.keys()
         assert all(np.array_equal(mine[key], theirs[key]) for key in mine)
+
+
+# Every side of these matrices is a multiple of 32, and so is that of a half of them: no layout here cuts a block.
+BLOCKY = {"model": {"layers": 2, "hidden": 64, "heads": 4, "ffn": 128, "vocab": 64, "seq": 8, "position": "rope",
+                    "tied_embeddings": False}}  # fmt: skip
+OTHERS: list[Sections] = [
+    {"layout": {"tp": 2}}, {"layout": {"pp": 2}}, {"layout": {"tp": 2, "sequence_parallel": True}},
+]  # fmt: skip
+
+
+def losses(rank: int, world: int, sections: Sections, folder: str, saves: bool) -> list[float]:
+    """Three steps that end with a save, or three more after it."""
+    trainer = make_trainer(small_config(**sections), rank, world)
+    if not saves:
+        load_into(trainer, Reader(Path(folder) / "step-00000003"))
+    found = [trainer.step().loss for _ in range(3)]
+    if saves:
+        saved(trainer, folder)
+        found += [trainer.step().loss for _ in range(3)]
+    return found
+
+
+def check_same_losses(there: Sections, here: list[tuple[int, Sections]], folder: Path, dp: int = 2) -> None:
+    """A run that goes on elsewhere has the losses of one that went on where it was."""
+    undisturbed = run_ranks(dp, losses, there, str(folder), True)[0]
+    assert len(set(undisturbed)) == 6
+    for world, sections in here:
+        found = run_ranks(world, losses, sections, str(folder), False)[0]
+        assert found == pytest.approx(undisturbed[3:], rel=1e-11), sections
+
+
+def test_top_k_goes_on_with_the_same_losses_on_another_layout(tmp_path: Path) -> None:
+    """From dp 2 to dp 2 x tp 2, with the second selection of ZeRO stage 0."""
+    check_same_losses(compressed("topk", BLOCKY), [(4, compressed("topk", BLOCKY | OTHERS[0]))], tmp_path)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", ["topk", "onebit", "int4"])
+def test_losses_are_the_same_on_many_layouts(kind: str, tmp_path: Path) -> None:
+    """Of one number of data-parallel ranks: stage 0 by itself, and stages 1 to 3, which send a sum once. With one
+    micro-batch for each rank all of these send once in a step."""
+    batch = {"train": {"precision": "fp64", "global_batch": 2, "micro_batch": 1, "compile": False}}
+    zeros: list[Sections] = [{}, *({"zero": {"stage": stage}} for stage in (1, 2, 3))]
+    for number, stages in enumerate([zeros[:1], zeros[1:]]):
+        here = [(4, compressed(kind, BLOCKY | batch | stage | other)) for stage in stages for other in OTHERS]
+        here += [(2, compressed(kind, BLOCKY | batch | stage)) for stage in stages]
+        bucket = here[-1][1] | {"comm": here[-1][1]["comm"] | {"bucket_mib": 0.2}}
+        folder = tmp_path / str(number)
+        check_same_losses(compressed(kind, BLOCKY | batch | stages[0]), [*here, (2, bucket)], folder)
+
+
+def test_power_sgd_goes_on_with_the_same_losses_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """Its sums are linear in what the ranks hold together, so it does not matter how many they are."""
+    there = compressed("powersgd", BLOCKY | {"zero": {"stage": 1}})
+    check_same_losses(compressed("powersgd", BLOCKY), [(2, there)], tmp_path, dp=4)

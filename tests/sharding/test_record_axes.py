@@ -23,7 +23,8 @@ from meshwright.layout import Layout
 from meshwright.layout.params import Init, ParamRecord, rows_of, whole
 from meshwright.nn.unit import call_unit
 from meshwright.plan import communication
-from meshwright.plan.communication import HeldParameter, Line, Traffic
+from meshwright.plan.communication import Line, Traffic
+from meshwright.plan.held import HeldParameter
 from meshwright.plan.job import job_of
 from meshwright.show.run_parts import schedule_line
 from meshwright.train.context import Context, build_context

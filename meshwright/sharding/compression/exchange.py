@@ -19,7 +19,7 @@ from meshwright.device import generator
 from meshwright.layout.params import ParamRecord, stream_seed
 from meshwright.sharding.buffers import Bucket, FlatBuffer
 from meshwright.sharding.compression.quantised import Rounding, Signs
-from meshwright.sharding.compression.residual import Compressing, wide
+from meshwright.sharding.compression.residual import Compressing, finite, wide
 from meshwright.sharding.compression.sparse import Sparse
 from meshwright.sharding.reducers import PendingReduction
 
@@ -47,9 +47,11 @@ def codec_of(config: ReduceConfig) -> Codec:
 class ExchangeReducer(Compressing):
     """Sums compressed pieces, element by element."""
 
-    def __init__(self, config: ReduceConfig, seed: int) -> None:
+    def __init__(self, config: ReduceConfig, seed: int, keeps_sums: bool = True) -> None:
+        """With `keeps_sums` what is left out of a sum is kept with it; without, by the rank that makes it, with what it
+        leaves out of its own gradients."""
         super().__init__(config, seed)
-        self.codec = codec_of(config)
+        self.codec, self._keeps_sums = codec_of(config), keeps_sums
         self._asked: Counter[Bucket] = Counter()
         self._gaps: dict[Bucket, list[tuple[int, int]]] = {}
 
@@ -57,6 +59,10 @@ class ExchangeReducer(Compressing):
         super().prepare(buffers)
         if self.codec.fills_gaps:
             self._gaps = {bucket: list(gaps_of(bucket)) for buffer in self.buffers for bucket in buffer.buckets}
+        gathered = [buffer for buffer in self.buffers if buffer.split.replicas > 1 and self._keeps_sums]
+        for bucket in (bucket for buffer in gathered for bucket in buffer.buckets if bucket in self.residuals):
+            part = (bucket.stop - bucket.start) // bucket.buffer.split.ranks
+            self.sum_residuals[bucket] = self.residuals[bucket].new_zeros(part)
 
     def begin_step(self, step: int, scale: float) -> None:
         super().begin_step(step, scale)
@@ -76,6 +82,16 @@ class ExchangeReducer(Compressing):
             return group.reduce_scatter(out, grads, wait=False)
         exchange = Exchange(self, bucket, bucket.start, self.with_residual(bucket, grads), group, anew=True)
         return Scattering(exchange, out)
+
+    def encoded_sum(self, bucket: Bucket, start: int, x: Tensor) -> Tensor:
+        """Returns the message of a sum [1, elements] that this rank has made; keeps the rest."""
+        if (kept := self.sum_residuals.get(bucket)) is None:
+            return self.encoded(bucket, start, x, anew=False)
+        x.add_(kept, alpha=self.scale)
+        message = self.codec.encode(x, None)
+        left_out = x - self._decoded(bucket, start, message, x.shape[1], x.dtype)
+        kept.copy_(finite(left_out).div_(self.scale))
+        return message
 
     def encoded(self, bucket: Bucket, start: int, x: Tensor, anew: bool) -> Tensor:
         """Returns the messages of `x` [pieces, elements], which begins at `start` of the buffer; keeps the rest."""
@@ -166,7 +182,7 @@ class Gathering:
 
     def proceed(self) -> None:
         at = self._exchange
-        self._message = at.reducer.encoded(at.bucket, at.own, at.sum()[None], anew=False)
+        self._message = at.reducer.encoded_sum(at.bucket, at.own, at.sum()[None])
         self._found = self._message.new_empty(at.group.size, self._message.shape[1])
         self._pending = at.group.all_gather(self._found, self._message, wait=False)
 

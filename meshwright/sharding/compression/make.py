@@ -21,7 +21,8 @@ def reducer_of(config: Config, node_size: int) -> Reducer:
     return make_compressing(comm.reduce, seed)
 
 
-def make_compressing(config: ReduceConfig, seed: int) -> Reducer:
+def make_compressing(config: ReduceConfig, seed: int, keeps_sums: bool = True) -> Reducer:
+    """`keeps_sums`: see `ExchangeReducer`."""
     if config.kind == "plain":
         return PLAIN_REDUCER
-    return (LowRankReducer if config.kind in LOW_RANK else ExchangeReducer)(config, seed)
+    return LowRankReducer(config, seed) if config.kind in LOW_RANK else ExchangeReducer(config, seed, keeps_sums)

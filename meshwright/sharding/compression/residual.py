@@ -1,7 +1,9 @@
 """What all reducers that compress have in common: when they do, and what compression leaves out, the residual.
 
-With error feedback everything that a rank leaves out, wherever, is added to its own residual, and that to its gradient
-of the next time. So at any time what has arrived and all ranks' residuals are together the sum of all gradients.
+With error feedback everything that a rank leaves out of its gradient is added to its residual, and that to its gradient
+of the next time. What is left out of a sum, where that is compressed again, is added to the same sum of the next time:
+so it does not matter which rank makes it. At any time what has arrived and all that is kept are together the sum of all
+gradients.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Compressing(CompressionPlan):
         self.seed, self.step, self.scale = seed, 1, 1.0
         self.buffers: list[FlatBuffer] = []
         self.residuals: dict[Bucket, Tensor] = {}
+        self.sum_residuals: dict[Bucket, Tensor] = {}  # what was left out of the sums that this rank makes for all
         self._halfway: list[TwoHalves] = []
 
     def prepare(self, buffers: Sequence[FlatBuffer]) -> None:
@@ -69,7 +72,7 @@ class Compressing(CompressionPlan):
         if (residual := self.residuals.get(bucket)) is None:
             return
         at = residual[start - bucket.start :][: left_out.numel()]
-        left_out = left_out.view(-1).nan_to_num(0.0, 0.0, 0.0)
+        left_out = finite(left_out)
         at.copy_(left_out.div_(self.scale)) if anew else at.add_(left_out, alpha=1 / self.scale)
 
     def begun(self, begun: TwoHalves) -> None:
@@ -85,9 +88,15 @@ class Compressing(CompressionPlan):
     def states(self) -> Iterator[tuple[str, FlatBuffer, list[Tensor]]]:
         for buffer in self.buffers if self.residuals else []:
             yield "residual", buffer, [self.residuals[bucket] for bucket in buffer.buckets]
+            if buffer.buckets[0] in self.sum_residuals:
+                yield "residual.sums", buffer, [self.sum_residuals[bucket] for bucket in buffer.buckets]
 
     def side_states(self) -> Iterator[SideTensors]:
         return iter(())
+
+
+def finite(left_out: Tensor) -> Tensor:
+    return left_out.view(-1).nan_to_num(0.0, 0.0, 0.0)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

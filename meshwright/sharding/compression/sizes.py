@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.config.comm import LOW_RANK, SPARSE, CommConfig, GatherConfig, ReduceConfig
 from meshwright.layout.params import ParamRecord
@@ -18,18 +19,41 @@ from meshwright.sharding.reducers import PLAIN_REDUCER, PlainReducer, ReducerPla
 
 BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "onebit": 1}
 SCALE_BYTES, INDEX_BYTES = 4, 4
+FEW = 256  # places that one byte can tell apart
 WIDE_BYTES = 4  # numbers are added up, and kept, in float32 at least
+
+
+class Blocks(NamedTuple):
+    """How top-k divides a piece: so many blocks of so many elements, of each of which `sent` are sent. The last may
+    reach beyond the piece."""
+
+    number: int
+    size: int
+    sent: int
+
+
+def blocks_of(config: ReduceConfig, elements: int) -> Blocks:
+    size = min(config.block, elements)
+    return Blocks(-(-elements // size), size, math.ceil(config.ratio * size))
+
+
+def place_bytes(config: ReduceConfig) -> int:
+    """Returns the bytes of a place among those of which some are chosen: a block, or for `threshold` the piece."""
+    return INDEX_BYTES if config.kind == "threshold" else 1 if config.block <= FEW else 2
 
 
 def sent_elements(config: ReduceConfig, elements: int) -> int:
     """Returns how many elements of a piece are sent by their place and value."""
+    if config.kind == "topk":
+        blocks = blocks_of(config, elements)
+        return blocks.number * blocks.sent
     return min(elements, math.ceil(config.ratio * elements))
 
 
 def message_bytes(config: ReduceConfig | GatherConfig, elements: int, element_bytes: int) -> int:
     """Returns the bytes of one compressed piece of a sum, or of one rank's rounded weights."""
     if isinstance(config, ReduceConfig) and config.kind in SPARSE:
-        return sent_elements(config, elements) * (INDEX_BYTES + max(WIDE_BYTES, element_bytes))
+        return sent_elements(config, elements) * (place_bytes(config) + max(WIDE_BYTES, element_bytes))
     scales = 0 if config.kind == "bf16" else -(-elements // config.block)
     return elements * BITS[config.kind] // 8 + scales * SCALE_BYTES
 
@@ -85,6 +109,11 @@ class CompressionPlan:
     config: ReduceConfig
     mixes = True
 
+    @property
+    def align(self) -> int:
+        """Blocks are those of one parameter, whatever it lies between, and no rank's piece ends inside of one."""
+        return self.config.block
+
     def calls(
         self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
         on_node: int = 1,
@@ -97,9 +126,10 @@ class CompressionPlan:
         message = ranks * message_bytes(self.config, elements // ranks, element_bytes)
         return [("all_to_all", message), *([("all_gather", message)] if op == "all_reduce" else [])]
 
-    def state_bytes(self, elements: int, element_bytes: int) -> int:
-        """Returns the bytes that a rank keeps from step to step for so many elements."""
-        return elements * max(WIDE_BYTES, element_bytes) if self.config.feeds_back else 0
+    def state_bytes(self, elements: int, element_bytes: int, gathered: int = 0) -> int:
+        """See `ReducerPlan`. PowerSGD leaves nothing out of a sum."""
+        gathered = 0 if self.config.kind in LOW_RANK else gathered
+        return (elements + gathered) * max(WIDE_BYTES, element_bytes) if self.config.feeds_back else 0
 
 
 def _low_rank_calls(
@@ -117,6 +147,9 @@ class WarmUpPlan(PlainReducer):
     """The sums of a run's first steps (`comm.reduce.warmup_steps`): plain ones, of the buffers that are there."""
 
     mixes = True
+
+    def __init__(self, config: ReduceConfig | None = None) -> None:
+        self.align = (config or ReduceConfig()).block
 
 
 def planned_reducer(config: CommConfig, node_size: int) -> ReducerPlan:

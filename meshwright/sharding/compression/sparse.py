@@ -1,7 +1,9 @@
-"""The largest elements of a piece, each by its place and its value: the k largest, or about as many by a threshold.
+"""The largest elements, each by its place and its value: the k largest of every block, or about as many of a whole
+piece by a threshold.
 
-A message is the places as int32 and then the values. What arrives of a piece that holds a number that is not finite is
-not finite either.
+A message is the places and then the values; places in a block are numbers of one or two bytes. Blocks are parts of one
+parameter that no rank's piece cuts, so that ranks of another layout choose the same elements. What arrives of a piece
+that holds a number that is not finite is not finite either.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ import torch
 from torch import Tensor
 
 from meshwright.config.comm import ReduceConfig
-from meshwright.sharding.compression.quantised import aligned
-from meshwright.sharding.compression.sizes import INDEX_BYTES, sent_elements
+from meshwright.sharding.compression.quantised import aligned, blocks
+from meshwright.sharding.compression.sizes import blocks_of, place_bytes, sent_elements
 
+NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by their bytes
 SAMPLE = 4096  # elements of a piece from which its threshold is estimated
 
 
@@ -25,20 +28,26 @@ class Sparse:
 
     def encode(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Returns the messages [pieces, bytes] of `x` [pieces, elements]."""
-        count = sent_elements(self.config, x.shape[1])
         if self.config.kind == "topk":
-            places = x.abs().topk(count, dim=1, sorted=False).indices
-            values = x.gather(1, places)
+            sent = blocks_of(self.config, x.shape[1]).sent
+            divided = blocks(x, self.config.block)
+            places = divided.abs().topk(sent, dim=2, sorted=False).indices
+            values = divided.gather(2, places).view(x.shape[0], -1)
         else:
-            places, values = above_threshold(x, count)
-        return torch.cat([places.int().view(torch.uint8), values.view(torch.uint8)], dim=1)
+            places, values = above_threshold(x, sent_elements(self.config, x.shape[1]))
+        numbers = places.to(NUMBERS[place_bytes(self.config)]).view(x.shape[0], -1)
+        return torch.cat([numbers.view(torch.uint8), values.view(torch.uint8)], dim=1)
 
     def decode(self, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        cut = sent_elements(self.config, elements) * INDEX_BYTES
-        places = aligned(message[:, :cut]).view(torch.int32).long()
-        values = aligned(message[:, cut:]).view(dtype)
-        numbers = torch.zeros(message.shape[0], elements, dtype=dtype, device=message.device)
-        return numbers.scatter_add_(1, places, values)
+        size = place_bytes(self.config)
+        cut, count, wide = sent_elements(self.config, elements) * size, 1, elements
+        if self.config.kind == "topk":
+            count, wide, _ = blocks_of(self.config, elements)
+        shape = (message.shape[0], count, -1)
+        places = aligned(message[:, :cut]).view(NUMBERS[size]).long().view(shape)
+        values = aligned(message[:, cut:]).view(dtype).view(shape)
+        numbers = torch.zeros(message.shape[0], count, wide, dtype=dtype, device=message.device)
+        return numbers.scatter_add_(2, places, values).view(message.shape[0], -1)[:, :elements].contiguous()
 
 
 def above_threshold(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
