@@ -7,7 +7,7 @@ says what each means: which dimension of a parameter tp cuts, and what the modul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -22,6 +22,7 @@ from meshwright.parts.part import (
     MicroBatch,
     Model,
     Part,
+    Product,
     Records,
     Stage,
     Unit,
@@ -150,7 +151,10 @@ class PlannedPart(Part):
 
     parameters: tuple[PlannedParameter, ...]
     calls: tuple[PlannedCall, ...] = ()
-    kept_per_token: float = 0.0  # elements that are kept for backward, where it was measured
+    kept_whole: float = 0.0  # elements that are kept for each token, by every tp rank; measured
+    kept_cut: float = 0.0  # those that tp divides
+    used: int = 1  # experts of a token
+    logits: int = 0  # of a head: the vocabulary, of which every tp rank has all logits
 
     __hash__ = hash_once
 
@@ -161,8 +165,26 @@ class PlannedPart(Part):
         for phase, op, width in self.calls:
             yield Collective(phase, "tp", op, batch.tokens(at) * width * batch.element)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterable[Kept]:
-        return (Kept("activations", batch.tokens(at) * self.kept_per_token * batch.element),)
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+        """Yields what was measured, and of a head its log-probabilities."""
+        tokens = batch.tokens(at)
+        elements = self.kept_whole + self.kept_cut / (at.size("tp") if self.calls else 1)
+        yield Kept("activations", tokens * elements * batch.element)
+        yield Kept("log-probabilities", tokens * self.logits * batch.wide)
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """Returns the bytes of the logits and of their gradient, in the precision of sums."""
+        return 2.0 * batch.tokens(at) * self.logits * batch.wide
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        """Returns the products of all matrices but tables; a stack of experts is used by some of the tokens."""
+        tokens, products = batch.tokens(at), []
+        for each in self.parameters:
+            if len(each.shape) >= 2 and STYLES[each.style].before != "ids":
+                *stack, n, k = each.record(at, each.name).local_shape
+                rows = tokens * self.used // stack[0] if stack else tokens
+                products.append(Product(each.name, rows, n, k, stack[0] if stack else 1))
+        return Work(tuple(products), kernels=len(products))
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from meshwright.checkpoint.base import read_weights
 from meshwright.comm.mesh import Mesh
 from meshwright.config.load import config_from
 from meshwright.config.sections import Config
 from meshwright.device import Device
+from meshwright.layout.params import slices_of
 from meshwright.models import description
 from meshwright.models.description import layout_of
 from meshwright.models.planned.blueprint import in_double, read_config, skeleton, transformers
@@ -147,32 +149,55 @@ def make_trainer(config: Config, rank: int = 0, world: int = 1, groups: dict[str
     return Trainer(ctx, build_modules(ctx, model_provider), forward_step, data, data)
 
 
+class Given:
+    """Weights in memory, read as those of a folder are (`checkpoint.base.read_weights`)."""
+
+    def __init__(self, weights: Whole) -> None:
+        self.folder, self.weights = Path("given"), weights
+        self.shapes = {name: value.shape for name, value in weights.items()}
+
+    def block(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.from_numpy(self.weights[name][slices_of(start, shape)])
+
+
 @dataclasses.dataclass
 class Alone:
-    """What transformers finds in one process: gradients, and how far its logits are from those of our stage."""
+    """What transformers finds in one process: gradients at some weights, and how far its logits are from our stage's."""
 
+    weights: Whole
     gradients: Whole
     logits: float
 
 
+def with_weights(trainer: Trainer, weights: Whole) -> Trainer:
+    read_weights(trainer, Given(weights))  # type: ignore[arg-type]
+    trainer.publish()
+    return trainer
+
+
 def alone(folder: str) -> Alone:
-    """Computes a model in one process with nothing but transformers, on the weights that our stage drew."""
+    """Computes a model in one process with nothing but transformers, on random weights: also where a model begins with
+    zeros or ones, which would hide much."""
+    config = read_config(folder)
+    kind = type(skeleton(config, torch.float64))
     with Wide():
-        ours = make_trainer(config_of(folder, {})).modules[0]
-        config = read_config(folder)
-        kind = type(skeleton(config, torch.float64))
+        torch.manual_seed(5)
         theirs = in_double(kind._from_config(config, dtype=torch.float64))
-        theirs.load_state_dict(ours.net.state_dict())
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        weights = {name: value.detach().numpy().copy() for name, value in theirs.named_parameters()}
         samples = [Made(config.get_text_config().vocab_size, SEQ).sample(n) for n in range(4)]
         batch = {key: torch.tensor(np.stack([sample[key] for sample in samples])) for key in samples[0]}
         logits = theirs.train()(input_ids=batch["tokens"], use_cache=False).logits
+        ours = with_weights(make_trainer(config_of(folder, {})), weights).modules[0]
         with torch.no_grad():
             error = float((logits - ours.train()(batch)).abs().max() / logits.abs().max())
         mask = batch["loss_mask"].flatten()
         each = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
         ((each * mask).sum() / mask.sum()).backward()
     grads = {name: np.zeros(p.shape) if p.grad is None else p.grad.numpy() for name, p in theirs.named_parameters()}
-    return Alone(grads, error)
+    return Alone(weights, grads, error)
 
 
 def measure(rank: int, world: int, folders: list[str], found: list[Alone], layouts: list[str]) -> list[dict[str, Any]]:
@@ -189,7 +214,7 @@ def measure(rank: int, world: int, folders: list[str], found: list[Alone], layou
                 made = Mesh(layout, rank).groups
                 groups[layout] = {key: group.process_group for key, group in made.items() if not group.alone}
             with Wide():
-                trainer = make_trainer(config, rank, world, groups[layout])
+                trainer = with_weights(make_trainer(config, rank, world, groups[layout]), reference.weights)
                 errors[name] = worst(true_gradients(trainer), reference.gradients)
             del trainer
             gc.collect()

@@ -3,8 +3,9 @@ its blocks, in them and after them, and which style of its plan places each."""
 
 from __future__ import annotations
 
+import copy
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import UserError
+from meshwright.models.planned.activations import KeptElements, kept_elements
 from meshwright.models.planned.calls import Plan, style_of
 from meshwright.models.planned.families import mended
 from meshwright.parts.part import NamedPart, Unit
@@ -135,7 +137,8 @@ def draw(module: nn.Module, config: Any) -> Blueprint:
             )
             for name in wanted
         )
-        return PlannedPart(held, tuple(calls_of(module, prefix, wanted, plan, config)))
+        used = getattr(text, "num_experts_per_tok", None) or 1
+        return PlannedPart(held, tuple(calls_of(module, prefix, wanted, plan, config)), used=used)
 
     every = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     outer = [name for name in every if not name.startswith(f"{path}.")]
@@ -144,12 +147,16 @@ def draw(module: nn.Module, config: Any) -> Blueprint:
     first_table = module.get_input_embeddings()  # type: ignore[operator]
     table = next((name for name, each in module.named_modules() if each is first_table), "")
     beside = [name for name in before if not name.startswith(f"{table}.")]
-    hidden = text.hidden_size
-    blocks = tuple(
-        PlannedBlock((NamedPart("", "", unit(head, [name for name in every if name.startswith(head)])),), hidden)
-        for head in (f"{path}.{n}." for n in range(len(module.get_submodule(path))))  # type: ignore[arg-type]
-    )
-    first, last = (Unit((NamedPart("", "", unit("", part)),)) for part in (before, after))
+    hidden, count = text.hidden_size, len(module.get_submodule(path))  # type: ignore[arg-type]
+    kept = kept_elements(type(module), copy.deepcopy(config), path) or [KeptElements()] * count
+    heads = [f"{path}.{n}." for n in range(count)]
+    parts = [
+        replace(unit(head, [name for name in every if name.startswith(head)]), kept_whole=whole, kept_cut=cut)
+        for head, (whole, cut) in zip(heads, kept, strict=True)
+    ]
+    blocks = tuple(PlannedBlock((NamedPart("", "", part),), hidden) for part in parts)
+    first = Unit((NamedPart("", "", unit("", before)),))
+    last = Unit((NamedPart("", "", replace(unit("", after), logits=text.vocab_size)),))
     ends = any(name in tied for name in before) and any(name in tied for name in after)
     more = {"path": path, "family": config.model_type, "beside": tuple(beside)}
     model = PlannedModel(first, blocks, last, hidden, ends, **more)
