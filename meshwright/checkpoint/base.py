@@ -125,10 +125,7 @@ def begin_with_folder(trainer: Checkpointed, modules: Sequence[nn.Module], fresh
     source: Base | PlannedFolder
     if model.kind == "hf":
         source = PlannedFolder(folder)
-        for module in modules:
-            held = dict(module.net.named_buffers())  # type: ignore[union-attr]
-            for name in source.buffers.keys() & held.keys():
-                held[name].copy_(source.whole(name))
+        source.fill_buffers(modules)
     elif not fresh:
         return
     else:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint.hf_files import opened, weight_files
 from meshwright.errors import UserError
-from meshwright.layout.params import Box, overlap
+from meshwright.layout.params import Box, ParamRecord, overlap, slices_of
 from meshwright.models.planned.blueprint import blueprint, read_config, skeleton
 from meshwright.parts.part import ALONE
 
@@ -131,6 +131,19 @@ class PlannedFolder:
                 out[inside] = values[None] if stacked else values
         assert out is not None
         return out
+
+    def fill(self, tensor: str, record: ParamRecord, local: Tensor) -> None:
+        """Sets `local`, of the record's local shape, as a checkpoint's reader does from `param/NAME`."""
+        for box in record.boxes:
+            local[slices_of(box.local_start, box.shape)] = self.block(record.name, box.start, box.shape).to(local.dtype)
+
+    @torch.no_grad()
+    def fill_buffers(self, modules: Sequence[nn.Module]) -> None:
+        """Sets the buffers of stages that the files hold: nobody trains them, and checkpoints don't hold them."""
+        for module in modules:
+            held = dict(module.net.named_buffers())  # type: ignore[union-attr]
+            for name in self.buffers.keys() & held.keys():
+                held[name].copy_(self.whole(name))
 
     def whole(self, name: str) -> Tensor:
         shape = {**self.shapes, **self.buffers}[name]

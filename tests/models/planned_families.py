@@ -162,7 +162,7 @@ class Given:
 
 @dataclasses.dataclass
 class Alone:
-    """What transformers finds in one process: gradients at some weights, and how far its logits are from our stage's."""
+    """What transformers finds in one process: gradients at some weights, and our logits' distance from its."""
 
     weights: Whole
     gradients: Whole

@@ -7,15 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
+from meshwright.checkpoint.base import begin_with_folder
+from meshwright.checkpoint.format import find_checkpoint
+from meshwright.checkpoint.hf import export_folder
 from meshwright.checkpoint.planned_files import PlannedFolder
+from meshwright.checkpoint.save import Saver
 from meshwright.config.load import config_from
 from meshwright.config.rules import check
 from meshwright.errors import UserError
 from meshwright.models.description import layout_of
 from meshwright.models.planned.blueprint import blueprint
 from meshwright.parts.coordinate import Coordinate
-from tests.models.planned_families import Alone, alone, config_of, measure, tiny, write_tiny
+from tests.models.planned_families import Alone, alone, config_of, make_trainer, measure, tiny, write_tiny
 from tests.support.ranks import run_ranks
 
 FAMILIES = ("granite", "qwen3_moe")  # a dense one with tied ends, and one with experts and norms of heads
@@ -48,6 +53,29 @@ def test_files_are_read_by_boxes_as_transformers_reads_them(tmp_path: Path) -> N
     name, value = "model.layers.1.mlp.experts.gate_up_proj", theirs["model.layers.1.mlp.experts.gate_up_proj"]
     start, shape = (1, value.shape[1] // 2 - 3, 5), (2, 6, 7)
     assert torch.equal(ours.block(name, start, shape), value[1:3, start[1] : start[1] + 6, 5:12])
+
+
+def test_weights_go_out_as_they_came_in(tmp_path: Path) -> None:
+    """Into a run, its checkpoint, and a folder again: the same names and values, also of buffers that nobody trains."""
+    import transformers
+
+    came, went = tmp_path / "came", tmp_path / "went"
+    model = transformers.AutoModelForCausalLM.from_config(tiny("deepseek_v3"))
+    for name, value in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            value.copy_(torch.randn_like(value))
+    model.save_pretrained(came)
+    trainer = make_trainer(config_of(str(came), {"train": {"precision": "fp32", "global_batch": 4}}))
+    begin_with_folder(trainer, trainer.modules, fresh=True)
+    trainer.publish()
+    assert all(torch.equal(x, trainer.modules[0].net.state_dict()[name]) for name, x in model.state_dict().items())
+    with Saver(trainer, tmp_path / "saved", False, "wait", 0) as saver:
+        saver.save(last=True)
+        saver.wait()
+    told = export_folder(find_checkpoint(str(tmp_path / "saved")), went)
+    ours, theirs = (safe_open(at / "model.safetensors", framework="pt") for at in (went, came))
+    assert told["family"] == "deepseek_v3" and set(ours.keys()) == set(theirs.keys())
+    assert all(torch.equal(ours.get_tensor(name), theirs.get_tensor(name)) for name in theirs.keys())  # noqa: SIM118
 
 
 def test_a_plan_becomes_records(tmp_path: Path) -> None:

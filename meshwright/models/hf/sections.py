@@ -16,24 +16,37 @@ from meshwright.outside import of_kind, read_json
 def section_of(folder: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of the model section that a folder's config.json says. `given` may name the length of samples,
     and `kind: hf` asks for transformers' own module whatever the family."""
+    config, seq = read_folder(folder), given.get("seq", 0)
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and given.get("kind", "gpt") != "hf":
+        return asdict(family.model_of(config, seq if isinstance(seq, int) else 0))
+    return planned_section(folder)
+
+
+def read_folder(folder: str) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     try:
-        config = of_kind(read_json(path), dict[str, Any], "it")
+        return dict(of_kind(read_json(path), dict[str, Any], "it"))
     except FileNotFoundError:
         raise UserError(f"model.hf={folder} has no config.json: name a folder that transformers wrote") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} can't be read ({error}): get it again") from None
-    seq = given.get("seq", 0)
-    family, why = FAMILIES.get(str(config.get("model_type"))), ""
-    if family is not None and given.get("kind", "gpt") != "hf":
-        try:
-            return asdict(family.model_of(config, seq if isinstance(seq, int) else 0))
-        except UserError as error:  # transformers may build what our description does not take
-            why = str(error)
-    return planned_section(folder, why)
 
 
-def planned_section(folder: str, why: str = "") -> dict[str, Any]:
+def is_described(folder: str) -> bool:
+    """Whether a folder's model is of a family that our own parts compute. Where the folder does not say, or says what
+    transformers does not know either, it is taken for one, and what is wrong with it will be told."""
+    kind = read_folder(folder).get("model_type")
+    if not isinstance(kind, str) or kind in FAMILIES:
+        return True
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError:
+        return True
+    return kind not in CONFIG_MAPPING
+
+
+def planned_section(folder: str) -> dict[str, Any]:
     """The sizes of a model that transformers builds."""
     from meshwright.models.planned.blueprint import blueprint, read_config
 

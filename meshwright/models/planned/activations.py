@@ -32,7 +32,7 @@ def kept_elements(kind: Any, config: Any, path: str) -> list[KeptElements]:
             blocks = list(module.get_submodule(path).children())
             weights = {p.untyped_storage()._cdata for p in module.parameters()}
             for n, block in enumerate(blocks):
-                block.register_forward_pre_hook(lambda *_, n=n: at.__setitem__(0, n))  # type: ignore[misc]
+                block.register_forward_pre_hook(lambda *_, n=n: at.__setitem__(0, n))
                 block.register_forward_hook(lambda *_: at.__setitem__(0, -1))
 
             def note(x: Tensor) -> Tensor:
