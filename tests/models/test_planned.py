@@ -20,6 +20,7 @@ from meshwright.errors import UserError
 from meshwright.models.description import layout_of
 from meshwright.models.planned.blueprint import blueprint
 from meshwright.parts.coordinate import Coordinate
+from meshwright.parts.planned import STYLES
 from tests.models.planned_families import Alone, alone, config_of, make_trainer, measure, tiny, write_tiny
 from tests.support.ranks import run_ranks
 
@@ -32,12 +33,27 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Alone]]:
     return [(at, alone(at)) for at in (write_tiny(name, folder) for name in FAMILIES)]
 
 
+def with_planted_bugs(rank: int, world: int, folders: list[str], found: list[Alone]) -> tuple[Any, Any, Any]:
+    """The errors of both models; and of the mixture where norms of heads are not summed over tp, and where the input of
+    experts has each rank's own gradient."""
+    right = measure(rank, world, folders, found, ["tp 2", "pp 2", "ZeRO 3"])
+    wrong = []
+    for style in ("replicated_with_grad_allreduce", "moe_tp_experts"):
+        kept = STYLES[style]
+        STYLES[style] = kept._replace(partial=False, before="")
+        wrong.append(measure(rank, world, folders[1:], found[1:], ["tp 2"])[0]["tp 2"])
+        STYLES[style] = kept
+    return right, *wrong
+
+
 def test_gradients_are_those_of_transformers_in_one_process(models: list[tuple[str, Alone]]) -> None:
     assert all(found.logits == 0.0 for _, found in models)
     folders, found = zip(*models, strict=True)
-    for by_family in run_ranks(2, measure, list(folders), list(found), ["tp 2", "pp 2", "ZeRO 3"]):
-        for errors in by_family:
+    for right, norms, experts in run_ranks(2, with_planted_bugs, list(folders), list(found)):
+        for errors in right:
             assert all(error < 1e-10 for error, _ in errors.values()), errors
+        assert norms[0] > 0.01 and "_norm" in norms[1]
+        assert experts[0] > 0.01
 
 
 def test_files_are_read_by_boxes_as_transformers_reads_them(tmp_path: Path) -> None:

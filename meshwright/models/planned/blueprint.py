@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -68,8 +70,8 @@ def read_config(folder: str) -> Any:
 
 
 def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
-    """Builds the unmodified module without memory for its weights. Experts are computed plainly in float64, for which
-    torch has no grouped product."""
+    """Builds the unmodified module without memory for its parameters, whose values others will set; its buffers are as
+    its own program makes them. Experts are computed plainly in float64, for which torch has no grouped product."""
     classes = transformers().AutoModelForCausalLM._model_mapping
     if type(config) not in classes:
         raise UserError(
@@ -78,9 +80,28 @@ def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
     config.use_cache = False
     if dtype == torch.float64:
         config._experts_implementation = "eager"
-    with torch.device("meta"):
+    with without_memory():
         module: nn.Module = classes[type(config)]._from_config(config, dtype=dtype)
+    for each in module.modules():
+        each._is_hf_initialized = False  # type: ignore[assignment]
     return in_double(module) if dtype == torch.float64 else module
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Modules that are built inside get parameters on the `meta` device."""
+    register = nn.Module.register_parameter
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.data.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def in_double(module: nn.Module) -> nn.Module:

@@ -7,7 +7,8 @@ here takes it whatever came in between, and forward is left when the last block 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def _owners(names: Sequence[str]) -> set[str]:
 def materialise(
     module: nn.Module, parallel: Parallel, records: dict[str, ParamRecord], ties: dict[str, str], seed: int | None
 ) -> None:
-    """Gives a skeleton its buffers and this rank's part of its parameters, drawn as the module's own program draws
+    """Gives a skeleton this rank's part of its parameters, drawn as the module's own program draws
     them: module by module, each from a seed of its own, so that every layout begins with the same model. Without a seed
     the parameters' values are left to others."""
     made: dict[str, nn.Parameter] = {}
@@ -150,10 +151,12 @@ def materialise(
             continue  # an end of the model that another stage holds
         if seed is not None:
             torch.manual_seed(stream_seed(seed, name))
+            for each in modules:
+                _to_host(each)
         for each in modules:
-            _to_host(each, seed is not None)
-        for each in modules:
-            _initialiser(module, paths[id(each)])._initialize_weights(each)  # type: ignore[operator]
+            if seed is not None:
+                with default_dtype(parallel.dtype):
+                    _initialiser(module, paths[id(each)])._initialize_weights(each)  # type: ignore[operator]
             for key, value in each._buffers.items():
                 each._buffers[key] = None if value is None else value.to(parallel.device)
         for each, key in own:
@@ -162,6 +165,17 @@ def materialise(
                 if record.name not in made:
                     made[record.name] = local_part(value, record, parallel)
                 each._parameters[key] = made[record.name]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, tensors of no stated dtype have this one, as where a module of that precision is built."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _initialiser(module: nn.Module, path: str) -> nn.Module:
@@ -177,16 +191,11 @@ def _children_first(module: nn.Module) -> list[nn.Module]:
     return list(module.modules())[::-1]
 
 
-def _to_host(module: nn.Module, drawn: bool) -> None:
-    """Gives buffers and, where they are drawn, parameters of a module that have no memory some of the host's."""
-    for key, value in module._buffers.items():
-        if value is not None and value.is_meta:
-            module._buffers[key] = torch.empty_like(value, device="cpu")
+def _to_host(module: nn.Module) -> None:
+    """Gives the parameters of a module that have no memory some of the host's."""
     for key, parameter in module._parameters.items():
-        if parameter is not None and parameter.is_meta and drawn:
+        if parameter is not None and parameter.is_meta:
             module._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
-        elif parameter is not None and parameter.is_meta:
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def loss_of(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
