@@ -60,6 +60,8 @@ class PlannedFolder:
         for key in sorted(self.file_of, key=dot_natural_key):
             prefix = str(getattr(module, "base_model_prefix", ""))
             target, pattern = rename_source_key(key, renamings, converters, prefix, module.state_dict())
+            if target not in own and key in own:  # a renaming that takes too much
+                target, pattern = key, None
             grouped.setdefault(target, {}).setdefault(pattern or "", []).append(key)
         found: dict[str, list[Piece]] = {}
         for target, sources in grouped.items():
@@ -122,6 +124,9 @@ class PlannedFolder:
     def block(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """Returns the rectangle of a parameter that begins at `start`."""
         out: Tensor | None = None
+        if not shape:
+            source = self.pieces[name][0].source
+            return self.file_of[source].get_tensor(source)  # type: ignore[no-any-return]
         for source, box, stacked in self.pieces[name]:
             if where := overlap(start, shape, box):
                 inside, at = where

@@ -39,7 +39,7 @@ WRAPPED_RULES = [rule for rule in RULES if rule not in (*TENSOR_PARALLEL_RULES, 
 
 # Sections that a config may leave out here: the module says what the model is, and the loop brings the data.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "model": {"layers": 1, "vocab": 1, "seq": 1, "position": "none"},
+    "model": {"layers": 1, "hidden": 1024, "heads": 1024, "vocab": 1, "seq": 1, "position": "none"},
     "data": {"prefixes": ["given"]},
     "train": {"compile": "false"},
 }
@@ -147,9 +147,7 @@ def wrap(
     """
     if not isinstance(config, Config):
         given = {name: dict(keys) for name, keys in (config or {}).items()}
-        ranks = given.get("layout", {}).get("tp", 1)
-        known = merged(DEFAULTS, {"model": {"hidden": ranks, "heads": ranks}})
-        config = config_from(merged(known, given))
+        config = config_from(merged(DEFAULTS, given))
     place = joined_place() or find_place()
     if config.layout.pp * config.layout.cp > 1:
         raise UserError("wrap takes a whole module on every rank: set layout.pp=1 and layout.cp=1")
