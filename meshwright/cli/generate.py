@@ -17,13 +17,14 @@ from meshwright.cli.ranks import start
 from meshwright.config import rules
 from meshwright.config.sections import Config
 from meshwright.data.tokenizers import load_tokenizer
-from meshwright.errors import UserError, either
-from meshwright.outside import read_json
+from meshwright.errors import UserError, either, one_line
+from meshwright.outside import parse_json, read_json
 from meshwright.train.launch import warm_up
 
 EXAMPLES = """example:
   meshwright generate runs/demo --prompt "def main(" --max-tokens 64
   meshwright generate runs/mine@100 --prompt-tokens 5,17,2 --temperature 0.8 --top-p 0.9 --nproc 2 --json
+  meshwright generate runs/demo --prompts questions.txt --batch 16 --json > answers.json
   meshwright generate runs/glm --prompt "def [MASK](x):"                # a model of blanks fills them in; or [gMASK]"""
 
 MIN_TEMPERATURE = 1e-4  # below this, sampling always takes the likeliest token
@@ -34,22 +35,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT")
     prompt.add_argument("--prompt-tokens", metavar="1,2,3")
+    many = "a prompt in each line, or a .jsonl file of objects with a prompt; several run at a time"
+    prompt.add_argument("--prompts", metavar="FILE", help=many)
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="of --prompts: so many together (default 8)")
     tokenizer = "bytes, PATH/tokenizer.json or PATH.model (default: the one that the model was trained with)"
     parser.add_argument("--tokenizer", metavar="T", help=tokenizer)
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) takes the likeliest token")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that hold this share")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="what is drawn (of --prompts: its sum with the number)")
     parser.add_argument("--nproc", type=int, default=1, help="cut the model over this many tensor-parallel ranks")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.nproc < 1 or args.max_tokens < 1:
-        raise UserError("--nproc and --max-tokens must be at least 1")
+    if min(args.nproc, args.max_tokens, args.batch) < 1:
+        raise UserError("--batch, --nproc and --max-tokens must be at least 1")
+    check_drawing(args)
+    config = model_config(args)
+    texts = read_prompts(args.prompts) if args.prompts is not None else [args.prompt]
+    tokenizer = tokenizer_of(args, config)
+    args.texts, args.ids = texts, [prompt_ids(args, text, tokenizer, config) for text in texts]
+    if config.objective == "blanks":
+        if args.prompts is not None:
+            raise UserError(f"{args.source} fills in blanks, of one prompt at a time: give --prompt")
+        args.ids = check_source(config, args.ids[0], tokenizer)
+    return start(args.nproc, generate_rank, args)
+
+
+def check_drawing(args: argparse.Namespace) -> None:
     if not (args.temperature == 0 or MIN_TEMPERATURE <= args.temperature < float("inf")) or not 0 < args.top_p <= 1:
         raise UserError(f"--temperature must be 0 or at least {MIN_TEMPERATURE}, and --top-p lies above 0 and up to 1")
     if not 0 <= args.seed < 2**63:
         raise UserError(f"--seed {args.seed} must lie between 0 and 2^63 - 1")
+
+
+def model_config(args: argparse.Namespace) -> Config:
+    """Finds the model that a command writes text with, checks that it can, and returns its config."""
     if args.nproc > 1:
         warm_up()
     args.source = resolve(args.source)
@@ -61,11 +82,22 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.source} is an encoder, which predicts masked tokens and no text: use meshwright eval")
     check_cut(config, args.nproc)
     rules.check(config, args.nproc, rules.READING_RULES)
-    tokenizer = tokenizer_of(args, config)
-    args.ids = prompt_ids(args, tokenizer, config)
-    if config.objective == "blanks":
-        args.ids = check_source(config, args.ids, tokenizer)
-    return start(args.nproc, generate_rank, args)
+    return config
+
+
+def read_prompts(path: str) -> list[str]:
+    """Reads prompts, one in each line."""
+    try:
+        lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+        found = [parse_json(line)["prompt"] for line in lines] if path.endswith(".jsonl") else lines
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"--prompts {path} can't be read ({one_line(str(error))}): name a text file, or .jsonl of objects with a "
+            "prompt"
+        ) from None
+    if not found or not all(isinstance(text, str) for text in found):
+        raise UserError(f"--prompts {path} has no prompt, or one that is no text: write one in each line")
+    return found
 
 
 def check_cut(config: Config, nproc: int) -> None:
@@ -111,7 +143,7 @@ def end_tokens(path: Path, tokenizer: Any) -> set[int]:
     return set() if tokenizer is None else {tokenizer.eod}
 
 
-def prompt_ids(args: argparse.Namespace, tokenizer: Any, config: Config) -> list[int]:
+def prompt_ids(args: argparse.Namespace, text: str, tokenizer: Any, config: Config) -> list[int]:
     from meshwright.checkpoint.hf import origin_of
 
     vocab = config.model.vocab
@@ -126,13 +158,13 @@ def prompt_ids(args: argparse.Namespace, tokenizer: Any, config: Config) -> list
     if tokenizer is None:
         raise UserError("no tokenizer is known for this model: name one with --tokenizer, or give --prompt-tokens")
     try:
-        args.prompt.encode()
+        text.encode()
     except UnicodeEncodeError:
         raise UserError("--prompt is not UTF-8: write the text in UTF-8, or give --prompt-tokens") from None
     encode = tokenizer.encode if origin_of(Path(args.source)) is None else tokenizer.encode_with_special_tokens
     if config.objective == "blanks":
-        return encode_source(config, args.prompt, tokenizer)
-    ids = list(encode(args.prompt)) or [tokenizer.eod]
+        return encode_source(config, text, tokenizer)
+    ids = list(encode(text)) or [tokenizer.eod]
     if max(ids) >= vocab:  # a model split over ranks would read it as a row of zeros
         beyond = f"beyond the model's {vocab}: the tokenizer is another model's"
         raise UserError(f"the prompt has token {max(ids)}, {beyond}")
@@ -140,34 +172,38 @@ def prompt_ids(args: argparse.Namespace, tokenizer: Any, config: Config) -> list
 
 
 def generate_rank(args: argparse.Namespace) -> None:
-    from meshwright.models.generate import generate, generator_of
+    from meshwright.models.generate import generate_all
     from meshwright.train.evaluate import with_model
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
-        model, path, prompt = ctx.config.model, Path(args.source), args.ids
-        tokenizer = tokenizer_of(args, ctx.config)
+        model, tokenizer = ctx.config.model, tokenizer_of(args, ctx.config)
         if ctx.config.objective == "blanks":
             return fill_rank(args, ctx, modules[0], tokenizer)
-        ends = end_tokens(path, tokenizer)
-        generator, most = generator_of(modules[0], model, len(prompt), args.max_tokens)
-        tokens = list(generate(generator, prompt, most, args.temperature, args.top_p, args.seed, ends))
+        ends = end_tokens(Path(args.source), tokenizer)
+        drawing = (args.temperature, args.top_p, args.seed)
+        found = generate_all(modules[0], model, args.ids, args.max_tokens, *drawing, ends, args.batch)
         if place.rank:
             return
-        if len(tokens) == most < args.max_tokens and tokens[-1] not in ends:
+        if any(len(tokens) < args.max_tokens and tokens[-1] not in ends for tokens in found):
             print(f"(stopped: the model's context of {model.seq} tokens is full)", file=sys.stderr)
-        show(args, tokens, tokenizer, ends, answers=model.kind == "t5")
+        show(args, found, tokenizer, ends, answers=model.kind == "t5")
 
     with_model(args.source, args.sections, use)
 
 
-def show(args: argparse.Namespace, tokens: list[int], tokenizer: Any, ends: set[int], answers: bool) -> None:
-    """Prints what was generated: after the prompt that it continues, or alone where it `answers` it."""
-    kept = tokens[:-1] if tokens[-1] in ends else tokens
-    text = tokenizer.decode(kept) if tokenizer is not None else None
+def show(args: argparse.Namespace, found: list[list[int]], tokenizer: Any, ends: set[int], answers: bool) -> None:
+    """Prints what was generated: after the prompt that it continues, or alone where it `answers` it. Of a file of
+    prompts, --json prints a list."""
+    lines: list[dict[str, Any]] = []
+    for ids, tokens in zip(args.ids, found, strict=True):
+        kept = tokens[:-1] if tokens[-1] in ends else tokens
+        text = tokenizer.decode(kept) if tokenizer is not None else None
+        lines.append({"prompt_tokens": ids, "tokens": tokens, "text": text})
     if args.json:
-        print(json.dumps({"prompt_tokens": args.ids, "tokens": tokens, "text": text}), flush=True)
-    elif text is None:
-        print(",".join(map(str, tokens)), flush=True)
-    else:
-        print(("" if answers else args.prompt or "") + text, flush=True)
-        print(f"({len(tokens)} tokens)", file=sys.stderr)
+        print(json.dumps(lines if args.prompts is not None else lines[0]), flush=True)
+        return
+    for prompt, line in zip(args.texts, lines, strict=True):
+        plain = ",".join(map(str, line["tokens"]))
+        print(plain if line["text"] is None else ("" if answers else prompt or "") + line["text"], flush=True)
+    if tokenizer is not None:
+        print(f"({sum(map(len, found))} tokens)", file=sys.stderr)

@@ -17,7 +17,7 @@ from meshwright.errors import UserError, nearest, one_line
 PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENOSPC, errno.ELOOP)
 
 GROUPS = {
-    "train and use a model": ("init", "train", "submit", "status", "watch", "generate", "eval"),
+    "train and use a model": ("init", "train", "submit", "status", "watch", "generate", "chat", "eval"),
     "data": ("data",),
     "plan and study": (
         "plan", "recipes", "cost", "memory", "simulate", "scaling", "dryrun", "predict",
@@ -33,6 +33,7 @@ COMMANDS = {
     "status": "show how a run stands in one screen: progress, goodput, faults, newest checkpoint",
     "watch": "show runs on a live page, or write it as a file to send",
     "generate": "write text with a trained or imported model",
+    "chat": "talk to a model in the terminal, through its chat template",
     "eval": "measure a trained model's loss and perplexity on token files",
     "inspect": "show what is in a checkpoint and verify every checksum",
     "replay": "compute a past step of a run again, on any layout, and compare it with what was recorded",

@@ -20,7 +20,7 @@ def hf_fits(c: Config, world: int) -> Iterator[str]:
         yield "model.kind=hf builds the model of a folder: name it in model.hf"
     o, tp = c.layout, c.layout.tp
     for key, value, plain in (
-        ("layout.cp", o.cp, 1), ("layout.ep", o.ep, 1), ("layout.sequence_parallel", o.sequence_parallel, False),
+        ("layout.cp", o.cp, 1), ("layout.ep", o.ep, 1), ("layout.sequence_parallel", o.sequence_parallel, False), ("layout.tp_grid", o.tp_grid, ()),
         ("comm.overlap.tensor", c.comm.overlap.tensor and tp > 1, False), ("recompute.pieces", c.recompute.pieces, 1),
         ("recompute.offload", c.recompute.offload, False), ("tune.kind", c.tune.kind, "full"),
         ("train.compile", c.train.compile == "true", False),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from meshwright.config.glm import glm_fits
+from meshwright.config.grid import grid_fits
 from meshwright.config.hf_rules import hf_fits
 from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.config.replica_rules import batch_unit, replicas_fit, server_fits
@@ -151,18 +152,18 @@ def order_names_axes(c: Config, world: int) -> Iterator[str]:
 
 def tp_divides_heads(c: Config, world: int) -> Iterator[str]:
     heads = c.model.heads
-    if heads % c.layout.tp:
+    if heads % c.layout.tp and not c.layout.tp_grid:
         yield f"tp={c.layout.tp} does not divide heads={heads}: try layout.tp={either(divisors(heads))}"
 
 
 def tp_fits_kv_heads(c: Config, world: int) -> Iterator[str]:
     tp, kv = c.layout.tp, c.model.kv_heads
-    if kv % tp and tp % kv:
+    if kv % tp and tp % kv and not c.layout.tp_grid:
         yield f"tp={tp} neither divides kv_heads={kv} nor is a multiple of it: try layout.tp={either(divisors(kv))}"
 
 
 def tp_divides_ffn(c: Config, world: int) -> Iterator[str]:
-    if c.model.ffn % c.layout.tp:
+    if c.model.ffn % c.layout.tp and not c.layout.tp_grid:
         up = -(-c.model.ffn // c.layout.tp) * c.layout.tp
         yield f"tp={c.layout.tp} does not divide ffn={c.model.ffn}: try model.ffn={up}"
 
@@ -375,8 +376,8 @@ def tensor_overlap_fits(c: Config, world: int) -> Iterator[str]:
 
 RULES: list[Rule] = [
     kind_fits, hf_fits, t5_fits, glm_fits, context_is_shared, world_divides, replicas_fit, experts_are_cut,
-    etp_divides_experts, order_names_axes, experts_stay_with_their_blocks, tp_divides_heads, tp_fits_kv_heads,
-    tp_divides_ffn, sequence_parallel_splits,
+    etp_divides_experts, order_names_axes, experts_stay_with_their_blocks, grid_fits, tp_divides_heads,
+    tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits,
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
     dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
     compiles_without_dropout, backend_fits_device, device_has_fp8, algorithm_fits_ranks, server_fits,
@@ -385,7 +386,7 @@ RULES: list[Rule] = [
 ]  # fmt: skip
 
 # The rules about how tp cuts a model's sizes.
-TENSOR_PARALLEL_RULES: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn]
+TENSOR_PARALLEL_RULES: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, grid_fits]
 
 # The rules about how ranks divide experts.
 EXPERT_RULES: list[Rule] = [experts_are_cut, etp_divides_experts, experts_stay_with_their_blocks]

@@ -22,6 +22,7 @@ from meshwright.config.blocks import (
 )
 from meshwright.config.comm import CommConfig
 from meshwright.config.data import PACKED, DataConfig
+from meshwright.config.grid import check_grid
 from meshwright.config.optimizer import OptimizerConfig
 from meshwright.config.replicas import LocalConfig, ServerConfig
 from meshwright.config.run import RunConfig as RunConfig
@@ -31,6 +32,7 @@ from meshwright.config.tune import BETTER, NEED_REFERENCE, TuneConfig
 from meshwright.config.zero import OffloadConfig as OffloadConfig
 from meshwright.config.zero import ZeroConfig as ZeroConfig
 from meshwright.errors import UserError, divisors, either, nearest
+from meshwright.layout.grid import Grid
 from meshwright.schedule.kinds import training_kinds
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
@@ -187,6 +189,15 @@ class LayoutConfig:
     chunks: int = 1
     node_size: int = 0  # 0: as many ranks as a node starts
     replicas: int = 1  # equal parts of the world that take steps of their own (`train.local`)
+    tp_grid: tuple[int, ...] = ()  # tp as a grid: [row, col] or [row, col, depth]; empty: tp cuts along one axis
+    tp_kind: Literal["", "2d", "2.5d", "3d"] = ""  # empty: 2d of two numbers
+    tp_keep_gathered: bool = False  # of a grid: keep gathered factors for backward, instead of gathering them again
+
+    @property
+    def grid(self) -> Grid | None:
+        """The grid of tensor-parallel ranks, if there is one."""
+        kind = self.tp_kind or "2d"
+        return Grid.of(kind, self.tp_grid, self.tp_keep_gathered) if self.tp_grid else None
 
     @property
     def least_world(self) -> int:
@@ -196,6 +207,8 @@ class LayoutConfig:
     def __post_init__(self) -> None:
         positive("layout", self, "tp", "pp", "cp", "ep", "chunks", "replicas")
         not_negative("layout", self, "node_size", "etp")
+        if self.tp_grid or self.tp_kind or self.tp_keep_gathered:
+            check_grid(self.tp, self.tp_grid, self.tp_kind, self.tp_keep_gathered)
         if self.pp * self.chunks > MOST_BLOCKS:
             raise UserError(
                 f"layout.pp={self.pp} x layout.chunks={self.chunks} are more stages than any model has blocks: use "

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.chat_template import Broken, ChatTemplate, Masked, load_template, special_tokens
+from meshwright.data.chat_template import Broken, ChatTemplate, Masked, load_template, named_template
 from meshwright.data.conversations import Conversation, Pair, Record, read_records
 from meshwright.data.packed import MASK, best_fit
 from meshwright.data.prepare import check_out
@@ -49,7 +49,7 @@ def prepare_chat(
     for prefix in (out, out + MASK):
         check_out(prefix, force)
     folder = Path(model)
-    rendered = load_template(folder) if not template else _named(template, folder)
+    rendered = load_template(folder) if not template else named_template(template, folder)
     tokenizer = _tokenizer(folder, rendered)
     summary, lengths = ChatSummary(out, "", 0, 0, 0, 0), []
     with TokenFileWriter(out, tokenizer.dtype) as tokens, TokenFileWriter(out + MASK, np.uint8) as masks:
@@ -69,14 +69,6 @@ def prepare_chat(
         tokens.finish({".json": _metadata(tokenizer, summary, rendered)})
     summary.files = [out + suffix for suffix in (".bin", ".idx", ".json", f"{MASK}.bin", f"{MASK}.idx")]
     return summary, tokenizer, lengths
-
-
-def _named(template: str, folder: Path) -> ChatTemplate:
-    try:
-        text = Path(template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--template {template} can't be read ({error}): name a file of Jinja text") from None
-    return ChatTemplate(text, special_tokens(folder))
 
 
 def _tokenizer(folder: Path, template: ChatTemplate) -> Tokenizer:

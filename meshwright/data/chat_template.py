@@ -147,6 +147,15 @@ def load_template(folder: Path) -> ChatTemplate:
     return ChatTemplate(text, special_tokens(folder))
 
 
+def named_template(template: str, folder: Path) -> ChatTemplate:
+    """Reads a template of one's own, with the special tokens of a model's folder."""
+    try:
+        text = Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--template {template} can't be read ({error}): name a file of Jinja text") from None
+    return ChatTemplate(text, special_tokens(folder))
+
+
 def _settings(folder: Path) -> dict[str, Any]:
     """Returns what a folder's tokenizer_config.json holds; nothing where there is none."""
     if not (folder / "tokenizer_config.json").is_file():

@@ -25,6 +25,7 @@ from meshwright.parts.gpt import (
     PositionEmbeddingPart,
     TokenEmbeddingPart,
 )
+from meshwright.parts.grid import on_grid
 from meshwright.parts.latent import LatentAttentionPart
 from meshwright.parts.mlp import MLPPart
 from meshwright.parts.part import BlockUnit, Coordinate, MicroBatch, Model, NamedPart, Part, Stage, Unit
@@ -222,8 +223,15 @@ def describe(model: ModelConfig) -> Model:
 
 
 def model_of(config: Config) -> Model:
-    """Returns the description of the model that a run trains: with adapters, where its weights are frozen."""
-    return _tuned(describe(config.model), config.tune) if config.tune.adapts else describe(config.model)
+    """Returns the description of the model that a run trains: with adapters, where its weights are frozen, or cut over
+    a grid of tensor-parallel ranks."""
+    model, grid = describe(config.model), config.layout.grid
+    if grid is not None:
+        return _on_grid(model, grid)
+    return _tuned(model, config.tune) if config.tune.adapts else model
+
+
+_on_grid = lru_cache(maxsize=256)(on_grid)
 
 
 @lru_cache(maxsize=256)
@@ -313,7 +321,7 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
         check_family(describe(config.model), c.tp, c.pp)
     layout = Layout(
         world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, node_size=c.node_size or node_size or None,
-        parts=(*kv_parts(config.model, c.tp), *context_parts(config)),
+        parts=(*(c.grid.parts if c.grid else kv_parts(config.model, c.tp)), *context_parts(config)),
         ends=ends_of(config.pipeline.schedule, c.pp, c.chunks), etp=c.etp, shared=shared_parameters(config),
         replicas=c.replicas,
     )  # fmt: skip

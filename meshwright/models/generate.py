@@ -3,7 +3,7 @@ prompt with its encoder, and its decoder writes."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,27 +18,50 @@ from meshwright.nn.attention import KVCache
 
 
 class Generator:
-    """A whole model (one stage, no sequence parallelism) and the keys and values of one sequence."""
+    """A whole model (one stage, no sequence parallelism) and the keys and values of some sequences."""
 
     def __init__(self, module: GPTStage, vocab: int, longest: int) -> None:
         assert module.embedding is not None and module.head is not None and not module.parallel.splits_tokens
         self.module, self.vocab, self.longest = module.eval(), vocab, longest
         self.past = {number: KVCache(longest) for number in module.blocks}
-        self.length = 0
+        self.lengths: list[int] = []
 
-    @torch.no_grad()
     def next_logits(self, ids: list[int]) -> Tensor:
         """Returns the logits [vocab] after `ids`, which continue the tokens given before. Every rank gets the same."""
-        module, end = self.module, self.length + len(ids)
-        if end > self.longest:
-            raise UserError(f"{end} tokens are more than the model's {self.longest}: give a shorter prompt")
-        tokens = torch.tensor([ids], device=module.parallel.device)
-        positions = torch.arange(self.length, end, device=tokens.device)[None]
+        return self.next_rows([ids])[0]
+
+    @torch.no_grad()
+    def next_rows(self, rows: list[list[int]]) -> Tensor:
+        """Returns the logits [sequences, vocab] after `rows`, which continue the tokens of each sequence. Shorter ones
+        are filled up at their ends, which no token before can see."""
+        module, device = self.module, self.module.parallel.device
+        before = self.lengths or [0] * len(rows)
+        ends = [length + len(row) for length, row in zip(before, rows, strict=True)]
+        if max(ends) > self.longest:
+            raise UserError(f"{max(ends)} tokens are more than the model's {self.longest}: give a shorter prompt")
+        width = max(map(len, rows))
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+        positions = torch.tensor(before, device=device)[:, None] + torch.arange(width, device=device)
         hidden, _ = module.trunk({"tokens": tokens, "positions": positions}, past=self.past)
-        self.length = end
+        self._go_on(ends)
         assert module.head is not None
-        part, tp = module.head.logits(hidden[-1:])[0], module.parallel.tp
-        return all_gather(part, tp.name, tp.size)[: self.vocab].double()
+        last = torch.tensor([n * width + len(row) - 1 for n, row in enumerate(rows)], device=device)
+        part, tp = module.head.logits(hidden[last]).t().contiguous(), module.parallel.tp
+        return all_gather(part, tp.name, tp.size)[: self.vocab].double().t()
+
+    def _go_on(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        differ = len(set(lengths)) > 1
+        there = torch.tensor(lengths, device=self.module.parallel.device) if differ else None
+        for cache in self.past.values():
+            cache.length, cache.lengths = max(lengths, default=0), there
+
+    def keep(self, numbers: list[int]) -> None:
+        """Goes on with some of the sequences."""
+        rows = torch.tensor(numbers, dtype=torch.int64, device=self.module.parallel.device)
+        for cache in self.past.values():
+            cache.keep(rows)
+        self._go_on([self.lengths[number] for number in numbers])
 
 
 class EncoderDecoderGenerator:
@@ -125,3 +148,41 @@ def generate(
         if token in ends or number == most - 1:
             return
         logits = generator.next_logits([token])
+
+
+def generate_all(
+    module: GPTStage,
+    model: ModelConfig,
+    prompts: Sequence[list[int]],
+    most: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    ends: Container[int] = (),
+    batch: int = 8,
+) -> list[list[int]]:
+    """Returns what follows each prompt, at most `most` tokens, as it would alone: prompt n with the seed `seed` + n. Of
+    a decoder, `batch` prompts of about one length run together, and those that end leave the others."""
+    if isinstance(module, T5Stage):
+        singles = [generator_of(module, model, len(prompt), most) for prompt in prompts]
+        return [
+            list(generate(generator, prompt, room, temperature, top_p, seed + n, ends))
+            for n, ((generator, room), prompt) in enumerate(zip(singles, prompts, strict=True))
+        ]
+    found: list[list[int]] = [[] for _ in prompts]
+    order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
+    for begin in range(0, len(order), batch):
+        alive = order[begin : begin + batch]
+        rooms = {n: min(most, max(1, model.seq - len(prompts[n]) + 1)) for n in alive}  # the last is never fed back
+        randoms = {n: torch.Generator().manual_seed(seed + n) for n in alive}
+        longest = min(model.seq, max(len(prompts[n]) + rooms[n] for n in alive))
+        generator, rows = Generator(module, model.vocab, longest), [prompts[n] for n in alive]
+        while alive:
+            for n, logits in zip(alive, generator.next_rows(rows), strict=True):
+                found[n].append(choose_token(logits, temperature, top_p, randoms[n]))
+            staying = [at for at, n in enumerate(alive) if found[n][-1] not in ends and len(found[n]) < rooms[n]]
+            if len(staying) < len(alive):
+                generator.keep(staying)
+                alive = [alive[at] for at in staying]
+            rows = [[found[n][-1]] for n in alive]
+    return found

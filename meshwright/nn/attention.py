@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +20,8 @@ from meshwright.nn.parallel import Parallel
 from meshwright.nn.qk_norms import HeadNorms, TokenNorms
 from meshwright.nn.rotary import Tables, rotate, rotate_qkv
 from meshwright.parts import gpt
+
+AnyMask = TypeVar("AnyMask")
 
 
 class QKV(nn.Module):
@@ -51,12 +55,15 @@ class QKV(nn.Module):
 
 
 class KVCache:
-    """The keys and values of one layer's earlier tokens. The first call may add many (the prompt), later ones one."""
+    """The keys and values of one layer's earlier tokens, of one or several sequences. The first call may add many (the
+    prompts), later ones one each. Prompts of other lengths are filled up at their ends; then `lengths` [sequences] says
+    where each goes on."""
 
     def __init__(self, longest: int) -> None:
         self.longest, self.length = longest, 0
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
+        self.lengths: Tensor | None = None
         self.memory: tuple[Tensor, Tensor] | None = None  # keys and values of an encoder's output, which stay
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,9 +73,25 @@ class KVCache:
             self.keys, self.values = keys.new_empty(shape), values.new_empty(shape)
         end = self.length + keys.shape[2]
         assert self.length == 0 or keys.shape[2] == 1, "after the first call, one token at a time"
-        self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = keys, values
+        if self.lengths is None:
+            self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = keys, values
+        else:
+            rows = torch.arange(len(keys), device=keys.device)
+            self.keys[rows, :, self.lengths], self.values[rows, :, self.lengths] = keys[:, :, 0], values[:, :, 0]
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def seen(self, mask: AnyMask) -> AnyMask | Tensor:
+        """Returns the mask of the tokens that were appended last: of sequences of other lengths, which keys are there,
+        [sequences, 1, 1, tokens so far]."""
+        if self.lengths is None:
+            return mask
+        return (torch.arange(self.length, device=self.lengths.device) <= self.lengths[:, None])[:, None, None]
+
+    def keep(self, rows: Tensor) -> None:
+        """Keeps some of the sequences."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
 
 
 class Attention(nn.Module):
@@ -80,12 +103,16 @@ class Attention(nn.Module):
         tp = parallel.tp.size
         self.heads, self.kv_heads, self.head_dim = part.heads // tp, max(1, part.kv_heads // tp), part.head_dim
         self.dropout, self.fuses, self.context = part.dropout, parallel.fused, parallel.context
-        self.projection = QKV(parallel, records)
+        self.projection, out = self.products(parallel, records)
         norms: dict[str, type[nn.Module]] = {"head": HeadNorms, "all": TokenNorms}
         self.norms = norms[part.qk_norm](parallel, part, records) if part.qk_norm else None
-        self.out = Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
+        self.out = out  # registered in the order of forward
         self.recompute_core = parallel.recompute.mode == "selective"
         self.causal, self.alibi, self.scale = part.causal, part.alibi, part.scale or None
+
+    def products(self, parallel: Parallel, records: dict[str, ParamRecord]) -> tuple[nn.Module, nn.Module]:
+        """Returns the projection to queries, keys and values, and that of the result."""
+        return QKV(parallel, records), Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None) -> Tensor:
         """Softmax of the scores times the values, all [batch, heads, seq, head_dim]."""
@@ -121,6 +148,7 @@ class Attention(nn.Module):
             return x, self._out(context_attention(q, k, v, mask, self.context))
         if past is not None:
             k, v = past.extend(k, v)
+            mask = past.seen(mask)
         if self.recompute_core and torch.is_grad_enabled():
             y = checkpoint(self.core, q, k, v, mask, use_reentrant=False, preserve_rng_state=self.dropout > 0)
         else:

@@ -76,6 +76,7 @@ class LatentAttention(nn.Module):
         v = F.pad(v, (0, p.head_dim - p.value)).transpose(1, 2)
         if past is not None:
             k, v = past.extend(k, v)
+            mask = past.seen(mask)
         if isinstance(mask, ContextRows):
             assert self.parallel.context is not None and past is None
             y = context_attention(q, k, v, mask, self.parallel.context)

@@ -40,7 +40,7 @@ class MicroBatch:
 
     def rows(self, at: Coordinate) -> int:
         """Returns the tokens that a rank holds between the products."""
-        return self.tokens(at) // (at.size("tp") if at.splits_tokens else 1)
+        return self.tokens(at) // at.row_parts
 
     @property
     def wide(self) -> int:

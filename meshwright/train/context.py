@@ -12,6 +12,7 @@ from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES, Device, return_freed_memory
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.layout.grid import GRID_AXES
 from meshwright.models.description import CP_INNER, CP_OUTER, layout_of
 from meshwright.nn.offload import HostActivations
 from meshwright.nn.parallel import ContextGroups, ExpertGroups, Parallel
@@ -80,6 +81,7 @@ def build_context(
         context=context_groups(mesh, config) if layout.cp > 1 else None,
         overlaps=config.comm.overlap.tensor,
         offload=HostActivations(device.torch) if config.recompute.offload and not is_host(config, device) else None,
+        grid={axis: mesh.group(axis) for axis in GRID_AXES} if config.layout.grid else None,
     )  # fmt: skip
     return Context(config, layout, mesh, device, parallel)
 

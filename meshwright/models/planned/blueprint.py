@@ -97,7 +97,7 @@ def without_memory() -> Iterator[None]:
             parameter = nn.Parameter(parameter.data.to("meta"), parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
