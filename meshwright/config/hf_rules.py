@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright.config.data import PACKED
 from meshwright.errors import divisors, either
@@ -19,12 +19,13 @@ def hf_fits(c: Config, world: int) -> Iterator[str]:
     if not c.model.hf:
         yield "model.kind=hf builds the model of a folder: name it in model.hf"
     o, tp = c.layout, c.layout.tp
-    for key, value, plain in (
-        ("layout.cp", o.cp, 1), ("layout.ep", o.ep, 1), ("layout.sequence_parallel", o.sequence_parallel, False), ("layout.tp_grid", o.tp_grid, ()),
-        ("comm.overlap.tensor", c.comm.overlap.tensor and tp > 1, False), ("recompute.pieces", c.recompute.pieces, 1),
-        ("recompute.offload", c.recompute.offload, False), ("tune.kind", c.tune.kind, "full"),
-        ("train.compile", c.train.compile == "true", False),
-    ):  # fmt: skip
+    plain_values: list[tuple[str, Any, Any]] = [
+        ("layout.cp", o.cp, 1), ("layout.ep", o.ep, 1), ("layout.sequence_parallel", o.sequence_parallel, False),
+        ("layout.tp_grid", o.tp_grid, ()), ("comm.overlap.tensor", c.comm.overlap.tensor and tp > 1, False),
+        ("recompute.pieces", c.recompute.pieces, 1), ("recompute.offload", c.recompute.offload, False),
+        ("tune.kind", c.tune.kind, "full"), ("train.compile", c.train.compile == "true", False),
+    ]  # fmt: skip
+    for key, value, plain in plain_values:
         if value != plain:
             word = str(value).lower()
             yield f"{key}={word} can't be used with a model that transformers builds (model.kind=hf): leave it out"

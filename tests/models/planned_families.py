@@ -73,7 +73,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "pp 2": {"layout": {"pp": 2}},
     "tp 2 x dp 2 x ZeRO 3": {"layout": {"tp": 2}, "zero": {"stage": 3}},
     "tp 2 x pp 2": {"layout": {"tp": 2, "pp": 2}},
-    "ZeRO 3": {"zero": {"stage": 3}},
+    "ZeRO 3, recomputed": {"zero": {"stage": 3}, "recompute": {"mode": "full"}},
 }
 
 

@@ -28,6 +28,10 @@ from meshwright.nn.parallel import Parallel
 from meshwright.parts.part import Coordinate, MicroBatch, Stage
 
 
+# Kinds of layers that see nothing of another document where positions begin anew.
+MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp", "dense", "sparse"}
+
+
 class _Left(Exception):
     """Raised by the last block of a stage that is not the last: forward ends there."""
 
@@ -48,6 +52,8 @@ class PlannedStage(ForeignStage):
         records = {record.name: record for record in plan.model.records(at, stage).values()}
         cut_blocks(net, plan, stage)
         check_dropout(net, hf, parallel.tp.size)
+        if config.has_segments:
+            check_documents(hf)
         batch = MicroBatch(config.train.micro_batch, config.model.seq)
         shapes = plan.model.passes(at, batch, stage).items()
         self.receives: Receives = {name: (shape, parallel.dtype) for name, shape in shapes}
@@ -109,6 +115,18 @@ def check_dropout(module: nn.Module, config: Any, tp: int) -> None:
     if tp > 1 and drops:
         raise UserError(f"{drops[0]} of this model drops elements, which layout.tp={tp} can't draw alike: set it to 0 "
                         "in its config.json, or layout.tp=1")  # fmt: skip
+
+
+def check_documents(config: Any) -> None:
+    """Refuses documents in one sequence where some layers carry a state from token to token, whatever positions say."""
+    text = config.get_text_config()
+    kinds = {*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())}
+    carrying = sorted(str(kind) for kind in kinds - MASKED_LAYERS)
+    if carrying:
+        raise UserError(
+            f"layers of the kind {carrying[0]} carry a state over the ends of documents: set data.reset_attention and "
+            "data.reset_positions to false, and give each document a sample of its own"
+        )
 
 
 def cut_blocks(module: nn.Module, plan: Blueprint, stage: Stage) -> None:
