@@ -94,6 +94,20 @@ def test_weights_go_out_as_they_came_in(tmp_path: Path) -> None:
     assert all(torch.equal(ours.get_tensor(name), theirs.get_tensor(name)) for name in theirs.keys())  # noqa: SIM118
 
 
+def test_documents_see_nothing_of_each_other(tmp_path: Path) -> None:
+    """Positions that begin anew keep attention inside a document; layers that carry a state are refused."""
+    granite = make_trainer(config_of(write_tiny("granite", tmp_path), {})).modules[0].eval()
+    ids = torch.arange(3, 19)[None]
+    positions = torch.tensor([[*range(6), *range(10)]])
+    with torch.no_grad():
+        packed = granite({"tokens": ids, "positions": positions})
+        apart = torch.cat([granite({"tokens": ids[:, at]}) for at in (slice(0, 6), slice(6, 16))], dim=1)
+    assert torch.allclose(packed, apart, rtol=1e-12, atol=1e-14)
+    sections = {"data": {"reset_positions": True, "reset_attention": True}}
+    with pytest.raises(UserError, match="layers of the kind linear_attention carry a state"):
+        make_trainer(config_of(write_tiny("qwen3_next", tmp_path), sections))
+
+
 def test_a_plan_becomes_records(tmp_path: Path) -> None:
     model = blueprint(write_tiny("qwen3_moe", tmp_path)).model
     records = {each.name: each for each in model.records(Coordinate((("tp", 2, 1),))).values()}

@@ -27,9 +27,10 @@ from meshwright.models.stage import Receives
 from meshwright.nn.parallel import Parallel
 from meshwright.parts.part import Coordinate, MicroBatch, Stage
 
-
 # Kinds of layers that see nothing of another document where positions begin anew.
-MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp", "dense", "sparse"}
+MASKED_LAYERS = {
+    "full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp", "dense", "sparse",
+}  # fmt: skip
 
 
 class _Left(Exception):
