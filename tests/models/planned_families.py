@@ -57,7 +57,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "longcat_flash": {"num_layers": 2},
-    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, "num_local_experts": 4},
+    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, "num_local_experts": 16},
     "nemotron_h": {"n_groups": 2},
     "qwen3_moe": {"num_experts": 4},
     "inkling_text": {"num_experts": 4, "n_routed_experts": 4},

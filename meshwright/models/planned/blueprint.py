@@ -185,10 +185,14 @@ def draw(module: nn.Module, config: Any) -> Blueprint:
 
 
 def _follows(module: nn.Module, name: str, path: str) -> bool:
-    """Whether a parameter's module is defined after the list of blocks: then it is used after them."""
+    """Whether a parameter is used after the blocks: outside of the base model, or by a module that the pipeline plan
+    names after them. Where there is no such plan, by one that is defined after them."""
     base, _, last = path.rpartition(".")
     if not name.startswith(f"{base}." if base else ""):
         return True  # the head, outside of the base model
+    planned = list(getattr(module, "pp_plan", None) or ())
+    if path in planned:
+        return any(name.startswith(f"{each}.") for each in planned[planned.index(path) + 1 :])
     children = [key for key, _ in module.get_submodule(base).named_children()]
     own = name.removeprefix(f"{base}.").split(".")[0]
     return own in children and children.index(own) > children.index(last)

@@ -7,7 +7,8 @@ outputs that were copied, cut, summed or gathered as `parts.planned.STYLES` says
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,31 +136,35 @@ def recomputed(module: nn.Module) -> None:
     module.forward = forward
 
 
-def gated(unit: nn.Module, first: nn.Module, last: nn.Module) -> None:
-    """Has the gate that sharding may put on a unit opened before the unit's forward and its backward, and closed after
-    each. `first` and `last` are the modules whose calls begin and end it: the unit itself, where it is one module."""
-    begin: Forward = first.forward
+def gated(unit: nn.Module, members: Sequence[nn.Module]) -> None:
+    """Has the gate that sharding may put on a unit opened before the forward and the backward of each of its `members`
+    (the unit itself, where it is one module), and closed when all of them have been through. Where one is not called,
+    the weights stay until the chunk is through."""
+    passed = {"forward": 0, "backward": 0}
 
-    def enter(*args: Any, **kwargs: Any) -> Any:
-        gate: Gate | None = getattr(unit, "gate", None)
-        if gate is None:
-            return begin(*args, **kwargs)
-        gate.open()
-        if torch.is_grad_enabled():
-            args, kwargs = changed((args, kwargs), lambda xs: call_in_backward(gate.done, *xs))
-        return begin(*args, **kwargs)
+    def through(work: str, close: Callable[[], None]) -> None:
+        passed[work] = (passed[work] + 1) % len(members)
+        if not passed[work]:
+            close()
 
-    first.forward = enter
-    end: Forward = last.forward
+    def wrapped(original: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            gate: Gate | None = getattr(unit, "gate", None)
+            if gate is None:
+                return original(*args, **kwargs)
+            gate.open()
+            learns = torch.is_grad_enabled()
+            if learns:
+                done = partial(through, "backward", gate.done)
+                args, kwargs = changed((args, kwargs), lambda xs: call_in_backward(done, *xs))
+            result = original(*args, **kwargs)
+            through("forward", gate.close)
+            return changed(result, lambda xs: call_in_backward(gate.open, *xs)) if learns else result
 
-    def leave(*args: Any, **kwargs: Any) -> Any:
-        result, gate = end(*args, **kwargs), getattr(unit, "gate", None)
-        if gate is None:
-            return result
-        gate.close()
-        return changed(result, lambda xs: call_in_backward(gate.open, *xs)) if torch.is_grad_enabled() else result
+        return forward
 
-    last.forward = leave
+    for member in members:
+        member.forward = wrapped(member.forward)
 
 
 def outer_modules(root: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Parameter]]]:

@@ -39,7 +39,7 @@ class Loose(nn.Module):
 
 
 class Together(nn.Module):
-    """Modules that are called one after the other, as one unit."""
+    """Modules whose weights are gathered together, as one unit."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ class ForeignStage(nn.Module):
 
     def divide(self, together: Sequence[str] = ()) -> None:
         """Makes units of the module's parts, after everything else that changes their calls. Those that are named
-        `together` are called one after the other, and are one unit."""
+        `together` are one unit."""
         units, loose = outer_modules(self.net)
         self._units = [module for name, module in units if name not in together]
         for module in self._units:
-            gated(module, module, module)
+            gated(module, [module])
         if group := [module for name, module in units if name in together]:
             self._units.append(Together(group))
-            gated(self._units[-1], group[0], group[-1])
+            gated(self._units[-1], group)
         self.loose = Loose([value for _, value in loose]) if loose else None
 
     def units(self) -> list[nn.Module]:

@@ -7,7 +7,7 @@ here takes it whatever came in between, and forward is left when the last block 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -141,14 +141,14 @@ def cut_blocks(module: nn.Module, plan: Blueprint, stage: Stage) -> None:
 
 def cut_ends(module: nn.Module, plan: Blueprint, stage: Stage, table: Absent) -> None:
     """Takes out of it the ends of the model that other stages hold; `table` comes in the place of the embedding."""
-    gone = ([] if stage.first else list(plan.before)) + ([] if stage.last else list(plan.after))
-    for name in dict.fromkeys(each.rpartition(".")[0] for each in gone):
-        parent, _, key = name.rpartition(".")
-        setattr(module.get_submodule(parent), key, table if name in _owners(plan.before) else Absent())
-
-
-def _owners(names: Sequence[str]) -> set[str]:
-    return {name.rpartition(".")[0] for name in names}
+    for name, _ in outer_modules(module)[0]:
+        ends = [
+            held for held, kept in ((plan.before, stage.first), (plan.after, stage.last))
+            if not kept and any(each.startswith(f"{name}.") for each in held)
+        ]  # fmt: skip
+        if ends:
+            parent, _, key = name.rpartition(".")
+            setattr(module.get_submodule(parent), key, table if ends == [plan.before] else Absent())
 
 
 @torch.no_grad()
