@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,8 @@ def measure(rank: int, world: int, folders: list[str], found: list[Alone], layou
             if layout not in groups:
                 made = Mesh(layout, rank).groups
                 groups[layout] = {key: group.process_group for key, group in made.items() if not group.alone}
-            with Wide():
+            # Backward runs outside of such a mode, and would compute blocks again in another precision.
+            with nullcontext() if "recomputed" in name else Wide():
                 trainer = with_weights(make_trainer(config, rank, world, groups[layout]), reference.weights)
                 errors[name] = worst(true_gradients(trainer), reference.gradients)
             del trainer

@@ -51,7 +51,8 @@ def test_gradients_are_those_of_transformers_in_one_process(models: list[tuple[s
     folders, found = zip(*models, strict=True)
     for right, norms, experts in run_ranks(2, with_planted_bugs, list(folders), list(found)):
         for errors in right:
-            assert all(error < 1e-10 for error, _ in errors.values()), errors
+            limits = {name: 1e-5 if "recomputed" in name else 1e-10 for name in errors}
+            assert all(errors[name][0] < limits[name] for name in errors), errors
         assert norms[0] > 0.01 and "_norm" in norms[1]
         assert experts[0] > 0.01
 

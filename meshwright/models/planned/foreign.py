@@ -26,6 +26,11 @@ class Absent(nn.Module):
         super().__init__()
         self.given: Tensor | None = None
 
+    @property
+    def weight(self) -> Tensor | None:
+        """What models ask of a table: a tensor of its dtype and device."""
+        return self.given
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.given if self.given is not None else args[0] if args else next(iter(kwargs.values()))
 
