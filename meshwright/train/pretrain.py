@@ -34,9 +34,23 @@ from meshwright.parts.part import Stage
 from meshwright.schedule.kinds import placement_of
 from meshwright.sharding.buffers import foreign_record
 from meshwright.sharding.reducers import Reducer
+from meshwright.train.bad_steps import BadSteps
 from meshwright.train.context import Context, build_context, compiles
+from meshwright.train.corruption import ReplicaCheck
+from meshwright.train.fault_notes import FaultNotes
 from meshwright.train.layers import LayerNorms
-from meshwright.train.loop import GivingUp, Hook, Recording, Saving, TimeLimit, TracedStep, Validating, Watcher, train
+from meshwright.train.loop import (
+    GivingUp,
+    Hook,
+    Recording,
+    Saving,
+    TimeLimit,
+    TooManyFaults,
+    TracedStep,
+    Validating,
+    Watcher,
+    train,
+)
 from meshwright.train.own_models import check_own, in_precision, is_own
 from meshwright.train.processes import enter, find_place, joined_place, leave
 from meshwright.train.rank_process import end_with_launcher, name_rank
@@ -44,6 +58,7 @@ from meshwright.train.run_folder import RunFolder, refuse_finished, what_is_lost
 from meshwright.train.run_notes import provenance, write_event
 from meshwright.train.run_owner import owning
 from meshwright.train.signals import StopRequests
+from meshwright.train.slow_ranks import SlowRanks
 from meshwright.train.speed import Speed
 from meshwright.train.step import ForwardStep, Trainer, validation_samples
 
@@ -220,10 +235,12 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         ending = TimeLimit(requests, saver, limit, began)
         recording = Recording(folder, watcher, about.speed, ctx.layout.world)
         # In this order after each step: a step is recorded before it is saved, and saved before anything else can fail.
-        all_hooks = [ending, TracedStep(trainer), recording, GivingUp(), saving, validation]
-        all_hooks += [LayerNorms(trainer, folder), *about.hooks]
+        notes = FaultNotes(config.run.dir, config.faults.max_faults, trainer.writes)
+        all_hooks = [ending, TracedStep(trainer), recording, GivingUp(config.faults.max_skips), saving, validation]
+        all_hooks += [TooManyFaults(notes, saver), ReplicaCheck(trainer, notes), LayerNorms(trainer, folder)]
+        all_hooks += [SlowRanks(ctx.layout, config.faults, notes), *about.hooks]
         validation.catch_up()
-        train(trainer, all_hooks, requests)
+        train(trainer, all_hooks, requests, BadSteps(trainer, folder, saver, notes).settle)
     trainer.data_parallel.weights.wait_for_gathers()
     if folder:
         done, steps = trainer.step_number, config.train.steps

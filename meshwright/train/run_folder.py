@@ -118,9 +118,7 @@ class RunFolder:
             facts = {"world": world, "validates": validates, "from": source} | dict(notes or {})
             (self.path / "run.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
             lost = [_set_lost_aside(self.path / name, step) for name in FILES]
-            self._metrics, self._validation, self._layers = (
-                (self.path / name).open("a", encoding="utf-8") for name in FILES
-            )
+            self._open_files()
         again = f"; {lost[0]} later steps are trained again" if lost[0] else ""
         ranks = f"{world} rank{'s' * (world > 1)}"
         words = f"continues from step {step} on {ranks}{again}" if step else f"starts on {ranks}"
@@ -151,11 +149,26 @@ class RunFolder:
             file.flush()
         self._loggers.log({name: value for name, value in charted.items() if value is not None}, line["step"])
 
+    def go_back(self, step: int) -> int:
+        """Moves the lines of later steps, which will be trained again, to lost.jsonl; returns how many steps."""
+        with self._written():
+            self._close_files()
+            lost = [_set_lost_aside(self.path / name, step) for name in FILES]
+            self._open_files()
+        return lost[0]
+
+    def _open_files(self) -> None:
+        self._metrics, self._validation, self._layers = (
+            (self.path / name).open("a", encoding="utf-8") for name in FILES
+        )
+
+    def _close_files(self) -> None:
+        for file in (self._metrics, self._validation, self._layers):
+            file.close()
+
     def close(self) -> None:
         with self._written():
-            self._metrics.close()
-            self._validation.close()
-            self._layers.close()
+            self._close_files()
         self._loggers.close()
 
     @contextlib.contextmanager

@@ -12,9 +12,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import meshwright
+from meshwright.outside import of_kind, parse_json
+
+
+class Event(TypedDict, total=False):
+    """What readers know of a line."""
+
+    kind: str
+    step: int | None
+    text: str
+
 
 EVENTS_FILE = "events.jsonl"
 GIT_S = 2.0  # a network disk may make git slow, and a run does not wait for it
@@ -48,9 +58,19 @@ def git_commit() -> str | None:
         return None
 
 
+def read_events(folder: str | Path) -> list[dict[str, Any]]:
+    """Returns the events that were written whole."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in (Path(folder) / EVENTS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(of_kind(parse_json(line), Event, "the event"))
+    return found
+
+
 def write_event(folder: str | Path, kind: str, text: str, step: int | None = None, **more: Any) -> None:
-    """Adds a line to the run's events: `kind` is start, resume, checkpoint, restart, failure or end. One that can't be
-    written stops nobody."""
+    """Adds a line to the run's events: `kind` is start, resume, checkpoint, restart, failure or end, or what
+    `fault_notes` says. One that can't be written stops nobody."""
     path = Path(folder) / EVENTS_FILE
     line = {"time": time.time(), "kind": kind, "step": step, "text": text} | more
     with contextlib.suppress(OSError):
