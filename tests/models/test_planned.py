@@ -14,13 +14,18 @@ from meshwright.checkpoint.format import find_checkpoint
 from meshwright.checkpoint.hf import export_folder
 from meshwright.checkpoint.planned_files import PlannedFolder
 from meshwright.checkpoint.save import Saver
+from meshwright.cli.dryrun import compare
 from meshwright.config.load import config_from
 from meshwright.config.rules import check
+from meshwright.device import Device
+from meshwright.dryrun.run_rank import run_rank
 from meshwright.errors import UserError
 from meshwright.models.description import layout_of
 from meshwright.models.planned.blueprint import blueprint
 from meshwright.parts.coordinate import Coordinate
 from meshwright.parts.planned import STYLES
+from meshwright.plan.job import checked_job
+from meshwright.plan.rank import expected
 from tests.models.planned_families import Alone, alone, config_of, make_trainer, measure, tiny, write_tiny
 from tests.support.ranks import run_ranks
 
@@ -93,6 +98,22 @@ def test_weights_go_out_as_they_came_in(tmp_path: Path) -> None:
     ours, theirs = (safe_open(at / "model.safetensors", framework="pt") for at in (went, came))
     assert told["family"] == "deepseek_v3" and set(ours.keys()) == set(theirs.keys())
     assert all(torch.equal(ours.get_tensor(name), theirs.get_tensor(name)) for name in theirs.keys())  # noqa: SIM118
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "sections",
+    [{"layout": {"tp": 2}}, {"layout": {"tp": 2, "pp": 2}, "zero": {"stage": 1}},
+     {"layout": {"tp": 2}, "zero": {"stage": 3}}],
+    ids=("tp", "tp-pp", "tp-zero3"),
+)  # fmt: skip
+def test_bytes_and_calls_are_as_planned(tmp_path: Path, family: str, sections: dict[str, Any]) -> None:
+    """One rank of four is run, and its states and collectives are compared with what the parts state."""
+    config = config_of(write_tiny(family, tmp_path), sections)
+    ran, said = run_rank(config, 4, 0, Device("cpu")), expected(checked_job(config, 4), 0)
+    found = compare(0, ran, said)
+    pairs = [found["parameters"], *found["bytes"].values(), *found["comm"].values(), *found["calls"]]
+    assert [pair for pair in pairs if not pair["equal"]] == []
 
 
 def test_documents_see_nothing_of_each_other(tmp_path: Path) -> None:
