@@ -60,6 +60,10 @@ OWN: dict[str, dict[str, Any]] = {
     "longcat_flash": {"num_layers": 2},
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, "num_local_experts": 16},
     "nemotron_h": {"n_groups": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
     "qwen3_moe": {"num_experts": 4},
     "inkling_text": {"num_experts": 4, "n_routed_experts": 4},
     "cohere_compass_text": {

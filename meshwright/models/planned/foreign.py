@@ -22,9 +22,12 @@ from meshwright.parts.planned import PlannedParameter
 class Absent(nn.Module):
     """Stands for a module that another stage holds, and returns its first argument or what it was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, stands_for: nn.Module | None = None) -> None:
         super().__init__()
         self.given: Tensor | None = None
+        if stands_for is not None:  # what it says of itself, its model may ask
+            said = {key: value for key, value in vars(stands_for).items() if not key.startswith("_")}
+            vars(self).update({key: value for key, value in said.items() if isinstance(value, (str, int, float))})
 
     @property
     def weight(self) -> Tensor | None:

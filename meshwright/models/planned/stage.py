@@ -136,7 +136,7 @@ def cut_blocks(module: nn.Module, plan: Blueprint, stage: Stage) -> None:
     assert isinstance(blocks, nn.ModuleList)
     for n in range(len(blocks)):
         if n not in stage.layers:
-            blocks[n] = Absent()
+            blocks[n] = Absent(blocks[n])
 
 
 def cut_ends(module: nn.Module, plan: Blueprint, stage: Stage, table: Absent) -> None:
