@@ -60,6 +60,7 @@ OWN: dict[str, dict[str, Any]] = {
     "longcat_flash": {"num_layers": 2},
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, "num_local_experts": 16},
     "nemotron_h": {"n_groups": 2},
+    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     "qwen4_exp_text": {
         "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
         "indexer_compress_ratio": 2,

@@ -20,7 +20,7 @@ PER_LAUNCH = 6
 ALL = sorted(VERIFIED)
 PIECES = [ALL[at : at + PER_LAUNCH] for at in range(0, len(ALL), PER_LAUNCH)]
 WRONG = 1e-6
-UNREAD: tuple[str, ...] = ()  # families whose files hold a parameter in a form that can't be read by boxes
+UNREAD = ("hrm_text",)  # families whose files hold a parameter in a form that can't be read by boxes
 
 
 def test_the_page_has_the_table() -> None:
