@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from meshwright.cli.files import write
-from meshwright.layout.layout import GROUP_KINDS, Layout
+from meshwright.layout.layout import Layout
 from meshwright.show.chart import check_svg
 from meshwright.show.layout_drawing import draw
 from meshwright.show.mesh_drawing import mesh_svg
@@ -23,6 +23,7 @@ EXAMPLES = """example:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks = "number of devices, one rank each"
     parser.add_argument("--devices", "--world", dest="world", type=int, required=True, metavar="N", help=ranks)
+    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="parts that train alone (default 1)")
     add_axes(parser)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the groups of every axis")
 
@@ -40,7 +41,10 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     check_svg("--svg", args.svg)
-    layout = Layout(args.world, args.tp, args.pp, args.cp, args.ep, args.order, args.node_size, etp=args.etp)
+    layout = Layout(
+        args.world, args.tp, args.pp, args.cp, args.ep, args.order, args.node_size, etp=args.etp,
+        replicas=args.replicas,
+    )  # fmt: skip
     if not layout.views_agree:
         print(
             f"note: order {layout.order} gives ranks another tp or pp position among the experts than in the "
@@ -49,6 +53,6 @@ def run(args: argparse.Namespace) -> None:
         )
     write(args.svg, lambda: mesh_svg(layout))
     if args.json:
-        print(json.dumps({name: layout.groups(name) for name in GROUP_KINDS}))
+        print(json.dumps({name: layout.groups(name) for name in layout.group_kinds}))
     else:
         print(encodable(draw(layout, width=max(60, min(terminal_width(100), 160))), sys.stdout))

@@ -34,6 +34,7 @@ from meshwright.parts.part import Stage
 from meshwright.schedule.kinds import placement_of
 from meshwright.sharding.buffers import foreign_record
 from meshwright.sharding.reducers import Reducer
+from meshwright.train.adapting import Adapting
 from meshwright.train.bad_steps import BadSteps
 from meshwright.train.context import Context, build_context, compiles
 from meshwright.train.corruption import ReplicaCheck
@@ -236,7 +237,8 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         recording = Recording(folder, watcher, about.speed, ctx.layout.world)
         # In this order after each step: a step is recorded before it is saved, and saved before anything else can fail.
         notes = FaultNotes(config.run.dir, config.faults.max_faults, trainer.writes)
-        all_hooks = [ending, TracedStep(trainer), recording, GivingUp(config.faults.max_skips), saving, validation]
+        all_hooks = [ending, Adapting(trainer, folder.path if folder else None), TracedStep(trainer), recording]
+        all_hooks += [GivingUp(config.faults.max_skips), saving, validation]
         all_hooks += [TooManyFaults(notes, saver), ReplicaCheck(trainer, notes), LayerNorms(trainer, folder)]
         all_hooks += [SlowRanks(ctx.layout, config.faults, notes), *about.hooks]
         validation.catch_up()

@@ -69,8 +69,8 @@ def read_events(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def write_event(folder: str | Path, kind: str, text: str, step: int | None = None, **more: Any) -> None:
-    """Adds a line to the run's events: `kind` is start, resume, checkpoint, restart, failure or end, or what
-    `fault_notes` says. One that can't be written stops nobody."""
+    """Adds a line to the run's events: `kind` is start, resume, checkpoint, reduce (how gradients are sent from then),
+    restart, failure or end, or what `fault_notes` says. One that can't be written stops nobody."""
     path = Path(folder) / EVENTS_FILE
     line = {"time": time.time(), "kind": kind, "step": step, "text": text} | more
     with contextlib.suppress(OSError):
