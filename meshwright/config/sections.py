@@ -41,7 +41,7 @@ AUTO_SAVE_S = 900.0  # between checkpoints, with every=auto
 FP8_UNIT = 16  # products in fp8 take multiples of this
 # Of a model: how it is trained, not what it computes.
 TRAINING_KEYS = {
-    "preset", "dropout", "attention_dropout", "embedding_dropout", "embedding_grad", "init_std", "predictions",
+    "preset", "hf", "dropout", "attention_dropout", "embedding_dropout", "embedding_grad", "init_std", "predictions",
     "t5.decoder_seq", "experts.bias_balance", "experts.aux_loss", "experts.aux_level", "experts.z_loss",
     "experts.capacity",
 }  # fmt: skip
@@ -58,6 +58,7 @@ class ModelConfig:
     seq: int
     kind: str = "gpt"  # which parts it is made of: gpt, bert, t5, glm; a program may register kinds of its own
     preset: str = ""
+    hf: str = ""  # a folder that transformers saved a model in: its sizes, and the weights that a run begins with
     kv_heads: int = 0  # 0: as many as heads
     head_dim: int = 0  # 0: hidden / heads
     ffn: int = 0  # 0: 4 hidden, or for a gated MLP (...glu) 8/3 hidden rounded up to a multiple of 64

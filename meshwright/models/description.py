@@ -30,6 +30,7 @@ from meshwright.parts.grid import on_grid
 from meshwright.parts.latent import LatentAttentionPart
 from meshwright.parts.mlp import MLPPart
 from meshwright.parts.part import BlockUnit, Coordinate, MicroBatch, Model, NamedPart, Part, Stage, Unit
+from meshwright.parts.planned import PlannedModel
 from meshwright.parts.t5 import (
     DECODER,
     ENCODER,
@@ -206,8 +207,15 @@ def experts(model: ModelConfig, mlp: MLPPart) -> ExpertsPart:
     return ExpertsPart(routing, replace(mlp, ffn=e.ffn, bias=False), shared)
 
 
+def hf(model: ModelConfig) -> Model:
+    """Describes a model that transformers builds, as its plan cuts it."""
+    from meshwright.models.planned.blueprint import blueprint
+
+    return blueprint(model.hf).model
+
+
 # Kinds of models, by the config's `model.kind`. A program may add its own.
-MODELS: dict[str, Callable[[ModelConfig], Model]] = {"gpt": gpt, "bert": bert, "t5": t5, "glm": glm}
+MODELS: dict[str, Callable[[ModelConfig], Model]] = {"gpt": gpt, "bert": bert, "t5": t5, "glm": glm, "hf": hf}
 
 
 def describe(model: ModelConfig) -> Model:
@@ -285,6 +293,14 @@ def on_host(name: str) -> str:
     return f"host.{name}"
 
 
+def check_family(model: Model, tp: int, pp: int) -> None:
+    """Refuses to cut a model whose plan was not found right."""
+    from meshwright.models.planned.families import check_plan
+
+    assert isinstance(model, PlannedModel)
+    check_plan(model, tp, pp)
+
+
 CP_INNER, CP_OUTER = "cp.inner", "cp.outer"  # parts of cp: ranks that exchange heads, and the ring between them
 
 
@@ -305,6 +321,8 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
     """Returns the layout that a config asks for on `world` ranks, with `node_size` ranks per node if the config doesn't
     say."""
     c = config.layout
+    if config.model.kind == "hf" and c.tp * c.pp > 1:
+        check_family(describe(config.model), c.tp, c.pp)
     layout = Layout(
         world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, node_size=c.node_size or node_size or None,
         parts=(*(c.grid.parts if c.grid else kv_parts(config.model, c.tp)), *context_parts(config)),

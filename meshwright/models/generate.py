@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.comm.ops import all_gather
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 from meshwright.models.gpt import GPTStage
+from meshwright.models.planned.stage import PlannedStage
 from meshwright.models.t5 import T5Stage
 from meshwright.nn.attention import KVCache
 
@@ -87,11 +88,32 @@ class EncoderDecoderGenerator:
         return all_gather(part, tp.name, tp.size)[: self.vocab].double()
 
 
-def generator_of(module: GPTStage, model: ModelConfig, prompt: int, most: int) -> tuple[Generators, int]:
+class PlannedGenerator:
+    """A whole model that transformers builds, and the tokens so far, all of which it reads again for each new one."""
+
+    def __init__(self, module: PlannedStage, vocab: int, longest: int, device: torch.device) -> None:
+        self.module, self.vocab, self.longest, self.device = module.eval(), vocab, longest, device
+        self.ids: list[int] = []
+
+    @torch.no_grad()
+    def next_logits(self, ids: list[int]) -> Tensor:
+        """Returns the logits [vocab] after `ids`, which continue the tokens given before. Every rank gets the same."""
+        self.ids += ids
+        if len(self.ids) > self.longest:
+            raise UserError(f"{len(self.ids)} tokens are more than the model's {self.longest}: give a shorter prompt")
+        logits: Tensor = self.module({"tokens": torch.tensor([self.ids], device=self.device)})
+        return logits[0, -1, : self.vocab].double()
+
+
+def generator_of(module: nn.Module, model: ModelConfig, prompt: int, most: int) -> tuple[Generators, int]:
     """Returns a generator for a prompt of so many tokens, and how many tokens of at most `most` it can give."""
     if isinstance(module, T5Stage):  # relative positions have no end; what was never trained is the user's choice
         return EncoderDecoderGenerator(module, model.vocab, most, model.t5.start), most
     room = max(1, model.seq - prompt + 1)  # the last token is never fed back
+    if isinstance(module, PlannedStage):
+        device = next(module.parameters()).device
+        return PlannedGenerator(module, model.vocab, min(model.seq, prompt + most), device), min(most, room)
+    assert isinstance(module, GPTStage)
     return Generator(module, model.vocab, min(model.seq, prompt + most)), min(most, room)
 
 
@@ -105,7 +127,7 @@ def choose_token(logits: Tensor, temperature: float, top_p: float, random: torch
     return int(order[torch.multinomial(shares, 1, generator=random)])
 
 
-Generators = Generator | EncoderDecoderGenerator
+Generators = Generator | EncoderDecoderGenerator | PlannedGenerator
 
 
 def generate(
