@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from meshwright.config.presets import APPROXIMATE_PRESETS, PRESETS
 from meshwright.config.recipes import FOLDER, read_recipe, recipe_names
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
-from meshwright.config.twin import tiny_config
+from meshwright.config.twin import tiny_config, twin
 from meshwright.models.description import describe, layout_of
 from meshwright.optim.schedules import consumed_after
 from meshwright.parts.part import parameter_count
@@ -161,3 +162,10 @@ def test_the_first_and_the_last_rank_run_dry(name: str, capsys: pytest.CaptureFi
     few = str(2 * load_config(name).layout.pp)  # micro-batches: one step has many more, all alike
     assert main(["dryrun", name, "--ranks", f"0,{recipe.devices - 1}", "--micro-batches", few, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["equal"]
+
+
+def test_a_twin_of_replicas_has_two_and_a_batch_for_both() -> None:
+    config = load_config("gpt2-124m")
+    small, ranks = twin(replace(config, layout=replace(config.layout, replicas=4)), 32, "gpt2-124m")
+    assert (small.layout.replicas, ranks) == (2, 8)
+    check(small, ranks)
