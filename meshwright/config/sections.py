@@ -66,7 +66,8 @@ class ModelConfig:
     norm_eps: float = 1e-5
     # Before attention and MLP, or after their sums with the residual; deep: the residual is multiplied by
     # sqrt(2 layers) in these sums, and values, output projections and MLPs begin with 1 / sqrt(2 layers) of init_std.
-    norm_place: Literal["pre", "post", "deep"] = "pre"
+    # sandwich: before them, and once more before their results are added.
+    norm_place: Literal["pre", "post", "deep", "sandwich"] = "pre"
     mlp: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu", "geglu", "tanh_geglu", "reglu"] = "gelu"
     position: Literal["learned", "rope", "alibi", "relative", "none"] = "learned"  # relative: of a t5
     position_offset: int = 0  # rows of the position table before the first position (OPT: 2)
@@ -153,6 +154,11 @@ class ModelConfig:
         """The tokens that a block looks back over; 0: all, since it has no window or one that holds a whole sample."""
         pattern = self.window_pattern or (1,)
         return self.window if self.window < self.seq and pattern[layer % len(pattern)] else 0
+
+    @property
+    def norm_first(self) -> bool:
+        """Whether a block begins with a norm, so that one follows the last."""
+        return self.norm_place in ("pre", "sandwich")
 
     @property
     def drops(self) -> bool:

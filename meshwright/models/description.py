@@ -50,7 +50,7 @@ def gpt(model: ModelConfig) -> Model:
     h, tied = model.hidden, model.tied_embeddings
     output = OutputLayerPart(model.vocab, h, Init("normal", model.init_std), tied)
     last = [NamedPart("output", "embedding" if tied else "head", output)]
-    if model.norm_place == "pre":
+    if model.norm_first:
         last.insert(0, NamedPart("norm", "final_norm", ended_norm(model)))
     return Model(embedding_unit(model), block_units(model), Unit(tuple(last)), h, tied)
 
@@ -63,7 +63,7 @@ def bert(model: ModelConfig) -> Model:
     activation = "gelu" if model.mlp.endswith("glu") else model.mlp
     name, output = "embedding" if tied else "head", OutputLayerPart(model.vocab, h, normal, tied, "predict.bias")
     parts: list[tuple[str, str, Part]] = [("rows", "rows", ChosenRowsPart(masked + pooled, h))]
-    if model.norm_place == "pre":
+    if model.norm_first:
         parts.append(("norm", "final_norm", OnRows(ended_norm(model), masked + pooled)))
     parts += [
         ("dense", "predict.dense", OnRows(DensePart(h, h, activation, normal), masked)),
@@ -128,8 +128,8 @@ def glm(model: ModelConfig) -> Model:
 
 def norm_part(model: ModelConfig) -> NormPart:
     """Describes the norm of a branch: the product after it keeps its output."""
-    bias, post = model.norm == "layernorm" and model.bias, model.norm_place != "pre"
-    return NormPart(model.norm, model.hidden, model.norm_eps, bias, fuses=not post)
+    bias = model.norm == "layernorm" and model.bias
+    return NormPart(model.norm, model.hidden, model.norm_eps, bias, fuses=model.norm_first)
 
 
 def ended_norm(model: ModelConfig) -> NormPart:
@@ -173,8 +173,12 @@ def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
         first = replace(norm, keeps_output=False) if model.latent.kv_rank else norm
         second = replace(norm, keeps_output=False) if mixed else replace(norm, of_mlp=True)
         parts: list[tuple[str, Part]] = [("norm1", first), ("attention", attention), ("norm2", second), last]
+        if place == "sandwich":
+            parts.insert(2, ("norm1_after", ended_norm(model)))
+            parts.append(("norm2_after", ended_norm(model)))
         named = tuple(NamedPart(key, key, part) for key, part in parts)
-        return BlockUnit(named, model.hidden, model.parallel_residual, model.dropout, place != "pre", residual)
+        post, both = not model.norm_first, place == "sandwich"
+        return BlockUnit(named, model.hidden, model.parallel_residual, model.dropout, post, residual, both)
 
     layers = range(model.layers)
     return tuple(block(model.experts.in_block(layer), model.window_of(layer)) for layer in layers)
