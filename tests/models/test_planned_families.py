@@ -80,7 +80,7 @@ def test_files_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("name", "axis"), [(n, axis) for n in sorted({*REFUSED} - {*TOO_LARGE}) for axis in REFUSED[n]])
+@pytest.mark.parametrize(("name", "axis"), [(n, a) for n in sorted({*REFUSED} - {*TOO_LARGE}) for a in REFUSED[n]])
 def test_what_is_refused_is_wrong(tmp_path: Path, name: str, axis: str) -> None:
     layout = layouts_of([axis])[0]
     assert layout in LAYOUTS
