@@ -65,7 +65,10 @@ def twin(config: Config, devices: int, name: str) -> tuple[Config, int]:
             zero=replace(config.zero, offload=OffloadConfig()),
             optimizer=replace(config.optimizer, lr=peak, master_dtype="fp32", state_dtype="fp32"),
             lr=replace(lr, warmup=warmup, decay=0, min=share * peak),
-            data=replace(config.data, prefixes=(TWIN_DATA,), weights=(), split=(0.9, 0.1, 0.0), eod=-1),
+            data=replace(
+                config.data, prefixes=(TWIN_DATA,), weights=(), split=(0.9, 0.1, 0.0), eod=-1,
+                blanks=replace(config.data.blanks, instructions=()),
+            ),
             run=RunConfig(dir=f"runs/{name}-tiny", device="cpu"),
             checkpoint=CheckpointConfig(every=0),
         ),

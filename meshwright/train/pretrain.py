@@ -52,9 +52,11 @@ from meshwright.train.loop import (
     Watcher,
     train,
 )
+from meshwright.train.memory_saving import MemorySaving
 from meshwright.train.own_models import check_own, in_precision, is_own
 from meshwright.train.processes import enter, find_place, joined_place, leave
 from meshwright.train.rank_process import end_with_launcher, name_rank
+from meshwright.train.recovery import Recovering
 from meshwright.train.run_folder import RunFolder, refuse_finished, what_is_lost
 from meshwright.train.run_notes import provenance, write_event
 from meshwright.train.run_owner import owning
@@ -217,7 +219,9 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         fresh = source is None and not list_checkpoints(checkpoint_folder(config))
         agree(ctx, lambda: begin_with_folder(trainer, trainer.modules, fresh))
         trainer.publish()
-    resume(trainer, source)
+    ready = time.time()
+    come_from = resume(trainer, source)
+    loaded = time.time()
     validating = trainer.valid_batches is not None
     make = partial(open_folder, trainer, source, validating, about.notes)
     folder: RunFolder | None = agree(ctx, make if trainer.writes else None)
@@ -238,9 +242,11 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         # In this order after each step: a step is recorded before it is saved, and saved before anything else can fail.
         notes = FaultNotes(config.run.dir, config.faults.max_faults, trainer.writes)
         all_hooks = [ending, Adapting(trainer, folder.path if folder else None), TracedStep(trainer), recording]
-        all_hooks += [GivingUp(config.faults.max_skips), saving, validation]
+        all_hooks += [GivingUp(config.faults.max_skips), MemorySaving(trainer), saving, validation]
         all_hooks += [TooManyFaults(notes, saver), ReplicaCheck(trainer, notes), LayerNorms(trainer, folder)]
         all_hooks += [SlowRanks(ctx.layout, config.faults, notes), *about.hooks]
+        if folder:
+            all_hooks.append(Recovering(config.run.dir, ready, loaded, come_from))
         validation.catch_up()
         train(trainer, all_hooks, requests, BadSteps(trainer, folder, saver, notes).settle)
     trainer.data_parallel.weights.wait_for_gathers()
