@@ -242,13 +242,14 @@ def layouts_of(axes: list[str]) -> list[str]:
 
 def table() -> str:
     """The table of families of docs/models.md, from what the comparison found (`models/planned/families.yaml`)."""
-    lines = ["| family | tp | pp | ZeRO 3 | what was found |", "|---|---|---|---|---|"]
+    lines = ["| family | tp 2 | pp 2 | tp 2 x dp 2 x ZeRO 3 | what was found |", "|---|---|---|---|---|"]
     for family in sorted({*VERIFIED, *REFUSED}):
         axes, why = VERIFIED.get(family, []), REFUSED.get(family, {})
         notes = [ADDED[family]["why"] + " (added here)"] if family in ADDED else []
         notes += [f"{axis}: {reason}" for axis, reason in why.items()]
         words = ["yes" if axis in axes else "refused" for axis in ("tp", "pp")]
-        lines.append(f"| {family} | {words[0]} | {words[1]} | yes | {'; '.join(notes)} |")
+        zero = "yes" if "tp" in axes else "not compared"
+        lines.append(f"| {family} | {words[0]} | {words[1]} | {zero} | {'; '.join(notes)} |")
     return "\n".join(lines)
 
 

@@ -136,6 +136,11 @@ def recomputed(module: nn.Module) -> None:
     module.forward = forward
 
 
+def _copies(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Copies, into which a program that is not ours may write."""
+    return [x.clone() for x in xs]
+
+
 def gated(unit: nn.Module, members: Sequence[nn.Module]) -> None:
     """Has the gate that sharding may put on a unit opened before the forward and the backward of each of its `members`
     (the unit itself, where it is one module), and closed when all of them have been through. Where one is not called,
@@ -156,10 +161,10 @@ def gated(unit: nn.Module, members: Sequence[nn.Module]) -> None:
             learns = torch.is_grad_enabled()
             if learns:
                 done = partial(through, "backward", gate.done)
-                args, kwargs = changed((args, kwargs), lambda xs: call_in_backward(done, *xs))
+                args, kwargs = changed((args, kwargs), lambda xs: _copies(call_in_backward(done, *xs)))
             result = original(*args, **kwargs)
             through("forward", gate.close)
-            return changed(result, lambda xs: call_in_backward(gate.open, *xs)) if learns else result
+            return changed(result, lambda xs: _copies(call_in_backward(gate.open, *xs))) if learns else result
 
         return forward
 
