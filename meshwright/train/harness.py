@@ -148,4 +148,6 @@ def run_tasks(
         model, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager, apply_chat_template=chat,
         log_samples=False, bootstrap_iters=0 if quiet else 1000,
     )  # fmt: skip
+    if found is None:  # the harness tells the first rank alone
+        return {}
     return {"results": found["results"], "versions": found["versions"], "samples": found["n-samples"]}
