@@ -104,6 +104,8 @@ def attention_call(config: Config, device: Device, dtype: torch.dtype) -> Callab
     """Returns the forward and backward of one layer's attention, by the fastest back end of the device: of ranks that
     share sequences, one rank's share of it, piece by piece and nothing else."""
     m, tp, cp, batch = config.model, config.layout.tp, config.layout.cp, config.train.micro_batch
+    if grid := config.layout.grid:  # which deals sequences to some of its ranks and heads to others
+        tp, batch = grid.size(grid.inner.features), batch // grid.rows(grid.inner)
     heads, kv = m.heads // tp, max(1, m.kv_heads // tp)
     if cp > 1 and config.context_kind in ("ring", "gather"):
         return partial(_each, _pieces(config, device, dtype, heads, kv))

@@ -68,6 +68,7 @@ def as_json(config: Config, device: Device, measured: dict[str, Any], floor: Flo
     return {
         "device": device.name, "torch": torch.__version__, "precision": config.train.precision, "micro_batches": count,
         "tp": config.layout.tp, "cp": config.layout.cp, "pp": config.layout.pp, "seq": config.model.seq,
+        "grid": str(config.layout.grid or ""),
         "tokens_per_s": tokens / seconds, "tflops": tflops,
         "mfu": tflops / sheet if sheet else None, "mfu_measured": tflops / floor.product_tflops,
         "floor_ms": floor.step_ms(count), "floor_loaded_ms": floor.step_ms(count, loaded=True),

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from meshwright.bench.models import BENCH_MODELS, MICRO_BATCH, bench_config, ranks_of
+from meshwright.config.grid import grid_numbers
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, nearest
 from meshwright.show.units import percent
@@ -19,6 +20,7 @@ EXAMPLES = """example:
   meshwright bench step --model 3b --precision fp8
   meshwright bench step --model 3b --tp 8 --overlap both (what products in pieces cost, without any link)
   meshwright bench step --model 3b --tp 2                (one rank's share, sequence parallel; the others are not there)
+  meshwright bench step --model 3b --tp 4 --tp-grid 2x2  (one rank's share of a grid)
   meshwright bench step --model 3b --micro-batch 1 --seq 131072 --cp 8 --context ring
 
 tflops counts 6 operations for each weight of a product and token, and 6 x layers x hidden x seq per token for causal
@@ -33,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch", type=int, default=MICRO_BATCH, help=sequences)
     parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches of a step (default: 1)")
     parser.add_argument("--tp", type=int, default=1, help="measure one rank's share of this many tp ranks (default: 1)")
+    parser.add_argument("--tp-grid", default="", metavar="RxC[xD]", help="layout.tp_grid of these ranks, e.g. 2x2")
+    parser.add_argument("--tp-kind", default="", choices=["2d", "2.5d", "3d"], help="layout.tp_kind of three numbers")
     parser.add_argument("--cp", type=int, default=1, help="measure one rank's share of this many cp ranks (default: 1)")
     parser.add_argument("--context", default="auto", help="context.kind of cp ranks (default: auto)")
     parser.add_argument("--seq", type=int, default=0, help="tokens of a sequence (default: the model's)")
@@ -89,7 +93,10 @@ def _config(args: argparse.Namespace, overlap: bool) -> Config:
     return bench_config(
         args.model, args.precision, args.micro_batches, args.micro_batch, args.seq,
         train={"compile": args.compile}, run={"device": args.device},
-        layout={"tp": args.tp, "cp": args.cp, "pp": args.pp, "sequence_parallel": args.tp > 1},
+        layout={
+            "tp": args.tp, "cp": args.cp, "pp": args.pp, "sequence_parallel": args.tp > 1 and not args.tp_grid,
+            "tp_grid": list(grid_numbers("--tp-grid", args.tp_grid)), "tp_kind": args.tp_kind,
+        },
         context={"kind": args.context}, comm={"overlap": {"tensor": overlap}},
         data={"prefixes": ["made"], "reset_attention": args.documents},
         recompute={"mode": args.recompute, "offload": args.offload, "pieces": args.pieces},
@@ -116,5 +123,6 @@ def report(f: dict[str, Any]) -> str:
     ]  # fmt: skip
     share = "products in pieces, " if f["overlap"] else ""
     share += f"tp={f['tp']} cp={f['cp']} pp={f['pp']}, " if f["tp"] * f["cp"] * f["pp"] > 1 else ""
+    share += f"grid {f['grid']}, " if f["grid"] else ""
     title = f"{f['model']} {f['precision']}, seq={f['seq']}, {share}{f['micro_batches']} micro-batches, {f['device']}"
     return "\n".join([title, *(f"  {name:<8} {text}" for name, text in rows)])

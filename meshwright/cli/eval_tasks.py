@@ -35,6 +35,8 @@ def check(args: argparse.Namespace, config: Config) -> None:
         raise UserError("--batch and --limit must be at least 1 and --shots at least 0")
     if config.model.kind != "gpt" or config.objective not in ("causal", "chat", "preference"):
         raise UserError(f"{args.source} does not continue texts, as tasks ask: evaluate it on token files")
+    if config.layout.tp_grid:
+        raise UserError("tasks can't be run on a grid of ranks: leave layout.tp_grid out, and set layout.tp")
     if tokenizer_of(args, config) is None:
         raise UserError("no tokenizer is known for this model: name one with --tokenizer")
     if args.chat:

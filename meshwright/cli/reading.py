@@ -12,13 +12,16 @@ from meshwright.schedule.kinds import default_kind
 
 # What a model that is only read is run with: one process, or all ranks data-parallel.
 PLAIN: dict[str, dict[str, Any]] = {
-    "layout": {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 0, "chunks": 1, "sequence_parallel": False, "replicas": 1},
+    "layout": {
+        "tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 0, "chunks": 1, "sequence_parallel": False, "replicas": 1,
+        "tp_grid": [], "tp_kind": "", "tp_keep_gathered": False,
+    },
     "context": {"kind": "auto", "inner": 0},
     "pipeline": {"schedule": default_kind(1), "split": [], "encoder_stages": 0},
     "train": {"micro_batch": 1, "ramp": [], "compile": "false"},
     "run": {"eval_samples": 0, "device": "auto"},
     "comm": {"backend": "auto"},
-}
+}  # fmt: skip
 
 
 def resolve(source: str) -> str:

@@ -62,6 +62,9 @@ def page(found: dict[str, Any]) -> list[str]:
     rows.append(("restarts", f"{found['restarts']} by the launcher, {plural(found['resumes'], 'resume')}{again}"))
     infinite = f"; the loss was not finite in {found['not_finite']}" if found["not_finite"] else ""
     rows.append(("skipped", f"{plural(found['skipped'], 'step')}{infinite}"))
+    if bad := found["bad_steps"]:
+        last = f"the last, step {bad[-1]['step']}: {bad[-1]['text']}"
+        rows.append(("bad steps", f"{len(bad)} due to the data or the model, {last}"))
     rows += _faults(found)
     rows.append(("checkpoint", _checkpoint(checkpoint)))
     return [printable(found["folder"]), *(f"  {name:<11} {printable(text)}" for name, text in rows)]

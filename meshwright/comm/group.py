@@ -66,7 +66,9 @@ class Pending:
             event = flight.spare_events.pop() if flight.spare_events else torch.Event(self._device)
             event.record()
             call.event = event
-        self._group.ledger.waited[self._group.axis] += time.monotonic() - begin
+        ledger, waited = self._group.ledger, time.monotonic() - begin
+        ledger.waited[self._group.axis] += waited
+        ledger.waited_in[ledger.current_phase] += waited
         seconds = flight.end(call)
         if self._tally is not None:
             self._tally.seconds += seconds

@@ -69,6 +69,7 @@ class Ledger:
     def __init__(self) -> None:
         self.entries: dict[LedgerEntry, CallTotals] = defaultdict(CallTotals)
         self.waited: dict[str, float] = defaultdict(float)  # seconds that the host waited for calls, by axis
+        self.waited_in: dict[str, float] = defaultdict(float)  # the same by the phase in which it waited
         self.current_phase = "startup"
         self.current_layer: int | None = None
 
@@ -107,4 +108,4 @@ class Ledger:
         return sums
 
     def clear(self) -> None:
-        self.entries, self.waited = defaultdict(CallTotals), defaultdict(float)
+        self.entries, self.waited, self.waited_in = defaultdict(CallTotals), defaultdict(float), defaultdict(float)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from meshwright.config.glm import glm_fits
+from meshwright.config.grid import grid_divides, grid_fits
 from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.config.replica_rules import batch_unit, replicas_fit, server_fits
 from meshwright.config.sections import FP8_UNIT, Config
@@ -150,18 +151,18 @@ def order_names_axes(c: Config, world: int) -> Iterator[str]:
 
 def tp_divides_heads(c: Config, world: int) -> Iterator[str]:
     heads = c.model.heads
-    if heads % c.layout.tp:
+    if heads % c.layout.tp and not c.layout.tp_grid:
         yield f"tp={c.layout.tp} does not divide heads={heads}: try layout.tp={either(divisors(heads))}"
 
 
 def tp_fits_kv_heads(c: Config, world: int) -> Iterator[str]:
     tp, kv = c.layout.tp, c.model.kv_heads
-    if kv % tp and tp % kv:
+    if kv % tp and tp % kv and not c.layout.tp_grid:
         yield f"tp={tp} neither divides kv_heads={kv} nor is a multiple of it: try layout.tp={either(divisors(kv))}"
 
 
 def tp_divides_ffn(c: Config, world: int) -> Iterator[str]:
-    if c.model.ffn % c.layout.tp:
+    if c.model.ffn % c.layout.tp and not c.layout.tp_grid:
         up = -(-c.model.ffn // c.layout.tp) * c.layout.tp
         yield f"tp={c.layout.tp} does not divide ffn={c.model.ffn}: try model.ffn={up}"
 
@@ -372,19 +373,26 @@ def tensor_overlap_fits(c: Config, world: int) -> Iterator[str]:
             yield f"comm.overlap.tensor=true can't be combined with {key} yet: set one of the two back"
 
 
+def copies_outlive_ranks(c: Config, world: int) -> Iterator[str]:
+    if c.checkpoint.memory_every and not c.faults.elastic:
+        yield "checkpoint.memory_every is of use where ranks start again by themselves: set faults.elastic=true too"
+    if c.faults.elastic and c.layout.replicas > 1:
+        yield "faults.elastic=true can't change the number of layout.replicas: set one of the two back"
+
+
 RULES: list[Rule] = [
     kind_fits, t5_fits, glm_fits, context_is_shared, world_divides, replicas_fit, experts_are_cut, etp_divides_experts,
-    order_names_axes, experts_stay_with_their_blocks, tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn,
+    order_names_axes, experts_stay_with_their_blocks, grid_fits, tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn,
     sequence_parallel_splits,
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
     dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
     compiles_without_dropout, backend_fits_device, device_has_fp8, algorithm_fits_ranks, server_fits,
     tensor_overlap_fits, links_are_emulated_on_cpus, adapters_fit,
-    gathers_fit, preferences_fit,
+    gathers_fit, preferences_fit, copies_outlive_ranks,
 ]  # fmt: skip
 
 # The rules about how tp cuts a model's sizes.
-TENSOR_PARALLEL_RULES: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn]
+TENSOR_PARALLEL_RULES: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, grid_divides]
 
 # The rules about how ranks divide experts.
 EXPERT_RULES: list[Rule] = [experts_are_cut, etp_divides_experts, experts_stay_with_their_blocks]

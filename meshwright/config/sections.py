@@ -22,6 +22,8 @@ from meshwright.config.blocks import (
 )
 from meshwright.config.comm import CommConfig
 from meshwright.config.data import PACKED, DataConfig
+from meshwright.config.faults import FaultsConfig
+from meshwright.config.grid import check_grid
 from meshwright.config.optimizer import OptimizerConfig
 from meshwright.config.replicas import LocalConfig, ServerConfig
 from meshwright.config.run import RunConfig as RunConfig
@@ -31,6 +33,7 @@ from meshwright.config.tune import BETTER, NEED_REFERENCE, TuneConfig
 from meshwright.config.zero import OffloadConfig as OffloadConfig
 from meshwright.config.zero import ZeroConfig as ZeroConfig
 from meshwright.errors import UserError, divisors, either, nearest
+from meshwright.layout.grid import Grid
 from meshwright.schedule.kinds import training_kinds
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
@@ -68,6 +71,10 @@ class ModelConfig:
     position_offset: int = 0  # rows of the position table before the first position (OPT: 2)
     rope_theta: float = 10000.0
     rotary_fraction: float = 1.0  # the part of each head that turns with the position
+    window: int = 0  # tokens that attention looks back over, itself included; 0: all before it
+    # Which blocks have the window (1) and which see all tokens before them (0), from the first on and over again;
+    # empty: all have it.
+    window_pattern: tuple[int, ...] = ()
     bias: bool = True
     qkv_bias: bool = False  # with bias=false: on queries, keys and values alone
     qk_norm: bool = False  # RMS norm of queries and keys
@@ -134,6 +141,17 @@ class ModelConfig:
         if self.qk_norm and self.latent.kv_rank:
             raise UserError("model.qk_norm has no effect with model.latent, which has norms of its own: leave it out")
         self._check_positions()
+        self._check_window()
+
+    @property
+    def windowed(self) -> bool:
+        """Whether some block looks back over less than a sample."""
+        return any(self.window_of(layer) for layer in range(self.layers))
+
+    def window_of(self, layer: int) -> int:
+        """The tokens that a block looks back over; 0: all, since it has no window or one that holds a whole sample."""
+        pattern = self.window_pattern or (1,)
+        return self.window if self.window < self.seq and pattern[layer % len(pattern)] else 0
 
     @property
     def drops(self) -> bool:
@@ -144,6 +162,19 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """Elements of a head that rotary positions turn, in pairs."""
         return self.latent.rope_dim if self.latent.kv_rank else int(self.head_dim * self.rotary_fraction)
+
+    def _check_window(self) -> None:
+        not_negative("model", self, "window")
+        if self.window_pattern and not self.window:
+            raise UserError("model.window_pattern has no effect without model.window: give both, or neither")
+        if any(each not in (0, 1) for each in self.window_pattern) or len(self.window_pattern) > MOST_BLOCKS:
+            raise UserError(
+                f"model.window_pattern={list(self.window_pattern)} must hold a 1 for each block with the window and a "
+                "0 for each without, e.g. [1, 1, 1, 0]"
+            )
+        if self.window and (self.kind in ("bert", "t5", "glm") or self.latent.kv_rank):
+            what = "model.latent" if self.latent.kv_rank else f"model.kind={self.kind}"
+            raise UserError(f"model.window={self.window} can't be combined with {what}: set model.window=0")
 
     def _check_positions(self) -> None:
         if not 0.0 < self.rotary_fraction <= 1.0:
@@ -186,6 +217,15 @@ class LayoutConfig:
     chunks: int = 1
     node_size: int = 0  # 0: as many ranks as a node starts
     replicas: int = 1  # equal parts of the world that take steps of their own (`train.local`)
+    tp_grid: tuple[int, ...] = ()  # tp as a grid: [row, col] or [row, col, depth]; empty: tp cuts along one axis
+    tp_kind: Literal["", "2d", "2.5d", "3d"] = ""  # empty: 2d of two numbers
+    tp_keep_gathered: bool = False  # of a grid: keep gathered factors for backward, instead of gathering them again
+
+    @property
+    def grid(self) -> Grid | None:
+        """The grid of tensor-parallel ranks, if there is one."""
+        kind = self.tp_kind or "2d"
+        return Grid.of(kind, self.tp_grid, self.tp_keep_gathered) if self.tp_grid else None
 
     @property
     def least_world(self) -> int:
@@ -195,6 +235,8 @@ class LayoutConfig:
     def __post_init__(self) -> None:
         positive("layout", self, "tp", "pp", "cp", "ep", "chunks", "replicas")
         not_negative("layout", self, "node_size", "etp")
+        if self.tp_grid or self.tp_kind or self.tp_keep_gathered:
+            check_grid(self.tp, self.tp_grid, self.tp_kind, self.tp_keep_gathered)
         if self.pp * self.chunks > MOST_BLOCKS:
             raise UserError(
                 f"layout.pp={self.pp} x layout.chunks={self.chunks} are more stages than any model has blocks: use "
@@ -310,9 +352,10 @@ class CheckpointConfig:
     asynchronous: bool = field(default=True, metadata={"key": "async"})  # write in the background
     busy: Literal["wait", "skip"] = "wait"  # when the last save is still being written
     dir: str = ""  # empty: run.dir/checkpoints
+    memory_every: int = 0  # steps between copies of each rank's share in the memory of two nodes; 0: none
 
     def __post_init__(self) -> None:
-        not_negative("checkpoint", self, "keep")
+        not_negative("checkpoint", self, "keep", "memory_every")
         if self.every_steps < 0:
             raise UserError(f"checkpoint.every={self.every} must not be negative")
         assert self.every_seconds >= 0
@@ -349,6 +392,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property

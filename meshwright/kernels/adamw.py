@@ -4,6 +4,8 @@ too; sharding/remainders.py says what they are."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -30,17 +32,38 @@ def _halve(values):
 
 
 @triton.jit
+def _decayed(flips, count, begin, at, DECAYS: tl.constexpr, BLOCK: tl.constexpr):
+    """Which elements of a block decay. `flips` are `count` sorted positions where that changes, and one beyond all."""
+    passed = begin * 0
+    most = passed + count
+    while passed < most:  # how many positions lie at or before the block's begin
+        middle = (passed + most) // 2
+        before = tl.load(flips + middle) <= begin
+        passed = tl.where(before, middle + 1, passed)
+        most = tl.where(before, most, middle)
+    numbers = passed + tl.zeros([BLOCK], tl.int64)
+    flip = tl.load(flips + passed)
+    while flip < begin + BLOCK:
+        numbers += (at >= flip).to(tl.int64)
+        passed += 1
+        flip = tl.load(flips + passed)
+    return ((numbers & 1) == 0) == DECAYS
+
+
+@triton.jit
 def _adamw(
-    master, grad, first, second, low, numbers, size, lr, beta1, beta2, eps, decay,
-    HAS_LOW: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
+    master, grad, first, second, low, numbers, flips, count, size, lr, beta1, beta2, eps, decay,
+    DECAYS: tl.constexpr, HAS_LOW: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(numbers) == 0.0:
         return
     inverse = tl.load(numbers + 1)
     correction1 = tl.load(numbers + 2)
     correction2 = tl.load(numbers + 3)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    at = begin + tl.arange(0, BLOCK)
     inside = at < size
+    decayed = _decayed(flips, count, begin, at, DECAYS, BLOCK)
     g = tl.load(grad + at, mask=inside).to(tl.float32) * inverse
     m = tl.load(first + at, mask=inside)
     v = tl.load(second + at, mask=inside)
@@ -49,7 +72,7 @@ def _adamw(
         p = _join(tl.load(low + at, mask=inside), p)
     m += (g - m) * (1.0 - beta1)
     v = v * beta2 + g * g * (1.0 - beta2)
-    p *= 1.0 - lr * decay
+    p = tl.where(decayed, p * (1.0 - lr * decay), p)
     p -= lr * (m / correction1) / (tl.sqrt(v / correction2) + eps)
     tl.store(first + at, m, mask=inside)
     tl.store(second + at, v, mask=inside)
@@ -63,17 +86,24 @@ def _adamw(
             tl.store(low + at, p, mask=inside)
 
 
+@lru_cache(maxsize=4096)
+def _positions(flips: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([*flips, 2**62], dtype=torch.int64, device=device)
+
+
 def adamw(
     master: Tensor, grad: Tensor, first: Tensor, second: Tensor, low: Tensor | None, numbers: Tensor, *,
-    lr: float, betas: tuple[float, float], eps: float, decay: float,
+    lr: float, betas: tuple[float, float], eps: float, decay: float, decays: bool = True, flips: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
     """Updates `master` and the moments (float32) and writes `low`, if given. A `master` of int16 holds the remainders
     of the bf16 weights `low`. `numbers` holds, on the device: whether to update at all (0: leave everything), what to
-    multiply the gradient by, 1 - beta1^t and 1 - beta2^t."""
+    multiply the gradient by, 1 - beta1^t and 1 - beta2^t. `decays` says whether the first elements decay, and `flips`
+    at which elements that changes."""
     size = master.numel()
     grid = (triton.cdiv(size, BLOCK),)
     _adamw[grid](
-        master, grad, first, second, master if low is None else low, numbers, size, lr, *betas, eps, decay,
+        master, grad, first, second, master if low is None else low, numbers, _positions(flips, master.device),
+        len(flips), size, lr, *betas, eps, decay, DECAYS=decays,
         HAS_LOW=low is not None, PAIRED=master.dtype == torch.int16, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
 

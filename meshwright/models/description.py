@@ -25,6 +25,7 @@ from meshwright.parts.gpt import (
     PositionEmbeddingPart,
     TokenEmbeddingPart,
 )
+from meshwright.parts.grid import on_grid
 from meshwright.parts.latent import LatentAttentionPart
 from meshwright.parts.mlp import MLPPart
 from meshwright.parts.part import BlockUnit, Coordinate, MicroBatch, Model, NamedPart, Part, Stage, Unit
@@ -158,20 +159,23 @@ def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
     if place == "deep":  # the rows of queries and keys come before those of values
         inner = small
         rows = replace(small, first=(model.heads + model.kv_heads) * model.head_dim, first_std=normal.std)
-    norm, attention = norm_part(model), attention_part(model, rows, small)
+    norm, whole = norm_part(model), attention_part(model, rows, small)
     mlp = MLPPart(model.mlp, model.hidden, model.ffn, inner, small, model.bias)
     residual = math.sqrt(2 * model.layers) if place == "deep" else 1.0
 
-    def block(*last: tuple[str, Part]) -> BlockUnit:
+    @lru_cache
+    def block(mixed: bool, window: int) -> BlockUnit:
+        last = ("experts", experts(model, mlp)) if mixed else ("mlp", mlp)
+        attention = replace(whole, window=window) if isinstance(whole, AttentionPart) else whole
         # Experts and latent attention state themselves what they keep of their norm.
         first = replace(norm, keeps_output=False) if model.latent.kv_rank else norm
-        second = replace(norm, keeps_output=False) if last[0][0] == "experts" else replace(norm, of_mlp=True)
-        parts = [("norm1", first), ("attention", attention), ("norm2", second), *last]
+        second = replace(norm, keeps_output=False) if mixed else replace(norm, of_mlp=True)
+        parts: list[tuple[str, Part]] = [("norm1", first), ("attention", attention), ("norm2", second), last]
         named = tuple(NamedPart(key, key, part) for key, part in parts)
         return BlockUnit(named, model.hidden, model.parallel_residual, model.dropout, place != "pre", residual)
 
-    dense, mixed = block(("mlp", mlp)), block(("experts", experts(model, mlp)))
-    return tuple(mixed if model.experts.in_block(layer) else dense for layer in range(model.layers))
+    layers = range(model.layers)
+    return tuple(block(model.experts.in_block(layer), model.window_of(layer)) for layer in layers)
 
 
 def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
@@ -214,8 +218,15 @@ def describe(model: ModelConfig) -> Model:
 
 
 def model_of(config: Config) -> Model:
-    """Returns the description of the model that a run trains: with adapters, where its weights are frozen."""
-    return _tuned(describe(config.model), config.tune) if config.tune.adapts else describe(config.model)
+    """Returns the description of the model that a run trains: with adapters, where its weights are frozen, or cut over
+    a grid of tensor-parallel ranks."""
+    model, grid = describe(config.model), config.layout.grid
+    if grid is not None:
+        return _on_grid(model, grid)
+    return _tuned(model, config.tune) if config.tune.adapts else model
+
+
+_on_grid = lru_cache(maxsize=256)(on_grid)
 
 
 @lru_cache(maxsize=256)
@@ -295,7 +306,7 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
     c = config.layout
     layout = Layout(
         world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, node_size=c.node_size or node_size or None,
-        parts=(*kv_parts(config.model, c.tp), *context_parts(config)),
+        parts=(*(c.grid.parts if c.grid else kv_parts(config.model, c.tp)), *context_parts(config)),
         ends=ends_of(config.pipeline.schedule, c.pp, c.chunks), etp=c.etp, shared=shared_parameters(config),
         replicas=c.replicas,
     )  # fmt: skip

@@ -62,13 +62,15 @@ class Embedding(nn.Module):
             x = self.norm(x)
         if self.p and self.training:
             streams = self.parallel.streams
-            x = dropout(x, self.p, streams.own if self.parallel.splits_tokens else streams.same)
+            x = dropout(x, self.p, streams.own if self.parallel.divides_stream else streams.same)
         return x
 
 
 class GPTStage(nn.Module):
     """One pipeline chunk. The first takes tokens, the last returns the sum of the losses, and `hidden` passes between
     them."""
+
+    head_kind: type[Head] = Head
 
     def __init__(
         self, parallel: Parallel, config: Config, at: Coordinate, stage: Stage, ledger: Ledger, tokens: Group
@@ -85,7 +87,7 @@ class GPTStage(nn.Module):
             if key == "embedding":
                 self.embedding = Embedding(parallel, unit, records, c.embedding_dropout or 0.0, c.embedding_grad)
             elif key == "head":
-                head = (MaskedHead if model.predictions else Head)(parallel, unit, records, c.vocab)
+                head = (MaskedHead if model.predictions else self.head_kind)(parallel, unit, records, c.vocab)
             else:
                 assert isinstance(unit, Description)
                 blocks[key.removeprefix("blocks.")] = Block(parallel, unit, records)
@@ -96,13 +98,13 @@ class GPTStage(nn.Module):
         if model.tied and self.embedding is not None and self.head is not None:
             # Across stages, each end holds a copy and the gradients are summed.
             self.head.output.weight = self.embedding.tokens.get_parameter("weight")
-        self.causal, self.prefix = model.causal, model.prefix
+        self.causal, self.prefix, self.windowed = model.causal, model.prefix, c.windowed
         self._offer(config, at)
 
     def _offer(self, config: Config, at: Coordinate) -> None:
         """Sets what `models.stage.StageModule` asks for."""
         c, stage, model = config.model, self.stage, model_of(config)
-        self.micro_batch = config.train.micro_batch
+        self.micro_batch, self.seq = config.train.micro_batch, c.seq
         self.adapts = config.tune.adapts
         self._loss_weight: float | None = None
         self.terms = model.terms  # of the head's loss
@@ -158,32 +160,41 @@ class GPTStage(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns `hidden` after this chunk's blocks, and the sums of the terms that they add to the loss, if there are
         any. With `past`, the key-value cache of each block, the batch continues after the tokens in it."""
-        streams = self.parallel.streams
-        ids, positions = batch.get("tokens"), batch.get("positions")
-        given = self._shared_rows(batch)
-        if positions is None and given is not None:
-            positions = batch[CONTEXT_ROWS].chunk(self.tokens.size, 1)[self.tokens.index]
+        ids = batch.get("tokens")
         if self.embedding is not None:
             assert ids is not None
-            streams.seed_layer(-1)
-            hidden = call_unit(self.embedding, ids, positions, batch.get("token_types"))
+            self.parallel.streams.seed_layer(-1)
+            hidden = call_unit(self.embedding, ids, self._positions(batch), batch.get("token_types"))
             if self.adapts and torch.is_grad_enabled() and not hidden.requires_grad:
                 hidden.requires_grad_()  # so that all blocks do the same, whatever comes before them
             self._mark_backward(hidden, None)
         assert hidden is not None
-        sequences = self.micro_batch if ids is None else ids.shape[0]
-        tokens = hidden.shape[0] * (self.parallel.tp.size if self.parallel.splits_tokens else 1)
-        seq = tokens // sequences
-        shared = BlockInputs(
-            sequences, None if self.tables is None else self.tables(positions, seq),
-            given or self._documents(batch, hidden.device), past or {}, streams.where, self._routed(batch),
-        )  # fmt: skip
+        shared = self.inputs(batch, hidden, past)
         layers, run = [int(number) for number in self.blocks], partial(self._run, shared)
         together = self.parallel.recompute.blocks if torch.is_grad_enabled() else 0
         if not together:
             hidden, *losses = run(layers, hidden, False)
             return hidden, losses[0] if losses else None
         return self._recomputed(run, [layers[at : at + together] for at in range(0, len(layers), together)], hidden)
+
+    def inputs(self, batch: Batch, hidden: Tensor, past: dict[str, KVCache] | None) -> BlockInputs:
+        """Returns what all blocks use for one micro-batch."""
+        ids = batch.get("tokens")
+        sequences = self.micro_batch if ids is None else ids.shape[0]
+        tokens = hidden.shape[0] * (self.parallel.tp.size if self.parallel.splits_tokens else 1)
+        seq = tokens // sequences
+        return BlockInputs(
+            sequences, None if self.tables is None else self.tables(self._positions(batch), seq),
+            self._shared_rows(batch) or self._documents(batch, hidden.device, sequences, seq), past or {},
+            self.parallel.streams.where, self._routed(batch),
+        )  # fmt: skip
+
+    def _positions(self, batch: Batch) -> Tensor | None:
+        """The positions of a rank's tokens: where ranks share sequences, the numbers of its rows."""
+        positions = batch.get("positions")
+        if positions is None and not self.tokens.alone:
+            positions = batch[CONTEXT_ROWS].chunk(self.tokens.size, 1)[self.tokens.index]
+        return positions
 
     def _recomputed(self, run: Any, runs: list[list[int]], hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns what `trunk` does, of runs of blocks that are recomputed in backward."""
@@ -210,14 +221,14 @@ class GPTStage(nn.Module):
         """Which rows all ranks that share the sequences hold, where there are several."""
         if self.tokens.alone:
             return None
-        documents = _read(batch, CONTEXT_DOCUMENTS) if CONTEXT_DOCUMENTS in batch else None
-        return ContextRows(Rows(_read(batch, CONTEXT_ROWS), documents), batch[CONTEXT_ROWS].device)
+        documents = read_field(batch, CONTEXT_DOCUMENTS) if CONTEXT_DOCUMENTS in batch else None
+        return ContextRows(Rows(read_field(batch, CONTEXT_ROWS), documents), batch[CONTEXT_ROWS].device)
 
-    def _documents(self, batch: Batch, device: torch.device) -> Documents | None:
+    def _documents(self, batch: Batch, device: torch.device, sequences: int, seq: int) -> Documents | None:
         """Returns where documents begin; None where attention is plainly causal, or to all tokens."""
         if "segments" not in batch:
-            return None
-        return Documents.of(_read(batch, "segments"), device, self.causal, self.prefix)
+            return Documents.samples(sequences, seq, device) if self.windowed else None
+        return Documents.of(read_field(batch, "segments"), device, self.causal, self.prefix)
 
     def _run(self, shared: BlockInputs, layers: list[int], hidden: Tensor, again: bool) -> tuple[Tensor, ...]:
         """Returns `hidden` after these blocks and, if they add to the loss, the sums of their terms. `again` says that
@@ -257,7 +268,7 @@ class BlockInputs(NamedTuple):
     routed: dict[int, RoutedInputs]
 
 
-def _read(batch: Batch, name: str) -> np.ndarray[Any, Any]:
+def read_field(batch: Batch, name: str) -> np.ndarray[Any, Any]:
     """Returns a field as the host reads it; ranks that got it from another one wait for the device."""
     found: np.ndarray[Any, Any] = batch.get(on_host(name), batch[name]).cpu().numpy()
     return found

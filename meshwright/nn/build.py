@@ -16,6 +16,7 @@ from meshwright.nn.context import ContextRows
 from meshwright.nn.documents import Documents
 from meshwright.nn.embedding import PositionEmbedding, TokenEmbedding
 from meshwright.nn.experts import Experts, RoutedInputs
+from meshwright.nn.grid import GridAttention, GridLinear, GridMLP, GridNorm, GridPositions, GridTokens
 from meshwright.nn.latent import LatentAttention
 from meshwright.nn.linear import Linear
 from meshwright.nn.mlp import MLP
@@ -25,7 +26,7 @@ from meshwright.nn.random import dropout
 from meshwright.nn.rotary import Tables
 from meshwright.nn.rows import ChosenRows, Dense
 from meshwright.nn.t5 import CrossAttention, RelativeBias
-from meshwright.parts import bert, experts, gpt, latent, mlp, t5, tuning
+from meshwright.parts import bert, experts, gpt, grid, latent, mlp, t5, tuning
 from meshwright.parts.part import BlockUnit, Part, Records
 
 
@@ -39,6 +40,10 @@ def _on_rows(parallel: Parallel, part: bert.OnRows, records: Records) -> nn.Modu
 
 def _tuned(parallel: Parallel, part: tuning.TunedPart, records: Records) -> nn.Module:
     return build_module(part.part, parallel, records)  # its layers find their adapters in the weights' records
+
+
+def _grid_output(parallel: Parallel, part: grid.GridOutputPart, records: Records) -> nn.Module:
+    return GridLinear(parallel, records["weight"], None, part.grid.first)
 
 
 MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
@@ -57,6 +62,12 @@ MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
     bert.OnRows: _on_rows,
     bert.DensePart: Dense,
     tuning.TunedPart: _tuned,
+    grid.GridNormPart: GridNorm,
+    grid.GridAttentionPart: GridAttention,
+    grid.GridMLPPart: GridMLP,
+    grid.GridTokensPart: GridTokens,
+    grid.GridPositionsPart: GridPositions,
+    grid.GridOutputPart: _grid_output,
 }
 
 
@@ -80,7 +91,7 @@ class Block(nn.Module):
         self.parallel_residual, self.p, self.residual = block.parallel, block.dropout, block.residual
         self.no_norm = NoNorm() if block.post_norm else None
         self.shares_sequences = parallel.context is not None
-        self.stream = parallel.streams.own if parallel.splits_tokens else parallel.streams.same
+        self.stream = parallel.streams.own if parallel.divides_stream else parallel.streams.same
 
     def forward(
         self, x: Tensor, batch: int, tables: Tables | None, mask: Tensor | Documents | ContextRows | None,

@@ -46,12 +46,15 @@ class MLP(nn.Module):
 
     def __init__(self, parallel: Parallel, part: MLPPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
-        name = part.first
-        self.up = Linear(parallel, records[f"{name}.weight"], records.get(f"{name}.bias"), "column")
+        self.up, self.down = self.products(parallel, part.first, records)
         self.activation = None if part.kind == "swiglu" else ACTIVATIONS[part.kind]
-        self.down = Linear(parallel, records["down.weight"], records.get("down.bias"), "row")
         self.pieces = parallel.recompute.pieces
         self.piece = _Piece(self)
+
+    def products(self, parallel: Parallel, first: str, records: dict[str, ParamRecord]) -> tuple[Any, Any]:
+        """Returns both projections; `first` is the name of the first one's parameters."""
+        up = Linear(parallel, records[f"{first}.weight"], records.get(f"{first}.bias"), "column")
+        return up, Linear(parallel, records["down.weight"], records.get("down.bias"), "row")
 
     def forward(self, x: Tensor, norm: Norm, *unused: object) -> tuple[Tensor, Tensor]:
         """Returns x, for the residual, and the MLP of its norm. What attention needs besides is unused."""

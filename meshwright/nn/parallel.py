@@ -52,11 +52,17 @@ class Parallel:
     context: ContextGroups | None = None  # where ranks share sequences
     overlaps: bool = False  # linear layers communicate over tp while they multiply (nn/overlap.py)
     offload: HostActivations | None = None  # where inputs of recomputed blocks go to host memory
+    grid: dict[str, Group] | None = None  # the axes of a grid of tensor-parallel ranks, where tp is one
 
     @property
     def splits_tokens(self) -> bool:
         """Whether, between the products, each tp rank holds only its rows of the tokens."""
         return self.sequence_parallel and not self.tp.alone
+
+    @property
+    def divides_stream(self) -> bool:
+        """Whether, between the products, each tp rank holds a part of the activations of its own."""
+        return self.splits_tokens or self.grid is not None
 
     def local_tokens(self, x: Tensor) -> Tensor:
         """Returns this rank's rows of a tensor that every tp rank holds for all tokens."""

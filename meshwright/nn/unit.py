@@ -1,7 +1,8 @@
 """A unit is a part of the model whose weights are gathered and released together: the embedding, a block, the head.
 
 Sharding puts a `gate` on each unit's module, and a model calls its units with `call_unit`, which opens and closes the
-gate. Without a gate that is a plain call. Units that are called through `recompute` keep only their input for backward.
+gate. Without a gate that is a plain call. A `mark` on a unit is shown what the unit returns in training. Units
+that are called through `recompute` keep only their input for backward.
 """
 
 from __future__ import annotations
@@ -44,6 +45,13 @@ class _CallInBackward(torch.autograd.Function):
 def call_unit(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Any:
     """Returns unit(x, *rest), one tensor or several, with the unit's weights gathered. `hold` keeps them in memory
     after forward, for a unit whose backward follows at once."""
+    y, mark = _call_gated(unit, x, rest, hold), getattr(unit, "mark", None)
+    if mark is not None and unit.training:
+        mark(y)
+    return y
+
+
+def _call_gated(unit: nn.Module, x: Tensor, rest: tuple[Any, ...], hold: bool) -> Any:
     gate: Gate | None = getattr(unit, "gate", None)
     if gate is None:
         return unit(x, *rest)

@@ -172,6 +172,12 @@ def add_factors(sink: Tensor, grad: Tensor, x: Tensor) -> None:
     now_or_later(lambda grad, x: add_product(slot, grad, x), grad, x)
 
 
+@operator("meshwright::add_grad", mutates={"sink"})
+def add_grad(sink: Tensor, grad: Tensor) -> None:
+    """sink += grad, for a weight gradient that is there as a whole."""
+    sink_of(sink).add(grad)
+
+
 def dense_rows_grad(grad: Tensor, rows: Tensor, size: int) -> Tensor:
     """Returns the gradient of an embedding of `size` rows as one dense tensor."""
     grad = grad.masked_fill((rows < 0)[:, None], 0.0)

@@ -31,23 +31,27 @@ JOINED = 2**22  # masters that are joined at a time where no kernel updates them
 
 
 class UpdatePart(NamedTuple):
-    """The tensors of a range that this rank owns and whose weights all decay or all don't. `weights` are the model's
-    own weights, where they are narrower than the masters; masters of int16 are the weights' remainders."""
+    """The tensors of a range that this rank owns. `decay` says whether its first weights decay, and `flips` where that
+    changes (counted from the range's begin). `weights` are the model's own weights, where they are narrower than the
+    masters; masters of int16 are the weights' remainders."""
 
     decay: bool
     master: Tensor
     grad: Tensor
     moments: tuple[Tensor, ...]
     weights: Tensor | None
+    flips: tuple[int, ...] = ()
 
 
 class DecayRange(NamedTuple):
-    """Elements low to high of this rank's share of a bucket, whose weights all decay or all don't."""
+    """Elements low to high of this rank's share of a bucket. The first weights decay or don't, as `decay` says, and
+    those at each of `flips` are the first for which that changes."""
 
     bucket: Bucket
     low: int
     high: int
     decay: bool
+    flips: tuple[int, ...] = ()
 
 
 class FlatState:
@@ -93,19 +97,23 @@ class FlatState:
             return list(stored)
         return [PairedTensor(b.own_params, rest) for b, rest in zip(self.buffer.buckets, stored, strict=True)]
 
-    def _find_ranges(self) -> Iterator[DecayRange]:
-        """Yields the ranges to update, joined across buckets where possible, so that few fused calls update everything.
-        A range can continue into the next bucket where this rank owns whole buckets and the states are ready in place:
-        the buckets are then adjacent in memory (except in stage 3, whose store may be a file with gaps, and where the
-        gradients of each bucket have memory of their own)."""
+    @property
+    def _adjacent(self) -> bool:
+        """Whether a range can continue into the next bucket. Where this rank owns whole buckets and the states are
+        ready in place, the buckets are adjacent in memory (except in stage 3, whose store may be a file with gaps, and
+        where the gradients of each bucket have memory of their own)."""
         split = self.buffer.split
-        adjacent = self.ready and split.shards == 1 and (split.stage == 2 or not self.buffer.releases_grads)
+        return self.ready and split.shards == 1 and (split.stage == 2 or not self.buffer.releases_grads)
+
+    def _find_ranges(self) -> Iterator[DecayRange]:
+        """Yields the ranges whose weights all decay or all don't, joined across buckets where possible, so that few
+        fused calls update everything."""
         for decay in (True, False):
             runs = self.buffer.runs(slot for slot in self.buffer.slots if slot.record.decay == decay)
             joined: list[DecayRange] = []
             end = -1  # of the last one, in the buffer
             for bucket, low, high in runs:
-                if adjacent and bucket.start + low == end:
+                if self._adjacent and bucket.start + low == end:
                     first = joined[-1].bucket
                     joined[-1] = joined[-1]._replace(high=bucket.start + high - first.start)
                 else:
@@ -113,27 +121,51 @@ class FlatState:
                 end = bucket.start + high
             yield from joined
 
+    def _spans(self) -> list[DecayRange]:
+        """The same ranges, joined where they touch: as a rule one for each bucket, or for all of them."""
+        spans: list[DecayRange] = []
+        end, decays = -1, False  # of the last one
+        for found in sorted(self._ranges, key=lambda found: found.bucket.start + found.low):
+            begin = found.bucket.start + found.low
+            if begin == end and (self._adjacent or found.bucket is spans[-1].bucket):
+                last = spans[-1]
+                high = begin - last.bucket.start
+                flips = last.flips if found.decay == decays else (*last.flips, high)
+                spans[-1] = last._replace(high=high + found.high - found.low, flips=flips)
+            else:
+                spans.append(found)
+            end, decays = begin + found.high - found.low, found.decay
+        return spans
+
     @cached_property
     def _parts(self) -> list[tuple[Bucket, UpdatePart]]:
         """What is updated, found when the first update asks: no view can be taken of gradients without memory."""
         return [(found.bucket, self._part(found)) for found in self._ranges]
 
+    @cached_property
+    def _joined_parts(self) -> list[tuple[Bucket, UpdatePart]]:
+        return [(found.bucket, self._part(found)) for found in self._spans()]
+
     def _part(self, found: DecayRange) -> UpdatePart:
-        bucket, low, high, decay = found
+        bucket, low, high, decay, flips = found
         master, *moments = (_from(store.shares[bucket.index], low, high) for store in self.stores)
         weights = None if self.in_place else _from(bucket.own_params, low, high)
-        return UpdatePart(decay, master, _from(bucket.own_grads, low, high), tuple(moments), weights)
+        flips = tuple(at - low for at in flips)
+        return UpdatePart(decay, master, _from(bucket.own_grads, low, high), tuple(moments), weights, flips)
 
-    def portions(self) -> Iterator[tuple[list[UpdatePart], list[Bucket]]]:
+    def portions(self, joined: bool = False) -> Iterator[tuple[list[UpdatePart], list[Bucket]]]:
         """Yields what is updated at once, and the buckets that are complete after it: the whole buffer; or, where other
-        ranks wait for the weights, one bucket, beginning with those that forward needs first; or one piece."""
+        ranks wait for the weights, one bucket, beginning with those that forward needs first; or one piece. Parts that
+        are `joined` hold weights that decay and others."""
         if not self.ready:
             yield from self._prefetched()
-        elif self.buffer.split.shards == 1:
-            yield [part for _, part in self._parts], self.buffer.buckets
+            return
+        parts = self._joined_parts if joined else self._parts
+        if self.buffer.split.shards == 1:
+            yield [part for _, part in parts], self.buffer.buckets
         else:
             for bucket in reversed(self.buffer.buckets):
-                yield [part for owner, part in self._parts if owner is bucket], [bucket]
+                yield [part for owner, part in parts if owner is bucket], [bucket]
 
     def _prefetched(self) -> Iterator[tuple[list[UpdatePart], list[Bucket]]]:
         # Weights that are themselves updated in copied pieces are complete only when the last has been copied back.
@@ -143,7 +175,7 @@ class FlatState:
             grad = bucket.own_grads[piece.low : piece.high].to(self.dtype)
             kept = [self.stores[0].shares[piece.share][piece.low : piece.high]] if self.paired else []
             master, *moments = kept + brought
-            for _, low, high, decay in (found for found in self._ranges if found.bucket is bucket):
+            for _, low, high, decay, _ in (found for found in self._ranges if found.bucket is bucket):
                 low, high = max(low, piece.low), min(high, piece.high)
                 if low < high:
                     at = slice(low - piece.low, high - piece.low)
@@ -163,7 +195,7 @@ def _joined(parts: list[UpdatePart]) -> Iterator[list[UpdatePart]]:
     """Yields what is updated at once, with masters in full: first the parts that have them, and then the others in
     pieces. A piece is joined from weights and remainders, which are set when the next one is asked for."""
     yield [part for part in parts if part.master.dtype != torch.int16]
-    for decay, master, grad, moments, weights in (part for part in parts if part.master.dtype == torch.int16):
+    for decay, master, grad, moments, weights, _ in (part for part in parts if part.master.dtype == torch.int16):
         assert weights is not None
         if master.is_meta:
             continue  # a dry run's update is the kernel's, which joins nothing in memory
@@ -238,19 +270,19 @@ class FlatOptimizer:
         self._updates = self._updates + scaling.updates
         corrections = [1.0 - beta**self._updates for beta in c.betas]
         numbers = torch.stack([scaling.updates.double(), 1.0 / scaling.divisor, *corrections]).float()
-        for parts, done in self._portions():
+        for parts, done in self._portions(joined=True):
             for part in parts:
                 first, second = part.moments
                 adamw(
-                    part.master, part.grad, first, second, part.weights, numbers, lr=lr,
-                    betas=(c.betas[0], c.betas[1]), eps=c.eps, decay=c.weight_decay if part.decay else 0.0,
+                    part.master, part.grad, first, second, part.weights, numbers, lr=lr, betas=(c.betas[0], c.betas[1]),
+                    eps=c.eps, decay=c.weight_decay, decays=part.decay, flips=part.flips,
                 )  # fmt: skip
             for bucket in done:
                 self.updated(bucket)
 
-    def _portions(self) -> Iterator[tuple[list[UpdatePart], list[Bucket]]]:
+    def _portions(self, joined: bool = False) -> Iterator[tuple[list[UpdatePart], list[Bucket]]]:
         for state in reversed(self.states):
-            yield from state.portions()
+            yield from state.portions(joined)
 
     @torch.no_grad()
     def step(self, lr: float, divisor: float) -> None:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from meshwright.layout import Layout
+from meshwright.layout.grid import DEPTH, ROW
 
 
 def hash_once(self: Any) -> int:
@@ -62,6 +63,11 @@ class Coordinate:
     def splits_tokens(self) -> bool:
         """Whether each tp rank holds only its rows of the tokens between the products."""
         return self.sequence_parallel and self.size("tp") > 1
+
+    @property
+    def row_parts(self) -> int:
+        """The number of parts into which tensor-parallel ranks cut the rows of activations between the products."""
+        return self.size("tp") if self.splits_tokens else self.size(f"{ROW}-{DEPTH}")
 
     @property
     def cuts_experts_alike(self) -> bool:

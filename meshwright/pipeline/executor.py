@@ -209,6 +209,9 @@ class _Run:
         stage.announce(self.seeds.announced if self.training else None)
         with torch.set_grad_enabled(self.training):
             result = as_output(e.forward_step(module, batch, received))
+        if self.training and (mark := getattr(module, "mark", None)) is not None:  # of a chunk without units
+            for x in (*result.tensors.values(), *(term.sum for term in result.terms)):
+                mark(x)
         self.totals.add(result)
         announced = self.training and stage.draws_by_key
         if announced and any(term.name == LOSS and term.weight != 1 for term in result.terms):
@@ -237,6 +240,10 @@ class _Run:
         if inputs := self.inputs.pop(key):
             with_grad = {name: x for name, x in inputs.items() if has_gradient(name, x.dtype)}
             self.grads[key] = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in with_grad.items()}
+            mark = getattr(self.executor.modules[action.chunk], "mark_sent_back", None)
+            if mark is not None:
+                for grad in self.grads[key].values():
+                    mark(action.micro_batch, grad)
             self._hand_over(action, self.grads[key])
 
     def input_grad(self, action: Action, received: Named) -> None:

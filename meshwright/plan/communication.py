@@ -34,7 +34,7 @@ from meshwright.sharding.compression.sizes import gathered_bytes
 from meshwright.sharding.fragments import Moment, fragment_bounds, moment_of
 from meshwright.sharding.placement import grad_bytes, shard_axes
 from meshwright.sharding.reducers import PLAIN_REDUCER, ReducerPlan, mixing
-from meshwright.train.counts import WIDE, balance_length, counts_bytes, sums_bytes
+from meshwright.train.counts import WIDE, balance_length, checks_bytes, counts_bytes, sums_bytes
 
 
 class Traffic(NamedTuple):
@@ -270,8 +270,9 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
     Loss, tokens and squared gradient norm: 3 x 8. With n replicas these are summed inside a replica first, as are
     declared terms, and then over the replicas, with each one's tokens: (3 + n) x 8. Values to monitor, if there are
     any, and how often each was given: 2 x values x 8, from the second step on, when all ranks know their names. The
-    metrics, which count themselves: (4 x axes of the mesh + 5 phases + 3 x ranks + 1) x 8.
-    With experts, their rows: (experts + 2) x 8 per block that has them.
+    metrics, which count themselves: (4 x axes of the mesh + 5 phases + 4 x ranks + 1) x 8.
+    With experts, their rows: (experts + 2) x 8 per block that has them. Checksums of what ranks hold alike, in every
+    `faults.check_every`-th step: 1 all_gather of axes of the mesh x ranks x 8.
     """
     terms = max(1, job.declared_terms) + len(job.model.losses)
     replicas, together = job.layout.replicas, INNER if job.layout.replicas > 1 else "world"
@@ -279,16 +280,16 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
     yield _over(job.layout, "sums", "optimizer", REPLICAS, "all_reduce", sums_bytes(terms) + WIDE * replicas)
     experts, layers = job.config.model.experts, range(job.config.model.layers)
     if experts.count:
-        rows = sum(map(experts.in_block, layers))
-        yield _over(
-            job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * rows * balance_length(experts.count)
-        )
+        payload = WIDE * balance_length(experts.count) * sum(map(experts.in_block, layers))
+        yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", payload)
     if job.declared_terms:
         yield _over(job.layout, "sums", "data", together, "all_reduce", WIDE * job.declared_terms)
     if monitored := job.monitored + len(job.config.monitored):
         yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * 2 * monitored)
-    counts = counts_bytes(len(job.layout.step_groups()), job.world)
-    yield _over(job.layout, "metrics", "metrics", "world", "all_reduce", counts)
+    axes, every = len(job.layout.step_groups()), job.config.faults.check_every
+    if every and job.step is not None and job.step % every == 0:
+        yield _over(job.layout, "checksums", "metrics", "world", "all_gather", checks_bytes(axes, job.world))
+    yield _over(job.layout, "metrics", "metrics", "world", "all_reduce", counts_bytes(axes, job.world))
 
 
 def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:

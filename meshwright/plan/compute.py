@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from meshwright.layout.grid import GRID_AXES
 from meshwright.parts.gpt import TP_PIECES
 from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Product, Unit, Work, hash_once
 from meshwright.plan.cluster import Cluster
@@ -19,7 +20,8 @@ from meshwright.plan.stack import Stack
 
 ATTENTION_BACKWARD = 2.5  # the backward of a fused core has five products, its forward two
 CONTEXT_AXES = ("cp", "cp.inner", "cp.outer")
-UNIT_AXES = ("tp", *CONTEXT_AXES, "ep", "etp", "tp-cp")  # over which units communicate
+TENSOR_AXES = ("tp", *GRID_AXES)
+UNIT_AXES = (*TENSOR_AXES, *CONTEXT_AXES, "ep", "etp", "tp-cp")  # over which units communicate
 MOVED_BACKWARD = 1.5  # a backward kernel reads the forward's input and the gradient, and writes one gradient
 
 
@@ -184,7 +186,7 @@ def _tensor_parallel(unit: Unit, where: Setting, linear: float, again: float) ->
         return AxisUse("tp")
     stack = where.stack
     # Stacks that hide anything hide all gathers that backward repeats, behind the product for the input's gradient.
-    times = _seconds(unit, where, ("tp",), with_repeated=not stack.hide_tp)
+    times = _seconds(unit, where, TENSOR_AXES, with_repeated=not stack.hide_tp)
     forward, backward = times.forward, times.backward + again * times.again
     if not isinstance(unit, BlockUnit):  # the embedding and the head have nothing to hide behind
         return AxisUse("tp", forward, backward)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.config.comm import GatherConfig
+from meshwright.layout.grid import GRID_AXES
 from meshwright.layout.layout import REPLICAS
 from meshwright.layout.params import DATA_AXES
 from meshwright.parts.experts import EXPERT_DATA_AXES
@@ -151,6 +152,9 @@ def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], ax
             could = job.hides_gradients * seconds
             exposed += _hide(job, cluster, seconds, could, stage.backward, axes[how.axis])
         taken += axes[how.axis].hidden - before
+    seconds = _grid_copies_seconds(job, cluster, slow)
+    axes["tp"].add(seconds)
+    exposed += seconds
     tied = job.layout.size("embedding") if job.model.tied else 1
     if tied > 1:
         table = max(record.numel for record in unit_records(job.model.head, job.at)) * job.states.grad
@@ -159,6 +163,23 @@ def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], ax
         axes["embedding"].add(seconds)
         exposed += seconds
     return exposed
+
+
+def _grid_copies_seconds(job: Job, cluster: Cluster, pp_rank: int) -> float:
+    """Returns the seconds of summing, once per step, the gradients of matrices of which ranks along an axis of a grid
+    hold copies: those of a 2.5D grid along its depth. (Norms and biases are small.)"""
+    sums: dict[str, int] = {}
+    for _, record, count in records_once(job.rank_units(pp_rank), job.at):
+        for axis in (axis for axis in record.partial if axis in GRID_AXES and len(record.shape) > 1):
+            sums[axis] = sums.get(axis, 0) + count * record.numel
+    shards = divided(job, DATA_AXES).shards
+    return sum(
+        collective_seconds(
+            cluster, "all_reduce", numel * job.states.grad / shards, job.layout.size(axis),
+            ranks_per_node(job.layout, axis),
+        )
+        for axis, numel in sums.items()
+    )  # fmt: skip
 
 
 def _reduced(

@@ -12,7 +12,7 @@ Each buffer has a stage and groups of its own, since its records say over which 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -107,6 +107,8 @@ class DataParallel:
                 slot.parameter.register_post_accumulate_grad_hook(partial(_take_gradient, slot.sink))
         for sinks, slot in own_weights:
             sinks["weight"] = slot.sink.view
+        # Called with this rank's own gradients of a bucket, before they are summed.
+        self.reduces: Callable[[Bucket, Tensor], None] = lambda bucket, grads: None
         reducer.prepare(self.trained)
 
     def groups(self, buffer: FlatBuffer) -> DataGroups:
@@ -132,6 +134,7 @@ class DataParallel:
         """Begins the reduction of a bucket: over the ranks that share it or, where each holds it whole, over all."""
         shards, replicas = self.groups(bucket.buffer)
         grads, ledger, reducer = bucket.grads.tensor, self.mesh.ledger, self._reducer_of(bucket.buffer)
+        self.reduces(bucket, grads)
         with ledger.phase("reduce"), ledger.layer(None):
             if bucket.stage:
                 return _Counted(reducer.reduce_scatter(bucket, out, grads, shards), ledger)

@@ -25,13 +25,16 @@ from meshwright.schedule.kinds import placement_of
 from meshwright.show.layout_drawing import written
 from meshwright.show.loss_curve import Point, curve, finite
 from meshwright.show.run_parts import head, phase_bar
-from meshwright.show.terminal import PLAIN_WIDTH, console_for, has_colour, show
+from meshwright.show.terminal import PLAIN_WIDTH, console_for, has_colour, printable, show
 from meshwright.show.units import clock, count, decimals, percent, plural, seconds, size
 from meshwright.train.counts import PHASES
+from meshwright.train.fault_notes import KINDS
 from meshwright.train.run_folder import RunRecord, read_run, traffic_per_step
+from meshwright.train.run_notes import read_events
 
 PAGE_LABEL_WIDTH = 12  # columns that the labels take
 MIN_WIDTH, MAX_WIDTH = 40, 120
+MOST_FAULTS = 6  # that are listed
 
 # What is sent over each axis.
 CARGO = {
@@ -69,7 +72,7 @@ def page(run: RunRecord, width: int, colour: bool) -> Iterator[RenderableType]:
     yield _losses(train, valid)
     yield ""
     figures = _grid()
-    for label, text in (*_speed(run), *_phases(run, width, colour), *_skipped(run)):
+    for label, text in (*_speed(run), *_links(run), *_phases(run, width, colour), *_skipped(run), *_faults(run)):
         figures.add_row(Text(label, "dim"), text)
     yield figures
     yield ""
@@ -99,6 +102,13 @@ def _losses(train: Sequence[Point], valid: Sequence[Point]) -> Table:
     return grid
 
 
+def _links(run: RunRecord) -> Iterator[tuple[str, Text]]:
+    """Says so where steps took longer because slow links were emulated."""
+    emulate = run.config.comm.emulate
+    if emulate.on:
+        yield "links", Text(emulate.words(run.config.layout.node_size or run.world or 1), "bad")
+
+
 def _speed(run: RunRecord) -> Iterator[tuple[str, Text]]:
     times = [float(s.get("step_time_s") or 0.0) for s in run.steps]
     speeds = [float(s["tokens_per_s"]) for s in run.steps if s.get("tokens_per_s")]
@@ -120,6 +130,15 @@ def _phases(run: RunRecord, width: int, colour: bool) -> Iterator[tuple[str, Tex
         bar, legend = phase_bar(spent, total, min(width, PLAIN_WIDTH) - PAGE_LABEL_WIDTH, colour)
         yield "time", bar
         yield "", legend
+
+
+def _faults(run: RunRecord) -> Iterator[tuple[str, Text]]:
+    """What went wrong, the newest first."""
+    events = [event for event in read_events(run.path) if event.get("kind") in KINDS]
+    for label, event in zip(["faults", *[""] * (MOST_FAULTS - 1)], reversed(events), strict=False):
+        yield label, Text(printable(f"step {event.get('step')}: {event.get('text', '')}"), "bad")
+    if len(events) > MOST_FAULTS:
+        yield "", Text(f"and {len(events) - MOST_FAULTS} before (see events.jsonl)", "dim")
 
 
 def _skipped(run: RunRecord) -> Iterator[tuple[str, Text]]:

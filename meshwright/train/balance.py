@@ -54,6 +54,11 @@ class ExpertBalance:
                 self.parallel.add_to_frozen(bias, step * counts * (rows.mean() - rows).sign())
         return self.ctx.device.download(table)
 
+    def forget(self) -> None:
+        """Forgets what was counted of a step that makes no update."""
+        for part in self.held.values():
+            part.tally.zero_()
+
     def read(self, table: Download) -> dict[str, Any]:
         """Returns what metrics.jsonl says of a step's experts: per block the busiest expert's and the busiest rank's
         rows over the mean, the mean entropy of the routers, and the share of choices that were dropped."""

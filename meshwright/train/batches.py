@@ -93,7 +93,7 @@ class MicroBatches:
     ) -> None:
         self.ctx, self.dataset, self.reader, self.loss_counts = ctx, dataset, reader, loss_counts
         self.size = ctx.config.train.micro_batch
-        self.reads = ctx.mesh.tp.index <= 0
+        self.reads, self._exchanged = ctx.mesh.tp.index <= 0, 0
         self.counts_terms = ctx.mesh.is_first("tp", "cp") and ctx.pp_rank == ctx.layout.first_and_last[0]
         self._coming: dict[tuple[int, int], Future[Read]] = {}
         # One broadcast per dtype: fields of one dtype travel packed.
@@ -153,6 +153,10 @@ class MicroBatches:
                 self._coming = {}
         return found
 
+    def exchange(self, by: int) -> None:
+        """From now on a data-parallel rank reads the samples of the one so many places after it."""
+        self._exchanged, self._coming = by, {}
+
     def _ask(self, consumed: int, micro_batch: int) -> Future[Read]:
         key = (consumed, micro_batch)
         if key not in self._coming:
@@ -168,7 +172,8 @@ class MicroBatches:
 
     def _read(self, consumed: int, micro_batch: int) -> Read:
         readers = self.ctx.mesh.samples
-        ids = sample_ids(consumed, micro_batch, self.size, readers.index, readers.size)
+        place = (readers.index + self._exchanged) % readers.size if self._exchanged else readers.index
+        ids = sample_ids(consumed, micro_batch, self.size, place, readers.size)
         whole = [self.dataset.sample(n) for n in ids]
         samples = [self._own_rows(sample) for sample in whole]
         packed: dict[torch.dtype, Tensor] = {}

@@ -10,7 +10,7 @@ PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 # and one number for what ranks ask for: 1 for each that was asked to stop, NEW_NAME for each that monitors a value
 # under a name that the others don't know, SAVE if the rank that writes the run wants a checkpoint after this step.
 COUNTS = ("calls", "payload_bytes", "wire_bytes")
-RANK_COUNTS = ("busy_us", "waited_us", "peak_bytes")
+RANK_COUNTS = ("busy_us", "waited_us", "data_us", "peak_bytes")
 NEW_NAME = 1 << 32
 SAVE = 1 << 56
 
@@ -35,3 +35,8 @@ def balance_length(experts: int) -> int:
 
 def counts_bytes(axes: int, world: int) -> int:
     return WIDE * ((len(COUNTS) + 1) * axes + len(PHASES) + len(RANK_COUNTS) * world + 1)
+
+
+def checks_bytes(axes: int, world: int) -> int:
+    """One checksum of each rank for each axis of the mesh, gathered over the world every `faults.check_every` steps."""
+    return WIDE * axes * world

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.models.gpt import GPTStage
+from meshwright.models.grid import GridStage
 from meshwright.models.t5 import T5Stage
 from meshwright.parts.part import Stage
 from meshwright.pipeline.output import StageOutput, Term
@@ -16,7 +17,7 @@ from meshwright.train.preferences import preference_output
 
 
 def model_provider(ctx: Context, stage: Stage) -> nn.Module:
-    kind = T5Stage if ctx.config.model.kind == "t5" else GPTStage
+    kind = T5Stage if ctx.config.model.kind == "t5" else GPTStage if ctx.config.layout.grid is None else GridStage
     return kind(ctx.parallel, ctx.config, ctx.at, stage, ctx.ledger, ctx.mesh.tokens)
 
 

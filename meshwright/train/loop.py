@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,15 +18,15 @@ from meshwright.config.sections import CheckpointConfig
 from meshwright.errors import UserError, notice
 from meshwright.pipeline.trace import Recorder, Span, trace_json
 from meshwright.train.context import Context
+from meshwright.train.fault_notes import FaultNotes
 from meshwright.train.monitor import gather_bytes
 from meshwright.train.rank_figures import RankFile
 from meshwright.train.run_folder import RunFolder, is_validated
-from meshwright.train.run_notes import write_event
+from meshwright.train.run_notes import time_between_failures, write_event
 from meshwright.train.signals import StopRequests
 from meshwright.train.speed import Speed
 from meshwright.train.step import Launched, StepResult, Trainer
 
-MAX_SKIPPED_STEPS = 25  # in a row, after which a run gives up
 SAVING_SHARE = 0.01  # of a run's time that saving may take with checkpoint.every=auto
 MOST_FLIGHTS = 256  # ranks up to which a traced step leaves every rank's last calls
 TRACED = 3  # the third step of a process: the first ones make what later ones reuse
@@ -58,12 +59,21 @@ class Watcher(Protocol):
     def finished(self) -> None: ...
 
 
+Settle = Callable[[StepResult, Callable[[], StepResult]], StepResult]
+
+
+class WentBack(Exception):  # noqa: N818 (no error: the run goes on from there)
+    """The trainer stands at an earlier step."""
+
+
 class Ahead:
     """Launches step N + 1 before the host waits for step N's numbers. `pauses(step)` says after which steps somebody
-    needs the trainer as that step left it (to validate, to save): there nothing runs ahead."""
+    needs the trainer as that step left it (to validate, to save): there nothing runs ahead. `settle` is shown every
+    result and may have a step computed again; no update is made from a step that is held back to the result that it
+    returns."""
 
-    def __init__(self, trainer: Trainer, pauses: Callable[[int], bool]) -> None:
-        self.trainer, self.pauses = trainer, pauses
+    def __init__(self, trainer: Trainer, pauses: Callable[[int], bool], settle: Settle | None = None) -> None:
+        self.trainer, self.pauses, self.settle = trainer, pauses, settle
         self._waiting: Launched | None = None
         self._stop = self._save = False
 
@@ -75,21 +85,40 @@ class Ahead:
         if self.trainer.runs_ahead and not (self._stop or self._save or self.pauses(current.result.step)):
             self._waiting = self.trainer.launch(stop_requested, save_requested)
         result = self.trainer.read(current)
+        if self.settle is not None:
+            if result.held:
+                self._drop()
+            result = self.settle(result, partial(self._again, stop_requested, save_requested))
         stop, save, stands = self._stop or result.stop, self._save or result.save, self._waiting is None
         result.stop, result.save = stop and stands, save and stands
         self._stop, self._save = stop, save and not stands
         return result
 
+    def _again(self, stop_requested: bool, save_requested: bool) -> StepResult:
+        return self.trainer.read(self.trainer.launch(stop_requested, save_requested))
 
-def train(trainer: Trainer, hooks: Sequence[Hook], requests: StopRequests) -> None:
+    def _drop(self) -> None:
+        """Forgets a step that was begun after one that was held back, and so changed nothing. What it asked for is not
+        forgotten."""
+        if self._waiting is not None:
+            dropped, self._waiting = self.trainer.read(self._waiting), None
+            self.trainer.take_back(dropped)
+            self._stop, self._save = self._stop or dropped.stop, self._save or dropped.save
+
+
+def train(trainer: Trainer, hooks: Sequence[Hook], requests: StopRequests, settle: Settle | None = None) -> None:
     """Trains from where the trainer stands to the last step, or until somebody asks to stop."""
     step, steps = trainer.step_number, trainer.ctx.config.train.steps
-    ahead = Ahead(trainer, lambda n: any(hook.pauses(n) for hook in hooks))
+    ahead = Ahead(trainer, lambda n: any(hook.pauses(n) for hook in hooks), settle)
     stopped = False
     while step < steps and not stopped:
         for hook in hooks:
             hook.before(step + 1)
-        result = ahead.next(requests.seen, any(hook.wants_save() for hook in hooks))
+        try:
+            result = ahead.next(requests.seen, any(hook.wants_save() for hook in hooks))
+        except WentBack:
+            step = trainer.step_number
+            continue
         step, stopped = result.step, result.stop
         for hook in hooks:
             hook.after(result, step == steps or stopped)
@@ -116,12 +145,12 @@ class Recording(Hook):
 class GivingUp(Hook):
     """Ends a run that only skips steps."""
 
-    def __init__(self) -> None:
-        self.skipped = 0
+    def __init__(self, max_skips: int) -> None:
+        self.skipped, self.max_skips = 0, max_skips
 
     def after(self, result: StepResult, last: bool) -> None:
         self.skipped = self.skipped + 1 if result.skipped else 0
-        if self.skipped == MAX_SKIPPED_STEPS:
+        if self.skipped == self.max_skips:
             fix = "lower optimizer.lr, lengthen lr.warmup or use another train.precision"
             if not result.tokens:
                 fix = "check data.mask_eod, data.eod and the data's loss masks"
@@ -131,11 +160,14 @@ class GivingUp(Hook):
 class Saving(Hook):
     """Checkpoints, every so many steps or so often, and at the end. The clock is that of the rank that writes the run,
     whose wish reaches the others with the step's counts. `auto` saves so seldom that it takes a hundredth of the
-    time."""
+    time; in a run that has failed before, as often as is best for the stall of a save and the time between failures (by
+    Young and Daly, sqrt(2 x stall x time between failures)), if that is more often than every quarter of an hour."""
 
     def __init__(self, saver: Saver, config: CheckpointConfig) -> None:
         self.saver, self.steps, self.seconds = saver, config.every_steps, config.every_seconds
         self.share = SAVING_SHARE if config.every == "auto" else math.inf
+        writes = config.every == "auto" and saver.trainer.writes
+        self.between_failures = time_between_failures(saver.trainer.ctx.config.run.dir) if writes else math.inf
         self.saved_at = time.monotonic()
         self.told: int | None = None  # the last save of which the run's events tell
 
@@ -144,6 +176,9 @@ class Saving(Hook):
 
     def wants_save(self) -> bool:
         gone = time.monotonic() - self.saved_at
+        if self.between_failures < math.inf and self.saver.blocked_s:
+            best = math.sqrt(2 * self.saver.blocked_s * self.between_failures)
+            return gone >= min(self.seconds, best) and not self.saver.is_writing
         return 0 < self.seconds <= gone and self.saver.blocked_s <= self.share * gone and not self.saver.is_writing
 
     def after(self, result: StepResult, last: bool) -> None:
@@ -163,6 +198,20 @@ class Saving(Hook):
             words = f"saved in {saver.took_s:.2g} s, for {saver.blocked_s:.2g} s of which training waited"
             folder = saver.trainer.ctx.config.run.dir
             write_event(folder, "checkpoint", words, self.told, took_s=saver.took_s, blocked_s=saver.blocked_s)
+
+
+class TooManyFaults(Hook):
+    """Ends a run with the name of a rank that had too many faults, after all that was trained is saved."""
+
+    def __init__(self, notes: FaultNotes, saver: Saver) -> None:
+        self.notes, self.saver = notes, saver
+
+    def after(self, result: StepResult, last: bool) -> None:
+        if self.notes.over is not None:
+            if self.saver.saved_step != result.step:
+                self.saver.save(last=True)
+            self.saver.committed()
+            raise self.notes.over
 
 
 class TimeLimit(Hook):

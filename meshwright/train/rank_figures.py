@@ -1,5 +1,5 @@
-"""What each rank did in a step, beside the sums over all of them: how long it computed, how long it waited for others,
-and the most memory that it held. No torch."""
+"""What each rank did in a step, beside the sums over all of them: how long it computed, how long it waited for others
+and for data, and the most memory that it held. No torch."""
 
 from __future__ import annotations
 
@@ -27,18 +27,21 @@ def process_peak_bytes() -> int:
 
 @dataclass(frozen=True)
 class RankFigures:
-    """By rank. Seconds are those of the host: on an accelerator, which the host does not wait for, there are none."""
+    """By rank. Seconds are those of the host: on an accelerator, which the host does not wait for, there are only those
+    for which it waited for data (`data_s`, which elsewhere are a part of `busy_s`)."""
 
     busy_s: Sequence[float]
     waited_s: Sequence[float]
+    data_s: Sequence[float]
     peak_bytes: Sequence[float]
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> RankFigures:
         """From the ranks' part of the counts that a step sums."""
         width = len(RANK_COUNTS)
-        busy, waited, peak = (numbers[i::width] for i in range(width))
-        return cls([n / 1e6 for n in busy] if any(busy) else [], [n / 1e6 for n in waited] if any(busy) else [], peak)
+        busy, waited, data, peak = (numbers[i::width] for i in range(width))
+        times = [[n / 1e6 for n in own] for own in (busy, waited)] if any(busy) else [[], []]
+        return cls(times[0], times[1], [n / 1e6 for n in data], peak)
 
     def summary(self) -> dict[str, dict[str, float]]:
         """The least, the median and the most over the ranks, and which rank has the most."""
@@ -55,7 +58,7 @@ class RankFile:
 
     def __init__(self, folder: Path) -> None:
         self.path, self.written = folder / RANKS_FILE, 0.0
-        self.means: dict[str, list[float]] = {"busy_s": [], "waited_s": []}
+        self.means: dict[str, list[float]] = {"busy_s": [], "waited_s": [], "data_s": []}
 
     def add(self, step: int, figures: RankFigures, last: bool) -> None:
         for name, means in self.means.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,10 +36,16 @@ class StepResult:
     mfu: float | None = None
     stop: bool = False
     save: bool = False
+    held: bool = False  # the update was held back, since the numbers are bad
+    consumed: int = 0  # samples before it
 
     @property
     def why_skipped(self) -> str:
-        return "the gradient was not finite" if self.tokens else "no token counted in the loss"
+        if not self.tokens:
+            return "no token counted in the loss"
+        if self.held and math.isfinite(self.loss) and math.isfinite(self.grad_norm):
+            return "the loss or the gradient's norm stood out"
+        return "the loss or the gradient was not finite" if self.held else "the gradient was not finite"
 
     @property
     def shown(self) -> dict[str, float]:

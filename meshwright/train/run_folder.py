@@ -32,6 +32,8 @@ CHARTED = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "global_batc
 
 FILES = ("metrics.jsonl", "validation.jsonl", "layers.jsonl")  # one line per step, validation, or step with norms
 
+TAIL_BYTES = 2**20  # more than a line of metrics.jsonl
+
 Lines = list[dict[str, Any]]
 
 
@@ -118,9 +120,7 @@ class RunFolder:
             facts = {"world": world, "validates": validates, "from": source} | dict(notes or {})
             (self.path / "run.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
             lost = [_set_lost_aside(self.path / name, step) for name in FILES]
-            self._metrics, self._validation, self._layers = (
-                (self.path / name).open("a", encoding="utf-8") for name in FILES
-            )
+            self._open_files()
         again = f"; {lost[0]} later steps are trained again" if lost[0] else ""
         ranks = f"{world} rank{'s' * (world > 1)}"
         words = f"continues from step {step} on {ranks}{again}" if step else f"starts on {ranks}"
@@ -151,11 +151,26 @@ class RunFolder:
             file.flush()
         self._loggers.log({name: value for name, value in charted.items() if value is not None}, line["step"])
 
+    def go_back(self, step: int) -> int:
+        """Moves the lines of later steps, which will be trained again, to lost.jsonl; returns how many steps."""
+        with self._written():
+            self._close_files()
+            lost = [_set_lost_aside(self.path / name, step) for name in FILES]
+            self._open_files()
+        return lost[0]
+
+    def _open_files(self) -> None:
+        self._metrics, self._validation, self._layers = (
+            (self.path / name).open("a", encoding="utf-8") for name in FILES
+        )
+
+    def _close_files(self) -> None:
+        for file in (self._metrics, self._validation, self._layers):
+            file.close()
+
     def close(self) -> None:
         with self._written():
-            self._metrics.close()
-            self._validation.close()
-            self._layers.close()
+            self._close_files()
         self._loggers.close()
 
     @contextlib.contextmanager
@@ -267,6 +282,21 @@ def _read_lines(path: Path) -> Lines:
         value["loss"] = math.nan if value["loss"] is None else value["loss"]  # null: not finite
         found[value["step"]] = value
     return [found[step] for step in sorted(found)]
+
+
+def last_step(run_dir: Path) -> tuple[int, float]:
+    """The run's last step and when its line was written, from the end of the file; 0 and 0 where there is none."""
+    try:
+        with (run_dir / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+            ends = file.read().splitlines(keepends=True)
+    except OSError:
+        return 0, 0.0
+    for line in reversed(ends):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            value = parse_json(line)
+            return int(value["step"]), float(value.get("time") or 0.0)
+    return 0, 0.0
 
 
 def _least_world(config: Config, steps: Lines) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import shlex
@@ -12,9 +13,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import meshwright
+from meshwright.outside import of_kind, parse_json
+
+
+class Event(TypedDict, total=False):
+    """What readers know of a line."""
+
+    kind: str
+    step: int | None
+    text: str
+
 
 EVENTS_FILE = "events.jsonl"
 GIT_S = 2.0  # a network disk may make git slow, and a run does not wait for it
@@ -48,9 +59,34 @@ def git_commit() -> str | None:
         return None
 
 
+def read_events(folder: str | Path) -> list[dict[str, Any]]:
+    """Returns the events that were written whole."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in (Path(folder) / EVENTS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(of_kind(parse_json(line), Event, "the event"))
+    return found
+
+
+def time_between_failures(folder: str | Path) -> float:
+    """Returns the seconds that a run was under way for each of its failures, by its events; infinity where there was
+    none. Time between two jobs does not count."""
+    under_way, failures, before = 0.0, 0, None
+    for event in read_events(folder):
+        now, kind = event.get("time"), event.get("kind")
+        if not isinstance(now, (int, float)):
+            continue
+        if before is not None and not (kind == "resume" and before[1] in ("end", "failure")):
+            under_way += max(0.0, now - before[0])
+        failures += kind in ("restart", "failure")
+        before = (now, kind)
+    return under_way / failures if failures else math.inf
+
+
 def write_event(folder: str | Path, kind: str, text: str, step: int | None = None, **more: Any) -> None:
-    """Adds a line to the run's events: `kind` is start, resume, checkpoint, restart, failure or end. One that can't be
-    written stops nobody."""
+    """Adds a line to the run's events: `kind` is start, resume, checkpoint, reduce (how gradients are sent from then),
+    restart, failure or end, or what `fault_notes` says. One that can't be written stops nobody."""
     path = Path(folder) / EVENTS_FILE
     line = {"time": time.time(), "kind": kind, "step": step, "text": text} | more
     with contextlib.suppress(OSError):

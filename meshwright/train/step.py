@@ -35,7 +35,9 @@ from meshwright.train.balance import ExpertBalance
 from meshwright.train.batches import Dataset, MicroBatches, Picked, by_source
 from meshwright.train.context import Context, compiles
 from meshwright.train.counts import COUNTS, NEW_NAME, PHASES, RANK_COUNTS, SAVE, counts_bytes
+from meshwright.train.gate import Gate
 from meshwright.train.losses import Normalisation, StepSums, Sums, declared_counts, sums_of_step, sums_over_world
+from meshwright.train.marks import Marks
 from meshwright.train.monitor import Monitored, Summing
 from meshwright.train.rank_figures import RankFigures, process_peak_bytes
 from meshwright.train.result import StepResult as StepResult
@@ -53,6 +55,7 @@ class Launched:
     normalisation: Normalisation
     sums: Download
     own: Download  # sums of the ranks that train together
+    held: Download | None  # whether the update was held back; None: nobody looks
     counts: Download
     monitored: Summing | None
     balance: Download | None
@@ -113,6 +116,9 @@ class Trainer:
         self.monitored = Monitored(ctx, config.monitored)
         self.step_number, self.consumed, self._read_at = 0, 0, 0.0
         self.before_update: Callable[[], object] = lambda: None
+        self.before_step: Callable[[], object] = lambda: None
+        self.gate = Gate(len(self.terms))
+        self.marks: Marks | None = None
 
     @property
     def writes(self) -> bool:
@@ -146,6 +152,8 @@ class Trainer:
         normalisation = self._normalisation(samples, count)
         for module in self.modules:
             module.train()
+        if self.marks is not None:
+            self.marks.begin(self.step_number + 1)
         self.data_parallel.begin(count, self.step_number + 1, self.loss_scale.value)
         following = None if self.is_last else self._samples(self.consumed + samples).start
         batch = self.train_batches.of_step(self._samples(self.consumed).start, count, following)
@@ -175,6 +183,7 @@ class Trainer:
         begin = time.perf_counter()
         config, ledger = self.ctx.config, self.ctx.ledger
         ledger.clear()
+        self.before_step()
         samples = global_batch(config, self.consumed)
         totals, normalisation = self.gradients()
         update = time.perf_counter()
@@ -182,31 +191,33 @@ class Trainer:
         with ledger.phase("optimizer"), self.executor.span("step", "norm and loss"):
             sums = sums_of_step(self.ctx, totals, self.terms, self.data_parallel.square_sum())
             monitored = self.monitored.begin(totals)
-            balance = self.balance.update(sums.all[2 * len(self.terms)])
+            passed, held = self.gate.pass_on(sums, normalisation)
+            balance = self.balance.update(passed.all[2 * len(self.terms)])
         lr = learning_rate(config, self.step_number + 1)
         scale = self.loss_scale.value if self.loss_scale.active else None  # that of this step, before the update
         with self.executor.span("step", UPDATED):
             if self.outer is None:
-                waited = self._update(lr, sums, normalisation)
+                waited = self._update(lr, passed, held, normalisation)
             else:
                 assert sums.tokens is not None
                 with self.outer.after(self.step_number + 1, self.is_last, sums.tokens):
-                    waited = self._update(lr, sums, normalisation)
+                    waited = self._update(lr, passed, held, normalisation)
         read = self.ctx.device.download(sums.all)
         own = read if sums.own is sums.all else self.ctx.device.download(sums.own)
         totals.seconds["backward"] += waited
         totals.seconds["optimizer"] = time.perf_counter() - update - waited
         self.step_number += 1
+        result = StepResult(self.step_number, 0.0, 0.0, lr, scale, False, 0, samples, consumed=self.consumed)
         self.consumed += samples
-        result = StepResult(self.step_number, 0.0, 0.0, lr, scale, False, 0, samples)
         asks = int(stop_requested) + NEW_NAME * int(self.monitored.is_new(totals))
         asks += SAVE * int(save_requested and self.writes)
         counts = self._count(totals.seconds, asks, time.perf_counter() - begin)
-        return Launched(result, begin, totals, normalisation, read, own, counts, monitored, balance)
+        was_held = None if held is None else self.ctx.device.download(held.view(1))
+        return Launched(result, begin, totals, normalisation, read, own, was_held, counts, monitored, balance)
 
-    def _update(self, lr: float, sums: StepSums, normalisation: Normalisation) -> float:
-        """One update, or none if the gradient is not finite or nothing was counted. Returns the seconds waited. All
-        replicas make an update or none does."""
+    def _update(self, lr: float, sums: StepSums, held: Tensor | None, normalisation: Normalisation) -> float:
+        """One update, or none if it is held back, the gradient is not finite or nothing was counted. Returns the
+        seconds waited. All replicas make an update or none does."""
         weight, clip, terms = normalisation.weight, self.ctx.config.train.clip, len(self.terms)
         kinds = sums[:1] if sums.own is sums.all else sums[:2]
         if self.runs_ahead:
@@ -224,9 +235,13 @@ class Trainer:
             self.optimizer.step(lr, own.divisor)
         elif self.outer is not None and self.outer.is_due(self.step_number + 1, self.is_last):
             self.optimizer.publish()
-        if scaling.counts:
+        if scaling.counts and not (held is not None and bool(held)):
             self.loss_scale.update(bool(scaling.updates))
         return waited
+
+    def take_back(self, result: StepResult) -> None:
+        """Stands where the trainer stood before this step, whose update was held back."""
+        self.step_number, self.consumed = result.step - 1, result.consumed
 
     @property
     def runs_ahead(self) -> bool:
@@ -243,7 +258,8 @@ class Trainer:
         result.loss, result.tokens = found.loss if scaling.counts else math.nan, math.ceil(found.tokens)
         result.losses = found.losses
         result.grad_norm = scaling.norm if math.isfinite(scaling.norm) else math.inf
-        result.skipped = not scaling.updates
+        result.held = launched.held is not None and launched.held.read()[0] > 0
+        result.skipped = result.held or not scaling.updates
         new_names = self._read_counts(result, launched.counts.read())
         if launched.monitored is not None:
             result.monitored = launched.monitored.means()
@@ -272,7 +288,7 @@ class Trainer:
         waited = [int(self.ctx.ledger.waited.get(axis, 0.0) * 1e6) if measured else 0 for axis in axes]
         own = [0] * (len(RANK_COUNTS) * mesh.world.size)
         at = len(RANK_COUNTS) * mesh.rank
-        own[at : at + len(RANK_COUNTS)] = self._own_counts(elapsed, sum(waited))
+        own[at : at + len(RANK_COUNTS)] = self._own_counts(elapsed, sum(waited), seconds)
         vector = torch.tensor([*counts, *waited, *micros, *own, asks], dtype=torch.int64)
         if mesh.world.alone:
             return Device("cpu").download(vector)
@@ -281,12 +297,13 @@ class Trainer:
             mesh.world.all_reduce(vector)
         return self.ctx.device.download(vector)
 
-    def _own_counts(self, elapsed: float, waited_us: int) -> list[int]:
+    def _own_counts(self, elapsed: float, waited_us: int, seconds: Mapping[str, float]) -> list[int]:
         """RANK_COUNTS of this rank."""
         device, peak = self.ctx.device, self.ctx.device.peak_bytes()
+        read = max(0, int((seconds.get("data", 0.0) - self.ctx.ledger.waited_in["data"]) * 1e6))
         if device.module is not None:
-            return [0, 0, peak or 0]
-        return [int(elapsed * 1e6) - waited_us, waited_us, process_peak_bytes()]
+            return [0, 0, read, peak or 0]
+        return [int(elapsed * 1e6) - waited_us, waited_us, read, process_peak_bytes()]
 
     def _read_counts(self, result: StepResult, numbers: list[int]) -> bool:
         """Fills in the result; returns whether some rank has a new name."""
@@ -317,12 +334,14 @@ class Trainer:
         value = scale.value if scale.active else None
         found: dict[str, float | None] = {"updates": self.optimizer.updates, "loss_scale": value}
         found["good_steps"] = scale.good_steps
+        found |= self.data_parallel.reducer.counters()
         return found if self.outer is None else found | self.outer.counters()
 
     def restore(self, step: int, consumed: int, counters: Mapping[str, Any]) -> None:
         """Continues where a loaded checkpoint left off. The loss scale of another precision starts anew."""
         self.step_number, self.consumed = step, consumed
         self.optimizer.updates = int(counters["updates"])
+        self.data_parallel.reducer.restore(counters)
         if self.outer is not None:
             self.outer.restore(counters)
         if self.loss_scale.active and counters["loss_scale"] is not None:

@@ -20,13 +20,14 @@ import numpy as np
 from meshwright.checkpoint.format import DamagedCheckpoint, checkpoint_folder, list_checkpoints, read_index
 from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.config.sections import Config
+from meshwright.train.fault_notes import BAD_STEP, FAULT, ROLLBACK
 from meshwright.train.run_folder import complete_step
 from meshwright.watch.read import is_number, read_lines, read_small
 from meshwright.watch.report import RunReport
 from meshwright.watch.state import slow_rank
 
 BEGINS = ("start", "resume")
-FAULTS = ("restart", "failure", "fault")
+FAULTS = ("restart", "failure", FAULT)
 UNNAMED = "unnamed"  # where nothing says which rank it was
 _RANKS = r"\branks? \[?(\d+(?:, \d+)*)(?: and \d+ more)?\]?"
 
@@ -55,6 +56,10 @@ def status_of(report: RunReport, verify: bool = False) -> dict[str, Any]:
     found["resumes"] = sum(event.get("kind") == "resume" for event in events)
     found["trained_again"] = sum(int(e["lost"]) for e in events if is_number(e.get("lost")))
     found["faults"] = faults_by_rank(events, read_small(report.path / "flight" / "hang.json"))
+    found["bad_steps"] = [
+        {"time": e["time"], "step": e.get("step"), "kind": e["kind"], "text": str(e.get("text", ""))}
+        for e in events if e.get("kind") in (BAD_STEP, ROLLBACK)
+    ]  # fmt: skip
     slow = slow_rank(run["ranks"].get("busy_s") or [])
     found["slow_rank"] = {"rank": slow[0], "text": slow[1]} if slow else None
     found["checkpoint"] = newest_checkpoint(config, verify)
@@ -82,7 +87,7 @@ def goodput(report: RunReport, events: Sequence[Event], now: float | None) -> di
         return {"share": None, "counted_s": counted, "under_way_s": None, "between_s": 0.0}
     first, between = events[begun[0]]["time"], 0.0
     for n in begun[1:]:
-        if events[n - 1].get("kind") != "restart":  # a launcher that starts ranks again is under way
+        if events[n - 1].get("kind") not in ("restart", "reshape"):  # a launcher that starts ranks again is under way
             at = events[n]["time"]
             between += at - max((sign for sign in signs if sign < at), default=at)
     under_way = signs[-1] - first - between

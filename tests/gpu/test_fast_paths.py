@@ -101,6 +101,25 @@ def test_the_optimizer_pass_is_adamw(low: torch.dtype | None) -> None:
     assert weights is None or torch.equal(weights, master.to(weights.dtype))
 
 
+@pytest.mark.parametrize("decays", [True, False])
+def test_one_pass_updates_weights_that_decay_and_others(decays: bool) -> None:
+    """Wherever that changes: at the ends, at a block's begin, several times in a block, not at all in many blocks."""
+    from meshwright.kernels.adamw import adamw
+
+    size, flips = 20011, (1, 5, 6, 1024, 2048, 2050, 3000, 11111, 11112, 20010)
+    torch.manual_seed(3)
+    given = [torch.randn(size, device=CUDA), torch.randn(size, device=CUDA), *torch.rand(2, size, device=CUDA)]
+    numbers = torch.tensor([1.0, 0.5, 0.1, 0.01], device=CUDA)
+    how: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
+    found = [x.clone() for x in given]
+    adamw(*found, None, numbers, **how, decay=0.3, decays=decays, flips=flips)
+    expected = [x.clone() for x in given]
+    for number, (low, high) in enumerate(zip((0, *flips), (*flips, size), strict=True)):
+        decay = 0.3 if (number % 2 == 0) == decays else 0.0
+        adamw(*(x[low:high] for x in expected), None, numbers, **how, decay=decay)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("bf16", 0.05), ("fp8", 0.2)])
 def test_gradients_of_a_compiled_model(precision: str, bound: float) -> None:
     """fp32 against the CPU's; bf16 and fp8 within their rounding of the float64 ones (the worst parameter's norm)."""

@@ -14,6 +14,7 @@ from meshwright.optim.adam import FlatOptimizer
 from meshwright.sharding.buffers import FlatBuffer, State, build_buffers
 from meshwright.sharding.placement import Split
 from meshwright.sharding.remainders import plain
+from tests.support.oracle import make_trainer, small_config
 
 RATES = (1e-2, 3e-2, 2e-2, 5e-3)
 
@@ -135,3 +136,21 @@ def test_padding_stays_zero() -> None:
         for slot in buffer.slots:
             gaps[slot.start : slot.stop] = False
         assert gaps.any() and not buffer.params[gaps].any() and not buffer.grads[gaps].any()
+
+
+@pytest.mark.parametrize("global_batch", [1, 4])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_joined_ranges_hold_the_same_weights(stage: int, global_batch: int) -> None:
+    """What one pass updates on a device is what separate ranges are, each element once and with its own decay."""
+    sections = {"train": {"global_batch": global_batch}, "zero": {"stage": stage}, "comm": {"bucket_mib": 0.01}}
+    for state in make_trainer(small_config(**sections)).optimizer.states:
+        expected, found = {}, {}
+        for span in state._ranges:
+            expected |= dict.fromkeys(range(span.bucket.start + span.low, span.bucket.start + span.high), span.decay)
+        for span in state._spans():
+            decays = span.decay
+            for at in range(span.low, span.high):
+                decays ^= at in span.flips
+                assert found.setdefault(span.bucket.start + at, decays) == decays
+        assert found == expected
+        assert len(state._spans()) == (1 if state._adjacent else len(state.buffer.buckets)) < len(state._ranges)

@@ -104,6 +104,13 @@ class Case:
         return sections
 
 
+def case_of_kind(label: str, dp: int, tp: int, pp: int, data: dict[str, Any] | None, given: dict[str, Any]) -> Case:
+    """A case of another kind of model. Those keys of `given` that have a dot are keys of the config."""
+    extra = tuple((key, value) for key, value in given.items() if "." in key)
+    own = {key: value for key, value in given.items() if "." not in key}
+    return Case(dp, tp, pp, label=label, extra=extra, data=tuple((data or {}).items()), **own)
+
+
 def layouts(world: int) -> Iterator[tuple[int, int, int, bool]]:
     """(dp, tp, pp, sequence parallel) of every way to cut `world` ranks."""
     sizes = [n for n in range(1, world + 1) if world % n == 0]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
+
+import pytest
 
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
@@ -57,6 +59,11 @@ def launch(cases: list[Case]) -> list[list[Outcome]]:
     deadline = 20.0 + DEADLINE * len(cases)
     by_rank = run_ranks(cases[0].world, measure, cases, references, deadline=deadline)
     return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
+
+
+def quick_or_wide(cases: Iterable[Case], quick: Collection[str]) -> list[Any]:
+    """Parameters of a test; those whose label is not in `quick` are marked wide."""
+    return [pytest.param(c, id=c.name, marks=[] if c.label in quick else [pytest.mark.wide]) for c in cases]
 
 
 class Launches:

@@ -3,10 +3,8 @@ found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -16,22 +14,18 @@ import torch
 import meshwright.models.gpt as gpt
 from meshwright.config.rules import check
 from meshwright.nn.documents import Documents
-from meshwright.pipeline.output import as_output
 from meshwright.train.step import Trainer
-from tests.parity.cases import Case
-from tests.parity.launches import Launches, data_of, reference_of
-from tests.support.oracle import Outcome, Reference, compare_steps, complaints, make_trainer, small_config
-from tests.support.ranks import RankFailed, run_ranks
+from tests.parity.cases import Case, case_of_kind
+from tests.parity.launches import Launches, quick_or_wide
+from tests.parity.planted import Bug, assert_found, mean_of_means
+from tests.support.oracle import complaints, small_config
 
 PAIRS = {"train.micro_batch": 2, "train.global_batch": 8}
 
 
 def blanks(label: str, dp: int, tp: int, pp: int, data: dict[str, Any] | None = None, **more: Any) -> Case:
-    """Keys of a config are those with a dot."""
-    keys = {key: value for key, value in more.items() if "." in key}
-    own = {key: value for key, value in more.items() if "." not in key}
-    extra = {"model.kind": "glm", "model.embedding_grad": 0.3, **keys}
-    return Case(dp, tp, pp, label=f"glm-{label}", extra=tuple(extra.items()), data=tuple((data or {}).items()), **own)
+    given = {"model.kind": "glm", "model.embedding_grad": 0.3, **more}
+    return case_of_kind(f"glm-{label}", dp, tp, pp, data, given)
 
 
 CASES = [
@@ -51,27 +45,10 @@ CASES = [
 QUICK = {"glm-tp-sp"}
 
 
-def _params() -> list[object]:
-    return [pytest.param(c, id=c.name, marks=[] if c.label in QUICK else [pytest.mark.wide]) for c in CASES]
-
-
-@pytest.mark.parametrize("case", _params())
+@pytest.mark.parametrize("case", quick_or_wide(CASES, QUICK))
 def test_agrees_with_one_process(case: Case, launches: Launches) -> None:
     check(small_config(**case.sections("fp64")), case.world)
     assert complaints(launches.outcomes(case)) == []
-
-
-@contextmanager
-def _mean_of_means(trainer: Trainer) -> Iterator[None]:
-    """Every micro-batch is divided by its own number of tokens to fill in."""
-    real = trainer.executor.forward_step
-
-    def fake(module: Any, batch: Any, received: Any) -> Any:
-        out = as_output(real(module, batch, received))
-        return replace(out, terms=[replace(term, sum=term.sum * 3.0 / term.count) for term in out.terms])
-
-    trainer.executor.forward_step = fake
-    yield
 
 
 @contextmanager
@@ -86,37 +63,13 @@ def _plainly_causal(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-BUGS: dict[str, Callable[[Trainer], Any]] = {
-    "mean-of-means-over-blanks": _mean_of_means, "the-source-is-causal": _plainly_causal,
-}  # fmt: skip
 CASE = blanks("dp-whole", 2, 1, 1)
-
-
-def measure(rank: int, world: int, reference: Reference) -> list[tuple[Outcome, Outcome]]:
-    """On a rank, for each bug: the outcome without it and the one with it."""
-    found, config = [], small_config(**CASE.sections("fp64"))
-    for plant in BUGS.values():
-        clean = compare_steps(make_trainer(config, rank, world, data_of(CASE)), reference)
-        trainer = make_trainer(config, rank, world, data_of(CASE))
-        with plant(trainer):
-            found.append((clean, compare_steps(trainer, reference)))
-    return found
-
-
-@cache
-def launched() -> dict[str, list[tuple[Outcome, Outcome]]] | RankFailed:
-    try:
-        by_rank = run_ranks(2, measure, reference_of(CASE), deadline=120.0)
-    except RankFailed as error:
-        return error
-    return {name: [rank[i] for rank in by_rank] for i, name in enumerate(BUGS)}
+BUGS = {
+    "mean-of-means-over-blanks": Bug(CASE, mean_of_means(3.0)),
+    "the-source-is-causal": Bug(CASE, _plainly_causal),
+}
 
 
 @pytest.mark.parametrize("name", list(BUGS))
 def test_the_check_finds(name: str) -> None:
-    found = launched()
-    if isinstance(found, RankFailed):
-        raise found
-    assert complaints([clean for clean, _ in found[name]]) == []
-    noticed = complaints([planted for _, planted in found[name]])
-    assert any(": gradients: " in complaint for complaint in noticed), noticed
+    assert_found(__name__, name)

@@ -4,9 +4,8 @@ are found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import pytest
@@ -14,21 +13,18 @@ import pytest
 from meshwright.config.rules import check
 from meshwright.models.t5 import T5Stage
 from meshwright.train.step import Trainer
-from tests.parity.cases import Case
-from tests.parity.launches import Launches, data_of, reference_of
-from tests.support.oracle import Outcome, Reference, compare_steps, complaints, make_trainer, small_config
-from tests.support.ranks import RankFailed, run_ranks
+from tests.parity.cases import Case, case_of_kind
+from tests.parity.launches import Launches, quick_or_wide
+from tests.parity.planted import Bug, assert_found
+from tests.support.oracle import complaints, small_config
 
 GPT = {"model.norm": "rmsnorm", "model.mlp": "relu", "model.position": "relative", "model.bias": False}
 NEWER = {"model.mlp": "tanh_geglu", "model.ffn": 48}  # as T5 v1.1 has it
 
 
 def seq2seq(label: str, dp: int, tp: int, pp: int, data: dict[str, Any] | None = None, **more: Any) -> Case:
-    """Keys of a config are those with a dot."""
-    keys = {key: value for key, value in more.items() if "." in key}
-    own = {key: value for key, value in more.items() if "." not in key}
-    extra = {"model.kind": "t5", "model.head_dim": 6, "model.t5.decoder_seq": 8, "model.t5.distance": 18, **GPT, **keys}
-    return Case(dp, tp, pp, label=f"t5-{label}", extra=tuple(extra.items()), data=tuple((data or {}).items()), **own)
+    given = {"model.kind": "t5", "model.head_dim": 6, "model.t5.decoder_seq": 8, "model.t5.distance": 18, **GPT, **more}
+    return case_of_kind(f"t5-{label}", dp, tp, pp, data, given)
 
 
 def stages(encoder: int, layers: int = 0, blocks: int = 0) -> dict[str, Any]:
@@ -62,11 +58,7 @@ CASES = [
 QUICK = {"t5-tp-sp"}  # and pp: the cases of the bugs are also run without them
 
 
-def _params() -> list[object]:
-    return [pytest.param(c, id=c.name, marks=[] if c.label in QUICK else [pytest.mark.wide]) for c in CASES]
-
-
-@pytest.mark.parametrize("case", _params())
+@pytest.mark.parametrize("case", quick_or_wide(CASES, QUICK))
 def test_agrees_with_one_process(case: Case, launches: Launches) -> None:
     check(small_config(**case.sections("fp64")), case.world)
     assert complaints(launches.outcomes(case)) == []
@@ -99,38 +91,12 @@ def _summed_twice(trainer: Trainer) -> Iterator[None]:
 
 
 _BY_LABEL = {case.label: case for case in CASES}
-BUGS: dict[str, tuple[Case, Callable[[Trainer], Any]]] = {
-    "gradient-into-the-encoder-dropped": (_BY_LABEL["t5-pp-in-one-stage"], _gradient_dropped),
-    "table-summed-twice": (_BY_LABEL["t5-pp-in-one-stage"], _summed_twice),
+BUGS = {
+    "gradient-into-the-encoder-dropped": Bug(_BY_LABEL["t5-pp-in-one-stage"], _gradient_dropped),
+    "table-summed-twice": Bug(_BY_LABEL["t5-pp-in-one-stage"], _summed_twice),
 }
-
-
-def measure(rank: int, world: int, references: list[Reference]) -> list[tuple[Outcome, Outcome]]:
-    """On a rank, for each bug: the outcome without it and the one with it."""
-    found = []
-    for (case, plant), reference in zip(BUGS.values(), references, strict=True):
-        config = small_config(**case.sections("fp64"))
-        clean = compare_steps(make_trainer(config, rank, world, data_of(case)), reference)
-        trainer = make_trainer(config, rank, world, data_of(case))
-        with plant(trainer):
-            found.append((clean, compare_steps(trainer, reference)))
-    return found
-
-
-@cache
-def launched() -> dict[str, list[tuple[Outcome, Outcome]]] | RankFailed:
-    try:
-        by_rank = run_ranks(2, measure, [reference_of(case) for case, _ in BUGS.values()], deadline=120.0)
-    except RankFailed as error:
-        return error
-    return {name: [rank[i] for rank in by_rank] for i, name in enumerate(BUGS)}
 
 
 @pytest.mark.parametrize("name", list(BUGS))
 def test_the_check_finds(name: str) -> None:
-    found = launched()
-    if isinstance(found, RankFailed):
-        raise found
-    assert complaints([clean for clean, _ in found[name]]) == []
-    noticed = complaints([planted for _, planted in found[name]])
-    assert any(": gradients: " in complaint for complaint in noticed), noticed
+    assert_found(__name__, name)

@@ -3,10 +3,9 @@ their own, and its heads work on a few rows of each sample. The classic bugs are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -16,21 +15,12 @@ import torch
 
 import meshwright.nn.rows as rows
 from meshwright.config.rules import check
-from meshwright.pipeline.output import Term, as_output
+from meshwright.pipeline.output import Term
 from meshwright.train.step import Trainer
-from tests.parity.cases import Case
-from tests.parity.launches import Launches, data_of, reference_of
-from tests.support.oracle import (
-    Outcome,
-    Reference,
-    compare_steps,
-    complaints,
-    made_for,
-    make_trainer,
-    small_config,
-    validation_loss,
-)
-from tests.support.ranks import RankFailed, run_ranks
+from tests.parity.cases import Case, case_of_kind
+from tests.parity.launches import Launches, quick_or_wide
+from tests.parity.planted import Bug, altered, assert_found, mean_of_means
+from tests.support.oracle import complaints, made_for, make_trainer, small_config, validation_loss
 
 LLAMA = {
     "model.norm": "rmsnorm", "model.mlp": "swiglu", "model.position": "rope", "model.kv_heads": 2, "model.ffn": 48,
@@ -40,12 +30,8 @@ PAIRS = {"train.micro_batch": 2, "train.global_batch": 8}
 
 
 def encoder(label: str, dp: int, tp: int, pp: int, data: dict[str, Any] | None = None, **more: Any) -> Case:
-    """Keys of a config are those with a dot."""
-    keys = {key: value for key, value in more.items() if "." in key}
-    own = {key: value for key, value in more.items() if "." not in key}
-    extra = {"model.kind": "bert", "model.predictions": 5, **keys}
-    made = tuple((data or {}).items())
-    return Case(dp, tp, pp, label=f"bert-{label}", extra=tuple(extra.items()), data=made, **own)
+    given = {"model.kind": "bert", "model.predictions": 5, **more}
+    return case_of_kind(f"bert-{label}", dp, tp, pp, data, given)
 
 
 CASES = [
@@ -70,35 +56,10 @@ CASES = [
 QUICK = {"bert-tp-sp"}  # and dp: the cases of the bugs are also run without them
 
 
-def _params() -> list[object]:
-    return [pytest.param(c, id=c.name, marks=[] if c.label in QUICK else [pytest.mark.wide]) for c in CASES]
-
-
-@pytest.mark.parametrize("case", _params())
+@pytest.mark.parametrize("case", quick_or_wide(CASES, QUICK))
 def test_agrees_with_one_process(case: Case, launches: Launches) -> None:
     check(small_config(**case.sections("fp64")), case.world)
     assert complaints(launches.outcomes(case)) == []
-
-
-Change = Callable[[Term, dict[str, Any]], Term]
-
-
-def _altered(change: Change) -> Callable[[Trainer], Any]:
-    """Every term of every micro-batch is changed."""
-
-    @contextmanager
-    def plant(trainer: Trainer) -> Iterator[None]:
-        real = trainer.executor.forward_step
-
-        def fake(module: Any, batch: Any, received: Any) -> Any:
-            out = as_output(real(module, batch, received))
-            counts = {term.name: term.count for term in out.terms}
-            return replace(out, terms=[change(term, counts) for term in out.terms])
-
-        trainer.executor.forward_step = fake
-        yield
-
-    return plant
 
 
 @contextmanager
@@ -108,51 +69,21 @@ def _rows_not_summed(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-def _mean_of_means(term: Term, counts: dict[str, Any]) -> Term:
-    return replace(term, sum=term.sum * 3.0 / term.count) if term.name == "loss" else term
-
-
 def _order_by_tokens(term: Term, counts: dict[str, Any]) -> Term:
     return replace(term, sum=term.sum / counts["loss"]) if term.name == "order" else term
 
 
 _BY_LABEL = {case.label: case for case in CASES}
-BUGS: dict[str, tuple[Case, Callable[[Trainer], Any]]] = {
-    "mean-of-means-over-masked-tokens": (encoder("dp-whole", 2, 1, 1), _altered(_mean_of_means)),
-    "order-divided-by-tokens": (encoder("dp-whole", 2, 1, 1), _altered(_order_by_tokens)),
-    "chosen-rows-not-summed": (_BY_LABEL["bert-tp-sp"], _rows_not_summed),
+BUGS = {
+    "mean-of-means-over-masked-tokens": Bug(encoder("dp-whole", 2, 1, 1), mean_of_means(3.0)),
+    "order-divided-by-tokens": Bug(encoder("dp-whole", 2, 1, 1), altered(_order_by_tokens)),
+    "chosen-rows-not-summed": Bug(_BY_LABEL["bert-tp-sp"], _rows_not_summed),
 }
-
-
-def measure(rank: int, world: int, references: list[Reference]) -> list[tuple[Outcome, Outcome]]:
-    """On a rank, for each bug: the outcome without it and the one with it."""
-    found = []
-    for (case, plant), reference in zip(BUGS.values(), references, strict=True):
-        config = small_config(**case.sections("fp64"))
-        clean = compare_steps(make_trainer(config, rank, world, data_of(case)), reference)
-        trainer = make_trainer(config, rank, world, data_of(case))
-        with plant(trainer):
-            found.append((clean, compare_steps(trainer, reference)))
-    return found
-
-
-@cache
-def launched() -> dict[str, list[tuple[Outcome, Outcome]]] | RankFailed:
-    try:
-        by_rank = run_ranks(2, measure, [reference_of(case) for case, _ in BUGS.values()], deadline=120.0)
-    except RankFailed as error:
-        return error
-    return {name: [rank[i] for rank in by_rank] for i, name in enumerate(BUGS)}
 
 
 @pytest.mark.parametrize("name", list(BUGS))
 def test_the_check_finds(name: str) -> None:
-    found = launched()
-    if isinstance(found, RankFailed):
-        raise found
-    assert complaints([clean for clean, _ in found[name]]) == []
-    noticed = complaints([planted for _, planted in found[name]])
-    assert any(": gradients: " in complaint for complaint in noticed), noticed
+    assert_found(__name__, name)
 
 
 def test_one_process_counts_samples_and_tokens_apart() -> None:

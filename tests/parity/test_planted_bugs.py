@@ -1,15 +1,11 @@
-"""The parity check finds the classic bugs of this field: each is planted into the real code on every rank.
-
-The check is the one of the layout tests (`compare_steps` on the ranks, `complaints` here). Each bug alters one call
-or one reduction, not all of them, and is gone before the next case is built.
-"""
+"""The parity check finds the classic bugs of this field. Each alters one call or one reduction, not all of them, and is
+gone before the next case is built."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -25,17 +21,12 @@ from meshwright.nn.pieces import Merged, Sight
 from meshwright.nn.routing import Router
 from meshwright.nn.weight_grad import Sink
 from meshwright.parts.experts import EXPERT_DATA_AXES
-from meshwright.pipeline.output import as_output
 from meshwright.schedule.table import Op, Table
 from meshwright.sharding.data_parallel import DataParallel
 from meshwright.sharding.reducers import PlainReducer
 from meshwright.train.step import Trainer
 from tests.parity.cases import EXPERTS, Case
-from tests.parity.launches import data_of, reference_of
-from tests.support.oracle import Outcome, Reference, compare_steps, complaints, make_trainer, small_config
-from tests.support.ranks import RankFailed, run_ranks
-
-Plant = Callable[[Trainer], Any]
+from tests.parity.planted import Bug, Plant, altered, assert_found, mean_of_means
 
 
 def _all_reduce_missing(phase: str) -> Plant:
@@ -134,19 +125,6 @@ def _copies_counted(trainer: Trainer) -> Iterator[None]:
     """Every rank counts what it holds in the gradient norm, copies too."""
     with mock.patch.object(DataParallel, "counts", lambda self, buffer, slot: self.mesh.samples.index <= 0):
         yield
-
-
-@contextmanager
-def _mean_of_means(trainer: Trainer) -> Iterator[None]:
-    """Each micro-batch's loss is averaged over its own tokens."""
-    real = trainer.executor.forward_step
-
-    def fake(module: Any, batch: Any, received: Any) -> Any:
-        out = as_output(real(module, batch, received))
-        return replace(out, terms=[replace(term, sum=term.sum * 12.0 / term.count) for term in out.terms])
-
-    trainer.executor.forward_step = fake
-    yield
 
 
 @contextmanager
@@ -304,17 +282,9 @@ def _bias_moved_by_own_rows(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _divided_by_cp(trainer: Trainer) -> Iterator[None]:
+def _divided_by(cp: int) -> Plant:
     """The loss of a rank's tokens is divided by the number of ranks that share a sequence."""
-    real, cp = trainer.executor.forward_step, trainer.ctx.layout.cp
-
-    def fake(module: Any, batch: Any, received: Any) -> Any:
-        out = as_output(real(module, batch, received))
-        return replace(out, terms=[replace(term, sum=term.sum / cp) for term in out.terms])
-
-    trainer.executor.forward_step = fake
-    yield
+    return altered(lambda term, counts: replace(term, sum=term.sum / cp))
 
 
 @contextmanager
@@ -367,13 +337,6 @@ def _shared(cp: int, kind: str, order: str, segments: bool) -> Case:
     return Case(1, 1, 1, family="llama", extra=keys, data=(("segments", segments),), cp=cp)
 
 
-@dataclass(frozen=True)
-class Bug:
-    case: Case
-    plant: Plant
-    finds: str  # what the check must complain of
-
-
 TP, TP_SP, DP = Case(1, 2, 1), Case(1, 2, 1, sp=True), Case(2, 1, 1)
 PP = Case(1, 1, 2, schedule="gpipe", tied=False)
 TIED = Case(1, 1, 2)
@@ -386,79 +349,47 @@ EP_TP = _MIXED["dp1-tp2-pp1-sp-1f1b-llama-tied-deepseek-ep2-etp1"]
 RECOMPUTED = replace(EP_DP, extra=(*EP_DP.extra, ("recompute.mode", "full")))
 
 BUGS = {
-    "row-output-not-summed": Bug(TP, _all_reduce_missing("forward"), "gradients"),
-    "column-input-gradient-not-summed": Bug(TP, _all_reduce_missing("backward"), "gradients"),
-    "scatter-without-sum": Bug(TP_SP, _scatter_without_sum, "gradients"),
-    "bucket-reduced-twice": Bug(DP, _second_bucket(2), "gradients"),
-    "bucket-not-reduced": Bug(DP, _second_bucket(0), "gradients"),
-    "forward-receives-swapped": Bug(PP, _receives_swapped(Op.RECV_FORWARD), "gradients"),
-    "backward-receives-swapped": Bug(PP, _receives_swapped(Op.RECV_BACKWARD), "gradients"),
-    "tied-embedding-not-summed": Bug(TIED, _reduction_missing("embedding"), "gradients"),
-    "tied-embedding-not-summed-with-tp": Bug(ALL, _reduction_missing("embedding"), "gradients"),
+    "row-output-not-summed": Bug(TP, _all_reduce_missing("forward")),
+    "column-input-gradient-not-summed": Bug(TP, _all_reduce_missing("backward")),
+    "scatter-without-sum": Bug(TP_SP, _scatter_without_sum),
+    "bucket-reduced-twice": Bug(DP, _second_bucket(2)),
+    "bucket-not-reduced": Bug(DP, _second_bucket(0)),
+    "forward-receives-swapped": Bug(PP, _receives_swapped(Op.RECV_FORWARD)),
+    "backward-receives-swapped": Bug(PP, _receives_swapped(Op.RECV_BACKWARD)),
+    "tied-embedding-not-summed": Bug(TIED, _reduction_missing("embedding")),
+    "tied-embedding-not-summed-with-tp": Bug(ALL, _reduction_missing("embedding")),
     "norm-counts-tp-copies": Bug(TP, _copies_counted, "norm"),
     "norm-counts-tied-copies": Bug(TIED, _copies_counted, "norm"),
-    "sp-norms-not-summed-over-tp": Bug(TP_SP, _reduction_missing("tp"), "gradients"),
-    "kv-copies-not-summed": Bug(COPIES, _reduction_missing("tp.kv"), "gradients"),
+    "sp-norms-not-summed-over-tp": Bug(TP_SP, _reduction_missing("tp")),
+    "kv-copies-not-summed": Bug(COPIES, _reduction_missing("tp.kv")),
     "norm-counts-kv-copies": Bug(COPIES, _copies_counted, "norm"),
-    "mean-of-means": Bug(DP, _mean_of_means, "gradients"),
-    "same-samples-on-every-rank": Bug(DP, _same_samples, "gradients"),
+    "mean-of-means": Bug(DP, mean_of_means(12.0)),
+    "same-samples-on-every-rank": Bug(DP, _same_samples),
     "stale-gradients": Bug(DP, _stale_gradients, "overlapped"),
     "zero1-update-not-gathered": Bug(ZERO1, _gather_missing(2), "norm"),
-    "zero2-scattered-twice": Bug(ZERO2, _scattered_twice, "gradients"),
-    "zero3-shard-not-gathered": Bug(ZERO3, _gather_missing(3), "gradients"),
-    "zero3-scattered-twice": Bug(ZERO3, _scattered_twice, "gradients"),
+    "zero2-scattered-twice": Bug(ZERO2, _scattered_twice),
+    "zero3-shard-not-gathered": Bug(ZERO3, _gather_missing(3)),
+    "zero3-scattered-twice": Bug(ZERO3, _scattered_twice),
     "zero3-stale-prefetch": Bug(ZERO3, _stale_prefetch, "norm"),
-    "expert-gradients-times-ep": Bug(EP_DP, _expert_gradients_times_ep, "gradients"),
-    "router-losses-times-tp": Bug(EP_TP, _router_losses_times_tp, "gradients"),
+    "expert-gradients-times-ep": Bug(EP_DP, _expert_gradients_times_ep),
+    "router-losses-times-tp": Bug(EP_TP, _router_losses_times_tp),
     "norm-misses-experts": Bug(EP_TP, _norm_without_experts, "norm"),
-    "routing-recomputed": Bug(RECOMPUTED, _routing_recomputed, "gradients"),
+    "routing-recomputed": Bug(RECOMPUTED, _routing_recomputed),
     "bias-moved-by-own-rows": Bug(EP_DP, _bias_moved_by_own_rows, "parameters"),
-    "counts-of-another-rank": Bug(EP_DP, _counts_of_another_rank, "gradients"),
-    "loss-divided-by-cp": Bug(_shared(2, "gather", "zigzag", False), _divided_by_cp, "gradients"),
-    "positions-not-cut": Bug(_shared(2, "ring", "zigzag", True), _positions_uncut, "gradients"),
-    "unseen-block-counts": Bug(_shared(2, "ring", "contiguous", False), _unseen_block_counts, "gradients"),
-    "unseen-block-counts-documents": Bug(_shared(4, "ring", "zigzag", True), _unseen_block_counts, "gradients"),
-    "key-gradients-one-hop-short": Bug(_shared(2, "ring", "zigzag", False), _one_hop_short, "gradients"),
-    "key-gradients-one-hop-short-of-four": Bug(_shared(4, "ring", "striped", True), _one_hop_short, "gradients"),
+    "counts-of-another-rank": Bug(EP_DP, _counts_of_another_rank),
+    "loss-divided-by-cp": Bug(_shared(2, "gather", "zigzag", False), _divided_by(2)),
+    "positions-not-cut": Bug(_shared(2, "ring", "zigzag", True), _positions_uncut),
+    "unseen-block-counts": Bug(_shared(2, "ring", "contiguous", False), _unseen_block_counts),
+    "unseen-block-counts-documents": Bug(_shared(4, "ring", "zigzag", True), _unseen_block_counts),
+    "key-gradients-one-hop-short": Bug(_shared(2, "ring", "zigzag", False), _one_hop_short),
+    "key-gradients-one-hop-short-of-four": Bug(_shared(4, "ring", "striped", True), _one_hop_short),
 }
 
 WIDE = set(list(BUGS)[1::2])  # every other one is left to `make test-all`
-
-
-def measure(rank: int, world: int, names: list[str], references: list[Reference]) -> list[tuple[Outcome, Outcome]]:
-    """On a rank, for each bug: the outcome without it and the one with it."""
-    found = []
-    for name, reference in zip(names, references, strict=True):
-        case = BUGS[name].case
-        config = small_config(**case.sections("fp64"))
-        clean = compare_steps(make_trainer(config, rank, world, data_of(case)), reference)
-        trainer = make_trainer(config, rank, world, data_of(case))
-        with BUGS[name].plant(trainer):
-            found.append((clean, compare_steps(trainer, reference)))
-    return found
-
-
-@cache
-def launched(world: int, wide: bool) -> dict[str, list[tuple[Outcome, Outcome]]] | RankFailed:
-    """By bug and rank. A failure is kept, so that it costs its time once."""
-    names = [name for name, bug in BUGS.items() if bug.case.world == world and (name in WIDE) == wide]
-    references = [reference_of(BUGS[name].case) for name in names]
-    try:
-        by_rank = run_ranks(world, measure, names, references, deadline=300.0)
-    except RankFailed as error:
-        return error
-    return {name: [rank[i] for rank in by_rank] for i, name in enumerate(names)}
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.wide] if name in WIDE else []) for name in BUGS]
 )
 def test_the_check_finds(name: str) -> None:
-    bug = BUGS[name]
-    found = launched(bug.case.world, name in WIDE)
-    if isinstance(found, RankFailed):
-        raise found
-    outcomes = found[name]
-    assert complaints([clean for clean, _ in outcomes]) == []
-    noticed = complaints([planted for _, planted in outcomes])
-    assert any(f": {bug.finds}: " in complaint for complaint in noticed), noticed
+    assert_found(__name__, name, WIDE)

@@ -11,12 +11,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from meshwright.config.load import config_from
@@ -28,35 +26,16 @@ from meshwright.models.description import fields_read
 from meshwright.parts import gpt
 from meshwright.parts.gpt import context_calls
 from meshwright.plan import communication, held
-from meshwright.plan.communication import Line, Traffic, predict_detail, predict_rank, predict_step
+from meshwright.plan.communication import Line, Traffic, predict_step
 from meshwright.plan.held import HeldParameter
 from meshwright.train.counts import counts_bytes
-from tests.support.oracle import Made, small_config
-from tests.support.ranks import RankFailed, run_ranks
+from tests.plan.recording import SP, Case, Records, assert_found, differences, record
+from tests.support.oracle import small_config
+from tests.support.ranks import run_ranks
 
-STEPS = 2
 LLAMA = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied_embeddings": False}
-SP = {"sequence_parallel": True}
 KV = (("tp", (("tp.kv", 2), ("tp.q", 2))),)
 ALL = {"tokens": "int64", "labels": "int64", "loss_mask": "int64", "positions": "int64", "segments": "int64"}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layout to train: sections on top of `small_config`, the data's fields, and values that are monitored."""
-
-    name: str
-    world: int
-    sections: dict[str, dict[str, Any]]
-    fields: dict[str, str] | None = None
-    monitored: int = 0
-
-    @property
-    def config(self) -> Config:
-        sections = {"model": {}, "train": {}} | self.sections
-        sections["model"] = {"layers": 2, "seq": 12, "hidden": 24, "heads": 4} | sections["model"]
-        sections["train"] = {"global_batch": 4} | sections["train"]
-        return small_config(**sections)
 
 
 CASES = [
@@ -136,92 +115,12 @@ CASES = [
 ]  # fmt: skip
 
 
-class Fields(Made):
-    """Samples with chosen fields and dtypes."""
-
-    def __init__(self, config: Config, fields: dict[str, str] | None) -> None:
-        fields = fields or {}
-        super().__init__(config.model.vocab, config.model.seq, segments="segments" in fields)
-        self.dtypes = fields
-
-    def sample(self, n: int) -> dict[str, np.ndarray]:
-        return {name: x.astype(self.dtypes.get(name, "int64")) for name, x in super().sample(n).items()}
-
-
-def record(rank: int, world: int, cases: list[Case]) -> list[list[dict[str, Any]]]:
-    """On a rank: for each case and step its samples, its `comm` and the ledger by (phase, axis, op)."""
-    from meshwright.train.gpt import forward_step
-    from tests.support.oracle import make_trainer
-
-    found = []
-    for case in cases:
-        made = Fields(case.config, case.fields) if case.config.model.kind == "gpt" else None
-        trainer = make_trainer(case.config, rank, world, made)
-        if case.monitored:
-            ctx, values = trainer.ctx, {f"value{i}": float(i) for i in range(case.monitored)}
-
-            def with_values(module: Any, batch: Any, received: Any, ctx: Any = ctx, values: Any = values) -> Any:
-                out = forward_step(ctx, module, batch, received)
-                return replace(out, monitored=values) if out.terms else out
-
-            trainer.executor.forward_step = with_values
-            trainer.step()  # in which the ranks learn the names of what they monitor; from then on it is summed
-        steps = []
-        for _ in range(STEPS):
-            result = trainer.step()
-            lines: dict[Line, Traffic] = {}
-            for entry, tally in trainer.ctx.ledger.entries.items():
-                line = Line(entry.phase, entry.axis, entry.op)
-                lines[line] = lines.get(line, Traffic()).plus(
-                    Traffic(tally.calls, tally.payload_bytes, tally.wire_bytes)
-                )
-            steps.append({"samples": result.global_batch, "comm": result.comm, "lines": lines})
-        found.append(steps)
-    return found
-
-
-@cache
-def launched(world: int) -> dict[str, list[list[dict[str, Any]]]] | RankFailed:
-    """For each case of this many ranks: by rank, by step. A failure is kept, so that it costs its time once."""
-    cases = [case for case in CASES if case.world == world]
-    try:
-        ranks = run_ranks(world, record, cases)
-    except RankFailed as error:
-        return error
-    return {case.name: [rank[i] for rank in ranks] for i, case in enumerate(cases)}
-
-
-def recorded(case: Case) -> list[list[dict[str, Any]]]:
-    found = launched(case.world)
-    if isinstance(found, RankFailed):
-        raise found
-    return found[case.name]
-
-
-def differences(case: Case, ranks: list[list[dict[str, Any]]]) -> Iterator[str]:
-    """Every way in which the prediction is not the record."""
-    for step in range(STEPS):
-        samples = ranks[0][step]["samples"]
-        options = {"samples": samples, "fields": case.fields, "monitored": case.monitored}
-        predicted = {axis: t._asdict() for axis, t in predict_step(case.config, case.world, **options).items()}
-        together: dict[Line, Traffic] = {}
-        for rank, steps in enumerate(ranks):
-            if steps[step]["comm"] != predicted:
-                yield f"step {step}, comm of rank {rank}: {steps[step]['comm']}, predicted {predicted}"
-            lines = predict_rank(case.config, case.world, rank, **options)
-            for line, traffic in steps[step]["lines"].items():
-                together[line] = together.get(line, Traffic()).plus(traffic)
-            for line in sorted({*lines, *steps[step]["lines"]}):
-                pair = steps[step]["lines"].get(line), lines.get(line)
-                if pair[0] != pair[1]:
-                    yield f"step {step}, rank {rank}, {line}: recorded {pair[0]}, predicted {pair[1]}"
-        if together != predict_detail(case.config, case.world, **options):
-            yield f"step {step}: the sum over all ranks by line"
+RECORDS = Records(CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_predicted_equals_recorded(case: Case) -> None:
-    assert list(differences(case, recorded(case))) == []
+    assert list(differences(case, RECORDS.of(case))) == []
 
 
 @pytest.mark.wide
@@ -239,7 +138,7 @@ def test_compiled_blocks_that_share_sequences_send_what_is_predicted() -> None:
 
 
 def test_one_process_sends_nothing() -> None:
-    assert predict_step(CASES[0].config, 1) == {} == recorded(CASES[0])[0][0]["comm"]
+    assert predict_step(CASES[0].config, 1) == {} == RECORDS.of(CASES[0])[0][0]["comm"]
 
 
 def unpadded(sizes: list[int], ranks: int, elements: int, units: list[int] | None, align: int) -> Any:
@@ -300,11 +199,7 @@ MUTATIONS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
 def test_a_wrong_formula_is_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, (owner, attribute, replacement) = MUTATIONS[mutation]
     case = next(case for case in CASES if case.name == name)
-    ranks = recorded(case)
-    monkeypatch.setattr(communication, "unit_collectives", communication.unit_collectives.__wrapped__)
-    assert not list(differences(case, ranks))
-    monkeypatch.setattr(owner, attribute, replacement)
-    assert list(differences(case, ranks))
+    assert_found(case, RECORDS.of(case), owner, attribute, replacement, monkeypatch)
 
 
 def six(rank: int, world: int, bucket_mib: float) -> tuple[list[Any], dict[Line, Traffic]]:

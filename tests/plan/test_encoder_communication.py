@@ -3,15 +3,13 @@ for models that fill in blanks, whose samples have positions and segments."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 
 from meshwright.parts.bert import ChosenRowsPart
 from meshwright.plan import communication
-from tests.plan.test_communication import SP, Case, differences, record
-from tests.support.ranks import RankFailed, run_ranks
+from tests.plan.recording import SP, Case, Records, assert_found, differences
 
 BERT = {"kind": "bert", "predictions": 5}
 CASES = [
@@ -34,22 +32,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@cache
-def launched(world: int) -> dict[str, list[list[dict[str, Any]]]] | RankFailed:
-    """For each case of this many ranks: by rank, by step. A failure is kept, so that it costs its time once."""
-    cases = [case for case in CASES if case.world == world]
-    try:
-        ranks = run_ranks(world, record, cases)
-    except RankFailed as error:
-        return error
-    return {case.name: [rank[i] for rank in ranks] for i, case in enumerate(cases)}
-
-
-def recorded(case: Case) -> list[list[dict[str, Any]]]:
-    found = launched(case.world)
-    if isinstance(found, RankFailed):
-        raise found
-    return found[case.name]
+RECORDS = Records(CASES)
 
 
 def _params() -> list[object]:
@@ -59,7 +42,7 @@ def _params() -> list[object]:
 
 @pytest.mark.parametrize("case", _params())
 def test_predicted_equals_recorded(case: Case) -> None:
-    assert list(differences(case, recorded(case))) == []
+    assert list(differences(case, RECORDS.of(case))) == []
 
 
 @pytest.mark.parametrize(
@@ -74,8 +57,4 @@ def test_a_wrong_formula_is_found(
     name: str, owner: Any, attribute: str, replacement: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = next(case for case in CASES if case.name == name)
-    ranks = recorded(case)
-    monkeypatch.setattr(communication, "unit_collectives", communication.unit_collectives.__wrapped__)
-    assert not list(differences(case, ranks))
-    monkeypatch.setattr(owner, attribute, replacement)
-    assert list(differences(case, ranks))
+    assert_found(case, RECORDS.of(case), owner, attribute, replacement, monkeypatch)

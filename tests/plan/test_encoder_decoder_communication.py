@@ -3,15 +3,12 @@ lengths, and tables that several stages share."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 
 from meshwright.parts.t5 import CrossAttentionPart, EncoderDecoder
-from meshwright.plan import communication
-from tests.plan.test_communication import SP, Case, differences, record
-from tests.support.ranks import RankFailed, run_ranks
+from tests.plan.recording import SP, Case, Records, assert_found, differences
 
 T5 = {"kind": "t5", "heads": 4, "head_dim": 10, "t5": {"decoder_seq": 8}}
 LONG = {**T5, "layers": 6, "t5": {"decoder_seq": 8, "encoder_layers": 2}}
@@ -37,22 +34,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@cache
-def launched(world: int) -> dict[str, list[list[dict[str, Any]]]] | RankFailed:
-    """For each case of this many ranks: by rank, by step. A failure is kept, so that it costs its time once."""
-    cases = [case for case in CASES if case.world == world]
-    try:
-        ranks = run_ranks(world, record, cases)
-    except RankFailed as error:
-        return error
-    return {case.name: [rank[i] for rank in ranks] for i, case in enumerate(cases)}
-
-
-def recorded(case: Case) -> list[list[dict[str, Any]]]:
-    found = launched(case.world)
-    if isinstance(found, RankFailed):
-        raise found
-    return found[case.name]
+RECORDS = Records(CASES)
 
 
 def _params() -> list[object]:
@@ -61,7 +43,7 @@ def _params() -> list[object]:
 
 @pytest.mark.parametrize("case", _params())
 def test_predicted_equals_recorded(case: Case) -> None:
-    assert list(differences(case, recorded(case))) == []
+    assert list(differences(case, RECORDS.of(case))) == []
 
 
 def _only_hidden(self: EncoderDecoder, at: Any, batch: Any, stage: Any) -> dict[str, tuple[int, ...]]:
@@ -81,8 +63,4 @@ def test_a_wrong_formula_is_found(
     name: str, owner: Any, attribute: str, replacement: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = next(case for case in CASES if case.name == name)
-    ranks = recorded(case)
-    monkeypatch.setattr(communication, "unit_collectives", communication.unit_collectives.__wrapped__)
-    assert not list(differences(case, ranks))
-    monkeypatch.setattr(owner, attribute, replacement)
-    assert list(differences(case, ranks))
+    assert_found(case, RECORDS.of(case), owner, attribute, replacement, monkeypatch)

@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
+from meshwright.train.gate import Gate
 from meshwright.train.loop import Ahead
+from meshwright.train.losses import Normalisation, StepSums
 
 
 @dataclass
@@ -15,6 +18,7 @@ class Result:
     step: int
     stop: bool
     save: bool
+    held: bool = False
 
 
 @dataclass
@@ -39,6 +43,10 @@ class Recorder:
         self.seen.append(f"read {launched.result.step}")
         return launched.result
 
+    def take_back(self, result: Result) -> None:
+        self.seen.append(f"back {result.step}")
+        self.step_number = result.step - 1
+
 
 def ahead_of(trainer: Any, *pauses: int) -> Ahead:
     return Ahead(trainer, lambda step: step in pauses)
@@ -58,6 +66,33 @@ def test_without_a_device_that_runs_ahead_every_step_is_read_at_once() -> None:
     ahead = ahead_of(trainer, 4)
     assert [ahead.next(n == 2).stop for n in range(1, 3)] == [False, True]
     assert trainer.seen == ["launch 1", "read 1", "launch 2", "read 2"]
+
+
+def test_a_step_that_was_launched_after_a_bad_one_is_dropped_and_what_it_asked_for_is_not() -> None:
+    trainer, bad = Recorder(True), [2]
+
+    def settle(result: Any, again: Any) -> Any:
+        if result.step in bad:
+            bad.clear()
+            trainer.take_back(result)
+            return again()
+        return result
+
+    launch = trainer.launch
+
+    def launched(*asked: bool) -> Launch:
+        found = launch(*asked)
+        found.result.held = found.result.step in bad
+        found.result.stop = found.result.step == 3 and "back 3" not in trainer.seen
+        return found
+
+    trainer.launch = launched  # type: ignore[method-assign]
+    ahead = Ahead(trainer, lambda step: False, settle)  # type: ignore[arg-type]
+    first, second = (ahead.next(False) for _ in range(2))
+    assert (first.step, first.stop, second.step, second.stop) == (1, False, 2, True)
+    ahead_of_two = ["launch 3", "read 2", "read 3", "back 3", "back 2", "launch 2", "read 2"]
+    assert trainer.seen == ["launch 1", "launch 2", "read 1", *ahead_of_two]
+    assert trainer.step_number == 2
 
 
 @pytest.mark.parametrize("asked", [1, 2, 3])
@@ -84,3 +119,26 @@ def test_a_save_takes_hold_once_where_the_trainer_stands(asked: int, runs_ahead:
             saves.append(result.step)
             wanted = False
     assert len(saves) == 1 and asked <= saves[0] <= asked + 2 * runs_ahead, saves
+
+
+def test_a_bad_step_holds_back_those_after_it_until_it_is_released() -> None:
+    gate, normal = Gate(1), Normalisation(1.0)
+    good, nan, spike = ([6.0, 2.0, 4.0], [float("nan"), 2.0, 4.0], [60.0, 2.0, 4.0])
+
+    def held(numbers: list[float]) -> tuple[float, float]:
+        sums = torch.tensor(numbers, dtype=torch.float64)
+        passed, kept = gate.pass_on(StepSums(sums, sums), normal)
+        assert kept is not None and passed.own is passed.all
+        return float(kept), float(passed.all[2])
+
+    assert gate.pass_on(StepSums(*2 * [torch.tensor(nan)]), normal)[1] is None, "nobody looks"
+    gate.active = gate.nonfinite = True
+    assert held(good) == (0.0, 4.0) and held(spike) == (0.0, 4.0)
+    gate.loss_bound = 10.0
+    assert [held(each) for each in (spike, good)] == 2 * [(1.0, float("inf"))]
+    gate.release()
+    assert held(good)[0] == 0.0 and [held(each)[0] for each in (nan, good)] == [1.0, 1.0]
+    gate.release()
+    gate.nonfinite, gate.loss_bound, gate.norm_bound = False, float("inf"), 0.5
+    assert held([6.0, 2.0, float("inf")])[0] == 0.0, "the loss scale's business"
+    assert held(nan)[0] == 1.0, "its norm stands out"

@@ -1,0 +1,103 @@
+"""What the checks of `faults` cost at their defaults, as a share of a step; and whether a healthy run is left alone.
+
+Two trainers of the same model take turns, step by step in one process, one with the checks of bad steps and one
+without, so that noise affects both equally. The comparison of replicas is timed alone, over all weights and states, and
+divided by the steps between two of them.
+
+    python benchmarks/faults.py                      # overheads, on one CPU core
+    python benchmarks/faults.py --healthy 2000       # a run of so many steps on two ranks: counts what is noted of it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from meshwright.config.load import config_from
+from meshwright.device import Device
+from meshwright.dryrun.stand_ins import RandomTokens
+from meshwright.sharding.remainders import tensors_of
+from meshwright.train.bad_steps import BadSteps
+from meshwright.train.context import build_context
+from meshwright.train.corruption import checksum
+from meshwright.train.fault_notes import KINDS, FaultNotes
+from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.pretrain import build_modules
+from meshwright.train.run_notes import read_events
+from meshwright.train.step import Trainer
+
+
+def trainer_of(args: argparse.Namespace) -> Trainer:
+    model = {"layers": args.layers, "hidden": args.hidden, "heads": args.hidden // 64, "vocab": 8192, "seq": args.seq}
+    config = config_from({
+        "model": model, "data": {"prefixes": ["none"]}, "run": {"device": "cpu"},
+        "train": {"global_batch": args.batch, "micro_batch": args.micro_batch, "steps": 10**6},
+    })  # fmt: skip
+    ctx = build_context(config, 0, 1, Device("cpu"), trains=True)
+    data = RandomTokens(config.model.vocab, config.model.seq)
+    return Trainer(ctx, build_modules(ctx, model_provider), forward_step, data, None)
+
+
+def overheads(args: argparse.Namespace) -> dict[str, Any]:
+    checked, plain = trainer_of(args), trainer_of(args)
+    guard = BadSteps(checked, None, cast(Any, None), FaultNotes("", 3, False))
+    times: dict[str, list[float]] = {"checked": [], "plain": []}
+    for step in range(args.steps + 2):
+        for name in ("checked", "plain") if step % 2 else ("plain", "checked"):
+            begin = time.perf_counter()
+            if name == "checked":
+                guard.settle(checked.step(), checked.step)
+            else:
+                plain.step()
+            times[name] += [time.perf_counter() - begin] if step > 1 else []
+    middle = {name: statistics.median(each) for name, each in times.items()}
+    ratios = [a / b for a, b in zip(times["checked"], times["plain"], strict=True)]
+    tensors = [x for state in checked.optimizer.tensors() for values in state.tensors for x in tensors_of(values)]
+    begin = time.perf_counter()
+    for x in tensors:
+        checksum(x)
+    check = time.perf_counter() - begin
+    every = checked.ctx.config.faults.check_every
+    return {
+        "parameters": sum(p.numel() for p in checked.modules[0].parameters()), "step_s": middle["plain"],
+        "bad_steps": statistics.median(ratios) - 1, "by_medians": middle["checked"] / middle["plain"] - 1,
+        "checksums": check / every / middle["plain"], "checksums_s": check, "check_every": every,
+    }  # fmt: skip
+
+
+def healthy(args: argparse.Namespace) -> dict[str, Any]:
+    """Counts what is noted of a run in which nothing is wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [f"train.steps={args.healthy}", "run.tensorboard=false", "faults.check_every=20", "checkpoint.every=0"]
+        command = [sys.executable, "-m", "meshwright", "train", args.recipe, "--tiny", "--nproc", "2", *words, "--json"]
+        begin = time.monotonic()
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, env=dict(os.environ))
+        run = next(Path(folder).glob("runs/*"))
+        noted = [event for event in read_events(run) if event.get("kind") in KINDS]
+        steps = len((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return {"steps": steps, "seconds": time.monotonic() - begin, "noted": noted}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("layers", 4), ("hidden", 256), ("seq", 256), ("batch", 4), ("micro-batch", 2), ("steps", 24)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--healthy", type=int, metavar="STEPS", default=0)
+    parser.add_argument("--recipe", default="gpt2-124m")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(json.dumps(healthy(args) if args.healthy else overheads(args)))
+
+
+if __name__ == "__main__":
+    main()

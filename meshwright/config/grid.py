@@ -1,0 +1,119 @@
+"""What a grid of tensor-parallel ranks (`layout.tp_grid`) needs of its own numbers, of a model and of other keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import TYPE_CHECKING
+
+from meshwright.errors import UserError
+from meshwright.layout.grid import LENGTHS, Grid
+
+if TYPE_CHECKING:
+    from meshwright.config.sections import Config
+
+
+def grid_numbers(option: str, text: str) -> tuple[int, ...]:
+    """Returns the numbers of a grid that an option writes as 2x2."""
+    words = text.split("x") if text else []
+    if not all(word.isdecimal() for word in words):
+        raise UserError(f"{option} {text} must be numbers joined by x, e.g. 2x2 or 2x2x2")
+    return tuple(int(word) for word in words)
+
+
+def check_grid(tp: int, sizes: tuple[int, ...], kind: str, keeps: bool) -> None:
+    """Raises where the keys of a grid don't make one."""
+    shown = list(sizes)
+    if not sizes:
+        key = f"tp_kind={kind}" if kind else f"tp_keep_gathered={str(keeps).lower()}"
+        raise UserError(f"layout.{key} belongs to a grid: give layout.tp_grid too, as in layout.tp_grid=[2,2]")
+    if any(size < 1 for size in sizes):
+        raise UserError(f"layout.tp_grid={shown} has a size below 1: give the ranks along each of its axes")
+    if len(sizes) not in (2, 3):
+        raise UserError(f"layout.tp_grid={shown} has {len(sizes)} numbers: give [row, col] or [row, col, depth]")
+    if not kind and len(sizes) == 3:
+        raise UserError(f"layout.tp_grid={shown} may be 2.5D or 3D: set layout.tp_kind=2.5d or layout.tp_kind=3d")
+    if LENGTHS[kind or "2d"] != len(sizes):
+        numbers = "[row, col]" if kind == "2d" else "[row, col, depth]"
+        raise UserError(f"layout.tp_kind={kind} takes layout.tp_grid={numbers}, not {shown}: change one of them")
+    if prod(sizes) != tp:
+        product = " x ".join(map(str, sizes))
+        raise UserError(
+            f"layout.tp_grid={shown} has {product} = {prod(sizes)} ranks, and layout.tp={tp}: set layout.tp="
+            f"{prod(sizes)}, or a grid of {tp}"
+        )
+
+
+def grid_fits(c: Config, world: int) -> Iterator[str]:
+    """What a grid can't be combined with, and what it divides."""
+    grid = c.layout.grid
+    if grid is None:
+        return
+    yield from _combines(c)
+    yield from grid_divides(c, world)
+    if c.train.micro_batch % grid.rows(grid.inner):
+        yield from _shares(c, grid, f"layout.tp_grid={list(c.layout.tp_grid)}")
+
+
+def _combines(c: Config) -> Iterator[str]:
+    o, m = c.layout, c.model
+    if o.sequence_parallel:
+        yield (
+            f"layout.tp_grid={list(o.tp_grid)} cuts the tokens between the products already: set "
+            "layout.sequence_parallel=false"
+        )
+    taken = {
+        "layout.cp": o.cp > 1, "layout.ep": o.ep > 1, "model.experts.count": bool(m.experts.count),
+        "model.latent": bool(m.latent.kv_rank), "model.token_types": bool(m.token_types),
+        "train.precision=fp8": c.train.precision == "fp8", "comm.overlap.tensor": c.comm.overlap.tensor,
+        "recompute.pieces": c.recompute.pieces > 1, f"tune.kind={c.tune.kind}": c.tune.adapts,
+        f"data.objective={c.objective}": c.objective == "preference",
+        f"model.kind={m.kind}": m.kind not in ("gpt", "glm"),
+    }  # fmt: skip
+    for key in (key for key, used in taken.items() if used):
+        yield f"layout.tp_grid={list(o.tp_grid)} can't be combined with {key} yet: leave out one of the two"
+
+
+def grid_divides(c: Config, world: int) -> Iterator[str]:
+    """How a grid cuts a model's sizes."""
+    grid = c.layout.grid
+    if grid is None:
+        return
+    o, m, widths = c.layout, c.model, 2 if c.model.mlp.endswith("glu") else 1
+    inner = grid.size(grid.inner.features)
+    shown = f"layout.tp_grid={list(o.tp_grid)}"
+    for key, size in (("heads", m.heads), ("kv_heads", m.kv_heads), ("ffn", m.ffn)):
+        if size % inner:
+            yield f"{shown} cuts model.{key}={size} into {inner} equal parts: choose a grid that divides it"
+    if m.hidden % grid.col:
+        yield f"{shown} cuts model.hidden={m.hidden} into {grid.col} equal parts: choose a grid that divides it"
+    weights = {
+        "queries, keys and values": ((m.heads + 2 * m.kv_heads) * m.head_dim, grid.first),
+        "attention's output": (m.hidden, grid.second), "the MLP's first weight": (m.ffn * widths, grid.first),
+    }  # fmt: skip
+    for what, (size, roles) in weights.items():
+        parts = grid.size(roles.y.features) * grid.size(roles.weight)
+        if size % parts:
+            yield f"{shown} cuts the {size} rows of {what} into {parts} equal parts: choose a grid that divides them"
+
+def _shares(c: Config, grid: Grid, shown: str) -> Iterator[str]:
+    """What is needed where a micro-batch has too few sequences to deal out whole ones."""
+    size, rows, m = grid.size(grid.sharing), grid.rows(grid.inner), c.model
+    up, each = -(-c.train.micro_batch // rows) * rows, rows // size
+    enough = f"train.micro_batch={c.train.micro_batch} has too few sequences for the {rows} parts of {shown}"
+    if c.train.micro_batch % each:
+        yield f"{enough}: set train.micro_batch={up}, or a multiple of {each} to share each of them by {size} ranks"
+    if m.seq % (2 * size):
+        yield (
+            f"{enough}, so {size} ranks share each, and model.seq={m.seq} is not a multiple of {2 * size}: change it, "
+            f"or set train.micro_batch={up}"
+        )
+    if c.train.micro_batch // each * m.seq % grid.row:
+        yield f"{enough}: set train.micro_batch={up}"
+    if m.attention_dropout:
+        yield (
+            f"{enough}, and shared sequences can't be combined with dropout inside attention: set "
+            f"train.micro_batch={up}, or model.attention_dropout=0"
+        )
+    if m.kind == "glm":
+        yield f"{enough}, and sequences of model.kind=glm can't be shared: set train.micro_batch={up}"

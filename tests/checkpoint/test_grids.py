@@ -1,0 +1,71 @@
+"""Checkpoints go from one axis of tensor parallelism to grids, between grids and back, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.config.sections import Config
+from tests.checkpoint.runs import tensors
+from tests.checkpoint.test_other_layouts import BEFORE, ONE, Job, Place, check_pairs, launch
+
+
+@dataclass(frozen=True)
+class GridPlace(Place):
+    """A layout with a grid."""
+
+    kind: str = "2d"
+    grid: tuple[int, ...] = (2, 2)
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}-{self.kind}-{'x'.join(map(str, self.grid))}"
+
+    def config(self, tied: bool) -> Config:
+        config = super().config(tied)
+        return replace(config, layout=replace(config.layout, tp_grid=self.grid, tp_kind=self.kind))
+
+
+TP4, FLAT = Place(4, tp=4), GridPlace(4, tp=4, micro=2)
+DEEP = GridPlace(4, tp=4, micro=2, kind="2.5d", grid=(1, 2, 2))
+THIN = GridPlace(4, tp=4, micro=4, kind="3d", grid=(1, 2, 2))
+CUBE, STACK = (GridPlace(8, tp=8, micro=4, kind=kind, grid=(2, 2, 2)) for kind in ("3d", "2.5d"))
+SHARDED = GridPlace(8, tp=4, micro=2, zero=3)
+
+
+def check_chain(tmp_path: Path, places: list[Place]) -> None:
+    """Every layout loads what the one before it saved, and saves it; the first has trained."""
+    jobs = []
+    for number, place in enumerate(places):
+        source = f"{jobs[-1].target}/step-{BEFORE:08d}" if jobs else ""
+        jobs.append(Job(place, True, 0 if jobs else BEFORE, source, str(tmp_path / f"{number}-{place.name}")))
+    same: list[Job] = []
+    for job in jobs:
+        if same and job.place.world != same[-1].place.world:
+            launch(same)
+            same = []
+        same.append(job)
+    launch(same)
+    first, *others = (tensors(Path(job.target) / f"step-{BEFORE:08d}") for job in jobs)
+    for job, found in zip(jobs[1:], others, strict=True):
+        assert found.keys() == first.keys()
+        assert all(found[name].tobytes() == values.tobytes() for name, values in first.items()), job.place.name
+
+
+def test_grids_of_four_ranks_and_back(tmp_path: Path) -> None:
+    check_chain(tmp_path, [TP4, FLAT, DEEP, THIN, TP4])
+
+
+@pytest.mark.wide
+def test_from_one_axis_to_a_cube_to_one_process_and_back(tmp_path: Path) -> None:
+    check_chain(tmp_path, [TP4, FLAT, CUBE, ONE, STACK, SHARDED, TP4])
+
+
+@pytest.mark.wide
+def test_runs_go_on_in_other_layouts(tmp_path: Path) -> None:
+    """As one process would have gone on, samples included."""
+    pairs = [(TP4, FLAT, True), (FLAT, CUBE, True), (CUBE, ONE, False), (ONE, STACK, True), (STACK, SHARDED, True),
+             (SHARDED, TP4, False)]  # fmt: skip
+    check_pairs(tmp_path, pairs, after=2)

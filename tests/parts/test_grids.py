@@ -1,0 +1,119 @@
+"""Grids of tensor-parallel ranks: what the parts state against a rank that is run dry, who holds which piece of every
+parameter, and what can't be combined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshwright.cli.dryrun import compare
+from meshwright.config.rules import first_broken_rule
+from meshwright.config.sections import Config
+from meshwright.device import Device
+from meshwright.dryrun.run_rank import run_rank
+from meshwright.errors import UserError
+from meshwright.models.description import layout_of, model_of
+from meshwright.parts.part import ALONE, coordinate_of
+from meshwright.plan.job import checked_job
+from meshwright.plan.rank import expected
+from tests.support.oracle import small_config
+
+LLAMA = {
+    "norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "kv_heads": 4, "tied_embeddings": False,
+}  # fmt: skip
+
+
+def config_of(
+    kind: str, grid: tuple[int, ...], sections: dict[str, dict[str, Any]] | None = None, **layout: Any
+) -> Config:
+    given = sections or {}
+    model = {"layers": 2, "hidden": 64, "heads": 8, "vocab": 103, "seq": 64} | given.get("model", {})
+    train = {"precision": "bf16", "micro_batch": 4, "global_batch": 8} | given.get("train", {})
+    rest = {name: keys for name, keys in given.items() if name not in ("model", "train")}
+    cut = {"tp": int(np.prod(grid)), "tp_grid": list(grid), "tp_kind": kind, **layout}
+    return small_config(model=model, train=train, layout=cut, **{"run": {"device": "cuda"}, **rest})
+
+
+DRY: dict[str, tuple[int, Config]] = {
+    "2d": (4, config_of("2d", (2, 2))),
+    "2d-wide-zero3": (16, config_of("2d", (2, 4), {"zero": {"stage": 3}, "model": LLAMA})),
+    "2.5d-kept": (8, config_of("2.5d", (2, 2, 2), {"model": LLAMA}, tp_keep_gathered=True)),
+    "2.5d-pp-full": (16, config_of("2.5d", (2, 2, 2), {"recompute": {"mode": "full"}}, pp=2)),
+    "3d-llama": (8, config_of("3d", (2, 2, 2), {"model": LLAMA})),
+    "3d-uneven-zero1": (16, config_of("3d", (4, 2, 1), {"zero": {"stage": 1}})),
+    "2d-shared": (4, config_of("2d", (4, 1), {"train": {"micro_batch": 2}, "model": LLAMA})),
+    "3d-shared-full": (8, config_of("3d", (2, 2, 2), {"train": {"micro_batch": 2}, "recompute": {"mode": "full"}})),
+    "3d-long-kept": (8, config_of("3d", (1, 2, 4), {"train": {"micro_batch": 8}}, tp_keep_gathered=True)),
+}
+
+
+@pytest.mark.parametrize("name", list(DRY))
+def test_a_dry_rank_is_the_planned_one(name: str) -> None:
+    """Parameters, bytes of states and every call exactly; what is kept to a hundredth, beside the batch itself, which
+    autograd does not save."""
+    world, config = DRY[name]
+    for rank in (0, world - 1):
+        one = compare(rank, run_rank(config, world, rank, Device("meta")), expected(checked_job(config, world), rank))
+        assert one["equal"], one
+        kept = one["most"]["activations"]
+        fields = 3 if config.layout.pp == 1 else 2 * (rank == 0)  # with pp: the tokens of two micro-batches
+        batch = 8 * fields * config.train.micro_batch * config.model.seq
+        assert kept["planned"] == pytest.approx(kept["ran"] + batch, rel=0.01)
+
+
+@pytest.mark.parametrize("name", list(DRY))
+def test_ranks_hold_every_element_as_often_as_they_say(name: str) -> None:
+    world, config = DRY[name]
+    layout, model = layout_of(config, world), model_of(config)
+    held = {record.name: np.zeros(record.shape) for record in model.records(ALONE).values()}
+    for rank in layout.group("tp", 0):
+        for record in model.records(coordinate_of(layout, rank, False)).values():
+            copies = np.prod([layout.size(axis) for axis in record.copies if axis.startswith("tp")] or [1])
+            for box in record.boxes:
+                where = tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
+                held[record.name][where] += 1.0 / copies
+    assert all(np.allclose(count, 1.0) for count in held.values())
+    # What a matrix's ranks hold of it is all that they hold: nothing is kept whole.
+    grid = config.layout.grid
+    assert grid is not None
+    weights = [r for r in model.records(coordinate_of(layout, 0, False)).values() if r.name.endswith("up.weight")]
+    copies = grid.depth if grid.kind == "2.5d" else 1
+    assert all(r.numel * config.layout.tp // copies == np.prod(r.shape) for r in weights) and weights
+
+
+WRONG: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
+    "grid and tp": ({"layout": {"tp": 8, "tp_grid": [2, 2]}}, "has 2 x 2 = 4 ranks, and layout.tp=8: set layout.tp=4"),
+    "no kind": ({"layout": {"tp": 8, "tp_grid": [2, 2, 2]}}, "may be 2.5D or 3D: set layout.tp_kind=2.5d"),
+    "kind and numbers": ({"layout": {"tp": 4, "tp_grid": [2, 2], "tp_kind": "3d"}}, "takes layout.tp_grid=[row, col,"),
+    "no grid": ({"layout": {"tp_grid": [], "tp_kind": "2d"}}, "belongs to a grid: give layout.tp_grid too"),
+    "one number": ({"layout": {"tp": 4, "tp_grid": [4]}}, "has 1 numbers: give [row, col]"),
+    "heads": ({"layout": {"tp": 6, "tp_grid": [2, 3]}}, "cuts model.heads=4 into 3 equal parts"),
+    "kv heads": ({"layout": {"tp": 4, "tp_grid": [1, 4]}, "model": {"kv_heads": 2}}, "model.kv_heads=2 into 4 equal"),
+    "hidden": ({"layout": {"tp": 4, "tp_grid": [1, 4]}, "model": {"hidden": 36, "head_dim": 8, "ffn": 64}}, ""),
+    "micro-batch": ({
+        "layout": {"tp": 8, "tp_grid": [2, 2, 2], "tp_kind": "3d"}, "train": {"micro_batch": 1},
+    }, "too few sequences for the 4 parts of layout.tp_grid=[2, 2, 2]: set train.micro_batch=4, or a multiple of 2"),
+    "shared": ({"train": {"micro_batch": 1}, "model": {"seq": 18}}, "model.seq=18 is not a multiple of 4: change it"),
+    "sequence parallel": ({"layout": {"sequence_parallel": True}}, "set layout.sequence_parallel=false"),
+    "cp": ({"layout": {"cp": 2}}, "can't be combined with layout.cp yet"),
+    "experts": ({"model": {"experts": {"count": 4, "ffn": 16}}}, "can't be combined with model.experts.count yet"),
+    "fp8": ({"train": {"precision": "fp8"}}, "can't be combined with train.precision=fp8 yet"),
+    "encoder": ({"model": {"kind": "bert"}}, "can't be combined with model"),
+    "adapters": ({"tune": {"kind": "lora", "base": "x"}}, "can't be combined with tune.kind=lora yet"),
+}
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_what_does_not_fit_is_one_sentence(name: str) -> None:
+    sections, sentence = WRONG[name]
+    base: dict[str, dict[str, Any]] = {
+        "layout": {"tp": 4, "tp_grid": [2, 2]}, "train": {"micro_batch": 2, "precision": "fp32"},
+    }  # fmt: skip
+    try:
+        config = small_config(**{key: base.get(key, {}) | sections.get(key, {}) for key in {*base, *sections}})
+        found = first_broken_rule(config, config.layout.tp * config.layout.cp)
+    except UserError as error:
+        found = str(error)
+    assert found is None if not sentence else found is not None and sentence in found, found

@@ -1,0 +1,155 @@
+"""Bad steps, planted on one of two ranks: the verdict, the rank, the layer, what is done, and the losses after it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.config.faults import FaultsConfig
+from meshwright.show.run_page import summary
+from meshwright.train.bad_steps import Window
+from meshwright.train.fault_notes import KINDS
+from meshwright.train.result import StepResult
+from meshwright.train.run_folder import read_run
+from tests.support.ranks import run_ranks
+from tests.train.planted import Fault, events, lines, numbers, run
+
+SAVES = {"checkpoint": {"every": 2, "keep": 0}}
+NAN, SPIKE = Fault(6, 1), Fault(10, 1, factor=1e4, backward=True)
+CASES: dict[str, tuple[Fault | None, dict[str, Any]]] = {
+    "clean": (None, {}),
+    "forward": (NAN, {}),
+    "backward": (Fault(6, 1, "blocks.2.attention", backward=True), {}),
+    "loss": (Fault(10, 1, "head.norm", factor=40.0, whole=True), {}),
+    "spike": (SPIKE, {}),
+    "batch": (Fault(6, 1, times=99), {}),
+    "genuine": (Fault(10, -1, factor=1e4, backward=True, times=99), {}),
+    "act": (Fault(10, -1, factor=1e4, backward=True, times=99), {"faults": {"window": 8, "spike": "act"}}),
+    "rollback": (Fault(6, 1, times=3), {"faults": {"window": 8, "action": "rollback"}} | SAVES),
+    "stop": (Fault(6, 1, times=99), {"faults": {"window": 8, "action": "stop"}} | SAVES),
+    "broken": (Fault(0, 1, times=999), {"faults": {"window": 8, "replay": "elsewhere"}}),
+    "again": (Fault(0, 1), {"faults": {"window": 8, "max_faults": 2}} | SAVES),
+}
+PASSING = {
+    "forward": ("the loss is not finite", "first in the forward of layers.1 on rank 1"),
+    "backward": ("the gradient is not finite", "first in the backward of layers.2 on rank 1"),
+    "loss": ("the loss, ", "first in the forward of head on rank 1"),
+    "spike": ("the gradient's norm, ", "first in the backward of layers.1 on rank 1"),
+}
+QUICK = ("clean", "forward", "spike", "batch", "rollback")
+
+
+def story(rank: int, world: int, folder: str, cases: dict[str, Any]) -> dict[str, Any]:
+    ends = {}
+    for name, (fault, sections) in cases.items():
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            end = run(Path(folder) / name, fault, **sections)
+        ends[name] = (end if isinstance(end, str) else (end.step_number, end.consumed), said.getvalue())
+    return ends
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A few of the cases, in one world."""
+    folder = tmp_path_factory.mktemp("runs")
+    return folder, run_ranks(2, story, str(folder), {name: CASES[name] for name in QUICK})
+
+
+def check_passing(folder: Path, ends: Any, names: Sequence[str]) -> None:
+    """Gone when the step is computed again: the hardware. The run goes on as if nothing had been."""
+    for name in names:
+        why, where = PASSING[name]
+        (event,) = events(folder / name, "fault")
+        assert event["text"].startswith(why) and where in event["text"] and event["rank"] == 1, event
+        assert event["text"] in ends[name][1], "told on the display"
+        assert numbers(folder / name) == numbers(folder / "clean"), name
+
+
+def test_a_fault_that_is_gone_is_laid_to_a_rank_and_leaves_no_trace(told: Any) -> None:
+    folder, (ends, others) = told
+    assert {name: end for name, (end, _) in ends.items()} == {name: end for name, (end, _) in others.items()}
+    assert not events(folder / "clean", *KINDS) and not any(said for _, said in others.values())
+    check_passing(folder, ends, ["forward", "spike"])
+
+
+def test_a_bad_batch_is_skipped_and_its_first_bad_tensor_named(told: Any) -> None:
+    folder, _ = told
+    (event,) = events(folder / "batch", "bad_step")
+    assert "first in the forward of layers.1.mlp on rank 1" in event["text"]
+    assert event["text"].endswith("in samples 42 to 43; skipped") and event["step"] == 6
+    found, clean = numbers(folder / "batch"), numbers(folder / "clean")
+    assert found[:5] == clean[:5] and [line["step"] for line in found if line["skipped"]] == [6]
+
+
+def test_a_rollback_goes_on_past_the_batch(told: Any) -> None:
+    folder, (ends, _) = told
+    (event,) = events(folder / "rollback", "rollback")
+    assert (event["step"], event["lost"]) == (6, 1) and "went back to step 4" in event["text"]
+    found, clean = numbers(folder / "rollback"), numbers(folder / "clean")
+    assert [line["step"] for line in found] == list(range(1, 13)), "each step once"
+    assert found[:4] == clean[:4] and found[4] != clean[4], "the samples after the batch"
+    assert ends["rollback"][0] == (12, 48 + 8 * 8)
+
+
+def test_status_and_summary_show_it(told: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = told
+    assert main(["status", str(folder / "forward")]) == 0
+    assert "faults      rank 1: 1 fault, the last: the loss is not finite; computed again" in capsys.readouterr().out
+    assert main(["status", str(folder / "batch")]) == 0
+    assert "bad steps   1 due to the data or the model, the last, step 6: the loss" in capsys.readouterr().out
+    summary(folder / "forward")
+    assert "step 6: the loss is not finite; computed again" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.wide
+def test_every_way_in_which_a_bad_step_ends(tmp_path: Path) -> None:
+    cases = {name: case for name, case in CASES.items() if name not in QUICK[2:]}
+    ends, others = run_ranks(2, story, str(tmp_path), cases)
+    assert {name: end for name, (end, _) in ends.items()} == {name: end for name, (end, _) in others.items()}
+    check_passing(tmp_path, ends, ["forward", "backward", "loss"])
+    (event,) = events(tmp_path / "genuine", "bad_step")
+    assert "the data or the model; trained" in event["text"] and ends["genuine"][0] == (12, 96)
+    assert not any(line["skipped"] for line in numbers(tmp_path / "genuine"))
+    (event,) = events(tmp_path / "act", "bad_step")
+    assert event["text"].endswith("skipped") and [n["step"] for n in numbers(tmp_path / "act") if n["skipped"]] == [10]
+    assert "step 6: the loss is not finite" in ends["stop"][0] and "layers.1.mlp on rank 1" in ends["stop"][0]
+    assert read_run(tmp_path / "stop").steps[-1]["step"] == 5
+    assert sorted(path.name for path in (tmp_path / "stop" / "checkpoints").glob("step-*"))[-1].endswith("5")
+    assert "rank 1" in ends["broken"][0] and "its hardware is broken" in ends["broken"][0]
+    assert ends["again"][0].startswith("rank 1 had 2 faults, the last in step 6")
+    assert [line["step"] for line in lines(tmp_path / "again")] == list(range(1, 7))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("layout", "zero", "who"),
+    [({"tp": 2}, 0, "one of ranks 0, 1"), ({"pp": 2}, 1, "rank 1"), ({}, 3, "rank 1")],
+    ids=["tp", "pp", "zero3"],
+)
+def test_on_other_layouts(tmp_path: Path, layout: dict[str, int], zero: int, who: str) -> None:
+    """Of ranks that add up a layer's gradient, none can be told apart; with stages it is the one whose layer it is."""
+    sections = {"model": {"layers": 4}, "layout": layout, "zero": {"stage": zero}}
+    cases = {"clean": (None, sections), "forward": (Fault(6, 1, "blocks.3.mlp"), sections)}
+    cases["backward"] = (Fault(6, 1, "blocks.3.attention", backward=True), sections)
+    run_ranks(2, story, str(tmp_path), cases)
+    for name in ("forward", "backward"):
+        (event,) = events(tmp_path / name, "fault")
+        assert f"the {name} of layers.3 on {who if name == 'backward' else 'rank 1'}" in event["text"]
+        assert numbers(tmp_path / name) == numbers(tmp_path / "clean")
+
+
+def test_spikes_stand_out_of_the_window() -> None:
+    window = Window(FaultsConfig())
+    result = StepResult(1, 0.0, 0.0, 0.0, None, False, 1, 1)
+    for number in range(100):
+        assert (window.bounds()[0] < 1e9) == (number >= 8)
+        result.loss, result.grad_norm = 3.0 + 0.1 * (number % 5 - 2), 1.0 + 0.2 * (number % 3)
+        window.add(result)
+    loss, norm = window.bounds()
+    assert 3.6 < loss < 5.0 and 10.0 < norm < 20.0

@@ -1,0 +1,139 @@
+"""Silent corruption: a bit that is flipped on one rank is found, laid to it and mended, or the run stops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.layout import Layout
+from meshwright.plan.communication import predict_step
+from meshwright.sharding.remainders import tensors_of
+from meshwright.train.corruption import Divergence, checksum, divergences
+from meshwright.train.loop import Hook
+from tests.support.ranks import run_ranks
+from tests.train.planted import events, lines, numbers, run
+
+FAULTS = {"faults": {"check_every": 4}}
+
+
+class Flip(Hook):
+    """Flips one bit of a parameter, or of one of its moments, on one rank, just before a step."""
+
+    def __init__(self, rank: int, step: int, name: str, state: str = "param", bit: int = 7) -> None:
+        self.rank, self.step, self.name, self.state, self.bit = rank, step, name, state, bit
+        self.trainer: Any = None
+
+    def before(self, step: int) -> None:
+        trainer = self.trainer
+        if step != self.step or trainer.ctx.rank != self.rank:
+            return
+        for state in trainer.optimizer.tensors():
+            for slot in state.buffer.slots:
+                if state.name == self.state and slot.record.name == self.name:
+                    low, high = state.holds(slot)
+                    tensors_of(state.values(slot, low, high))[0].view(torch.int32)[:1].bitwise_xor_(1 << self.bit)
+
+
+
+
+def story(rank: int, world: int, folder: str, cases: dict[str, Any]) -> dict[str, Any]:
+    from meshwright.train import pretrain as module
+
+    ends, real = {}, module.train
+    for name, (flip, sections) in cases.items():
+
+        def train(trainer: Any, hooks: Any, *more: Any) -> None:
+            for hook in hooks:
+                if isinstance(hook, Flip):
+                    hook.trainer = trainer
+            real(trainer, hooks, *more)
+
+        module.train = train  # type: ignore[assignment]
+        end = run(Path(folder) / name, None, (flip,) if flip else (), **FAULTS | sections)
+        module.train = real  # type: ignore[assignment]
+        ends[name] = end if isinstance(end, str) else end.step_number
+    return ends
+
+
+SMALL = {"train": {"global_batch": 6, "micro_batch": 1, "steps": 5}, "run": {"eval_samples": 6}}
+CASES: dict[str, tuple[Flip | None, dict[str, Any]]] = {
+    "clean": (None, SMALL),
+    "weight": (Flip(2, 4, "layers.1.mlp.down.weight"), SMALL),
+    "moment": (Flip(1, 4, "layers.2.attention.qkv.weight", "exp_avg"), SMALL),
+    "late": (Flip(2, 3, "layers.1.mlp.down.weight", bit=22), SMALL),
+}
+
+
+def test_a_flipped_bit_is_named_and_mended(tmp_path: Path) -> None:
+    ends = run_ranks(3, story, str(tmp_path), CASES)[0]
+    assert set(ends.values()) == {5}
+    clean = numbers(tmp_path / "clean")
+    assert not events(tmp_path / "clean", "fault")
+    for name, rank, what in (("weight", 2, "layers.1.mlp.down.weight"), ("moment", 1, "exp_avg")):
+        (event,) = events(tmp_path / name, "fault")
+        assert (event["rank"], event["step"]) == (rank, 4) and f"rank {rank} held another {what} than" in event["text"]
+        assert numbers(tmp_path / name) == clean, "bit for bit as if nothing had been"
+    (event,) = events(tmp_path / "late", "fault")
+    assert event["rank"] == 2 and numbers(tmp_path / "late")[3:] != clean[3:], "one step was computed with it"
+
+
+def test_the_planner_knows_what_it_sends(tmp_path: Path) -> None:
+    """And the ledger counts it, in every fourth step."""
+    from tests.support.oracle import small_config
+
+    run_ranks(2, story, str(tmp_path), {"clean": (None, {})})
+    config = small_config(
+        model={"layers": 3, "hidden": 16, "heads": 2, "vocab": 31, "seq": 8}, train={"precision": "fp32",
+        "global_batch": 8, "micro_batch": 2, "steps": 12}, faults={"check_every": 4},
+    )  # fmt: skip
+    found = [line["comm"]["world"] for line in lines(tmp_path / "clean")]
+    told = [predict_step(config, 2, step=step)["world"]._asdict() for step in range(1, 13)]
+    assert found == told and [n for n, counts in enumerate(found, 1) if counts["calls"] == 6] == [4, 8, 12]
+
+
+@pytest.mark.wide
+def test_of_two_nobody_knows_who_is_right(tmp_path: Path) -> None:
+    case = (Flip(1, 8, "layers.1.mlp.down.weight"), {})
+    ends = run_ranks(2, story, str(tmp_path), {"two": case, "zero": (case[0], {"zero": {"stage": 1}})})
+    assert all("ranks 0, 1 hold different layers.1.mlp.down.weight, and nobody knows" in end["two"] for end in ends)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("sections", [
+    {"layout": {"tp": 2}}, {"layout": {"tp": 2, "sequence_parallel": True}}, {"layout": {"pp": 2}},
+    {"zero": {"stage": 1}}, {"zero": {"stage": 3}}, {"train": {"precision": "bf16"}},
+])  # fmt: skip
+def test_no_false_alarm(tmp_path: Path, sections: dict[str, Any]) -> None:
+    """Whatever ranks hold alike is alike to the last bit in every layout."""
+    sections = {"model": {"layers": 4, "hidden": 16, "heads": 2, "vocab": 31, "seq": 8}} | sections
+    run_ranks(4, story, str(tmp_path), {"run": (None, sections | {"faults": {"check_every": 2}})})
+    assert not events(tmp_path / "run", "fault") and len(lines(tmp_path / "run")) == 12
+
+
+def test_who_is_wrong() -> None:
+    def sums(layout: Layout, *changed: tuple[int, int]) -> list[list[int]]:
+        return [[int((rank, column) in changed) for column in range(2)] for rank in range(layout.world)]
+
+    four = Layout(4)
+    assert divergences(four, ["dp"], sums(four)) == []
+    assert divergences(four, ["dp"], sums(four, (2, 0))) == [Divergence("dp", (0, 1, 2, 3), (2,))]
+    assert divergences(four, ["dp"], sums(four, (2, 0), (3, 0)))[0].wrong == ()
+    square = Layout(4, tp=2)  # a weight that all four hold: where two and two differ, the one in both pairs is wrong
+    found = divergences(square, ["dp", "tp"], sums(square, (3, 0), (3, 1)))
+    assert {(each.axis, each.wrong) for each in found} == {("dp", (3,)), ("tp", (3,))}
+    assert divergences(square, ["dp", "tp"], sums(square, (3, 0)))[0].wrong == ()
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int16])
+def test_every_bit_counts(size: int, dtype: torch.dtype) -> None:
+    x = (torch.arange(size) * 1.37).to(dtype)
+    before, bits = int(checksum(x)), x.view(torch.uint8)
+    for at in range(bits.numel()):
+        bits[at] ^= 1 << at % 8
+        assert int(checksum(x)) != before
+        bits[at] ^= 1 << at % 8
+    assert int(checksum(x)) == before
