@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
+from meshwright.config.comm import NODE_COPY
 from meshwright.config.glm import glm_fits
 from meshwright.config.grid import grid_divides, grid_fits
 from meshwright.config.presets import APPROXIMATE_PRESETS
@@ -342,6 +343,17 @@ def gathers_fit(c: Config, world: int) -> Iterator[str]:
             f"comm.gather.kind={kind} rounds the weights that ZeRO stage 3 gathers for each use, and zero.stage is "
             f"{c.zero.stage}: set zero.stage=3, or leave it out"
         )
+    if c.comm.gather.node_copy:
+        other = {"zero.stage": (c.zero.stage, 3), "zero.shard_group": (c.zero.shard_group, "dp"),
+                 "layout.cp": (c.layout.cp, 1), "zero.offload.params": (c.zero.offload.params, "none")}  # fmt: skip
+        for key, (value, needed) in other.items():
+            if value != needed:
+                yield f"{NODE_COPY} needs {key}={needed}, not {value}: change one of them"
+        if c.layout.node_size and c.zero.stage == 3:
+            try:
+                node_parts(_layout(c, world), NODE_COPY)
+            except UserError as error:
+                yield str(error)
     if kind == "bf16" and c.train.precision not in ("fp32", "fp64"):
         yield f"comm.gather.kind=bf16 saves nothing with train.precision={c.train.precision}: use fp8 or int8"
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from meshwright.config.comm import NODE_COPY
 from meshwright.config.data import PACKED
 from meshwright.config.sections import Config, ModelConfig
 from meshwright.config.tune import ALL, TuneConfig
@@ -310,9 +311,11 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
         ends=ends_of(config.pipeline.schedule, c.pp, c.chunks), etp=c.etp, shared=shared_parameters(config),
         replicas=c.replicas,
     )  # fmt: skip
-    if config.zero.stage == 0 or config.zero.shard_group == "dp":
-        return layout
-    return replace(layout, parts=(*layout.parts, *node_parts(layout)))
+    if config.zero.stage and config.zero.shard_group == "node":
+        return replace(layout, parts=(*layout.parts, *node_parts(layout)))
+    if config.zero.stage == 3 and config.comm.gather.node_copy:
+        return replace(layout, parts=(*layout.parts, *node_parts(layout, NODE_COPY)))
+    return layout
 
 
 # What the frozen weights alone make of `hidden`, where a loss compares with them. No gradient goes back through it.

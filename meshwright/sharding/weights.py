@@ -17,6 +17,7 @@ from meshwright.config.comm import GatherConfig
 from meshwright.models.stage import stage_of
 from meshwright.sharding.buffers import Bucket, FlatBuffer, Slot
 from meshwright.sharding.compression.gather import GatheredCodes
+from meshwright.sharding.node_copies import NodeCopies
 from meshwright.sharding.reducers import PendingReduction
 
 
@@ -65,6 +66,7 @@ class WeightGatherer:
         self.units, self.ledger, self._shards_of = units, ledger, shards_of
         self.overlaps = True  # gathers run while something else is computed
         self.gather = GatherConfig()
+        self.copies = NodeCopies()
         self._gathering: dict[int, PendingReduction] = {}
         self._orders: dict[tuple[int, str], list[GatedUnit]] = {}
         self._action: tuple[int, str] | None = None
@@ -81,6 +83,7 @@ class WeightGatherer:
 
     def updated(self, bucket: Bucket) -> None:
         """Begins to gather a bucket after the update of this rank's share; the gather overlaps with other work."""
+        self.copies.forget(bucket)
         if bucket.stage in (1, 2):
             self._gather(bucket)
             if not self.overlaps or any(unit.whole_chunk for unit in self.units):
@@ -138,6 +141,9 @@ class WeightGatherer:
 
     def _gather(self, bucket: Bucket) -> None:
         phase = "validation" if self.ledger.current_phase == "validation" else "gather"
+        if (pending := self.copies.gathered(bucket, self.ledger, phase)) is not None:
+            self._gathering[id(bucket)] = pending
+            return
         whole, share = bucket.params.tensor, bucket.own_params
         if share.device.type != whole.device.type:
             low, high = bucket.share  # offloaded weights are first copied to their place on the device
@@ -148,3 +154,4 @@ class WeightGatherer:
                 self._gathering[id(bucket)] = GatheredCodes(self.gather, group, whole, share)
             else:
                 self._gathering[id(bucket)] = group.all_gather(whole, share, wait=False)
+        self._gathering[id(bucket)] = self.copies.copying(bucket, self._gathering[id(bucket)])
