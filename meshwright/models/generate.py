@@ -3,7 +3,7 @@ prompt with its encoder, and its decoder writes."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -160,9 +160,11 @@ def generate_all(
     seed: int = 0,
     ends: Container[int] = (),
     batch: int = 8,
+    stops: Callable[[list[int]], bool] = lambda tokens: False,
 ) -> list[list[int]]:
-    """Returns what follows each prompt, at most `most` tokens, as it would alone: prompt n with the seed `seed` + n. Of
-    a decoder, `batch` prompts of about one length run together, and those that end leave the others."""
+    """Returns what follows each prompt, at most `most` tokens, as it would alone: prompt n with the seed `seed` + n. A
+    text also ends where `stops` says so of its tokens. Of a decoder, `batch` prompts of about one length run together,
+    and those that end leave the others."""
     if isinstance(module, T5Stage):
         singles = [generator_of(module, model, len(prompt), most) for prompt in prompts]
         return [
@@ -180,7 +182,8 @@ def generate_all(
         while alive:
             for n, logits in zip(alive, generator.next_rows(rows), strict=True):
                 found[n].append(choose_token(logits, temperature, top_p, randoms[n]))
-            staying = [at for at, n in enumerate(alive) if found[n][-1] not in ends and len(found[n]) < rooms[n]]
+            ended = [found[n][-1] in ends or len(found[n]) == rooms[n] or stops(found[n]) for n in alive]
+            staying = [at for at, gone in enumerate(ended) if not gone]
             if len(staying) < len(alive):
                 generator.keep(staying)
                 alive = [alive[at] for at in staying]
