@@ -58,6 +58,8 @@ def story(rank: int, world: int, folder: str, cases: dict[str, Any]) -> dict[str
     return ends
 
 
+SMALL_MODEL = {"layers": 4, "hidden": 16, "heads": 2, "vocab": 31, "seq": 8}
+BATCH = {"global_batch": 8, "micro_batch": 1}
 SMALL = {"train": {"global_batch": 6, "micro_batch": 1, "steps": 5}, "run": {"eval_samples": 6}}
 CASES: dict[str, tuple[Flip | None, dict[str, Any]]] = {
     "clean": (None, SMALL),
@@ -72,7 +74,8 @@ def test_a_flipped_bit_is_named_and_mended(tmp_path: Path) -> None:
     assert set(ends.values()) == {5}
     clean = numbers(tmp_path / "clean")
     assert not events(tmp_path / "clean", "fault")
-    for name, rank, what in (("weight", 2, "layers.1.mlp.down.weight"), ("moment", 1, "exp_avg")):
+    moment = "exp_avg of layers.2.attention.qkv.weight"
+    for name, rank, what in (("weight", 2, "layers.1.mlp.down.weight"), ("moment", 1, moment)):
         (event,) = events(tmp_path / name, "fault")
         assert (event["rank"], event["step"]) == (rank, 4) and f"rank {rank} held another {what} than" in event["text"]
         assert numbers(tmp_path / name) == clean, "bit for bit as if nothing had been"
@@ -104,12 +107,20 @@ def test_of_two_nobody_knows_who_is_right(tmp_path: Path) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("sections", [
     {"layout": {"tp": 2}}, {"layout": {"tp": 2, "sequence_parallel": True}}, {"layout": {"pp": 2}},
-    {"zero": {"stage": 1}}, {"zero": {"stage": 3}}, {"train": {"precision": "bf16"}},
+    {"zero": {"stage": 1}}, {"zero": {"stage": 3}}, {"train": BATCH | {"precision": "bf16"}},
+    {"zero": {"stage": 2}, "train": BATCH | {"precision": "bf16"}, "optimizer": {"master_dtype": "bf16"}},
+    {"layout": {"cp": 2}}, {"layout": {"ep": 2}, "model": SMALL_MODEL | {"experts": {"count": 4, "top_k": 2}}},
+    {"layout": {"replicas": 2}, "train": BATCH | {"local": {"steps": 3}}},
+    {"comm": {"reduce": {"kind": "int8"}}}, {"comm": {"reduce": {"kind": "topk", "ratio": 0.1}}},
+    {"comm": {"reduce": {"kind": "powersgd"}}}, {"comm": {"algorithm": "halving_doubling"}},
+    {"comm": {"algorithm": "mesh"}}, {"comm": {"algorithm": "tree"}}, {"train": BATCH | {"server": {"ranks": 1}}},
+    {"layout": {"pp": 2, "tp": 2}, "model": SMALL_MODEL | {"kind": "t5"}},
 ])  # fmt: skip
 def test_no_false_alarm(tmp_path: Path, sections: dict[str, Any]) -> None:
     """Whatever ranks hold alike is alike to the last bit in every layout."""
-    sections = {"model": {"layers": 4, "hidden": 16, "heads": 2, "vocab": 31, "seq": 8}} | sections
-    run_ranks(4, story, str(tmp_path), {"run": (None, sections | {"faults": {"check_every": 2}})})
+    sections = {"model": SMALL_MODEL} | sections
+    ends = run_ranks(4, story, str(tmp_path), {"run": (None, sections | {"faults": {"check_every": 2}})})
+    assert ends[0]["run"] == 12, ends
     assert not events(tmp_path / "run", "fault") and len(lines(tmp_path / "run")) == 12
 
 
