@@ -98,6 +98,7 @@ def slowed(rank: int, world: int, folder: str) -> None:
     run(Path(folder) / "reading data", **sections)
 
 
+@pytest.mark.wide
 def test_in_a_run(tmp_path: Path) -> None:
     run_ranks(2, slowed, str(tmp_path))
     for what in ("computing", "reading data"):
