@@ -82,7 +82,7 @@ def healthy(args: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, "-m", "meshwright", "train", args.recipe, "--tiny", "--nproc", "2", *words, "--json"]
         begin = time.monotonic()
         subprocess.run(command, cwd=folder, check=True, capture_output=True, env=dict(os.environ))
-        run = next(Path(folder).glob("runs/*"))
+        run = next(Path(folder).glob("runs/*-tiny"))
         noted = [event for event in read_events(run) if event.get("kind") in KINDS]
         steps = len((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return {"steps": steps, "seconds": time.monotonic() - begin, "noted": noted}
@@ -90,7 +90,7 @@ def healthy(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("layers", 4), ("hidden", 256), ("seq", 256), ("batch", 4), ("micro-batch", 2), ("steps", 24)):
+    for name, value in (("layers", 4), ("hidden", 256), ("seq", 256), ("batch", 2), ("micro-batch", 1), ("steps", 20)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--healthy", type=int, metavar="STEPS", default=0)
     parser.add_argument("--recipe", default="gpt2-124m")
