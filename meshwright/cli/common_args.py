@@ -39,15 +39,34 @@ def _target_of(args: argparse.Namespace, words: Sequence[str], layout: str, as_r
     return target
 
 
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """Adds what every command about one layout takes besides its devices."""
+    parser.add_argument("--layout", default="", metavar="tp=8,pp=16,...", help="the layout, in short words")
+    add_batch(parser)
+
+
+def add_batch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step (train.global_batch)")
+    parser.add_argument("--seq", type=int, metavar="S", help="tokens of a sequence (default: the model's)")
+
+
+def words_of(args: argparse.Namespace) -> list[str]:
+    """The keys that a command was given, with those that have an option of their own."""
+    words = list(args.words)
+    words += [f"train.global_batch={args.global_batch}"] if args.global_batch is not None else []
+    return words + ([f"model.seq={args.seq}"] if args.seq is not None else [])
+
+
 def world_arguments(parser: argparse.ArgumentParser) -> None:
     _target_arguments(parser)
-    ranks = "number of ranks (default: the recipe's, else tp x cp x pp x replicas)"
-    parser.add_argument("--world", type=int, metavar="N", help=ranks)
+    ranks = "number of devices, one rank each (default: the recipe's, else tp x cp x pp x replicas)"
+    parser.add_argument("--devices", "--world", dest="world", type=int, metavar="N", help=ranks)
+    add_layout(parser)
 
 
-def world_from_args(args: argparse.Namespace, layout: str = "") -> tuple[Target, int]:
+def world_from_args(args: argparse.Namespace) -> tuple[Target, int]:
     """Returns what to plan, and on how many ranks."""
-    target = _target_of(args, args.words, layout)
+    target = _target_of(args, words_of(args), args.layout)
     c, zero = target.config.layout, target.config.zero
     if zero.stage and zero.shard_group == "node" and not c.node_size:
         raise UserError("zero.shard_group=node: give layout.node_size, the number of ranks on a node")
@@ -74,13 +93,17 @@ def planned_from_args(
     return target, cluster, stack_for(target.config, cluster, stack)
 
 
+def add_devices(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--devices", "--world", type=int, metavar="N", help="number of devices")
+
+
 def step_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of a command about one step of one layout."""
     cluster_arguments(parser, "that of the preset's published run, else Meshwright's own")
-    parser.add_argument("--devices", type=int, metavar="N", help="number of devices")
-    parser.add_argument("--layout", default="", metavar="tp=8,pp=16,...", help="the layout, in short words")
+    add_devices(parser)
+    add_layout(parser)
 
 
 def step_from_args(args: argparse.Namespace) -> tuple[Target, Job, Cluster]:
-    target, cluster, stack = planned_from_args(args, args.words, args.layout)
+    target, cluster, stack = planned_from_args(args, words_of(args), args.layout)
     return target, on_cluster(target, devices_for(target, args.devices), cluster, stack), cluster

@@ -13,15 +13,15 @@ from meshwright.show.units import plural
 EXAMPLES = """example:
   meshwright config show examples/demo.yaml train.steps=10
   meshwright config show bloom-176b
-  meshwright config check examples/demo.yaml --world 8"""
+  meshwright config check examples/demo.yaml --devices 8"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["show", "check"], help="print the resolved config, or check it")
     parser.add_argument("config", metavar="CONFIG.yaml|RECIPE")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to change")
-    ranks = "number of ranks to check against (default: the recipe's, or the smallest that fits)"
-    parser.add_argument("--world", type=int, help=ranks)
+    ranks = "number of devices, one rank each, to check against (default: the recipe's, or the smallest that fits)"
+    parser.add_argument("--devices", "--world", dest="world", type=int, metavar="N", help=ranks)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--svg draws what --compare-tp compares: give both")
     target, job, cluster = step_from_args(args)
     if not target.own_batch:
-        raise UserError("the sequences of a step are not given: add train.global_batch=N, e.g. train.global_batch=1024")
+        raise UserError("the sequences of a step are not given: add --global-batch N, e.g. --global-batch 1024")
     if args.compare_tp:
         _compare_tp(args, job, cluster)
         return

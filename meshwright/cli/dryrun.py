@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from meshwright.dryrun.run_rank import RankRun
 
 EXAMPLES = """example:
-  meshwright dryrun mt-nlg-530b --world 4480 --ranks 0,2240,4479
-  meshwright dryrun gpt3-175b --world 1024 --layout tp=8,pp=16 train.global_batch=1536
-  meshwright dryrun config.yaml --world 64 --ranks 63 zero.stage=3 --json
-  meshwright dryrun gpt3-175b --world 1024 --layout tp=8,pp=16 train.global_batch=1536 --ranks 512 --device cuda
+  meshwright dryrun mt-nlg-530b --devices 4480 --ranks 0,2240,4479
+  meshwright dryrun gpt3-175b --devices 1024 --layout tp=8,pp=16 train.global_batch=1536
+  meshwright dryrun config.yaml --devices 64 --ranks 63 zero.stage=3 --json
+  meshwright dryrun gpt3-175b --devices 1024 --layout tp=8,pp=16 train.global_batch=1536 --ranks 512 --device cuda
 
 Each rank's real model, buffers, optimizer and schedule run one step; the other ranks are torch's fake process group. On
 `meta`, the default, tensors have no memory and nothing is computed, so any rank of any model runs on a laptop. On a
@@ -44,13 +44,12 @@ planned nearly: the ratio is planned / run."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     world_arguments(parser)
     parser.add_argument("--ranks", metavar="R,R,...", help="which ranks to run (default: first, middle and last)")
-    parser.add_argument("--layout", default="", metavar="tp=8,pp=16,...", help="the layout, in short words")
     parser.add_argument("--micro-batches", type=int, metavar="M", help="of a rank (default: as the global batch says)")
     parser.add_argument("--device", default="meta", choices=["meta", "cpu", "cuda", "npu"], help="default: meta")
 
 
 def run(args: argparse.Namespace) -> int:
-    target, world = world_from_args(args, args.layout)
+    target, world = world_from_args(args)
     config = _step_of(target.config, world, args.micro_batches)
     ranks = _ranks(args.ranks, world)
     from meshwright.device import Device

@@ -5,19 +5,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
+from meshwright.cli.files import write
 from meshwright.layout.layout import GROUP_KINDS, Layout
+from meshwright.show.chart import check_svg
 from meshwright.show.layout_drawing import draw
+from meshwright.show.mesh_drawing import mesh_svg
 from meshwright.show.terminal import encodable, terminal_width
 
 EXAMPLES = """example:
-  meshwright layout --world 16 --tp 4 --pp 2 --node-size 8
-  meshwright layout --world 64 --tp 4 --pp 2 --cp 2 --ep 8 --json"""
+  meshwright layout --devices 16 --tp 4 --pp 2 --node-size 8
+  meshwright layout --devices 64 --tp 4 --pp 2 --cp 2 --ep 8 --json
+  meshwright layout --devices 16 --tp 2 --pp 2 --svg mesh.svg"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
+    ranks = "number of devices, one rank each"
+    parser.add_argument("--devices", "--world", dest="world", type=int, required=True, metavar="N", help=ranks)
     add_axes(parser)
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the groups of every axis")
 
 
 def add_axes(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +39,7 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    check_svg("--svg", args.svg)
     layout = Layout(args.world, args.tp, args.pp, args.cp, args.ep, args.order, args.node_size, etp=args.etp)
     if not layout.views_agree:
         print(
@@ -39,6 +47,7 @@ def run(args: argparse.Namespace) -> None:
             "dense layers; put tp first and pp last for a job with experts",
             file=sys.stderr,
         )
+    write(args.svg, lambda: mesh_svg(layout))
     if args.json:
         print(json.dumps({name: layout.groups(name) for name in GROUP_KINDS}))
     else:

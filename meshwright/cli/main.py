@@ -92,7 +92,7 @@ def usage() -> str:
         "Train transformer language models on any mesh of devices.\n\n"
         f"{rows}\n\n"
         "`meshwright COMMAND --help` explains a command and shows an example.\n\n"
-        "example:\n  meshwright layout --world 16 --tp 4 --pp 2"
+        "example:\n  meshwright layout --devices 16 --tp 4 --pp 2"
     )
 
 

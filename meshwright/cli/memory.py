@@ -15,8 +15,8 @@ from meshwright.show.terminal import table
 from meshwright.show.units import size
 
 EXAMPLES = """example:
-  meshwright memory config.yaml --world 64 zero.stage=1
-  meshwright memory gpt3-175b layout.tp=8 layout.pp=16 train.global_batch=1536 --world 1024 --rank 0 --json
+  meshwright memory config.yaml --devices 64 zero.stage=1
+  meshwright memory gpt3-175b layout.tp=8 layout.pp=16 train.global_batch=1536 --devices 1024 --rank 0 --json
 
 `buffers` holds what is gathered or in flight; `peak` is the most at once in a step, not a sum;
 `offloaded` are activations in host memory. --json has bytes."""
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     target, world = world_from_args(args)
     if world < 1:
-        raise UserError(f"--world {world} is no number of ranks: give at least 1")
+        raise UserError(f"--devices {world} is no number of ranks: give at least 1")
     job = checked_job(target.config, world)
     pp_rank = largest(job).pp_rank if args.rank is None else job.layout.coordinate(args.rank)["pp"]
     rank = job.layout.rank_at(pp=pp_rank) if args.rank is None else args.rank

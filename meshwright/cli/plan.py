@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common_args import cluster_arguments, planned_from_args
+from meshwright.cli.common_args import add_batch, add_devices, cluster_arguments, planned_from_args, words_of
 from meshwright.cli.files import write
 from meshwright.cli.plan_page import page, ranking_cells
 from meshwright.config.rules import context_is_shared
@@ -43,9 +43,8 @@ pipeline.schedule=1f1b; a config file's own are searched like the rest. What `tr
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster_arguments(parser)
-    parser.add_argument("--devices", type=int, metavar="N", help="number of devices")
-    parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step")
-    parser.add_argument("--seq", type=int, metavar="S", help="tokens of a sequence (default: the model's)")
+    add_devices(parser)
+    add_batch(parser)
     parser.add_argument("--fit", type=float, metavar="GiB", help="memory to fit (default: the device's)")
     margin = "per cent of the device's memory to leave free (default 6; none of --fit)"
     parser.add_argument("--margin", type=float, default=6.0, metavar="PERCENT", help=margin)
@@ -56,10 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    words = list(args.words)
-    words += [f"train.global_batch={args.global_batch}"] if args.global_batch is not None else []
-    words += [f"model.seq={args.seq}"] if args.seq is not None else []
-    target, cluster, stack = planned_from_args(args, words, as_run=False)
+    target, cluster, stack = planned_from_args(args, words_of(args), as_run=False)
     devices = devices_for(target, args.devices)
     if (args.fit is not None and not 0 < args.fit < float("inf")) or args.top < 1:
         raise UserError("--fit must be a number of GiB above zero, and --top at least 1")

@@ -71,6 +71,10 @@ class ModelConfig:
     position_offset: int = 0  # rows of the position table before the first position (OPT: 2)
     rope_theta: float = 10000.0
     rotary_fraction: float = 1.0  # the part of each head that turns with the position
+    window: int = 0  # tokens that attention looks back over, itself included; 0: all before it
+    # Which blocks have the window (1) and which see all tokens before them (0), from the first on and over again;
+    # empty: all have it.
+    window_pattern: tuple[int, ...] = ()
     bias: bool = True
     qkv_bias: bool = False  # with bias=false: on queries, keys and values alone
     qk_norm: bool = False  # RMS norm of queries and keys
@@ -137,6 +141,17 @@ class ModelConfig:
         if self.qk_norm and self.latent.kv_rank:
             raise UserError("model.qk_norm has no effect with model.latent, which has norms of its own: leave it out")
         self._check_positions()
+        self._check_window()
+
+    @property
+    def windowed(self) -> bool:
+        """Whether some block looks back over less than a sample."""
+        return any(self.window_of(layer) for layer in range(self.layers))
+
+    def window_of(self, layer: int) -> int:
+        """The tokens that a block looks back over; 0: all, since it has no window or one that holds a whole sample."""
+        pattern = self.window_pattern or (1,)
+        return self.window if self.window < self.seq and pattern[layer % len(pattern)] else 0
 
     @property
     def drops(self) -> bool:
@@ -147,6 +162,19 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """Elements of a head that rotary positions turn, in pairs."""
         return self.latent.rope_dim if self.latent.kv_rank else int(self.head_dim * self.rotary_fraction)
+
+    def _check_window(self) -> None:
+        not_negative("model", self, "window")
+        if self.window_pattern and not self.window:
+            raise UserError("model.window_pattern has no effect without model.window: give both, or neither")
+        if any(each not in (0, 1) for each in self.window_pattern) or len(self.window_pattern) > MOST_BLOCKS:
+            raise UserError(
+                f"model.window_pattern={list(self.window_pattern)} must hold a 1 for each block with the window and a "
+                "0 for each without, e.g. [1, 1, 1, 0]"
+            )
+        if self.window and (self.kind in ("bert", "t5", "glm") or self.latent.kv_rank):
+            what = "model.latent" if self.latent.kv_rank else f"model.kind={self.kind}"
+            raise UserError(f"model.window={self.window} can't be combined with {what}: set model.window=0")
 
     def _check_positions(self) -> None:
         if not 0.0 < self.rotary_fraction <= 1.0:

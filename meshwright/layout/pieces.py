@@ -2,7 +2,8 @@
 
 Which keys a query sees follows from the rows' numbers and documents. Rows lie in runs: row numbers of one document that
 grow by an equal step, as every order of `rows.py` deals them. What a run of queries sees of a run of keys of the same
-step is all of it, nothing, or a rectangle and a triangle side by side.
+step is all of it, nothing, or a rectangle and a triangle side by side. Where a query looks back over a window only, it
+is a band, which is cut into triangles of both kinds, and rectangles, without a pair that is not seen.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ FEW = 8  # runs that are always taken, however short they are
 
 class Piece(NamedTuple):
     """Queries `top` to `bottom` see keys `left` to `right`: all of them or, if causal, the last query sees all and each
-    one before it a key less than the next."""
+    one before it a key less than the next. `backwards`: that is so when queries and keys are read from their ends, so
+    that the first query sees all keys, and each one after it a key less, from the left."""
 
     top: int
     bottom: int
     left: int
     right: int
     causal: bool
+    backwards: bool = False
 
     @property
     def square(self) -> bool:
@@ -42,6 +45,11 @@ class Piece(NamedTuple):
         """Yields the rectangle that all of these queries see, and the triangle beside it."""
         if not self.causal or self.square:
             yield self
+            return
+        if self.backwards:
+            middle = self.left + self.bottom - self.top
+            yield Piece(self.top, self.bottom, middle, self.right, False)
+            yield self._replace(right=middle)
             return
         middle = self.right - (self.bottom - self.top)
         yield Piece(self.top, self.bottom, self.left, middle, False)
@@ -75,9 +83,11 @@ def _runs(rows: Integers, documents: Integers | None, step: int) -> list[_Run]:
 
 
 def pieces(
-    queries: Integers, keys: Integers, query_documents: Integers | None = None, key_documents: Integers | None = None
-) -> list[Piece] | None:
-    """Returns what rows `queries` see of rows `keys`. None where the rows hardly lie in runs, as in tables that are no
+    queries: Integers, keys: Integers, query_documents: Integers | None = None, key_documents: Integers | None = None,
+    window: int = 0,
+) -> list[Piece] | None:  # fmt: skip
+    """Returns what rows `queries` see of rows `keys`: those up to their own number; with a `window`, as many numbers,
+    their own included. None where the rows hardly lie in runs, as in tables that are no
     order of `rows.py`: then there would be as many pieces as pairs, and a mask says it better."""
     step = usual_step(queries)
     at, to = _runs(queries, query_documents, step), _runs(keys, key_documents, step)
@@ -89,7 +99,7 @@ def pieces(
     found: list[Piece] = []
     for q in at:
         for k in by_document[q.document]:
-            for piece in _seen(q, k, step):
+            for piece in _seen(q, k, step, window):
                 _add(found, piece)
     joined: list[Piece] = []
     for piece in found:  # what was joined may join again
@@ -97,25 +107,43 @@ def pieces(
     return joined
 
 
-def _seen(q: _Run, k: _Run, step: int) -> Iterator[Piece]:
-    if k.last <= q.first:
-        yield Piece(q.begin, q.end, k.begin, k.end, False)
+def _seen(q: _Run, k: _Run, step: int, window: int) -> Iterator[Piece]:
+    """Yields what a run of queries sees of a run of keys: query i sees keys i + low to i + high of the run."""
+    ahead, count, keys = q.first - k.first, q.end - q.begin, k.end - k.begin
+    high = ahead // step
+    low = (ahead - window) // step + 1 if window else -count
+    for piece in _band(count, keys, low, high):
+        yield Piece(
+            piece.top + q.begin, piece.bottom + q.begin, piece.left + k.begin, piece.right + k.begin, *piece[4:]
+        )
+
+
+def _band(queries: int, keys: int, low: int, high: int) -> Iterator[Piece]:
+    """Yields the pieces of a band: query i sees keys i + low to i + high, of those from 0 to `keys`. First come the
+    queries that see from the first key on, then those in whose sight both ends move, or neither, then those that see to
+    the last key."""
+    if high < low:
         return
-    if k.first > q.last:
-        return
-    # Query i sees the keys up to i + ahead. The first queries may see none, and the last keys may be seen by none.
-    ahead = (q.first - k.first) // step
-    top, ahead = q.begin + max(0, -ahead), max(0, ahead)
-    side = min(q.end - top, k.end - k.begin - ahead)
-    right = k.begin + ahead + side
-    yield Piece(top, top + side, k.begin, right, True)
-    if top + side < q.end:
-        yield Piece(top + side, q.end, k.begin, right, False)
+    top, end = max(0, -high), min(queries, keys - low)  # others see none
+    from_first = min(max(top, 1 - low), end)  # queries before it see from the first key on
+    to_last = min(max(top, keys - high), end)  # from it on, they see the last key
+    if top < (bottom := min(from_first, to_last)):
+        yield Piece(top, bottom, 0, bottom + high, True)
+    if to_last < from_first:
+        yield Piece(to_last, from_first, 0, keys, False)
+    width = high - low + 1
+    for at in range(from_first, to_last, width):
+        bottom = min(at + width, to_last)
+        if at + 1 < bottom:
+            yield Piece(at, bottom - 1, at + low, bottom - 1 + low, True, True)
+        yield Piece(at, bottom, bottom - 1 + low, bottom + high, True)
+    if (at := max(from_first, to_last)) < end:
+        yield Piece(at, end, at + low, keys, True, True)
 
 
 def _add(found: list[Piece], piece: Piece) -> None:
     """Appends a piece, or joins it with the one before if the two are one rectangle or one causal piece."""
-    if found:
+    if found and not (piece.backwards or found[-1].backwards):
         before = found[-1]
         same_queries = (before.top, before.bottom) == (piece.top, piece.bottom)
         if same_queries and before.right == piece.left and not before.causal:

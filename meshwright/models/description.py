@@ -159,20 +159,23 @@ def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
     if place == "deep":  # the rows of queries and keys come before those of values
         inner = small
         rows = replace(small, first=(model.heads + model.kv_heads) * model.head_dim, first_std=normal.std)
-    norm, attention = norm_part(model), attention_part(model, rows, small)
+    norm, whole = norm_part(model), attention_part(model, rows, small)
     mlp = MLPPart(model.mlp, model.hidden, model.ffn, inner, small, model.bias)
     residual = math.sqrt(2 * model.layers) if place == "deep" else 1.0
 
-    def block(*last: tuple[str, Part]) -> BlockUnit:
+    @lru_cache
+    def block(mixed: bool, window: int) -> BlockUnit:
+        last = ("experts", experts(model, mlp)) if mixed else ("mlp", mlp)
+        attention = replace(whole, window=window) if isinstance(whole, AttentionPart) else whole
         # Experts and latent attention state themselves what they keep of their norm.
         first = replace(norm, keeps_output=False) if model.latent.kv_rank else norm
-        second = replace(norm, keeps_output=False) if last[0][0] == "experts" else replace(norm, of_mlp=True)
-        parts = [("norm1", first), ("attention", attention), ("norm2", second), *last]
+        second = replace(norm, keeps_output=False) if mixed else replace(norm, of_mlp=True)
+        parts: list[tuple[str, Part]] = [("norm1", first), ("attention", attention), ("norm2", second), last]
         named = tuple(NamedPart(key, key, part) for key, part in parts)
         return BlockUnit(named, model.hidden, model.parallel_residual, model.dropout, place != "pre", residual)
 
-    dense, mixed = block(("mlp", mlp)), block(("experts", experts(model, mlp)))
-    return tuple(mixed if model.experts.in_block(layer) else dense for layer in range(model.layers))
+    layers = range(model.layers)
+    return tuple(block(model.experts.in_block(layer), model.window_of(layer)) for layer in layers)
 
 
 def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:

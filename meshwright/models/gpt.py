@@ -98,7 +98,7 @@ class GPTStage(nn.Module):
         if model.tied and self.embedding is not None and self.head is not None:
             # Across stages, each end holds a copy and the gradients are summed.
             self.head.output.weight = self.embedding.tokens.get_parameter("weight")
-        self.causal, self.prefix = model.causal, model.prefix
+        self.causal, self.prefix, self.windowed = model.causal, model.prefix, c.windowed
         self._offer(config, at)
 
     def _offer(self, config: Config, at: Coordinate) -> None:
@@ -185,7 +185,7 @@ class GPTStage(nn.Module):
         seq = tokens // sequences
         return BlockInputs(
             sequences, None if self.tables is None else self.tables(self._positions(batch), seq),
-            self._shared_rows(batch) or self._documents(batch, hidden.device), past or {},
+            self._shared_rows(batch) or self._documents(batch, hidden.device, sequences, seq), past or {},
             self.parallel.streams.where, self._routed(batch),
         )  # fmt: skip
 
@@ -224,10 +224,10 @@ class GPTStage(nn.Module):
         documents = _read(batch, CONTEXT_DOCUMENTS) if CONTEXT_DOCUMENTS in batch else None
         return ContextRows(Rows(_read(batch, CONTEXT_ROWS), documents), batch[CONTEXT_ROWS].device)
 
-    def _documents(self, batch: Batch, device: torch.device) -> Documents | None:
+    def _documents(self, batch: Batch, device: torch.device, sequences: int, seq: int) -> Documents | None:
         """Returns where documents begin; None where attention is plainly causal, or to all tokens."""
         if "segments" not in batch:
-            return None
+            return Documents.samples(sequences, seq, device) if self.windowed else None
         return Documents.of(_read(batch, "segments"), device, self.causal, self.prefix)
 
     def _run(self, shared: BlockInputs, layers: list[int], hidden: Tensor, again: bool) -> tuple[Tensor, ...]:

@@ -54,7 +54,7 @@ class GridStage(GPTStage):
         sequences = next((len(x) for x in own.values()), self.micro_batch // self.row_parts)
         seq = self.seq
         tables = None if self.tables is None else self.tables(own.get("positions"), seq)
-        documents = self._documents(own, hidden.device)
+        documents = self._documents(own, hidden.device, sequences, seq)
         return BlockInputs(sequences, tables, documents, past or {}, parallel.streams.where, {})
 
     @property

@@ -60,7 +60,7 @@ class KVCache:
     where each goes on."""
 
     def __init__(self, longest: int) -> None:
-        self.longest, self.length = longest, 0
+        self.longest, self.length, self.prompt = longest, 0, 0
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.lengths: Tensor | None = None
@@ -78,15 +78,21 @@ class KVCache:
         else:
             rows = torch.arange(len(keys), device=keys.device)
             self.keys[rows, :, self.lengths], self.values[rows, :, self.lengths] = keys[:, :, 0], values[:, :, 0]
+        self.prompt = self.prompt or end
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def seen(self, mask: AnyMask) -> AnyMask | Tensor:
+    def seen(self, mask: AnyMask, window: int = 0) -> AnyMask | Tensor:
         """Returns the mask of the tokens that were appended last: of sequences of other lengths, which keys are there,
-        [sequences, 1, 1, tokens so far]."""
-        if self.lengths is None:
+        and of a token after a prompt, which are in its window, [sequences, 1, 1, tokens so far]."""
+        later = self.keys is not None and self.length > self.prompt
+        if self.lengths is None and not (later and window):
             return mask
-        return (torch.arange(self.length, device=self.lengths.device) <= self.lengths[:, None])[:, None, None]
+        assert self.keys is not None
+        places = torch.arange(self.length, device=self.keys.device)
+        last = places[-1:] if self.lengths is None else self.lengths
+        found = places <= last[:, None]
+        return (found & (places > last[:, None] - window) if window else found)[:, None, None]
 
     def keep(self, rows: Tensor) -> None:
         """Keeps some of the sequences."""
@@ -109,6 +115,7 @@ class Attention(nn.Module):
         self.out = out  # registered in the order of forward
         self.recompute_core = parallel.recompute.mode == "selective"
         self.causal, self.alibi, self.scale = part.causal, part.alibi, part.scale or None
+        self.window = part.window
 
     def products(self, parallel: Parallel, records: dict[str, ParamRecord]) -> tuple[nn.Module, nn.Module]:
         """Returns the projection to queries, keys and values, and that of the result."""
@@ -116,7 +123,8 @@ class Attention(nn.Module):
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None) -> Tensor:
         """Softmax of the scores times the values, all [batch, heads, seq, head_dim]."""
-        return attention_core(q, k, v, mask, self.causal, self.dropout if self.training else 0.0, self.scale)
+        dropout = self.dropout if self.training else 0.0
+        return attention_core(q, k, v, mask, self.causal, dropout, self.scale, self.window)
 
     def forward(
         self,
@@ -145,10 +153,10 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if isinstance(mask, ContextRows):
             assert self.context is not None and past is None
-            return x, self._out(context_attention(q, k, v, mask, self.context))
+            return x, self._out(context_attention(q, k, v, mask, self.context, self.window))
         if past is not None:
             k, v = past.extend(k, v)
-            mask = past.seen(mask)
+            mask = past.seen(mask, self.window)
         if self.recompute_core and torch.is_grad_enabled():
             y = checkpoint(self.core, q, k, v, mask, use_reentrant=False, preserve_rng_state=self.dropout > 0)
         else:

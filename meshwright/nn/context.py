@@ -33,22 +33,22 @@ class ContextRows:
 
     def __init__(self, rows: Rows, device: torch.device) -> None:
         self.rows, self.device = rows, device
-        self._found: dict[tuple[int, int, int], Sight] = {}
+        self._found: dict[tuple[int, int, int, int], Sight] = {}
 
-    def sight(self, at: int, to: int, count: int) -> Sight:
+    def sight(self, at: int, to: int, count: int, window: int = 0) -> Sight:
         """What the rows of one of `count` ranks, or groups of ranks, see of those of another."""
-        key = (at, to, count)
+        key = (at, to, count, window)
         if key not in self._found:
-            self._found[key] = Sight(self.rows.part(at, count), self.rows.part(to, count), self.device)
+            self._found[key] = Sight(self.rows.part(at, count), self.rows.part(to, count), self.device, window)
         return self._found[key]
 
-    def gathered(self, at: int, count: int) -> Sight:
+    def gathered(self, at: int, count: int, window: int = 0) -> Sight:
         """What the rows of one rank see of all rows: in their natural order, where that makes few pieces."""
-        key = (at, -1, count)
+        key = (at, -1, count, window)
         if key not in self._found:
             one, all_rows = self.rows.part(at, count), self.rows
-            found = Sight(one, all_rows if usual_step(one.numbers[0]) > 1 else all_rows.natural(), self.device)
-            self._found[key] = found if found.pieces is not None else Sight(one, all_rows, self.device)
+            found = Sight(one, all_rows if usual_step(one.numbers[0]) > 1 else all_rows.natural(), self.device, window)
+            self._found[key] = found if found.pieces is not None else Sight(one, all_rows, self.device, window)
         return self._found[key]
 
     @cached_property
@@ -69,13 +69,13 @@ class _Gathered(torch.autograd.Function):
     """Attention of a rank's queries to the keys and values of all, which are gathered again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, given: ContextRows, name: str) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, given: ContextRows, name: str, window: int) -> Tensor:
         group = group_named(name)
-        sight, found = given.gathered(group.index, group.size), Merged(q, v.shape[-1])
+        sight, found = given.gathered(group.index, group.size, window), Merged(q, v.shape[-1])
         keys, values = _ordered(_gather(k, v, name), given, sight)
         attend(q, keys, values, sight, found)
         out = found.out.to(q.dtype)
-        ctx.given, ctx.group = given, name
+        ctx.given, ctx.group, ctx.window = given, name, window
         ctx.save_for_backward(q, k, v, out, found.sums)
         return out
 
@@ -83,13 +83,13 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums = ctx.saved_tensors
         given, group = ctx.given, group_named(ctx.group)
-        sight, dq = given.gathered(group.index, group.size), no_gradient(q)
+        sight, dq = given.gathered(group.index, group.size, ctx.window), no_gradient(q)
         keys, values = _ordered(_gather(k, v, ctx.group, again=True), given, sight)
         both = torch.stack(attend_backward(q, keys, values, sight, grad, out, sums, dq)).to(k.dtype)
         both = both.movedim(3, 0)  # [all rows, 2, batch, heads, width]: scatters want rows first
         both = both.contiguous() if sight.to is given.rows else _taken(both, given.orders[1], 0, 2)
         mine = reduce_scatter(both, ctx.group, group.size).movedim(0, 3)
-        return dq.to(q.dtype), mine[0], mine[1], None, None
+        return dq.to(q.dtype), mine[0], mine[1], None, None, None
 
 
 def _gather(k: Tensor, v: Tensor, group: str, again: bool = False) -> Tensor:
@@ -119,15 +119,15 @@ class _Ring(torch.autograd.Function):
     r - i. While a block is computed, the next one travels."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, given: ContextRows, name: str) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, given: ContextRows, name: str, window: int) -> Tensor:
         group, found = group_named(name), Merged(q, v.shape[-1])
         me, n, block = max(0, group.index), group.size, torch.stack([k, v])
         for step in range(n):
             coming = group.shift(block, 1) if step + 1 < n else None
-            attend(q, block[0], block[1], given.sight(me, (me - step) % n, n), found)
+            attend(q, block[0], block[1], given.sight(me, (me - step) % n, n, window), found)
             block = block if coming is None else coming.arrived()
         out = found.out.to(q.dtype)
-        ctx.given, ctx.group = given, name
+        ctx.given, ctx.group, ctx.window = given, name, window
         ctx.save_for_backward(q, block, out, found.sums)
         return out
 
@@ -144,7 +144,7 @@ class _Ring(torch.autograd.Function):
         coming = group.shift(block, -1) if n > 1 else None
         dq, change = no_gradient(q), torch.empty(0)
         for step in range(n):
-            sight = given.sight(me, (me + 1 + step) % n, n)
+            sight = given.sight(me, (me + 1 + step) % n, n, ctx.window)
             found = attend_backward(q, block[0], block[1], sight, grad, out, sums, dq)
             change = torch.stack(found).to(block.dtype)
             if coming is None:
@@ -155,12 +155,14 @@ class _Ring(torch.autograd.Function):
             block = arrived[:2]
             if step + 1 < n:
                 coming = group.shift(torch.cat([block, change]) if step + 2 < n else change, -1)
-        return dq.to(q.dtype), change[0], change[1], None, None
+        return dq.to(q.dtype), change[0], change[1], None, None, None
 
 
-def context_attention(q: Tensor, k: Tensor, v: Tensor, given: ContextRows, groups: ContextGroups) -> Tensor:
-    """Returns causal attention of this rank's queries [batch, heads, rows, dim] to the keys and values of all ranks.
-    Keys and values may have fewer heads."""
+def context_attention(
+    q: Tensor, k: Tensor, v: Tensor, given: ContextRows, groups: ContextGroups, window: int = 0
+) -> Tensor:
+    """Returns causal attention of this rank's queries [batch, heads, rows, dim] to the keys and values of all ranks,
+    over a window if there is one. Keys and values may have fewer heads."""
     n, heads = groups.inner.size, q.shape[1]
     if n > 1:
         repeats = max(1, n // k.shape[1])  # each of the ranks that share a head gets a copy of it
@@ -169,10 +171,10 @@ def context_attention(q: Tensor, k: Tensor, v: Tensor, given: ContextRows, group
             [heads // n, *(x.shape[1] // n for x in parts)], 1
         )
     if groups.outer.alone:
-        y = _natural(q, k, v, given, groups.outer.name)
+        y = _natural(q, k, v, given, groups.outer.name, window)
     else:
         way = _Gathered if groups.kind == "gather" else _Ring
-        y = way.apply(q, k, v, given, groups.outer.name)
+        y = way.apply(q, k, v, given, groups.outer.name, window)
     return y if n == 1 else _rows_for_heads(y, groups.inner)
 
 
@@ -196,14 +198,14 @@ def _rows_for_heads(x: Tensor, group: Group) -> Tensor:
     return arrived.movedim(0, 1).flatten(1, 2)
 
 
-def _natural(q: Tensor, k: Tensor, v: Tensor, given: ContextRows, alone: str) -> Tensor:
+def _natural(q: Tensor, k: Tensor, v: Tensor, given: ContextRows, alone: str, window: int) -> Tensor:
     """Attention to whole sequences, which are brought into their natural order for the fused kernels."""
     order, back = given.orders
     q, k, v = (_Reordered.apply(x, order, back) for x in (q, k, v))
-    if given.rows.documents is None:
+    if given.rows.documents is None and not window:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     else:
-        y = _Ring.apply(q, k, v, given.natural, alone)
+        y = _Ring.apply(q, k, v, given.natural, alone, window)
     return _Reordered.apply(y, back, order)
 
 

@@ -14,17 +14,20 @@ from meshwright.parts.gpt import TILE_ROWS
 
 def attention_core(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None, causal: bool, dropout: float,
-    scale: float | None = None,
+    scale: float | None = None, window: int = 0,
 ) -> Tensor:  # fmt: skip
     """Returns the softmax of the scores times the values, all [batch, heads, seq, width]; keys may have fewer heads.
     `mask` says where documents begin, or is added to the scores; without it, a query sees all keys or, with `causal`,
-    those before it. `scale` multiplies the scores, by default with 1 / sqrt(width)."""
+    those before it. With a `window` it sees as many, itself included, and `mask` says where documents begin. `scale`
+    multiplies the scores, by default with 1 / sqrt(width)."""
+    if isinstance(mask, Documents) and mask.whole and not window:
+        mask = None
     assert scale is None or not isinstance(mask, Documents)
     if dropout and (mask is None or isinstance(mask, Documents)) and (q.is_cpu or (causal and mask is not None)):
-        return _with_dropout(q, k, v, mask, causal, dropout, scale)
+        return _with_dropout(q, k, v, mask, causal, dropout, scale, window)
     if isinstance(mask, Documents):
         if not dropout:
-            return document_attention(q, k, v, mask)
+            return document_attention(q, k, v, mask, window)
         # Where tokens look both ways, a sample is one document and padding behind it: one row says who is seen.
         numbers = _document_numbers(mask.starts, q)
         mask = (numbers == numbers[:, :1])[:, None, None]
@@ -38,7 +41,7 @@ def attention_core(
 
 def _with_dropout(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, causal: bool, dropout: float,
-    scale: float | None = None,
+    scale: float | None = None, window: int = 0,
 ) -> Tensor:  # fmt: skip
     """Attention with dropout of its shares where kernels know no dropout: a CPU's, and those for documents. Some rows
     at a time, whose scores are computed again in backward."""
@@ -48,13 +51,13 @@ def _with_dropout(
         high = min(low + TILE_ROWS, q.shape[2])
         seen = slice(0, high if causal else k.shape[2])
         some = (q[:, :, low:high], k[:, :, seen], v[:, :, seen])
-        tiles.append(checkpoint(_tile, *some, numbers, low, causal, dropout, scale, use_reentrant=False))
+        tiles.append(checkpoint(_tile, *some, numbers, low, causal, dropout, scale, window, use_reentrant=False))
     return torch.cat(tiles, 2)
 
 
 def _tile(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, low: int, causal: bool, dropout: float,
-    scale: float | None,
+    scale: float | None, window: int = 0,
 ) -> Tensor:  # fmt: skip
     """Attention of the queries from `low` on to the first keys."""
     rows, keys = q.shape[2], k.shape[2]
@@ -63,6 +66,8 @@ def _tile(
         allowed = documents[:, None, low : low + rows, None] == documents[:, None, None, :keys]
     if causal:
         before = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(low)
+        if window:
+            before = before.triu(low - window + 1)
         allowed = before if allowed is None else allowed & before
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=allowed, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1], scale=scale

@@ -20,12 +20,14 @@ aten: Any = torch.ops.aten
 class Documents(NamedTuple):
     """Where the documents of a micro-batch begin among its tokens, and where the last one ends, on the device and on
     the host; whether a token sees only those before it; and, if some begin with tokens that all of a document sees, how
-    many, on the host. A sample's padding is a document too."""
+    many, on the host. A sample's padding is a document too. `whole`: each sample is one document, which only a window
+    needs to be told."""
 
     starts: Tensor
     on_host: Tensor
     causal: bool = True
     prefixes: Tensor | None = None
+    whole: bool = False
 
     @staticmethod
     def of(
@@ -44,32 +46,41 @@ class Documents(NamedTuple):
                 torch._dynamo.maybe_mark_dynamic(x, 0)  # micro-batches have other numbers of documents
         return found
 
+    @staticmethod
+    def samples(batch: int, seq: int, device: torch.device) -> Documents:
+        """Samples that are one document each."""
+        return Documents.of(np.zeros((batch, seq), np.int64), device)._replace(whole=True)
 
-def document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """Returns attention within documents; q is [batch, heads, seq, width], and keys may have fewer heads."""
-    out: Tensor = _attention(q, k, v, *documents)[0]
+
+def document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int = 0) -> Tensor:
+    """Returns attention within documents; q is [batch, heads, seq, width], and keys may have fewer heads. With a
+    `window`, a token sees as many, itself included."""
+    out: Tensor = _attention(q, k, v, *documents[:4], window)[0]
     return out
 
 
 @custom_op("meshwright::document_attention", mutates_args=())
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None,
+    window: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns the result, and the log-sums [heads, tokens]."""
     if _in_one_call(q, prefixes):
         longest = int(on_host.diff().max())
         tokens = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-        out, sums = aten._flash_attention_forward(*tokens, starts, starts, longest, longest, 0.0, causal, False)[:2]
+        sizes = (starts, starts, longest, longest, 0.0, causal, False)
+        out, sums = aten._flash_attention_forward(*tokens, *sizes, **_reach(window))[:2]
         return out.unflatten(0, (q.shape[0], -1)).transpose(1, 2), sums
-    sight, found = _sight(q, on_host, causal, prefixes), Merged(q, v.shape[-1])
+    sight, found = _sight(q, on_host, causal, prefixes, window), Merged(q, v.shape[-1])
     attend(q, k, v, sight, found)
     return found.out.to(q.dtype), found.sums.transpose(0, 1).flatten(1)
 
 
 @_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None,
+    window: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, heads, seq, _ = q.shape
     out = q.new_empty((batch, seq, heads, v.shape[-1])).transpose(1, 2)
     return out, q.new_empty((heads, batch * seq), dtype=wide(q.dtype))
@@ -78,27 +89,27 @@ def _(
 @custom_op("meshwright::document_attention_backward", mutates_args=())
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, on_host: Tensor,
-    prefixes: Tensor | None, causal: bool,
+    prefixes: Tensor | None, causal: bool, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if _in_one_call(q, prefixes):
         longest, batch = int(on_host.diff().max()), q.shape[0]
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
         tokens = (x.transpose(1, 2).flatten(0, 1) for x in (grad, q, k, v, out))
         found = aten._flash_attention_backward(
-            *tokens, sums, starts, starts, longest, longest, 0.0, causal, unused, unused
+            *tokens, sums, starts, starts, longest, longest, 0.0, causal, unused, unused, **_reach(window)
         )
         dq, dk, dv = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in found)
         return dq, dk, dv
     dq = no_gradient(q)
     total = sums.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
-    dk, dv = attend_backward(q, k, v, _sight(q, on_host, causal, prefixes), grad, out, total, dq)
+    dk, dv = attend_backward(q, k, v, _sight(q, on_host, causal, prefixes, window), grad, out, total, dq)
     return tuple(_by_rows(x.to(q.dtype)) for x in (dq, dk, dv))  # type: ignore[return-value]
 
 
 @_backward.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, on_host: Tensor,
-    prefixes: Tensor | None, causal: bool,
+    prefixes: Tensor | None, causal: bool, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return tuple(_by_rows(torch.empty_like(x)) for x in (q, k, v))  # type: ignore[return-value]
 
@@ -109,30 +120,36 @@ def _by_rows(x: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, starts, on_host, ctx.causal, prefixes = inputs
+    q, k, v, starts, on_host, ctx.causal, prefixes, ctx.window = inputs
     ctx.save_for_backward(q, k, v, *output, starts, on_host, prefixes)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (*_backward(grad, *ctx.saved_tensors, ctx.causal), None, None, None, None)
+    return (*_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.window), None, None, None, None, None)
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def _reach(window: int) -> dict[str, int]:
+    """Returns how flash attention is told how far back and ahead a token looks."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
 def _in_one_call(q: Tensor, prefixes: Tensor | None) -> bool:
     return q.is_cuda and fused(q) and prefixes is None
 
 
-def _sight(q: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None) -> Sight:
+def _sight(q: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None, window: int) -> Sight:
     """Returns what the tokens see. Queries see keys up to their own number, so those with higher numbers than all keys
     see whole documents. Queries of a prefix lie between the keys of the prefix and those after it."""
     batch, seq = q.shape[0], q.shape[2]
     lengths = on_host.diff().numpy()
     documents = np.repeat(np.arange(len(lengths)), lengths).reshape(batch, seq)
     numbers = np.arange(seq, dtype=np.int64)[None].repeat(batch, 0)
+    assert not window or (causal and prefixes is None)
     if prefixes is not None:
         starts = on_host[:-1].numpy()
         places = np.arange(batch * seq).reshape(batch, seq) - starts[documents]
@@ -140,4 +157,4 @@ def _sight(q: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None) ->
         keys = Rows(np.where(first, numbers, numbers + 2 * seq), documents)
         return Sight(Rows(np.where(first, numbers + seq, numbers + 2 * seq), documents), keys, q.device)
     keys = Rows(numbers, documents)
-    return Sight(keys if causal else Rows(numbers + seq, documents), keys, q.device)
+    return Sight(keys if causal else Rows(numbers + seq, documents), keys, q.device, window)

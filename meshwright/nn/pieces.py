@@ -9,7 +9,7 @@ only in tiles, never as a whole [tokens, tokens].
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -59,17 +59,18 @@ class Round(NamedTuple):
 
 
 class Sight:
-    """Which keys a block of queries sees: pieces, each for some of the samples, or None where only a mask says it."""
+    """Which keys a block of queries sees, of all before them or over a `window`: pieces, each for some of the samples,
+    or None where only a mask says it."""
 
-    def __init__(self, at: Rows, to: Rows, device: torch.device) -> None:
-        self.at, self.to, self.device = at, to, device
+    def __init__(self, at: Rows, to: Rows, device: torch.device, window: int = 0) -> None:
+        self.at, self.to, self.device, self.window = at, to, device, window
         each: list[list[Piece] | None] = []
         alike = all(x is None for x in (at.documents, to.documents)) and all(
             bool((x.numbers == x.numbers[:1]).all()) for x in (at, to)
         )
         for i in range(1 if alike else len(at.numbers)):
-            documents = [None if x.documents is None else x.documents[i] for x in (at, to)]
-            each.append(pieces(at.numbers[i], to.numbers[i], *documents))
+            of_at, of_to = (None if x.documents is None else x.documents[i] for x in (at, to))
+            each.append(pieces(at.numbers[i], to.numbers[i], of_at, of_to, window))
         found = [(ALL if alike else slice(i, i + 1), more) for i, more in enumerate(each)]
         self.pieces: list[tuple[slice, Piece]] | None = None
         if not any(more is None for more in each):
@@ -86,7 +87,7 @@ class Sight:
         """The pieces in rounds, each computed by one call."""
         n, m, batch = self.at.numbers.shape[1], self.to.numbers.shape[1], len(self.at.numbers)
         moved = [
-            Piece(p.top + i * n, p.bottom + i * n, p.left + i * m, p.right + i * m, p.causal)
+            Piece(p.top + i * n, p.bottom + i * n, p.left + i * m, p.right + i * m, *p[4:])
             for samples, p in self.pieces or ()
             for i in range(batch)[samples]
         ]
@@ -97,7 +98,8 @@ class Sight:
         index, starts, longest = [], [], []
         for spans, whole in zip(sides, (queries, keys), strict=True):
             lengths = [end - begin for begin, end in spans]
-            numbers = np.concatenate([np.arange(*span) for span in spans])
+            each = [np.arange(*span)[:: -1 if p.backwards else 1] for span, p in zip(spans, members, strict=True)]
+            numbers = np.concatenate(each)
             same = len(numbers) == whole and bool((np.diff(numbers) == 1).all())
             index.append(None if same else upload(torch.from_numpy(numbers), self.device))
             starts.append(upload(torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)), self.device))
@@ -204,7 +206,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight, into: Merged) -> None:
     else:
         for samples, p in sight.split:
             at, to = (samples, ALL, slice(p.top, p.bottom)), (samples, ALL, slice(p.left, p.right))
-            into.add(samples, p.top, *kernel(q[at], k[to], v[to], p.causal))
+            if p.backwards:
+                into.add(samples, p.top, *_read_backwards(kernel, (q[at], k[to], v[to]), p.causal))
+            else:
+                into.add(samples, p.top, *kernel(q[at], k[to], v[to], p.causal))
 
 
 def attend_backward(
@@ -219,7 +224,11 @@ def attend_backward(
     total: tuple[Tensor, Tensor] | None = None
     for samples, p in sight.split:
         at, to = (samples, ALL, slice(p.top, p.bottom)), (samples, ALL, slice(p.left, p.right))
-        more, *found = kernel_backward(grad[at], q[at], k[to], v[to], out[at], sums[at], p.causal)
+        given = (grad[at], q[at], k[to], v[to], out[at], sums[at])
+        if p.backwards:
+            more, *found = _read_backwards(kernel_backward, given, p.causal)
+        else:
+            more, *found = kernel_backward(*given, p.causal)
         dq[at].add_(more)
         if len(sight.split) == 1 and found[0].shape == k.shape:
             return found[0], found[1]
@@ -227,6 +236,12 @@ def attend_backward(
         for whole, one in zip(total, found, strict=True):
             whole[to].add_(one)
     return total or _zeros(k, v, dq.dtype)
+
+
+def _read_backwards(function: Callable[..., Any], tensors: tuple[Tensor, ...], causal: bool) -> Any:
+    """Returns what a kernel gives of tensors [batch, heads, rows, ...] whose rows are read from the last to the
+    first."""
+    return tuple(x.flip(2) for x in function(*(x.flip(2) for x in tensors), causal))
 
 
 def _zeros(k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -319,12 +334,14 @@ def _finite(log_sum: Tensor) -> Tensor:
 
 def _tiles(sight: Sight) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yields the tiles of queries and keys with which keys the queries may see, [batch, 1, 1, queries, keys]: those
-    before them, in the same document; on a CPU without the tiles where that is nothing."""
+    before them (within the window), in the same document; on a CPU without the tiles where that is nothing."""
     (at, at_documents), (to, to_documents) = sight.masked
     for top in range(0, at.shape[1], TILE):
         for left in range(0, to.shape[1], TILE):
             queries, keys = slice(top, top + TILE), slice(left, left + TILE)
             seen = to[:, None, keys] <= at[:, queries, None]
+            if sight.window:
+                seen &= to[:, None, keys] > at[:, queries, None] - sight.window
             if at_documents is not None and to_documents is not None:
                 seen &= to_documents[:, None, keys] == at_documents[:, queries, None]
             if not seen.is_cpu or bool(seen.any()):

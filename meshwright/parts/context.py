@@ -59,11 +59,13 @@ def context_kept(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_di
         yield Kept("copied heads", 2 * each * (dealt - kv))
 
 
-def context_working(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int) -> float:
+def context_working(
+    at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int, window: bool = False
+) -> float:
     """Returns the bytes that merging blocks takes for a moment, in backward: the gradient of the queries so far, wide,
     and of one block; of gathered keys and values a copy in order and their gradients, wide."""
     n = _exchanging(at)
-    if at.size("cp") == n and not batch.documents:
+    if at.size("cp") == n and not (batch.documents or window):
         return 0.0  # whole sequences, by one kernel
     each = batch.tokens(at) * head_dim
     keys = 2.0 * each * max(kv, n if n > 1 else 0)

@@ -170,6 +170,7 @@ class AttentionPart(Part):
     causal: bool = True  # whether a token sees only those before it
     scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
     biased: bool = False  # whether a learned bias is added to the scores
+    window: int = 0  # tokens that one sees, itself included; 0: all before it
 
     @property
     def core_dim(self) -> int:
@@ -234,8 +235,8 @@ class AttentionPart(Part):
         ]
         rotary = 2.0 * tokens * (heads + kv) * d * batch.element if self.rope else 0.0
         if kernels.fused_attention:
-            # Scores and mix: 4 s^2 d per head, or half of it for the lower triangle.
-            core = (2.0 if self.causal else 4.0) * batch.sequences * heads * d * batch.seq * (batch.seq / cp)
+            # Scores and mix: 4 d for each pair of a query and a key that it sees.
+            core = 4.0 * batch.sequences * heads * d * self.pairs(batch.seq) / cp
             return Work(tuple(products), core, rotary, kernels=10)
         s, count = batch.seq, batch.sequences * heads
         products += [
@@ -246,6 +247,14 @@ class AttentionPart(Part):
         passes = 2 * batch.element + ((2 * batch.element + 1) if self.dropout else 0)
         softmax = float(count * (s // cp) * s * passes)
         return Work(tuple(products), 0.0, rotary, softmax, kernels=16)
+
+    def pairs(self, seq: int) -> float:
+        """Returns the pairs of a query and a key in a sequence, where a diagonal counts half: all, or those of the
+        lower triangle, without the triangle that lies beyond the window."""
+        if not self.causal:
+            return float(seq * seq)
+        beyond = max(0, seq - self.window) if self.window else 0
+        return (seq * seq - beyond * beyond) / 2
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
         yield from column_calls(at, batch, self.hidden)
@@ -292,7 +301,7 @@ class AttentionPart(Part):
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         if kernels.own and at.size("cp") > 1:
-            return context_working(at, batch, *self.own_heads(at), self.core_dim)
+            return context_working(at, batch, *self.own_heads(at), self.core_dim, bool(self.window))
         if kernels.own and kernels.fused_attention and self._in_tiles(batch, kernels.host):
             tile = float(batch.sequences * min(TILE_ROWS, batch.seq) * batch.seq)
             if not kernels.host:
@@ -302,7 +311,8 @@ class AttentionPart(Part):
 
     def _in_tiles(self, batch: MicroBatch, host: bool) -> bool:
         """Whether rows go through the core some at a time, for want of a kernel that knows dropout."""
-        return bool(self.dropout) and not self.biased and (host or (batch.documents and self.causal))
+        masked = self.causal and (batch.documents or self.window > 0)
+        return bool(self.dropout) and not self.biased and (host or masked)
 
 
 def vocabulary_rows(vocab: int, at: Coordinate) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from meshwright.config.sections import ModelConfig
 from meshwright.models.description import describe
@@ -17,48 +18,54 @@ def unit_work(unit: Unit, at: Coordinate, batch: MicroBatch, kernels: Kernels) -
     return unit.work(at, batch, kernels)
 
 
-def _sequence_flops(units: Iterable[tuple[Unit, int]], seq: int) -> tuple[float, float]:
-    """Returns the forward FLOPs of one sequence: products with weights, and attention's core over what is seen: of a
-    causal model one half."""
-    products = core = 0.0
+class SequenceFlops(NamedTuple):
+    """The forward FLOPs of one sequence: products with weights, attention's core over what is seen, and the same with
+    the half that causal attention does not see, which is usually counted too. What a window leaves out is in none."""
+
+    products: float
+    seen: float
+    whole: float
+
+
+def _sequence_flops(units: Iterable[tuple[Unit, int]], seq: int, causal: bool) -> SequenceFlops:
+    products = seen = whole = 0.0
     for unit, count in units:
         work = unit_work(unit, ALONE, MicroBatch(1, seq), Kernels())
         products += count * sum(product.flops for product in work.products)
-        core += count * work.attention_flops
-    return products, core
+        seen += count * work.attention_flops
+        windowed = any(getattr(part, "window", 0) for _, _, part in unit.parts)
+        whole += count * work.attention_flops * (2 if causal and not windowed else 1)
+    return SequenceFlops(products, seen, whole)
 
 
 @lru_cache(maxsize=256)
-def _model_sequence(model: ModelConfig) -> tuple[tuple[float, float], tuple[float, float]]:
+def _model_sequence(model: ModelConfig) -> tuple[SequenceFlops, float]:
+    """Returns the FLOPs of the blocks and of the head."""
     # A capacity leaves places empty or drops rows; a model's FLOPs are those of all choices.
     described = describe(replace(model, experts=replace(model.experts, capacity=None)))
-    return _sequence_flops(described.kinds, model.seq), _sequence_flops([(described.head, 1)], model.seq)
+    head = _sequence_flops([(described.head, 1)], model.seq, False).products
+    return _sequence_flops(described.kinds, model.seq, described.causal), head
 
 
 def model_flops(model: ModelConfig, tokens: float, causal: bool = False) -> float:
     """Returns the forward and backward FLOPs of `tokens` tokens, nothing recomputed; attention in full or `causal`."""
-    (products, core), (head, _) = _model_sequence(model)
-    return 3.0 * (products + core * _whole(model, causal) + head) * tokens / model.seq
-
-
-def _whole(model: ModelConfig, causal: bool) -> int:
-    """What attention's core is multiplied by: 2 where the half that a causal model does not see is counted too."""
-    return 1 if causal or not describe(model).causal else 2
+    blocks, head = _model_sequence(model)
+    return 3.0 * (blocks.products + (blocks.seen if causal else blocks.whole) + head) * tokens / model.seq
 
 
 def recomputed_flops(model: ModelConfig, tokens: float, recompute: str, causal: bool = False) -> float:
     """Returns what recomputation adds to `model_flops`: attention's core with `selective`, all blocks with `full` and
     with `every:N`, which keeps every N-th input."""
-    (products, core), _ = _model_sequence(model)
-    core *= _whole(model, causal)
-    again = {"none": 0.0, "selective": core}.get(recompute, products + core)
+    blocks, _ = _model_sequence(model)
+    core = blocks.seen if causal else blocks.whole
+    again = {"none": 0.0, "selective": core}.get(recompute, blocks.products + core)
     return again * tokens / model.seq
 
 
 def head_worth(model: ModelConfig) -> float:
     """Returns how many of a model's layers have as many FLOPs as its output layer."""
-    (products, core), (head, _) = _model_sequence(model)
-    return head / ((products + core) / model.layers)
+    blocks, head = _model_sequence(model)
+    return head / ((blocks.products + blocks.seen) / model.layers)
 
 
 def balanced_split(model: ModelConfig, stages: int) -> tuple[int, ...]:

@@ -50,6 +50,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("GlmConfig", {**LLAMA, "pad_token_id": 0}),
     "glm-no-bias": ("GlmConfig", {**LLAMA, "pad_token_id": 0, "head_dim": 16, "attention_bias": False}),
     "mistral": ("MistralConfig", {**LLAMA, "sliding_window": 96}),
+    "mistral-window": ("MistralConfig", {**LLAMA, "sliding_window": 11}),
+    "qwen2-window": (
+        "Qwen2Config",
+        {**LLAMA, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+    ),
+    "qwen3-window": (
+        "Qwen3Config",
+        {**LLAMA, "num_hidden_layers": 3, "head_dim": 16, "use_sliding_window": True, "sliding_window": 9,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
     "gpt-neox": ("GPTNeoXConfig", {**SIZES, "intermediate_size": 48, "max_position_embeddings": 96}),
     "gpt-neox-in-series": (
         "GPTNeoXConfig",

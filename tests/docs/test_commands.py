@@ -1,5 +1,5 @@
-"""Every command of the tutorial, the how-tos and the README is executed, as a person would type it, in an empty folder;
-and the wheel works where nothing else of the project is."""
+"""Every command of the tutorial, the how-tos, the concepts and the README is executed, as a person would type it, in an
+empty folder, and makes the figures that the pages show; and the wheel works where nothing else of the project is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from tests.docs.pages import PAGES, ROOT, blocks, commands
 
 pytestmark = pytest.mark.wide
-EXECUTED = [page for page in PAGES if page.name == "tutorial.md" or page.parent.name == "how-to"]
+EXECUTED = [page for page in PAGES if page.name == "tutorial.md" or page.parent.name in ("how-to", "concepts")]
 PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b|\.\.\.|\[|CONFIG|\bMODEL\b|\bRUN\b|\bDIR\b|\bN\b")
 
 
@@ -54,6 +54,8 @@ def test_a_page_can_be_followed(page: Path, tmp_path: Path, shell: dict[str, str
         elif block.is_output:
             for line in block.text.splitlines():
                 assert line.strip() in said, f"the page promises '{line}', and the command said:\n{said[-3000:]}"
+    for figure in re.findall(r"!\[[^\]]*\]\(([^)]+\.svg)\)", page.read_text(encoding="utf-8")):
+        assert (folder / figure).read_text() == (page.parent / figure).read_text(), f"{figure}: make it again"
 
 
 def test_the_readme_commands_run(tmp_path: Path, shell: dict[str, str]) -> None:

@@ -19,9 +19,8 @@ def drawn(given: list[Piece], queries: int, keys: int) -> np.ndarray[Any, Any]:
         for part in piece.split():
             shape = (part.bottom - part.top, part.right - part.left)
             assert min(shape) > 0 and (part.square or not part.causal)
-            counts[part.top : part.bottom, part.left : part.right] += (
-                np.tri(*shape, dtype=np.int64) if part.causal else 1
-            )
+            seen = np.tri(*shape, dtype=np.int64) if part.causal else np.ones(shape, np.int64)
+            counts[part.top : part.bottom, part.left : part.right] += seen[::-1, ::-1] if part.backwards else seen
     return counts
 
 
@@ -37,8 +36,9 @@ def cases(order: str) -> list[tuple[int, RowTable, np.ndarray[Any, Any] | None]]
     return found
 
 
+@pytest.mark.parametrize("window", [0, 1, 3, 7, 40])
 @pytest.mark.parametrize("order", ORDERS)
-def test_pieces_cover_what_is_visible_once(order: str) -> None:
+def test_pieces_cover_what_is_visible_once(order: str, window: int) -> None:
     """Between all ranks, and from each rank to all rows in their natural order or, where rows are dealt in stripes, in
     the ranks' order."""
     unsaid = total = 0
@@ -47,11 +47,13 @@ def test_pieces_cover_what_is_visible_once(order: str) -> None:
         for queries in map(table.held, range(ranks)):
             for keys in [*map(table.held, range(ranks)), every]:
                 documents = [None if numbers is None else numbers[x] for x in (queries, keys)]
-                found, total = pieces(queries, keys, *documents), total + 1
+                found, total = pieces(queries, keys, *documents, window), total + 1
                 if found is None:
                     unsaid += 1
                     continue
                 seen = keys[None] <= queries[:, None]
+                if window:
+                    seen &= keys[None] > queries[:, None] - window
                 if numbers is not None:
                     seen &= numbers[keys][None] == numbers[queries][:, None]
                 np.testing.assert_array_equal(drawn(found, *seen.shape), seen)
@@ -74,6 +76,14 @@ def test_each_step_of_a_zigzag_ring_is_one_piece() -> None:
         [Piece(8, 16, 0, 16, False)], [Piece(8, 16, 0, 16, False)],
     ]  # fmt: skip
     assert pieces(table.held(1), np.arange(64)) == [Piece(0, 8, 0, 16, True), Piece(8, 16, 0, 56, True)]
+
+
+def test_a_window_is_two_triangles_for_each_of_its_lengths() -> None:
+    assert pieces(np.arange(12), np.arange(12), window=4) == [
+        Piece(0, 4, 0, 4, True),
+        Piece(4, 7, 1, 4, True, True), Piece(4, 8, 4, 8, True),
+        Piece(8, 11, 5, 8, True, True), Piece(8, 12, 8, 12, True),
+    ]  # fmt: skip
 
 
 def test_rows_without_runs_are_left_to_a_mask() -> None:

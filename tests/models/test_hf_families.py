@@ -17,6 +17,7 @@ from meshwright.models.hf.family import model_section, same_function
 from meshwright.models.hf.rows import SourceRows
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 61, "seq": 64}
+SLIDING = {"use_sliding_window": True, "sliding_window": 32}
 LLAMA: dict[str, Any] = {
     **SIZES, "norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "kv_heads": 2, "ffn": 48,
 }  # fmt: skip
@@ -108,8 +109,8 @@ def test_a_family_that_was_asked_for_must_fit() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("mistral", {"sliding_window": 32}, "looks back 32 tokens.*--seq 32"),
-        ("qwen2", {"sliding_window": 32, "use_sliding_window": True}, "looks back 32 tokens"),
+        ("qwen2", {**SLIDING, "layer_types": ["full_attention"]}, "layer_types .* each of 2 layers"),
+        ("qwen2", {**SLIDING, "max_window_layers": "x"}, "max_window_layers='x'"),
         ("opt", {"word_embed_proj_dim": 16}, "embedding is projected"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
@@ -126,7 +127,6 @@ def test_a_family_that_was_asked_for_must_fit() -> None:
         ("qwen3_moe", {"decoder_sparse_step": 0}, "model.experts.every=0 must be greater than zero"),
         ("qwen3_moe", {"num_experts": 0}, "model.experts.count=0, which no qwen3_moe has"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "top_k=9 is more than model.experts.count=8"),
-        ("mixtral", {"sliding_window": 32}, "looks back 32 tokens"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "fewer key-value heads than heads"),
@@ -228,10 +228,32 @@ def test_a_shorter_context() -> None:
     config |= {"max_position_embeddings": 8192}
     assert mistral.model_of(config | {"sliding_window": None}).seq == 8192
     del config["sliding_window"]
-    with pytest.raises(UserError, match="looks back 4096 tokens.*--seq 4096"):
-        mistral.model_of(config)
+    assert mistral.model_of(config).window == 4096  # as transformers takes it
     with pytest.raises(UserError, match="table of 64 learned positions"):
         gpt2.model_of(gpt2.config_of(model_section(SECTIONS["gpt2"])), seq=32)
+
+
+def test_windows_and_the_blocks_that_have_them() -> None:
+    qwen2, mistral = FAMILIES["qwen2"], FAMILIES["mistral"]
+    section = SECTIONS["qwen2"] | {"layers": 6, "window": 32}
+    config = qwen2.config_of(model_section(section | {"window_pattern": [1, 1, 0]}))
+    assert config["layer_types"] == (["sliding_attention"] * 2 + ["full_attention"]) * 2
+    assert (config["use_sliding_window"], config["sliding_window"], config["max_window_layers"]) == (True, 32, 0)
+    found = qwen2.model_of(config)
+    assert (found.window, found.window_pattern) == (32, (1, 1, 0))
+    assert [found.window_of(layer) for layer in range(6)] == [32, 32, 0, 32, 32, 0]
+    del config["layer_types"]
+    model = qwen2.model_of(config | {"max_window_layers": 4})
+    assert model.window_pattern == (0, 0, 0, 0, 1, 1) and qwen2.model_of(config).window_pattern == ()
+    assert qwen2.model_of(config | {"max_window_layers": 6}).window == 0
+    assert qwen2.model_of(config | {"use_sliding_window": False}).window == 0
+    assert not qwen2.model_of(config, seq=32).windowed  # it holds a whole sample
+    plain = qwen2.config_of(model_section(SECTIONS["qwen2"] | {"layers": 6}), config)
+    assert plain["use_sliding_window"] is False and "layer_types" not in plain
+    model = model_section(SECTIONS["mistral"] | {"window": 32})
+    assert family_for(model).model_type == "mistral" and mistral.config_of(model)["sliding_window"] == 32
+    with pytest.raises(UserError, match="a mistral can't have .*model.window_pattern"):
+        family_for(model_section(SECTIONS["mistral"] | {"window": 32, "window_pattern": [1, 0]}), "mistral")
 
 
 def test_configs_of_transformers_5() -> None:

@@ -54,8 +54,10 @@ def made(queries: int, keys: int, heads: int, kv: int, documents: bool, runs: bo
     return q, tensor(kv, keys, DIM), tensor(kv, keys, DIM), grad, at, to
 
 
-def visible(at: Rows, to: Rows) -> Tensor:
+def visible(at: Rows, to: Rows, window: int = 0) -> Tensor:
     seen = to.numbers[:, None, :] <= at.numbers[:, :, None]
+    if window:
+        seen &= to.numbers[:, None, :] > at.numbers[:, :, None] - window
     if at.documents is not None and to.documents is not None:
         seen = seen & (to.documents[:, None, :] == at.documents[:, :, None])
     return torch.from_numpy(seen)[:, None]
@@ -72,26 +74,27 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, sight: Sight, grad: Tensor, out: 
     return [dq, *attend_backward(q, k, v, sight, grad, out, sums, dq)]
 
 
-def naive(q: Tensor, k: Tensor, v: Tensor, at: Rows, to: Rows) -> tuple[Tensor, Tensor]:
+def naive(q: Tensor, k: Tensor, v: Tensor, at: Rows, to: Rows, window: int = 0) -> tuple[Tensor, Tensor]:
     """Plain softmax attention with all scores at once; a row without a key gives 0 and -inf."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    seen = visible(at, to)
+    seen = visible(at, to, window)
     scores = (q @ k.transpose(-1, -2) / DIM**0.5).masked_fill(~seen, -torch.inf)
     some = seen.any(-1, keepdim=True)
     return torch.where(seen, scores.masked_fill(~some, 0.0).softmax(-1), 0.0) @ v, scores.detach().logsumexp(-1)
 
 
+@pytest.mark.parametrize("window", [0, 3, 6])
 @pytest.mark.parametrize("runs", [False, True], ids=["tiles", "pieces"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_blocks_are_attention(case: tuple[Any, ...], runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_attention(case: tuple[Any, ...], runs: bool, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results, log-sums and all gradients; queries that see no key get 0, -inf and no gradient."""
     monkeypatch.setattr(tiles, "TILE", case[-1])
     monkeypatch.setattr("meshwright.layout.pieces.FEW", 8 if runs else 0)
     q, k, v, grad, at, to = made(*case[:-1], runs)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected, sums = naive(*leaves, at, to)
+    expected, sums = naive(*leaves, at, to, window)
     expected.backward(grad)
-    sight = Sight(at, to, CPU)
+    sight = Sight(at, to, CPU, window)
     assert (sight.pieces is not None) == runs
     out, log_sum = found_by(q, k, v, sight)
     torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-13)
@@ -99,7 +102,7 @@ def test_blocks_are_attention(case: tuple[Any, ...], runs: bool, monkeypatch: py
     found = gradients(q, k, v, sight, grad, out, log_sum)
     for mine, leaf in zip(found, leaves, strict=True):
         torch.testing.assert_close(mine, leaf.grad, rtol=1e-11, atol=1e-12)
-    blind = ~visible(at, to).any(-1).expand(log_sum.shape)
+    blind = ~visible(at, to, window).any(-1).expand(log_sum.shape)
     assert bool(blind.any()) == (at is not to), "the cases have rows without a key, and rows that all see themselves"
     assert (log_sum[blind] == -torch.inf).all() and not out[blind].any() and not found[0][blind].any()
 
@@ -181,8 +184,8 @@ def test_no_tensor_of_all_scores_is_ever_made(documents: bool, runs: bool, monke
     assert plain.most >= seq * seq, "the watcher sees such a tensor where there is one"
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_documents_in_one_sequence_are_attention(compiled: bool) -> None:
+@pytest.mark.parametrize(("compiled", "window"), [(False, 0), (True, 0), (False, 5), (False, 23)])
+def test_documents_in_one_sequence_are_attention(compiled: bool, window: int) -> None:
     """Result and gradients equal those of a mask, for any number of documents, also when compiled once for all."""
     function = torch.compile(document_attention, fullgraph=True) if compiled else document_attention
     random = torch.Generator().manual_seed(5)
@@ -194,7 +197,7 @@ def test_documents_in_one_sequence_are_attention(compiled: bool) -> None:
         segments = torch.randint(0, documents, (2, 24), generator=random).sort(1)[0].numpy()
         rows = Rows(np.arange(24)[None].repeat(2, 0), segments)
         leaves, plain = ([x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2))
-        out, expected = function(*leaves, Documents.of(segments, CPU)), naive(*plain, rows, rows)[0]
+        out, expected = function(*leaves, Documents.of(segments, CPU), window), naive(*plain, rows, rows, window)[0]
         out.backward(grad)
         expected.backward(grad)
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)

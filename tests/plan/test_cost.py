@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 
 from meshwright.cli.main import main
 from meshwright.errors import UserError
+from meshwright.layout.pieces import pieces
 from meshwright.models.description import describe
+from meshwright.parts.gpt import AttentionPart
 from meshwright.parts.part import parameter_count
 from meshwright.plan.activations import in_flight, micro_batches_to_steady_state
 from meshwright.plan.cluster import FOLDER, cluster_from, known_clusters, load_cluster
@@ -275,3 +278,18 @@ def test_mistakes_are_one_sentence(words: list[str], sentence: str, capsys: pyte
     assert main(words) == 2
     text = capsys.readouterr().err
     assert sentence in text and text.count("\n") == 1 and "Traceback" not in text
+
+
+def test_attention_counts_the_pairs_that_are_seen() -> None:
+    """Of a window, those of the pieces that kernels compute, where a diagonal counts half."""
+    model = target_of("llama2-7b", ["model.window=1000", "model.window_pattern=[1,0]"], as_run=False).config.model
+    windowed, full = (part for block in describe(model).blocks[:2] for _, _, part in block.parts
+                      if isinstance(part, AttentionPart))  # fmt: skip
+    assert (windowed.window, full.window) == (1000, 0)
+    rows = np.arange(model.seq)
+    for part in (windowed, full):
+        counted = sum(piece.pairs for piece in pieces(rows, rows, window=part.window) or ())
+        assert part.pairs(model.seq) == counted - (part.window or model.seq) / 2
+    plain = replace(model, window=0, window_pattern=())
+    left_out = 12 * model.hidden * (full.pairs(4096) - windowed.pairs(4096)) * model.layers / 2
+    assert model_flops(plain, 4096, causal=True) - model_flops(model, 4096, causal=True) == pytest.approx(left_out)

@@ -71,7 +71,7 @@ def test_rows_that_look_the_same_are_shown_once(here: Path, capsys: pytest.Captu
 
 def test_cost_asks_for_a_batch(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cost", "llama3-70b", "--cluster", "h100-80g-dgx", "--devices", "256", "--layout", "tp=8,pp=4"]) == 2
-    assert "add train.global_batch=N" in capsys.readouterr().err
+    assert "add --global-batch N" in capsys.readouterr().err
     assert main(["cost", "own.yaml", *WHERE, "train.global_batch=64"]) == 0
 
 

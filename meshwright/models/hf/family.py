@@ -21,6 +21,7 @@ from meshwright.layout.params import ParamRecord
 from meshwright.models.description import describe
 from meshwright.models.hf.rotary import PART, read_length, read_rotary, write_rotary
 from meshwright.models.hf.rows import Mapped, SourceRows, by_head, heads_in_pairs, in_order, in_pairs
+from meshwright.models.hf.window import TYPES, read_window, write_window
 from meshwright.parts.part import ALONE
 
 HFConfig = dict[str, Any]
@@ -49,6 +50,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     window: str = ""
     window_switch: str = ""
+    window_layers: bool = False
     dense_layers: str = ""
     extra_layers: str = ""
     decoder_layers: str = ""
@@ -82,6 +84,8 @@ class Family:
         if "rope_theta" in self.keys:
             fraction = self.keys.get("rotary_fraction", (None,))[0]
             found |= read_rotary(config, self.keys["rope_theta"][0], fraction)
+        if self.window:
+            found |= read_window(config, self.window, self.window_switch, self.window_layers, found["layers"])
         if seq:
             if found["position"] == "learned" and seq != found["seq"]:
                 raise UserError(f"--seq {seq} can't change a table of {found['seq']} learned positions: leave it out")
@@ -90,13 +94,6 @@ class Family:
         if misfits := self.misfits(model):
             words = " and ".join(f"model.{each}" for each in misfits)
             raise UserError(f"config.json asks for {words}, which no {self.model_type} has here: import another model")
-        looks_back = self.window and (not self.window_switch or config.get(self.window_switch))
-        window = read_length(config, self.window) if looks_back else None
-        if window is not None and model.seq > window:
-            raise UserError(
-                f"attention of this model looks back {window} tokens, and over its context of {model.seq} that "
-                f"can't be computed here: import it with --seq {window} or less"
-            )
         return model
 
     def _completed(self, config: HFConfig) -> HFConfig:
@@ -174,6 +171,8 @@ class Family:
             written[self.keys["layers"][0]] = model.t5.encoder_layers
             written[self.decoder_layers] = model.layers - model.t5.encoder_layers
         written |= {name: None for name in NONE_IF_NULL if written.get(name) == 0}
+        if self.window:
+            written |= write_window(model, self.window, self.window_switch, self.window_layers)
         if self.dense_layers:
             written[self.dense_layers] = list(range(model.experts.first_dense))
         written |= dict(self.demands) | dict(self.writes)
@@ -184,7 +183,7 @@ class Family:
         if self.activations:
             written[self.activation_key] = next(word for word, ours in self.activations.items() if ours == model.mlp)
         if base is not None:
-            replaced = {"rope_parameters", *self.aliases}
+            replaced = {"rope_parameters", TYPES, *self.aliases}
             return {key: value for key, value in base.items() if key not in replaced} | written
         written |= {name: value_of(model, ours) for name, ours in self.dropouts.items()}
         known = self.architectures.items()
