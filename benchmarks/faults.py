@@ -1,8 +1,8 @@
 """What the checks of `faults` cost at their defaults, as a share of a step; and whether a healthy run is left alone.
 
 Two trainers of the same model take turns, step by step in one process, one with the checks of bad steps and one
-without, so that noise affects both equally. The comparison of replicas is timed alone, over all weights and states, and
-divided by the steps between two of them.
+without, so that noise affects both equally; what counts is the processor's time. The comparison of replicas is timed
+alone, over all weights and states, and divided by the steps between two of them.
 
     python benchmarks/faults.py                      # overheads, on one CPU core
     python benchmarks/faults.py --healthy 2000       # a run of so many steps on two ranks: counts what is noted of it
@@ -54,12 +54,12 @@ def overheads(args: argparse.Namespace) -> dict[str, Any]:
     times: dict[str, list[float]] = {"checked": [], "plain": []}
     for step in range(args.steps + 2):
         for name in ("checked", "plain") if step % 2 else ("plain", "checked"):
-            begin = time.perf_counter()
+            begin = time.process_time()
             if name == "checked":
                 guard.settle(checked.step(), checked.step)
             else:
                 plain.step()
-            times[name] += [time.perf_counter() - begin] if step > 1 else []
+            times[name] += [time.process_time() - begin] if step > 1 else []
     middle = {name: statistics.median(each) for name, each in times.items()}
     ratios = [a / b for a, b in zip(times["checked"], times["plain"], strict=True)]
     tensors = [x for state in checked.optimizer.tensors() for values in state.tensors for x in tensors_of(values)]
