@@ -22,7 +22,7 @@ DISTRIBUTED = {
     },
     "train/pretrain.py": {"is_initialized"},
     "dryrun/stand_ins.py": {"init_process_group", "destroy_process_group"},
-    "train/launch.py": {"elastic", "launcher", "TCPStore"},
+    "train/launch.py": {"elastic", "launcher", "TCPStore", "DistError"},
 }  # fmt: skip
 
 # A room imports only from rooms below it. `data` needs only the errors and the reader of JSON; `show` is given

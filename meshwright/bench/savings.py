@@ -11,9 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from meshwright.comm.group import DONE, Group, Pending
 from meshwright.comm.mesh import Mesh
 from meshwright.config.comm import EmulateConfig
 from meshwright.config.sections import Config
@@ -25,6 +23,7 @@ from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import Job
 from meshwright.plan.savings import Figures, Technique, calibrated, with_links
 from meshwright.sharding.algorithms import GatherToOne
+from meshwright.sharding.compression.making import summed
 from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
@@ -119,30 +118,6 @@ def own_compute(job: Job, measured_s: float, cluster: Cluster) -> Cluster:
     return calibrated(cluster, predict_cost(job, with_links(cluster, fast, job.node_size)).step_s, measured_s)
 
 
-class Nobody:
-    """Stands for a group whose other ranks send what this one sends, at once: what is left is making messages."""
-
-    alone = False
-
-    def __init__(self, group: Group) -> None:
-        self.size, self.index = group.size, group.index
-
-    def all_reduce(self, x: Tensor, op: str = "sum", wait: bool = True) -> Pending:
-        return DONE
-
-    def all_to_all(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
-        out.copy_(x)
-        return DONE
-
-    def all_gather(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
-        out.copy_(x.expand_as(out))
-        return DONE
-
-    def reduce_scatter(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
-        out.copy_(x.view(self.size, -1)[self.index])
-        return DONE
-
-
 def making_seconds(trainer: Trainer) -> float:
     """Returns the seconds per step that a rank needs to make and read compressed messages, which the planner does not
     know: measured without any link, while all ranks do the same."""
@@ -154,13 +129,8 @@ def making_seconds(trainer: Trainer) -> float:
     mesh.world.agreed(0.0, device)
     begin, pendings = time.perf_counter(), []
     for bucket in (bucket for bucket in parallel.buckets if bucket.buffer.key.compressed):
-        shards, replicas = parallel.groups(bucket.buffer)
         grads = torch.zeros(bucket.stop - bucket.start, dtype=bucket.own_grads.dtype).normal_()
-        if bucket.stage:
-            out = torch.empty_like(bucket.own_grads)
-            pendings.append(reducer.reduce_scatter(bucket, out, grads, Nobody(shards)))  # type: ignore[arg-type]
-        else:
-            pendings.append(reducer.all_reduce(bucket, grads, Nobody(replicas)))  # type: ignore[arg-type]
+        pendings.append(summed(reducer, bucket, grads, *parallel.groups(bucket.buffer), links=False))
     for pending in pendings:
         pending.wait()
     times_per_step = trainer.micro_batches if config.zero.stage >= 2 else 1

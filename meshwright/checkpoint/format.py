@@ -224,7 +224,7 @@ def read_index(folder: Path) -> Index:
     if value.pop("crc32", None) != zlib.crc32(head):
         raise DamagedCheckpoint(f"{path} is damaged (wrong checksum): use another checkpoint")
     try:
-        index = _index_of(value)
+        index = index_of(value)
     except ValueError as error:
         raise DamagedCheckpoint(f"{path} is no whole index ({error}): use another checkpoint") from None
     for path, size in ((folder / name, size) for name, size in index.files.items()):
@@ -236,7 +236,7 @@ def read_index(folder: Path) -> Index:
     return index
 
 
-def _index_of(value: dict[str, Any]) -> Index:
+def index_of(value: dict[str, Any]) -> Index:
     """Builds an index from JSON, and checks all of it, so that nobody who reads it has to. Raises ValueError."""
     kinds = get_type_hints(Index)
     if strange := sorted(kinds.keys() ^ value.keys()):

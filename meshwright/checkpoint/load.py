@@ -29,9 +29,9 @@ OPEN_FILES = 16
 class Reader:
     """The tensors of one checkpoint, read by boxes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, index: Index | None = None) -> None:
         self.folder = folder
-        self.index: Index = fmt.read_index(folder)
+        self.index: Index = index or fmt.read_index(folder)
         self.states = {name.split("/", 1)[0] for name in self.index.tensors}  # param, and what its optimizer kept
         self._blocks: dict[str, list[SavedBlock]] = {}
         for block in self.index.blocks:
@@ -45,7 +45,7 @@ class Reader:
             return self._last[1]
         path = self.folder / block.file
         try:
-            values = self._open(block.file).get(block.key)
+            values = self._values(block)
         except (ValueError, OSError) as error:
             raise DamagedCheckpoint(f"{path} can't be read ({error}): use another checkpoint") from None
         wanted = (block.shape, self.index.tensors[block.tensor]["dtype"])
@@ -53,6 +53,12 @@ class Reader:
             raise DamagedCheckpoint(f"{path} is damaged in {block.tensor} (wrong checksum): use another checkpoint")
         self._last = (block, values)
         return values
+
+    def close(self) -> None:
+        """Lets go of what was opened; mapped files go by themselves."""
+
+    def _values(self, block: SavedBlock) -> Tensor:
+        return self._open(block.file).get(block.key)
 
     def _open(self, name: str) -> TensorFile:
         if name not in self._files:

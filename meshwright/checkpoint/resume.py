@@ -17,6 +17,8 @@ from meshwright.checkpoint.companions import check_tokenizer
 from meshwright.checkpoint.contract import Checkpointed
 from meshwright.checkpoint.format import find_checkpoint
 from meshwright.checkpoint.load import Reader, complete_load, read_into
+from meshwright.checkpoint.memory_copy import Keepers, MemoryReader, newest_whole
+from meshwright.comm.group import CommError
 from meshwright.config.load import flat, to_mapping
 from meshwright.config.sections import TRAINING_KEYS
 from meshwright.errors import UserError, notice
@@ -32,8 +34,9 @@ SAMPLES = (
 )  # fmt: skip
 
 
-def resume(trainer: Checkpointed, source: str | None) -> None:
-    """Loads what this run continues from. Every rank calls it, and all load the same checkpoint or none.
+def resume(trainer: Checkpointed, source: str | None) -> str:
+    """Loads what this run continues from, and returns where that was: `disk` or `memory`. Every rank calls it, and all
+    load the same checkpoint or none.
 
     A damaged checkpoint is passed over, with a warning, for the one before it. A run that was begun from another
     one's weights continues from its own checkpoints when it is started again; so do ranks after one of them died.
@@ -44,54 +47,78 @@ def resume(trainer: Checkpointed, source: str | None) -> None:
         if not fmt.was_restarted():
             with suppress(OSError):
                 (folder / WENT_BACK).unlink()
-    begun, own, steps = _chosen(trainer, folder, source)
-    if begun:
+    begun, own, kept, steps = _chosen(trainer, folder, source)
+    from_memory = kept > 0 and _from_memory(trainer, kept, bool(steps))
+    if begun and not from_memory:
         _newest(trainer, folder, steps)
-    elif source is not None:
-        damage = _attempt(trainer, partial(_named, source, steps), model_only=not own)
+    elif source is not None and not begun:
+        damage = _attempt(trainer, lambda: Reader(_named(source, steps)), model_only=not own)
         if damage is not None:
             raise damage
     if trainer.writes:
-        _say_where(trainer, source, begun or own)
+        _say_where(trainer, source, begun or own, from_memory)
         try:
             fmt.set_aside(folder, trainer.step_number)
             if own:
                 fmt.write_json(folder / WENT_BACK, {"job": fmt.job_name(), "source": source})
         except OSError as error:
             raise UserError(f"{folder} can't be written: {error.strerror}") from None
+    return "memory" if from_memory else "disk"
 
 
-def _say_where(trainer: Checkpointed, source: str | None, continues: bool) -> None:
+def _say_where(trainer: Checkpointed, source: str | None, continues: bool, from_memory: bool) -> None:
     """All that was read was checked against its checksums."""
     config, step = trainer.ctx.config, trainer.step_number
     if continues and step:
-        notice(f"continues {config.run.dir} from step {step} of {config.train.steps}, checkpoint verified")
+        what = "copy in memory" if from_memory else "checkpoint"
+        notice(f"continues {config.run.dir} from step {step} of {config.train.steps}, {what} verified")
     elif source is not None and not continues:
         notice(f"begins {config.run.dir} with the weights of {source}, checkpoint verified")
 
 
-def _chosen(trainer: Checkpointed, folder: Path, source: str | None) -> tuple[bool, bool, list[int]]:
-    """Returns whether the run continues from its own newest checkpoint, whether `source` is its own, and the steps to
-    try. The rank that writes looks and tells the others, since a network disk, or a run that is still being written,
-    may look different to each rank."""
+def _from_memory(trainer: Checkpointed, step: int, or_disk: bool) -> bool:
+    """Loads the copy of a step that keepers hold; False, with a warning, if it can't be used. Where there is none on
+    disk either, the ranks must start anew: this one's state may be half of the copy's."""
+    keepers = Keepers.known()
+
+    def located() -> Reader:
+        if keepers is None:
+            raise fmt.DamagedCheckpoint("this rank knows of no keepers")
+        return MemoryReader(keepers, step)
+
+    damage = _attempt(trainer, located, model_only=False)
+    if damage is not None and not or_disk:
+        raise CommError(f"the copy of step {step} in memory was lost while it was loaded, and none is on disk")
+    if damage is not None and trainer.writes:
+        notice(f"meshwright: warning: the copy of step {step} in memory can't be used: the run goes back to the disk")
+    return damage is None
+
+
+def _chosen(trainer: Checkpointed, folder: Path, source: str | None) -> tuple[bool, bool, int, list[int]]:
+    """Returns whether the run continues from its own newest checkpoint, whether `source` is its own, the step of a
+    newer copy in memory (0: there is none), and the steps on disk to try. The rank that writes looks and tells the
+    others, since a network disk, or a run that is still being written, may look different to each rank."""
     error: UserError | None = None
     found: list[int] = []
     if trainer.writes:
         try:
             found = _candidates(folder, source)
+            keepers = Keepers.known() if found[0] and fmt.was_restarted() else None
+            kept = newest_whole(keepers) if keepers else 0
+            found.insert(2, kept if kept > max(found[2:], default=0) else 0)
         except UserError as caught:
-            error, found = caught, [-1, 0]
+            error, found = caught, [-1, 0, 0]
         except OSError as caught:
-            error, found = UserError(f"{source or folder} can't be read: {caught.strerror}"), [-1, 0]
+            error, found = UserError(f"{source or folder} can't be read: {caught.strerror}"), [-1, 0, 0]
     device, world = trainer.ctx.device.torch, trainer.ctx.mesh.world
     size = torch.tensor([len(found)]).to(device)
     world.all_reduce(size)
     told = torch.tensor(found or [0] * int(size.item())).to(device)
     world.all_reduce(told)
-    begun, own, *steps = told.tolist()
+    begun, own, kept, *steps = told.tolist()
     if begun < 0:
         raise error if error is not None else SystemExit(2)
-    return bool(begun), bool(own), steps
+    return bool(begun), bool(own), kept, steps
 
 
 def _candidates(folder: Path, source: str | None) -> list[int]:
@@ -139,7 +166,7 @@ def _named(source: str, steps: list[int]) -> Path:
 
 def _newest(trainer: Checkpointed, folder: Path, steps: list[int]) -> None:
     for number, step in enumerate(steps):
-        damage = _attempt(trainer, partial(Path, folder, fmt.folder_name(step)), model_only=False)
+        damage = _attempt(trainer, partial(Reader, folder / fmt.folder_name(step)), model_only=False)
         if damage is None:
             return
         if number == len(steps) - 1:
@@ -152,13 +179,13 @@ def _newest(trainer: Checkpointed, folder: Path, steps: list[int]) -> None:
 
 
 def _attempt(
-    trainer: Checkpointed, locate: Callable[[], Path], model_only: bool
+    trainer: Checkpointed, opened: Callable[[], Reader], model_only: bool
 ) -> fmt.DamagedCheckpoint | SystemExit | None:
     """Loads on all ranks or fails on all: a file that one rank finds damaged is damaged for all. Returns None, or the
     damage on the first rank that found some, or SystemExit on the other ranks, which have nothing to report."""
     error: UserError | None = None
     try:
-        reader = Reader(locate())
+        reader = opened()
         model_only |= not reader.index.state  # imported: it holds no more
         _compare(trainer, reader, model_only)
         read_into(trainer, reader, model_only)
@@ -175,6 +202,7 @@ def _attempt(
     if not found:
         _check_all_used(trainer, reader)
         complete_load(trainer, reader, model_only)
+        reader.close()
         return None
     return error if isinstance(error, fmt.DamagedCheckpoint) and found == place else SystemExit(2)
 
@@ -234,6 +262,6 @@ def _check_all_used(trainer: Checkpointed, reader: Reader) -> None:
 
 def load_checkpoint(trainer: Checkpointed, folder: Path, model_only: bool = False) -> None:
     """Loads this checkpoint, all of its state or its weights alone, and changes no folder. Every rank calls it."""
-    damage = _attempt(trainer, partial(Path, folder), model_only)
+    damage = _attempt(trainer, partial(Reader, folder), model_only)
     if damage is not None:
         raise damage

@@ -56,7 +56,7 @@ def resolve(config: Config, words: Sequence[str], ranks: int, says: bool = True)
     """The words with `layout=auto` replaced by the planner's choice for so many ranks of this machine's devices.
     `config` is what the other words make."""
     given = without_auto(words)
-    cluster, limit = _devices(config, ranks)
+    cluster, limit = devices_of(config, ranks)
     best = best_layout(config, ranks, cluster, limit, given)
     chosen = words_of(config, best)
     if says:
@@ -65,7 +65,7 @@ def resolve(config: Config, words: Sequence[str], ranks: int, says: bool = True)
     return [*given, *chosen]
 
 
-def _devices(config: Config, ranks: int) -> tuple[Cluster, float]:
+def devices_of(config: Config, ranks: int) -> tuple[Cluster, float]:
     """The cluster that stands for these devices, and how many GiB a rank may plan with."""
     from meshwright.cli.fits import room_of
     from meshwright.device import Device

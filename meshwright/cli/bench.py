@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from meshwright.bench.models import BENCH_MODELS, MICRO_BATCH, bench_config, ranks_of
+from meshwright.config.grid import grid_numbers
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, nearest
 from meshwright.show.units import percent
@@ -94,20 +95,12 @@ def _config(args: argparse.Namespace, overlap: bool) -> Config:
         train={"compile": args.compile}, run={"device": args.device},
         layout={
             "tp": args.tp, "cp": args.cp, "pp": args.pp, "sequence_parallel": args.tp > 1 and not args.tp_grid,
-            "tp_grid": _grid(args.tp_grid), "tp_kind": args.tp_kind,
+            "tp_grid": list(grid_numbers("--tp-grid", args.tp_grid)), "tp_kind": args.tp_kind,
         },
         context={"kind": args.context}, comm={"overlap": {"tensor": overlap}},
         data={"prefixes": ["made"], "reset_attention": args.documents},
         recompute={"mode": args.recompute, "offload": args.offload, "pieces": args.pieces},
     )  # fmt: skip
-
-
-def _grid(text: str) -> list[int]:
-    """Returns the numbers of a grid that is written as 2x2."""
-    words = text.split("x") if text else []
-    if not all(word.isdecimal() for word in words):
-        raise UserError(f"--tp-grid {text} must be numbers joined by x, e.g. 2x2 or 2x2x2")
-    return [int(word) for word in words]
 
 
 def tflops(rate: float) -> str:

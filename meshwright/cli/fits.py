@@ -30,11 +30,11 @@ def room_of(config: Config, local_ranks: int) -> tuple[str, float]:
     return "the device", Device.find(config.run.device).memory_bytes() / sharing
 
 
-def check_memory(config: Config, ranks: int) -> None:
+def check_memory(config: Config, ranks: int, local_ranks: int | None = None) -> None:
     """Refuses a run on this machine whose weights, gradients and states alone, which are known to the byte, do not fit;
     warns of one whose peak, which is nearly known, does not."""
     need = largest(checked_job(config, ranks))
-    what, room = room_of(config, ranks)
+    what, room = room_of(config, local_ranks or ranks)
     ways = f"{size(room)} ({what}): {ways_to_fit(config, ranks, room)}" if need.peak > room else ""
     if need.states > room:
         raise UserError(f"a rank's weights, gradients and optimizer states take {size(need.states)}, and it has {ways}")

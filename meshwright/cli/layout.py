@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 
 from meshwright.cli.files import write
-from meshwright.layout.layout import GROUP_KINDS, Layout
+from meshwright.config.grid import check_grid, grid_numbers
+from meshwright.errors import UserError
+from meshwright.layout.grid import Grid
+from meshwright.layout.layout import Layout
+from meshwright.show import grid_drawing
 from meshwright.show.chart import check_svg
 from meshwright.show.layout_drawing import draw
 from meshwright.show.mesh_drawing import mesh_svg
@@ -17,14 +21,19 @@ from meshwright.show.terminal import encodable, terminal_width
 EXAMPLES = """example:
   meshwright layout --devices 16 --tp 4 --pp 2 --node-size 8
   meshwright layout --devices 64 --tp 4 --pp 2 --cp 2 --ep 8 --json
-  meshwright layout --devices 16 --tp 2 --pp 2 --svg mesh.svg"""
+  meshwright layout --devices 16 --tp 2 --pp 2 --svg mesh.svg
+  meshwright layout --devices 8 --tp 8 --tp-grid 2x2x2 --tp-kind 3d --svg product.svg"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks = "number of devices, one rank each"
     parser.add_argument("--devices", "--world", dest="world", type=int, required=True, metavar="N", help=ranks)
+    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="parts that train alone (default 1)")
     add_axes(parser)
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the groups of every axis")
+    parser.add_argument("--tp-grid", default="", metavar="RxC[xD]", help="tp as a grid of row x col (x depth) ranks")
+    parser.add_argument("--tp-kind", default="", choices=["2d", "2.5d", "3d"], help="the kind of a grid")
+    drawn = "draw the groups of every axis, or of a grid who holds what of a product"
+    parser.add_argument("--svg", type=Path, metavar="FILE", help=drawn)
 
 
 def add_axes(parser: argparse.ArgumentParser) -> None:
@@ -40,15 +49,34 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     check_svg("--svg", args.svg)
-    layout = Layout(args.world, args.tp, args.pp, args.cp, args.ep, args.order, args.node_size, etp=args.etp)
+    grid = _grid(args)
+    parts = grid.parts if grid else ()
+    layout = Layout(
+        args.world, args.tp, args.pp, args.cp, args.ep, args.order, args.node_size, etp=args.etp,
+        replicas=args.replicas, parts=parts,
+    )  # fmt: skip
     if not layout.views_agree:
         print(
             f"note: order {layout.order} gives ranks another tp or pp position among the experts than in the "
             "dense layers; put tp first and pp last for a job with experts",
             file=sys.stderr,
         )
-    write(args.svg, lambda: mesh_svg(layout))
+    write(args.svg, lambda: grid_drawing.draw(grid) if grid else mesh_svg(layout))
     if args.json:
-        print(json.dumps({name: layout.groups(name) for name in GROUP_KINDS}))
+        axes = [name for _, pieces in parts for name, _ in pieces]
+        print(json.dumps({name: layout.groups(name) for name in (*layout.group_kinds, *axes)}))
     else:
         print(encodable(draw(layout, width=max(60, min(terminal_width(100), 160))), sys.stdout))
+        if grid:
+            print(f"\nthe grid {grid}: parts of rows and of features that a tensor-parallel rank holds")
+            print(grid_drawing.describe(grid))
+
+
+def _grid(args: argparse.Namespace) -> Grid | None:
+    if not args.tp_grid:
+        if args.tp_kind:
+            raise UserError("--tp-kind belongs to a grid: give --tp-grid too, e.g. --tp-grid 2x2")
+        return None
+    sizes = grid_numbers("--tp-grid", args.tp_grid)
+    check_grid(args.tp, sizes, args.tp_kind, False)
+    return Grid.of(args.tp_kind or "2d", sizes)

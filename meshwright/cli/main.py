@@ -17,7 +17,7 @@ from meshwright.errors import UserError, nearest, one_line
 PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENOSPC, errno.ELOOP)
 
 GROUPS = {
-    "train and use a model": ("init", "train", "submit", "status", "watch", "generate", "chat", "eval"),
+    "train and use a model": ("init", "doctor", "train", "submit", "status", "watch", "generate", "chat", "eval"),
     "data": ("data",),
     "plan and study": (
         "plan", "recipes", "cost", "memory", "simulate", "scaling", "dryrun", "predict",
@@ -28,6 +28,7 @@ GROUPS = {
 }  # fmt: skip
 COMMANDS = {
     "init": "write a commented config from a few answers or flags, with a layout that fits",
+    "doctor": "examine the machine and the world of ranks before a long run, and name what is off",
     "train": "train a model from a config, on local ranks or as one rank of torchrun or srun",
     "submit": "write or submit a job for Slurm or Kubernetes that trains until the run is complete",
     "status": "show how a run stands in one screen: progress, goodput, faults, newest checkpoint",
@@ -58,7 +59,8 @@ COMMANDS = {
 }
 # Those that take key=value words, which may stand before and after an option.
 MIXED = {
-    "comm", "train", "submit", "replay", "eval", "config", "plan", "simulate", "dryrun", "memory", "scaling", "cost",
+    "comm", "doctor",
+    "train", "submit", "replay", "eval", "config", "plan", "simulate", "dryrun", "memory", "scaling", "cost",
 }  # fmt: skip
 
 

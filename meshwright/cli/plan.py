@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fit", type=float, metavar="GiB", help="memory to fit (default: the device's)")
     margin = "per cent of the device's memory to leave free (default 6; none of --fit)"
     parser.add_argument("--margin", type=float, default=6.0, metavar="PERCENT", help=margin)
+    grids = "also try 2D, 2.5D and 3D grids of tensor-parallel ranks (the search takes longer)"
+    parser.add_argument("--tp-grids", action="store_true", help=grids)
     parser.add_argument("--top", type=int, default=10, metavar="K", help="how many to show (default 10)")
     out = "the best layout's config (default NAME-plan.yaml, or the next free number; with --json none)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=out)
@@ -67,6 +69,8 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--margin {args.margin:g} must be per cent of the device's memory, e.g. --margin 6")
     limit = args.fit or cluster.device.memory_gib * (1 - args.margin / 100)
     space = _space(target.config, args.words)
+    if args.tp_grids and "layout.tp_grid" not in fixed_keys(args.words):
+        space = replace(space, grids=())
     found = search(base, cluster, limit, space)
     if not found.candidates:
         fixed = [word for word in args.words if word.partition("=")[0] in NARROWING_KEYS]

@@ -7,7 +7,7 @@ import json
 
 from meshwright.config.recipes import recipe_names
 from meshwright.errors import UserError, nearest
-from meshwright.plan.recipes import HEADER, as_json, compared, markdown, row
+from meshwright.plan.recipes import NOTE, SHORT, as_json, compared, markdown, short_row
 from meshwright.show.terminal import table
 
 EXAMPLES = """example:
@@ -34,4 +34,8 @@ def run(args: argparse.Namespace) -> None:
         print(markdown(names), end="")
         return
     found = [compared(name) for name in names]
-    print(json.dumps([as_json(one) for one in found]) if args.json else table([HEADER, *map(row, found)]))
+    if args.json:
+        print(json.dumps([as_json(one) for one in found]))
+        return
+    print(table([SHORT, *map(short_row, found)]))
+    print(NOTE)

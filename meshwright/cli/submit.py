@@ -96,13 +96,15 @@ def job_of(args: argparse.Namespace, config: Config) -> JobFile:
         raise UserError(f"--lead {args.lead} is more than half of --time {args.time}: shorten it or ask for more time")
     if args.sbatch and not args.slurm:
         raise UserError("--sbatch is an option for Slurm: leave it out")
+    if config.faults.elastic and args.kubernetes:
+        raise UserError("a Kubernetes Job starts its pods again by itself: leave faults.elastic=true out")
     name = args.name or re.sub(r"[^a-z0-9]+", "-", Path(config.run.dir).name.lower()).strip("-") or "meshwright"
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?" if args.kubernetes else r"[\w.-]+", name):
         raise UserError(f"'{name}' can't name a job: give --name, of lower-case letters, digits and -, a letter first")
     job = JobFile(
         name, nodes, per_node, config.run.device, args.config, tuple(args.overrides), config.run.dir,
         str(checkpoint_folder(config)), config.train.steps, lead_s, time_s, tuple(args.setup), tuple(args.sbatch),
-        args.command,
+        args.command, config.faults.elastic,
     )  # fmt: skip
     return replace(job, words=()) if args.kubernetes else job  # there the config file has them all
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.checkpoint.companions import check_tokenizer
 from meshwright.checkpoint.format import checkpoint_folder, find_checkpoint, list_checkpoints, model_folder
+from meshwright.cli import elastic
 from meshwright.cli.ranks import local_devices, place_in_launcher, run_as_rank, start
 from meshwright.config.load import AUTO_LAYOUT, load_config, without_auto
 from meshwright.config.rules import TRAINING_RULES, check
@@ -47,25 +48,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     again = "times to start again from the last checkpoint when a rank dies (under torchrun: its --max-restarts)"
     parser.add_argument("--restarts", type=int, default=0, metavar="N", help=again)
     parser.add_argument("--nproc", type=int, help="local ranks to start (default: the number of GPUs, or 1)")
+    elastic.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    if place := place_in_launcher(args):
+    place = None if args.nodes else place_in_launcher(args)  # one launcher on each node may be srun's task
+    if place:
         if args.tiny:
             raise UserError("--tiny starts its own ranks: leave out torchrun or srun")
         return run_as_rank(place, lambda at: prepare(args, at), train, args, stops=True)
     if args.nproc is not None and args.nproc < 1:
         raise UserError(f"--nproc {args.nproc} must be at least 1")
     config = config_of(args)
+    elastic.check_arguments(args, config)
+    _, nodes = elastic.nodes_of(args)
     if AUTO_LAYOUT in args.overrides:
         from meshwright.cli.auto_layout import resolve
 
-        ranks = args.nproc or local_devices(config.run.device, least=1)
+        ranks = nodes * (args.nproc or local_devices(config.run.device, least=1))
         args.overrides = resolve(config, args.overrides, ranks)
         config = config_of(args)
     if args.restarts < 0:
         raise UserError(f"--restarts {args.restarts} must not be negative")
-    refuse_owned(Path(config.run.dir))
+    if nodes == 1:  # else the launcher of another node may have begun already
+        refuse_owned(Path(config.run.dir))
     if args.nproc != 1:
         warm_up()
     if args.tiny:
@@ -73,22 +79,26 @@ def run(args: argparse.Namespace) -> int:
         prepare_tiny(config)
     known = args.nproc or (1 if config.run.device == "cpu" else 0)
     if known:
-        check(config, known, TRAINING_RULES)
+        check(config, nodes * known, TRAINING_RULES)
     refuse_finished(config, args.source)
     datasets_of(config)
     begins = config.tune.base or args.source
     if begins and not list_checkpoints(checkpoint_folder(config)):
         check_tokenizer((model_folder if config.tune.adapts else find_checkpoint)(begins), config.data)
-    say_start(config, known)  # before torch is loaded, which takes seconds
+    say_start(config, nodes * known)  # before torch is loaded, which takes seconds
     from meshwright.cli.fits import check_memory
     from meshwright.device import check_machine
 
-    ranks = known or local_devices(config.run.device, least=1)
-    check(config, ranks, TRAINING_RULES)
+    ranks = known or local_devices(config.run.device, least=1) - args.spares
+    if ranks < 1:
+        raise UserError(f"--spares {args.spares} leaves no device to train on: lower it")
+    check(config, nodes * ranks, TRAINING_RULES)
     check_machine(config.run.device, config.comm.backend, config.train.precision, ranks)
-    check_memory(config, ranks)
-    tell = partial(write_event_of, config.run.dir)
-    return start(ranks, train, args, args.restarts, stops=True, loses=partial(what_is_lost, config), tell=tell)
+    check_memory(config, nodes * ranks, ranks)
+    tell, loses = partial(write_event_of, config.run.dir), partial(what_is_lost, config)
+    if config.faults.elastic:
+        return elastic.start_elastic(config, args, train, ranks, loses, tell)
+    return start(ranks, train, args, args.restarts, stops=True, loses=loses, tell=tell)
 
 
 def write_event_of(folder: str, kind: str, text: str) -> None:
@@ -105,9 +115,16 @@ def prepare(args: argparse.Namespace, place: Place) -> None:
 
         args.overrides = resolve(config, args.overrides, place.world, says=place.rank == 0)
         config = config_of(args)
-    check(config, place.world, TRAINING_RULES)
+    world = place.world
+    elastic.check_rank(args)
+    if config.faults.elastic:
+        world, args.overrides = elastic.fewer_ranks(config, args.overrides, place)
+        config, args.stands_by = config_of(args), place.rank >= world
+        if not args.stands_by:
+            os.environ["WORLD_SIZE"] = str(world)
+    check(config, world, TRAINING_RULES)
     if place.rank == 0:
-        say_start(config, place.world)
+        say_start(config, world)
         attempt, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
         if attempt != "0":
             notice(f"a rank had failed: all ranks were started again (restart {attempt} of {most})")
@@ -142,6 +159,9 @@ def train(args: argparse.Namespace) -> None:
 
     config = config_of(args)
     place = find_place()
+    if args.stands_by:
+        elastic.stand_by(config, place)
+        return
     try:
         with Display(config, place.world) as display:
             trainer = pretrain(

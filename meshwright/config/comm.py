@@ -26,6 +26,7 @@ class ReduceConfig:
     block: int = 256  # fp8, int8, int4, onebit: elements that share a scale; topk: of which the largest are sent
     error_feedback: Literal["auto", "true", "false"] = "auto"  # what was left out is added to the next step's gradient
     warmup_steps: int = 0  # first steps of a run that are summed as they are
+    adaptive: bool = False  # the kind is chosen after the first steps, by what was measured; `ratio`: the least
 
     def __post_init__(self) -> None:
         positive(self.section, self, "rank", "block")
@@ -39,10 +40,15 @@ class ReduceConfig:
         if self.kind == "topk" and self.block > MOST_CHOSEN_FROM:
             raise UserError(f"{self.section}.block={self.block} is more than places in a block of topk can be numbered "
                             f"for: use at most {MOST_CHOSEN_FROM}")  # fmt: skip
+        if self.adaptive and (self.kind != "plain" or self.error_feedback != "auto"):
+            raise UserError(f"{self.section}.adaptive=true chooses how gradients are sent, and keeps what is left out: "
+                            f"leave {self.section}.kind and {self.section}.error_feedback out")  # fmt: skip
         belongs = {"ratio": SPARSE, "rank": LOW_RANK, "block": (*SCALED, "topk")}
         lossy = tuple(kind for kind in KINDS if kind != "plain")
         for key in (f.name for f in fields(self)):
             kinds = belongs.get(key, lossy)
+            if self.adaptive and key != "rank":
+                continue
             if key != "kind" and self.kind not in kinds and getattr(self, key) != getattr(ReduceConfig, key):
                 raise UserError(
                     f"{self.section}.{key} has no effect with {self.section}.kind={self.kind}: leave it out, or set "
@@ -50,10 +56,19 @@ class ReduceConfig:
                 )
 
     @property
+    def compresses(self) -> bool:
+        return self.kind != "plain" or self.adaptive
+
+    @property
+    def words(self) -> str:
+        """The key that asks for compression, with its value."""
+        return f"{self.section}.adaptive=true" if self.adaptive else f"{self.section}.kind={self.kind}"
+
+    @property
     def feeds_back(self) -> bool:
         """Whether each rank keeps what it left out. Rounding to a few bits is by chance and right on average, so
         `auto` keeps it for the other kinds alone."""
-        by_itself = self.kind in ("onebit", *LOW_RANK, *SPARSE)
+        by_itself = self.kind in ("onebit", *LOW_RANK, *SPARSE) or self.adaptive
         return self.error_feedback == "true" or (self.error_feedback == "auto" and by_itself)
 
 
@@ -139,10 +154,10 @@ class CommConfig:
                 "comm.algorithm=auto needs to know the links: give comm.links.link_gb_s and, between nodes, "
                 "comm.links.network_gb_s (meshwright comm bench measures them)"
             )
-        if self.algorithm != "torch" and self.reduce.kind != "plain":
+        if self.algorithm != "torch" and self.reduce.compresses:
             raise UserError(
-                f"comm.algorithm={self.algorithm} sums gradients as they are, and comm.reduce.kind={self.reduce.kind} "
-                "compresses them: set comm.algorithm=torch or comm.reduce.kind=plain"
+                f"comm.algorithm={self.algorithm} sums gradients as they are, and {self.reduce.words} compresses them: "
+                "set comm.algorithm=torch, or leave the other out"
             )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.config.blocks import not_negative, positive
+from meshwright.config.blocks import not_negative, positive, seconds_of
 from meshwright.errors import UserError
 
 LEAST_WINDOW = 8  # values from which a median says something
@@ -32,8 +32,20 @@ class FaultsConfig:
     slow_factor: float = 1.5  # times the median of the ranks, from which a rank is slow; 0: none is named
     slow_steps: int = 10  # steps for which it must be,
     slow_seconds: float = 10.0  # and seconds: what other programs on a machine do to a rank passes sooner
+    elastic: bool = False  # a lost rank or node does not end the run: it goes on with those that are left
+    rest: str = "10min"  # for which the device of a rank that failed is not used, and twice as long each further time
+    lost_after: str = "15s"  # after which a node that gives no sign is taken to be lost
+
+    @property
+    def rest_s(self) -> float:
+        return seconds_of("faults.rest", self.rest)
+
+    @property
+    def lost_after_s(self) -> float:
+        return seconds_of("faults.lost_after", self.lost_after)
 
     def __post_init__(self) -> None:
+        assert self.rest_s and self.lost_after_s
         positive("faults", self, "spike_factor", "window", "max_skips", "max_faults", "slow_steps")
         not_negative("faults", self, "check_every", "slow_factor", "slow_seconds")
         if self.window < LEAST_WINDOW:

@@ -48,6 +48,14 @@ class BlanksConfig:
             )
 
 
+    @property
+    def source_square(self) -> float:
+        """The mean square of the source's share of a sample. Of s tokens with a source of f s, attention sees f^2 s^2
+        pairs within it, f (1 - f) s^2 from the spans to it and half of (1 - f)^2 s^2 among them: (1 + f^2) / 2 s^2."""
+        ends = (1.0 - self.least) ** 2 / 3  # its share is as likely to lie anywhere from 0 to 1 - least
+        return self.short * (1.0 - self.share) ** 2 + (1.0 - self.short) * ends
+
+
 def glm_fits(c: Config, world: int) -> Iterator[str]:
     """What a model that fills in blanks can't be combined with."""
     m = c.model

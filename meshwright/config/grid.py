@@ -13,6 +13,14 @@ if TYPE_CHECKING:
     from meshwright.config.sections import Config
 
 
+def grid_numbers(option: str, text: str) -> tuple[int, ...]:
+    """Returns the numbers of a grid that an option writes as 2x2."""
+    words = text.split("x") if text else []
+    if not all(word.isdecimal() for word in words):
+        raise UserError(f"{option} {text} must be numbers joined by x, e.g. 2x2 or 2x2x2")
+    return tuple(int(word) for word in words)
+
+
 def check_grid(tp: int, sizes: tuple[int, ...], kind: str, keeps: bool) -> None:
     """Raises where the keys of a grid don't make one."""
     shown = list(sizes)
@@ -42,7 +50,9 @@ def grid_fits(c: Config, world: int) -> Iterator[str]:
     if grid is None:
         return
     yield from _combines(c)
-    yield from _divides(c, grid)
+    yield from grid_divides(c, world)
+    if c.train.micro_batch % grid.rows(grid.inner):
+        yield from _shares(c, grid, f"layout.tp_grid={list(c.layout.tp_grid)}")
 
 
 def _combines(c: Config) -> Iterator[str]:
@@ -64,9 +74,13 @@ def _combines(c: Config) -> Iterator[str]:
         yield f"layout.tp_grid={list(o.tp_grid)} can't be combined with {key} yet: leave out one of the two"
 
 
-def _divides(c: Config, grid: Grid) -> Iterator[str]:
+def grid_divides(c: Config, world: int) -> Iterator[str]:
+    """How a grid cuts a model's sizes."""
+    grid = c.layout.grid
+    if grid is None:
+        return
     o, m, widths = c.layout, c.model, 2 if c.model.mlp.endswith("glu") else 1
-    inner, rows = grid.size(grid.inner.features), grid.rows(grid.inner)
+    inner = grid.size(grid.inner.features)
     shown = f"layout.tp_grid={list(o.tp_grid)}"
     for key, size in (("heads", m.heads), ("kv_heads", m.kv_heads), ("ffn", m.ffn)):
         if size % inner:
@@ -81,9 +95,25 @@ def _divides(c: Config, grid: Grid) -> Iterator[str]:
         parts = grid.size(roles.y.features) * grid.size(roles.weight)
         if size % parts:
             yield f"{shown} cuts the {size} rows of {what} into {parts} equal parts: choose a grid that divides them"
-    if c.train.micro_batch % rows:
-        up = -(-c.train.micro_batch // rows) * rows
+
+def _shares(c: Config, grid: Grid, shown: str) -> Iterator[str]:
+    """What is needed where a micro-batch has too few sequences to deal out whole ones."""
+    size, rows, m = grid.size(grid.sharing), grid.rows(grid.inner), c.model
+    up, each = -(-c.train.micro_batch // rows) * rows, rows // size
+    enough = f"train.micro_batch={c.train.micro_batch} has too few sequences for the {rows} parts of {shown}"
+    if c.train.micro_batch % each:
+        yield f"{enough}: set train.micro_batch={up}, or a multiple of {each} to share each of them by {size} ranks"
+    if m.seq % (2 * size):
         yield (
-            f"{shown} deals the sequences of a micro-batch to {rows} parts of its ranks, and train.micro_batch="
-            f"{c.train.micro_batch}: set train.micro_batch={up}, or a grid with fewer rows"
+            f"{enough}, so {size} ranks share each, and model.seq={m.seq} is not a multiple of {2 * size}: change it, "
+            f"or set train.micro_batch={up}"
         )
+    if c.train.micro_batch // each * m.seq % grid.row:
+        yield f"{enough}: set train.micro_batch={up}"
+    if m.attention_dropout:
+        yield (
+            f"{enough}, and shared sequences can't be combined with dropout inside attention: set "
+            f"train.micro_batch={up}, or model.attention_dropout=0"
+        )
+    if m.kind == "glm":
+        yield f"{enough}, and sequences of model.kind=glm can't be shared: set train.micro_batch={up}"

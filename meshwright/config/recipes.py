@@ -32,6 +32,8 @@ class Recipe:
     layout: str = "published"  # by whom the layout is; `ours` where the source names none
     stack: str = ""  # the software that the published figures are of; empty: Meshwright's own
     network_gb_s: float = 0.0  # of a node, where it is not the cluster file's
+    values: Mapping[str, str] = field(default_factory=dict)  # sections of the config -> where their values are from
+    unpublished: tuple[str, ...] = ()  # sentences: what the sources don't say
     differs: tuple[str, ...] = ()  # sentences: what is not as in the original run
 
     @property
@@ -53,4 +55,5 @@ def read_recipe(name: str) -> Recipe:
     """Reads one of `recipe_names()`."""
     read = read_yaml(FOLDER / f"{name}.yaml")
     about = dict(read.pop(SECTION))
-    return Recipe(name=name, sections=read, **about | {"differs": tuple(about.get("differs", ()))})
+    sentences = {key: tuple(about.get(key, ())) for key in ("differs", "unpublished")}
+    return Recipe(name=name, sections=read, **about | sentences)

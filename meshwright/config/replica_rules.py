@@ -40,9 +40,9 @@ def replicas_fit(c: Config, world: int) -> Iterator[str]:
             "train.precision=fp16 has a loss scale that replicas would change each for itself: use bf16 or fp32 with "
             f"layout.replicas={replicas}"
         )
-    if c.comm.reduce.kind != "plain":
+    if c.comm.reduce.compresses:
         yield (
-            f"comm.reduce.kind={c.comm.reduce.kind} compresses sums inside a replica, which can't be combined with "
+            f"{c.comm.reduce.words} compresses sums inside a replica, which can't be combined with "
             f"layout.replicas={replicas}: set train.local.compress.kind, which compresses what replicas send, instead"
         )
     offload = c.zero.offload
@@ -66,6 +66,7 @@ def server_fits(c: Config, world: int) -> Iterator[str]:
         )
     taken = {
         "zero.stage": (c.zero.stage, 0), "comm.reduce.kind": (c.comm.reduce.kind, "plain"),
+        "comm.reduce.adaptive": (c.comm.reduce.adaptive, False),
         "comm.algorithm": (c.comm.algorithm, "torch"), "layout.replicas": (o.replicas, 1),
         "model.experts.count": (c.model.experts.count, 0),
     }  # fmt: skip

@@ -20,6 +20,8 @@ class OuterReduceConfig(ReduceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.adaptive:
+            raise UserError(f"{self.section}.adaptive is not there: choose {self.section}.kind yourself")
         if self.kind in LOW_RANK:
             raise UserError(
                 f"{self.section}.kind={self.kind} sends matrices, and replicas sum pieces of buckets: use int8, int4 "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from meshwright.config.glm import glm_fits
-from meshwright.config.grid import grid_fits
+from meshwright.config.grid import grid_divides, grid_fits
 from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.config.replica_rules import batch_unit, replicas_fit, server_fits
 from meshwright.config.sections import FP8_UNIT, Config
@@ -373,6 +373,13 @@ def tensor_overlap_fits(c: Config, world: int) -> Iterator[str]:
             yield f"comm.overlap.tensor=true can't be combined with {key} yet: set one of the two back"
 
 
+def copies_outlive_ranks(c: Config, world: int) -> Iterator[str]:
+    if c.checkpoint.memory_every and not c.faults.elastic:
+        yield "checkpoint.memory_every is of use where ranks start again by themselves: set faults.elastic=true too"
+    if c.faults.elastic and c.layout.replicas > 1:
+        yield "faults.elastic=true can't change the number of layout.replicas: set one of the two back"
+
+
 RULES: list[Rule] = [
     kind_fits, t5_fits, glm_fits, context_is_shared, world_divides, replicas_fit, experts_are_cut, etp_divides_experts,
     order_names_axes, experts_stay_with_their_blocks, grid_fits, tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn,
@@ -381,11 +388,11 @@ RULES: list[Rule] = [
     dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
     compiles_without_dropout, backend_fits_device, device_has_fp8, algorithm_fits_ranks, server_fits,
     tensor_overlap_fits, links_are_emulated_on_cpus, adapters_fit,
-    gathers_fit, preferences_fit,
+    gathers_fit, preferences_fit, copies_outlive_ranks,
 ]  # fmt: skip
 
 # The rules about how tp cuts a model's sizes.
-TENSOR_PARALLEL_RULES: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, grid_fits]
+TENSOR_PARALLEL_RULES: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, grid_divides]
 
 # The rules about how ranks divide experts.
 EXPERT_RULES: list[Rule] = [experts_are_cut, etp_divides_experts, experts_stay_with_their_blocks]

@@ -352,9 +352,10 @@ class CheckpointConfig:
     asynchronous: bool = field(default=True, metadata={"key": "async"})  # write in the background
     busy: Literal["wait", "skip"] = "wait"  # when the last save is still being written
     dir: str = ""  # empty: run.dir/checkpoints
+    memory_every: int = 0  # steps between copies of each rank's share in the memory of two nodes; 0: none
 
     def __post_init__(self) -> None:
-        not_negative("checkpoint", self, "keep")
+        not_negative("checkpoint", self, "keep", "memory_every")
         if self.every_steps < 0:
             raise UserError(f"checkpoint.every={self.every} must not be negative")
         assert self.every_seconds >= 0

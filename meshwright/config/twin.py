@@ -44,10 +44,10 @@ def tiny_config(name: str, words: Sequence[str] = ()) -> tuple[Config, int]:
 def twin(config: Config, devices: int, name: str) -> tuple[Config, int]:
     """Returns the twin of a run on `devices` devices, and the number of its ranks: 8, or 1 for a run on one device."""
     layout, ranks = _layout(config.layout, devices)
-    dp = ranks // (layout.tp * layout.pp * layout.cp)
+    dp = ranks // layout.least_world
     model = _model(config.model, layout.pp * layout.chunks, layout.tp)
     micro = 2 if config.train.micro_batch > 1 else 1
-    unit = dp * micro
+    unit = dp * layout.replicas * micro
     batch = unit * MICRO_BATCHES * (layout.pp if KINDS[config.pipeline.schedule].takes(2) else 1)
     peak = PEAK_LR
     train = TrainConfig(
@@ -65,7 +65,10 @@ def twin(config: Config, devices: int, name: str) -> tuple[Config, int]:
             zero=replace(config.zero, offload=OffloadConfig()),
             optimizer=replace(config.optimizer, lr=peak, master_dtype="fp32", state_dtype="fp32"),
             lr=replace(lr, warmup=warmup, decay=0, min=share * peak),
-            data=replace(config.data, prefixes=(TWIN_DATA,), weights=(), split=(0.9, 0.1, 0.0), eod=-1),
+            data=replace(
+                config.data, prefixes=(TWIN_DATA,), weights=(), split=(0.9, 0.1, 0.0), eod=-1,
+                blanks=replace(config.data.blanks, instructions=()),
+            ),
             run=RunConfig(dir=f"runs/{name}-tiny", device="cpu"),
             checkpoint=CheckpointConfig(every=0),
         ),
@@ -76,13 +79,13 @@ def twin(config: Config, devices: int, name: str) -> tuple[Config, int]:
 def _layout(its: LayoutConfig, devices: int) -> tuple[LayoutConfig, int]:
     """Returns the layout with 2 in place of every larger size, and the ranks: as many as that takes, at least 8, of
     which the data-parallel ones are the rest. Experts are spread over at most as many ranks as there are."""
-    tp, pp, cp = (min(2, size) for size in (its.tp, its.pp, its.cp))
-    dp = devices // (its.tp * its.pp * its.cp)
-    least = tp * pp * cp * min(2, dp)
+    tp, pp, cp, replicas = (min(2, size) for size in (its.tp, its.pp, its.cp, its.replicas))
+    dp = devices // its.least_world
+    least = tp * pp * cp * replicas * min(2, dp)
     ranks = max(RANKS, least) if dp > 1 else least
     ep, etp = min(2, its.ep), (0 if not its.etp else min(2, its.etp, tp))
     sized = replace(its, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, chunks=min(2, its.chunks), node_size=min(4, ranks))
-    return sized, ranks
+    return replace(sized, replicas=replicas), ranks
 
 
 def _model(its: ModelConfig, stages: int, tp: int) -> ModelConfig:

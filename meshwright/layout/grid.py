@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.layout.layout import Parts
 
@@ -80,6 +80,12 @@ class Grid:
         return Grid(kind, row, col, depth, keeps)
 
     @property
+    def keys(self) -> dict[str, Any]:
+        """The keys of the config's layout that ask for it."""
+        sizes = (self.row, self.col, self.depth)[: LENGTHS[self.kind]]
+        return {"tp_grid": sizes, "tp_kind": self.kind, "tp_keep_gathered": self.keeps}
+
+    @property
     def parts(self) -> Parts:
         """The axes of the grid, as the layout knows them."""
         return (("tp", ((COL, self.col), (ROW, self.row), (DEPTH, self.depth))),)
@@ -106,6 +112,14 @@ class Grid:
         """How activations are cut inside attention and the MLP."""
         return self.first.y
 
+    @property
+    def sharing(self) -> str:
+        """The axis whose ranks share sequences, where a micro-batch has too few of them to deal out whole ones."""
+        return self.inner.rows[-1]
+
+    def shares(self, sequences: int) -> int:
+        """Returns the number of ranks that share each sequence of a micro-batch of so many."""
+        return self.size(self.sharing) if sequences % self.rows(self.inner) else 1
+
     def __str__(self) -> str:
-        sizes = (self.row, self.col, self.depth)[: LENGTHS[self.kind]]
-        return f"{self.kind} {'x'.join(map(str, sizes))}"
+        return f"{self.kind} {'x'.join(map(str, self.keys['tp_grid']))}"

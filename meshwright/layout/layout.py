@@ -184,6 +184,11 @@ class Layout:
         words = [word for word in name.split("-") if self.size(word) > 1]
         return self.canonical("-".join(words)) if words else name.split("-")[0]
 
+    @property
+    def group_kinds(self) -> tuple[str, ...]:
+        """The names of all groups that a layout is shown by."""
+        return (*GROUP_KINDS, *((REPLICAS,) if self.replicas > 1 else ()))
+
     def step_groups(self) -> list[str]:
         """The names of all groups that a training step may communicate over. The mesh makes exactly these, and the
         metrics of a step count the traffic of each."""

@@ -221,14 +221,14 @@ class GPTStage(nn.Module):
         """Which rows all ranks that share the sequences hold, where there are several."""
         if self.tokens.alone:
             return None
-        documents = _read(batch, CONTEXT_DOCUMENTS) if CONTEXT_DOCUMENTS in batch else None
-        return ContextRows(Rows(_read(batch, CONTEXT_ROWS), documents), batch[CONTEXT_ROWS].device)
+        documents = read_field(batch, CONTEXT_DOCUMENTS) if CONTEXT_DOCUMENTS in batch else None
+        return ContextRows(Rows(read_field(batch, CONTEXT_ROWS), documents), batch[CONTEXT_ROWS].device)
 
     def _documents(self, batch: Batch, device: torch.device, sequences: int, seq: int) -> Documents | None:
         """Returns where documents begin; None where attention is plainly causal, or to all tokens."""
         if "segments" not in batch:
             return Documents.samples(sequences, seq, device) if self.windowed else None
-        return Documents.of(_read(batch, "segments"), device, self.causal, self.prefix)
+        return Documents.of(read_field(batch, "segments"), device, self.causal, self.prefix)
 
     def _run(self, shared: BlockInputs, layers: list[int], hidden: Tensor, again: bool) -> tuple[Tensor, ...]:
         """Returns `hidden` after these blocks and, if they add to the loss, the sums of their terms. `again` says that
@@ -268,7 +268,7 @@ class BlockInputs(NamedTuple):
     routed: dict[int, RoutedInputs]
 
 
-def _read(batch: Batch, name: str) -> np.ndarray[Any, Any]:
+def read_field(batch: Batch, name: str) -> np.ndarray[Any, Any]:
     """Returns a field as the host reads it; ranks that got it from another one wait for the device."""
     found: np.ndarray[Any, Any] = batch.get(on_host(name), batch[name]).cpu().numpy()
     return found

@@ -4,21 +4,27 @@ each layer takes the rows of it that the grid leaves to this rank."""
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshwright.comm.group import Group
 from meshwright.comm.ledger import Ledger
 from meshwright.config.sections import Config
-from meshwright.models.gpt import Batch, BlockInputs, GPTStage
+from meshwright.layout.rows import ORDERS
+from meshwright.models.gpt import Batch, BlockInputs, GPTStage, read_field
 from meshwright.models.heads import Head
 from meshwright.nn.alibi import Alibi
 from meshwright.nn.answers import Answers
 from meshwright.nn.attention import KVCache
+from meshwright.nn.context import ContextRows
+from meshwright.nn.documents import Documents
 from meshwright.nn.grid import group_of, own_rows
 from meshwright.nn.grid_loss import grid_output_loss
 from meshwright.nn.parallel import Parallel
+from meshwright.nn.pieces import Rows
 from meshwright.parts.part import Coordinate, Stage
 
 
@@ -34,7 +40,11 @@ class GridHead(Head):
 
 
 class GridStage(GPTStage):
-    """One pipeline chunk; `hidden` that passes between chunks is cut as everywhere between the products."""
+    """One pipeline chunk; `hidden` that passes between chunks is cut as everywhere between the products.
+
+    Where a micro-batch has too few sequences to deal out whole ones, ranks along one axis share each: its tokens are
+    put in an order in which every rank has an early and a late piece, before anything else happens to them.
+    """
 
     head_kind = GridHead
 
@@ -43,23 +53,58 @@ class GridStage(GPTStage):
     ) -> None:
         super().__init__(parallel, config, at, stage, ledger, tokens)
         assert config.layout.grid is not None
-        self.inner = config.layout.grid.inner
+        self.grid, self.order = config.layout.grid, None
         if isinstance(self.tables, Alibi):
-            self.tables = Alibi(config.model, replace(parallel, tp=group_of(parallel, self.inner.features)))
+            features = group_of(parallel, self.grid.inner.features)
+            self.tables = Alibi(config.model, replace(parallel, tp=features))
+        if parallel.context is not None:
+            seq = config.model.seq
+            self.order = torch.from_numpy(ORDERS["zigzag"](seq, parallel.context.outer.size, [seq]).order)
+
+    def forward(self, batch: Batch, hidden: Tensor | None = None) -> tuple[Any, Tensor | None]:
+        if self.order is not None:
+            documents = {name: x for name, x in batch.items() if name.endswith("segments")}
+            given = {name: x for name, x in batch.items() if name not in documents}
+            if given and "positions" not in given:
+                some = next(iter(given.values()))
+                given["positions"] = torch.arange(self.seq, device=some.device).expand_as(some)
+            batch = {name: self._dealt(x) for name, x in given.items()} | documents
+        return super().forward(batch, hidden)
+
+    def _dealt(self, x: Tensor) -> Tensor:
+        """Returns a field [sequences, seq] of all tokens in the order of the ranks that hold them, in the same shape:
+        by the ranks that have other sequences, by those that share them, by sequence."""
+        assert self.order is not None and self.parallel.context is not None
+        shared, others = self.parallel.context.outer.size, self.row_parts // self.parallel.context.outer.size
+        placed = x[:, self.order.to(x.device)].view(others, len(x) // others, shared, -1)
+        return placed.transpose(1, 2).reshape(x.shape)
 
     def inputs(self, batch: Batch, hidden: Tensor, past: dict[str, KVCache] | None) -> BlockInputs:
         """What blocks use, of the sequences that this rank has inside attention."""
-        rows, parallel = self.inner.rows, self.parallel
+        parallel, shared = self.parallel, 1 if self.parallel.context is None else self.parallel.context.outer.size
+        sequences = self.micro_batch * shared // self.row_parts
+        rows = self.grid.inner.rows if shared == 1 else self.grid.inner.rows[:-1]
         own = {name: own_rows(x, parallel, rows) for name, x in batch.items()}
-        sequences = next((len(x) for x in own.values()), self.micro_batch // self.row_parts)
-        seq = self.seq
-        tables = None if self.tables is None else self.tables(own.get("positions"), seq)
-        documents = self._documents(own, hidden.device, sequences, seq)
-        return BlockInputs(sequences, tables, documents, past or {}, parallel.streams.where, {})
+        given: Documents | ContextRows | None
+        if self.order is None:
+            positions, given = own.get("positions"), self._documents(own, hidden.device, sequences, self.seq)
+        else:
+            positions, given = self._shared(own, sequences, hidden.device)
+        tables = None if self.tables is None else self.tables(positions, self.seq)
+        return BlockInputs(sequences, tables, given, past or {}, parallel.streams.where, {})
+
+    def _shared(self, own: Batch, sequences: int, device: torch.device) -> tuple[Tensor, ContextRows]:
+        """Returns the positions of a rank's rows, and which rows of the sequences all that share them hold."""
+        assert self.order is not None and self.parallel.context is not None
+        group, order = self.parallel.context.outer, self.order.numpy()
+        documents = read_field(own, "segments")[:, order] if "segments" in own else None
+        rows = Rows(order[None].repeat(sequences, 0), documents)
+        if "positions" in own:  # dealt already
+            positions = own["positions"].view(group.size, sequences, -1)[group.index]
+        else:
+            positions = self.order.to(device).chunk(group.size)[group.index].expand(sequences, -1)
+        return positions, ContextRows(rows, device)
 
     @property
     def row_parts(self) -> int:
-        found = 1
-        for axis in self.inner.rows:
-            found *= group_of(self.parallel, axis).size
-        return found
+        return prod(group_of(self.parallel, axis).size for axis in self.grid.inner.rows)

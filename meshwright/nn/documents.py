@@ -12,7 +12,18 @@ from torch import Tensor
 from torch.library import custom_op
 
 from meshwright.device import upload
-from meshwright.nn.pieces import Merged, Rows, Sight, attend, attend_backward, fused, no_gradient, wide
+from meshwright.nn.pieces import (
+    Merged,
+    Rows,
+    Sight,
+    attend,
+    attend_backward,
+    fused,
+    kernel,
+    kernel_backward,
+    no_gradient,
+    wide,
+)
 
 aten: Any = torch.ops.aten
 
@@ -65,6 +76,9 @@ def _attention(
     window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns the result, and the log-sums [heads, tokens]."""
+    if _one_each(q, on_host, prefixes, window):
+        out, sums = kernel(q, k, v, causal)
+        return _by_rows(out), sums.transpose(0, 1).flatten(1).contiguous()
     if _in_one_call(q, prefixes):
         longest = int(on_host.diff().max())
         tokens = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
@@ -91,6 +105,9 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, on_host: Tensor,
     prefixes: Tensor | None, causal: bool, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if _one_each(q, on_host, prefixes, window):
+        found = kernel_backward(grad, q, k, v, out, sums.unflatten(1, (q.shape[0], -1)).transpose(0, 1), causal)
+        return tuple(_by_rows(x) for x in found)  # type: ignore[return-value]
     if _in_one_call(q, prefixes):
         longest, batch = int(on_host.diff().max()), q.shape[0]
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
@@ -136,6 +153,11 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 def _reach(window: int) -> dict[str, int]:
     """Returns how flash attention is told how far back and ahead a token looks."""
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
+def _one_each(q: Tensor, on_host: Tensor, prefixes: Tensor | None, window: int) -> bool:
+    """Whether every sample is one document, so that the kernel of plain attention does it, which is faster."""
+    return fused(q) and prefixes is None and not window and len(on_host) == q.shape[0] + 1
 
 
 def _in_one_call(q: Tensor, prefixes: Tensor | None) -> bool:

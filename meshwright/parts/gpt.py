@@ -236,7 +236,7 @@ class AttentionPart(Part):
         rotary = 2.0 * tokens * (heads + kv) * d * batch.element if self.rope else 0.0
         if kernels.fused_attention:
             # Scores and mix: 4 d for each pair of a query and a key that it sees.
-            core = 4.0 * batch.sequences * heads * d * self.pairs(batch.seq) / cp
+            core = 4.0 * batch.sequences * heads * d * self.pairs(batch.seq) * (1.0 + batch.prefix) / cp
             return Work(tuple(products), core, rotary, kernels=10)
         s, count = batch.seq, batch.sequences * heads
         products += [

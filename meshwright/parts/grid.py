@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.errors import UserError
 from meshwright.layout.grid import GRID_AXES, STREAM, Grid
+from meshwright.parts.context import context_calls
 from meshwright.parts.gpt import (
     LOGIT_BYTES,
     AttentionPart,
@@ -26,6 +27,7 @@ from meshwright.parts.grid_products import (
     cut_weight,
     ends,
     held_by,
+    inside_attention,
     loss_rows,
     piece_counts,
     rows_of_inner,
@@ -95,7 +97,8 @@ class GridNormPart(Part):
 
 @dataclass(frozen=True)
 class GridAttentionPart(Part):
-    """Self-attention: heads over the axis of the inner features, whole sequences over those of the inner rows."""
+    """Self-attention: heads over the axis of the inner features, whole sequences over those of the inner rows, or parts
+    of sequences where a micro-batch has too few."""
 
     part: AttentionPart
     grid: Grid
@@ -126,26 +129,28 @@ class GridAttentionPart(Part):
         return found
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        inner = self.part.work(self._heads(at), rows_of_inner(at, batch, self.grid), kernels)
+        inner = self.part.work(*inside_attention(at, batch, self.grid), kernels)
         own = tuple(product.work(at, batch) for product in self.products)
         return replace(inner, products=(*own, *(p for p in inner.products if not p.linear)))
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+        """Yields the calls of both products and, where ranks share sequences, those for others' keys and values."""
         for product in self.products:
             yield from product.collectives(at, batch)
+        place, own = inside_attention(at, batch, self.grid)
         if self.part.qk_norm == "all":
-            tokens = rows_of_inner(at, batch, self.grid).tokens(at)
             for phase in ("forward", "backward"):
-                yield Collective(phase, self.grid.inner.features, "all_reduce", 2 * tokens * batch.wide)
+                yield Collective(phase, self.grid.inner.features, "all_reduce", 2 * own.tokens(place) * batch.wide)
+        for call in context_calls(place, own, *self.part.own_heads(place), self.part.core_dim):
+            yield replace(call, axis=self.grid.sharing)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        own = rows_of_inner(at, batch, self.grid)
-        yield from self.part.kept(self._heads(at), own, replace(kernels, fused=False))
+        yield from self.part.kept(*inside_attention(at, batch, self.grid), replace(kernels, fused=False))
         for product in self.products:
             yield from product.gathered(at, batch)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        core = self.part.working(self._heads(at), rows_of_inner(at, batch, self.grid), kernels)
+        core = self.part.working(*inside_attention(at, batch, self.grid), kernels)
         return core + max(product.working(at, batch) for product in self.products)
 
 

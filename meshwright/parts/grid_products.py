@@ -16,6 +16,8 @@ from meshwright.layout.params import Box, ParamRecord, overlap
 from meshwright.parts.loss_pieces import piece_rows
 from meshwright.parts.part import Collective, Coordinate, Kept, MicroBatch, Product
 
+SHARED_BY = "gather"  # how ranks that share sequences attend to each other's tokens (`nn/context.py`)
+
 
 def along(at: Coordinate, axis: str) -> Coordinate:
     """Returns the place of a rank as if the tensor-parallel ranks were those along one axis of the grid."""
@@ -114,8 +116,20 @@ class GridProduct:
 
 
 def rows_of_inner(at: Coordinate, batch: MicroBatch, grid: Grid) -> MicroBatch:
-    """Returns the whole sequences of a micro-batch that a rank has inside attention and the MLP."""
-    return replace(batch, sequences=batch.sequences // prod(at.size(axis) for axis in grid.inner.rows))
+    """Returns the rows of a micro-batch that a rank has inside the MLP, as one sequence."""
+    rows = prod(at.size(axis) for axis in grid.inner.rows)
+    return replace(batch, sequences=1, seq=batch.tokens(at) // rows)
+
+
+def inside_attention(at: Coordinate, batch: MicroBatch, grid: Grid) -> tuple[Coordinate, MicroBatch]:
+    """Returns the place of a rank and its micro-batch as attention sees them: some of the heads of whole sequences or,
+    where there are too few to deal out, of sequences that the ranks along an axis share."""
+    heads, shared = along(at, grid.inner.features), grid.shares(batch.sequences)
+    if shared == 1 or at.size(grid.sharing) == 1:
+        return heads, replace(batch, sequences=max(1, batch.sequences // prod(at.size(x) for x in grid.inner.rows)))
+    axes = (*heads.axes, ("cp", shared, at.index(grid.sharing)))
+    others = prod(at.size(axis) for axis in grid.inner.rows if axis != grid.sharing)
+    return Coordinate(tuple(sorted(axes)), context=SHARED_BY), replace(batch, sequences=batch.sequences // others)
 
 
 def vocabulary_rows(vocab: int, at: Coordinate, roles: Roles) -> int:

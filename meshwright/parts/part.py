@@ -24,13 +24,14 @@ Records = dict[str, ParamRecord]
 @dataclass(frozen=True)
 class MicroBatch:
     """One micro-batch: the number of sequences, their length, the bytes of one activation, whether attention stays
-    within a document, which needs a mask, and how unevenly tokens fall on experts."""
+    within a document, which needs a mask, how unevenly tokens fall on experts, and how much is a prefix."""
 
     sequences: int
     seq: int
     element: int = 2
     documents: bool = False
     imbalance: float = 1.0  # rows of the busiest rank's experts over the mean
+    prefix: float = 0.0  # the mean square of the share of a sample that all of it sees
 
     __hash__ = hash_once
 

@@ -26,7 +26,8 @@ def layout_of_cost(cost: Cost) -> dict[str, Any]:
     c, layout = cost.job.config, cost.job.layout
     return {
         **({"replicas": layout.replicas} if layout.replicas > 1 else {}),
-        "tp": c.layout.tp, "pp": c.layout.pp, "dp": layout.dp, "cp": c.layout.cp,
+        "tp": c.layout.tp, **({"tp_grid": str(c.layout.grid)} if c.layout.grid else {}),
+        "pp": c.layout.pp, "dp": layout.dp, "cp": c.layout.cp,
         **({"ep": layout.ep, "etp": layout.etp} if c.model.experts.count else {}), "chunks": c.layout.chunks,
         "order": c.layout.order, "sequence_parallel": c.layout.sequence_parallel and c.layout.tp > 1,
         "schedule": c.pipeline.schedule, "micro_batch": c.train.micro_batch, "zero": c.zero.stage,
@@ -39,7 +40,7 @@ def layout_words(layout: dict[str, Any]) -> str:
     """Describes a layout in a few words; defaults are left out."""
     plain: dict[str, Any] = {"split": [], "cp": 1, "chunks": 1, "order": "tp-cp-ep-dp-pp", "schedule": default_kind(1)}
     plain |= {"offload": False, "pieces": 1}
-    names = {"sequence_parallel": "sp", "micro_batch": "micro-batch"}
+    names = {"sequence_parallel": "sp", "micro_batch": "micro-batch", "tp_grid": "grid"}
     return ", ".join(
         f"{names.get(key, key)} {_value(value)}" for key, value in layout.items() if plain.get(key) != value
     )

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.config.load import config_from, to_mapping
+from meshwright.config.rules import first_broken_rule
 from meshwright.config.yaml_text import dump_yaml
 from meshwright.layout.params import DATA_AXES
 from meshwright.parts.experts import EXPERT_DATA_AXES
 from meshwright.plan.account import balance_words, layout_of_cost, layout_words
 from meshwright.plan.cost import TIMED_AXES, Cost, predict_cost
+from meshwright.plan.grids import PLAIN
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.memory import needed_gib
 from meshwright.plan.reduction import divided
@@ -57,6 +59,7 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
     if tp > 1:
         place = "stays inside a node" if ranks_per_node(job.layout, "tp") == tp else "crosses nodes"
         lines.append(f"tp={tp} {place} and cuts a layer's states and activations by {tp}.")
+        lines += _about_grid(best)
     if c.layout.cp > 1:
         lines.append(f"cp={c.layout.cp} shares sequences by {balance_words(job)}.")
     if pp > 1:
@@ -87,6 +90,25 @@ def _about_states(job: Job) -> Iterator[str]:
     if parts:
         what = {1: "the optimizer states", 2: "optimizer states and gradients", 3: "all states"}[zero]
         yield f"ZeRO stage {zero} divides {what} {', '.join(parts)}."
+
+
+def _about_grid(best: Candidate) -> Iterator[str]:
+    """Says what a grid of tensor-parallel ranks wins over the same ranks along one axis."""
+    cost, layout = best.cost, best.job.config.layout
+    if layout.grid is None:
+        return
+    others = [best.job.replaced(layout=PLAIN | {"sequence_parallel": split}) for split in (False, True)]
+    possible = [job for job in others if not first_broken_rule(job.config, job.world)]
+    fitting = [job for job in possible if needed_gib(job, cost.cluster) <= cost.cluster.device.memory_gib]
+    if fitting:
+        other = min((predict_cost(job, cost.cluster) for job in fitting), key=lambda one: one.step_s)
+        more = percent(other.step_s / cost.step_s - 1)
+        yield f"Along one axis instead of the grid {layout.grid}, with all else the same, it takes {more} more: " \
+            f"{against(cost, other)}."
+    elif possible:
+        yield f"Along one axis instead of the grid {layout.grid} it would not fit."
+    else:
+        yield f"The grid {layout.grid} divides what tp={layout.tp} along one axis does not."
 
 
 def _about_experts(best: Candidate) -> Iterator[str]:

@@ -70,10 +70,8 @@ def ways_of(tp: int, keeps: bool = True) -> Iterator[tuple[str, dict[str, Any]]]
     yield "1D", {**PLAIN, "sequence_parallel": False}
     yield "1D, sequence parallel", {**PLAIN, "sequence_parallel": True}
     for grid in grids_of(tp):
-        sizes = (grid.row, grid.col) if grid.kind == "2d" else (grid.row, grid.col, grid.depth)
-        keys = {"tp_grid": sizes, "tp_kind": grid.kind, "sequence_parallel": False}
-        name = str(grid).upper().replace("X", "x")
-        yield name, {**keys, "tp_keep_gathered": False}
+        keys, name = {**grid.keys, "sequence_parallel": False}, str(grid).upper().replace("X", "x")
+        yield name, keys
         if keeps:
             yield f"{name}, gathered kept", {**keys, "tp_keep_gathered": True}
 
@@ -124,9 +122,9 @@ def compare(job: Job, cluster: Cluster | None, keeps: bool = True) -> tuple[list
 
 def report(job: Job, found: list[BlockCost], refused: list[str]) -> str:
     """Describes a comparison for people."""
-    m, b = job.config.model, job.batch
+    m, b, shown = job.config.model, job.batch, _shown(found)
     rows = [("way to cut", "products", "norms", "copies", "all", "weights", "activations", "block")]
-    for one in found:
+    for one in shown:
         rows.append((
             one.name, size(one.products), size(one.norms), size(one.gradients), size(one.wire), size(one.weights),
             size(one.activations), seconds(one.seconds),
@@ -135,11 +133,22 @@ def report(job: Job, found: list[BlockCost], refused: list[str]) -> str:
     lines = [
         f"one block of hidden {m.hidden} on {job.config.layout.tp} tensor-parallel ranks, {tokens:,} tokens a "
         f"micro-batch ({tokens / m.hidden:.3g} x hidden), {job.config.train.precision}",
-        "bytes that a rank sends: for products and norms with every micro-batch, for gradients of copied weights once "
-        "per step",
-        "", table(rows), "", *verdict(found), *(f"not possible: {line}" for line in refused),
+        "bytes that a rank sends: with every micro-batch for products (and keys and values of shared sequences) and "
+        "norms, once per step for gradients of copied weights",
+        "", table(rows), *([f"  ({len(found) - len(shown)} more: --json)"] if len(shown) < len(found) else []),
+        "", *verdict(found), *(f"not possible: {line}" for line in refused),
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _shown(found: list[BlockCost], most: int = 3) -> list[BlockCost]:
+    """Of each kind, with and without kept factors, those that send the fewest bytes, and the fastest."""
+    kinds: dict[tuple[str, bool], list[BlockCost]] = {}
+    for one in found:
+        kinds.setdefault((one.name.split()[0], one.name.endswith("kept")), []).append(one)
+    chosen = {one.name for same in kinds.values() for one in same[:most]}
+    chosen |= {min(same, key=lambda one: one.seconds).name for same in kinds.values()}
+    return [one for one in found if one.name in chosen]
 
 
 def verdict(found: list[BlockCost]) -> list[str]:
@@ -187,9 +196,10 @@ def _best_of_kinds(job: Job, tp: int, seq: int) -> dict[str, BlockCost]:
     one = job.replaced(layout=layout | PLAIN, train=train, model={"seq": seq}, zero={"stage": 0})
     best: dict[str, BlockCost] = {}
     for cost in compare(replace(one, world=tp, cluster_node=tp), None)[0]:
-        kind = cost.name.split()[0].rstrip(",") + (", gathered kept" if cost.name.endswith("kept") else "")
-        if cost.name == "1D, sequence parallel":
-            kind = cost.name
-        if kind not in best or cost.wire < best[kind].wire:
-            best[kind] = cost
+        kind, kept = cost.name.split()[0].rstrip(","), cost.name.endswith("kept")
+        name = cost.name if kind == "1D" else f"{kind}, gathered kept" if kept else kind
+        if kept and kind != "3D":  # enough lines
+            continue
+        if name not in best or cost.wire < best[name].wire:
+            best[name] = cost
     return best

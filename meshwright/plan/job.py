@@ -120,7 +120,9 @@ class Job:
     @cached_property
     def batch(self) -> MicroBatch:
         c = self.config
-        return MicroBatch(c.train.micro_batch, c.model.seq, BYTES[c.train.precision], c.has_segments, self.imbalance)
+        prefix = c.data.blanks.source_square if c.objective == "blanks" else 0.0
+        element = BYTES[c.train.precision]
+        return MicroBatch(c.train.micro_batch, c.model.seq, element, c.has_segments, self.imbalance, prefix)
 
     @cached_property
     def kernels(self) -> Kernels:

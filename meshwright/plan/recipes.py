@@ -90,13 +90,37 @@ def row(found: Comparison) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+# What a terminal of 80 columns has room for: the same figures, with the units once.
+SHORT = ("recipe", "devices", "tokens", "published", "planned", "error", "days")
+UNITS = {"step_s": " s/step", "tflops": " TF/s", "tokens_s_device": " tok/s", "device_hours": " h", "": ""}
+MARK = "*"
+NOTE = f"""TF/s: TFLOP/s of a device; h: device hours; tok/s: tokens of a device.
+days: published/planned. {MARK} of the whole run, with all that interrupted it."""
+
+
+def short_row(found: Comparison) -> tuple[str, ...]:
+    """Returns the cells of a recipe in the table of a terminal."""
+    recipe, p = found.recipe, found.recipe.published
+    mark = MARK if p.get("counts") == "whole run" and found.figure else ""
+    days = [f"{float(p['days']):.3g}" if "days" in p else "-", "-" if found.days is None else f"{found.days:.3g}"]
+    shown = FIGURES["step_s"](found.cost.step_s).removesuffix(" a step")
+    return (
+        recipe.name, f"{count(recipe.devices)} {found.cost.cluster.device.name.split('-')[0]}",
+        count(float(p["tokens"])) if "tokens" in p else "-",
+        count(found.published) + UNITS[found.figure] + mark if found.figure else "-",
+        count(found.predicted) if found.figure else shown,
+        "-" if found.error is None else f"{100 * found.error:+.0f} %", "/".join(days),
+    )  # fmt: skip
+
+
 def as_json(found: Comparison) -> dict[str, Any]:
     recipe = found.recipe
     return {
         "name": recipe.name, "title": recipe.title, "source": recipe.source, "hardware": recipe.hardware,
         "cluster": recipe.cluster, "devices": recipe.devices, "stack": found.cost.job.stack.name,
         "layout": layout_of_cost(found.cost), "layout_by": recipe.layout, "published": dict(recipe.published),
-        "differs": list(recipe.differs), "parameters": parameter_count(found.cost.job.model),
+        "values": dict(recipe.values), "unpublished": list(recipe.unpublished), "differs": list(recipe.differs),
+        "parameters": parameter_count(found.cost.job.model),
         "predicted": {
             "step_s": found.cost.step_s, "tokens_s_device": found.cost.tokens_per_s_device, "mfu": found.cost.mfu,
             "hfu": found.cost.hfu, "memory_gib": found.memory_gib, "days": found.days,
@@ -147,6 +171,8 @@ def _described(found: Comparison) -> str:
         f"- Layout ({by}): {layout_words(layout_of_cost(found.cost))}.",
         f"- Predicted on {recipe.devices:,} x {found.cost.cluster.device.name} ({recipe.cluster}, stack "
         f"{found.cost.job.stack.name}): {mine}.",
+        *(f"- Values of {sections}: {source}." for sections, source in recipe.values.items()),
+        *(f"- Not published: {sentence}" for sentence in recipe.unpublished),
         *(f"- Differs: {sentence}" for sentence in recipe.differs), "",
     ]  # fmt: skip
     return "\n".join(lines)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import product
+from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -21,6 +22,7 @@ from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import UnitTime, setting_of, unit_time
 from meshwright.plan.cost import Cost, predict_cost
 from meshwright.plan.flops import best_split
+from meshwright.plan.grids import PLAIN, grids_of
 from meshwright.plan.job import Job
 from meshwright.plan.memory import GIB, largest, needed_gib, states_gib
 from meshwright.schedule.kinds import KINDS, default_kind
@@ -80,6 +82,7 @@ class SearchSpace:
     micro_batch: tuple[int, ...] = _key("train.micro_batch", (1, 2, 4, 8, 16, 32))
     sequence_parallel: tuple[bool, ...] = _key("layout.sequence_parallel", (False, True))
     schedule: tuple[str, ...] = _key("pipeline.schedule")  # empty: the default for so many chunks
+    grids: tuple[tuple[int, ...], ...] = _key("layout.tp_grid", ((),))  # empty: all, and tp along one axis
 
 
 # The field of `SearchSpace` that each searched config key sets.
@@ -103,13 +106,9 @@ def shapes(base: Job, space: SearchSpace, cluster: Cluster | None = None) -> Ite
     model, batch, devices = base.config.model, base.global_batch // replicas, base.world // replicas
     pipeline = {"split": (), "schedule": default_kind(1)}
     base = base.replaced(zero={"stage": 0}, recompute=NOTHING_AGAIN, pipeline=pipeline)
-    for tp in divisors(devices):
-        alone = {"pp": 1, "cp": 1, "ep": 1, "etp": 0, "chunks": 1, "sequence_parallel": False}
-        cut = base.replaced(layout={"tp": tp} | alone)
-        allowed = tp in space.tp if space.tp else tp <= base.node_size
-        if not allowed or first_broken_rule(cut.config, base.world, TENSOR_PARALLEL_RULES):
-            continue
-        for cp in space.cp:
+    for cut in _tensor_cuts(base, space, divisors(devices)):
+        tp = cut.config.layout.tp
+        for cp in space.cp if not cut.config.layout.tp_grid else (1,):
             if devices % (tp * cp) or (cp > 1 and model.seq % (2 * cp)):
                 continue
             for pp in divisors(devices // (tp * cp)):
@@ -122,12 +121,32 @@ def shapes(base: Job, space: SearchSpace, cluster: Cluster | None = None) -> Ite
                 yield from _variants(plain, [n for n in space.micro_batch if batch % (dp * n) == 0], space, cluster)
 
 
+def _tensor_cuts(base: Job, space: SearchSpace, sizes: Sequence[int]) -> Iterator[Job]:
+    """Yields every way to cut layers over tensor-parallel ranks: along one axis, or over grids where these are
+    searched. A grid may break a rule about micro-batches yet, which are chosen later."""
+    alone = {"pp": 1, "cp": 1, "ep": 1, "etp": 0, "chunks": 1, "sequence_parallel": False}
+    o = base.config.layout
+    own = {"tp_kind": o.tp_kind, "tp_keep_gathered": o.tp_keep_gathered}
+    for tp in sizes:
+        if not (tp in space.tp if space.tp else tp <= base.node_size):
+            continue
+        if space.grids:
+            tried = [{"tp_grid": grid, **own} if grid else PLAIN for grid in space.grids if prod(grid or (tp,)) == tp]
+        else:
+            tried = [PLAIN, *(grid.keys for grid in grids_of(tp))]
+        for keys in tried:
+            cut = base.replaced(layout=keys | {"tp": tp} | alone)
+            if not first_broken_rule(cut.config, base.world, TENSOR_PARALLEL_RULES):
+                yield cut
+
+
 def _variants(plain: Job, micro: list[int], space: SearchSpace, cluster: Cluster | None) -> Iterator[Job]:
     """Yields a cut of the model with these micro-batches and everything else that may differ."""
     layout, seq = plain.layout, plain.config.model.seq
     # With one stage, or where stages and replicas both fill whole nodes, the order changes nothing.
     several = layout.pp > 1 and layout.dp > 1 and layout.tp < plain.node_size
-    for parts in space.sequence_parallel if layout.tp > 1 else (False,):
+    either = layout.tp > 1 and not plain.config.layout.tp_grid
+    for parts in space.sequence_parallel if either else (False,):
         sized = [plain.replaced(train={"micro_batch": n}) for n in micro if not parts or n * seq % layout.tp == 0]
         for order in space.orders if several else space.orders[:1]:
             cuts = _expert_cuts(sized, {"sequence_parallel": parts, "order": order}, space, cluster)

@@ -6,8 +6,8 @@ say), and declares its calls to the planner. This file imports no torch, so that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from meshwright.sharding.placement import ALIGN
 
@@ -85,6 +85,12 @@ class Reducer(ReducerPlan, Protocol):
     def side_states(self) -> Iterator[SideTensors]:
         """Yields what else a checkpoint must hold, of other shapes than the parameters', see `SideState`."""
 
+    def counters(self) -> Mapping[str, float | None]:
+        """Returns numbers that a checkpoint must hold, the same on all ranks."""
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Takes those of a checkpoint, whichever layout saved it, after the states have been filled."""
+
 
 class PlainReducer:
     """A reducer that makes just the collective that it is asked for."""
@@ -118,6 +124,12 @@ class PlainReducer:
 
     def side_states(self) -> Iterator[SideTensors]:
         return iter(())
+
+    def counters(self) -> Mapping[str, float | None]:
+        return {}
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        pass
 
 
 PLAIN_REDUCER = PlainReducer()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from meshwright.layout.layout import GROUP_KINDS, Layout
+from meshwright.layout.layout import Layout
 from meshwright.show.units import plural
 
 CORNERS = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"  # of a vertex, by the walls that meet there: up 1, down 2, left 4, right 8
@@ -40,7 +40,9 @@ def _sizes(layout: Layout, axes: Iterable[str]) -> str:
 
 
 def _heading(layout: Layout) -> str:
-    text = f"world {layout.world} = {_sizes(layout, ('tp', 'cp', 'dp', 'pp'))}, order {layout.order}"
+    axes = ("tp", "cp", "dp", "pp", *(("replicas",) if layout.replicas > 1 else ()))
+    text = f"world {layout.world} = {_sizes(layout, axes)}, order {layout.order}"
+    text += ", the first replica is drawn" if layout.replicas > 1 else ""
     if layout.node_size is None:
         return text
     nodes = -(-layout.world // layout.node_size)
@@ -162,8 +164,9 @@ def describe_groups(layout: Layout, width: int = 100) -> list[str]:
     """Describes every kind of group: how many there are of what size, how many of them span nodes, and their ranks."""
     lines: list[str] = []
     seen: dict[tuple[tuple[int, ...], ...], str] = {}
-    indent = max(len(name) for name in GROUP_KINDS) + 2
-    for name in GROUP_KINDS:
+    names = layout.group_kinds
+    indent = max(len(name) for name in names) + 2
+    for name in names:
         groups = layout.groups(name)
         count, size = len(groups), len(groups[0])
         text = f"{name:<{indent}}{plural(count, 'group')} of {size}"

@@ -72,7 +72,7 @@ def page(run: RunRecord, width: int, colour: bool) -> Iterator[RenderableType]:
     yield _losses(train, valid)
     yield ""
     figures = _grid()
-    for label, text in (*_speed(run), *_phases(run, width, colour), *_skipped(run), *_faults(run)):
+    for label, text in (*_speed(run), *_links(run), *_phases(run, width, colour), *_skipped(run), *_faults(run)):
         figures.add_row(Text(label, "dim"), text)
     yield figures
     yield ""
@@ -100,6 +100,13 @@ def _losses(train: Sequence[Point], valid: Sequence[Point]) -> Table:
         when = Text(f"at step {int(step):,}" if math.isfinite(step) else "", "dim")
         grid.add_row(name, first, Text(last, style), lowest, when)
     return grid
+
+
+def _links(run: RunRecord) -> Iterator[tuple[str, Text]]:
+    """Says so where steps took longer because slow links were emulated."""
+    emulate = run.config.comm.emulate
+    if emulate.on:
+        yield "links", Text(emulate.words(run.config.layout.node_size or run.world or 1), "bad")
 
 
 def _speed(run: RunRecord) -> Iterator[tuple[str, Text]]:

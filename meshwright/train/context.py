@@ -17,6 +17,7 @@ from meshwright.models.description import CP_INNER, CP_OUTER, layout_of
 from meshwright.nn.offload import HostActivations
 from meshwright.nn.parallel import ContextGroups, ExpertGroups, Parallel
 from meshwright.nn.random import Streams
+from meshwright.parts.grid_products import SHARED_BY
 from meshwright.parts.part import Coordinate, coordinate_of
 from meshwright.sharding.placement import shard_axes
 
@@ -78,7 +79,7 @@ def build_context(
         config.recompute, fused=fuses(config, device), products=products_of(config),
         unallocated=trains and shard_axes(layout, config.zero).stage == 3, host=is_host(config, device),
         experts=expert_groups(mesh) if config.model.experts.count else None,
-        context=context_groups(mesh, config) if layout.cp > 1 else None,
+        context=context_groups(mesh, config),
         overlaps=config.comm.overlap.tensor,
         offload=HostActivations(device.torch) if config.recompute.offload and not is_host(config, device) else None,
         grid={axis: mesh.group(axis) for axis in GRID_AXES} if config.layout.grid else None,
@@ -90,7 +91,14 @@ def expert_groups(mesh: Mesh) -> ExpertGroups:
     return ExpertGroups(mesh.group("etp"), mesh.group("ep"), mesh.group("tp-cp"))
 
 
-def context_groups(mesh: Mesh, config: Config) -> ContextGroups:
+def context_groups(mesh: Mesh, config: Config) -> ContextGroups | None:
+    """Returns the ranks that share sequences: those along cp, or along an axis of a grid where there are too few
+    sequences to deal out."""
+    grid = config.layout.grid
+    if grid is not None and grid.shares(config.train.micro_batch) > 1:
+        return ContextGroups(SHARED_BY, mesh.alone, mesh.group(grid.sharing))
+    if config.layout.cp == 1:
+        return None
     if config.context_kind == "hybrid":
         return ContextGroups("ring", mesh.group(CP_INNER), mesh.group(CP_OUTER))
     if config.context_kind == "ulysses":

@@ -15,6 +15,7 @@ import yaml
 STOPPED = 85  # a container's exit code where the run was stopped and has something left to do
 PORT = 29500
 MISTAKE = 2
+ELASTIC_STEP = "--no-kill --kill-on-bad-exit=0"  # a node that is lost ends neither the job nor its step
 SHM = "/dev/shm"  # noqa: S108
 CONFIG_AT = "/etc/meshwright"
 GPU_RESOURCES = {"auto": "nvidia.com/gpu", "cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
@@ -38,6 +39,7 @@ class JobFile:
     setup: tuple[str, ...] = ()  # lines of shell that come first
     options: tuple[str, ...] = ()  # of sbatch
     command: str = ""  # by which this file was made
+    elastic: bool = False  # one launcher on each node, which goes on when others are lost
 
     @property
     def ranks(self) -> int:
@@ -48,7 +50,9 @@ class JobFile:
         return self.device != "cpu"
 
     def train(self, config: str | None = None) -> str:
-        return shlex.join(["meshwright", "train", config or self.config, *self.words])
+        """The command: of a rank or, in an elastic run, of a node's launcher."""
+        launcher = ["--nodes", f"1:{self.nodes}", "--nproc", str(self.per_node)] if self.elastic else []
+        return shlex.join(["meshwright", "train", config or self.config, *self.words, *launcher])
 
     @property
     def is_complete(self) -> str:
@@ -79,7 +83,7 @@ cancelled=
 trap 'cancelled=1' TERM  # scancel, or the time limit itself
 if is_complete; then echo "the run is complete"; exit 0; fi
 before=$(newest)
-srun --kill-on-bad-exit=1 {train}
+srun {step} {train}
 code=$?
 if is_complete; then echo "the run is complete"; exit 0; fi
 if [ -n "$cancelled" ]; then echo "the job was cancelled: it is not requeued"; exit 143; fi
@@ -95,7 +99,9 @@ scontrol requeue "$SLURM_JOB_ID"
 
 def slurm(job: JobFile) -> str:
     """The batch script."""
-    asked = [f"job-name={job.name}", f"nodes={job.nodes}", f"ntasks-per-node={job.per_node}"]
+    tasks = ["ntasks-per-node=1", f"cpus-per-task={job.per_node}", "no-kill"]
+    asked = [f"job-name={job.name}", f"nodes={job.nodes}"]
+    asked += tasks if job.elastic else [f"ntasks-per-node={job.per_node}"]
     asked += [f"gpus-per-node={job.per_node}"] if job.has_accelerators else []
     asked += [f"time={slurm_time(job.time_s)}"] if job.time_s else []
     asked += [f"signal=USR1@{job.lead_s}", "requeue", "open-mode=append", f"output={job.name}-%j.log"]
@@ -103,7 +109,7 @@ def slurm(job: JobFile) -> str:
     return SLURM.format(
         command=job.command, directives="\n".join(f"#SBATCH {option}" for option in options),
         setup="\n".join(job.setup), checkpoints=shlex.quote(job.checkpoints), is_complete=job.is_complete,
-        train=job.train(), mistake=MISTAKE,
+        step=ELASTIC_STEP if job.elastic else "--kill-on-bad-exit=1", train=job.train(), mistake=MISTAKE,
     )  # fmt: skip
 
 

@@ -18,12 +18,14 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError, notice
-from meshwright.train.processes import OWN_RUN, find_place
+from meshwright.train.processes import DEVICE, LOOPBACK, OWN_RUN, find_place, interface_of
 from meshwright.train.rank_process import end_with_launcher, name_rank
 from meshwright.train.signals import (
     OF_TERMINALS,
@@ -49,13 +51,46 @@ def warm_up() -> None:
     The server that forks them ignores requests to stop: a scheduler sends those to every process of a job, and without
     the server all ranks would look dead.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's stack traces of lost peers, beside our sentences
     multiprocessing.set_forkserver_preload(PRELOAD)
     with stops_handled_by(signal.SIG_IGN):
         multiprocessing.forkserver.ensure_running()
 
 
-def _rank(attempt: int, folder: str, stops: bool, main: Callable[..., None], *args: object) -> None:
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)  # torch's agent is a new one in each attempt
+@dataclass(frozen=True)
+class Team:
+    """The ranks that one launcher starts at once, and where the launchers of all nodes meet: at `host`, on the socket
+    `door` where this one is the first (None: a new one)."""
+
+    ranks: int
+    attempt: int = 0
+    devices: tuple[int, ...] = ()  # of each rank, by its number on this machine; empty: in their order
+    node: int = 0
+    nodes: int = 1
+    host: str = LOOPBACK
+    port: int = 0
+    door: int | None = None
+    address: str = LOOPBACK  # of this node
+    job: str = ""  # its name, for all nodes and attempts; empty: this launcher's
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a team ended: an exit code, why (empty if that was said already), and the rank on this machine that failed
+    by itself, not since others did."""
+
+    code: int
+    why: str = ""
+    failed: int | None = None
+
+
+def _rank(team: Team, folder: str, stops: bool, main: Callable[..., None], *args: object) -> None:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(team.attempt)  # torch's agent is a new one in each attempt
+    os.environ.update(team.env)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(team.address))  # else by the machine's name, wherever
+    if team.devices:
+        os.environ[DEVICE] = str(team.devices[int(os.environ["LOCAL_RANK"])])
     guarded(folder, stops, main, *args)
 
 
@@ -135,34 +170,56 @@ def launch(
     request to stop is passed on to the ranks, which save and end by themselves; without, it ends them. A second Ctrl-C
     always does, and `loses` says what is lost by it. `tell` hears of restarts and of the failure that ends it all.
     """
+    with launching(stops) as folder:
+        for attempt in range(restarts + 1):
+            ended = attempt_of(Team(ranks, attempt), folder, stops, main, args)
+            if is_final(ended.code) or attempt == restarts:
+                break
+            said, again = in_short(ended), f"restart {attempt + 1} of {restarts}, from the newest checkpoint"
+            notice(f"{said}; all ranks start again ({again})")
+            tell("restart", f"{said}; {again}")
+    return conclude(ended, loses, tell)
+
+
+@contextlib.contextmanager
+def launching(stops: bool) -> Iterator[Path]:
+    """A folder in which teams of ranks may be started one after the other."""
     warm_up()
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # we say ourselves who failed, and why
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    _meet_on_loopback()
+    _register_meeting()
     with tempfile.TemporaryDirectory(prefix=OWN_RUN) as folder, _held_open(Path(folder) / LIFELINE):
         with _passing_on(Path(folder)) if stops else contextlib.nullcontext():
-            for attempt in range(restarts + 1):
-                code, why = _attempt(ranks, attempt, Path(folder), stops, main, args)
-                if code in (0, 2) or code > 128 or attempt == restarts:
-                    break
-                who, bug, _ = why.partition("Traceback")
-                said = f"{who}{why.splitlines()[-1]}" if bug else why or "the ranks hung"
-                again = f"restart {attempt + 1} of {restarts}, from the newest checkpoint"
-                notice(f"{said}; all ranks start again ({again})")
-                tell("restart", f"{said}; {again}")
-        if code == 128 + signal.SIGINT and loses:
-            why = loses()
-        if why:
-            print(f"meshwright: {why}", file=sys.stderr)
-        if code:
-            tell("failure", why.splitlines()[-1] if why else "the ranks hung")
-    return code
+            yield Path(folder)
 
 
-def _attempt(
-    ranks: int, attempt: int, folder: Path, stops: bool, main: Callable[..., None], args: tuple[object, ...]
-) -> tuple[int, str]:
-    """Runs the ranks once; the exit code, and why they did not end well (empty if that was said already)."""
+def is_final(code: int) -> bool:
+    """Whether no further start would mend it: all is well, or a mistake, or the launcher was stopped."""
+    return code in (0, 2) or code > 128
+
+
+def in_short(ended: Outcome) -> str:
+    who, bug, _ = ended.why.partition("Traceback")
+    return f"{who}{ended.why.splitlines()[-1]}" if bug else ended.why or "the ranks hung"
+
+
+def conclude(
+    ended: Outcome, loses: Callable[[], str] | None, tell: Callable[[str, str], None] = lambda kind, text: None
+) -> int:
+    """Says why a run ended, if not well; the exit code."""
+    why = loses() if ended.code == 128 + signal.SIGINT and loses else ended.why
+    if why:
+        print(f"meshwright: {why}", file=sys.stderr)
+    if ended.code:
+        tell("failure", why.splitlines()[-1] if why else "the ranks hung")
+    return ended.code
+
+
+def attempt_of(
+    team: Team, folder: Path, stops: bool, main: Callable[..., None], args: tuple[object, ...]
+) -> Outcome:
+    """Runs this launcher's ranks once."""
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -170,20 +227,27 @@ def _attempt(
     signals = "SIGQUIT" if stops else "SIGTERM,SIGUSR1,SIGINT,SIGHUP,SIGQUIT"
     options: dict[str, Any] = {"signals_to_handle": signals, "shutdown_timeout": SHUTDOWN_S}
     known = {field.name for field in dataclasses.fields(LaunchConfig)}  # torch 2.11 has fewer
+    meeting = {"node": team.node, "nodes": team.nodes, "door": team.door}
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=ranks, rdzv_backend="loopback", rdzv_endpoint="127.0.0.1:0",
-        run_id=folder.name, max_restarts=0, start_method="forkserver", local_addr="127.0.0.1",
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder)), **{k: v for k, v in options.items() if k in known},
+        min_nodes=team.nodes, max_nodes=team.nodes, nproc_per_node=team.ranks, rdzv_backend=MEETING,
+        rdzv_endpoint=f"{team.host}:{team.port}", rdzv_configs=meeting, run_id=team.job or folder.name, max_restarts=0,
+        start_method="forkserver", local_addr=team.address, logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+        **{k: v for k, v in options.items() if k in known},
     )  # fmt: skip
     try:
-        elastic_launch(config, _rank)(attempt, str(folder), stops, main, *args)
+        elastic_launch(config, _rank)(team, str(folder), stops, main, *args)
     except ChildFailedError as error:
         _show_cursor()
         return _failed(folder, error)
     except SignalException as error:
         _show_cursor()
-        return 128 + int(error.sigval), f"stopped by {signal.Signals(error.sigval).name}"
-    return 0, ""
+        return Outcome(128 + int(error.sigval), f"stopped by {signal.Signals(error.sigval).name}")
+    except DistError as error:
+        if team.nodes == 1:
+            raise
+        why = str(error).splitlines()[0]
+        return Outcome(1, f"the {team.nodes} nodes did not meet at {team.host}:{team.port} ({why})")
+    return Outcome(0)
 
 
 @contextlib.contextmanager
@@ -203,50 +267,63 @@ def _show_cursor() -> None:
         print("\x1b[?25h", end="", file=sys.stderr, flush=True)
 
 
-def _meet_on_loopback() -> None:
-    """The ranks' store listens on this machine alone. (torch's own would listen on every interface, and its dynamic
-    rendezvous unpickles what it finds there.)"""
+MEETING = "meshwright"  # the name of our rendezvous
+MEETING_S = 60  # within which the launchers of all nodes must have met
+
+
+def _register_meeting() -> None:
+    """The ranks' store listens on one address alone, that of this machine's loopback if there is one node. (torch's own
+    would listen on every interface, and its dynamic rendezvous unpickles what it finds there.)"""
     from torch.distributed import TCPStore
     from torch.distributed.elastic import rendezvous
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-    class Loopback(StaticTCPRendezvous):
+    class Meeting(StaticTCPRendezvous):
         def get_backend(self) -> str:
-            return "loopback"
+            return MEETING
 
     def handler(given: rendezvous.RendezvousParameters) -> rendezvous.RendezvousHandler:
-        server = socket.create_server(("127.0.0.1", 0))
-        host, port = server.getsockname()
-        meeting = Loopback(host, port, 0, 1, given.run_id, 900)
-        meeting._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+        node, nodes, door = (given.config[key] for key in ("node", "nodes", "door"))
+        host, _, port = given.endpoint.rpartition(":")
+        limit = timedelta(seconds=MEETING_S)
+        if node == 0:
+            server = socket.create_server((host, int(port))) if door is None else socket.socket(fileno=door)
+            port = server.getsockname()[1]
+            options: dict[str, Any] = {"is_master": True, "master_listen_fd": server.detach()}
+        else:
+            options = {"is_master": False}
+        meeting = Meeting(host, int(port), node, nodes, given.run_id, MEETING_S)
+        meeting._store = TCPStore(host, int(port), wait_for_workers=False, timeout=limit, **options)
         return meeting
 
     with contextlib.suppress(ValueError):  # registered by an earlier launch of this process
-        rendezvous.rendezvous_handler_registry.register("loopback", handler)
+        rendezvous.rendezvous_handler_registry.register(MEETING, handler)
+
+
+def signal_ranks(folder: Path, number: int) -> None:
+    """Sends a signal to the ranks of the last attempt."""
+    for pid in _reports(folder, "pid").values():
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or its number is about to be written
+            os.kill(int(pid), number)
 
 
 @contextlib.contextmanager
 def _passing_on(folder: Path) -> Iterator[None]:
     """Passes requests to stop on to the ranks, whose numbers they leave in `folder`; a second Ctrl-C ends them."""
     interrupted = 0.0
-
-    def kill(number: int) -> None:
-        for pid in _reports(folder, "pid").values():
-            with contextlib.suppress(OSError, ValueError):  # it has ended, or its number is about to be written
-                os.kill(int(pid), number)
-
     def pass_on(number: int, frame: object) -> None:
         from torch.distributed.elastic.multiprocessing import SignalException
 
         nonlocal interrupted
         if number == signal.SIGINT:
             if interrupted and time.monotonic() - interrupted > SAME_CTRL_C_S:
-                kill(signal.SIGKILL)
+                signal_ranks(folder, signal.SIGKILL)
                 raise SignalException("a second Ctrl-C", signal.SIGINT)
             interrupted = interrupted or time.monotonic()
         with contextlib.suppress(OSError):
             (folder / STOP).touch()
-        kill(signal.SIGTERM if number in OF_TERMINALS else number)  # the ranks leave those to the launcher
+        # The ranks leave those of terminals to the launcher.
+        signal_ranks(folder, signal.SIGTERM if number in OF_TERMINALS else number)
 
     before = {number: signal.signal(number, pass_on) for number in filter(taken_over, STOP_SIGNALS)}
     try:
@@ -256,23 +333,26 @@ def _passing_on(folder: Path) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _failed(folder: Path, error: object) -> tuple[int, str]:
+def _failed(folder: Path, error: object) -> Outcome:
     """The exit code, 2 if a user's mistake stopped the run, else 1; and why."""
     from meshwright.comm.watchdog import EXIT_CODE
 
-    first = error.get_first_failure()[1]  # type: ignore[attr-defined]
+    rank, first = error.get_first_failure()  # type: ignore[attr-defined]
     if first.exitcode == EXIT_CODE:  # the watchdog has said what hung
-        return EXIT_CODE, ""
+        return Outcome(EXIT_CODE)
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
         why = " (a file that it had mapped could not be read or written: look at the disk)" if name == "SIGBUS" else ""
-        return 1, f"rank {first.local_rank} was killed by {name}{why}; the other ranks were stopped"
-    told = _reports(folder, "mistake") or _reports(folder, "bug") or dict([*_reports(folder, "weak").items()][:1])
+        return Outcome(1, f"rank {rank} was killed by {name}{why}; the other ranks were stopped", first.local_rank)
+    bugs = _reports(folder, "bug")
+    told = _reports(folder, "mistake") or bugs or dict([*_reports(folder, "weak").items()][:1])
     said = []
     for text in dict.fromkeys(told.values()):
         ranks = ", ".join(str(rank) for rank, other in told.items() if other == text)
         where = f"rank {ranks}: " if len(told) > 1 or "Traceback" in text else ""
         said.append(f"{where}{text}")
     if not told:
-        said.append(f"rank {first.local_rank} ended with exit code {first.exitcode}")
-    return 2 if first.exitcode == 2 or _reports(folder, "mistake") else 1, "\nmeshwright: ".join(said)
+        said.append(f"rank {rank} ended with exit code {first.exitcode}")
+    mistake = first.exitcode == 2 or _reports(folder, "mistake")
+    alone = first.local_rank if not told or rank in bugs else None
+    return Outcome(2 if mistake else 1, "\nmeshwright: ".join(said), alone)

@@ -22,7 +22,7 @@ from meshwright.train.fault_notes import FaultNotes
 from meshwright.train.monitor import gather_bytes
 from meshwright.train.rank_figures import RankFile
 from meshwright.train.run_folder import RunFolder, is_validated
-from meshwright.train.run_notes import write_event
+from meshwright.train.run_notes import time_between_failures, write_event
 from meshwright.train.signals import StopRequests
 from meshwright.train.speed import Speed
 from meshwright.train.step import Launched, StepResult, Trainer
@@ -160,11 +160,14 @@ class GivingUp(Hook):
 class Saving(Hook):
     """Checkpoints, every so many steps or so often, and at the end. The clock is that of the rank that writes the run,
     whose wish reaches the others with the step's counts. `auto` saves so seldom that it takes a hundredth of the
-    time."""
+    time; in a run that has failed before, as often as is best for the stall of a save and the time between failures (by
+    Young and Daly, sqrt(2 x stall x time between failures)), if that is more often than every quarter of an hour."""
 
     def __init__(self, saver: Saver, config: CheckpointConfig) -> None:
         self.saver, self.steps, self.seconds = saver, config.every_steps, config.every_seconds
         self.share = SAVING_SHARE if config.every == "auto" else math.inf
+        writes = config.every == "auto" and saver.trainer.writes
+        self.between_failures = time_between_failures(saver.trainer.ctx.config.run.dir) if writes else math.inf
         self.saved_at = time.monotonic()
         self.told: int | None = None  # the last save of which the run's events tell
 
@@ -173,6 +176,9 @@ class Saving(Hook):
 
     def wants_save(self) -> bool:
         gone = time.monotonic() - self.saved_at
+        if self.between_failures < math.inf and self.saver.blocked_s:
+            best = math.sqrt(2 * self.saver.blocked_s * self.between_failures)
+            return gone >= min(self.seconds, best) and not self.saver.is_writing
         return 0 < self.seconds <= gone and self.saver.blocked_s <= self.share * gone and not self.saver.is_writing
 
     def after(self, result: StepResult, last: bool) -> None:

@@ -34,6 +34,7 @@ from meshwright.parts.part import Stage
 from meshwright.schedule.kinds import placement_of
 from meshwright.sharding.buffers import foreign_record
 from meshwright.sharding.reducers import Reducer
+from meshwright.train.adapting import Adapting
 from meshwright.train.bad_steps import BadSteps
 from meshwright.train.context import Context, build_context, compiles
 from meshwright.train.corruption import ReplicaCheck
@@ -51,9 +52,11 @@ from meshwright.train.loop import (
     Watcher,
     train,
 )
+from meshwright.train.memory_saving import MemorySaving
 from meshwright.train.own_models import check_own, in_precision, is_own
 from meshwright.train.processes import enter, find_place, joined_place, leave
 from meshwright.train.rank_process import end_with_launcher, name_rank
+from meshwright.train.recovery import Recovering
 from meshwright.train.run_folder import RunFolder, refuse_finished, what_is_lost
 from meshwright.train.run_notes import provenance, write_event
 from meshwright.train.run_owner import owning
@@ -212,7 +215,9 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
     if config.tune.adapts:
         agree(ctx, lambda: read_base(trainer))
         trainer.publish()
-    resume(trainer, source)
+    ready = time.time()
+    come_from = resume(trainer, source)
+    loaded = time.time()
     validating = trainer.valid_batches is not None
     make = partial(open_folder, trainer, source, validating, about.notes)
     folder: RunFolder | None = agree(ctx, make if trainer.writes else None)
@@ -232,9 +237,12 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         recording = Recording(folder, watcher, about.speed, ctx.layout.world)
         # In this order after each step: a step is recorded before it is saved, and saved before anything else can fail.
         notes = FaultNotes(config.run.dir, config.faults.max_faults, trainer.writes)
-        all_hooks = [ending, TracedStep(trainer), recording, GivingUp(config.faults.max_skips), saving, validation]
+        all_hooks = [ending, Adapting(trainer, folder.path if folder else None), TracedStep(trainer), recording]
+        all_hooks += [GivingUp(config.faults.max_skips), MemorySaving(trainer), saving, validation]
         all_hooks += [TooManyFaults(notes, saver), ReplicaCheck(trainer, notes), LayerNorms(trainer, folder)]
         all_hooks += [SlowRanks(ctx.layout, config.faults, notes), *about.hooks]
+        if folder:
+            all_hooks.append(Recovering(config.run.dir, ready, loaded, come_from))
         validation.catch_up()
         train(trainer, all_hooks, requests, BadSteps(trainer, folder, saver, notes).settle)
     trainer.data_parallel.weights.wait_for_gathers()

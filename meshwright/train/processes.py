@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import struct
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 
 
 OWN_RUN = "meshwright-"  # how the id of a run begins whose ranks our own launcher starts
+LOOPBACK = "127.0.0.1"
+SIOCGIFADDR = 0x8915  # Linux: asks for an interface's address
+LOST = "MESHWRIGHT_LOST"  # in the environment of ranks that start after a loss: when that was
+DEVICE = "MESHWRIGHT_DEVICE"  # in the environment: the number of a rank's device, where it is not the rank's own
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class Place:
     local_rank: int = 0
     local_world: int = 1
     launched: bool = False  # by torchrun, srun or our own launcher
+    device: int | None = None  # the number of its device on the machine; None: that of its local rank
 
 
 def find_place(env: Mapping[str, str] = os.environ) -> Place:
@@ -46,7 +53,8 @@ def find_place(env: Mapping[str, str] = os.environ) -> Place:
     if "RANK" in env and "WORLD_SIZE" in env:
         world = number("WORLD_SIZE")
         local_rank = number("LOCAL_RANK", number("RANK"))
-        place = Place(number("RANK"), world, local_rank, number("LOCAL_WORLD_SIZE", world), True)
+        local_world, device = number("LOCAL_WORLD_SIZE", world), number(DEVICE) if DEVICE in env else None
+        place = Place(number("RANK"), world, local_rank, local_world, True, device)
     # A batch script has SLURM_PROCID too; only srun makes steps.
     elif "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and number("SLURM_NTASKS", 1) > 1:
         world, nodes = number("SLURM_NTASKS"), max(1, number("SLURM_NNODES", 1))
@@ -80,6 +88,20 @@ def rendezvous(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
     return first_host(nodes), 20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000
 
 
+def interface_of(address: str) -> str:
+    """The name of this machine's network interface that has an address; the loopback's if none has."""
+    import fcntl
+
+    names = [name for _, name in socket.if_nameindex()]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for name in names:
+            with suppress(OSError):  # it has no address
+                found = fcntl.ioctl(asked.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return next((name for name in names if name in ("lo", "lo0")), names[0] if names else "lo")
+
+
 def first_host(nodes: str) -> str:
     """The first name of a Slurm node list: `gpu[07-09,12],x1` is gpu07, `rack[1-2]n[0-3]` is rack1n0."""
     first = re.match(r"(?:[^,\[\]]|\[[^\]]+\])+", nodes)
@@ -98,7 +120,7 @@ def enter(place: Place, kind: str, backend: str, timeout: float, precision: str 
     from meshwright.device import Device, limit_threads
 
     limit_threads(place.local_world)
-    device = Device.choose(kind, place.local_rank)
+    device = Device.choose(kind, place.local_rank if place.device is None else place.device)
     if precision is not None:
         device.check_precision(precision)
     if place.world > 1:

@@ -33,6 +33,8 @@ CHARTED = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "global_batc
 
 FILES = ("metrics.jsonl", "validation.jsonl", "layers.jsonl")  # one line per step, validation, or step with norms
 
+TAIL_BYTES = 2**20  # more than a line of metrics.jsonl
+
 Lines = list[dict[str, Any]]
 
 
@@ -286,6 +288,21 @@ def _read_lines(path: Path) -> Lines:
         value["loss"] = math.nan if value["loss"] is None else value["loss"]  # null: not finite
         found[value["step"]] = value
     return [found[step] for step in sorted(found)]
+
+
+def last_step(run_dir: Path) -> tuple[int, float]:
+    """The run's last step and when its line was written, from the end of the file; 0 and 0 where there is none."""
+    try:
+        with (run_dir / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+            ends = file.read().splitlines(keepends=True)
+    except OSError:
+        return 0, 0.0
+    for line in reversed(ends):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            value = parse_json(line)
+            return int(value["step"]), float(value.get("time") or 0.0)
+    return 0, 0.0
 
 
 def _least_world(config: Config, steps: Lines) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import shlex
@@ -68,9 +69,24 @@ def read_events(folder: str | Path) -> list[dict[str, Any]]:
     return found
 
 
+def time_between_failures(folder: str | Path) -> float:
+    """Returns the seconds that a run was under way for each of its failures, by its events; infinity where there was
+    none. Time between two jobs does not count."""
+    under_way, failures, before = 0.0, 0, None
+    for event in read_events(folder):
+        now, kind = event.get("time"), event.get("kind")
+        if not isinstance(now, (int, float)):
+            continue
+        if before is not None and not (kind == "resume" and before[1] in ("end", "failure")):
+            under_way += max(0.0, now - before[0])
+        failures += kind in ("restart", "failure")
+        before = (now, kind)
+    return under_way / failures if failures else math.inf
+
+
 def write_event(folder: str | Path, kind: str, text: str, step: int | None = None, **more: Any) -> None:
-    """Adds a line to the run's events: `kind` is start, resume, checkpoint, restart, failure or end, or what
-    `fault_notes` says. One that can't be written stops nobody."""
+    """Adds a line to the run's events: `kind` is start, resume, checkpoint, reduce (how gradients are sent from then),
+    restart, failure or end, or what `fault_notes` says. One that can't be written stops nobody."""
     path = Path(folder) / EVENTS_FILE
     line = {"time": time.time(), "kind": kind, "step": step, "text": text} | more
     with contextlib.suppress(OSError):

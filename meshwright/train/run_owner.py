@@ -145,6 +145,17 @@ def who_trains(folder: Path) -> tuple[State, Owner | None]:
     return (owner.state(Owner.this_process()) if owner else "ended"), owner
 
 
+def owner_number(folder: Path) -> int:
+    """The number of the last job, or attempt, that took this folder; 0 if none did."""
+    return max(_numbers(folder), default=0)
+
+
+def has_ended_since(folder: Path, number: int) -> bool:
+    """Whether somebody took the folder after `number`, and has ended."""
+    now, owner = _newest(folder)
+    return now > number and owner is not None and owner.ended
+
+
 def _judged(folder: Path, number: int, owner: Owner | None, me: Owner) -> str:
     """Raises if `owner` may still be there; returns what to say of one that is gone, or an empty string."""
     state = owner.state(me) if owner else "ended"

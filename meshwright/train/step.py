@@ -334,12 +334,14 @@ class Trainer:
         value = scale.value if scale.active else None
         found: dict[str, float | None] = {"updates": self.optimizer.updates, "loss_scale": value}
         found["good_steps"] = scale.good_steps
+        found |= self.data_parallel.reducer.counters()
         return found if self.outer is None else found | self.outer.counters()
 
     def restore(self, step: int, consumed: int, counters: Mapping[str, Any]) -> None:
         """Continues where a loaded checkpoint left off. The loss scale of another precision starts anew."""
         self.step_number, self.consumed = step, consumed
         self.optimizer.updates = int(counters["updates"])
+        self.data_parallel.reducer.restore(counters)
         if self.outer is not None:
             self.outer.restore(counters)
         if self.loss_scale.active and counters["loss_scale"] is not None:

@@ -89,7 +89,7 @@ def goodput(report: RunReport, events: Sequence[Event], now: float | None) -> di
         return {"share": None, "counted_s": counted, "under_way_s": None, "between_s": 0.0}
     first, between = events[begun[0]]["time"], 0.0
     for n in begun[1:]:
-        if events[n - 1].get("kind") != "restart":  # a launcher that starts ranks again is under way
+        if events[n - 1].get("kind") not in ("restart", "reshape"):  # a launcher that starts ranks again is under way
             at = events[n]["time"]
             between += at - max((sign for sign in signs if sign < at), default=at)
     under_way = signs[-1] - first - between

@@ -48,7 +48,7 @@ def test_layout_auto_keeps_what_is_given_and_says_what_it_chose(
     train = "train: {global_batch: 128, precision: bf16}"
     config.write_text(f"model: {{preset: llama3-8b}}\ndata: {{prefixes: [x]}}\n{train}\n")
     cluster = load_cluster("h100-80g-dgx")
-    monkeypatch.setattr(auto_layout, "_devices", lambda config, ranks: (cluster, 74.0))
+    monkeypatch.setattr(auto_layout, "devices_of", lambda config, ranks: (cluster, 74.0))
     free = resolve(load_config(config), ["layout=auto"], 8)
     assert "layout=auto: tp" in capsys.readouterr().err and "layout=auto" not in free
     held = resolve(load_config(config, ["layout.tp=4"]), ["layout=auto", "layout.tp=4"], 8)

@@ -132,3 +132,13 @@ def test_command_does_not_import_torch_and_falls_back_to_ascii() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "dp 1 |  4    5    6    7 | n1" in done.stdout
+
+
+def test_replicas_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert layout("--world 8 --tp 2 --replicas 2 --json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["dp"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert found["replicas"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert layout("--world 8 --tp 2 --replicas 2") == 0
+    shown = capsys.readouterr().out
+    assert "x replicas 2" in shown and "[0 4] [1 5] [2 6] [3 7]" in shown

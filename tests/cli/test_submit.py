@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -25,6 +26,66 @@ data: {prefixes: [data/text]}
 train: {steps: 100, global_batch: 16, micro_batch: 1}
 run: {dir: runs/Big_One, device: cuda}
 """
+
+
+TEXTS = {"*": str}
+META = {"name!": str, "labels": TEXTS, "namespace": str, "annotations": TEXTS}
+SELECTOR = {"matchLabels": TEXTS}
+CONTAINER = {
+    "name!": str, "image": str, "command": [str], "args": [str], "workingDir": str,
+    "env": [{"name!": str, "value": str, "valueFrom": {"fieldRef": {"fieldPath!": str, "apiVersion": str}}}],
+    "resources": {"limits": {"*": (int, str)}, "requests": {"*": (int, str)}},
+    "volumeMounts": [{"name!": str, "mountPath!": str, "subPath": str, "readOnly": bool}],
+}  # fmt: skip
+VOLUME = {
+    "name!": str, "persistentVolumeClaim": {"claimName!": str, "readOnly": bool},
+    "configMap": {"name": str}, "emptyDir": {"medium": {"", "Memory"}, "sizeLimit": str},
+}  # fmt: skip
+SPREAD = {
+    "maxSkew!": int, "topologyKey!": str, "whenUnsatisfiable!": {"DoNotSchedule", "ScheduleAnyway"},
+    "labelSelector": SELECTOR,
+}  # fmt: skip
+POD = {
+    "containers!": [CONTAINER], "restartPolicy": {"Never", "OnFailure"}, "subdomain": str, "volumes": [VOLUME],
+    "terminationGracePeriodSeconds": int, "topologySpreadConstraints": [SPREAD],
+}  # fmt: skip
+ON_CODES = {"containerName": str, "operator!": {"In", "NotIn"}, "values!": [int]}
+RULE = {
+    "action!": {"Ignore", "FailJob", "Count", "FailIndex"}, "onExitCodes": ON_CODES,
+    "onPodConditions": [{"type!": str, "status": {"True", "False", "Unknown"}}],
+}  # fmt: skip
+JOB = {
+    "completionMode": {"Indexed", "NonIndexed"}, "completions": int, "parallelism": int, "backoffLimit": int,
+    "activeDeadlineSeconds": int, "podFailurePolicy": {"rules!": [RULE]},
+    "template!": {"metadata": {"labels": TEXTS}, "spec!": POD},
+}  # fmt: skip
+PORT = {"name": str, "port!": int, "targetPort": (int, str), "protocol": {"TCP", "UDP"}}
+SERVICE = {"clusterIP": str, "selector": TEXTS, "publishNotReadyAddresses": bool, "ports": [PORT]}
+# What Kubernetes' API (v1, batch/v1) knows of the kinds that we write; `!` marks what must be there.
+SCHEMA: dict[str, Any] = {
+    "ConfigMap": {"apiVersion!": {"v1"}, "kind!": {"ConfigMap"}, "metadata!": META, "data": TEXTS},
+    "Service": {"apiVersion!": {"v1"}, "kind!": {"Service"}, "metadata!": META, "spec!": SERVICE},
+    "Job": {"apiVersion!": {"batch/v1"}, "kind!": {"Job"}, "metadata!": META, "spec!": JOB},
+}
+
+
+def fits(value: Any, schema: Any, at: str) -> None:
+    if isinstance(schema, dict):
+        known = {name.rstrip("!"): each for name, each in schema.items()}
+        assert isinstance(value, dict), f"{at} must be keys and values"
+        for name in (name.rstrip("!") for name in schema if name.endswith("!")):
+            assert name in value, f"{at}.{name} is missing"
+        for name, each in value.items():
+            assert name in known or "*" in known, f"{at}.{name} is unknown"
+            fits(each, known.get(name, known.get("*")), f"{at}.{name}")
+    elif isinstance(schema, list):
+        assert isinstance(value, list), f"{at} must be a list"
+        for number, each in enumerate(value):
+            fits(each, schema[0], f"{at}.{number}")
+    elif isinstance(schema, set):
+        assert value in schema, f"{at} is {value!r}"
+    else:
+        assert isinstance(value, schema) and (schema is bool or not isinstance(value, bool)), f"{at} is {value!r}"
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +116,16 @@ def test_slurm_is_asked_for_what_the_layout_needs() -> None:
     script = slurm_script("--ranks-per-node", "8", "train.seed=3", "run.dir=runs/a b")
     assert "srun --kill-on-bad-exit=1 meshwright train c.yaml train.seed=3 'run.dir=runs/a b'\n" in script
     assert "checkpoints='runs/a b/checkpoints'\n" in script and "time" not in directives(script)
+
+
+def test_an_elastic_run_has_one_launcher_on_each_node() -> None:
+    """A node that is lost ends neither the job nor its step; the launchers start the ranks."""
+    script = slurm_script("faults.elastic=true", "--nodes", "4")
+    asked = directives(script)
+    wanted = {"ntasks-per-node": "1", "cpus-per-task": "4", "gpus-per-node": "4", "no-kill": ""}
+    assert {name: asked.get(name) for name in wanted} == wanted
+    train = "meshwright train c.yaml faults.elastic=true --nodes 1:4 --nproc 4\n"
+    assert f"srun --no-kill --kill-on-bad-exit=0 {train}" in script
 
 
 def run_slurm(here: Path, train: str, **env: str) -> tuple[int, str, bool]:
@@ -119,6 +190,21 @@ def test_a_kubernetes_job_has_what_it_needs() -> None:
     assert rules == {"None": "Ignore", "[85]": "Ignore", "[2]": "FailJob"}
     config = yaml.safe_load(found["ConfigMap"]["data"]["config.yaml"])
     assert config["train"]["seed"] == 3 and config["layout"]["tp"] == 2
+
+
+def test_a_kubernetes_job_fits_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every field is one that Kubernetes knows at that place, and of its kind; another one is refused."""
+    words = ["submit", "c.yaml", "--kubernetes", "--image", "i", "--claim", "c", "--time", "2h", "--out", "job.yaml"]
+    assert main(words) == 0
+    documents = list(yaml.safe_load_all(Path("job.yaml").read_text()))
+    assert [document["kind"] for document in documents] == ["ConfigMap", "Service", "Job"]
+    for document in documents:
+        fits(document, SCHEMA[document["kind"]], document["kind"])
+    documents[2]["spec"]["template"]["spec"]["containers"][0]["imagePullPolicies"] = "Always"
+    with pytest.raises(AssertionError, match="Job.spec.template.spec.containers.0.imagePullPolicies is unknown"):
+        fits(documents[2], SCHEMA["Job"], "Job")
+    if shutil.which("kubeconform"):
+        subprocess.run(["kubeconform", "-strict", "job.yaml"], check=True)
 
 
 @pytest.mark.parametrize(("body", "wanted"), [

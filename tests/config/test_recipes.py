@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from meshwright.config.presets import APPROXIMATE_PRESETS, PRESETS
 from meshwright.config.recipes import FOLDER, read_recipe, recipe_names
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
-from meshwright.config.twin import tiny_config
+from meshwright.config.twin import tiny_config, twin
 from meshwright.models.description import describe, layout_of
 from meshwright.optim.schedules import consumed_after
 from meshwright.parts.part import parameter_count
@@ -34,6 +35,9 @@ def test_a_recipe_is_complete_and_can_be_trained(name: str) -> None:
     config, recipe = load_config(name), read_recipe(name)
     check(config, recipe.devices, TRAINING_RULES)
     assert name in PRESETS and {*recipe.sections, "recipe"} >= NEEDED
+    told = {section for sections in recipe.values for section in sections.split(", ")}
+    silent = {"train", "optimizer", "lr", "data"} - told  # whoever reads it is told that they are ours
+    assert "model" in told and told <= recipe.sections.keys() and (not silent or recipe.unpublished)
     assert recipe.source and recipe.hardware and recipe.title and recipe.layout in ("published", "ours")
     assert name not in APPROXIMATE_PRESETS or any("here" in sentence for sentence in recipe.differs)
     assert config.run.dir == f"runs/{name}" and "whole_run" not in recipe.published
@@ -94,7 +98,7 @@ def test_the_page_is_current() -> None:
 def test_the_table_has_published_beside_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["recipe", *NAMES]
+    assert [line.split()[0] for line in lines[:-2]] == ["recipe", *NAMES] and max(map(len, lines)) <= 80
     assert main(["recipes", "bloom-176b", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["published"]["tflops"] == 150 and found["error"] == compared("bloom-176b").error
@@ -158,3 +162,10 @@ def test_the_first_and_the_last_rank_run_dry(name: str, capsys: pytest.CaptureFi
     few = str(2 * load_config(name).layout.pp)  # micro-batches: one step has many more, all alike
     assert main(["dryrun", name, "--ranks", f"0,{recipe.devices - 1}", "--micro-batches", few, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["equal"]
+
+
+def test_a_twin_of_replicas_has_two_and_a_batch_for_both() -> None:
+    config = load_config("gpt2-124m")
+    small, ranks = twin(replace(config, layout=replace(config.layout, replicas=4)), 32, "gpt2-124m")
+    assert (small.layout.replicas, ranks) == (2, 8)
+    check(small, ranks)

@@ -115,3 +115,21 @@ def test_documents_in_one_sequence_are_attention(
     close(out, expected, bound, "result")
     for mine, other in zip(leaves, exact, strict=True):
         close(mine.grad, other.grad, bound, "gradient")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_samples_of_one_document_each_are_attention(compiled: bool, causal: bool) -> None:
+    function = torch.compile(document_attention, fullgraph=True) if compiled else document_attention
+    q, grad = (drawn(BATCH, HEADS, SEQ, 64, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (drawn(BATCH, KV, SEQ, 64, dtype=torch.bfloat16) for _ in range(2))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    seen = torch.ones(SEQ, SEQ, dtype=torch.bool, device=CUDA)
+    documents = Documents.of(np.zeros((BATCH, SEQ), np.int64), CUDA, causal)
+    out, expected = function(*leaves, documents), plain(*exact, seen.tril() if causal else seen)
+    out.backward(grad)
+    expected.backward(grad.double())
+    close(out, expected, 8e-3, "result")
+    for mine, other in zip(leaves, exact, strict=True):
+        close(mine.grad, other.grad, 8e-3, "gradient")

@@ -51,6 +51,7 @@ def _zero(stage: int) -> dict[str, Any]:
 
 _FULL, _KEPT = {"recompute__mode": "full"}, {"layout__tp_keep_gathered": True}
 _LLAMA = {"family": "llama"}
+_ONE, _TWO = ({"train__micro_batch": n, "train__global_batch": 2 * n} for n in (1, 2))
 
 CASES = [
     # Each kind with both families.
@@ -88,6 +89,14 @@ CASES = [
     grid_case("3d", (2, 2, 1), "parallel-residual", model__parallel_residual=True, model__position="rope"),
     grid_case("2d", (2, 2), "selective-qkv-bias", **_LLAMA, model__qkv_bias=True, recompute__mode="selective"),
     grid_case("3d", (2, 2, 1), "small-vocabulary", model__vocab=5),
+    # Too few sequences to deal out: ranks share them.
+    grid_case("2d", (2, 2), "shared", **_ONE, **_LLAMA),
+    grid_case("3d", (2, 2, 1), "window", **_LLAMA, model__window=5),
+    grid_case("2d", (4, 1), "shared-window", **_ONE, **_LLAMA, model__window=5),
+    grid_case("2d", (4, 1), "shared-documents", data={"segments": True}, **_ONE),
+    grid_case("3d", (2, 2, 1), "shared-three", train__micro_batch=3, train__global_batch=6, **_FULL),
+    grid_case("2.5d", (2, 1, 2), "shared-pairs", data={"segments": True}, **_TWO, **_LLAMA),
+    grid_case("3d", (1, 2, 2), "shared-pp", pp=2, train__micro_batch=2, train__global_batch=6, **_LLAMA),
 ]
 # Those of four ranks make one launch; the rest is marked wide.
 QUICK = {"dp1-tp4-pp1-1f1b-gpt-tied-2d-2x2", "dp1-tp4-pp1-1f1b-llama-untied-2.5d-1x2x2-deep",

@@ -43,13 +43,15 @@ DRY: dict[str, tuple[int, Config]] = {
     "2.5d-pp-full": (16, config_of("2.5d", (2, 2, 2), {"recompute": {"mode": "full"}}, pp=2)),
     "3d-llama": (8, config_of("3d", (2, 2, 2), {"model": LLAMA})),
     "3d-uneven-zero1": (16, config_of("3d", (4, 2, 1), {"zero": {"stage": 1}})),
+    "2d-shared": (4, config_of("2d", (4, 1), {"train": {"micro_batch": 2}, "model": LLAMA})),
+    "3d-shared-full": (8, config_of("3d", (2, 2, 2), {"train": {"micro_batch": 2}, "recompute": {"mode": "full"}})),
     "3d-long-kept": (8, config_of("3d", (1, 2, 4), {"train": {"micro_batch": 8}}, tp_keep_gathered=True)),
 }
 
 
 @pytest.mark.parametrize("name", list(DRY))
 def test_a_dry_rank_is_the_planned_one(name: str) -> None:
-    """Parameters, bytes of states and every call exactly; what is kept to a thousandth, beside the batch itself, which
+    """Parameters, bytes of states and every call exactly; what is kept to a hundredth, beside the batch itself, which
     autograd does not save."""
     world, config = DRY[name]
     for rank in (0, world - 1):
@@ -58,7 +60,7 @@ def test_a_dry_rank_is_the_planned_one(name: str) -> None:
         kept = one["most"]["activations"]
         fields = 3 if config.layout.pp == 1 else 2 * (rank == 0)  # with pp: the tokens of two micro-batches
         batch = 8 * fields * config.train.micro_batch * config.model.seq
-        assert kept["planned"] == pytest.approx(kept["ran"] + batch, rel=1e-3)
+        assert kept["planned"] == pytest.approx(kept["ran"] + batch, rel=0.01)
 
 
 @pytest.mark.parametrize("name", list(DRY))
@@ -90,7 +92,10 @@ WRONG: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "heads": ({"layout": {"tp": 6, "tp_grid": [2, 3]}}, "cuts model.heads=4 into 3 equal parts"),
     "kv heads": ({"layout": {"tp": 4, "tp_grid": [1, 4]}, "model": {"kv_heads": 2}}, "model.kv_heads=2 into 4 equal"),
     "hidden": ({"layout": {"tp": 4, "tp_grid": [1, 4]}, "model": {"hidden": 36, "head_dim": 8, "ffn": 64}}, ""),
-    "micro-batch": ({"train": {"micro_batch": 1}}, "train.micro_batch=1: set train.micro_batch=2"),
+    "micro-batch": ({
+        "layout": {"tp": 8, "tp_grid": [2, 2, 2], "tp_kind": "3d"}, "train": {"micro_batch": 1},
+    }, "too few sequences for the 4 parts of layout.tp_grid=[2, 2, 2]: set train.micro_batch=4, or a multiple of 2"),
+    "shared": ({"train": {"micro_batch": 1}, "model": {"seq": 18}}, "model.seq=18 is not a multiple of 4: change it"),
     "sequence parallel": ({"layout": {"sequence_parallel": True}}, "set layout.sequence_parallel=false"),
     "cp": ({"layout": {"cp": 2}}, "can't be combined with layout.cp yet"),
     "experts": ({"model": {"experts": {"count": 4, "ffn": 16}}}, "can't be combined with model.experts.count yet"),

@@ -376,6 +376,12 @@ def test_large_worlds_are_abbreviated(tmp_path: Path) -> None:
     assert "from rank (row)" not in text
 
 
+def test_emulated_links_are_told(tmp_path: Path) -> None:
+    for name, emulate in (("slow", {"link_gb_s": 0.5}), ("own", {})):
+        text = summarised(write_run(tmp_path / name, config(comm={"emulate": emulate}), [result(1)], world=8))
+        assert ("emulated links: 0.5 GB/s in a node of 8" in text) == (name == "slow")
+
+
 def test_no_run_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no run"):
         summary(tmp_path, io.StringIO())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from meshwright.config.comm import LOW_RANK, ReduceConfig
 from meshwright.config.sections import Config
 from meshwright.sharding.algorithms import AlgorithmReducer
+from meshwright.sharding.compression.adaptive import AdaptiveReducer
 from meshwright.sharding.compression.exchange import ExchangeReducer
 from meshwright.sharding.compression.low_rank import LowRankReducer
 from meshwright.sharding.reducers import PLAIN_REDUCER, Reducer
@@ -23,6 +24,8 @@ def reducer_of(config: Config, node_size: int) -> Reducer:
 
 def make_compressing(config: ReduceConfig, seed: int, keeps_sums: bool = True) -> Reducer:
     """`keeps_sums`: see `ExchangeReducer`."""
+    if config.adaptive:
+        return AdaptiveReducer(config, seed)
     if config.kind == "plain":
         return PLAIN_REDUCER
     return LowRankReducer(config, seed) if config.kind in LOW_RANK else ExchangeReducer(config, seed, keeps_sums)

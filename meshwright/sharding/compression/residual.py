@@ -8,8 +8,8 @@ gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -93,6 +93,12 @@ class Compressing(CompressionPlan):
 
     def side_states(self) -> Iterator[SideTensors]:
         return iter(())
+
+    def counters(self) -> dict[str, float | None]:
+        return {}
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        pass
 
 
 def finite(left_out: Tensor) -> Tensor:

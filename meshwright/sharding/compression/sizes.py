@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshwright.config.comm import LOW_RANK, SPARSE, CommConfig, GatherConfig, ReduceConfig
@@ -19,6 +19,7 @@ from meshwright.sharding.reducers import PLAIN_REDUCER, PlainReducer, ReducerPla
 
 BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "onebit": 1}
 SCALE_BYTES, INDEX_BYTES = 4, 4
+RATIOS = (0.1, 0.05, 0.02)  # of top-k, that an adaptive run tries besides the least that it is given
 FEW = 256  # places that one byte can tell apart
 WIDE_BYTES = 4  # numbers are added up, and kept, in float32 at least
 
@@ -152,6 +153,42 @@ class WarmUpPlan(PlainReducer):
         self.align = (config or ReduceConfig()).block
 
 
+class UndecidedPlan(WarmUpPlan):
+    """The sums of a run that will choose how it sends (`comm.reduce.adaptive`): plain ones until then."""
+
+    def __init__(self, config: ReduceConfig) -> None:
+        super().__init__(config)
+        self._kept = CompressionPlan(config)
+
+    def state_bytes(self, elements: int, element_bytes: int, gathered: int = 0) -> int:
+        return self._kept.state_bytes(elements, element_bytes, gathered)
+
+
+@dataclass(frozen=True)
+class ChosenPlan(CompressionPlan):
+    """The sums of a run that has chosen; its buffers are those that were there before."""
+
+    block: int
+
+    @property
+    def align(self) -> int:
+        return self.block
+
+
+def planned_choice(config: ReduceConfig, choice: ReduceConfig) -> ReducerPlan:
+    """Returns what a run with this adaptive config sends when it has chosen this candidate."""
+    return UndecidedPlan(config) if choice.kind == "plain" else ChosenPlan(choice, config.block)
+
+
+def candidates(config: ReduceConfig) -> list[ReduceConfig]:
+    """Returns what `comm.reduce.adaptive` chooses from, in the order of what is left out."""
+    fewer = [ReduceConfig(kind="bf16", error_feedback="true")]
+    fewer += [replace(fewer[0], kind=kind, block=config.block) for kind in ("int8", "int4")]
+    sparse = replace(fewer[-1], kind="topk")
+    ratios = [*(ratio for ratio in RATIOS if ratio > config.ratio), config.ratio]
+    return [ReduceConfig(), *fewer, *(replace(sparse, ratio=ratio) for ratio in ratios)]
+
+
 def planned_reducer(config: CommConfig, node_size: int) -> ReducerPlan:
     """Returns what the planner needs to know of the reducer that a config asks for; `node_size`: ranks per node."""
     if config.algorithm != "torch":
@@ -160,4 +197,6 @@ def planned_reducer(config: CommConfig, node_size: int) -> ReducerPlan:
 
 
 def planned_compression(config: ReduceConfig) -> ReducerPlan:
+    if config.adaptive:
+        return UndecidedPlan(config)
     return PLAIN_REDUCER if config.kind == "plain" else CompressionPlan(config)

@@ -1,0 +1,197 @@
+"""What a machine and a world of ranks must be like before a long run, judged from what each rank found. No torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from meshwright.show.units import plural, seconds, size
+
+LARGEST_OFFSET_S = 1.0  # between two machines' clocks, by which events and traces of several are ordered
+LEAST_FREE = 0.9  # of a device's memory, before anything of ours is on it
+LEAST_WRITE_MB_S = 20.0
+SLOW_LINK = 0.5  # of the profile's rate, or of the median of such links
+SLOW_DEVICE = 1.25  # times the median of the same kind of device
+CHECKPOINTS = 3  # that a run's disk must hold: two that are kept, and the one that is being written
+SAVING_S = 600.0  # a checkpoint that takes longer to write is not worth much
+
+
+@dataclass
+class Facts:
+    """What one rank found. `links` are GB/s by the rank at the other end; `burn` are checksums of the same products,
+    round after round."""
+
+    rank: int
+    host: str
+    device: str
+    device_bytes: float = 0.0
+    device_free: float = 0.0
+    host_free: float = 0.0
+    versions: dict[str, str] = field(default_factory=dict)
+    clock: float = 0.0  # seconds that its clock is ahead of rank 0's
+    sees_folder: bool = True
+    disk_free: float = 0.0
+    write_mb_s: float = 0.0
+    port: str = ""  # why none can be opened; empty: one can
+    links: dict[str, float] = field(default_factory=dict)
+    burn: list[int] = field(default_factory=list)
+    round_s: float = 0.0
+
+
+class Wanted(NamedTuple):
+    """What the run needs, where a config says so, and the profile's rates in GB/s (0: not known)."""
+
+    checkpoint_bytes: float = 0.0
+    states_bytes: float = 0.0  # of a rank: weights, gradients and states
+    link_gb_s: float = 0.0
+    network_gb_s: float = 0.0
+    folder: str = "."
+
+
+class Check(NamedTuple):
+    name: str
+    ok: bool
+    text: str
+
+
+def judge(facts: Sequence[Facts], wanted: Wanted) -> list[Check]:
+    """All checks; the text of one that failed names what is off, and whose it is."""
+    judges: list[tuple[str, Callable[[Sequence[Facts], Wanted], tuple[list[str], str]]]] = [
+        ("versions", _versions), ("devices", _devices), ("memory", _memory), ("disk", _disk), ("folder", _folder),
+        ("clocks", _clocks), ("ports", _ports), ("links", _links), ("burn-in", _burn),
+    ]  # fmt: skip
+    found = []
+    for name, one in judges:
+        off, fine = one(facts, wanted)
+        found.append(Check(name, not off, "; ".join(off) or fine))
+    return found
+
+
+def _most(values: Sequence[Hashable]) -> Any:
+    return Counter(values).most_common(1)[0][0]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
+
+
+def _apart(facts: Sequence[Facts], value: Callable[[Facts], Hashable]) -> dict[Any, list[int]]:
+    """The ranks by their value, where that is not what most have."""
+    usual = _most([value(one) for one in facts])
+    apart: dict[Any, list[int]] = {}
+    for one in facts:
+        if value(one) != usual:
+            apart.setdefault(value(one), []).append(one.rank)
+    return apart
+
+
+def _versions(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+    off = []
+    for name in facts[0].versions:
+        usual = _most([one.versions.get(name, "none") for one in facts])
+        for value, ranks in _apart(facts, lambda one, name=name: one.versions.get(name, "none")).items():  # type: ignore[misc]
+            off.append(f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {name} {value}, the others {usual}")
+    return off, ", ".join(f"{name} {value}" for name, value in facts[0].versions.items()) + ", on all ranks"
+
+
+def _devices(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+    usual = _most([one.device for one in facts])
+    off = [f"{_ranks(ranks)}: {name}, the others {usual}" for name, ranks in _apart(facts, lambda f: f.device).items()]
+    used = [one for one in facts if one.device_bytes and one.device_free < LEAST_FREE * one.device_bytes]
+    off += [
+        f"rank {one.rank}'s on {one.host} has {size(one.device_free)} of {size(one.device_bytes)} free: who uses it?"
+        for one in used
+    ]
+    hosts = len({one.host for one in facts})
+    each = f", {size(facts[0].device_bytes)} each" if facts[0].device_bytes else ""
+    return off, f"{len(facts)} x {usual}{each}, on {plural(hosts, 'machine')}"
+
+
+def _memory(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+    local = Counter(one.host for one in facts)
+    off = []
+    for one in {one.host: one for one in facts}.values():
+        room = one.device_bytes or one.host_free / local[one.host]
+        if wanted.states_bytes > room:
+            off.append(f"{one.host} has {size(room)} for a rank, whose states take {size(wanted.states_bytes)}")
+    least = min(facts, key=lambda one: one.host_free)
+    need = f"; a rank's states take {size(wanted.states_bytes)}" if wanted.states_bytes else ""
+    return off, f"{size(least.host_free)} of host memory free at least{need}"
+
+
+def _disk(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+    first, off = facts[0], []
+    need = CHECKPOINTS * wanted.checkpoint_bytes
+    if first.disk_free < need:
+        off.append(f"{wanted.folder} has {size(first.disk_free)} free, and {CHECKPOINTS} checkpoints take {size(need)}")
+    writers = [one for one in facts if one.write_mb_s]
+    rate = sum(one.write_mb_s for one in writers)
+    took = wanted.checkpoint_bytes / (rate * 1e6) if rate else 0.0
+    slow = [one for one in writers if one.write_mb_s < LEAST_WRITE_MB_S]
+    off += [f"{one.host} writes {one.write_mb_s:.0f} MB/s to {wanted.folder}: use a faster disk" for one in slow]
+    if took > SAVING_S:
+        off.append(f"a checkpoint of {size(wanted.checkpoint_bytes)} takes {seconds(took)} to write")
+    save = f"; a checkpoint of {size(wanted.checkpoint_bytes)} in {seconds(took)}" if took else ""
+    return off, f"{size(first.disk_free)} free, {rate:.0f} MB/s written by {plural(len(writers), 'machine')}{save}"
+
+
+def _folder(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+    blind = [one for one in facts if not one.sees_folder]
+    off = []
+    if blind:
+        hosts = ", ".join(sorted({one.host for one in blind}))
+        off = [f"{_ranks([one.rank for one in blind])} ({hosts}): {wanted.folder} is not the folder that rank 0 sees"]
+    return off, f"{wanted.folder} is the same for all ranks"
+
+
+def _clocks(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+    wrong = {one.host: one for one in facts if abs(one.clock) > LARGEST_OFFSET_S}
+    off = [f"the clock of {host} is {one.clock:+.1f} s beside rank 0's: synchronise it" for host, one in wrong.items()]
+    return off, f"within {seconds(max(abs(one.clock) for one in facts))} of each other"
+
+
+def _ports(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+    shut = {one.host: one.port for one in facts if one.port}
+    return [f"{host}: {why}" for host, why in shut.items()], "ranks can listen on their address, and have met"
+
+
+def _links(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+    if len(facts) == 1:
+        return [], "one rank has none"
+    hosts = {one.rank: one.host for one in facts}
+    kinds: dict[bool, list[tuple[int, int, float]]] = {}
+    for one in facts:
+        for other, rate in one.links.items():
+            if one.rank < int(other):
+                kinds.setdefault(hosts[one.rank] != hosts[int(other)], []).append((one.rank, int(other), rate))
+    off, fine = [], []
+    for across, found in sorted(kinds.items()):
+        known = wanted.network_gb_s if across else wanted.link_gb_s
+        usual = known or statistics.median(rate for _, _, rate in found)
+        against = "the profile's" if known else "a median of"
+        where = "between machines" if across else "within a machine"
+        off += [
+            f"rank {a} to {b} ({hosts[a]} to {hosts[b]}): {rate:.2g} GB/s, {against} {usual:.2g} GB/s"
+            for a, b, rate in found if rate < SLOW_LINK * usual
+        ]  # fmt: skip
+        fine.append(f"{min(rate for _, _, rate in found):.2g} GB/s at least {where} ({against} {usual:.2g})")
+    return off, ", ".join(fine)
+
+
+def _burn(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+    off = []
+    for device in sorted({one.device for one in facts}):
+        same = [one for one in facts if one.device == device]
+        usual = _most([sum_ for one in same for sum_ in one.burn] or [0])
+        for one in same:
+            if wrong := sum(sum_ != usual for sum_ in one.burn):
+                off.append(f"rank {one.rank} on {one.host} computed wrongly in {wrong} of {len(one.burn)} rounds")
+        middle = statistics.median(one.round_s for one in same)
+        slow = [one for one in same if one.round_s > SLOW_DEVICE * middle]
+        off += [f"rank {one.rank} on {one.host} takes {one.round_s / middle:.2f} times the median" for one in slow]
+    rounds = sum(len(one.burn) for one in facts)
+    return off, f"{plural(rounds, 'round')} of products, all alike, {seconds(facts[0].round_s)} each"

@@ -1,0 +1,195 @@
+"""Checkpoints in memory: each rank's share is kept by the keeper of its own node and by that of the next node.
+
+What a rank copies is what it writes to a checkpoint on disk, so that the copies of all ranks are one whole checkpoint,
+which any layout can load. After the loss of one node all of it is there; after that of two neighbours it is not, and
+the run goes back to the disk. Only the newest two steps are kept. The disk's checkpoints stay what counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+import zlib
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint import format as fmt
+from meshwright.checkpoint.contract import Checkpointed
+from meshwright.checkpoint.format import DamagedCheckpoint, Index, SavedBlock
+from meshwright.checkpoint.keeper import KEEPERS, KEY, KeeperError, KeeperLink
+from meshwright.checkpoint.load import Reader
+from meshwright.checkpoint.save import Snapshot
+from meshwright.checkpoint.tensor_file import checksum, raw
+from meshwright.config.load import to_mapping
+from meshwright.errors import notice
+from meshwright.outside import of_kind, parse_json
+from meshwright.sharding.remainders import plain
+
+ASK_S = 5.0  # for what a keeper has; one that does not answer is taken to have nothing
+
+
+@dataclass(frozen=True)
+class Keepers:
+    """The keepers that a rank knows of: those of this generation's nodes, in their order, then those of earlier ones;
+    and which of them is its own node's."""
+
+    addresses: list[tuple[str, int]]
+    nodes: int
+    node: int
+    generation: int
+    key: bytes
+
+    @classmethod
+    def known(cls, env: Mapping[str, str] = os.environ) -> Keepers | None:
+        """None where the launcher started none."""
+        if KEEPERS not in env or KEY not in env:
+            return None
+        value = of_kind(parse_json(env[KEEPERS]), dict[str, Any], KEEPERS)
+        addresses = [(str(host), int(port)) for host, port in value["addresses"]]
+        key = bytes.fromhex(env[KEY])
+        return cls(addresses, int(value["nodes"]), int(value["node"]), int(value["generation"]), key)
+
+    @property
+    def holders(self) -> list[tuple[str, int]]:
+        """Who keeps this rank's copy: its own node and, where there are several, the next."""
+        return [self.addresses[n] for n in dict.fromkeys((self.node, (self.node + 1) % self.nodes))]
+
+
+class MemoryCopies:
+    """The copies of one rank. Training waits for the copy within this rank's memory; a thread passes it on."""
+
+    def __init__(self, trainer: Checkpointed, keepers: Keepers) -> None:
+        self.trainer, self.keepers = trainer, keepers
+        self._thread: threading.Thread | None = None
+        self._failed = False
+        self.blocked_s = 0.0  # of the last copy: how long training waited for it
+        self.bytes = 0  # of the last copy, as it is sent to each keeper
+
+    def save(self) -> None:
+        begun = time.monotonic()
+        self.wait()
+        trainer = self.trainer
+        snapshot = Snapshot(trainer)
+        blocks, values, at = [], [], 0
+        name = f"rank-{trainer.ctx.rank}"
+        for tensor, start, block in snapshot.blocks:
+            held = plain(block).detach().to("cpu", copy=True).contiguous()
+            blocks.append(SavedBlock(tensor, start, tuple(held.shape), name, str(at), checksum(held)))
+            values.append(held)
+            at += held.nbytes
+        index = Index(
+            trainer.step_number, trainer.consumed, trainer.ctx.layout.world, to_mapping(trainer.ctx.config),
+            dict(trainer.counters()), snapshot.tensors, {name: at}, blocks,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.bytes = at
+        self._thread = threading.Thread(target=self._send, args=(index, values), name="memory copy", daemon=True)
+        self._thread.start()
+        self.blocked_s = time.monotonic() - begun
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _send(self, index: Index, values: list[Tensor]) -> None:
+        text = json.dumps(vars(index)).encode()
+        data = b"".join(raw(each) for each in values)
+        for address, port in self.keepers.holders:
+            try:
+                with KeeperLink(address, port, self.keepers.key) as link:
+                    rank, generation = self.trainer.ctx.rank, self.keepers.generation
+                    link.ask(
+                        {"op": "put", "step": index.step, "rank": rank, "world": index.world, "generation": generation},
+                        [text, data],
+                    )  # fmt: skip
+            except KeeperError as error:
+                if not self._failed:
+                    notice(f"meshwright: warning: rank {self.trainer.ctx.rank}: the memory copy is not kept: {error}")
+                self._failed = True
+
+
+def newest_whole(keepers: Keepers) -> int:
+    """The newest step of which the keepers hold every rank's copy; 0 if there is none."""
+    ranks: dict[tuple[int, int, int], set[int]] = {}
+    for _, found in _all_found(keepers):
+        for step, rank, world, generation in found:
+            ranks.setdefault((step, generation, world), set()).add(rank)
+    return max((step for (step, _, world), has in ranks.items() if len(has) == world), default=0)
+
+
+def _all_found(keepers: Keepers) -> list[tuple[tuple[str, int], list[list[int]]]]:
+    answers = []
+    for where in dict.fromkeys(keepers.addresses):
+        try:
+            with KeeperLink(*where, keepers.key, ASK_S) as link:
+                answers.append((where, link.ask({"op": "found"})[0].get("found", [])))
+        except KeeperError:
+            continue
+    return answers
+
+
+class MemoryReader(Reader):
+    """A checkpoint that keepers hold, read by boxes like one on disk."""
+
+    def __init__(self, keepers: Keepers, step: int) -> None:
+        self.keepers, self.step = keepers, step
+        self._links = ExitStack()
+        self._at: dict[str, tuple[int, KeeperLink]] = {}  # by the name of a rank's part
+        super().__init__(Path(f"the copy of step {step} in memory"), self._gathered())
+
+    def _gathered(self) -> Index:
+        """The index, from the parts of all ranks. Raises DamagedCheckpoint if it is not whole."""
+        holders: dict[tuple[int, int], dict[int, tuple[str, int]]] = {}
+        for where, found in _all_found(self.keepers):
+            for step, rank, world, generation in found:
+                if step == self.step:
+                    holders.setdefault((generation, world), {})[rank] = where
+        whole = [key for key, has in holders.items() if len(has) == key[1]]
+        if not whole:
+            raise DamagedCheckpoint(f"the keepers hold no whole copy of step {self.step}")
+        links: dict[tuple[str, int], KeeperLink] = {}
+        index: Index | None = None
+        try:
+            for rank, where in sorted(holders[max(whole)].items()):
+                if where not in links:
+                    links[where] = self._links.enter_context(KeeperLink(*where, self.keepers.key))
+                _, (text,) = links[where].ask({"op": "list", "step": self.step, "rank": rank})
+                part = fmt.index_of(parse_json(bytes(text)))
+                self._at |= dict.fromkeys(part.files, (rank, links[where]))
+                if index is None:
+                    index = part
+                else:
+                    index.files |= part.files
+                    index.tensors |= part.tensors
+                    index.blocks += part.blocks
+        except (KeeperError, ValueError, OSError) as error:
+            raise DamagedCheckpoint(f"the copy of step {self.step} in memory can't be read: {error}") from None
+        assert index is not None
+        if left := index.incomplete():
+            raise DamagedCheckpoint(f"the copy of step {self.step} in memory lacks a part of {left[0]}")
+        return index
+
+    def _values(self, block: SavedBlock) -> Tensor:
+        rank, link = self._at[block.file]
+        dtype = getattr(torch, self.index.tensors[block.tensor]["dtype"])
+        size = math.prod(block.shape) * dtype.itemsize
+        try:
+            request = {"op": "get", "step": self.step, "rank": rank, "start": int(block.key), "size": size}
+            _, (data,) = link.ask(request)  # type: ignore[arg-type]
+        except KeeperError as error:
+            raise OSError(str(error)) from None
+        if len(data) != size or zlib.crc32(data) != block.crc32:
+            raise ValueError("it is not what was sent")
+        return torch.frombuffer(data, dtype=dtype).view(block.shape) if size else torch.empty(block.shape, dtype=dtype)
+
+    def close(self) -> None:
+        self._links.close()

@@ -1,0 +1,139 @@
+"""Who holds what of a product y = x W^T on a grid of tensor-parallel ranks, at each step of it: a drawing and a table.
+No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import NamedTuple
+
+from meshwright.layout.grid import COL, DEPTH, ROW, Grid, Roles
+from meshwright.show.terminal import table
+
+SIDE, GAP, TOP, LEFT = 150, 34, 62, 16  # of a matrix, between two, above and left of all
+OWN, GATHERED, OTHERS = "#3b6fb6", "#a9c4e6", "#f3f5f8"
+Axes = Sequence[str]
+
+
+class Matrix(NamedTuple):
+    """A matrix at one step: its name, and the axes that cut its rows and its columns, the slowest first. `pieces` are
+    those of the ranks' own blocks, drawn where one rank has several."""
+
+    name: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    pieces: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    note: str = ""
+
+
+def steps(roles: Roles) -> list[tuple[str, list[Matrix]]]:
+    """Returns the matrices of each step of a product; W is drawn as [in, out]."""
+    r = roles
+    x = Matrix("x", r.x.rows, (r.x.features,))
+    weight = Matrix("W", (r.summed,) if r.summed else (), (r.y.features, r.weight))
+    wide = Matrix("x", r.rows, () if r.joins else (r.x.features,), (x.rows, x.columns), f"gathered over {r.gathered}")
+    whole = Matrix("W", weight.rows, (r.y.features,), (weight.rows, weight.columns), f"gathered over {r.weight}")
+    y = Matrix("y", r.y.rows, (r.y.features,))
+    summed = Matrix("y", r.rows, (r.y.features,), None, f"a sum over {r.summed}" if r.summed else "complete")
+    last = [("each rank has", [y])] if r.summed else []
+    return [("each rank holds", [x, weight]), ("it gathers", [wide, whole]), ("it multiplies", [summed]), *last]
+
+
+def _place(grid: Grid, at: dict[str, int], axes: Axes) -> tuple[int, int]:
+    """Returns the number of a rank's part along some axes, and how many parts there are."""
+    index, parts = 0, 1
+    for axis in axes:
+        index, parts = index * grid.size(axis) + at.get(axis, 0), parts * grid.size(axis)
+    return index, parts
+
+
+def places(grid: Grid) -> Iterator[dict[str, int]]:
+    """Yields where each tensor-parallel rank stands, rank 0 first."""
+    for depth in range(grid.depth):
+        for row in range(grid.row):
+            for col in range(grid.col):
+                yield {COL: col, ROW: row, DEPTH: depth}
+
+
+def _holders(grid: Grid, rows: Axes, columns: Axes) -> dict[tuple[int, int], list[int]]:
+    """Returns the ranks that hold each block of a matrix."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for rank, at in enumerate(places(grid)):
+        key = (_place(grid, at, rows)[0], _place(grid, at, columns)[0])
+        found.setdefault(key, []).append(rank)
+    return found
+
+
+def _blocks(grid: Grid, matrix: Matrix, left: int, top: int) -> Iterator[str]:
+    """Yields the blocks of a matrix with the ranks that hold them; what rank 0 has is filled."""
+    rows, columns = matrix.pieces or (matrix.rows, matrix.columns)
+    origin: dict[str, int] = {}
+    parts = (_place(grid, origin, rows)[1], _place(grid, origin, columns)[1])
+    mine = (_place(grid, origin, matrix.rows)[1], _place(grid, origin, matrix.columns)[1])
+    own = _holders(grid, rows, columns)
+    high, wide = SIDE / parts[0], SIDE / parts[1]
+    for r in range(parts[0]):
+        for c in range(parts[1]):
+            first = r < parts[0] / mine[0] and c < parts[1] / mine[1]
+            colour = OTHERS if not first else OWN if (r, c) == (0, 0) or matrix.pieces is None else GATHERED
+            ranks = own.get((r, c), [])
+            x, y = left + c * wide, top + r * high
+            yield f'<rect x="{x:g}" y="{y:g}" width="{wide:g}" height="{high:g}" fill="{colour}" stroke="#8a94a3"/>'
+            size = max(7, min(13, int(min(wide / (1 + len(ranks)), high * 0.7))))
+            ink = "white" if colour == OWN else "#26323f"
+            label = " ".join(map(str, ranks))
+            yield (
+                f'<text x="{x + wide / 2:g}" y="{y + high / 2 + size / 3:g}" text-anchor="middle" '
+                f'font-size="{size}" fill="{ink}">{escape(label)}</text>'
+            )
+
+
+def draw(grid: Grid) -> str:
+    """Returns an SVG of both products of a pair: the one that leaves the residual stream, and the one that comes
+    back."""
+    pairs = [("every product", grid.first)]
+    if grid.second != grid.first:
+        pairs = [("leaving the residual stream: queries, keys and values; up; the output layer", grid.first)]
+        pairs.append(("coming back to it: attention's output; down", grid.second))
+    each = TOP + SIDE + 2 * GAP
+    out, width = [], 0.0
+    for number, (title, roles) in enumerate(pairs):
+        top, left = number * each + TOP, LEFT
+        out.append(f'<text x="{LEFT}" y="{top - 40}" font-size="14" font-weight="bold">{escape(title)}</text>')
+        for step, matrices in steps(roles):
+            out.append(f'<text x="{left}" y="{top - 20}" fill="#5b6673">{escape(step)}</text>')
+            for matrix in matrices:
+                out.append(f'<text x="{left}" y="{top - 5}">{escape(matrix.name)}</text>')
+                out += _blocks(grid, matrix, left, top)
+                out.append(
+                    f'<text x="{left}" y="{top + SIDE + 15}" font-size="11" fill="#5b6673">{escape(matrix.note)}</text>'
+                )
+                left += SIDE + GAP
+        width = max(width, left)
+    head = f"{grid}: y = x W, blocks by rank; filled: what rank 0 has, dark: its own"
+    height = each * len(pairs) + 26
+    return "".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height}" font-family="sans-serif" '
+        'font-size="12">', f'<rect width="{width:g}" height="{height}" fill="white"/>',
+        f'<text x="{LEFT}" y="18" font-size="13" fill="#26323f">{escape(head)}</text><g transform="translate(0 26)">',
+        *out, "</g></svg>\n",
+    ])  # fmt: skip
+
+
+def describe(grid: Grid) -> str:
+    """Returns who holds what between and inside the products, as a table: rows and features of activations, and the
+    rows and columns of a weight [out, in], each as part/parts."""
+    rows = [("rank", "col row depth", "stream", "inside", "up [out, in]", "down [out, in]")]
+    for rank, at in enumerate(places(grid)):
+        cells = [str(rank), f"{at[COL]} {at[ROW]} {at[DEPTH]}"]
+        for cut in (grid.first.x, grid.first.y):
+            cells.append(_pair(grid, at, cut.rows, (cut.features,)))
+        for roles in (grid.first, grid.second):
+            cells.append(_pair(grid, at, (roles.y.features, roles.weight), (roles.summed,) if roles.summed else ()))
+        rows.append(tuple(cells))  # type: ignore[arg-type]
+    return table(rows, left=(1, 2, 3, 4, 5))
+
+
+def _pair(grid: Grid, at: dict[str, int], rows: Axes, columns: Axes) -> str:
+    (r, of_rows), (c, of_columns) = _place(grid, at, rows), _place(grid, at, columns)
+    return f"{r}/{of_rows}, {c}/{of_columns}"

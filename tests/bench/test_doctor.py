@@ -1,0 +1,90 @@
+"""`meshwright doctor`: each thing that can be off is named, with whose it is, and nothing else; one rank for real."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshwright.bench.diagnosis import Facts, Wanted, judge
+from meshwright.cli.main import main
+
+VERSIONS = {"meshwright": "1", "torch": "2.13"}
+WANTED = Wanted(1e9, 2e9, 100.0, 10.0, "runs/mine")
+
+
+def world() -> list[Facts]:
+    """Four healthy ranks on two machines."""
+    found = []
+    for rank in range(4):
+        others = [other for other in (rank - 1, rank + 1) if 0 <= other < 4]
+        links = {str(other): 9.0 if {rank, other} == {1, 2} else 90.0 for other in others}
+        found.append(Facts(
+            rank, f"n{rank // 2}", "H100", 80e9, 79e9, 500e9, dict(VERSIONS), 0.001 * rank, True, 1e12,
+            900.0 if rank % 2 == 0 else 0.0, "", links, [7, 7, 7], 0.1,
+        ))  # fmt: skip
+    return found
+
+
+def test_nothing_is_off_in_a_healthy_world() -> None:
+    assert [check for check in judge(world(), WANTED) if not check.ok] == []
+    assert [check for check in judge(world()[:1], Wanted()) if not check.ok] == []
+
+
+def set_to(rank: int, **values: object) -> Callable[[list[Facts]], None]:
+    def change(facts: list[Facts]) -> None:
+        for name, value in values.items():
+            setattr(facts[rank], name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "said"),
+    [
+        (set_to(2, versions=VERSIONS | {"torch": "2.11"}), "versions", "rank 2 has torch 2.11, the others 2.13"),
+        (set_to(3, device="A100"), "devices", "rank 3: A100, the others H100"),
+        (set_to(1, device_free=20e9), "devices", "rank 1's on n0 has 18.6 GiB of 74.5 GiB free"),
+        (set_to(3, device_bytes=1e9, device_free=1e9), "memory", "n1 has 954 MiB for a rank"),
+        (set_to(0, disk_free=1e9), "disk", "runs/mine has 954 MiB free, and 3 checkpoints take 2.79 GiB"),
+        (set_to(2, write_mb_s=3.0), "disk", "n1 writes 3 MB/s to runs/mine"),
+        (set_to(3, sees_folder=False), "folder", "rank 3 (n1): runs/mine is not the folder that rank 0 sees"),
+        (set_to(2, clock=-7.5), "clocks", "the clock of n1 is -7.5 s beside rank 0's"),
+        (set_to(2, port="no port can be opened (denied)"), "ports", "n1: no port can be opened (denied)"),
+        (set_to(0, links={"1": 20.0}), "links", "rank 0 to 1 (n0 to n0): 20 GB/s, the profile's 1e+02 GB/s"),
+        (set_to(1, links={"0": 90.0, "2": 2.0}), "links", "rank 1 to 2 (n0 to n1): 2 GB/s, the profile's 10 GB/s"),
+        (set_to(3, burn=[7, 8, 7]), "burn-in", "rank 3 on n1 computed wrongly in 1 of 3 rounds"),
+        (set_to(1, round_s=0.2), "burn-in", "rank 1 on n0 takes 2.00 times the median"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_off_is_named(change: Callable[[list[Facts]], None], name: str, said: str) -> None:
+    facts = world()
+    change(facts)
+    off = [check for check in judge(facts, WANTED) if not check.ok]
+    assert [check.name for check in off] == [name] and said in off[0].text, off
+
+
+def test_one_rank_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["doctor", "--nproc", "1", "--device", "cpu", "--seconds", "0.1", "--folder", str(tmp_path), "--json"]
+    code = main(words)
+    found = json.loads(capsys.readouterr().out)
+    off = [check["name"] for check in found["checks"] if not check["ok"]]
+    assert code == int(bool(off)) and off in ([], ["disk"]), "a busy disk may be slow"
+    assert len(found["checks"]) == 9 and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.wide
+def test_two_ranks_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["doctor", "gpt2-124m", "--nproc", "2", "--seconds", "0.5", "run.device=cpu", f"run.dir={tmp_path}"]
+    code = main([*words, "train.precision=fp32"])
+    said = capsys.readouterr().out
+    assert code in (0, 1) and "a checkpoint of 1.39 GiB" in said and "GB/s at least within a machine" in said
+
+
+def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in ((["--seconds", "0"], "--seconds 0 must be"), (["--nproc", "0"], "--nproc 0"),
+                        (["--cluster", "nowhere"], "nowhere")):  # fmt: skip
+        assert main(["doctor", *words]) == 2 and said in capsys.readouterr().err

@@ -1,0 +1,190 @@
+"""Copies of ranks' shares in the memory of keepers: what is kept, what is loaded, and what strangers can do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshwright.checkpoint.format import DamagedCheckpoint
+from meshwright.checkpoint.keeper import (
+    KEEPERS,
+    KEY,
+    Copies,
+    Held,
+    Keeper,
+    KeeperError,
+    KeeperLink,
+    KeeperProcess,
+    signed,
+)
+from meshwright.checkpoint.memory_copy import Keepers, MemoryReader, newest_whole
+from meshwright.plan.copies import copied_bytes
+from meshwright.plan.job import job_of
+from tests.checkpoint.runs import lines, tensors, tiny, train
+from tests.support.oracle import small_config
+
+SECRET = bytes(range(32))
+
+
+@pytest.fixture
+def keepers() -> Iterator[list[Keeper]]:
+    """Two, in threads of this process."""
+    made = [Keeper("127.0.0.1") for _ in range(2)]
+    for one in made:
+        one.key = SECRET
+        threading.Thread(target=one.serve, daemon=True).start()
+    yield made
+    for one in made:
+        one.server.close()
+
+
+def environment(made: list[Keeper], node: int, generation: int = 0) -> dict[str, str]:
+    where = {"addresses": [["127.0.0.1", one.port] for one in made], "nodes": len(made), "node": node}
+    return {KEEPERS: json.dumps(where | {"generation": generation}), KEY: SECRET.hex()}
+
+
+def held(world: int = 2, generation: int = 0) -> Held:
+    return Held(world, generation, bytearray(b"list"), bytearray(b"data"))
+
+
+def test_a_run_goes_on_from_memory_without_a_disk(
+    keepers: list[Keeper], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both nodes hold all of it; one is lost, and so is every checkpoint on disk. What is loaded is what was saved, bit
+    for bit; a copy with one wrong bit is not."""
+    sections = tiny(tmp_path / "run", train={"steps": 4}, checkpoint={"every": 4, "memory_every": 2, "keep": 0})
+    sections["faults"] = {"elastic": True}
+    for name, value in environment(keepers, node=1).items():
+        monkeypatch.setitem(os.environ, name, value)
+    assert train(0, 1, sections, None, None)[0] == 4
+    until(lambda: keepers[0].copies.found())
+    assert [one.copies.found() for one in keepers] == [[[2, 0, 1, 0]]] * 2, "the last step is on disk"
+    config = small_config(**sections)
+    assert len(keepers[0].copies.get(2, 0).data) == copied_bytes(job_of(config, 1, host=True)) == 12 * 7216
+
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    keepers[1].server.close()
+    monkeypatch.setitem(os.environ, "TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setitem(os.environ, "MESHWRIGHT_LOST", json.dumps({"last": time.time(), "seen": time.time()}))
+    assert train(0, 1, sections, None, None)[0] == 4
+    assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+    (back,) = [event for event in lines(tmp_path / "run" / "events.jsonl") if event["kind"] == "recovered"]
+    assert (back["step"], back["source"]) == (3, "memory")
+
+    straight = tiny(tmp_path / "straight", train={"steps": 4}, checkpoint={"every": 2, "keep": 0})
+    monkeypatch.delitem(os.environ, "TORCHELASTIC_RESTART_COUNT")
+    train(0, 1, straight, None, None)
+    ours, theirs = (tensors(tmp_path / name / "checkpoints" / "step-00000004") for name in ("run", "straight"))
+    assert ours.keys() == theirs.keys()
+    assert all(values.tobytes() == theirs[name].tobytes() for name, values in ours.items())
+
+    known = Keepers.known(environment(keepers, node=0))
+    assert known is not None and newest_whole(known) == 2
+    reader = MemoryReader(known, 2)
+    at_two = tensors(tmp_path / "straight" / "checkpoints" / "step-00000002")
+    for block in reader.index.blocks:
+        corner = tuple(slice(a, a + n) for a, n in zip(block.start, block.shape, strict=True))
+        assert reader.block(block).numpy().tobytes() == at_two[block.tensor][corner].tobytes()
+    keepers[0].copies.get(2, 0).data[40] ^= 1
+    with pytest.raises(DamagedCheckpoint, match="not what was sent"):
+        for block in reader.index.blocks:
+            reader.block(block)
+
+
+def until(ready: object, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not ready():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_copy_is_whole_when_every_rank_of_one_generation_has_given_its_part(keepers: list[Keeper]) -> None:
+    """And not before: a run never goes on from the parts of two states."""
+    known = Keepers.known(environment(keepers, node=0))
+    assert known is not None and newest_whole(known) == 0
+    for rank in range(3):
+        keepers[rank % 2].copies.put(10, rank, held(4))
+    assert newest_whole(known) == 0
+    keepers[1].copies.put(10, 3, held(4, generation=1))
+    assert newest_whole(known) == 0, "of another generation"
+    for rank in (1, 3):
+        keepers[1].copies.put(10, rank, held(4))
+    assert newest_whole(known) == 10
+    keepers[0].copies.put(20, 0, held(4))
+    assert newest_whole(known) == 10
+
+
+def test_each_rank_is_kept_by_its_own_node_and_the_next() -> None:
+    addresses = [["10.0.0.1", 1], ["10.0.0.2", 2], ["10.0.0.3", 3]]
+    for node, names in ((0, ["10.0.0.1", "10.0.0.2"]), (2, ["10.0.0.3", "10.0.0.1"])):
+        text = json.dumps({"addresses": addresses, "nodes": 3, "node": node, "generation": 0})
+        known = Keepers.known({KEEPERS: text, KEY: "00"})
+        assert known is not None and [host for host, _ in known.holders] == names
+    alone = Keepers([("127.0.0.1", 1)], 1, 0, 0, b"")
+    assert alone.holders == [("127.0.0.1", 1)] and Keepers.known({}) is None
+
+
+def test_what_is_forgotten() -> None:
+    copies = Copies()
+    for step in (2, 4, 6):
+        copies.put(step, 0, held())
+    copies.put(6, 1, held())
+    assert copies.found() == [[4, 0, 2, 0], [6, 0, 2, 0], [6, 1, 2, 0]]
+    copies.put(3, 0, held(1, generation=1))  # the run went back, with fewer ranks
+    assert copies.found() == [[3, 0, 1, 1]], "later steps of an earlier generation would be loaded otherwise"
+
+
+RUBBISH = [
+    b"", b"\n" * 500, os.urandom(4096), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"MWK1 ffffffff " + b"0" * 64 + b"\n",
+    b"MWK1 00000002 " + b"0" * 64 + b"\n{}", signed(b"another key", {"op": "put", "step": 9, "sizes": [2**50, 1]}),
+    signed(SECRET, {"op": "put", "step": -1, "rank": 0})[:-3], signed(SECRET, {"op": "put", "rank": "x"}),
+    signed(SECRET, {"op": "nothing", "sizes": []}), signed(SECRET, {"op": "get", "sizes": [], "step": 5, "rank": 0}),
+]  # fmt: skip
+
+
+def test_rubbish_changes_nothing(keepers: list[Keeper]) -> None:
+    """Nor does it keep the keeper from answering others, meanwhile and afterwards."""
+    keepers[0].copies.put(5, 0, held(1))
+    open_ones = []
+    for data in RUBBISH:
+        peer = socket.create_connection(("127.0.0.1", keepers[0].port))
+        peer.sendall(data)
+        open_ones.append(peer)
+    with KeeperLink("127.0.0.1", keepers[0].port, SECRET) as link:
+        assert link.ask({"op": "found"})[0]["found"] == [[5, 0, 1, 0]]
+        with pytest.raises(KeeperError, match="lacks"):
+            link.ask({"op": "get", "step": 5, "rank": 0})
+        assert link.ask({"op": "get", "step": 5, "rank": 0, "start": 1, "size": 2})[1] == [bytearray(b"at")]
+    with KeeperLink("127.0.0.1", keepers[0].port, b"another key") as link, pytest.raises(KeeperError):
+        link.ask({"op": "found"})
+    for peer in open_ones:
+        peer.close()
+
+
+def test_the_process_listens_on_its_address_alone_and_ends_with_its_launcher() -> None:
+    with KeeperProcess("127.0.0.1") as process:
+        with KeeperLink("127.0.0.1", process.port, SECRET) as link, pytest.raises(KeeperError):
+            link.ask({"op": "found"})  # it has no key yet
+        process.tell(SECRET.hex())
+
+        def answers() -> bool:
+            with KeeperLink("127.0.0.1", process.port, SECRET) as link:
+                try:
+                    return link.ask({"op": "found"})[0]["found"] == []
+                except KeeperError:
+                    return False
+
+        until(answers)
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.2", process.port), 1.0)
+        assert process.process.stdin is not None
+        process.process.stdin.close()
+        assert process.process.wait(10.0) == 0

@@ -1,0 +1,141 @@
+"""Jobs under a real Slurm with two nodes, which the test starts for itself, where it and munge are installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.cli.main import main
+from tests.checkpoint.runs import lines, saved, steps
+from tests.support.commands import folder
+
+__all__ = ["folder"]  # a fixture
+pytestmark = pytest.mark.wide
+
+CONF = """ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+AuthInfo=socket={at}/munge/socket
+StateSaveLocation={at}/state
+SlurmdSpoolDir={at}/spool.%n
+SlurmctldPidFile={at}/slurmctld.pid
+SlurmdPidFile={at}/slurmd.%n.pid
+SlurmctldLogFile={at}/slurmctld.log
+SlurmdLogFile={at}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+ReturnToService=2
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4
+PartitionName=all Nodes=n1,n2 Default=YES State=UP
+"""
+
+
+def free_ports(count: int) -> list[int]:
+    made = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    found = [one.getsockname()[1] for one in made]
+    for one in made:
+        one.close()
+    return found
+
+
+def until(ready: Callable[[], Any], what: str, seconds: float = 180.0) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, what
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def slurm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A controller and two nodes, all on this machine; they end with the test."""
+    if os.geteuid() or not all(map(shutil.which, ("slurmctld", "slurmd", "munged", "sbatch", "srun"))):
+        pytest.skip("Slurm can't be started here")
+    at = Path("/tmp") / f"mw-slurm-{os.getpid()}"  # noqa: S108  # sockets' paths must be short
+    for name in ("munge", "state", "spool.n1", "spool.n2"):
+        (at / name).mkdir(parents=True)
+    (at / "munge" / "key").write_bytes(os.urandom(1024))
+    (at / "munge" / "key").chmod(0o400)
+    (at / "munge").chmod(0o711)
+    shutil.chown(at / "munge", "munge")
+    shutil.chown(at / "munge" / "key", "munge")
+    names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+    options = " ".join(f"--{option}={at}/munge/{name}" for option, name in names.items())
+    conf = at / "slurm.conf"
+    conf.write_text(CONF.format(host=socket.gethostname(), at=at, ports=free_ports(3)))
+    monkeypatch.setenv("SLURM_CONF", str(conf))
+    subprocess.run(["su", "munge", "-s", "/bin/sh", "-c", f"munged {options}"], check=True)
+    for command in (["slurmctld"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"]):
+        subprocess.run(command, check=True)
+
+    def idle() -> bool:
+        told = subprocess.run(["sinfo", "-h", "-o", "%T %D"], capture_output=True, text=True, check=False)
+        return told.stdout.strip() == "idle 2"
+
+    until(idle, "the nodes do not come up", 60.0)
+    yield at
+    subprocess.run(["scancel", "--user=root", "--signal=KILL"], check=False)
+    for pid in (*at.glob("*.pid"), at / "munge" / "pid"):
+        os.kill(int(pid.read_text()), signal.SIGTERM)
+    time.sleep(1.0)
+    shutil.rmtree(at, ignore_errors=True)
+
+
+def launcher_of(task: int) -> int:
+    """The process of a task's launcher, by its environment."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            words = path.read_bytes().split(b"\0")
+            command = (path.parent / "cmdline").read_bytes()
+        except OSError:
+            continue
+        ours = b"SLURM_PROCID=%d" % task in words and not any(word.startswith(b"RANK=") for word in words)
+        if ours and b"--nodes" in command and b"meshwright\0train" in command:
+            return int(path.parent.name)
+    raise AssertionError(f"task {task} has no launcher")
+
+
+def test_an_elastic_job_outlives_a_task_and_is_cancelled(slurm: Path, folder: Path, monkeypatch: Any) -> None:
+    """sbatch by `submit`; the launcher of one node is killed with all of its ranks, and the other goes on, from memory;
+    scancel saves, and the job is not requeued."""
+    monkeypatch.chdir(folder)
+    (folder / "bin").mkdir()
+    script = folder / "bin" / "meshwright"
+    root = Path(__file__).parents[2]
+    text = f'export PYTHONPATH={root} OMP_NUM_THREADS=1\nexec {sys.executable} -m meshwright "$@"\n'
+    script.write_text(f"#!/bin/sh\n{text}")
+    script.chmod(0o755)
+    words = ["faults.elastic=true", "faults.lost_after=6s", "checkpoint.every=0", "checkpoint.memory_every=2"]
+    setup = f"export PATH={folder / 'bin'}:$PATH"
+    asked = ["--nodes", "2", "--ranks-per-node", "2", "--time", "10min", "--lead", "30s", "--setup", setup, "--run"]
+    assert main(["submit", "config.yaml", "--slurm", *asked, *words]) == 0
+    run = folder / "run"
+
+    def worlds() -> list[int]:
+        return [event["world"] for event in lines(run / "events.jsonl") if event["kind"] in ("start", "resume")]
+
+    until(lambda: worlds() == [4] and len(steps(run)) >= 6, "it does not start")
+    os.kill(launcher_of(1), signal.SIGKILL)
+    until(lambda: worlds() == [4, 2], "it does not go on")
+    back = [event for event in lines(run / "events.jsonl") if event["kind"] == "recovered"]
+    until(lambda: len(steps(run)) > 20, "it makes no steps")
+    assert [event["source"] for event in back] in ([], ["memory"])
+    subprocess.run(["scancel", "1"], check=True)
+    log = folder / "run-1.log"
+    until(lambda: "the job was cancelled: it is not requeued" in log.read_text(), "it is not cancelled")
+    done = steps(run)
+    assert done == list(range(1, len(done) + 1)) and saved(run)[-1] == done[-1]
