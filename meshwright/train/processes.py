@@ -115,6 +115,7 @@ def enter(place: Place, kind: str, backend: str, timeout: float, precision: str 
     `leave` is ours to call. What the device can't do is told before."""
     import torch.distributed as dist
 
+    from meshwright.comm.group import CommError
     from meshwright.comm.meeting import meet
     from meshwright.comm.mesh import torch_limit
     from meshwright.device import Device, limit_threads
@@ -132,9 +133,9 @@ def enter(place: Place, kind: str, backend: str, timeout: float, precision: str 
     host, port = rendezvous()
     os.environ.update({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
     limit = torch_limit(timeout)
+    # Ranks of our own launcher will meet, unless a node of theirs is lost; one of another's may never come.
+    own = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN)
     try:
-        # Ranks of our own launcher will meet; one of another's may never come.
-        own = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN)
         with nullcontext() if own else ends_at_once():
             store = meet(place.rank, place.world, place.local_rank == 0, host, port, limit)
             dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=limit)
@@ -142,11 +143,13 @@ def enter(place: Place, kind: str, backend: str, timeout: float, precision: str 
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             fix = "choose another with --master_port or MASTER_PORT"
             raise UserError(f"port {port} on {host} is taken: {fix}") from None
+        missed = f"rank {place.rank} of {place.world} did not meet the others at {host}:{port}"
         reason = str(error).splitlines()[0]
-        raise UserError(
-            f"rank {place.rank} of {place.world} did not meet the others at {host}:{port} ({reason}): "
-            "start all ranks, with the same MASTER_ADDR and MASTER_PORT"
-        ) from None
+        if own:  # a loss, which a further start may mend
+            raise CommError(f"{missed} ({reason})") from None
+        raise UserError(f"{missed} ({reason}): start all ranks, with the same MASTER_ADDR and MASTER_PORT") from None
+    except UserError as error:
+        raise CommError(str(error)) if own else error from None
     return device, True
 
 
