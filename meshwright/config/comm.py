@@ -9,6 +9,7 @@ from meshwright.config.blocks import LONGEST_S, not_negative, positive
 from meshwright.errors import UserError
 
 BLOCK_UNIT = 16  # what a block of numbers with one scale is a multiple of
+NODE_COPY = "comm.gather.node_copy=true"
 MOST_CHOSEN_FROM = 1 << 15  # elements of a block of topk, whose places are numbers of one or two bytes
 # The kinds that a key of `comm.reduce` belongs to.
 SPARSE, LOW_RANK = ("topk", "threshold"), ("powersgd",)
@@ -81,6 +82,7 @@ class GatherConfig:
 
     kind: Literal["plain", "bf16", "fp8", "int8"] = "plain"
     block: int = 256  # fp8, int8: elements that share a scale
+    node_copy: bool = False  # a node keeps what it has gathered, divided among its ranks, for the rest of the step
 
     def __post_init__(self) -> None:
         positive("comm.gather", self, "block")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
+from meshwright.config.comm import NODE_COPY
 from meshwright.config.glm import glm_fits
 from meshwright.config.grid import grid_divides, grid_fits
+from meshwright.config.hf_rules import hf_fits
 from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.config.replica_rules import batch_unit, replicas_fit, server_fits
 from meshwright.config.sections import FP8_UNIT, Config
@@ -342,6 +344,17 @@ def gathers_fit(c: Config, world: int) -> Iterator[str]:
             f"comm.gather.kind={kind} rounds the weights that ZeRO stage 3 gathers for each use, and zero.stage is "
             f"{c.zero.stage}: set zero.stage=3, or leave it out"
         )
+    if c.comm.gather.node_copy:
+        other = {"zero.stage": (c.zero.stage, 3), "zero.shard_group": (c.zero.shard_group, "dp"),
+                 "layout.cp": (c.layout.cp, 1), "zero.offload.params": (c.zero.offload.params, "none")}  # fmt: skip
+        for key, (value, needed) in other.items():
+            if value != needed:
+                yield f"{NODE_COPY} needs {key}={needed}, not {value}: change one of them"
+        if c.layout.node_size and c.zero.stage == 3:
+            try:
+                node_parts(_layout(c, world), NODE_COPY)
+            except UserError as error:
+                yield str(error)
     if kind == "bf16" and c.train.precision not in ("fp32", "fp64"):
         yield f"comm.gather.kind=bf16 saves nothing with train.precision={c.train.precision}: use fp8 or int8"
 
@@ -381,9 +394,9 @@ def copies_outlive_ranks(c: Config, world: int) -> Iterator[str]:
 
 
 RULES: list[Rule] = [
-    kind_fits, t5_fits, glm_fits, context_is_shared, world_divides, replicas_fit, experts_are_cut, etp_divides_experts,
-    order_names_axes, experts_stay_with_their_blocks, grid_fits, tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn,
-    sequence_parallel_splits,
+    kind_fits, hf_fits, t5_fits, glm_fits, context_is_shared, world_divides, replicas_fit, experts_are_cut,
+    etp_divides_experts, order_names_axes, experts_stay_with_their_blocks, grid_fits, tp_divides_heads,
+    tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits,
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
     dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
     compiles_without_dropout, backend_fits_device, device_has_fp8, algorithm_fits_ranks, server_fits,

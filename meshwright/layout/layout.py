@@ -406,8 +406,8 @@ def _holding(layout: Layout, name: str, stages: tuple[int, ...]) -> tuple[int, .
     return tuple(sorted({stages[at] for at in layout.holders[name]}))
 
 
-def node_parts(layout: Layout) -> Parts:
-    """Returns the parts of dp where weights are sharded inside a node and replicated across nodes."""
+def node_parts(layout: Layout, key: str = "zero.shard_group=node") -> Parts:
+    """Returns the parts of dp where weights are sharded inside a node and replicated across nodes, as `key` asks."""
     ranks = layout.group("dp", 0)
     inside = sum(rank < (layout.node_size or layout.world) for rank in ranks)
     neighbours = (group[at : at + inside] for group in layout.groups("dp") for at in range(0, len(ranks), inside))
@@ -416,7 +416,7 @@ def node_parts(layout: Layout) -> Parts:
         return ()
     if inside == 1 or len(ranks) % inside or uneven:
         raise UserError(
-            f"zero.shard_group=node: a node of layout.node_size={layout.node_size} holds {inside} of the {len(ranks)} "
-            "data-parallel ranks, which divides nothing evenly: set zero.shard_group=dp, or lower layout.tp or pp"
+            f"{key}: a node of layout.node_size={layout.node_size} holds {inside} of the {len(ranks)} data-parallel "
+            f"ranks, which divides nothing evenly: leave {key.split('=')[0]} out, or lower layout.tp or pp"
         )
     return (("dp", ((SHARD, inside), (REPLICA, len(ranks) // inside))),)

@@ -32,7 +32,7 @@ from meshwright.plan.job import FIELD_BYTES, Job, checked_job
 from meshwright.plan.stack import BYTES
 from meshwright.sharding.compression.sizes import gathered_bytes
 from meshwright.sharding.fragments import Moment, fragment_bounds, moment_of
-from meshwright.sharding.placement import grad_bytes, shard_axes
+from meshwright.sharding.placement import copy_axis, grad_bytes, shard_axes
 from meshwright.sharding.reducers import PLAIN_REDUCER, ReducerPlan, mixing
 from meshwright.train.counts import WIDE, balance_length, checks_bytes, counts_bytes, sums_bytes
 
@@ -171,7 +171,8 @@ def gradients(
     stage 0   1 all_reduce of B g over the data axes
     stage 1   1 reduce_scatter of B g and 1 all_gather of B w over the S ranks
     stage 2   M reduce_scatter of B g and 1 all_gather of B w
-    stage 3   M reduce_scatter of B g and M f all_gather of B w, where f is how often a micro-batch fetches it: 2
+    stage 3   M reduce_scatter of B g and M f all_gather of B w, where f is how often a micro-batch fetches it: 2; all
+              but the first are inside the node, where that keeps a copy
 
     and 1 all_reduce of a share, B g / S, over the copies of the S ranks, if there are any, and over each further axis
     along which the gradients are partial sums. A `reducer` may make other calls for the sums over the data axes.
@@ -196,6 +197,9 @@ def gradients(
                 times = micro_batches * max(held.fetches for held in inside) if stage == 3 else 1
                 how = gather if gather and stage == 3 else GatherConfig()
                 payload = gathered_bytes(how, size, weight, layout.size(shards))
+                if node := copy_axis(layout, zero, how, data_axes):
+                    yield _over(layout, "weights", "gather", node, "all_gather", size * weight, times - 1)
+                    times = 1
                 yield _over(layout, "weights", "gather", shards, "all_gather", payload, times)
             for source, axes, asked, elements, of, times in sums if trained else []:
                 own = reducer is not PLAIN_REDUCER and "." not in axes

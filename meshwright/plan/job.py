@@ -55,7 +55,8 @@ class Job:
         job = replace(self, config=replace(self.config, **changed))
         if sections.keys() <= {"zero", "recompute"}:  # the search tries many of these, and this stays as it is
             same = ["chunks", "representative_ranks", "known", "model", "batch", "placement"]
-            same += ["layout", "at"] if self.config.zero.shard_group == "dp" else []
+            parted = self.config.zero.shard_group == "node" or self.config.comm.gather.node_copy
+            same += [] if parted else ["layout", "at"]
             vars(job).update({name: getattr(self, name) for name in same})
         return job
 

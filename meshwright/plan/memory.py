@@ -16,7 +16,7 @@ from meshwright.plan.job import Job
 from meshwright.plan.packing import division_of, packing_of
 from meshwright.plan.stack import BYTES
 from meshwright.sharding.fragments import fragment_bounds
-from meshwright.sharding.placement import RING, piece_size
+from meshwright.sharding.placement import RING, copy_axis, piece_size
 
 GIB = 2**30
 DEEPSPEED_LIVE, DEEPSPEED_BUCKET = 1e9, 5e8  # DeepSpeed's stage3_max_live_parameters and reduce_bucket_size
@@ -54,6 +54,7 @@ class BufferSizes(NamedTuple):
     mixed: bool = False  # a reducer that mixes elements sums its gradients
     outer_mixed: bool = False  # and what replicas sum of it
     ranks: int = 1  # that sum its gradients
+    node: int = 0  # ranks of a node that keep a copy of its weights
 
 
 def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
@@ -65,12 +66,17 @@ def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
             BufferSizes(
                 one.buckets, *division_of(one, job.layout, job.config.zero), one.trained,
                 0 if one.weight == usual else one.weight, one.mixed, one.outer_mixed,
-                job.layout.size(one.data_axes),
+                job.layout.size(one.data_axes), node_copy_ranks(job, one.data_axes),
             )
             for one in packing_of(job, pp_rank).buffers
         ]  # fmt: skip
     found: list[BufferSizes] = job.known[key]
     return found
+
+
+def node_copy_ranks(job: Job, data_axes: str) -> int:
+    axis = copy_axis(job.layout, job.config.zero, job.config.comm.gather, data_axes)
+    return job.layout.size(axis) if axis else 0
 
 
 def rank_stage(job: Job, pp_rank: int) -> int:
@@ -110,6 +116,7 @@ def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     s, zero, whole = job.states, sizes.stage, sum(sizes.buckets)
     own = whole / sizes.shards if job.stack.states else whole // sizes.shards
     parameters = (own if zero == 3 else whole) * (sizes.element or s.param) if s.keeps_param or zero <= 2 else 0.0
+    parameters += whole // sizes.node * (sizes.element or s.param) if sizes.node else 0.0
     gradients = (own if zero >= 2 else whole) * (s.grad + s.grad_copy)
     gradients += (own if zero >= 1 else whole) * s.step_copy
     gathered = whole // sizes.ranks if sizes.ranks > (sizes.shards if zero else 1) else 0

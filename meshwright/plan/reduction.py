@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.config.comm import GatherConfig
 from meshwright.layout.grid import GRID_AXES
 from meshwright.layout.layout import REPLICAS
 from meshwright.layout.params import DATA_AXES
@@ -23,7 +22,7 @@ from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
 from meshwright.sharding.algorithms import AlgorithmReducer, GatherToOne
 from meshwright.sharding.compression.sizes import gathered_bytes
-from meshwright.sharding.placement import may_be_mixed, shard_axes
+from meshwright.sharding.placement import copy_axis, may_be_mixed, shard_axes
 from meshwright.sharding.server import ServerReducer
 
 
@@ -116,26 +115,37 @@ def sharded_block(
     zero = job.config.zero.stage
     if zero < 2:
         return 0.0, 0.0
-    cluster, stack, s, pieces = where.cluster, where.stack, job.states, where.stack.gathers
+    cluster, stack, pieces = where.cluster, where.stack, where.stack.gathers
     # Blocks that are recomputed together gather the weights of all but the last once more.
     again = 1.0 - 1.0 / max(1, job.config.recompute.blocks) if zero == 3 else 0.0
     time, times, slowed = unit_time(block, where), count * job.micro_batches, contention(cluster, stack)
     forward, backward, room = 0.0, 0.0, [time.forward, time.backward + time.again]
     for how, params in by_division(job, *unit_parameters(block, job.at)):
         reduce = sum_seconds(job, cluster, "reduce_scatter", params, how, [(block, 1)])
-        fetched = gathered_bytes(job.config.comm.gather if zero == 3 else GatherConfig(), params, s.param, how.shards)
-        gather = pieces * collective_seconds(cluster, "all_gather", fetched / pieces, how.shards, how.on_node)
-        if zero == 2:
-            gather = 0.0
-        comm = (gather, (1 + again) * gather + reduce)
-        gathers = job.hides_weights * gather
-        could = (gathers, (1 + again) * gathers + job.hides_gradients * reduce)
+        first, later = gather_seconds(job, cluster, params, how, pieces) if zero == 3 else (0.0, 0.0)
+        comm = (first, (1 + again) * later + reduce)
+        hides = job.hides_weights
+        could = (hides * first, (1 + again) * hides * later + job.hides_gradients * reduce)
         hidden = [min(each, left) for each, left in zip(could, room, strict=True)]
-        axes[how.axis].add(times * ((2 + again) * gather + reduce), times * sum(hidden))
+        axes[how.axis].add(times * sum(comm), times * sum(hidden))
         room = [left - each for left, each in zip(room, hidden, strict=True)]
         forward += comm[0] - hidden[0] + slowed * hidden[0]
         backward += comm[1] - hidden[1] + slowed * hidden[1]
     return forward, backward
+
+
+def gather_seconds(job: Job, cluster: Cluster, params: int, how: Divided, pieces: int) -> tuple[float, float]:
+    """Returns the seconds of gathering so many weights in stage 3 for forward, as the mean over micro-batches, and for
+    backward. Where nodes keep a copy, only a step's first gather crosses them."""
+    element, c = job.states.param, job.config
+    fetched = gathered_bytes(c.comm.gather, params, element, how.shards)
+    across = pieces * collective_seconds(cluster, "all_gather", fetched / pieces, how.shards, how.on_node)
+    axis = copy_axis(job.layout, c.zero, c.comm.gather, how.axis)
+    if axis is None:
+        return across, across
+    node, m = job.layout.size(axis), job.micro_batches
+    inside = pieces * collective_seconds(cluster, "all_gather", params * element / pieces, node, node)
+    return (across + (m - 1) * inside) / m, inside
 
 
 def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], axes: dict[str, AxisTime]) -> float:
@@ -271,9 +281,7 @@ def _sharded_rest(
     outside = [(unit, count) for unit, count in pairs if not isinstance(unit, BlockUnit)]
     reduce = sum_seconds(job, cluster, "reduce_scatter", ends, how, outside)
     if how.stage == 3:
-        payload = gathered_bytes(job.config.comm.gather, fetched, s.param, how.shards)
-        gather = collective_seconds(cluster, "all_gather", payload, how.shards, how.on_node)
-        seconds = m * (reduce + 2 * gather)
+        seconds = m * (reduce + sum(gather_seconds(job, cluster, fetched, how, 1)))
         axis.add(seconds)
         return seconds
     gather = collective_seconds(cluster, "all_gather", params * s.param, how.shards, how.on_node)

@@ -15,11 +15,13 @@ from meshwright.plan.cluster import Cluster, Network
 from meshwright.plan.communication import all_ranks, by_axis, round_calls
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import Job
+from meshwright.plan.memory import buffer_sizes
 from meshwright.sharding.algorithms import GatherToOne
 from meshwright.sharding.reducers import ReducerPlan
 
 ONE_BUCKET = 2.0**20  # MiB: everything at once, as a naive sum is made
 BASE = "as configured"
+FIRST = 0.5  # of the time of making and reading messages, what is spent before the first of them can be waited for
 LOCAL_STEPS = (4, 16)  # of replicas between synchronisations
 OWN = ("ring", "tree", "halving_doubling", "hierarchical")
 
@@ -77,6 +79,8 @@ def techniques(config: Config, job: Job) -> list[Technique]:
     if summed > 1:
         for kind in ("fp8", "int8"):
             add(f"gather {kind}", replace(plain, gather=GatherConfig(kind=kind)))  # type: ignore[arg-type]
+        if job.node_size < job.world:
+            add("copy in the node", replace(plain, gather=replace(c.gather, node_copy=True)))
         for kind in KINDS:
             if kind != "plain":
                 add(f"reduce {kind}", replace(plain, reduce=ReduceConfig(kind=kind)))  # type: ignore[arg-type]
@@ -90,12 +94,17 @@ def techniques(config: Config, job: Job) -> list[Technique]:
 
 def expected(technique: Technique, job: Job, cluster: Cluster, making_s: float = 0.0) -> Figures:
     """Returns what the planner expects of a technique. `making_s`: the seconds of making compressed messages, which the
-    planner does not know."""
+    planner does not know. While a bucket's first messages are made, those of the buckets before are on their way: so
+    much of what is exposed hides behind it, but for one bucket's part."""
     job = replace(job, config=technique.config, reducer=technique.reducer)
     cost = predict_cost(job, cluster)
     exposed = sum(axis.exposed for axis in cost.axes.values())
-    step = cost.step_s + making_s
-    return Figures(sent_by_axis(job), exposed, step, job.tokens / step)
+    ranks = range(job.layout.pp)
+    buckets = max(sum(len(one.buckets) for one in buffer_sizes(job, rank) if one.mixed) for rank in ranks)
+    sums = sum(cost.axes[axis].exposed for axis in ("dp", "edp") if axis in cost.axes)
+    behind = min(FIRST * making_s, sums) * (1 - 1 / buckets) if buckets else 0.0
+    step = cost.step_s + making_s - behind
+    return Figures(sent_by_axis(job), exposed - behind, step, job.tokens / step)
 
 
 def sent_by_axis(job: Job) -> dict[str, float]:

@@ -38,7 +38,7 @@ from meshwright.sharding.buffers import (
     State,
     build_buffers,
 )  # fmt: skip
-from meshwright.sharding.placement import Split, shard_axes
+from meshwright.sharding.placement import Split, copy_axis, shard_axes
 from meshwright.sharding.reducers import PLAIN_REDUCER, PendingReduction, Reducer, ReducerPlan, mixing
 from meshwright.sharding.reduction import EveryMicroBatch, OncePerStep
 from meshwright.sharding.weights import WeightGatherer, find_units, number_units
@@ -89,6 +89,9 @@ class DataParallel:
         self._check_ties()
         self.weights = WeightGatherer(units, slots, self.buffers, lambda each: self.groups(each).shards, mesh.ledger)
         self.weights.overlaps, self.weights.gather = overlap.weights, gather or GatherConfig()
+        for buffer in self.buffers:
+            if name := copy_axis(mesh.layout, self._zero, self.weights.gather, buffer.key.data_axes):
+                self.weights.copies.keep(buffer, mesh.group(name))
         self.trained = [buffer for buffer in self.buffers if buffer.key.trained]
         self.buckets = [bucket for buffer in self.trained for bucket in buffer.buckets]
         slots = {at: slot for at, slot in slots.items() if slot.record.trained}
@@ -96,11 +99,15 @@ class DataParallel:
         # Contributions per micro-batch: one from each layer that adds its own; autograd makes one to those not listed.
         uses = Counter(id(slot.parameter) for _, slot in own_weights)
         # The chunk whose backward is the last that can fill a foreign module's bucket: the first, so it is set last.
-        late = {id(b): unit.chunk for unit in reversed(units) if unit.whole_chunk for b in unit.buckets}
+        late = {id(b): unit.chunk for unit in reversed(units) if unit.foreign for b in unit.buckets}
         whole = [bucket for bucket in self.buckets if bucket.stage < 2]
         self._once = OncePerStep(whole, self._launch, overlap.gradients)
         scattered = [bucket for bucket in self.buckets if bucket.stage >= 2]
         self._each = EveryMicroBatch(scattered, self._launch, uses, late, overlap.gradients)
+        first = {id(b): unit for unit in reversed(units) for b in unit.buckets}
+        for unit in units:
+            own = [bucket for bucket in unit.buckets if first[id(bucket)] is unit]
+            unit.on_done = partial(self._each.end_unit, own)
         for bucket in self.buckets:
             for slot in bucket.slots:
                 slot.sink = (self._once if bucket.stage < 2 else self._each).sink(bucket, slot)
@@ -124,6 +131,7 @@ class DataParallel:
     def begin(self, micro_batches: int, step: int = 1, scale: float = 1.0) -> None:
         """Begins a step; called before its first micro-batch. Gradients will come multiplied by `scale`."""
         self.reducer.begin_step(step, scale)
+        self.weights.copies.forget()
         self._once.begin(micro_batches)
         self._each.begin(micro_batches)
         for bucket in self.buckets:
@@ -177,6 +185,7 @@ class DataParallel:
         if bucket.stage < 3:
             slot.view.add_(change)
             return
+        self.weights.copies.forget(bucket)
         low, high = (min(max(at, slot.start), slot.stop) for at in bucket.share)
         own = slice(low - bucket.share[0], high - bucket.share[0])
         bucket.own_params[own] += flat[low - slot.start : high - slot.start].to(bucket.own_params.device)

@@ -17,15 +17,18 @@ from meshwright.config.comm import GatherConfig
 from meshwright.models.stage import stage_of
 from meshwright.sharding.buffers import Bucket, FlatBuffer, Slot
 from meshwright.sharding.compression.gather import GatheredCodes
+from meshwright.sharding.node_copies import NodeCopies
 from meshwright.sharding.reducers import PendingReduction
 
 
 class GatedUnit:
     """The gate of one unit (`nn.unit.Gate`). `chunk` is the local chunk that it belongs to."""
 
-    def __init__(self, module: nn.Module, chunk: int, whole_chunk: bool) -> None:
+    def __init__(self, module: nn.Module, chunk: int, whole_chunk: bool, foreign: bool = False) -> None:
         self.module, self.chunk, self.whole_chunk = module, chunk, whole_chunk
+        self.foreign = foreign or whole_chunk  # which of its parameters get gradients may depend on the data
         self.buckets: list[Bucket] = []
+        self.on_done: Callable[[GatedUnit], None] = lambda unit: None
         self.weights: WeightGatherer
         self.closes = False
 
@@ -35,13 +38,17 @@ class GatedUnit:
     def close(self) -> None:
         self.weights.close(self)
 
+    def done(self) -> None:
+        self.weights.close(self)
+        self.on_done(self)
+
 
 def find_units(modules: Sequence[nn.Module]) -> list[GatedUnit]:
     """Returns the units of all chunks, in the order of forward."""
     found: list[GatedUnit] = []
     for chunk, module in enumerate(modules):
-        named = stage_of(module).units()
-        found += [GatedUnit(part, chunk, named is None) for part in ([module] if named is None else named)]
+        named, foreign = stage_of(module).units(), bool(getattr(module, "foreign", False))
+        found += [GatedUnit(part, chunk, named is None, foreign) for part in ([module] if named is None else named)]
     return found
 
 
@@ -65,6 +72,7 @@ class WeightGatherer:
         self.units, self.ledger, self._shards_of = units, ledger, shards_of
         self.overlaps = True  # gathers run while something else is computed
         self.gather = GatherConfig()
+        self.copies = NodeCopies()
         self._gathering: dict[int, PendingReduction] = {}
         self._orders: dict[tuple[int, str], list[GatedUnit]] = {}
         self._action: tuple[int, str] | None = None
@@ -81,6 +89,7 @@ class WeightGatherer:
 
     def updated(self, bucket: Bucket) -> None:
         """Begins to gather a bucket after the update of this rank's share; the gather overlaps with other work."""
+        self.copies.forget(bucket)
         if bucket.stage in (1, 2):
             self._gather(bucket)
             if not self.overlaps or any(unit.whole_chunk for unit in self.units):
@@ -138,6 +147,9 @@ class WeightGatherer:
 
     def _gather(self, bucket: Bucket) -> None:
         phase = "validation" if self.ledger.current_phase == "validation" else "gather"
+        if (pending := self.copies.gathered(bucket, self.ledger, phase)) is not None:
+            self._gathering[id(bucket)] = pending
+            return
         whole, share = bucket.params.tensor, bucket.own_params
         if share.device.type != whole.device.type:
             low, high = bucket.share  # offloaded weights are first copied to their place on the device
@@ -148,3 +160,4 @@ class WeightGatherer:
                 self._gathering[id(bucket)] = GatheredCodes(self.gather, group, whole, share)
             else:
                 self._gathering[id(bucket)] = group.all_gather(whole, share, wait=False)
+        self._gathering[id(bucket)] = self.copies.copying(bucket, self._gathering[id(bucket)])

@@ -38,21 +38,24 @@ class Adapting(Hook):
         self.steps: list[float] = []
         self.rooms: list[float] = []
         self._taken = 0
+        self._recorder: Recorder | None = None
 
     def pauses(self, step: int) -> bool:
         return self.reducer is not None
 
     def before(self, step: int) -> None:
         if self.reducer is not None and self._taken >= BEFORE and self.trainer.executor.recorder is None:
-            self.trainer.executor.recorder = Recorder(self.trainer.ctx.pp_rank, self.trainer.ctx.device)
+            self._recorder = Recorder(self.trainer.ctx.pp_rank, self.trainer.ctx.device)
+            self.trainer.executor.recorder = self._recorder
 
     def after(self, result: StepResult, last: bool) -> None:
         if self.reducer is None:
             return
         self._taken += 1
-        recorder, self.trainer.executor.recorder = self.trainer.executor.recorder, None
-        if self._taken <= BEFORE or recorder is None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:  # somebody else may trace this step
             return
+        self.trainer.executor.recorder = None
         spans = (s for s in recorder.spans() if s.track == "compute" and not s.name.startswith(FORWARD))
         waited = sum(self.trainer.ctx.ledger.waited.values()) if self.trainer.data_parallel.stage >= 2 else 0.0
         self.rooms.append(max(0.0, sum(span.end - span.start for span in spans) - waited))

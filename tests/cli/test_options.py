@@ -10,8 +10,8 @@ import pytest
 
 from meshwright.cli.main import COMMANDS
 
-# The same word for another thing: a list of numbers of devices.
-OTHERS = {("scaling", "--devices")}
+# The same word with a range of numbers beside one number.
+OTHERS = {("scaling", "--devices"), ("train", "--nodes")}
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
