@@ -35,5 +35,5 @@ def run(args: argparse.Namespace) -> None:
     tp, pp = config.layout.tp, config.layout.pp
     dp = world // config.layout.least_world
     answer = {"ok": True, "world": world, "dp": dp, "tp": tp, "pp": pp}
-    words = f"{args.config} is right for {plural(world, 'rank')}: dp={dp} tp={tp} pp={pp}"
+    words = f"{args.config} is valid for {plural(world, 'rank')}: dp={dp} tp={tp} pp={pp}"
     print(json.dumps(answer) if args.json else words)

@@ -20,6 +20,7 @@ from meshwright.data.stream import SPLIT_NAMES
 from meshwright.errors import UserError
 from meshwright.show.progress import progress
 from meshwright.show.terminal import console_for, show
+from meshwright.show.units import plural
 
 EXAMPLES = """example:
   meshwright data prepare stdlib --out data/python --tokenizer train:8192
@@ -139,7 +140,7 @@ def prepare_files(args: argparse.Namespace) -> None:
     counts = ((summary.empty, "empty"), (summary.filtered, "too short or long"), (summary.duplicates, "seen before"))
     words = ", ".join(f"{count:,} {what}" for count, what in counts if count)
     left_out = f" ({words} left out)" if words else ""
-    print(f"documents   {summary.documents:,}{left_out} from {summary.input_files:,} files")
+    print(f"documents   {summary.documents:,}{left_out} from {plural(summary.input_files, 'file')}")
     if args.sentences:
         print(f"sentences   {summary.sequences:,}")
     print(f"tokens      {summary.tokens:,} as {summary.dtype}")

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="of --prompts: so many together (default 8)")
     tokenizer = "bytes, PATH/tokenizer.json or PATH.model (default: the one that the model was trained with)"
     parser.add_argument("--tokenizer", metavar="T", help=tokenizer)
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N")
+    parser.add_argument("--max-tokens", "--max-new-tokens", type=int, default=64, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) takes the likeliest token")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that hold this share")
     parser.add_argument("--seed", type=int, default=0, help="what is drawn (of --prompts: its sum with the number)")

@@ -37,6 +37,7 @@ SIZES = {
 SHAPE = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False}
 TOKENS_A_STEP = {"tiny": 2_048, "30m": 32_768, "125m": 262_144, "350m": 524_288}
 USUAL_TOKENS = 1_048_576  # of a step, for larger models
+SHARDED = {1: "optimizer states", 2: "optimizer states and gradients", 3: "optimizer states, gradients and weights"}
 VOCAB_MULTIPLE = 128
 
 TEMPLATE = """# {parameters} parameters on {devices} x {device}: {layout}
@@ -163,7 +164,7 @@ def written(best: Candidate, config: Config, lr: float, args: argparse.Namespace
     if c.layout.pp > 1:
         extra += ["pipeline:", f"  schedule: {c.pipeline.schedule}"]
         extra += [f"  split: {list(c.pipeline.split)}"] if c.pipeline.split else []
-    extra += ["zero:", f"  stage: {c.zero.stage}   # what dp ranks shard"] if c.zero.stage else []
+    extra += ["zero:", f"  stage: {c.zero.stage}   # dp ranks divide {SHARDED[c.zero.stage]}"] if c.zero.stage else []
     if c.recompute != config.recompute:
         extra += ["recompute:", *(f"  {key}: {_plain(value)}" for key, value in to_mapping(c)["recompute"].items())]
     raw = {"preset": c.model.preset} if c.model.preset else {

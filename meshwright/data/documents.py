@@ -95,7 +95,8 @@ def _files_of(name: str) -> Iterator[ByteRange]:
         for path in _walk(name, tuple(SUFFIXES), frozenset()):
             yield _whole_file(path, SUFFIXES[_suffix(path)])
     elif not os.path.exists(name):
-        raise UserError(f"no such input '{name}': give a .txt or .jsonl file, a folder, or the word stdlib")
+        kinds = ".txt or .jsonl, both also as .gz or .zst, or .parquet"
+        raise UserError(f"no such input '{name}': give a file that is there ({kinds}), a folder, or the word stdlib")
     else:
         suffix = _suffix(name)
         if suffix not in SUFFIXES:

@@ -41,7 +41,7 @@ CARGO = {
     "tp": "activations and their gradients, in every layer",
     "tp.kv": "gradients of the key-value heads that several ranks hold",
     "cp": "keys and values, in every layer",
-    "dp": "gradients",
+    "dp": "gradients, and with ZeRO the weights that each rank updated",
     "dp-cp": "gradients",
     "pp": "activations to the next stage, their gradients back",
     "ep": "tokens to their experts and back",
