@@ -24,6 +24,7 @@ from meshwright.layout import Layout
 from meshwright.models.description import layout_of
 from meshwright.outside import of_kind, parse_json, read_json
 from meshwright.train.counts import COUNTS
+from meshwright.train.layout_changes import changed_keys
 from meshwright.train.loggers import Loggers, Start, check_installed
 from meshwright.train.run_notes import write_event
 
@@ -114,6 +115,7 @@ class RunFolder:
         what else run.json says."""
         self.path = Path(config.run.dir)
         source = _read_note(self.path, "from") if step and source is None else source
+        changed = changed_keys(self.path / "config.yaml", config) if step else []
         with self._written():
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
@@ -124,7 +126,8 @@ class RunFolder:
         again = f"; {lost[0]} later steps are trained again" if lost[0] else ""
         ranks = f"{world} rank{'s' * (world > 1)}"
         words = f"continues from step {step} on {ranks}{again}" if step else f"starts on {ranks}"
-        write_event(self.path, "resume" if step else "start", words, step, world=world, lost=lost[0])
+        write_event(self.path, "resume" if step else "start", words, step, world=world, lost=lost[0],
+                    changed=changed)  # fmt: skip
         self._loggers = Loggers(logger_names(config), Start(self.path, to_mapping(config), step))
 
     def step(self, line: dict[str, Any]) -> None:

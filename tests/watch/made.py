@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from meshwright.pipeline.trace import spans_of, trace_json
 from meshwright.plan.communication import predict_step
 from meshwright.schedule.kinds import build
 from meshwright.schedule.simulate import simulate
+from meshwright.train.run_folder import RunFolder
 
 WORLD, BEGAN = 8, 1_700_000_000.0
 PHASES = {"data": 0.01, "forward": 0.12, "backward": 0.22, "reduce": 0.03, "optimizer": 0.02}
@@ -73,7 +75,7 @@ def healthy(folder: Path, steps: int = 60, done: int | None = None) -> Path:
              "peak_bytes": [3e8] * WORLD}  # fmt: skip
     (folder / "ranks.json").write_text(json.dumps(ranks))
     timeline = simulate(build("1f1b", 2, 4, 1), 0.03, 0.06, 0.01)
-    (folder / "trace.json").write_text(trace_json(spans_of(timeline), "made, step 3"))
+    (folder / "trace.json").write_text(trace_json(spans_of(timeline), "made, step 3", step=3))
     return folder
 
 
@@ -87,6 +89,18 @@ def resumed(folder: Path) -> Path:
     add_event(folder, kind="restart", text="rank 1 was killed by SIGKILL; restart 1 of 3")
     add_event(folder, kind="resume", step=20, text="continues from step 20; 11 later steps are trained again", lost=11)
     add_event(folder, kind="end", step=50, text="stopped on request at step 50 of 60", time=BEGAN + 30)
+    return folder
+
+
+def relaid(folder: Path, step: int = 40) -> Path:
+    """One that went on after `step` without tensor parallelism, as a run writes it."""
+    before = config_of(60, healthy(folder, done=step + 5))
+    config = replace(before, layout=replace(before.layout, tp=1), run=replace(before.run, tensorboard=False))
+    comm = {axis: dict(traffic._asdict()) for axis, traffic in predict_step(config, WORLD).items()}
+    run = RunFolder(config, WORLD, step)
+    for number in range(step + 1, 61):
+        run.step(line_of(number, comm, 2.0) | {"step_time_s": 0.2, "tokens_per_s": 5120.0})
+    run.close()
     return folder
 
 
