@@ -26,6 +26,15 @@ def planned_bytes(config: Config, world: int, samples: int, monitored: int, **at
     return {axis: dict(traffic._asdict()) for axis, traffic in found.items()}
 
 
+def step_kind(config: Config, step: int) -> dict[str, int]:
+    """What the plan must know of a step's number: replicas synchronise in some steps, and ranks compare what they hold
+    alike in every `faults.check_every`-th one."""
+    every = config.faults.check_every
+    if config.layout.replicas > 1:
+        return {"step": step}
+    return {"step": every} if every and step % every == 0 else {}
+
+
 def planned_memory(job: Job) -> dict[str, float]:
     memory: Memory = largest(job)
     return {kind: float(getattr(memory, kind)) for kind in KINDS} | {"peak": memory.peak}

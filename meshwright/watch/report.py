@@ -265,8 +265,7 @@ class RunReport:
         return found
 
     def _bytes(self, world: int, samples: int, monitored: int, step: int) -> dict[str, dict[str, int]]:
-        """One step's planned bytes; steps differ only where replicas synchronise in some of them."""
-        at = {"step": step} if self.config.layout.replicas > 1 else {}
+        at = planned.step_kind(self.config, step)
         key = (self.config_text, world, samples, monitored, *at.values())
         if key not in self._known_bytes:
             self._known_bytes[key] = planned.planned_bytes(self.config, world, samples, monitored, **at)

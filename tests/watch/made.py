@@ -40,16 +40,21 @@ def line_of(step: int, comm: dict[str, Any], loss: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def comm_of(config: Config, **at: int) -> dict[str, Any]:
+    return {axis: dict(traffic._asdict()) for axis, traffic in predict_step(config, WORLD, **at).items()}
+
+
 def healthy(folder: Path, steps: int = 60, done: int | None = None) -> Path:
     """`done`: the steps that are written, of `steps`."""
     folder.mkdir(parents=True, exist_ok=True)
     config, done = config_of(steps, folder), done or steps
     (folder / "config.yaml").write_text(to_yaml(config))
-    comm = {axis: dict(traffic._asdict()) for axis, traffic in predict_step(config, WORLD).items()}
+    comm, checked = comm_of(config), comm_of(config, step=config.faults.check_every)
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, done + 1):
             loss = 2.0 + 4.0 * math.exp(-5 * step / steps) + 0.05 * math.sin(7 * step)
-            file.write(json.dumps(line_of(step, comm, loss)) + "\n")
+            sent = comm if step % config.faults.check_every else checked
+            file.write(json.dumps(line_of(step, sent, loss)) + "\n")
     validations = [{"step": n, "loss": 3.0 - n / steps, "sources": {"data/books": 2.5, "data/code": 2.1}}
                    for n in (steps // 3, steps // 2)]  # fmt: skip
     names = ["embedding", *(f"layers.{n}" for n in range(4)), "final_norm"]
@@ -96,8 +101,7 @@ def relaid(folder: Path, step: int = 40) -> Path:
     """One that went on after `step` without tensor parallelism, as a run writes it."""
     before = config_of(60, healthy(folder, done=step + 5))
     config = replace(before, layout=replace(before.layout, tp=1), run=replace(before.run, tensorboard=False))
-    comm = {axis: dict(traffic._asdict()) for axis, traffic in predict_step(config, WORLD).items()}
-    run = RunFolder(config, WORLD, step)
+    comm, run = comm_of(config), RunFolder(config, WORLD, step)
     for number in range(step + 1, 61):
         run.step(line_of(number, comm, 2.0) | {"step_time_s": 0.2, "tokens_per_s": 5120.0})
     run.close()

@@ -85,6 +85,12 @@ def test_steps_are_compared_with_the_plan_of_their_own_layout(tmp_path: Path) ->
     assert report.document()["trace"]["earlier"].endswith("at step 55")
 
 
+def test_steps_that_compare_the_ranks_are_as_planned(tmp_path: Path) -> None:
+    report = RunReport(healthy(tmp_path / "run", steps=100))
+    report.document()
+    assert {each["differs_at"] for each in report.plan()["comm"].values()} == {None}
+
+
 def test_states_are_told_apart(tmp_path: Path) -> None:
     well, again, bad = (
         RunReport(make(tmp_path / name)) for name, make in (("a", healthy), ("b", resumed), ("c", faulty))
