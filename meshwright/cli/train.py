@@ -22,9 +22,10 @@ from meshwright.data.prepare import prepare as prepare_data
 from meshwright.errors import UserError, notice
 from meshwright.train.datasets import datasets_of
 from meshwright.train.launch import warm_up
+from meshwright.train.layout_changes import layout_since
 from meshwright.train.processes import Place, find_place
 from meshwright.train.run_folder import refuse_finished, what_is_lost
-from meshwright.train.run_notes import write_event
+from meshwright.train.run_notes import read_events, write_event
 from meshwright.train.run_owner import refuse_owned
 
 EXAMPLES = """example:
@@ -184,8 +185,9 @@ def figures_of(folder: str) -> dict[str, Any]:
         [json.loads(line) for line in (Path(folder) / name).read_text(encoding="utf-8").splitlines()]
         for name in ("metrics.jsonl", "validation.jsonl")
     )
+    since = min(layout_since(read_events(folder)), steps[-1]["step"] - 1)
     return {
         "run_dir": folder, "steps": len(steps), "first": steps[0], "last": steps[-1], "validation": validations,
         "tokens": sum(step["tokens"] for step in steps),
-        "tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps),
+        "tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps if step["step"] > since),
     }  # fmt: skip

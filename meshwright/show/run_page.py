@@ -4,6 +4,7 @@ many bytes went over which axis. No torch."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 import sys
@@ -72,7 +73,8 @@ def page(run: RunRecord, width: int, colour: bool) -> Iterator[RenderableType]:
     yield _losses(train, valid)
     yield ""
     figures = _grid()
-    for label, text in (*_speed(run), *_links(run), *_phases(run, width, colour), *_skipped(run), *_faults(run)):
+    parts = (_speed(run), _seen(run), _links(run), _phases(run, width, colour), _skipped(run), _faults(run))
+    for label, text in itertools.chain(*parts):
         figures.add_row(Text(label, "dim"), text)
     yield figures
     yield ""
@@ -109,24 +111,34 @@ def _links(run: RunRecord) -> Iterator[tuple[str, Text]]:
         yield "links", Text(emulate.words(run.config.layout.node_size or run.world or 1), "bad")
 
 
+def _since(run: RunRecord) -> str:
+    return f" since step {run.since:,}" if run.since else ""
+
+
 def _speed(run: RunRecord) -> Iterator[tuple[str, Text]]:
-    times = [float(s.get("step_time_s") or 0.0) for s in run.steps]
-    speeds = [float(s["tokens_per_s"]) for s in run.steps if s.get("tokens_per_s")]
-    tokens, samples = (sum(int(s.get(key) or 0) for s in run.steps) for key in ("tokens", "global_batch"))
+    if not run.recent:
+        yield "speed", Text(f"no step was finished since the layout changed at step {run.since:,}")
+        return
+    speeds = [float(s["tokens_per_s"]) for s in run.recent if s.get("tokens_per_s")]
     middle = statistics.median(speeds) if speeds else math.nan
     per_rank = f"   {count(middle / run.world)} per rank" if run.world and run.world > 1 else ""
-    step = f"   {seconds(statistics.median(times))} per step"
-    yield "speed", Text.assemble((f"{count(middle)} tokens/s", "bold"), f" (median){per_rank}{step}")
+    step = f"   {seconds(statistics.median(float(s.get('step_time_s') or 0.0) for s in run.recent))} per step"
+    yield "speed", Text.assemble((f"{count(middle)} tokens/s", "bold"), f" (median{_since(run)}){per_rank}{step}")
+
+
+def _seen(run: RunRecord) -> Iterator[tuple[str, Text]]:
+    times = [float(s.get("step_time_s") or 0.0) for s in run.steps]
+    tokens, samples = (sum(int(s.get(key) or 0) for s in run.steps) for key in ("tokens", "global_batch"))
     seen = f"{count(tokens)} tokens ({tokens / parameter_count(describe(run.config.model)):.3g} per parameter)"
     took = f"{plural(len(run.steps), 'step')} in {clock(sum(times))} without validation"
     yield "seen", Text.assemble((seen, "bold"), f"   {samples:,} samples   {took}")
 
 
 def _phases(run: RunRecord, width: int, colour: bool) -> Iterator[tuple[str, Text]]:
-    names = [p for p in PHASES if any(p in s.get("phases", {}) for s in run.steps)]
-    spent = {p: sum(float(s.get("phases", {}).get(p, 0.0)) for s in run.steps) for p in names}
+    names = [p for p in PHASES if any(p in s.get("phases", {}) for s in run.recent)]
+    spent = {p: sum(float(s.get("phases", {}).get(p, 0.0)) for s in run.recent) for p in names}
     if spent:
-        total = sum(float(s.get("step_time_s") or 0.0) for s in run.steps)
+        total = sum(float(s.get("step_time_s") or 0.0) for s in run.recent)
         bar, legend = phase_bar(spent, total, min(width, PLAIN_WIDTH) - PAGE_LABEL_WIDTH, colour)
         yield "time", bar
         yield "", legend
@@ -155,12 +167,14 @@ def _skipped(run: RunRecord) -> Iterator[tuple[str, Text]]:
 
 def _traffic(run: RunRecord, width: int) -> Iterator[RenderableType]:
     """Returns the bytes of a mean step by axis of the layout, and in a small world also by link."""
-    axes = traffic_per_step(run.steps)
+    axes = traffic_per_step(run.recent)
+    if not run.recent:
+        return
     if not axes:
         yield Text.assemble(("nothing was sent: ", "bold"), "a single rank communicates with nobody")
         return
     ranks = f" of {plural(run.world, 'rank')} together" if run.world else ""
-    yield Text.assemble(("communication ", "bold"), (f"(a mean step{ranks})", "dim"))
+    yield Text.assemble(("communication ", "bold"), (f"(a mean step{_since(run)}{ranks})", "dim"))
     order = sorted(axes, key=lambda axis: -axes[axis]["wire_bytes"])
     yield _axis_table(run, {axis: axes[axis] for axis in order})
     yield Text("payload: the whole tensor, on every rank that takes part; wire: what they send, by rings", "dim")

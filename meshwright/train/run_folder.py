@@ -24,9 +24,9 @@ from meshwright.layout import Layout
 from meshwright.models.description import layout_of
 from meshwright.outside import of_kind, parse_json, read_json
 from meshwright.train.counts import COUNTS
-from meshwright.train.layout_changes import changed_keys
+from meshwright.train.layout_changes import changed_keys, layout_since
 from meshwright.train.loggers import Loggers, Start, check_installed
-from meshwright.train.run_notes import write_event
+from meshwright.train.run_notes import read_events, write_event
 
 # What loggers chart of each step.
 CHARTED = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "global_batch", "tflops", "mfu")
@@ -230,13 +230,20 @@ def logger_names(config: Config) -> list[str]:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run's folder as it was read. `layout` is None where nothing tells how many ranks there were."""
+    """A run's folder as it was read. `layout` is None where nothing tells how many ranks there were; the steps after
+    `since` were trained with it."""
 
     path: Path
     config: Config
     steps: Lines
     validations: Lines
     layout: Layout | None
+    since: int = 0
+
+    @property
+    def recent(self) -> Lines:
+        """The steps of the newest layout, the only ones whose speed and bytes belong together."""
+        return [line for line in self.steps if line["step"] > self.since]
 
     @property
     def world(self) -> int | None:
@@ -262,7 +269,8 @@ def read_run(run_dir: str | Path, world: int | None = None) -> RunRecord:
     steps = _read_lines(path / "metrics.jsonl")
     world = world or _read_note(path, "world") or _least_world(config, steps)
     layout = layout_of(config, world) if world else None
-    return RunRecord(path, config, steps, _read_lines(path / "validation.jsonl"), layout)
+    since = layout_since(read_events(path))
+    return RunRecord(path, config, steps, _read_lines(path / "validation.jsonl"), layout, since)
 
 
 def _read_note(run_dir: Path, key: str) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.config.load import config_from, to_mapping
+from meshwright.config.load import config_from, load_config, to_mapping
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -27,8 +27,9 @@ from meshwright.show.live import Display
 from meshwright.show.run_page import links, summary
 from meshwright.show.run_parts import sparkline
 from meshwright.show.units import clock, count, plural, seconds, size, ticks
-from meshwright.train.run_folder import read_run, traffic_per_step
+from meshwright.train.run_folder import RunFolder, read_run, traffic_per_step
 from meshwright.train.step import StepResult
+from tests.watch.made import WORLD, healthy, relaid
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 HIDE, SHOW, UP, ERASE = "\x1b[?25l", "\x1b[?25h", "\x1b[1A", "\x1b[2K"
@@ -311,6 +312,18 @@ def test_summary_of_a_run(tmp_path: Path) -> None:
     assert re.search(r"dp +8 +78\.1 KiB +78\.1 KiB +9\.77 KiB +65\.6 %", text)
     coloured = summarised(tmp_path / "run", Terminal())
     assert "\x1b[" in coloured and "78.1 KiB" in coloured
+
+
+def test_a_summary_is_of_the_newest_layout(tmp_path: Path) -> None:
+    config = relaid(tmp_path / "run") / "config.yaml"
+    text = summarised(tmp_path / "run")
+    assert "5.12k tokens/s (median since step 40)   640 per rank   200 ms per step" in text
+    assert "960 samples   60 steps in 0:20" in text
+    assert "(a mean step since step 40 of 8 ranks together)" in text and not re.search(r"^tp ", text, re.MULTILINE)
+    assert summarised(healthy(tmp_path / "other")).count("since") == 0
+    RunFolder(load_config(config, ["zero.stage=1"]), WORLD, 60).close()
+    text = summarised(tmp_path / "run")
+    assert "no step was finished since the layout changed at step 60" in text and "nothing was sent" not in text
 
 
 def test_links_carry_what_the_axes_sum_to(tmp_path: Path) -> None:
