@@ -11,7 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -26,7 +26,7 @@ from meshwright.schedule.kinds import placement_of
 from meshwright.show.layout_drawing import written
 from meshwright.show.loss_curve import Point, curve, finite
 from meshwright.show.run_parts import head, phase_bar
-from meshwright.show.terminal import PLAIN_WIDTH, console_for, has_colour, printable, show
+from meshwright.show.terminal import PLAIN_WIDTH, console_for, has_colour, is_terminal, printable, show
 from meshwright.show.units import clock, count, decimals, percent, plural, seconds, size
 from meshwright.train.counts import PHASES
 from meshwright.train.fault_notes import KINDS
@@ -53,13 +53,18 @@ CARGO = {
 }
 
 
+class Look(NamedTuple):
+    terminal: bool
+    colour: bool
+
+
 def summary(run_dir: str | Path, stream: TextIO | None = None) -> None:
     stream = sys.stdout if stream is None else stream
     width = max(MIN_WIDTH, min(console_for(stream).width, MAX_WIDTH))
-    show(console_for(stream, width), *page(read_run(run_dir), width, has_colour(stream)))
+    show(console_for(stream, width), *page(read_run(run_dir), width, Look(is_terminal(stream), has_colour(stream))))
 
 
-def page(run: RunRecord, width: int, colour: bool) -> Iterator[RenderableType]:
+def page(run: RunRecord, width: int, look: Look) -> Iterator[RenderableType]:
     config = dataclasses.replace(run.config, run=dataclasses.replace(run.config.run, dir=str(run.path)))
     yield head(config, run.world)
     yield ""
@@ -68,12 +73,12 @@ def page(run: RunRecord, width: int, colour: bool) -> Iterator[RenderableType]:
         return
     train = [(float(s["step"]), float(s["loss"])) for s in run.steps]
     valid = [(float(v["step"]), float(v["loss"])) for v in run.validations]
-    yield from curve(train, valid, width, colour)
+    yield from curve(train, valid, width, look.colour)
     yield ""
     yield _losses(train, valid)
     yield ""
     figures = _grid()
-    parts = (_speed(run), _seen(run), _links(run), _phases(run, width, colour), _skipped(run), _faults(run))
+    parts = (_speed(run), _seen(run), _links(run), _phases(run, width, look), _skipped(run), _faults(run))
     for label, text in itertools.chain(*parts):
         figures.add_row(Text(label, "dim"), text)
     yield figures
@@ -134,14 +139,15 @@ def _seen(run: RunRecord) -> Iterator[tuple[str, Text]]:
     yield "seen", Text.assemble((seen, "bold"), f"   {samples:,} samples   {took}")
 
 
-def _phases(run: RunRecord, width: int, colour: bool) -> Iterator[tuple[str, Text]]:
+def _phases(run: RunRecord, width: int, look: Look) -> Iterator[tuple[str, Text]]:
     names = [p for p in PHASES if any(p in s.get("phases", {}) for s in run.recent)]
     spent = {p: sum(float(s.get("phases", {}).get(p, 0.0)) for s in run.recent) for p in names}
     if spent:
         total = sum(float(s.get("step_time_s") or 0.0) for s in run.recent)
-        bar, legend = phase_bar(spent, total, min(width, PLAIN_WIDTH) - PAGE_LABEL_WIDTH, colour)
-        yield "time", bar
-        yield "", legend
+        bar, legend = phase_bar(spent, total, min(width, PLAIN_WIDTH) - PAGE_LABEL_WIDTH, look.colour)
+        if look.terminal:  # in a file it would be a row of letters
+            yield "time", bar
+        yield "" if look.terminal else "time", legend
 
 
 def _faults(run: RunRecord) -> Iterator[tuple[str, Text]]:

@@ -301,6 +301,7 @@ def test_summary_of_a_run(tmp_path: Path) -> None:
     results = [bad(n) if n == 4 else result(n) for n in range(1, 21)]
     text = summarised(write_run(tmp_path / "run", config(), results, [9.1, 8.2], world=8))
     assert "\x1b" not in text and max(map(len, text.splitlines()[3:])) <= 100
+    assert "ffff" not in text and re.search(r"^time +data 1 %  forward 30 %", text, re.MULTILINE)
     assert re.search(r"training +9\.9000 +8\.0000 +8\.0000  at step 20", text)
     assert re.search(r"validation +9\.1000 +8\.2000 +8\.2000  at step 20", text)
     assert "256 tokens/s (median)   32 per rank   1.00 s per step" in text
