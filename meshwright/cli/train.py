@@ -20,9 +20,9 @@ from meshwright.config.sections import Config
 from meshwright.config.twin import TWIN_DATA, tiny_config
 from meshwright.data.prepare import prepare as prepare_data
 from meshwright.errors import UserError, notice
+from meshwright.train.changes import layout_since
 from meshwright.train.datasets import datasets_of
 from meshwright.train.launch import warm_up
-from meshwright.train.layout_changes import layout_since
 from meshwright.train.processes import Place, find_place
 from meshwright.train.run_folder import refuse_finished, what_is_lost
 from meshwright.train.run_notes import read_events, write_event
@@ -157,6 +157,7 @@ def train(args: argparse.Namespace) -> None:
     from meshwright.show.run_page import summary
     from meshwright.train.gpt import datasets_provider, forward_step, model_provider
     from meshwright.train.pretrain import pretrain
+    from meshwright.watch.planned import planned_means
 
     config = config_of(args)
     place = find_place()
@@ -176,7 +177,7 @@ def train(args: argparse.Namespace) -> None:
     if trainer.writes and args.json:
         print(json.dumps(figures_of(config.run.dir)), flush=True)
     elif trainer.writes:
-        summary(config.run.dir)
+        summary(config.run.dir, plan=planned_means)
 
 
 def figures_of(folder: str) -> dict[str, Any]:

@@ -9,9 +9,9 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -58,13 +58,18 @@ class Look(NamedTuple):
     colour: bool
 
 
-def summary(run_dir: str | Path, stream: TextIO | None = None) -> None:
+# Of a config, its ranks and lines of metrics.jsonl: by axis, the wire bytes that are planned of their mean.
+Plan = Callable[[Config, int, Sequence[Mapping[str, Any]]], Mapping[str, float]]
+
+
+def summary(run_dir: str | Path, stream: TextIO | None = None, plan: Plan | None = None) -> None:
     stream = sys.stdout if stream is None else stream
     width = max(MIN_WIDTH, min(console_for(stream).width, MAX_WIDTH))
-    show(console_for(stream, width), *page(read_run(run_dir), width, Look(is_terminal(stream), has_colour(stream))))
+    look = Look(is_terminal(stream), has_colour(stream))
+    show(console_for(stream, width), *page(read_run(run_dir), width, look, plan))
 
 
-def page(run: RunRecord, width: int, look: Look) -> Iterator[RenderableType]:
+def page(run: RunRecord, width: int, look: Look, plan: Plan | None = None) -> Iterator[RenderableType]:
     config = dataclasses.replace(run.config, run=dataclasses.replace(run.config.run, dir=str(run.path)))
     yield head(config, run.world)
     yield ""
@@ -83,7 +88,7 @@ def page(run: RunRecord, width: int, look: Look) -> Iterator[RenderableType]:
         figures.add_row(Text(label, "dim"), text)
     yield figures
     yield ""
-    yield from _traffic(run, width)
+    yield from _traffic(run, width, plan)
 
 
 def _grid(*right: str) -> Table:
@@ -171,7 +176,7 @@ def _skipped(run: RunRecord) -> Iterator[tuple[str, Text]]:
         yield "skipped", Text("none")
 
 
-def _traffic(run: RunRecord, width: int) -> Iterator[RenderableType]:
+def _traffic(run: RunRecord, width: int, plan: Plan | None) -> Iterator[RenderableType]:
     """Returns the bytes of a mean step by axis of the layout, and in a small world also by link."""
     axes = traffic_per_step(run.recent)
     if not run.recent:
@@ -182,7 +187,8 @@ def _traffic(run: RunRecord, width: int) -> Iterator[RenderableType]:
     ranks = f" of {plural(run.world, 'rank')} together" if run.world else ""
     yield Text.assemble(("communication ", "bold"), (f"(a mean step{_since(run)}{ranks})", "dim"))
     order = sorted(axes, key=lambda axis: -axes[axis]["wire_bytes"])
-    yield _axis_table(run, {axis: axes[axis] for axis in order})
+    planned = plan(run.config, run.world, run.recent) if plan and run.world else {}
+    yield _axis_table(run, {axis: axes[axis] for axis in order}, planned)
     yield Text("payload: the whole tensor, on every rank that takes part; wire: what they send, by rings", "dim")
     yield ""
     notes = _grid()
@@ -194,9 +200,9 @@ def _traffic(run: RunRecord, width: int) -> Iterator[RenderableType]:
         yield from _matrix(links(run.config, run.layout, axes), run.layout.world)
 
 
-def _axis_table(run: RunRecord, axes: Mapping[str, Mapping[str, float]]) -> Table:
+def _axis_table(run: RunRecord, axes: Mapping[str, Mapping[str, float]], planned: Mapping[str, float]) -> Table:
     total, payload, calls = (sum(c[key] for c in axes.values()) for key in ("wire_bytes", "payload_bytes", "calls"))
-    grid = _grid("axis", "calls", "payload", "on the wire", "per rank", "share")
+    grid = _grid("axis", "calls", "payload", "on the wire", "per rank", "share", *["planned"] * bool(planned))
     for axis, counts in axes.items():
         takers = sum(map(len, _groups(run.layout, axis)))
         share = counts["wire_bytes"] / total if total else 0.0
@@ -204,9 +210,17 @@ def _axis_table(run: RunRecord, axes: Mapping[str, Mapping[str, float]]) -> Tabl
             Text(axis, "title"), count(counts["calls"]), size(counts["payload_bytes"]),
             Text(size(counts["wire_bytes"]), "bold"), size(counts["wire_bytes"] / takers) if takers else "",
             "<0.1 %" if 0 < share < 0.0005 else percent(share),
+            *[_planned(counts["wire_bytes"], planned.get(axis))] * bool(planned),
         )  # fmt: skip
     grid.add_row("all", count(calls), size(payload), size(total), style="bold")
     return grid
+
+
+def _planned(sent: float, planned: float | None) -> Text:
+    if planned is None:
+        return Text("not known", "dim")
+    same = math.isclose(sent, planned, rel_tol=1e-9)
+    return Text(size(planned) if same else f"{size(planned)}: not equal", "good" if same else "bad")
 
 
 def _groups(layout: Layout | None, axis: str) -> tuple[tuple[int, ...], ...]:

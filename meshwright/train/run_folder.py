@@ -23,8 +23,8 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.models.description import layout_of
 from meshwright.outside import of_kind, parse_json, read_json
+from meshwright.train.changes import changed_keys, layout_since
 from meshwright.train.counts import COUNTS
-from meshwright.train.layout_changes import changed_keys, layout_since
 from meshwright.train.loggers import Loggers, Start, check_installed
 from meshwright.train.run_notes import read_events, write_event
 

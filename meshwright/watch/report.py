@@ -22,7 +22,7 @@ from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import job_of
 from meshwright.plan.measured import cluster_of
 from meshwright.show.run_parts import layout_line, schedule_line
-from meshwright.train.layout_changes import layout_since
+from meshwright.train.changes import layout_since
 from meshwright.train.run_folder import own_config
 from meshwright.train.run_notes import read_events
 from meshwright.watch import planned
@@ -273,14 +273,16 @@ class RunReport:
 
     def _compared(self, lines: list[dict[str, Any]], world: int) -> dict[str, Any]:
         """By axis, the recorded and the planned bytes of the last step, and the first step of this layout where they
-        differ. What experts exchange depends on the tokens, so that it is not known beforehand."""
+        differ."""
         axes: dict[str, Any] = {}
-        varies = {"ep", "etp", "edp"} if self.config.model.experts.count else set()
+        varies = planned.unplanned_axes(self.config)
         warmup = self.config.comm.reduce.warmup_steps  # in which gradients are summed in another way
         begin = max(warmup, self._since())
         for line in lines:
             comm, samples = line.get("comm"), line.get("global_batch")
             if not isinstance(comm, dict) or not isinstance(samples, int) or line["step"] <= begin:
+                continue
+            if line.get("skipped"):  # it has no new weights to send
                 continue
             try:
                 wanted = self._bytes(world, samples, len(line.get("monitored") or {}), line["step"])

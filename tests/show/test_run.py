@@ -29,7 +29,8 @@ from meshwright.show.run_parts import sparkline
 from meshwright.show.units import clock, count, plural, seconds, size, ticks
 from meshwright.train.run_folder import RunFolder, read_run, traffic_per_step
 from meshwright.train.step import StepResult
-from tests.watch.made import WORLD, healthy, relaid
+from meshwright.watch.planned import planned_means
+from tests.watch.made import WORLD, faulty, healthy, relaid
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 HIDE, SHOW, UP, ERASE = "\x1b[?25l", "\x1b[?25h", "\x1b[1A", "\x1b[2K"
@@ -291,9 +292,9 @@ def write_run(folder: Path, c: Config, results: list[StepResult], valid: list[fl
     return folder
 
 
-def summarised(folder: Path, stream: io.StringIO | None = None) -> str:
+def summarised(folder: Path, stream: io.StringIO | None = None, **more: Any) -> str:
     stream = stream or io.StringIO()
-    summary(folder, stream)
+    summary(folder, stream, **more)
     return stream.getvalue()
 
 
@@ -325,6 +326,17 @@ def test_a_summary_is_of_the_newest_layout(tmp_path: Path) -> None:
     RunFolder(load_config(config, ["zero.stage=1"]), WORLD, 60).close()
     text = summarised(tmp_path / "run")
     assert "no step was finished since the layout changed at step 60" in text and "nothing was sent" not in text
+
+
+def test_planned_bytes_stand_beside_the_recorded_ones(tmp_path: Path) -> None:
+    text = summarised(healthy(tmp_path / "good", steps=100), plan=planned_means)  # ranks are compared in step 100
+    rows = re.findall(r"^(dp|tp|pp|embedding|world) .* ([\d.]+ \w+)  +[\d.]+ \w+ .* %  +(.*)$", text, re.MULTILINE)
+    assert len(rows) == 5 and all(sent == planned for _, sent, planned in rows)
+    metrics = faulty(tmp_path / "bad") / "metrics.jsonl"
+    assert "  planned" not in summarised(tmp_path / "bad", plan=planned_means)  # skipped steps may send less
+    metrics.write_text(metrics.read_text().replace('"skipped": true', '"skipped": false'))
+    text = summarised(tmp_path / "bad", plan=planned_means)
+    assert re.findall(r"^(\w+) .*not equal$", text, re.MULTILINE) == ["tp"]
 
 
 def test_links_carry_what_the_axes_sum_to(tmp_path: Path) -> None:
