@@ -132,10 +132,14 @@ def prepare(args: argparse.Namespace, place: Place) -> None:
 
 
 def say_start(config: Config, ranks: int) -> None:
-    with_ranks = f" with {ranks} ranks" if ranks > 1 else ""
+    """Says what comes. From which step a run goes on is told once its checkpoint is verified."""
+    many = f"{ranks} ranks" if ranks > 1 else ""
     emulate = config.comm.emulate
     slow = f" ({emulate.words(config.layout.node_size or ranks)})" if emulate.on else ""
-    notice(f"starts {config.run.dir}{with_ranks}, {config.train.steps} steps{slow}")
+    if list_checkpoints(checkpoint_folder(config)):
+        notice(f"goes on with {config.run.dir}{f' on {many}' * bool(many)}, up to step {config.train.steps}{slow}")
+    else:
+        notice(f"starts {config.run.dir}{f' with {many}' * bool(many)}, {config.train.steps} steps{slow}")
 
 
 def config_of(args: argparse.Namespace) -> Config:
