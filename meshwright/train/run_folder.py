@@ -19,11 +19,11 @@ from meshwright.checkpoint import format as fmt
 from meshwright.config.load import config_from, to_mapping, to_yaml
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import parse_yaml
-from meshwright.errors import UserError
+from meshwright.errors import UserError, notice
 from meshwright.layout import Layout
 from meshwright.models.description import layout_of
 from meshwright.outside import of_kind, parse_json, read_json
-from meshwright.train.changes import changed_keys, layout_since
+from meshwright.train.changes import changed_keys, layout_since, learning_rate_words
 from meshwright.train.counts import COUNTS
 from meshwright.train.loggers import Loggers, Start, check_installed
 from meshwright.train.run_notes import read_events, write_event
@@ -50,6 +50,7 @@ class StepLine(_Line, total=False):
 
     tokens: float | None
     global_batch: float | None
+    lr: float | None
     step_time_s: float | None
     tokens_per_s: float | None
     phases: dict[str, float]
@@ -128,6 +129,9 @@ class RunFolder:
         words = f"continues from step {step} on {ranks}{again}" if step else f"starts on {ranks}"
         write_event(self.path, "resume" if step else "start", words, step, world=world, lost=lost[0],
                     changed=changed)  # fmt: skip
+        before = _learning_rate(self.path, step) if changed else None
+        if before is not None and (words := learning_rate_words(config, step, before, changed)):
+            notice(words)
         self._loggers = Loggers(logger_names(config), Start(self.path, to_mapping(config), step))
 
     def step(self, line: dict[str, Any]) -> None:
@@ -183,6 +187,12 @@ class RunFolder:
             yield
         except OSError as error:
             raise UserError(f"run.dir={self.path} can't be written: {error.strerror}") from None
+
+
+def _learning_rate(folder: Path, step: int) -> float | None:
+    """The one of this step, which must be the last that is written."""
+    lines = _read_lines(folder / "metrics.jsonl")
+    return lines[-1].get("lr") if lines and lines[-1]["step"] == step else None
 
 
 def is_validated(folder: Path, step: int) -> bool:
