@@ -43,6 +43,14 @@ TRAIN = {
     "chunks without interleaving": (["layout.chunks=2"], "pipeline.schedule=interleaved"),
     "split that does not add up": (["layout.pp=2", "pipeline.split=[1,2]", "--nproc", "2"], "add up to layers=4"),
     "global batch": (["train.global_batch=7", "--nproc", "2"], "try 6 or 8"),
+    "micro-batch": (
+        ["train.micro_batch=8", "--nproc", "2"], "dp x micro_batch = 2 x 8 = 16: set train.micro_batch=4 (the training "
+        "stays the same), or train.global_batch=16"
+    ),
+    "more ranks than samples": (
+        ["layout.tp=2", "--nproc", "64"], "train.global_batch=8 can't be divided over 32 data-parallel ranks: use at "
+        "most 16 ranks, or train.global_batch=32"
+    ),
     "offloading nothing": (["recompute.offload=true"], "recomputes none: set recompute.mode=full"),
     "no pieces": (["recompute.pieces=0"], "recompute.pieces=0 must be greater than zero"),
     "more pieces than tokens": (["recompute.pieces=9999"], "tokens of a rank's micro-batch: lower it"),
