@@ -110,7 +110,11 @@ TRAIN = {
     "no ranks": (["--nproc", "0"], "at least 1"),
     "a device that is not there": (["run.device=npu"], "run.device=cpu"),
     "a back end without devices": (["comm.backend=nccl", "run.device=auto", "--nproc", "2"], "use comm.backend=auto"),
-    "nothing to start from": (["--from", "nowhere"], "no complete checkpoint in nowhere"),
+    "nothing to start from": (["--from", "nowhere"], "there is no folder 'nowhere': name a run's"),
+    "a key without its section": (["lr=1e-4"], "(did you mean optimizer.lr?)"),
+    "another one": (["steps=10"], "(did you mean train.steps?)"),
+    "a key by another name": (["learning_rate=1e-4"], "(did you mean optimizer.lr?)"),
+    "a key of nobody": (["xyzzy=1"], "section.key=value, e.g. train.steps=100"),
     "a step that is no number": (["--from", "runs/a@last"], "after @ comes a step's number"),
     "negative restarts": (["--restarts", "-1"], "must not be negative"),
     "unknown option": (["--nprocs", "2"], "--help"),
@@ -202,6 +206,13 @@ def test_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "sizes.yaml").write_text("model: {layers: 2}\ndata: {prefixes: [tokens]}\n")
     assert "model.hidden and model.heads" in sentence(capsys, ["train", "sizes.yaml"])
     assert "did you mean 'train'" in sentence(capsys, ["trian", "config.yaml"])
+
+
+def test_a_folder_that_is_not_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "runs" / "config").mkdir(parents=True)
+    for command in (["generate", "runs/confg", "--prompt", "a"], ["inspect", "runs/confg@3"]):
+        said = sentence(capsys, command)
+        assert "there is no folder 'runs/confg' (did you mean 'runs/config'?): name a run's folder" in said
 
 
 def test_damaged_token_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
