@@ -32,7 +32,7 @@ def changed_keys(file: Path, config: Config) -> list[str]:
 
 
 def learning_rate_words(config: Config, step: int, before: float, changed: Iterable[str]) -> str:
-    """Says that the learning rate jumps after `step`, where it was `before`, because keys were changed; else nothing."""
+    """Says where the learning rate jumps after `step`, where it was `before`, as keys were changed; else nothing."""
     keys = [key for key in changed if key in ("train.steps", "optimizer.lr") or key.startswith("lr.")]
     now = learning_rate(config, step + 1)
     if not keys or math.isclose(now, before, rel_tol=JUMP):
