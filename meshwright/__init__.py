@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Layout", "StageOutput", "Term", "UserError", "load_config", "pretrain", "state_dicts"]
+__all__ = ["Config", "Layout", "StageOutput", "Term", "UserError", "load_config", "pretrain", "state_dicts", "wrap"]
 
 # Imported on first use: layout, config and the schedule tables must not pay for torch.
 _HOMES = {
@@ -17,6 +17,7 @@ _HOMES = {
     "load_config": "meshwright.config.load",
     "pretrain": "meshwright.train.pretrain",
     "state_dicts": "meshwright.train.own_models",
+    "wrap": "meshwright.train.wrap",
 }
 
 

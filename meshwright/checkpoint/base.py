@@ -4,11 +4,13 @@ checkpoint or a Hugging Face folder, which is stored once."""
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.companions import read_note
@@ -16,10 +18,12 @@ from meshwright.checkpoint.contract import Checkpointed
 from meshwright.checkpoint.format import blocks_of
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader
+from meshwright.checkpoint.planned_files import PlannedFolder
 from meshwright.config.load import flat
 from meshwright.config.sections import TRAINING_KEYS, Config, ModelConfig
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord, slices_of
+from meshwright.models.planned.folder import has_weights
 from meshwright.parts.tuning import is_adapter
 from meshwright.sharding.buffers import REPLICA_STATE, State, regions
 from meshwright.sharding.remainders import Values
@@ -90,11 +94,15 @@ def check_digest(checkpoint: Path, base: str) -> None:
         )
 
 
-@torch.no_grad()
 def read_base(trainer: Checkpointed) -> None:
     """Reads a rank's part of the base: all weights but the adapters'. No rank waits for another here."""
     config = trainer.ctx.config
-    source = open_base(config.tune.base, config.model)
+    read_weights(trainer, open_base(config.tune.base, config.model))
+
+
+@torch.no_grad()
+def read_weights(trainer: Checkpointed, source: Base | PlannedFolder) -> None:
+    """Reads a rank's part of all weights but the adapters'."""
     trainer.data_parallel.weights.wait_for_gathers()
     frozen = [buffer for buffer in trainer.data_parallel.buffers if not buffer.key.trained]
     states = [State("param", buffer, [bucket.own_params for bucket in buffer.buckets]) for buffer in frozen]
@@ -106,7 +114,27 @@ def read_base(trainer: Checkpointed) -> None:
                 fill_range(source, slot.record, low, high, state.values(slot, low, high))
 
 
-def fill_range(source: Base, record: ParamRecord, low: int, high: int, values: Values) -> None:
+@torch.no_grad()
+def begin_with_folder(trainer: Checkpointed, modules: Sequence[nn.Module], fresh: bool) -> None:
+    """Reads what a run takes from the folder that model.hf names: its weights, if the run is `fresh`, and in any case
+    the buffers that its files hold and nobody trains."""
+    model = trainer.ctx.config.model
+    folder = Path(model.hf)
+    if not has_weights(folder):
+        return
+    source: Base | PlannedFolder
+    if model.kind == "hf":
+        source = PlannedFolder(folder)
+        source.fill_buffers(modules)
+    elif not fresh:
+        return
+    else:
+        source = HFFolder(folder, model.seq)
+    if fresh:
+        read_weights(trainer, source)
+
+
+def fill_range(source: Base | PlannedFolder, record: ParamRecord, low: int, high: int, values: Values) -> None:
     """Sets `values`, elements low to high of a local tensor, from a base."""
     if isinstance(source, Reader):
         source.fill_range(f"param/{record.name}", record, low, high, values)

@@ -10,12 +10,12 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint import tensor_file
 from meshwright.checkpoint.companions import ORIGIN, copy_files, copy_tokenizer, end_token
 from meshwright.checkpoint.format import SAFETENSORS_DTYPES, Index, SavedBlock, blocks_of
-from meshwright.checkpoint.hf_files import PRECISION_CODES, SHARDED_INDEX, SINGLE_FILE, HFFolder
+from meshwright.checkpoint.hf_files import PRECISION_CODES, HFFolder
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.merged import MergedWeights, open_weights
 from meshwright.checkpoint.tensor_file import DTYPE_CODES, TORCH_DTYPES, TensorEntry
@@ -35,12 +35,23 @@ from meshwright.layout.params import Box, Init, ParamRecord
 from meshwright.models.hf import FAMILIES, family_for
 from meshwright.models.hf.family import Family, model_section
 from meshwright.models.hf.rows import Mapped, SourceRows
+from meshwright.models.planned.folder import SHARDED_INDEX, SINGLE_FILE, has_weights
 from meshwright.outside import of_kind, read_json
 
 NO_DATA = "imported"
 WEIGHTS_FILE = "rank-00000.safetensors"
 SHARD_BYTES = 5 * 10**9
 METADATA = {"format": "pt"}  # transformers refuses a file without it
+
+
+class Exported(Protocol):
+    """A tensor to write."""
+
+    @property
+    def entry(self) -> TensorEntry: ...
+
+
+T = TypeVar("T", bound=Exported)
 
 
 @contextmanager
@@ -173,6 +184,8 @@ def export_folder(
     """
     reader = open_weights(checkpoint)
     model = model_section(reader.index.config["model"])
+    if model.kind == "hf":
+        return export_planned(reader, Path(like or model.hf), to, dtype)
     origin = origin_of(like or checkpoint)
     if like is not None and origin is None:
         raise UserError(f"{like} has no config.json: --like takes a Hugging Face folder or an imported checkpoint")
@@ -196,11 +209,62 @@ def export_folder(
             keys = [key for key in ("dtype", "torch_dtype") if key in base] or ["torch_dtype"]
             config |= dict.fromkeys(keys, _dtype_word(planned))
         fmt.write_whole(aside / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-        files = write_weights(reader, aside, planned)
+        files = write_shards(aside, planned, lambda shard: _pieces(reader, shard))
     total = sum(each.entry.bytes for each in planned)
     return {
         "family": chosen.model_type, "step": reader.index.step, "tensors": len(planned), "bytes": total,
         "files": files, "beside": beside,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor to write as the folder of a transformers model has it: a box of one of its parameters. Of a buffer,
+    which nobody trains, there is no name, and it is copied."""
+
+    entry: TensorEntry
+    name: str
+    box: Box
+
+
+def export_planned(reader: Reader | MergedWeights, like: Path, to: Path, dtype: str) -> dict[str, Any]:
+    """Writes the weights of a model that transformers builds, in the form of the folder that it comes from."""
+    from meshwright.checkpoint.planned_files import PlannedFolder, named_shapes
+
+    held = reader.index.tensors
+    folder = PlannedFolder(like) if has_weights(like) else None
+    planned: list[PlannedTensor] = []
+    for name, shape in named_shapes(str(like)).items():
+        own = DTYPE_CODES[getattr(torch, held[f"param/{name}"]["dtype"])]
+        whole = Box((0,) * len(shape), shape, (0,) * len(shape))
+        for source, box, stacked in folder.pieces[name] if folder else [(name, whole, False)]:
+            code = PRECISION_CODES[dtype] if dtype else folder.dtype(source) if folder else own
+            planned.append(PlannedTensor(TensorEntry(source, code, box.shape[stacked:]), name, box))
+    for name, shape in folder.buffers.items() if folder else ():
+        source = folder.pieces[name][0].source  # type: ignore[union-attr]
+        whole = Box((0,) * len(shape), shape, (0,) * len(shape))
+        planned.append(PlannedTensor(TensorEntry(source, folder.dtype(source), shape), "", whole))  # type: ignore[union-attr]
+
+    def values(shard: list[PlannedTensor]) -> Iterator[Tensor]:
+        for each in shard:
+            found = torch.empty(each.box.shape, dtype=TORCH_DTYPES[each.entry.dtype])
+            if each.name:
+                record = ParamRecord(each.name, tuple(held[f"param/{each.name}"]["shape"]), each.box.shape,
+                                     (each.box,), Init("zeros"))  # fmt: skip
+                reader.fill(f"param/{each.name}", record, found)
+            elif folder:
+                found = folder.file_of[each.entry.name].get_tensor(each.entry.name)
+            yield found
+
+    config = read_json(like / "config.json")
+    with written_aside(to) as aside:
+        beside = copy_files(like, aside) or copy_tokenizer(_prefixes(reader), aside)
+        config |= {"dtype": str(TORCH_DTYPES[PRECISION_CODES[dtype]]).removeprefix("torch.")} if dtype else {}
+        fmt.write_whole(aside / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+        files = write_shards(aside, planned, values)
+    return {
+        "family": str(config.get("model_type")), "step": reader.index.step, "tensors": len(planned),
+        "bytes": sum(each.entry.bytes for each in planned), "files": files, "beside": beside,
     }  # fmt: skip
 
 
@@ -234,9 +298,10 @@ def _dtype_word(planned: list[ExportedTensor]) -> str:
     return str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
 
 
-def write_weights(reader: Reader | MergedWeights, folder: Path, planned: list[ExportedTensor]) -> list[str]:
-    """Writes one file, or several of at most SHARD_BYTES with an index, and returns their names."""
-    shards: list[list[ExportedTensor]] = [[]]
+def write_shards(folder: Path, planned: Sequence[T], pieces: Callable[[list[T]], Iterator[Tensor]]) -> list[str]:
+    """Writes one file, or several of at most SHARD_BYTES with an index, and returns their names. `pieces` gives the
+    values of some of the tensors, in order."""
+    shards: list[list[T]] = [[]]
     size = 0
     for each in planned:
         if shards[-1] and size + each.entry.bytes > SHARD_BYTES:
@@ -247,7 +312,7 @@ def write_weights(reader: Reader | MergedWeights, folder: Path, planned: list[Ex
     count = len(shards)
     names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)] if count > 1 else [SINGLE_FILE]
     for name, shard in zip(names, shards, strict=True):
-        tensor_file.write_tensors(folder / name, [each.entry for each in shard], _pieces(reader, shard), METADATA)
+        tensor_file.write_tensors(folder / name, [each.entry for each in shard], pieces(shard), METADATA)
     if count > 1:
         where = {each.entry.name: name for name, shard in zip(names, shards, strict=True) for each in shard}
         total = sum(each.entry.bytes for each in planned)

@@ -19,10 +19,9 @@ from meshwright.layout.params import ParamRecord, slices_of
 from meshwright.models.hf import family_named
 from meshwright.models.hf.family import Family
 from meshwright.models.hf.rows import Mapped
+from meshwright.models.planned.folder import SHARDED_INDEX, SINGLE_FILE
 from meshwright.outside import of_kind, read_json
 
-SINGLE_FILE = "model.safetensors"
-SHARDED_INDEX = "model.safetensors.index.json"
 HEAD_ROWS = 4096  # of two tables that are compared at a time
 
 # What safetensors calls the precisions that weights may have.
@@ -49,9 +48,9 @@ class HFFolder:
                 "model with transformers in bfloat16, save it again, and import that"
             )
         self.file_of: dict[str, Any] = {}
-        for file in _weight_files(folder):
-            opened = _opened(folder / file)
-            self.file_of |= dict.fromkeys(opened.keys(), opened)
+        for file in weight_files(folder):
+            found = opened(folder / file)
+            self.file_of |= dict.fromkeys(found.keys(), found)
         if self.family.decoder_layers and self.model.tied_embeddings and self._has_own_head():
             self.model = replace(self.model, tied_embeddings=False)
         self.tensors: dict[str, Mapped] = self.family.tensors(self.model)
@@ -162,14 +161,14 @@ def _json(path: Path, folder: Path, kind: Any = dict[str, Any]) -> dict[str, Any
         raise UserError(f"{path} can't be read ({error}): get it again") from None
 
 
-def _opened(path: Path) -> Any:
+def opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} can't be read ({error}): get it again") from None
 
 
-def _weight_files(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
     """Returns the names of the files that hold the weights."""
     if (folder / SHARDED_INDEX).is_file():
         found = _json(folder / SHARDED_INDEX, folder, WeightMap)

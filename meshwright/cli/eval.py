@@ -1,24 +1,22 @@
-"""`meshwright eval`: the perplexity of a trained model on token files."""
+"""`meshwright eval`: the perplexity of a trained model on token files, or what it does at tasks."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.companions import check_tokenizer
-from meshwright.checkpoint.format import find_checkpoint
+from meshwright.cli import eval_tasks
 from meshwright.cli.ranks import start
-from meshwright.config.load import set_key
+from meshwright.cli.reading import resolve, sections_of
 from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.data.stream import SPLIT_NAMES, OneEpoch
 from meshwright.data.token_file import TokenFile
 from meshwright.errors import UserError
-from meshwright.schedule.kinds import default_kind
 from meshwright.train.datasets import Checked, datasets_of
 from meshwright.train.launch import warm_up
 from meshwright.train.processes import find_place
@@ -26,20 +24,9 @@ from meshwright.train.processes import find_place
 EXAMPLES = """example:
   meshwright eval runs/demo --samples 64
   meshwright eval runs/demo --split test
-  meshwright eval runs/mine@100 --data data/other --nproc 2 layout.tp=2 --json"""
+  meshwright eval runs/mine@100 --data data/other --nproc 2 layout.tp=2 --json
+  meshwright eval runs/tuned --tasks hellaswag,arc_easy --limit 200"""
 DEFAULT_SAMPLES = 64
-# What a model that is only read is run with: one process, or all ranks data-parallel.
-PLAIN: dict[str, dict[str, Any]] = {
-    "layout": {
-        "tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 0, "chunks": 1, "sequence_parallel": False, "replicas": 1,
-        "tp_grid": [], "tp_kind": "", "tp_keep_gathered": False,
-    },
-    "context": {"kind": "auto", "inner": 0},
-    "pipeline": {"schedule": default_kind(1), "split": [], "encoder_stages": 0},
-    "train": {"micro_batch": 1, "ramp": [], "compile": "false"},
-    "run": {"eval_samples": 0, "device": "auto"},
-    "comm": {"backend": "auto"},
-}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     samples = "sequences to look at (default: 64); where the data hold fewer, each is looked at once"
     parser.add_argument("--samples", type=int, default=0, metavar="N", help=samples)
     parser.add_argument("--nproc", type=int, default=1, help="local ranks (default 1)")
+    eval_tasks.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,29 +55,12 @@ def run(args: argparse.Namespace) -> int:
     world = find_place().world if args.nproc == 1 else args.nproc
     config = config_with(open_model(args.source)[1], sections_of(args.overrides, world, args.data))
     check(config, world, READING_RULES)
+    if args.tasks:
+        eval_tasks.check(args, config)
+        return start(args.nproc, eval_tasks.tasks_rank, args)
     check_tokenizer(Path(args.source), config.data)
     data_of(args, config, 0)  # finds mistakes before ranks start; this draws no sample yet
     return start(args.nproc, evaluate_rank, args)
-
-
-def resolve(source: str) -> str:
-    """Returns the folder to read: a checkpoint, or a Hugging Face folder unchanged."""
-    return source if (Path(source) / "config.json").is_file() else str(find_checkpoint(source))
-
-
-def sections_of(words: Sequence[str], nproc: int, prefixes: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
-    """Returns the given keys on top of the plain ones."""
-    raw: dict[str, Any] = {}
-    for word in words:
-        set_key(raw, word)
-    raw |= {name: keys | raw.get(name, {}) for name, keys in PLAIN.items()}
-    sizes = [raw["train"]["micro_batch"], *(raw["layout"].get(axis, 1) for axis in ("tp", "pp", "cp"))]
-    if all(isinstance(size, int) and size > 0 for size in sizes):  # otherwise building the config reports the mistake
-        micro_batch, tp, pp, cp = sizes
-        raw["train"]["global_batch"] = max(1, nproc // (tp * pp * cp)) * micro_batch  # unused, but checked
-    if prefixes:
-        raw["data"] = raw.get("data", {}) | {"prefixes": list(prefixes), "weights": [], "split": [1.0, 0.0, 0.0]}
-    return raw
 
 
 def data_of(args: argparse.Namespace, config: Config, most: int) -> Checked:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.companions import read_note, tokenizer_beside
-from meshwright.cli.eval import resolve, sections_of
 from meshwright.cli.fill import check_source, encode_source, fill_rank
 from meshwright.cli.ranks import start
+from meshwright.cli.reading import resolve, sections_of
 from meshwright.config import rules
 from meshwright.config.sections import Config
 from meshwright.data.tokenizers import load_tokenizer

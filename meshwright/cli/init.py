@@ -124,9 +124,10 @@ def _model(name: str, data: list[str]) -> tuple[dict[str, Any], float]:
     layers, hidden, heads, seq, lr = SIZES[name]
     vocab = 0
     for prefix in data:
-        try:
-            vocab = max(vocab, int((read_metadata(prefix) or {}).get("vocab_size") or 0))
-        except UserError:
+        if prefix.endswith((".bin", ".idx")):
+            raise UserError(f"--data {prefix} is one of the two files: name them without their ending, {prefix[:-4]}")
+        vocab = max(vocab, int((read_metadata(prefix) or {}).get("vocab_size") or 0))
+        if not Path(f"{prefix}.idx").is_file():
             notice(f"{prefix} is not there yet: the config takes a vocabulary of 32000, change model.vocab to yours")
     vocab = -(-(vocab or 32_000) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     return {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "seq": seq, **SHAPE}, lr

@@ -35,7 +35,7 @@ COMMANDS = {
     "watch": "show runs on a live page, or write it as a file to send",
     "generate": "write text with a trained or imported model",
     "chat": "talk to a model in the terminal, through its chat template",
-    "eval": "measure a trained model's loss and perplexity on token files",
+    "eval": "measure a trained model's loss and perplexity on token files, or its results on lm-eval's tasks",
     "inspect": "show what is in a checkpoint and verify every checksum",
     "replay": "compute a past step of a run again, on any layout, and compare it with what was recorded",
     "import": "turn a Hugging Face folder into a checkpoint",

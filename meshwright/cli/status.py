@@ -88,7 +88,8 @@ def _faults(found: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("faults", f"{'no rank named' if rank == UNNAMED else f'rank {rank}'}: {times}"))
     if len(found["faults"]) > MOST_FAULTS:
         rows.append(("faults", f"and {plural(len(found['faults']) - MOST_FAULTS, 'more rank')} (see --json)"))
-    if slow := found["slow_rank"]:
+    rows += [("slow", text) for text in found["slow"][:MOST_FAULTS]]
+    if (slow := found["slow_rank"]) and not found["slow"]:
         rows.append(("slow", f"rank {slow['rank']} {slow['text']}"))
     return rows or [("faults", "none")]
 

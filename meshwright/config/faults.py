@@ -30,7 +30,8 @@ class FaultsConfig:
     locate: bool = True  # norms of what units pass on are kept, by which a fault is laid to a rank and a layer
     check_every: int = 100  # steps between comparisons of what several ranks hold alike; 0: none
     slow_factor: float = 1.5  # times the median of the ranks, from which a rank is slow; 0: none is named
-    slow_steps: int = 10  # steps for which it must be
+    slow_steps: int = 10  # steps for which it must be,
+    slow_seconds: float = 10.0  # and seconds: what other programs on a machine do to a rank passes sooner
     elastic: bool = False  # a lost rank or node does not end the run: it goes on with those that are left
     rest: str = "10min"  # for which the device of a rank that failed is not used, and twice as long each further time
     lost_after: str = "15s"  # after which a node that gives no sign is taken to be lost
@@ -46,7 +47,7 @@ class FaultsConfig:
     def __post_init__(self) -> None:
         assert self.rest_s and self.lost_after_s
         positive("faults", self, "spike_factor", "window", "max_skips", "max_faults", "slow_steps")
-        not_negative("faults", self, "check_every", "slow_factor")
+        not_negative("faults", self, "check_every", "slow_factor", "slow_seconds")
         if self.window < LEAST_WINDOW:
             raise UserError(f"faults.window={self.window} is too few steps to compare with: use {LEAST_WINDOW} or more")
         if 0 < self.slow_factor <= 1.0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import math
 import types
 import typing
@@ -112,10 +113,22 @@ def config_from(raw: Mapping[str, Any], sections: Mapping[str, type] | None = No
         if value is not None and not isinstance(value, Mapping):
             raise UserError(f"section '{name}' must hold keys and values, not '{value}'")
     given = {name: dict(raw.get(name) or {}) for name in known}
-    given["model"] = with_preset(given["model"])
+    given["model"] = with_preset(with_folder(given["model"]))
     built = {name: _section(hints[name], name, given[name]) for name in sorted(fields)}
     built["extra"] = {name: _section(cls, name, given[name]) for name, cls in own.items()}
     return Config(**built)
+
+
+def with_folder(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the model section with what the folder that `hf` names says of keys that are not given. Configs that were
+    written down say all of them, and the folder may be gone."""
+    folder = model.get("hf")
+    if not folder or "layers" in model:
+        return dict(model)
+    if not isinstance(folder, str):
+        raise UserError(f"model.hf={folder} must be a word, the path of a folder: put it in quotes")
+    read = importlib.import_module("meshwright.models.hf.sections")  # which stands above the config
+    return merged(read.section_of(folder, model), model)
 
 
 def with_preset(model: Mapping[str, Any]) -> dict[str, Any]:

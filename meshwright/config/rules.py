@@ -8,6 +8,7 @@ from itertools import chain
 from meshwright.config.comm import NODE_COPY
 from meshwright.config.glm import glm_fits
 from meshwright.config.grid import grid_divides, grid_fits
+from meshwright.config.hf_rules import hf_fits
 from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.config.replica_rules import batch_problem, batch_unit, replicas_fit, server_fits
 from meshwright.config.sections import FP8_UNIT, Config
@@ -395,9 +396,9 @@ def copies_outlive_ranks(c: Config, world: int) -> Iterator[str]:
 
 
 RULES: list[Rule] = [
-    kind_fits, t5_fits, glm_fits, context_is_shared, world_divides, replicas_fit, experts_are_cut, etp_divides_experts,
-    order_names_axes, experts_stay_with_their_blocks, grid_fits, tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn,
-    sequence_parallel_splits,
+    kind_fits, hf_fits, t5_fits, glm_fits, context_is_shared, world_divides, replicas_fit, experts_are_cut,
+    etp_divides_experts, order_names_axes, experts_stay_with_their_blocks, grid_fits, tp_divides_heads,
+    tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits,
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
     dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
     compiles_without_dropout, backend_fits_device, device_has_fp8, algorithm_fits_ranks, server_fits,

@@ -41,7 +41,7 @@ AUTO_SAVE_S = 900.0  # between checkpoints, with every=auto
 FP8_UNIT = 16  # products in fp8 take multiples of this
 # Of a model: how it is trained, not what it computes.
 TRAINING_KEYS = {
-    "preset", "dropout", "attention_dropout", "embedding_dropout", "embedding_grad", "init_std", "predictions",
+    "preset", "hf", "dropout", "attention_dropout", "embedding_dropout", "embedding_grad", "init_std", "predictions",
     "t5.decoder_seq", "experts.bias_balance", "experts.aux_loss", "experts.aux_level", "experts.z_loss",
     "experts.capacity",
 }  # fmt: skip
@@ -58,6 +58,7 @@ class ModelConfig:
     seq: int
     kind: str = "gpt"  # which parts it is made of: gpt, bert, t5, glm; a program may register kinds of its own
     preset: str = ""
+    hf: str = ""  # a folder that transformers saved a model in: its sizes, and the weights that a run begins with
     kv_heads: int = 0  # 0: as many as heads
     head_dim: int = 0  # 0: hidden / heads
     ffn: int = 0  # 0: 4 hidden, or for a gated MLP (...glu) 8/3 hidden rounded up to a multiple of 64
@@ -65,7 +66,8 @@ class ModelConfig:
     norm_eps: float = 1e-5
     # Before attention and MLP, or after their sums with the residual; deep: the residual is multiplied by
     # sqrt(2 layers) in these sums, and values, output projections and MLPs begin with 1 / sqrt(2 layers) of init_std.
-    norm_place: Literal["pre", "post", "deep"] = "pre"
+    # sandwich: before them, and once more before their results are added.
+    norm_place: Literal["pre", "post", "deep", "sandwich"] = "pre"
     mlp: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu", "geglu", "tanh_geglu", "reglu"] = "gelu"
     position: Literal["learned", "rope", "alibi", "relative", "none"] = "learned"  # relative: of a t5
     position_offset: int = 0  # rows of the position table before the first position (OPT: 2)
@@ -152,6 +154,11 @@ class ModelConfig:
         """The tokens that a block looks back over; 0: all, since it has no window or one that holds a whole sample."""
         pattern = self.window_pattern or (1,)
         return self.window if self.window < self.seq and pattern[layer % len(pattern)] else 0
+
+    @property
+    def norm_first(self) -> bool:
+        """Whether a block begins with a norm, so that one follows the last."""
+        return self.norm_place in ("pre", "sandwich")
 
     @property
     def drops(self) -> bool:

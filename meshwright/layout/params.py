@@ -32,7 +32,8 @@ class Box:
 
 @dataclass(frozen=True)
 class Init:
-    kind: Literal["normal", "zeros", "ones", "given"]  # given: the module has set it itself
+    # given: the module has set it itself; placed: so it has, and a plan says which part of it a rank holds
+    kind: Literal["normal", "zeros", "ones", "given", "placed"]
     std: float = 0.0
     first: int = 0  # rows of the global tensor that begin with `first_std` instead
     first_std: float = 0.0

@@ -30,6 +30,7 @@ from meshwright.parts.grid import on_grid
 from meshwright.parts.latent import LatentAttentionPart
 from meshwright.parts.mlp import MLPPart
 from meshwright.parts.part import BlockUnit, Coordinate, MicroBatch, Model, NamedPart, Part, Stage, Unit
+from meshwright.parts.planned import PlannedModel
 from meshwright.parts.t5 import (
     DECODER,
     ENCODER,
@@ -49,7 +50,7 @@ def gpt(model: ModelConfig) -> Model:
     h, tied = model.hidden, model.tied_embeddings
     output = OutputLayerPart(model.vocab, h, Init("normal", model.init_std), tied)
     last = [NamedPart("output", "embedding" if tied else "head", output)]
-    if model.norm_place == "pre":
+    if model.norm_first:
         last.insert(0, NamedPart("norm", "final_norm", ended_norm(model)))
     return Model(embedding_unit(model), block_units(model), Unit(tuple(last)), h, tied)
 
@@ -62,7 +63,7 @@ def bert(model: ModelConfig) -> Model:
     activation = "gelu" if model.mlp.endswith("glu") else model.mlp
     name, output = "embedding" if tied else "head", OutputLayerPart(model.vocab, h, normal, tied, "predict.bias")
     parts: list[tuple[str, str, Part]] = [("rows", "rows", ChosenRowsPart(masked + pooled, h))]
-    if model.norm_place == "pre":
+    if model.norm_first:
         parts.append(("norm", "final_norm", OnRows(ended_norm(model), masked + pooled)))
     parts += [
         ("dense", "predict.dense", OnRows(DensePart(h, h, activation, normal), masked)),
@@ -127,8 +128,8 @@ def glm(model: ModelConfig) -> Model:
 
 def norm_part(model: ModelConfig) -> NormPart:
     """Describes the norm of a branch: the product after it keeps its output."""
-    bias, post = model.norm == "layernorm" and model.bias, model.norm_place != "pre"
-    return NormPart(model.norm, model.hidden, model.norm_eps, bias, fuses=not post)
+    bias = model.norm == "layernorm" and model.bias
+    return NormPart(model.norm, model.hidden, model.norm_eps, bias, fuses=model.norm_first)
 
 
 def ended_norm(model: ModelConfig) -> NormPart:
@@ -172,8 +173,12 @@ def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
         first = replace(norm, keeps_output=False) if model.latent.kv_rank else norm
         second = replace(norm, keeps_output=False) if mixed else replace(norm, of_mlp=True)
         parts: list[tuple[str, Part]] = [("norm1", first), ("attention", attention), ("norm2", second), last]
+        if place == "sandwich":
+            parts.insert(2, ("norm1_after", ended_norm(model)))
+            parts.append(("norm2_after", ended_norm(model)))
         named = tuple(NamedPart(key, key, part) for key, part in parts)
-        return BlockUnit(named, model.hidden, model.parallel_residual, model.dropout, place != "pre", residual)
+        post, both = not model.norm_first, place == "sandwich"
+        return BlockUnit(named, model.hidden, model.parallel_residual, model.dropout, post, residual, both)
 
     layers = range(model.layers)
     return tuple(block(model.experts.in_block(layer), model.window_of(layer)) for layer in layers)
@@ -206,8 +211,15 @@ def experts(model: ModelConfig, mlp: MLPPart) -> ExpertsPart:
     return ExpertsPart(routing, replace(mlp, ffn=e.ffn, bias=False), shared)
 
 
+def hf(model: ModelConfig) -> Model:
+    """Describes a model that transformers builds, as its plan cuts it."""
+    from meshwright.models.planned.blueprint import blueprint
+
+    return blueprint(model.hf).model
+
+
 # Kinds of models, by the config's `model.kind`. A program may add its own.
-MODELS: dict[str, Callable[[ModelConfig], Model]] = {"gpt": gpt, "bert": bert, "t5": t5, "glm": glm}
+MODELS: dict[str, Callable[[ModelConfig], Model]] = {"gpt": gpt, "bert": bert, "t5": t5, "glm": glm, "hf": hf}
 
 
 def describe(model: ModelConfig) -> Model:
@@ -285,6 +297,14 @@ def on_host(name: str) -> str:
     return f"host.{name}"
 
 
+def check_family(model: Model, tp: int, pp: int) -> None:
+    """Refuses to cut a model whose plan was not found right."""
+    from meshwright.models.planned.families import check_plan
+
+    assert isinstance(model, PlannedModel)
+    check_plan(model, tp, pp)
+
+
 CP_INNER, CP_OUTER = "cp.inner", "cp.outer"  # parts of cp: ranks that exchange heads, and the ring between them
 
 
@@ -305,6 +325,8 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
     """Returns the layout that a config asks for on `world` ranks, with `node_size` ranks per node if the config doesn't
     say."""
     c = config.layout
+    if config.model.kind == "hf" and c.tp * c.pp > 1:
+        check_family(describe(config.model), c.tp, c.pp)
     layout = Layout(
         world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, node_size=c.node_size or node_size or None,
         parts=(*(c.grid.parts if c.grid else kv_parts(config.model, c.tp)), *context_parts(config)),

@@ -3,15 +3,16 @@ prompt with its encoder, and its decoder writes."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.comm.ops import all_gather
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 from meshwright.models.gpt import GPTStage
+from meshwright.models.planned.stage import PlannedStage
 from meshwright.models.t5 import T5Stage
 from meshwright.nn.attention import KVCache
 
@@ -87,11 +88,32 @@ class EncoderDecoderGenerator:
         return all_gather(part, tp.name, tp.size)[: self.vocab].double()
 
 
-def generator_of(module: GPTStage, model: ModelConfig, prompt: int, most: int) -> tuple[Generators, int]:
+class PlannedGenerator:
+    """A whole model that transformers builds, and the tokens so far, all of which it reads again for each new one."""
+
+    def __init__(self, module: PlannedStage, vocab: int, longest: int, device: torch.device) -> None:
+        self.module, self.vocab, self.longest, self.device = module.eval(), vocab, longest, device
+        self.ids: list[int] = []
+
+    @torch.no_grad()
+    def next_logits(self, ids: list[int]) -> Tensor:
+        """Returns the logits [vocab] after `ids`, which continue the tokens given before. Every rank gets the same."""
+        self.ids += ids
+        if len(self.ids) > self.longest:
+            raise UserError(f"{len(self.ids)} tokens are more than the model's {self.longest}: give a shorter prompt")
+        logits: Tensor = self.module({"tokens": torch.tensor([self.ids], device=self.device)})
+        return logits[0, -1, : self.vocab].double()
+
+
+def generator_of(module: nn.Module, model: ModelConfig, prompt: int, most: int) -> tuple[Generators, int]:
     """Returns a generator for a prompt of so many tokens, and how many tokens of at most `most` it can give."""
     if isinstance(module, T5Stage):  # relative positions have no end; what was never trained is the user's choice
         return EncoderDecoderGenerator(module, model.vocab, most, model.t5.start), most
     room = max(1, model.seq - prompt + 1)  # the last token is never fed back
+    if isinstance(module, PlannedStage):
+        device = next(module.parameters()).device
+        return PlannedGenerator(module, model.vocab, min(model.seq, prompt + most), device), min(most, room)
+    assert isinstance(module, GPTStage)
     return Generator(module, model.vocab, min(model.seq, prompt + most)), min(most, room)
 
 
@@ -105,7 +127,7 @@ def choose_token(logits: Tensor, temperature: float, top_p: float, random: torch
     return int(order[torch.multinomial(shares, 1, generator=random)])
 
 
-Generators = Generator | EncoderDecoderGenerator
+Generators = Generator | EncoderDecoderGenerator | PlannedGenerator
 
 
 def generate(
@@ -138,9 +160,11 @@ def generate_all(
     seed: int = 0,
     ends: Container[int] = (),
     batch: int = 8,
+    stops: Callable[[list[int]], bool] = lambda tokens: False,
 ) -> list[list[int]]:
-    """Returns what follows each prompt, at most `most` tokens, as it would alone: prompt n with the seed `seed` + n. Of
-    a decoder, `batch` prompts of about one length run together, and those that end leave the others."""
+    """Returns what follows each prompt, at most `most` tokens, as it would alone: prompt n with the seed `seed` + n. A
+    text also ends where `stops` says so of its tokens. Of a decoder, `batch` prompts of about one length run together,
+    and those that end leave the others."""
     if isinstance(module, T5Stage):
         singles = [generator_of(module, model, len(prompt), most) for prompt in prompts]
         return [
@@ -158,7 +182,8 @@ def generate_all(
         while alive:
             for n, logits in zip(alive, generator.next_rows(rows), strict=True):
                 found[n].append(choose_token(logits, temperature, top_p, randoms[n]))
-            staying = [at for at, n in enumerate(alive) if found[n][-1] not in ends and len(found[n]) < rooms[n]]
+            ended = [found[n][-1] in ends or len(found[n]) == rooms[n] or stops(found[n]) for n in alive]
+            staying = [at for at, gone in enumerate(ended) if not gone]
             if len(staying) < len(alive):
                 generator.keep(staying)
                 alive = [alive[at] for at in staying]

@@ -36,7 +36,7 @@ class GridHead(Head):
     ) -> Any:
         assert answers is None
         output: Any = self.output
-        return grid_output_loss(self._ended(x), output, labels, mask, self.vocab, self.parallel, weight)
+        return grid_output_loss(self.ended(x), output, labels, mask, self.vocab, self.parallel, weight)
 
 
 class GridStage(GPTStage):

@@ -38,10 +38,10 @@ class Head(nn.Module):
         self.scale = next((part.scale for _, _, part in unit.parts if isinstance(part, OutputLayerPart)), 1.0)
 
     def logits(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.output(self._ended(x))
+        logits: Tensor = self.output(self.ended(x))
         return logits
 
-    def _ended(self, x: Tensor) -> Tensor:
+    def ended(self, x: Tensor) -> Tensor:
         """Returns what the output layer takes."""
         x = self.norm(x)
         return x if self.scale == 1.0 else x * self.scale
@@ -51,7 +51,7 @@ class Head(nn.Module):
     ) -> Any:
         """Returns the sum of the losses, where `weight` announces the gradient that this sum will get; or, with
         `answers`, the log-probability of each of them."""
-        x = self._ended(x)
+        x = self.ended(x)
         if answers is not None:
             return answer_logps(x, self.output, labels.flatten(), mask.flatten(), answers, self.vocab, self.parallel)
         return output_loss(x, self.output, labels.flatten(), mask.flatten(), self.vocab, self.parallel, weight)

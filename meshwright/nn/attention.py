@@ -70,7 +70,8 @@ class KVCache:
         """Appends these and returns all keys and values so far, [batch, heads, tokens so far, head_dim]."""
         if self.keys is None or self.values is None:
             shape = (*keys.shape[:2], self.longest, keys.shape[3])
-            self.keys, self.values = keys.new_empty(shape), values.new_empty(shape)
+            # Zeros: what a mask hides is multiplied by 0, and anything may lie in memory that nobody wrote.
+            self.keys, self.values = keys.new_zeros(shape), values.new_zeros(shape)
         end = self.length + keys.shape[2]
         assert self.length == 0 or keys.shape[2] == 1, "after the first call, one token at a time"
         if self.lengths is None:

@@ -78,7 +78,8 @@ def build_module(part: Part, parallel: Parallel, records: Records) -> nn.Module:
 
 class Block(nn.Module):
     """Adds to x [tokens, hidden], for each branch, a body of a norm: of the sum so far or, if parallel, of x itself.
-    With post-norm, a body of the sum so far is added, and the norm is taken of the new sum. A body takes (x, norm,
+    With post-norm, a body of the sum so far is added, and the norm is taken of the new sum; with norms on both sides,
+    a norm of the body's result is added. A body takes (x, norm,
     batch, tables, mask, past, given) and returns x, its result and, if it adds to the loss, the sums of its terms. The
     residual uses the returned x: a body that fuses the norm with its first product also adds the residual's gradient in
     that kernel's backward."""
@@ -86,6 +87,7 @@ class Block(nn.Module):
     def __init__(self, parallel: Parallel, block: BlockUnit, records: Records) -> None:
         super().__init__()
         self.branches = [(norm.key, body.key) for norm, body in block.branches]
+        self.after = [norm.key for norm in block.after]
         for key, _, part in block.parts:
             self.add_module(key, build_module(part, parallel, records_under(records, key)))
         self.parallel_residual, self.p, self.residual = block.parallel, block.dropout, block.residual
@@ -101,11 +103,13 @@ class Block(nn.Module):
         takes, or an encoder's output."""
         total: Tensor | None = None
         losses: Tensor | None = None
-        for norm, body in self.branches:
+        for number, (norm, body) in enumerate(self.branches):
             source = x if total is None or self.parallel_residual else total
             before = getattr(self, norm) if self.no_norm is None else self.no_norm
             source, change, *terms = getattr(self, body)(source, before, batch, tables, mask, past, given)
             losses = terms[0] if terms else losses
+            if self.after:
+                change = getattr(self, self.after[number])(change)
             if self.p and self.training:
                 change = dropout(change, self.p, self.stream)
             if self.residual != 1.0:

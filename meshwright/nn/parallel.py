@@ -104,7 +104,7 @@ def initialise(module: nn.Module, seed: int) -> None:
 def draw_parameter(record: ParamRecord, out: Tensor, seed: int) -> None:
     """Sets a parameter's first values, which follow from the seed and its global name alone."""
     kind = record.init.kind
-    if kind != "given":
+    if kind not in ("given", "placed"):
         out.fill_(1.0 if kind == "ones" else 0.0)
     if kind != "normal" or out.is_meta:
         return

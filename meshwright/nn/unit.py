@@ -19,12 +19,14 @@ from meshwright.nn.offload import HostActivations, HostCopy
 
 class Gate(Protocol):
     """Gathers a unit's weights. `open` returns when they are in memory, in forward and in backward; `close` says that
-    they are no longer needed. `closes` is false where weights stay in memory once they were gathered."""
+    they are no longer needed. `closes` is false where weights stay in memory once they were gathered. `done` says that
+    the unit's backward is over: its weights may go, and its gradients are complete."""
 
     closes: bool
 
     def open(self) -> None: ...
     def close(self) -> None: ...
+    def done(self) -> None: ...
 
 
 class _CallInBackward(torch.autograd.Function):
@@ -40,6 +42,12 @@ class _CallInBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.call()
         return None, *grads
+
+
+def call_in_backward(call: Callable[[], None], *xs: Tensor) -> tuple[Tensor, ...]:
+    """Returns the tensors, in whose backward the call is made before their gradients are passed on."""
+    found: tuple[Tensor, ...] = _CallInBackward.apply(call, *xs)
+    return found
 
 
 def call_unit(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Any:
@@ -61,7 +69,7 @@ def _call_gated(unit: nn.Module, x: Tensor, rest: tuple[Any, ...], hold: bool) -
     if torch.is_grad_enabled():  # all gradients that leave the unit must be there before its weights may go
         given = [x, *rest]
         at = [n for n, value in enumerate(given) if isinstance(value, Tensor) and value.requires_grad]
-        for n, value in zip(at, _CallInBackward.apply(gate.close, *(given[n] for n in at)) if at else (), strict=True):
+        for n, value in zip(at, call_in_backward(gate.close, *(given[n] for n in at)) if at else (), strict=True):
             given[n] = value
         x, rest = given[0], tuple(given[1:])
     y = unit(x, *rest)
@@ -69,7 +77,7 @@ def _call_gated(unit: nn.Module, x: Tensor, rest: tuple[Any, ...], hold: bool) -
         gate.close()
     results = y if isinstance(y, tuple) else (y,)
     if any(result.requires_grad for result in results):
-        results = _CallInBackward.apply(gate.open, *results)
+        results = call_in_backward(gate.open, *results)
     return results if isinstance(y, tuple) else results[0]
 
 

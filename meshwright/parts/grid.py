@@ -340,7 +340,7 @@ def on_grid(model: Model, grid: Grid) -> Model:
     blocks: dict[BlockUnit, GridBlock] = {}
     for block in model.blocks:
         if block not in blocks:
-            more = (width, block.parallel, block.dropout, block.post_norm, block.residual)
+            more = (width, block.parallel, block.dropout, block.post_norm, block.residual, block.sandwich)
             blocks[block] = GridBlock(cut(block), *more)
     return replace(
         model, embedding=Unit(cut(model.embedding)), blocks=tuple(blocks[block] for block in model.blocks),

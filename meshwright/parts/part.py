@@ -257,19 +257,27 @@ class Unit:
 class BlockUnit(Unit):
     """A unit of the residual stream: pairs of a norm and a body. Each adds body(norm(x)) to x: one after the other or,
     if `parallel`, all from the block's input. With `post_norm`, x becomes norm(x + body(x)): as many tensors are kept,
-    since what is now a body's input was a norm's. Dropout comes before each sum."""
+    since what is now a body's input was a norm's. With `sandwich`, a second norm follows each body, and what is added
+    is its output. Dropout comes before each sum."""
 
     hidden: int = 0
     parallel: bool = False
     dropout: float = 0.0
     post_norm: bool = False
     residual: float = 1.0  # what x is multiplied by in the sums
+    sandwich: bool = False
 
     __hash__ = hash_once
 
     @property
     def branches(self) -> list[tuple[NamedPart, NamedPart]]:
-        return list(zip(self.parts[::2], self.parts[1::2], strict=True))
+        each = 3 if self.sandwich else 2
+        return list(zip(self.parts[::each], self.parts[1::each], strict=True))
+
+    @property
+    def after(self) -> tuple[NamedPart, ...]:
+        """The norms that follow the bodies."""
+        return self.parts[2::3] if self.sandwich else ()
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         batch = self.own(batch)
@@ -289,6 +297,7 @@ class BlockUnit(Unit):
             if self.dropout:
                 each = kernels.mask_bytes or batch.element
                 found.append(Kept("dropout mask", batch.rows(at) * self.hidden * each))
+        found += [kept for norm in self.after for kept in norm.part.kept(at, batch, kernels)]
         return tuple(found)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:

@@ -99,11 +99,15 @@ class DataParallel:
         # Contributions per micro-batch: one from each layer that adds its own; autograd makes one to those not listed.
         uses = Counter(id(slot.parameter) for _, slot in own_weights)
         # The chunk whose backward is the last that can fill a foreign module's bucket: the first, so it is set last.
-        late = {id(b): unit.chunk for unit in reversed(units) if unit.whole_chunk for b in unit.buckets}
+        late = {id(b): unit.chunk for unit in reversed(units) if unit.foreign for b in unit.buckets}
         whole = [bucket for bucket in self.buckets if bucket.stage < 2]
         self._once = OncePerStep(whole, self._launch, overlap.gradients)
         scattered = [bucket for bucket in self.buckets if bucket.stage >= 2]
         self._each = EveryMicroBatch(scattered, self._launch, uses, late, overlap.gradients)
+        first = {id(b): unit for unit in reversed(units) for b in unit.buckets}
+        for unit in units:
+            own = [bucket for bucket in unit.buckets if first[id(bucket)] is unit]
+            unit.on_done = partial(self._each.end_unit, own)
         for bucket in self.buckets:
             for slot in bucket.slots:
                 slot.sink = (self._once if bucket.stage < 2 else self._each).sink(bucket, slot)

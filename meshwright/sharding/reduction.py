@@ -90,7 +90,8 @@ class EveryMicroBatch:
     complete when all contributions of a micro-batch have arrived: `uses` per parameter, by its id (one if not listed).
 
     Which parameters a module that is not ours uses may depend on the data, so its buckets wait for the end of a
-    backward: `late` gives, by the bucket's id, the chunk whose backward is the last that can fill it.
+    backward, that of their unit where it says so (`end_unit`): `late` gives, by the bucket's id, the chunk whose
+    backward is the last that can fill it.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class EveryMicroBatch:
         self._index = {id(bucket): i for i, bucket in enumerate(self.buckets)}
         self._late = {index: late[at] for at, index in self._index.items() if at in late}
         self._whole = [sum(uses.get(id(slot.parameter), 1) for slot in bucket.slots) for bucket in self.buckets]
+        self._ended: set[int] = set()  # late buckets that were reduced in the backward under way
         self._in_flight: deque[tuple[Bucket, PendingReduction, Tensor | None]] = deque()
         self.begin(0)
 
@@ -121,6 +123,7 @@ class EveryMicroBatch:
         index = self._index[id(bucket)]
         assert bucket.grads.allocated, "a gradient was written where there is no memory"
         self._arrivals[index] += 1
+        self._ended.discard(index)
         if self._arrivals[index] == self._whole[index] and index not in self._late:
             self._scatter(bucket)
 
@@ -147,11 +150,24 @@ class EveryMicroBatch:
 
     def end_backward(self, chunk: int) -> None:
         """Adds up everything launched and releases its memory; called after a chunk's backward."""
-        for index, last in self._late.items():
-            if last == chunk:
+        own = [index for index, last in self._late.items() if last == chunk]
+        for index in own:
+            if index not in self._ended:
                 self._prepare(self.buckets[index])
                 self._scatter(self.buckets[index])
+        self._ended -= set(own)
         self._finish_all()
+
+    def end_unit(self, buckets: Sequence[Bucket], unit: object = None) -> None:
+        """Begins to reduce the late ones of a unit's buckets; called after the unit's backward, in the same order on
+        every rank. What comes after it, as for a unit that is used twice, is reduced once more."""
+        for bucket in buckets:
+            index = self._index.get(id(bucket))
+            if index in self._late:
+                assert index is not None
+                self._prepare(bucket)
+                self._scatter(bucket)
+                self._ended.add(index)
 
     def _finish_all(self) -> None:
         while self._in_flight:

@@ -24,9 +24,11 @@ from meshwright.sharding.reducers import PendingReduction
 class GatedUnit:
     """The gate of one unit (`nn.unit.Gate`). `chunk` is the local chunk that it belongs to."""
 
-    def __init__(self, module: nn.Module, chunk: int, whole_chunk: bool) -> None:
+    def __init__(self, module: nn.Module, chunk: int, whole_chunk: bool, foreign: bool = False) -> None:
         self.module, self.chunk, self.whole_chunk = module, chunk, whole_chunk
+        self.foreign = foreign or whole_chunk  # which of its parameters get gradients may depend on the data
         self.buckets: list[Bucket] = []
+        self.on_done: Callable[[GatedUnit], None] = lambda unit: None
         self.weights: WeightGatherer
         self.closes = False
 
@@ -36,13 +38,17 @@ class GatedUnit:
     def close(self) -> None:
         self.weights.close(self)
 
+    def done(self) -> None:
+        self.weights.close(self)
+        self.on_done(self)
+
 
 def find_units(modules: Sequence[nn.Module]) -> list[GatedUnit]:
     """Returns the units of all chunks, in the order of forward."""
     found: list[GatedUnit] = []
     for chunk, module in enumerate(modules):
-        named = stage_of(module).units()
-        found += [GatedUnit(part, chunk, named is None) for part in ([module] if named is None else named)]
+        named, foreign = stage_of(module).units(), bool(getattr(module, "foreign", False))
+        found += [GatedUnit(part, chunk, named is None, foreign) for part in ([module] if named is None else named)]
     return found
 
 

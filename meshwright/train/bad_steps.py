@@ -45,10 +45,10 @@ class Window:
         self.losses: deque[float] = deque(maxlen=config.window)
         self.norms: deque[float] = deque(maxlen=config.window)
 
-    def add(self, result: StepResult) -> None:
-        if is_finite(result):
-            self.losses.append(result.loss)
-            self.norms.append(result.grad_norm)
+    def put(self, loss: float | None, norm: float | None) -> None:
+        if loss is not None and norm is not None and math.isfinite(loss) and math.isfinite(norm):
+            self.losses.append(loss)
+            self.norms.append(norm)
 
     def bounds(self) -> tuple[float, float]:
         """Of the loss and of the gradient's norm; infinite as long as there is little to compare with."""
@@ -122,6 +122,17 @@ class BadSteps:
         if config.locate and gate.active:
             trainer.marks = Marks(trainer.ctx, trainer.modules)
             parallel.reduces = trainer.marks.reduces
+        if gate.active and trainer.step_number:
+            self._recall()
+
+    def _recall(self) -> None:
+        """Fills the window of a run that goes on, so that it is the one that it would have had."""
+        told = self.folder.last_steps(self.config.window) if self.folder else []
+        own = json.dumps([(line["loss"], line["grad_norm"]) for line in told if not line["skipped"]]).encode()
+        everyone = gather_bytes(self.trainer.ctx.mesh.world, own, self.trainer.ctx)
+        for loss, norm in next((found for text in everyone if (found := json.loads(text))), []):
+            self.window.put(loss, norm)
+        self._set_bounds(*self.window.bounds())
 
     def settle(self, result: StepResult, again: Again) -> StepResult:
         """Returns the result that stands; `again` computes the step once more. Raises `WentBack` after a rollback."""
@@ -132,7 +143,7 @@ class BadSteps:
         elif (why := why_bad(result, bounds)) and is_finite(result) and self.trainer.gate.active:
             self.notes.add(BAD_STEP, f"{why}: trained, and not computed again", result.step)
         if not result.skipped:
-            self.window.add(result)
+            self.window.put(result.loss, result.grad_norm)
         self.went_back = 0 if result.step > self.reached else self.went_back
         self._set_bounds(*self.window.bounds())
         return result

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.sharding.buffers import FlatBuffer, State
 from meshwright.sharding.remainders import tensors_of
 from meshwright.train.fault_notes import FAULT, FaultNotes
 from meshwright.train.loop import Hook
@@ -28,11 +29,13 @@ MOST_NAMED = 3  # parameters
 
 
 class Held(NamedTuple):
-    """Something that all ranks of an axis hold alike."""
+    """Something that all ranks of an axis hold alike: a parameter, all weights of a buffer, or a state of it."""
 
     axis: str
     name: str
-    tensor: Tensor
+    tensors: Sequence[Tensor]
+    buffer: FlatBuffer | None = None
+    state: State | None = None
 
 
 class Divergence(NamedTuple):
@@ -61,11 +64,11 @@ def held_alike(trainer: Trainer) -> Iterator[Held]:
     exact = trainer.ctx.device.module is None  # accelerators' kernels may add in any order
     for buffer in parallel.buffers:
         if buffer.split.stage < 3:
-            yield Held(buffer.key.data_axes, "weights", buffer.params)
+            yield Held(buffer.key.data_axes, "weights", [buffer.params], buffer)
             for slot in buffer.slots:
                 for axis in slot.record.copies:
                     if (exact or axis in slot.record.partial) and mesh.rank in mesh.layout.group(axis, mesh.rank):
-                        yield Held(axis, slot.record.name, slot.view)
+                        yield Held(axis, slot.record.name, [slot.view])
     if trainer.ctx.config.zero.offload.optimizer == "disk":
         return
     masters = {id(state.buffer) for state in trainer.optimizer.states if not state.in_place}
@@ -73,9 +76,8 @@ def held_alike(trainer: Trainer) -> Iterator[Held]:
         replicas, compared = parallel.groups(state.buffer).replicas, state.buffer.split.stage < 3  # with the weights
         if replicas.alone or (state.name == "param" and compared and id(state.buffer) not in masters):
             continue
-        for values in state.tensors:
-            for tensor in tensors_of(values):
-                yield Held(replicas.axis, state.name, tensor)
+        stored = [tensor for values in state.tensors for tensor in tensors_of(values)]
+        yield Held(replicas.axis, state.name, stored, state=state)
 
 
 def divergences(layout: Layout, axes: Sequence[str], sums: Sequence[Sequence[int]]) -> list[Divergence]:
@@ -138,9 +140,9 @@ class ReplicaCheck(Hook):
     def _compare(self) -> list[Divergence]:
         ctx = self.trainer.ctx
         total: dict[str, Tensor] = {}
-        for axis, _, tensor in self._held():
-            found = checksum(tensor).to(ctx.device.torch)
-            total[axis] = total[axis] + found if axis in total else found
+        for held in self._held():
+            for found in (checksum(tensor).to(ctx.device.torch) for tensor in held.tensors):
+                total[held.axis] = total[held.axis] + found if held.axis in total else found
         zero = torch.zeros((), dtype=torch.int64, device=ctx.device.torch)
         own = torch.stack([total.get(axis, zero) for axis in self.axes])
         everyone = own.new_empty(ctx.layout.world * len(self.axes))
@@ -162,7 +164,7 @@ class ReplicaCheck(Hook):
         for each in found:
             if mesh.rank in each.group:
                 group = mesh.group(each.axis)
-                for tensor in (held.tensor for held in self._held() if held.axis == each.axis):
+                for tensor in (x for held in self._held() if held.axis == each.axis for x in held.tensors):
                     group.broadcast(tensor, each.source)
 
     def _names(self, found: Sequence[Divergence]) -> str:
@@ -181,10 +183,15 @@ class ReplicaCheck(Hook):
     def _by_parameter(self, axis: str) -> Mapping[str, int]:
         sums: Counter[str] = Counter()
         for held in self._held():
-            if held.axis == axis and held.name != "weights":
-                sums[held.name] += int(checksum(held.tensor))
-        for buffer in self.trainer.data_parallel.buffers:
-            if buffer.split.stage < 3 and self.trainer.ctx.layout.without_ones(buffer.key.data_axes) == axis:
-                for slot in buffer.slots:
+            if held.axis == axis and held.state is not None:
+                for slot in held.state.buffer.slots:
+                    low, high = held.state.holds(slot)
+                    if low < high:
+                        values = tensors_of(held.state.values(slot, low, high))
+                        sums[f"{held.name} of {slot.record.name}"] += sum(int(checksum(each)) for each in values)
+            elif held.axis == axis and held.buffer is not None:
+                for slot in held.buffer.slots:
                     sums[slot.record.name] += int(checksum(slot.view))
+            elif held.axis == axis:
+                sums[held.name] += sum(int(checksum(each)) for each in held.tensors)
         return sums

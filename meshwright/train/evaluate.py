@@ -16,10 +16,14 @@ from meshwright.checkpoint.hf import config_of
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import WeightSource, load_weights
 from meshwright.checkpoint.merged import open_weights
+from meshwright.checkpoint.planned_files import PlannedFolder
 from meshwright.config.load import merged
 from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
+from meshwright.models.hf.family import model_section
+from meshwright.models.hf.sections import is_described
+from meshwright.models.planned.folder import has_weights
 from meshwright.models.stage import stage_of
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.output import LOSS
@@ -37,8 +41,10 @@ ONLY_TRAINING = ("zero", "recompute", "optimizer", "loss_scale", "lr")  # sectio
 def open_model(source: str) -> tuple[WeightSource, dict[str, Any]]:
     """The weights that PATH[@STEP] or a Hugging Face folder holds, and the config that says of which model."""
     if (Path(source) / "config.json").is_file():
-        folder = HFFolder(Path(source))
-        return folder, config_of(folder.model)
+        if is_described(source):
+            folder = HFFolder(Path(source))
+            return folder, config_of(folder.model)
+        return PlannedFolder(Path(source)), config_of(model_section({"hf": source, "kind": "hf"}))
     weights = open_weights(find_checkpoint(source))
     return weights, weights.index.config
 
@@ -64,6 +70,8 @@ def with_model(
         ctx = build_context(config, place.rank, place.world, device, place.local_world)
         modules = build_modules(ctx, model_provider)
         load_weights(modules, weights)
+        if config.model.kind == "hf" and has_weights(Path(config.model.hf)):
+            PlannedFolder(Path(config.model.hf)).fill_buffers(modules)
         return use(ctx, modules, place)
     finally:
         if joined:

@@ -8,15 +8,18 @@ from torch import Tensor, nn
 
 from meshwright.models.gpt import GPTStage
 from meshwright.models.grid import GridStage
+from meshwright.models.planned.stage import PlannedStage, loss_of
 from meshwright.models.t5 import T5Stage
 from meshwright.parts.part import Stage
-from meshwright.pipeline.output import StageOutput, Term
+from meshwright.pipeline.output import LOSS, StageOutput, Term
 from meshwright.train.context import Context
 from meshwright.train.datasets import datasets_of
 from meshwright.train.preferences import preference_output
 
 
 def model_provider(ctx: Context, stage: Stage) -> nn.Module:
+    if ctx.config.model.kind == "hf":
+        return PlannedStage(ctx.parallel, ctx.config, ctx.at, stage)
     kind = T5Stage if ctx.config.model.kind == "t5" else GPTStage if ctx.config.layout.grid is None else GridStage
     return kind(ctx.parallel, ctx.config, ctx.at, stage, ctx.ledger, ctx.mesh.tokens)
 
@@ -26,6 +29,8 @@ def datasets_provider(ctx: Context, samples: tuple[int, int, int]) -> tuple[Any,
 
 
 def forward_step(ctx: Context, module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> Any:
+    if isinstance(module, PlannedStage):
+        return planned_step(module, batch, received)
     assert isinstance(module, GPTStage)
     if ctx.config.objective == "preference":
         return preference_output(ctx.config, module, batch, received)
@@ -43,3 +48,11 @@ def forward_step(ctx: Context, module: nn.Module, batch: dict[str, Tensor], rece
         ]
     tensors = out if isinstance(out, dict) else {"hidden": out}
     return StageOutput({} if last else tensors, terms)
+
+
+def planned_step(module: PlannedStage, batch: dict[str, Tensor], received: dict[str, Tensor]) -> StageOutput:
+    """Forward of a chunk of a transformers module, with our loss."""
+    out = module(batch, **received)
+    if not module.stage.last:
+        return StageOutput({"hidden": out})
+    return StageOutput({}, [Term(LOSS, *loss_of(out, batch))])

@@ -54,7 +54,8 @@ def _is_cast(ctx: Context, module: nn.Module) -> bool:
 
 def in_precision(ctx: Context, modules: Sequence[nn.Module], forward_step: ForwardStep) -> ForwardStep:
     """The step of models of one's own, computed in the config's precision where their weights are in float32."""
-    if all(_is_cast(ctx, module) for module in modules if is_own(module)):
+    foreign = [module for module in modules if is_own(module) or getattr(module, "foreign", False)]
+    if all(_is_cast(ctx, module) for module in foreign):
         return forward_step
 
     def cast(ctx: Context, module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> Any:

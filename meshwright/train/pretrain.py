@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from meshwright.checkpoint import companions
-from meshwright.checkpoint.base import digest, read_base, with_base
-from meshwright.checkpoint.format import checkpoint_folder, find_checkpoint, model_folder
+from meshwright.checkpoint.base import begin_with_folder, digest, read_base, with_base
+from meshwright.checkpoint.format import checkpoint_folder, find_checkpoint, list_checkpoints, model_folder
 from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.save import Saver
 from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
@@ -159,7 +159,7 @@ def build_modules(
                     # Two stages of a foreign module may use one name for different parameters.
                     parameter.record = foreign_record(f"stage{index}.{name}", parameter)  # type: ignore[attr-defined]
             modules.append(module)
-            if ctx.mesh.is_first("dp", "cp", "tp"):
+            if ctx.mesh.is_first("dp", "cp", "tp") and config.model.kind != "hf":  # whose folder holds them
                 _warn_of_buffers(module, index)
     share_tied_parameters(modules)
     for module in modules:
@@ -214,6 +214,10 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
     check_shared(trainer, checkpoint_folder(config))
     if config.tune.adapts:
         agree(ctx, lambda: read_base(trainer))
+        trainer.publish()
+    if config.model.hf:
+        fresh = source is None and not list_checkpoints(checkpoint_folder(config))
+        agree(ctx, lambda: begin_with_folder(trainer, trainer.modules, fresh))
         trainer.publish()
     ready = time.time()
     come_from = resume(trainer, source)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.checkpoint.base import read_base
+from meshwright.checkpoint.base import begin_with_folder, read_base
 from meshwright.checkpoint.format import find_checkpoint
 from meshwright.checkpoint.resume import load_checkpoint
 from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
@@ -37,6 +37,10 @@ def replay(config: Config, step: int, checkpoint: Path | None, source: str | Non
         trainer = Trainer(ctx, modules, in_precision(ctx, modules, forward_step), data, valid)
         if config.tune.adapts:
             agree(ctx, lambda: read_base(trainer))
+            trainer.publish()
+        if config.model.hf:
+            fresh = checkpoint is None and source is None
+            agree(ctx, lambda: begin_with_folder(trainer, modules, fresh))
             trainer.publish()
         if checkpoint is not None or source is not None:
             found = checkpoint or find_checkpoint(str(source))

@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +158,11 @@ class RunFolder:
             file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
             file.flush()
         self._loggers.log({name: value for name, value in charted.items() if value is not None}, line["step"])
+
+    def last_steps(self, count: int) -> Lines:
+        """The last lines of metrics.jsonl."""
+        with (self.path / FILES[0]).open(encoding="utf-8") as file:
+            return [parse_json(line) for line in deque(file, maxlen=count)]
 
     def go_back(self, step: int) -> int:
         """Moves the lines of later steps, which will be trained again, to lost.jsonl; returns how many steps."""

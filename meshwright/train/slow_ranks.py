@@ -30,7 +30,8 @@ class SlowRanks(Hook):
         self.on = config.slow_factor > 0 and notes.writes and any(len(peers) > 1 for peers in self.peers)
         self.seen = 0
         self.times: deque[tuple[Sequence[float], Sequence[float], float]] = deque(maxlen=config.slow_steps)
-        self.lasting: dict[int, int] = {}  # steps for which a rank has been slow
+        self.least_s = config.slow_seconds
+        self.lasting: dict[int, tuple[int, float]] = {}  # steps, and seconds, for which a rank has been slow
         self.named: set[int] = set()
 
     def after(self, result: StepResult, last: bool) -> None:
@@ -54,8 +55,10 @@ class SlowRanks(Hook):
         step, middle = _quartile([each[2] for each in self.times]), statistics.median_low(busy.values())
         for rank in peers:
             slow = busy[rank] > self.factor * middle and busy[rank] - middle > SHARE * step
-            self.lasting[rank] = self.lasting.get(rank, 0) + 1 if slow else 0
-            if self.lasting[rank] == max(1, self.steps // 2) and rank not in self.named:
+            steps, seconds = self.lasting.get(rank, (0, 0.0))
+            steps, seconds = (steps + 1, seconds + result.step_time_s) if slow else (0, 0.0)
+            self.lasting[rank] = steps, seconds
+            if steps >= max(1, self.steps // 2) and seconds >= self.least_s and rank not in self.named:
                 self.named.add(rank)
                 self._name(rank, busy, data, middle, result)
             elif not slow and rank in self.named and busy[rank] < middle * (1 + self.factor) / 2:

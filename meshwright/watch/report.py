@@ -188,7 +188,7 @@ class RunReport:
 
     def _ranks(self, notes: Mapping[str, Any]) -> dict[str, Any]:
         found, layout = read_small(self.path / "ranks.json"), self.layout(notes)
-        keys = [key for key in ("busy_s", "waited_s", "peak_bytes") if isinstance(found.get(key), list)]
+        keys = [key for key in ("busy_s", "waited_s", "data_s", "peak_bytes") if isinstance(found.get(key), list)]
         ranks: dict[str, Any] = {key: [n for n in found[key] if is_number(n)][:MOST_GRID] for key in keys}
         if layout is not None:
             world = min(layout.world, MOST_GRID)
@@ -309,7 +309,7 @@ def _details(lines: list[dict[str, Any]]) -> dict[str, Any]:
     for name, key in groups.items():
         names = list(dict.fromkeys(n for line in lines for n in numbers(line.get(key))))
         found[name] = {n: [numbers(line.get(key)).get(n) for line in lines] for n in names}
-    for key in ("busy_s", "waited_s", "peak_bytes"):
+    for key in ("busy_s", "waited_s", "data_s", "peak_bytes"):
         rows = [numbers(line["ranks"].get(key)) if isinstance(line.get("ranks"), dict) else {} for line in lines]
         if any(rows):
             found[key] = {part: [row.get(part) for row in rows] for part in ("min", "median", "max", "rank")}

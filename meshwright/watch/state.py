@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.show.units import clock, percent, plural
+from meshwright.train.fault_notes import BAD_STEP, FAULT, ROLLBACK
 from meshwright.train.run_owner import who_trains
 
 SLOW_RANK = 1.25  # times the median's computing, from which on a rank is named
@@ -57,6 +58,9 @@ def alerts_of(run: Mapping[str, Any], state: Mapping[str, str]) -> list[Alert]:
     if progress["skipped"]:
         share = percent(progress["skipped"] / max(1, progress["steps_done"]))
         add("warn", f"{plural(progress['skipped'], 'step')} skipped ({share})", "loss")
+    for kind, what in ((FAULT, "fault"), (BAD_STEP, "bad step"), (ROLLBACK, "rollback")):
+        if noted := [str(event.get("text", "")) for event in run["events"] if event.get("kind") == kind]:
+            add("bad" if kind == FAULT else "warn", f"{plural(len(noted), what)}, the last: {noted[-1]}", "events")
     if slow := slow_rank(run["ranks"].get("busy_s") or []):
         add("warn", f"rank {slow[0]} {slow[1]}", "ranks")
     restarts = sum(event.get("kind") == "restart" for event in run["events"])

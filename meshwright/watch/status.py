@@ -20,7 +20,7 @@ import numpy as np
 from meshwright.checkpoint.format import DamagedCheckpoint, checkpoint_folder, list_checkpoints, read_index
 from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.config.sections import Config
-from meshwright.train.fault_notes import BAD_STEP, FAULT, ROLLBACK
+from meshwright.train.fault_notes import BAD_STEP, FAULT, ROLLBACK, SLOW
 from meshwright.train.run_folder import complete_step
 from meshwright.watch.read import is_number, read_lines, read_small
 from meshwright.watch.report import RunReport
@@ -62,6 +62,8 @@ def status_of(report: RunReport, verify: bool = False) -> dict[str, Any]:
     ]  # fmt: skip
     slow = slow_rank(run["ranks"].get("busy_s") or [])
     found["slow_rank"] = {"rank": slow[0], "text": slow[1]} if slow else None
+    last = {str(event.get("rank")): str(event.get("text", "")) for event in events if event.get("kind") == SLOW}
+    found["slow"] = [text for text in last.values() if not text.endswith("again")]
     found["checkpoint"] = newest_checkpoint(config, verify)
     return found
 

@@ -49,6 +49,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm": ("GlmConfig", {**LLAMA, "pad_token_id": 0}),
     "glm-no-bias": ("GlmConfig", {**LLAMA, "pad_token_id": 0, "head_dim": 16, "attention_bias": False}),
+    "glm4": ("Glm4Config", {**LLAMA, "pad_token_id": 0}),
     "mistral": ("MistralConfig", {**LLAMA, "sliding_window": 96}),
     "mistral-window": ("MistralConfig", {**LLAMA, "sliding_window": 11}),
     "qwen2-window": (

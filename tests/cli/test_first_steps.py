@@ -34,6 +34,14 @@ def test_init_writes_what_was_planned(model: str, devices: int, cluster: str, tm
     assert main(["init", *words]) == 2  # it is there already
 
 
+def test_init_says_when_the_data_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["init", "--out", str(tmp_path / "c.yaml"), "--model", "tiny", "--devices", "1", "--data"]
+    assert main([*words, "data/text.bin"]) == 2
+    assert "name them without their ending, data/text" in capsys.readouterr().err
+    assert main([*words, "data/txet"]) == 0
+    assert "data/txet is not there yet" in capsys.readouterr().err
+
+
 def test_init_asks_for_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--out", str(tmp_path / "c.yaml"), "--model", "tiny"]) == 2
     assert "give --data: token files" in capsys.readouterr().err

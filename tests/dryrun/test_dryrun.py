@@ -47,7 +47,10 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
         "layout": {**SP, "pp": 2}, "train": BF16,
         "model": {"kind": "t5", "layers": 6, "seq": 32, "t5": {"encoder_layers": 2, "decoder_seq": 32}},
     }),
-    "window": (2, {"layout": SP, "model": {**LLAMA, "window": 3, "window_pattern": [1, 0]}, "train": BF16}),
+    "window": (2, {
+        "layout": SP, "train": BF16,
+        "model": {**LLAMA, "window": 3, "window_pattern": [1, 0], "norm_place": "sandwich"},
+    }),
     "zero1": (4, {"zero": {"stage": 1}, "layout": SP, "model": LLAMA}),
     "zero2": (4, {"zero": {"stage": 2}, "layout": {"pp": 2}, "train": BF16}),
     "pieces": (2, {"recompute": {"mode": "full", "offload": True, "pieces": 3}, "layout": SP, "train": BF16}),

@@ -30,6 +30,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"kind": "yarn", "factor": 4.0, "original": 16, "beta_fast": 8.0, "truncate": False},
     },
     "qwen3": {**LLAMA, "qk_norm": True, "head_dim": 16},
+    "glm4": {**LLAMA, "qkv_bias": True, "rotary_fraction": 0.5, "norm_place": "sandwich"},
     "glm": {**LLAMA, "qkv_bias": True, "rotary_fraction": 0.5},
     "gpt_neox": {**SIZES, "position": "rope", "rotary_fraction": 0.25, "parallel_residual": True},
     "opt": {**SIZES, "position_offset": 2, "mlp": "relu"},

@@ -215,6 +215,8 @@ SPECIAL = [
     _special("pieces", _cut(2, 1, 1, **_LLAMA), {"blind": True}, recompute__pieces=5, zero__stage=3),
     _special("post-norm", _cut(1, 2, 1, sp=True), **_POST, model__mlp="geglu", recompute__pieces=2),
     _special("post-norm", _cut(2, 1, 2), **_POST, model__mlp="quick_gelu", recompute__mode="full", zero__stage=3),
+    _special("sandwich", _cut(1, 2, 1, sp=True, **_LLAMA), model__norm_place="sandwich"),
+    _special("sandwich", _cut(2, 1, 2), model__norm_place="sandwich", recompute__mode="full", zero__stage=3),
     _special("one-bucket", _cut(2, 2, 1), comm__bucket_mib=25.0),
     _special("bucket-a-parameter", _cut(2, 1, 2), comm__bucket_mib=1e-4),
     _special("sgd-unclipped", _cut(2, 2, 1), optimizer__name="sgd", train__clip=0.0),

@@ -15,7 +15,6 @@ from meshwright.config.faults import FaultsConfig
 from meshwright.show.run_page import summary
 from meshwright.train.bad_steps import Window
 from meshwright.train.fault_notes import KINDS
-from meshwright.train.result import StepResult
 from meshwright.train.run_folder import read_run
 from tests.support.ranks import run_ranks
 from tests.train.planted import Fault, events, lines, numbers, run
@@ -144,12 +143,20 @@ def test_on_other_layouts(tmp_path: Path, layout: dict[str, int], zero: int, who
         assert numbers(tmp_path / name) == numbers(tmp_path / "clean")
 
 
+@pytest.mark.wide
+def test_a_run_that_goes_on_knows_its_last_steps(tmp_path: Path) -> None:
+    """A spike in its second step stands out as it would have without a stop."""
+    sections = {"checkpoint": {"every": 8}}
+    run(tmp_path / "run", None, train={"steps": 8}, **sections)
+    run(tmp_path / "run", Fault(10, 0, factor=1e4, backward=True), **sections)
+    (event,) = events(tmp_path / "run", "fault")
+    assert event["step"] == 10
+
+
 def test_spikes_stand_out_of_the_window() -> None:
     window = Window(FaultsConfig())
-    result = StepResult(1, 0.0, 0.0, 0.0, None, False, 1, 1)
     for number in range(100):
         assert (window.bounds()[0] < 1e9) == (number >= 8)
-        result.loss, result.grad_norm = 3.0 + 0.1 * (number % 5 - 2), 1.0 + 0.2 * (number % 3)
-        window.add(result)
+        window.put(3.0 + 0.1 * (number % 5 - 2), 1.0 + 0.2 * (number % 3))
     loss, norm = window.bounds()
     assert 3.6 < loss < 5.0 and 10.0 < norm < 20.0

@@ -181,6 +181,8 @@ def test_one_that_is_asked_to_stop_while_it_waits(tmp_path: Path, quick: list[Pl
 
 
 def test_strange_notes_are_no_nodes(tmp_path: Path) -> None:
+    """Nor is one that nobody rewrites: it was left by an earlier job."""
+    nodes.Board(tmp_path, nodes.new_node("127.0.0.1", 0, [0]), 1.0)
     board = nodes.Board(tmp_path, nodes.new_node("127.0.0.1", 0, [0]), 1.0)
     (tmp_path / "node-x.json").write_text('{"name": "x"}')
     (tmp_path / "node-y.json").write_text("[" * 100_000)

@@ -32,12 +32,12 @@ class Told(FaultNotes):
 
 def steps(
     layout: Layout, count: int, slow: dict[int, float], data: dict[int, float], noise: float, seed: int = 0,
-    measured: bool = True, work: dict[int, float] | None = None,
+    measured: bool = True, work: dict[int, float] | None = None, least_s: float = 0.0,
 ) -> Told:  # fmt: skip
     """What is noted of so many steps of 0.1 s: `slow` ranks compute, and `data` ranks read, so many times that longer
     from the 31st on; every rank's step is longer by chance, sometimes by much. `work`: what a stage's work is."""
     told, chance = Told(), random.Random(seed)
-    hook = SlowRanks(layout, FaultsConfig(), told)
+    hook = SlowRanks(layout, FaultsConfig(slow_seconds=least_s), told)
     for step in range(1, count + 1):
         busy, reading = [], []
         for rank in range(layout.world):
@@ -60,6 +60,13 @@ def test_a_rank_that_is_slower_by_half_is_named_within_twenty_steps(noise: float
         ((step, text, rank),) = steps(Layout(8), 60, slow, data, noise).lines
         assert rank == 3 and 30 < step <= 50, (step, text)
         assert f"it is slow in {what}; the others wait for it, most over dp" in text
+
+
+def test_a_rank_that_is_slow_for_a_moment_is_not_named() -> None:
+    """Steps of 0.2 s: ten seconds are some fifty steps."""
+    assert not steps(Layout(8), 70, {3: 1.0}, {}, 0.0, least_s=10.0).lines
+    ((step, _, rank),) = steps(Layout(8), 100, {3: 1.0}, {}, 0.0, least_s=10.0).lines
+    assert rank == 3 and 80 <= step <= 95
 
 
 def test_on_an_accelerator_the_host_knows_how_long_it_waited_for_data() -> None:
@@ -91,13 +98,14 @@ def slowed(rank: int, world: int, folder: str) -> None:
 
         return called
 
-    sections = {"train": {"steps": 24, "global_batch": 8, "micro_batch": 2}}
+    sections = {"train": {"steps": 24, "global_batch": 8, "micro_batch": 2}, "faults": {"slow_seconds": 0.0}}
     GPTStage.forward = late(forward)  # type: ignore[method-assign]
     run(Path(folder) / "computing", **sections)
     GPTStage.forward, Made.sample = forward, late(sample)  # type: ignore[method-assign]
     run(Path(folder) / "reading data", **sections)
 
 
+@pytest.mark.wide
 def test_in_a_run(tmp_path: Path) -> None:
     run_ranks(2, slowed, str(tmp_path))
     for what in ("computing", "reading data"):

@@ -22,7 +22,8 @@ from meshwright.errors import UserError
 from meshwright.train.step import Trainer
 from tests.checkpoint import hf_models
 from tests.checkpoint.runs import Attempt, complete, newest, saved, tensors, timeless, tiny
-from tests.support.oracle import EXACT, load_into, make_trainer, small_config
+from tests.support.oracle import EXACT, gather_global, load_into, make_trainer, parameters, small_config, worst
+from tests.support.ranks import run_ranks
 
 FAMILIES = ("llama3", "qwen2", "qwen3-one-kv-head", "gpt2", "gpt-neox", "opt", "bloom", "mixtral", "deepseek-v3")
 # In PEFT the names of a dense MLP beside experts mean the experts too.
@@ -204,3 +205,23 @@ def test_a_run_needs_a_base() -> None:
         with_base(small_config(tune=TUNE, run={"dir": "no-such-run"}), None)
     with pytest.raises(UserError, match="tune.targets=w is not in this model"):
         make_trainer(small_config(tune={**TUNE, "targets": ["w"]}))
+
+
+def based(rank: int, world: int, base: str, layout: dict[str, Any]) -> Any:
+    """This rank's weights after its base was read, of which one part is trained whole."""
+    sections = {"model": asdict(HFFolder(Path(base)).model), "layout": layout, "train": {"global_batch": 2},
+                "tune": {"kind": "lora", "rank": 2, "base": base, "modules_to_save": ["norm1", "head"]}}  # fmt: skip
+    trainer = make_trainer(small_config(**sections), rank, world)
+    read_base(trainer)
+    trainer.publish()
+    return parameters(trainer)
+
+
+def test_replicas_read_their_base_too(tmp_path: Path) -> None:
+    """Their states have other names; what is trained whole begins as the base has it."""
+    base = tmp_path / "base"
+    hf_models.save("llama2", base, torch.float64)
+    wanted = gather_global(based(0, 1, str(base), {}))
+    for found in run_ranks(2, based, str(base), {"replicas": 2}):
+        error, name = worst(found, wanted)
+        assert error < EXACT, name

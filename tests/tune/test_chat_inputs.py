@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from meshwright.data.chat_prepare import _named
+from meshwright.data.chat_template import named_template
 from meshwright.data.conversations import read_records
+from meshwright.data.packed import MASK, packed_datasets
+from meshwright.data.token_file import METADATA_FORMAT
 from meshwright.errors import UserError
+from tests.support.token_files import write_documents
 
 
 def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
@@ -42,4 +46,19 @@ def test_a_named_template_has_the_folder_s_special_tokens(tmp_path: Path) -> Non
     """Also where the folder has no template of its own, which is when one is named."""
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": {"content": "<s>"}}))
     (tmp_path / "mine.jinja").write_text("{{ bos_token }}{{ eos_token }}")
-    assert _named(str(tmp_path / "mine.jinja"), tmp_path).special == {"eos_token": "</s>", "bos_token": "<s>"}
+    assert named_template(str(tmp_path / "mine.jinja"), tmp_path).special == {"eos_token": "</s>", "bos_token": "<s>"}
+
+
+def test_conversations_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
+    """Nothing would show that their ids mean other texts."""
+    prefixes = [str(tmp_path / name) for name in ("one", "two")]
+    for number, prefix in enumerate(prefixes):
+        write_documents(Path(prefix), [np.arange(5)])
+        write_documents(Path(prefix + MASK), [np.ones(5, np.uint8)])
+        told = {"format": METADATA_FORMAT, "version": 1, "vocab_size": 9, "eod": 0, "chat": "chat"}
+        told |= {"tokenizer": "t.json", "tokenizer_digest": f"digest {number}"}
+        Path(f"{prefix}.json").write_text(json.dumps(told))
+    given = ([1.0, 0.0, 0.0], 16, 0, False, True, {"chat"})
+    with pytest.raises(UserError, match="one and .*two were made with different tokenizers"):
+        packed_datasets(prefixes, *given)
+    assert packed_datasets(prefixes[:1], *given)[0] is not None

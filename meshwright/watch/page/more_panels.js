@@ -2,7 +2,7 @@ panel("ranks", "Ranks", "", "Each square is a rank, coloured by how long it comp
   const state = { key: "busy_s", rank: null, calls: null };
   const grid = el("div", { class: "ranks" }), key = el("div", {}), detail = el("div", { "aria-live": "polite" });
   let last = null;
-  tools.append(...choice({ busy_s: "computes", waited_s: "waits", peak_bytes: "memory" }, "busy_s", (chosen) => { state.key = chosen; update(last); }));
+  tools.append(...choice({ busy_s: "computes", waited_s: "waits", data_s: "waits for data", peak_bytes: "memory" }, "busy_s", (chosen) => { state.key = chosen; update(last); }));
   body.append(grid, key, detail);
   function format(name, value) { return name === "peak_bytes" ? bytes(value) : seconds(value); }
   function update(view) {
@@ -36,8 +36,8 @@ panel("ranks", "Ranks", "", "Each square is a rank, coloured by how long it comp
   }
   function show() {
     if (state.rank === null || !last) { detail.replaceChildren(); return; }
-    const ranks = last.run.ranks, facts = ["busy_s", "waited_s", "peak_bytes"].filter((name) => ranks[name] && finite(ranks[name][state.rank]));
-    const names = { busy_s: "computes", waited_s: "waits", peak_bytes: "held at most" };
+    const ranks = last.run.ranks, facts = ["busy_s", "waited_s", "data_s", "peak_bytes"].filter((name) => ranks[name] && finite(ranks[name][state.rank]));
+    const names = { busy_s: "computes", waited_s: "waits", data_s: "waits for data", peak_bytes: "held at most" };
     const calls = (state.calls && state.calls.calls) || [];
     detail.replaceChildren(el("p", { style: { margin: ".7rem 0 .3rem" } }, el("b", {}, `rank ${state.rank}`), place(ranks, state.rank), " · ",
       facts.map((name) => `${names[name]} ${format(name, ranks[name][state.rank])}`).join(" · ")),

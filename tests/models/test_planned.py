@@ -1,0 +1,171 @@
+"""Models that transformers builds, cut by their plans: gradients against one process, weights by boxes, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from meshwright.checkpoint.base import begin_with_folder
+from meshwright.checkpoint.format import find_checkpoint
+from meshwright.checkpoint.hf import export_folder
+from meshwright.checkpoint.planned_files import PlannedFolder
+from meshwright.checkpoint.save import Saver
+from meshwright.cli.dryrun import compare
+from meshwright.config.load import config_from
+from meshwright.config.rules import check
+from meshwright.device import Device
+from meshwright.dryrun.run_rank import run_rank
+from meshwright.errors import UserError
+from meshwright.models.description import layout_of
+from meshwright.models.planned.blueprint import blueprint
+from meshwright.parts.coordinate import Coordinate
+from meshwright.parts.planned import STYLES
+from meshwright.plan.job import checked_job
+from meshwright.plan.rank import expected
+from tests.models.planned_families import Alone, alone, config_of, make_trainer, measure, tiny, write_tiny
+from tests.support.ranks import run_ranks
+
+FAMILIES = ("granite", "qwen3_moe")  # a dense one with tied ends, and one with experts and norms of heads
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Alone]]:
+    folder = tmp_path_factory.mktemp("models")
+    return [(at, alone(at)) for at in (write_tiny(name, folder) for name in FAMILIES)]
+
+
+def with_planted_bugs(rank: int, world: int, folders: list[str], found: list[Alone]) -> tuple[Any, Any, Any]:
+    """The errors of both models; and of the mixture where norms of heads are not summed over tp, and where the input of
+    experts has each rank's own gradient."""
+    right = measure(rank, world, folders, found, ["tp 2", "pp 2", "ZeRO 3, recomputed"])
+    wrong = []
+    for style in ("replicated_with_grad_allreduce", "moe_tp_experts"):
+        kept = STYLES[style]
+        STYLES[style] = kept._replace(partial=False, before="")
+        wrong.append(measure(rank, world, folders[1:], found[1:], ["tp 2"])[0]["tp 2"])
+        STYLES[style] = kept
+    return right, *wrong
+
+
+def test_gradients_are_those_of_transformers_in_one_process(models: list[tuple[str, Alone]]) -> None:
+    assert all(found.logits == 0.0 for _, found in models)
+    folders, found = zip(*models, strict=True)
+    for right, norms, experts in run_ranks(2, with_planted_bugs, list(folders), list(found)):
+        for errors in right:
+            limits = {name: 1e-5 if "recomputed" in name else 1e-10 for name in errors}
+            assert all(errors[name][0] < limits[name] for name in errors), errors
+        assert norms[0] > 0.01 and "_norm" in norms[1]
+        assert experts[0] > 0.01
+
+
+def test_files_are_read_by_boxes_as_transformers_reads_them(tmp_path: Path) -> None:
+    """Of a mixture the files hold every expert's gate and up apart, and a parameter has all of them."""
+    import transformers
+
+    config = tiny("mixtral")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    ours = PlannedFolder(tmp_path)
+    assert set(ours.shapes) == set(theirs)
+    assert all(torch.equal(ours.whole(name), value) for name, value in theirs.items())
+    name, value = "model.layers.1.mlp.experts.gate_up_proj", theirs["model.layers.1.mlp.experts.gate_up_proj"]
+    start, shape = (1, value.shape[1] // 2 - 3, 5), (2, 6, 7)
+    assert torch.equal(ours.block(name, start, shape), value[1:3, start[1] : start[1] + 6, 5:12])
+
+
+def test_weights_go_out_as_they_came_in(tmp_path: Path) -> None:
+    """Into a run, its checkpoint, and a folder again: the same names and values, also of buffers that nobody trains."""
+    import transformers
+
+    came, went = tmp_path / "came", tmp_path / "went"
+    model = transformers.AutoModelForCausalLM.from_config(tiny("deepseek_v3"))
+    for name, value in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            value.copy_(torch.randn_like(value))
+    model.save_pretrained(came)
+    trainer = make_trainer(config_of(str(came), {"train": {"precision": "fp32", "global_batch": 4}}))
+    begin_with_folder(trainer, trainer.modules, fresh=True)
+    trainer.publish()
+    assert all(torch.equal(x, trainer.modules[0].net.state_dict()[name]) for name, x in model.state_dict().items())
+    with Saver(trainer, tmp_path / "saved", False, "wait", 0) as saver:
+        saver.save(last=True)
+        saver.wait()
+    told = export_folder(find_checkpoint(str(tmp_path / "saved")), went)
+    ours, theirs = (safe_open(at / "model.safetensors", framework="pt") for at in (went, came))
+    assert told["family"] == "deepseek_v3" and set(ours.keys()) == set(theirs.keys())
+    assert all(torch.equal(ours.get_tensor(name), theirs.get_tensor(name)) for name in theirs.keys())  # noqa: SIM118
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "sections",
+    [{"layout": {"tp": 2}}, {"layout": {"tp": 2, "pp": 2}, "zero": {"stage": 1}},
+     {"layout": {"tp": 2}, "zero": {"stage": 3}}],
+    ids=("tp", "tp-pp", "tp-zero3"),
+)  # fmt: skip
+def test_bytes_and_calls_are_as_planned(tmp_path: Path, family: str, sections: dict[str, Any]) -> None:
+    """One rank of four is run, and its states and collectives are compared with what the parts state."""
+    config = config_of(write_tiny(family, tmp_path), sections)
+    ran, said = run_rank(config, 4, 0, Device("cpu")), expected(checked_job(config, 4), 0)
+    found = compare(0, ran, said)
+    pairs = [found["parameters"], *found["bytes"].values(), *found["comm"].values(), *found["calls"]]
+    assert [pair for pair in pairs if not pair["equal"]] == []
+
+
+def test_documents_see_nothing_of_each_other(tmp_path: Path) -> None:
+    """Positions that begin anew keep attention inside a document; layers that carry a state are refused."""
+    granite = make_trainer(config_of(write_tiny("granite", tmp_path), {})).modules[0].eval()
+    ids = torch.arange(3, 19)[None]
+    positions = torch.tensor([[*range(6), *range(10)]])
+    with torch.no_grad():
+        packed = granite({"tokens": ids, "positions": positions})
+        apart = torch.cat([granite({"tokens": ids[:, at]}) for at in (slice(0, 6), slice(6, 16))], dim=1)
+    assert torch.allclose(packed, apart, rtol=1e-12, atol=1e-14)
+    sections = {"data": {"reset_positions": True, "reset_attention": True}}
+    with pytest.raises(UserError, match="layers of the kind linear_attention carry a state"):
+        make_trainer(config_of(write_tiny("qwen3_next", tmp_path), sections))
+
+
+def test_a_plan_becomes_records(tmp_path: Path) -> None:
+    model = blueprint(write_tiny("qwen3_moe", tmp_path)).model
+    records = {each.name: each for each in model.records(Coordinate((("tp", 2, 1),))).values()}
+    block = "model.layers.0."
+    packed = records[f"{block}mlp.experts.gate_up_proj"]
+    half = packed.shape[1] // 2
+    assert [box.start[1] for box in packed.boxes] == [half // 2, half + half // 2]
+    assert records[f"{block}self_attn.q_norm.weight"].partial == ("tp",)
+    assert records[f"{block}input_layernorm.weight"].partial == ()
+    assert records[f"{block}self_attn.o_proj.weight"].boxes[0].start == (0, 16)
+    assert records["model.embed_tokens.weight"].local_shape == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"layout": {"cp": 2}}, "layout.cp=2 can't be used with a model that transformers builds"),
+        ({"tune": {"kind": "lora", "base": "x"}}, "tune.kind=lora can't be used"),
+        ({"layout": {"tp": 4}}, "does not divide the 2 key-value heads"),
+        ({"train": {"precision": "fp8"}}, "use bf16"),
+    ],
+)
+def test_what_can_not_be_combined_is_refused(tmp_path: Path, sections: dict[str, Any], says: str) -> None:
+    config = config_of(write_tiny("granite", tmp_path), sections)
+    with pytest.raises(UserError, match=says):
+        check(config, 4)
+
+
+def test_a_family_that_was_not_found_right_is_refused_by_name(tmp_path: Path) -> None:
+    config = config_of(write_tiny("doge", tmp_path), {"layout": {"tp": 2}})
+    with pytest.raises(UserError, match="with the family doge: its dynamic mask .+; set layout.tp=1"):
+        layout_of(config, 2)
+
+
+def test_families_that_are_described_here_are_chosen_by_themselves(tmp_path: Path) -> None:
+    at = write_tiny("llama", tmp_path)
+    sections = {"model": {"hf": at, "seq": 16}, "data": {"prefixes": ["made"]}}
+    assert config_from(sections).model.kind == "gpt"
+    assert config_from({**sections, "model": {**sections["model"], "kind": "hf"}}).model.kind == "hf"

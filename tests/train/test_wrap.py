@@ -1,0 +1,97 @@
+"""`meshwright.wrap`: a module of one's own in a loop of one's own, on ZeRO and on tp, against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright
+import meshwright.train.wrap
+from meshwright.errors import UserError
+from tests.support.ranks import run_ranks
+
+PLAN = {"blocks.*.up": "colwise", "blocks.*.inner": "replicated_with_grad_allreduce", "blocks.*.down": "rowwise"}
+STEPS = 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.inner, self.down = nn.Linear(8, 12), nn.LayerNorm(3), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(self.up(x).unflatten(-1, (-1, 3))).flatten(-2)  # a norm of each "head", as models have
+        return x + self.down(torch.tanh(y))
+
+
+class Net(nn.Module):
+    """Blocks in a list, a module before and after them, and a parameter that belongs to neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.begin, self.blocks, self.end = nn.Linear(4, 8), nn.ModuleList(Block() for _ in range(3)), nn.Linear(8, 2)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.begin(x) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.end(x)
+
+
+def loss(module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return (module(batch["x"]) - batch["y"]).square().sum(), batch["y"].numel()
+
+
+def batch_of(step: int) -> dict[str, Tensor]:
+    torch.manual_seed(100 + step)
+    return {"x": torch.randn(8, 4).double(), "y": torch.randn(8, 2).double()}
+
+
+def wrapped(plan: dict[str, str] | None = None, **sections: dict[str, Any]) -> meshwright.train.wrap.Wrapped:
+    base: dict[str, Any] = {
+        "train": {"global_batch": 8, "micro_batch": 2, "precision": "fp64"}, "optimizer": {"lr": 1e-2},
+        "run": {"device": "cpu"}, "comm": {"bucket_mib": 0.001},
+    }  # fmt: skip
+    return meshwright.wrap(Net().double(), {**base, **sections}, plan=plan, loss=loss)
+
+
+def losses(model: Any, rank: int, ranks: int, first: int = 0) -> list[float]:
+    """The losses of some steps, in each of which a data-parallel rank has its samples: every `ranks`-th micro-batch."""
+    found = []
+    for step in range(first, first + STEPS):
+        own = {name: x.view(-1, ranks, 2, x.shape[-1])[:, rank].flatten(0, 1) for name, x in batch_of(step).items()}
+        result = model.step(own)
+        found += [result.loss, result.grad_norm]
+    return found
+
+
+def on_ranks(rank: int, world: int, folder: str) -> list[list[float]]:
+    sharded = wrapped(zero={"stage": 3})
+    first = losses(sharded, rank, 2)
+    sharded.save(folder)
+    cut = wrapped(PLAN, layout={"tp": 2})
+    again = wrapped(PLAN, layout={"tp": 2}, zero={"stage": 1})
+    again.load(folder)  # what ZeRO divided goes on where tp cuts
+    return [first, losses(cut, 0, 1), losses(again, 0, 1, first=STEPS)]
+
+
+def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
+    alone = wrapped()
+    reference, later = losses(alone, 0, 1), losses(alone, 0, 1, first=STEPS)
+    for sharded, cut, again in run_ranks(2, on_ranks, str(tmp_path / "saved")):
+        for found, wanted in ((sharded, reference), (cut, reference), (again, later)):
+            assert found == pytest.approx(wanted, rel=1e-9)
+
+
+def test_mistakes_are_told() -> None:
+    with pytest.raises(UserError, match="a step takes 8 samples of each rank"):
+        wrapped().step({"x": torch.zeros(4, 4), "y": torch.zeros(4, 2)})
+    with pytest.raises(UserError, match="the plan's style 'sideways' of begin.weight is not known"):
+        wrapped({"begin": "sideways"})
