@@ -47,13 +47,19 @@ def notice(text: str) -> None:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns `" (did you mean 'x'?)"` for the closest known name, or an empty string."""
+    close = closest(name, known)
+    return f" (did you mean '{close}'?)" if close else ""
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """Returns the known name that is closest, or an empty string."""
     names = list(known)
     # A name that is cut short means more than one that looks alike: h100 is near h100-80g, not v100-32g.
     close = [full for full in names if name and full.startswith(name)]
     close += [full for full in names if len(name) > 3 and name in full]
     # One wrong letter is a large share of a short name, so short names need a lower cutoff.
     close += difflib.get_close_matches(name, names, n=1, cutoff=0.5 if len(name) <= 3 else 0.65)
-    return f" (did you mean '{close[0]}'?)" if close else ""
+    return close[0] if close else ""
 
 
 def either(values: Iterable[Any]) -> str:

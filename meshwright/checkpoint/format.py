@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, get_type_hints
 
 from meshwright.config.sections import Config
-from meshwright.errors import UserError
+from meshwright.errors import UserError, closest
 from meshwright.outside import LARGEST, of_kind, parse_json
 
 FORMAT = "meshwright checkpoint"
@@ -308,12 +308,23 @@ def find_checkpoint(source: str) -> Path:
         raise UserError(
             f"{path} is a Hugging Face folder: turn it into a checkpoint with `meshwright import {path} --to FOLDER`"
         )
+    if not path.exists():
+        raise UserError(f"there is no folder '{path}'{_folder_near(path)}: name a run's folder or a checkpoint's")
     if not found:
         raise UserError(f"there is no complete checkpoint in {path}: name a run's folder or a checkpoint's")
     step = int(wanted) if wanted else max(found)
     if step not in found:
         raise UserError(f"{path} has no checkpoint of step {wanted}: it has {', '.join(map(str, found))}")
     return found[step]
+
+
+def _folder_near(path: Path) -> str:
+    """Suggests a folder beside it with nearly this name."""
+    try:
+        close = closest(path.name, sorted(each.name for each in path.parent.iterdir() if each.is_dir()))
+    except OSError:
+        return ""
+    return f" (did you mean '{path.with_name(close)}'?)" if close else ""
 
 
 def model_folder(source: str) -> Path:

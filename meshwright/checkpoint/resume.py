@@ -71,7 +71,8 @@ def _say_where(trainer: Checkpointed, source: str | None, continues: bool, from_
     config, step = trainer.ctx.config, trainer.step_number
     if continues and step:
         what = "copy in memory" if from_memory else "checkpoint"
-        notice(f"continues {config.run.dir} from step {step} of {config.train.steps}, {what} verified")
+        on = f" on {world} ranks" if (world := trainer.ctx.layout.world) > 1 else ""
+        notice(f"continues {config.run.dir} from step {step} of {config.train.steps}{on}, {what} verified")
     elif source is not None and not continues:
         notice(f"begins {config.run.dir} with the weights of {source}, checkpoint verified")
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import json
 import keyword
-import typing
 from collections.abc import Iterator
-from typing import Any
 
-from meshwright.config.load import key_of
-from meshwright.config.sections import Config
+from meshwright.config.load import config_keys
 
 EXAMPLES = """example:
   meshwright completion bash > ~/.local/share/bash-completion/completions/meshwright
@@ -28,17 +24,6 @@ def run(args: argparse.Namespace) -> None:
     scripts = {"bash": bash, "zsh": zsh, "fish": fish}
     text = scripts[args.shell]()
     print(json.dumps({"shell": args.shell, "script": text}) if args.json else text)
-
-
-def config_keys(kind: Any = Config, before: str = "") -> Iterator[str]:
-    """Every key of a config, as it is written on a command line."""
-    hints = typing.get_type_hints(kind)
-    for field in dataclasses.fields(kind):
-        name = f"{before}{key_of(field)}"
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from config_keys(hints[field.name], f"{name}.")
-        elif before:
-            yield f"{name}="
 
 
 def options() -> dict[str, list[str]]:

@@ -20,11 +20,12 @@ from meshwright.config.sections import Config
 from meshwright.config.twin import TWIN_DATA, tiny_config
 from meshwright.data.prepare import prepare as prepare_data
 from meshwright.errors import UserError, notice
+from meshwright.train.changes import layout_since
 from meshwright.train.datasets import datasets_of
 from meshwright.train.launch import warm_up
 from meshwright.train.processes import Place, find_place
 from meshwright.train.run_folder import refuse_finished, what_is_lost
-from meshwright.train.run_notes import write_event
+from meshwright.train.run_notes import read_events, write_event
 from meshwright.train.run_owner import refuse_owned
 
 EXAMPLES = """example:
@@ -131,10 +132,14 @@ def prepare(args: argparse.Namespace, place: Place) -> None:
 
 
 def say_start(config: Config, ranks: int) -> None:
-    with_ranks = f" with {ranks} ranks" if ranks > 1 else ""
+    """Says what comes. From which step a run goes on is told once its checkpoint is verified."""
+    many = f"{ranks} ranks" if ranks > 1 else ""
     emulate = config.comm.emulate
     slow = f" ({emulate.words(config.layout.node_size or ranks)})" if emulate.on else ""
-    notice(f"starts {config.run.dir}{with_ranks}, {config.train.steps} steps{slow}")
+    if list_checkpoints(checkpoint_folder(config)):
+        notice(f"goes on with {config.run.dir}{f' on {many}' * bool(many)}, up to step {config.train.steps}{slow}")
+    else:
+        notice(f"starts {config.run.dir}{f' with {many}' * bool(many)}, {config.train.steps} steps{slow}")
 
 
 def config_of(args: argparse.Namespace) -> Config:
@@ -156,6 +161,7 @@ def train(args: argparse.Namespace) -> None:
     from meshwright.show.run_page import summary
     from meshwright.train.gpt import datasets_provider, forward_step, model_provider
     from meshwright.train.pretrain import pretrain
+    from meshwright.watch.planned import planned_means
 
     config = config_of(args)
     place = find_place()
@@ -175,7 +181,7 @@ def train(args: argparse.Namespace) -> None:
     if trainer.writes and args.json:
         print(json.dumps(figures_of(config.run.dir)), flush=True)
     elif trainer.writes:
-        summary(config.run.dir)
+        summary(config.run.dir, plan=planned_means)
 
 
 def figures_of(folder: str) -> dict[str, Any]:
@@ -184,8 +190,9 @@ def figures_of(folder: str) -> dict[str, Any]:
         [json.loads(line) for line in (Path(folder) / name).read_text(encoding="utf-8").splitlines()]
         for name in ("metrics.jsonl", "validation.jsonl")
     )
+    since = min(layout_since(read_events(folder)), steps[-1]["step"] - 1)
     return {
         "run_dir": folder, "steps": len(steps), "first": steps[0], "last": steps[-1], "validation": validations,
         "tokens": sum(step["tokens"] for step in steps),
-        "tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps),
+        "tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps if step["step"] > since),
     }  # fmt: skip

@@ -8,7 +8,7 @@ import importlib
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from meshwright.config.presets import KIND_DEFAULTS, PRESETS
 from meshwright.config.recipes import SECTION, read_recipe, recipe_names
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import dump_yaml, parse_yaml, read_yaml
-from meshwright.errors import UserError, nearest
+from meshwright.errors import UserError, closest, nearest
 from meshwright.outside import LARGEST
 
+OTHER_NAMES = {"learning_rate": "lr", "batch_size": "global_batch", "max_steps": "steps"}  # what others call keys
 AUTO_LAYOUT = "layout=auto"  # a word that stands for the keys of the layout that the planner chooses
 
 
@@ -55,7 +56,8 @@ def set_key(raw: dict[str, Any], word: str, sections: Mapping[str, type] | None 
     key, equals, value = word.partition("=")
     *path, last = key.split(".")
     if not equals or not path or not all(path) or not last:
-        raise UserError(f"'{word}' is not of the form section.key=value, e.g. train.steps=100")
+        close = _full_key(last) if equals and not path else ""
+        raise UserError(f"'{word}' is not of the form section.key=value{close}, e.g. train.steps=100")
     section = raw
     for name in path:
         if section.get(name) is None:
@@ -76,6 +78,27 @@ def _kind_of(path: Sequence[str], kinds: Mapping[str, Any]) -> Any:
         return None
     hints = typing.get_type_hints(kind)
     return _kind_of(path[1:], {key_of(f): hints[f.name] for f in dataclasses.fields(kind)})
+
+
+def config_keys(kind: Any = Config, before: str = "") -> Iterator[str]:
+    """Every key of a config, as it is written on a command line."""
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        name = f"{before}{key_of(field)}"
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from config_keys(hints[field.name], f"{name}.")
+        elif before:
+            yield f"{name}="
+
+
+def _full_key(name: str) -> str:
+    """Suggests the key whose section was left out."""
+    ends: dict[str, str] = {}
+    for key in sorted((key.rstrip("=") for key in config_keys()), key=lambda key: key.count(".")):
+        ends.setdefault(key.split(".")[-1], key)
+    plain = name.lower().replace("-", "_")
+    found = ends.get(OTHER_NAMES.get(plain) or closest(plain, ends) or "")
+    return f" (did you mean {found}?)" if found else ""
 
 
 def config_from(raw: Mapping[str, Any], sections: Mapping[str, type] | None = None) -> Config:

@@ -19,6 +19,26 @@ def batch_unit(c: Config, world: int) -> tuple[int, str]:
     return dp * micro * parts, f"dp x micro_batch x {name} = {dp} x {micro} x {parts} = {dp * micro * parts}"
 
 
+def batch_problem(c: Config, world: int, samples: int) -> str:
+    """Returns what is wrong with a global batch of so many samples, and its fixes: first what trains the same."""
+    (unit, product), micro = batch_unit(c, world), c.train.micro_batch
+    shares = unit // micro
+    if samples < shares and not c.train.local.shares:
+        single = ", with train.micro_batch=1" if micro > 1 else ""
+        most = world // shares * samples
+        return (
+            f"can't be divided over {shares} data-parallel ranks: use at most {most} rank{'s' * (most > 1)}, or "
+            f"train.global_batch={shares}{single}"
+        )
+    up = -(-samples // unit) * unit
+    if samples % shares == 0:
+        fits = max(n for n in divisors(samples // shares) if n < micro)
+        fix = f"set train.micro_batch={fits} (the training stays the same), or train.global_batch={up}"
+    else:
+        fix = f"try {either(sorted({max(unit, samples // unit * unit), up}))}"
+    return f"is not a multiple of {product}: {fix}"
+
+
 def replicas_fit(c: Config, world: int) -> Iterator[str]:
     """What replicas can't be combined with, and what only replicas have."""
     replicas, local = c.layout.replicas, c.train.local

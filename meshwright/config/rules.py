@@ -10,7 +10,7 @@ from meshwright.config.glm import glm_fits
 from meshwright.config.grid import grid_divides, grid_fits
 from meshwright.config.hf_rules import hf_fits
 from meshwright.config.presets import APPROXIMATE_PRESETS
-from meshwright.config.replica_rules import batch_unit, replicas_fit, server_fits
+from meshwright.config.replica_rules import batch_problem, batch_unit, replicas_fit, server_fits
 from meshwright.config.sections import FP8_UNIT, Config
 from meshwright.config.t5 import t5_fits
 from meshwright.config.tune_rules import preferences_fit
@@ -225,9 +225,11 @@ def batch_divides(c: Config, world: int) -> Iterator[str]:
     start, step = c.train.ramp[:2] if c.train.ramp else (c.train.global_batch, unit)
     for size in (start, min(start + step, c.train.global_batch)):  # if both are multiples, so are all after them
         if size % unit:
-            where = "train.ramp passes through" if c.train.ramp else "train.global_batch ="
+            if not c.train.ramp:
+                yield f"train.global_batch={size} {batch_problem(c, world, size)}"
+                return
             near = either(sorted({max(unit, size // unit * unit), -(-size // unit) * unit}))
-            yield f"{where} {size} samples, which is not a multiple of {product}: try {near}"
+            yield f"train.ramp passes through {size} samples, which is not a multiple of {product}: try {near}"
 
 
 def eval_divides(c: Config, world: int) -> Iterator[str]:

@@ -78,8 +78,9 @@ def spans_of(simulation: Simulation) -> Iterator[Span]:
             yield Span(rank, track, span_name(action), timed.start, timed.end, args)
 
 
-def trace_json(spans: Iterable[Span], name: str = "") -> str:
-    """The document: complete events ("X") in microseconds, and the names of processes and tracks ("M")."""
+def trace_json(spans: Iterable[Span], name: str = "", **more: int) -> str:
+    """The document: complete events ("X") in microseconds, and the names of processes and tracks ("M"); `more` is noted
+    beside its name."""
     events: list[dict[str, Any]] = []
     names: dict[tuple[int, int, str], str] = {}
     for span in spans:
@@ -91,4 +92,4 @@ def trace_json(spans: Iterable[Span], name: str = "") -> str:
         names[span.rank, tid, "thread_name"] = span.track
     for (pid, tid, kind), text in sorted(names.items()):
         events.append({"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": kind, "args": {"name": text}})
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"name": name}})
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"name": name} | more})

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
-from meshwright.config.replica_rules import batch_unit
+from meshwright.config.replica_rules import batch_problem, batch_unit
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
@@ -233,10 +233,12 @@ def job_of(config: Config, world: int, stack: Stack | None = None, **more: Any) 
             f"{world} devices are not divisible by tp x cp x pp{word} = {c.tp} x {c.cp} x {c.pp}{size} = "
             f"{c.least_world}: change the number of devices or the layout"
         )
-    (unit, product), name = batch_unit(config, world), "train.global_batch" if job.samples is None else "samples"
+    unit, product = batch_unit(config, world)
+    if job.samples is None and job.global_batch % unit:
+        raise UserError(f"train.global_batch={job.global_batch} {batch_problem(config, world, job.global_batch)}")
     if job.global_batch < 1 or job.global_batch % unit:
         near = max(1, job.global_batch // unit) * unit
-        raise UserError(f"{name}={job.global_batch} is not a multiple of {product}: try {near}")
+        raise UserError(f"samples={job.global_batch} is not a multiple of {product}: try {near}")
     for field, dtype in job.data_fields.items():
         if dtype not in FIELD_BYTES:
             raise UserError(f"field '{field}' has the unknown dtype '{dtype}': use one of {', '.join(FIELD_BYTES)}")

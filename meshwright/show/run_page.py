@@ -4,13 +4,14 @@ many bytes went over which axis. No torch."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, NamedTuple, TextIO
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -25,7 +26,7 @@ from meshwright.schedule.kinds import placement_of
 from meshwright.show.layout_drawing import written
 from meshwright.show.loss_curve import Point, curve, finite
 from meshwright.show.run_parts import head, phase_bar
-from meshwright.show.terminal import PLAIN_WIDTH, console_for, has_colour, printable, show
+from meshwright.show.terminal import PLAIN_WIDTH, console_for, has_colour, is_terminal, printable, show
 from meshwright.show.units import clock, count, decimals, percent, plural, seconds, size
 from meshwright.train.counts import PHASES
 from meshwright.train.fault_notes import KINDS
@@ -52,13 +53,23 @@ CARGO = {
 }
 
 
-def summary(run_dir: str | Path, stream: TextIO | None = None) -> None:
+class Look(NamedTuple):
+    terminal: bool
+    colour: bool
+
+
+# Of a config, its ranks and lines of metrics.jsonl: by axis, the wire bytes that are planned of their mean.
+Plan = Callable[[Config, int, Sequence[Mapping[str, Any]]], Mapping[str, float]]
+
+
+def summary(run_dir: str | Path, stream: TextIO | None = None, plan: Plan | None = None) -> None:
     stream = sys.stdout if stream is None else stream
     width = max(MIN_WIDTH, min(console_for(stream).width, MAX_WIDTH))
-    show(console_for(stream, width), *page(read_run(run_dir), width, has_colour(stream)))
+    look = Look(is_terminal(stream), has_colour(stream))
+    show(console_for(stream, width), *page(read_run(run_dir), width, look, plan))
 
 
-def page(run: RunRecord, width: int, colour: bool) -> Iterator[RenderableType]:
+def page(run: RunRecord, width: int, look: Look, plan: Plan | None = None) -> Iterator[RenderableType]:
     config = dataclasses.replace(run.config, run=dataclasses.replace(run.config.run, dir=str(run.path)))
     yield head(config, run.world)
     yield ""
@@ -67,16 +78,17 @@ def page(run: RunRecord, width: int, colour: bool) -> Iterator[RenderableType]:
         return
     train = [(float(s["step"]), float(s["loss"])) for s in run.steps]
     valid = [(float(v["step"]), float(v["loss"])) for v in run.validations]
-    yield from curve(train, valid, width, colour)
+    yield from curve(train, valid, width, look.colour)
     yield ""
     yield _losses(train, valid)
     yield ""
     figures = _grid()
-    for label, text in (*_speed(run), *_links(run), *_phases(run, width, colour), *_skipped(run), *_faults(run)):
+    parts = (_speed(run), _seen(run), _links(run), _phases(run, width, look), _skipped(run), _faults(run))
+    for label, text in itertools.chain(*parts):
         figures.add_row(Text(label, "dim"), text)
     yield figures
     yield ""
-    yield from _traffic(run, width)
+    yield from _traffic(run, width, plan)
 
 
 def _grid(*right: str) -> Table:
@@ -109,27 +121,38 @@ def _links(run: RunRecord) -> Iterator[tuple[str, Text]]:
         yield "links", Text(emulate.words(run.config.layout.node_size or run.world or 1), "bad")
 
 
+def _since(run: RunRecord) -> str:
+    return f" since step {run.since:,}" if run.since else ""
+
+
 def _speed(run: RunRecord) -> Iterator[tuple[str, Text]]:
-    times = [float(s.get("step_time_s") or 0.0) for s in run.steps]
-    speeds = [float(s["tokens_per_s"]) for s in run.steps if s.get("tokens_per_s")]
-    tokens, samples = (sum(int(s.get(key) or 0) for s in run.steps) for key in ("tokens", "global_batch"))
+    if not run.recent:
+        yield "speed", Text(f"no step was finished since the layout changed at step {run.since:,}")
+        return
+    speeds = [float(s["tokens_per_s"]) for s in run.recent if s.get("tokens_per_s")]
     middle = statistics.median(speeds) if speeds else math.nan
     per_rank = f"   {count(middle / run.world)} per rank" if run.world and run.world > 1 else ""
-    step = f"   {seconds(statistics.median(times))} per step"
-    yield "speed", Text.assemble((f"{count(middle)} tokens/s", "bold"), f" (median){per_rank}{step}")
+    step = f"   {seconds(statistics.median(float(s.get('step_time_s') or 0.0) for s in run.recent))} per step"
+    yield "speed", Text.assemble((f"{count(middle)} tokens/s", "bold"), f" (median{_since(run)}){per_rank}{step}")
+
+
+def _seen(run: RunRecord) -> Iterator[tuple[str, Text]]:
+    times = [float(s.get("step_time_s") or 0.0) for s in run.steps]
+    tokens, samples = (sum(int(s.get(key) or 0) for s in run.steps) for key in ("tokens", "global_batch"))
     seen = f"{count(tokens)} tokens ({tokens / parameter_count(describe(run.config.model)):.3g} per parameter)"
     took = f"{plural(len(run.steps), 'step')} in {clock(sum(times))} without validation"
     yield "seen", Text.assemble((seen, "bold"), f"   {samples:,} samples   {took}")
 
 
-def _phases(run: RunRecord, width: int, colour: bool) -> Iterator[tuple[str, Text]]:
-    names = [p for p in PHASES if any(p in s.get("phases", {}) for s in run.steps)]
-    spent = {p: sum(float(s.get("phases", {}).get(p, 0.0)) for s in run.steps) for p in names}
+def _phases(run: RunRecord, width: int, look: Look) -> Iterator[tuple[str, Text]]:
+    names = [p for p in PHASES if any(p in s.get("phases", {}) for s in run.recent)]
+    spent = {p: sum(float(s.get("phases", {}).get(p, 0.0)) for s in run.recent) for p in names}
     if spent:
-        total = sum(float(s.get("step_time_s") or 0.0) for s in run.steps)
-        bar, legend = phase_bar(spent, total, min(width, PLAIN_WIDTH) - PAGE_LABEL_WIDTH, colour)
-        yield "time", bar
-        yield "", legend
+        total = sum(float(s.get("step_time_s") or 0.0) for s in run.recent)
+        bar, legend = phase_bar(spent, total, min(width, PLAIN_WIDTH) - PAGE_LABEL_WIDTH, look.colour)
+        if look.terminal:  # in a file it would be a row of letters
+            yield "time", bar
+        yield "" if look.terminal else "time", legend
 
 
 def _faults(run: RunRecord) -> Iterator[tuple[str, Text]]:
@@ -153,16 +176,19 @@ def _skipped(run: RunRecord) -> Iterator[tuple[str, Text]]:
         yield "skipped", Text("none")
 
 
-def _traffic(run: RunRecord, width: int) -> Iterator[RenderableType]:
+def _traffic(run: RunRecord, width: int, plan: Plan | None) -> Iterator[RenderableType]:
     """Returns the bytes of a mean step by axis of the layout, and in a small world also by link."""
-    axes = traffic_per_step(run.steps)
+    axes = traffic_per_step(run.recent)
+    if not run.recent:
+        return
     if not axes:
         yield Text.assemble(("nothing was sent: ", "bold"), "a single rank communicates with nobody")
         return
     ranks = f" of {plural(run.world, 'rank')} together" if run.world else ""
-    yield Text.assemble(("communication ", "bold"), (f"(a mean step{ranks})", "dim"))
+    yield Text.assemble(("communication ", "bold"), (f"(a mean step{_since(run)}{ranks})", "dim"))
     order = sorted(axes, key=lambda axis: -axes[axis]["wire_bytes"])
-    yield _axis_table(run, {axis: axes[axis] for axis in order})
+    planned = plan(run.config, run.world, run.recent) if plan and run.world else {}
+    yield _axis_table(run, {axis: axes[axis] for axis in order}, planned)
     yield Text("payload: the whole tensor, on every rank that takes part; wire: what they send, by rings", "dim")
     yield ""
     notes = _grid()
@@ -174,9 +200,9 @@ def _traffic(run: RunRecord, width: int) -> Iterator[RenderableType]:
         yield from _matrix(links(run.config, run.layout, axes), run.layout.world)
 
 
-def _axis_table(run: RunRecord, axes: Mapping[str, Mapping[str, float]]) -> Table:
+def _axis_table(run: RunRecord, axes: Mapping[str, Mapping[str, float]], planned: Mapping[str, float]) -> Table:
     total, payload, calls = (sum(c[key] for c in axes.values()) for key in ("wire_bytes", "payload_bytes", "calls"))
-    grid = _grid("axis", "calls", "payload", "on the wire", "per rank", "share")
+    grid = _grid("axis", "calls", "payload", "on the wire", "per rank", "share", *["planned"] * bool(planned))
     for axis, counts in axes.items():
         takers = sum(map(len, _groups(run.layout, axis)))
         share = counts["wire_bytes"] / total if total else 0.0
@@ -184,9 +210,17 @@ def _axis_table(run: RunRecord, axes: Mapping[str, Mapping[str, float]]) -> Tabl
             Text(axis, "title"), count(counts["calls"]), size(counts["payload_bytes"]),
             Text(size(counts["wire_bytes"]), "bold"), size(counts["wire_bytes"] / takers) if takers else "",
             "<0.1 %" if 0 < share < 0.0005 else percent(share),
+            *[_planned(counts["wire_bytes"], planned.get(axis))] * bool(planned),
         )  # fmt: skip
     grid.add_row("all", count(calls), size(payload), size(total), style="bold")
     return grid
+
+
+def _planned(sent: float, planned: float | None) -> Text:
+    if planned is None:
+        return Text("not known", "dim")
+    same = math.isclose(sent, planned, rel_tol=1e-9)
+    return Text(size(planned) if same else f"{size(planned)}: not equal", "good" if same else "bad")
 
 
 def _groups(layout: Layout | None, axis: str) -> tuple[tuple[int, ...], ...]:

@@ -304,7 +304,8 @@ class TracedStep(Hook):
         first = min(span.start for span in spans)
         moved = (replace(span, start=span.start - first, end=span.end - first) for span in spans)
         try:
-            self.path.write_text(trace_json(moved, f"{self.path.parent.name}, step {self.number}"), encoding="utf-8")
+            name = f"{self.path.parent.name}, step {self.number}"
+            self.path.write_text(trace_json(moved, name, step=self.number), encoding="utf-8")
         except OSError as error:
             warnings.warn(f"the step's trace can't be written to {self.path}: {error.strerror}", stacklevel=2)
 

@@ -20,13 +20,14 @@ from meshwright.checkpoint import format as fmt
 from meshwright.config.load import config_from, to_mapping, to_yaml
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import parse_yaml
-from meshwright.errors import UserError
+from meshwright.errors import UserError, notice
 from meshwright.layout import Layout
 from meshwright.models.description import layout_of
 from meshwright.outside import of_kind, parse_json, read_json
+from meshwright.train.changes import changed_keys, layout_since, learning_rate_words
 from meshwright.train.counts import COUNTS
 from meshwright.train.loggers import Loggers, Start, check_installed
-from meshwright.train.run_notes import write_event
+from meshwright.train.run_notes import read_events, write_event
 
 # What loggers chart of each step.
 CHARTED = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "global_batch", "tflops", "mfu")
@@ -50,6 +51,7 @@ class StepLine(_Line, total=False):
 
     tokens: float | None
     global_batch: float | None
+    lr: float | None
     step_time_s: float | None
     tokens_per_s: float | None
     phases: dict[str, float]
@@ -115,6 +117,7 @@ class RunFolder:
         what else run.json says."""
         self.path = Path(config.run.dir)
         source = _read_note(self.path, "from") if step and source is None else source
+        changed = changed_keys(self.path / "config.yaml", config) if step else []
         with self._written():
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
@@ -125,7 +128,11 @@ class RunFolder:
         again = f"; {lost[0]} later steps are trained again" if lost[0] else ""
         ranks = f"{world} rank{'s' * (world > 1)}"
         words = f"continues from step {step} on {ranks}{again}" if step else f"starts on {ranks}"
-        write_event(self.path, "resume" if step else "start", words, step, world=world, lost=lost[0])
+        write_event(self.path, "resume" if step else "start", words, step, world=world, lost=lost[0],
+                    changed=changed)  # fmt: skip
+        before = _learning_rate(self.path, step) if changed else None
+        if before is not None and (words := learning_rate_words(config, step, before, changed)):
+            notice(words)
         self._loggers = Loggers(logger_names(config), Start(self.path, to_mapping(config), step))
 
     def step(self, line: dict[str, Any]) -> None:
@@ -188,6 +195,12 @@ class RunFolder:
             raise UserError(f"run.dir={self.path} can't be written: {error.strerror}") from None
 
 
+def _learning_rate(folder: Path, step: int) -> float | None:
+    """The one of this step, which must be the last that is written."""
+    lines = _read_lines(folder / "metrics.jsonl")
+    return lines[-1].get("lr") if lines and lines[-1]["step"] == step else None
+
+
 def is_validated(folder: Path, step: int) -> bool:
     """Whether the validation after this step is written."""
     return any(line["step"] == step for line in _read_lines(folder / "validation.jsonl"))
@@ -233,13 +246,20 @@ def logger_names(config: Config) -> list[str]:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run's folder as it was read. `layout` is None where nothing tells how many ranks there were."""
+    """A run's folder as it was read. `layout` is None where nothing tells how many ranks there were; the steps after
+    `since` were trained with it."""
 
     path: Path
     config: Config
     steps: Lines
     validations: Lines
     layout: Layout | None
+    since: int = 0
+
+    @property
+    def recent(self) -> Lines:
+        """The steps of the newest layout, the only ones whose speed and bytes belong together."""
+        return [line for line in self.steps if line["step"] > self.since]
 
     @property
     def world(self) -> int | None:
@@ -265,7 +285,8 @@ def read_run(run_dir: str | Path, world: int | None = None) -> RunRecord:
     steps = _read_lines(path / "metrics.jsonl")
     world = world or _read_note(path, "world") or _least_world(config, steps)
     layout = layout_of(config, world) if world else None
-    return RunRecord(path, config, steps, _read_lines(path / "validation.jsonl"), layout)
+    since = layout_since(read_events(path))
+    return RunRecord(path, config, steps, _read_lines(path / "validation.jsonl"), layout, since)
 
 
 def _read_note(run_dir: Path, key: str) -> Any:

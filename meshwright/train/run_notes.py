@@ -25,6 +25,8 @@ class Event(TypedDict, total=False):
     kind: str
     step: int | None
     text: str
+    world: int
+    changed: list[str]
 
 
 EVENTS_FILE = "events.jsonl"

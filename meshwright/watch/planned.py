@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.config.sections import Config
@@ -17,6 +17,7 @@ from meshwright.schedule.kinds import build
 from meshwright.schedule.simulate import Simulation, simulate
 
 Spans = list[list[Any]]
+MOST_KINDS = 16  # of steps, for which a mean is planned
 KINDS = ("parameters", "gradients", "master", "optimizer", "activations", "buffers")
 
 
@@ -24,6 +25,39 @@ def planned_bytes(config: Config, world: int, samples: int, monitored: int, **at
     """Calls and bytes by axis of one step, summed over all ranks: what metrics.jsonl calls `comm`."""
     found = predict_step(config, world, samples=samples, monitored=monitored, **at)
     return {axis: dict(traffic._asdict()) for axis, traffic in found.items()}
+
+
+def step_kind(config: Config, step: int) -> dict[str, int]:
+    """What the plan must know of a step's number: replicas synchronise in some steps, and ranks compare what they hold
+    alike in every `faults.check_every`-th one."""
+    every = config.faults.check_every
+    if config.layout.replicas > 1:
+        return {"step": step}
+    return {"step": every} if every and step % every == 0 else {}
+
+
+def unplanned_axes(config: Config) -> set[str]:
+    """What experts exchange depends on the tokens, so that it is not known beforehand."""
+    return {"ep", "etp", "edp"} if config.model.experts.count else set()
+
+
+def planned_means(config: Config, world: int, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """By axis, the wire bytes that are planned of the mean of these steps, all ranks together: only of axes that can be
+    planned, and nothing where steps are of too many kinds, or some were skipped or summed in another way."""
+    kinds = Counter((int(line.get("global_batch") or 0), len(line.get("monitored") or {}),
+                     *step_kind(config, line["step"]).values()) for line in lines)  # fmt: skip
+    found: dict[str, float] = defaultdict(float)
+    warmup = config.comm.reduce.warmup_steps
+    if len(kinds) > MOST_KINDS or any(line["step"] <= warmup or line.get("skipped") for line in lines):
+        return {}
+    try:
+        for (samples, monitored, *at), count in kinds.items():
+            named = dict(zip(("step",), at, strict=False))
+            for axis, traffic in planned_bytes(config, world, samples, monitored, **named).items():
+                found[axis] += traffic["wire_bytes"] * count / len(lines)
+    except Exception:  # a run may have what the planner does not know, and its summary is shown nevertheless
+        return {}
+    return {axis: count for axis, count in found.items() if axis not in unplanned_axes(config)}
 
 
 def planned_memory(job: Job) -> dict[str, float]:

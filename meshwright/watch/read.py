@@ -68,5 +68,6 @@ def read_trace(path: Path) -> dict[str, Any] | None:
             name, track = str(event.get("name", "")), str(event.get("cat", ""))
             spans.append([event.get("pid", 0), track, name, start, start + took / 1e6, chunk])
     other = document.get("otherData")
-    name = str(other.get("name", "")) if isinstance(other, dict) else ""
-    return {"name": name, "spans": spans[:MOST_SPANS]} if spans else None
+    other = other if isinstance(other, dict) else {}
+    step = other.get("step") if isinstance(other.get("step"), int) else None
+    return {"name": str(other.get("name", "")), "step": step, "spans": spans[:MOST_SPANS]} if spans else None

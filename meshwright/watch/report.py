@@ -22,7 +22,9 @@ from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import job_of
 from meshwright.plan.measured import cluster_of
 from meshwright.show.run_parts import layout_line, schedule_line
+from meshwright.train.changes import layout_since
 from meshwright.train.run_folder import own_config
+from meshwright.train.run_notes import read_events
 from meshwright.watch import planned
 from meshwright.watch.metrics_file import MetricsFile
 from meshwright.watch.read import is_number, numbers, read_lines, read_small, read_trace
@@ -218,9 +220,14 @@ class RunReport:
 
     def _trace(self) -> dict[str, Any] | None:
         found = read_trace(self.path / "trace.json")
-        if found:
+        if found and (since := self._since()) and found["step"] and found["step"] <= since:
+            found["earlier"] = f"traced at step {found['step']}, before the layout changed at step {since}"
+        elif found:
             found["bubble"] = planned.bubble_of(found["spans"], self.config.layout.pp)
         return found
+
+    def _since(self) -> int:
+        return layout_since(read_events(self.path))
 
     # What the planner says.
 
@@ -230,7 +237,8 @@ class RunReport:
     def plan(self) -> dict[str, Any]:
         """Planned beside recorded. It is the same for all lines of one config."""
         notes, lines = read_small(self.path / "run.json"), self.metrics.lines(COMPARED)
-        key = (self.config_text, self.cluster, notes.get("world"), (self.path / "trace.json").exists())
+        trace = self.path / "trace.json"
+        key = (self.config_text, self.cluster, notes.get("world"), trace.stat().st_mtime_ns if trace.exists() else 0)
         if self._planned is None or self._planned[0] != key:
             self._planned = (key, self._plan(notes))
         found, world = dict(self._planned[1]), self._world(notes)
@@ -242,7 +250,7 @@ class RunReport:
         if world is None:
             return {}
         found: dict[str, Any] = {}
-        traced, step = read_trace(self.path / "trace.json"), None
+        traced, step = self._trace(), None
         try:
             host = not cluster or cluster.device.units == 1
             found["memory"] = planned.planned_memory(job_of(config, world, host=host))
@@ -250,29 +258,31 @@ class RunReport:
                 node = min(cluster.node.devices, world)
                 found["step"], step = planned.planned_step(config, world, cluster, node)
                 found["room_bytes"] = cluster.device.memory_gib * 2**30 if not host else None
-            spans = traced["spans"] if traced else []
-            found["simulated"] = planned.simulated_spans(config, spans, step) if traced else None
+            drawn = traced and "earlier" not in traced
+            found["simulated"] = planned.simulated_spans(config, traced["spans"], step) if traced and drawn else None
         except Exception as error:  # the page shows what it can
             found["why_not"] = str(error)
         return found
 
     def _bytes(self, world: int, samples: int, monitored: int, step: int) -> dict[str, dict[str, int]]:
-        """One step's planned bytes; steps differ only where replicas synchronise in some of them."""
-        at = {"step": step} if self.config.layout.replicas > 1 else {}
+        at = planned.step_kind(self.config, step)
         key = (self.config_text, world, samples, monitored, *at.values())
         if key not in self._known_bytes:
             self._known_bytes[key] = planned.planned_bytes(self.config, world, samples, monitored, **at)
         return self._known_bytes[key]
 
     def _compared(self, lines: list[dict[str, Any]], world: int) -> dict[str, Any]:
-        """By axis, the recorded and the planned bytes of the last step, and the first step where they differ. What
-        experts exchange depends on the tokens, so that it is not known beforehand."""
+        """By axis, the recorded and the planned bytes of the last step, and the first step of this layout where they
+        differ."""
         axes: dict[str, Any] = {}
-        varies = {"ep", "etp", "edp"} if self.config.model.experts.count else set()
+        varies = planned.unplanned_axes(self.config)
         warmup = self.config.comm.reduce.warmup_steps  # in which gradients are summed in another way
+        begin = max(warmup, self._since())
         for line in lines:
             comm, samples = line.get("comm"), line.get("global_batch")
-            if not isinstance(comm, dict) or not isinstance(samples, int) or line["step"] <= warmup:
+            if not isinstance(comm, dict) or not isinstance(samples, int) or line["step"] <= begin:
+                continue
+            if line.get("skipped"):  # it has no new weights to send
                 continue
             try:
                 wanted = self._bytes(world, samples, len(line.get("monitored") or {}), line["step"])

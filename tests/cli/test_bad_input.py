@@ -43,6 +43,14 @@ TRAIN = {
     "chunks without interleaving": (["layout.chunks=2"], "pipeline.schedule=interleaved"),
     "split that does not add up": (["layout.pp=2", "pipeline.split=[1,2]", "--nproc", "2"], "add up to layers=4"),
     "global batch": (["train.global_batch=7", "--nproc", "2"], "try 6 or 8"),
+    "micro-batch": (
+        ["train.micro_batch=8", "--nproc", "2"], "dp x micro_batch = 2 x 8 = 16: set train.micro_batch=4 (the training "
+        "stays the same), or train.global_batch=16"
+    ),
+    "more ranks than samples": (
+        ["layout.tp=2", "--nproc", "64"], "train.global_batch=8 can't be divided over 32 data-parallel ranks: use at "
+        "most 16 ranks, or train.global_batch=32"
+    ),
     "offloading nothing": (["recompute.offload=true"], "recomputes none: set recompute.mode=full"),
     "no pieces": (["recompute.pieces=0"], "recompute.pieces=0 must be greater than zero"),
     "more pieces than tokens": (["recompute.pieces=9999"], "tokens of a rank's micro-batch: lower it"),
@@ -102,7 +110,11 @@ TRAIN = {
     "no ranks": (["--nproc", "0"], "at least 1"),
     "a device that is not there": (["run.device=npu"], "run.device=cpu"),
     "a back end without devices": (["comm.backend=nccl", "run.device=auto", "--nproc", "2"], "use comm.backend=auto"),
-    "nothing to start from": (["--from", "nowhere"], "no complete checkpoint in nowhere"),
+    "nothing to start from": (["--from", "nowhere"], "there is no folder 'nowhere': name a run's"),
+    "a key without its section": (["lr=1e-4"], "(did you mean optimizer.lr?)"),
+    "another one": (["steps=10"], "(did you mean train.steps?)"),
+    "a key by another name": (["learning_rate=1e-4"], "(did you mean optimizer.lr?)"),
+    "a key of nobody": (["xyzzy=1"], "section.key=value, e.g. train.steps=100"),
     "a step that is no number": (["--from", "runs/a@last"], "after @ comes a step's number"),
     "negative restarts": (["--restarts", "-1"], "must not be negative"),
     "unknown option": (["--nprocs", "2"], "--help"),
@@ -194,6 +206,13 @@ def test_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "sizes.yaml").write_text("model: {layers: 2}\ndata: {prefixes: [tokens]}\n")
     assert "model.hidden and model.heads" in sentence(capsys, ["train", "sizes.yaml"])
     assert "did you mean 'train'" in sentence(capsys, ["trian", "config.yaml"])
+
+
+def test_a_folder_that_is_not_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "runs" / "config").mkdir(parents=True)
+    for command in (["generate", "runs/confg", "--prompt", "a"], ["inspect", "runs/confg@3"]):
+        said = sentence(capsys, command)
+        assert "there is no folder 'runs/confg' (did you mean 'runs/config'?): name a run's folder" in said
 
 
 def test_damaged_token_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

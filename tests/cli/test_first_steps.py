@@ -12,9 +12,9 @@ import pytest
 
 from meshwright.cli import auto_layout
 from meshwright.cli.auto_layout import best_layout, resolve, words_of
-from meshwright.cli.completion import bash, config_keys, fish, zsh
+from meshwright.cli.completion import bash, fish, zsh
 from meshwright.cli.main import COMMANDS, GROUPS, main, usage
-from meshwright.config.load import load_config
+from meshwright.config.load import config_keys, load_config
 from meshwright.plan.cluster import load_cluster
 from tests.support.token_files import write_documents
 

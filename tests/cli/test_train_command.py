@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from meshwright.cli.main import main
+from meshwright.cli.train import say_start
 from meshwright.config.load import load_config
 from meshwright.errors import UserError
 from meshwright.train.processes import Place, find_place, first_host, rendezvous
+from tests.support.oracle import small_config
 
 CONFIG = """
 model: {layers: 4, hidden: 32, heads: 4, vocab: 257, seq: 16, norm: rmsnorm, mlp: swiglu, position: rope, bias: false}
@@ -145,3 +147,13 @@ def test_the_example_that_brings_its_own_model(tmp_path: Path) -> None:
     one, many = (lines(tmp_path / name / "metrics.jsonl") for name in ("one", "four"))
     assert [a["loss"] for a in many][:20] == pytest.approx([a["loss"] for a in one][:20], rel=1e-4)
     assert many[-1]["loss"] < 0.97 * many[0]["loss"] and 0 < many[-1]["monitored"]["accuracy"] <= 1
+
+
+def test_only_a_new_run_is_said_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small_config(train={"steps": 90}, run={"dir": str(tmp_path)})
+    say_start(config, 2)
+    (tmp_path / "checkpoints" / "step-00000060").mkdir(parents=True)
+    say_start(config, 2)
+    started, goes_on = capsys.readouterr().err.splitlines()
+    assert started == f"starts {tmp_path} with 2 ranks, 90 steps"
+    assert goes_on == f"goes on with {tmp_path} on 2 ranks, up to step 90"

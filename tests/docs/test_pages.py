@@ -14,9 +14,8 @@ import pytest
 import yaml
 
 import meshwright
-from meshwright.cli.completion import config_keys
 from meshwright.cli.main import COMMANDS, MIXED
-from meshwright.config.load import config_from
+from meshwright.config.load import config_from, config_keys
 from meshwright.config.presets import PRESETS
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, commands, links, prose
 

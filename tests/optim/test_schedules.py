@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from meshwright.config.sections import Config
 from meshwright.optim.schedules import consumed_after, global_batch, learning_rate
+from meshwright.train.run_folder import RunFolder
 from tests.support.oracle import small_config
 
 PEAK, LEAST = 1e-2, 1e-3
@@ -130,3 +132,19 @@ def test_without_a_ramp_every_batch_is_the_target() -> None:
     config = small_config(train={"global_batch": 24})
     assert {global_batch(config, consumed) for consumed in (0, 1, 10_000)} == {24}
     assert consumed_after(config, 5) == 120
+
+
+def test_a_longer_schedule_says_where_the_rate_jumps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def resumed(step: int, **train: int) -> list[str]:
+        run = {"dir": str(tmp_path), "tensorboard": False}
+        config = small_config(train=train, lr={"min": 0.0}, optimizer={"lr": 1e-3}, run=run)
+        folder = RunFolder(config, 1, step)
+        folder.step({"step": step + 1, "loss": 1.0, "lr": learning_rate(config, step + 1), "comm": {}})
+        folder.close()
+        return capsys.readouterr().err.splitlines()
+
+    assert resumed(59, steps=60) == resumed(60, steps=60) == []
+    assert resumed(60, steps=90) == [
+        "the learning rate goes on at 2.4e-04 (it was 0.0e+00): the schedule now ends at step 90"
+    ]
+    assert resumed(60, steps=90) == [] and resumed(60, steps=90, micro_batch=1) == []

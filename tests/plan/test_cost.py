@@ -274,7 +274,7 @@ def test_the_whole_run_is_its_factors(capsys: pytest.CaptureFixture[str]) -> Non
         (["cost", "bloom-176b", "zero.stage=7"], "zero.stage=7 is not one of 0, 1, 2, 3"),
         (["cost", "bloom-176b", "recompute.mode=some"], "recompute.mode=some is not one of"),
         (["cost", "bloom-176b", "--tokens", "many"], "--tokens many must be a number"),
-        (["cost", "bloom-176b", "train.global_batch=7"], "not a multiple of dp x micro_batch"),
+        (["cost", "bloom-176b", "train.global_batch=7"], "7 can't be divided over 8 data-parallel ranks"),
         (["cost", "bloom-176b", "--stack", "fast"], "there is no stack 'fast'"),
         (["cost", "nowhere.yaml"], "there is no config file 'nowhere.yaml'"),
     ],

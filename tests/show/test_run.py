@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.config.load import config_from, to_mapping
+from meshwright.config.load import config_from, load_config, to_mapping
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -27,8 +27,10 @@ from meshwright.show.live import Display
 from meshwright.show.run_page import links, summary
 from meshwright.show.run_parts import sparkline
 from meshwright.show.units import clock, count, plural, seconds, size, ticks
-from meshwright.train.run_folder import read_run, traffic_per_step
+from meshwright.train.run_folder import RunFolder, read_run, traffic_per_step
 from meshwright.train.step import StepResult
+from meshwright.watch.planned import planned_means
+from tests.watch.made import WORLD, faulty, healthy, relaid
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 HIDE, SHOW, UP, ERASE = "\x1b[?25l", "\x1b[?25h", "\x1b[1A", "\x1b[2K"
@@ -290,9 +292,9 @@ def write_run(folder: Path, c: Config, results: list[StepResult], valid: list[fl
     return folder
 
 
-def summarised(folder: Path, stream: io.StringIO | None = None) -> str:
+def summarised(folder: Path, stream: io.StringIO | None = None, **more: Any) -> str:
     stream = stream or io.StringIO()
-    summary(folder, stream)
+    summary(folder, stream, **more)
     return stream.getvalue()
 
 
@@ -300,6 +302,7 @@ def test_summary_of_a_run(tmp_path: Path) -> None:
     results = [bad(n) if n == 4 else result(n) for n in range(1, 21)]
     text = summarised(write_run(tmp_path / "run", config(), results, [9.1, 8.2], world=8))
     assert "\x1b" not in text and max(map(len, text.splitlines()[3:])) <= 100
+    assert "ffff" not in text and re.search(r"^time +data 1 %  forward 30 %", text, re.MULTILINE)
     assert re.search(r"training +9\.9000 +8\.0000 +8\.0000  at step 20", text)
     assert re.search(r"validation +9\.1000 +8\.2000 +8\.2000  at step 20", text)
     assert "256 tokens/s (median)   32 per rank   1.00 s per step" in text
@@ -311,6 +314,29 @@ def test_summary_of_a_run(tmp_path: Path) -> None:
     assert re.search(r"dp +8 +78\.1 KiB +78\.1 KiB +9\.77 KiB +65\.6 %", text)
     coloured = summarised(tmp_path / "run", Terminal())
     assert "\x1b[" in coloured and "78.1 KiB" in coloured
+
+
+def test_a_summary_is_of_the_newest_layout(tmp_path: Path) -> None:
+    config = relaid(tmp_path / "run") / "config.yaml"
+    text = summarised(tmp_path / "run")
+    assert "5.12k tokens/s (median since step 40)   640 per rank   200 ms per step" in text
+    assert "960 samples   60 steps in 0:20" in text
+    assert "(a mean step since step 40 of 8 ranks together)" in text and not re.search(r"^tp ", text, re.MULTILINE)
+    assert summarised(healthy(tmp_path / "other")).count("since") == 0
+    RunFolder(load_config(config, ["zero.stage=1"]), WORLD, 60).close()
+    text = summarised(tmp_path / "run")
+    assert "no step was finished since the layout changed at step 60" in text and "nothing was sent" not in text
+
+
+def test_planned_bytes_stand_beside_the_recorded_ones(tmp_path: Path) -> None:
+    text = summarised(healthy(tmp_path / "good", steps=100), plan=planned_means)  # ranks are compared in step 100
+    rows = re.findall(r"^(dp|tp|pp|embedding|world) .* ([\d.]+ \w+)  +[\d.]+ \w+ .* %  +(.*)$", text, re.MULTILINE)
+    assert len(rows) == 5 and all(sent == planned for _, sent, planned in rows)
+    metrics = faulty(tmp_path / "bad") / "metrics.jsonl"
+    assert "  planned" not in summarised(tmp_path / "bad", plan=planned_means)  # skipped steps may send less
+    metrics.write_text(metrics.read_text().replace('"skipped": true', '"skipped": false'))
+    text = summarised(tmp_path / "bad", plan=planned_means)
+    assert re.findall(r"^(\w+) .*not equal$", text, re.MULTILINE) == ["tp"]
 
 
 def test_links_carry_what_the_axes_sum_to(tmp_path: Path) -> None:

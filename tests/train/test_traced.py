@@ -41,7 +41,7 @@ def test_a_measured_step_has_the_spans_of_the_simulated_one(name: str, tmp_path:
     case = CASES[name]
     run_ranks(WORLD, body, str(tmp_path), case)
     measured = json.loads((tmp_path / "trace.json").read_text())
-    assert measured["otherData"]["name"].endswith("step 3")
+    assert measured["otherData"]["name"].endswith("step 3") and measured["otherData"]["step"] == 3
     layout = case["layout"]
     table = build(case["pipeline"]["schedule"], layout["pp"], MICRO_BATCHES, layout.get("chunks", 1))
     simulated = json.loads(trace_json(spans_of(simulate(table, 1.0, 2.0, 0.1))))

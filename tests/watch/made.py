@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from meshwright.pipeline.trace import spans_of, trace_json
 from meshwright.plan.communication import predict_step
 from meshwright.schedule.kinds import build
 from meshwright.schedule.simulate import simulate
+from meshwright.train.run_folder import RunFolder
 
 WORLD, BEGAN = 8, 1_700_000_000.0
 PHASES = {"data": 0.01, "forward": 0.12, "backward": 0.22, "reduce": 0.03, "optimizer": 0.02}
@@ -38,16 +40,21 @@ def line_of(step: int, comm: dict[str, Any], loss: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def comm_of(config: Config, **at: int) -> dict[str, Any]:
+    return {axis: dict(traffic._asdict()) for axis, traffic in predict_step(config, WORLD, **at).items()}
+
+
 def healthy(folder: Path, steps: int = 60, done: int | None = None) -> Path:
     """`done`: the steps that are written, of `steps`."""
     folder.mkdir(parents=True, exist_ok=True)
     config, done = config_of(steps, folder), done or steps
     (folder / "config.yaml").write_text(to_yaml(config))
-    comm = {axis: dict(traffic._asdict()) for axis, traffic in predict_step(config, WORLD).items()}
+    comm, checked = comm_of(config), comm_of(config, step=config.faults.check_every)
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, done + 1):
             loss = 2.0 + 4.0 * math.exp(-5 * step / steps) + 0.05 * math.sin(7 * step)
-            file.write(json.dumps(line_of(step, comm, loss)) + "\n")
+            sent = comm if step % config.faults.check_every else checked
+            file.write(json.dumps(line_of(step, sent, loss)) + "\n")
     validations = [{"step": n, "loss": 3.0 - n / steps, "sources": {"data/books": 2.5, "data/code": 2.1}}
                    for n in (steps // 3, steps // 2)]  # fmt: skip
     names = ["embedding", *(f"layers.{n}" for n in range(4)), "final_norm"]
@@ -73,7 +80,7 @@ def healthy(folder: Path, steps: int = 60, done: int | None = None) -> Path:
              "peak_bytes": [3e8] * WORLD}  # fmt: skip
     (folder / "ranks.json").write_text(json.dumps(ranks))
     timeline = simulate(build("1f1b", 2, 4, 1), 0.03, 0.06, 0.01)
-    (folder / "trace.json").write_text(trace_json(spans_of(timeline), "made, step 3"))
+    (folder / "trace.json").write_text(trace_json(spans_of(timeline), "made, step 3", step=3))
     return folder
 
 
@@ -87,6 +94,17 @@ def resumed(folder: Path) -> Path:
     add_event(folder, kind="restart", text="rank 1 was killed by SIGKILL; restart 1 of 3")
     add_event(folder, kind="resume", step=20, text="continues from step 20; 11 later steps are trained again", lost=11)
     add_event(folder, kind="end", step=50, text="stopped on request at step 50 of 60", time=BEGAN + 30)
+    return folder
+
+
+def relaid(folder: Path, step: int = 40) -> Path:
+    """One that went on after `step` without tensor parallelism, as a run writes it."""
+    before = config_of(60, healthy(folder, done=step + 5))
+    config = replace(before, layout=replace(before.layout, tp=1), run=replace(before.run, tensorboard=False))
+    comm, run = comm_of(config), RunFolder(config, WORLD, step)
+    for number in range(step + 1, 61):
+        run.step(line_of(number, comm, 2.0) | {"step_time_s": 0.2, "tokens_per_s": 5120.0})
+    run.close()
     return folder
 
 

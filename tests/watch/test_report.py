@@ -22,7 +22,7 @@ from meshwright.watch.page import page, policy
 from meshwright.watch.report import RunReport
 from meshwright.watch.server import Runs, Server, whole_page
 from meshwright.watch.thin import MOST_POINTS, thinned
-from tests.watch.made import WORLD, faulty, healthy, line_of, resumed
+from tests.watch.made import WORLD, add_event, faulty, healthy, line_of, relaid, resumed
 
 
 def test_columns_equal_the_file_and_follow_it(tmp_path: Path) -> None:
@@ -67,6 +67,28 @@ def test_a_run_of_a_hundred_thousand_steps_opens_in_a_second(tmp_path: Path) -> 
         took.append(time.process_time() - begun)
     assert document["progress"]["step"] == 100_000 and len(json.dumps(document)) < 400_000
     assert min(took) < 1.0, took
+
+
+def test_steps_are_compared_with_the_plan_of_their_own_layout(tmp_path: Path) -> None:
+    report = RunReport(relaid(tmp_path / "run"))
+    document, plan = report.document(), report.plan()
+    assert {axis: each["differs_at"] for axis, each in plan["comm"].items()} == dict.fromkeys(
+        ("dp", "embedding", "pp", "world")
+    )
+    assert document["trace"]["earlier"] == "traced at step 3, before the layout changed at step 40"
+    assert "bubble" not in document["trace"] and plan["simulated"] is None
+    add_event(tmp_path / "run", kind="resume", step=50, world=WORLD, changed=["train.steps"])
+    assert report.document()["trace"]["earlier"].endswith("at step 40")  # the newest start has the same layout
+    add_event(tmp_path / "run", kind="resume", step=30, world=WORLD, changed=[])
+    assert report.document()["trace"]["earlier"].endswith("at step 30")  # it went back beyond the change
+    add_event(tmp_path / "run", kind="resume", step=55, world=WORLD // 2, changed=[])
+    assert report.document()["trace"]["earlier"].endswith("at step 55")
+
+
+def test_steps_that_compare_the_ranks_are_as_planned(tmp_path: Path) -> None:
+    report = RunReport(healthy(tmp_path / "run", steps=100))
+    report.document()
+    assert {each["differs_at"] for each in report.plan()["comm"].values()} == {None}
 
 
 def test_states_are_told_apart(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ panel("pipeline", "Pipeline", "wide", "One step as it was measured (run.trace: t
     none.hidden = Boolean(trace);
     for (const node of [heads[0], measured.node]) node.hidden = !trace;
     for (const node of [heads[1], planned.node]) node.hidden = !(trace && drawn);
-    sub.textContent = trace ? trace.name : "";
+    sub.textContent = trace ? trace.earlier || trace.name : "";
     if (!trace) return;
     const end = (spans) => Math.max(...spans.map((span) => span[4]));
     const longest = Math.max(end(trace.spans), drawn ? end(drawn.spans) : 0);
