@@ -105,7 +105,8 @@ class DataParallel:
         scattered = [bucket for bucket in self.buckets if bucket.stage >= 2]
         self._each = EveryMicroBatch(scattered, self._launch, uses, late, overlap.gradients)
         first = {id(b): unit for unit in reversed(units) for b in unit.buckets}
-        for unit in units:
+        # Stage 3's gathers already need all ranks to run the same units in the same order. Stage 2 must not.
+        for unit in (unit for unit in units if unit.closes):
             own = [bucket for bucket in unit.buckets if first[id(bucket)] is unit]
             unit.on_done = partial(self._each.end_unit, own)
         for bucket in self.buckets:

@@ -90,8 +90,8 @@ class EveryMicroBatch:
     complete when all contributions of a micro-batch have arrived: `uses` per parameter, by its id (one if not listed).
 
     Which parameters a module that is not ours uses may depend on the data, so its buckets wait for the end of a
-    backward, that of their unit where it says so (`end_unit`): `late` gives, by the bucket's id, the chunk whose
-    backward is the last that can fill it.
+    backward: that of their unit in stage 3 (`end_unit`), or else of a chunk: `late` gives, by the bucket's id, the one
+    whose backward is the last that can fill it.
     """
 
     def __init__(

@@ -29,19 +29,22 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks in a list, a module before and after them, and a parameter that belongs to neither."""
+    """Blocks in a list, a module before and after them, and a parameter that belongs to neither. One that `skips`
+    leaves out the first or the second block, by the data."""
 
-    def __init__(self) -> None:
+    def __init__(self, skips: bool = False) -> None:
         super().__init__()
+        self.skips = skips
         torch.manual_seed(3)
         self.begin, self.blocks, self.end = nn.Linear(4, 8), nn.ModuleList(Block() for _ in range(3)), nn.Linear(8, 2)
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
         self.unused = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
+        left_out = int(x[0, 0] > 0) if self.skips else None
         x = self.begin(x) * self.scale
-        for block in self.blocks:
-            x = block(x)
+        for number, block in enumerate(self.blocks):
+            x = x if number == left_out else block(x)
         return self.end(x)
 
 
@@ -54,12 +57,14 @@ def batch_of(step: int) -> dict[str, Tensor]:
     return {"x": torch.randn(8, 4).double(), "y": torch.randn(8, 2).double()}
 
 
-def wrapped(plan: dict[str, str] | None = None, **sections: dict[str, Any]) -> meshwright.train.wrap.Wrapped:
+def wrapped(
+    plan: dict[str, str] | None = None, skips: bool = False, **sections: dict[str, Any]
+) -> meshwright.train.wrap.Wrapped:
     base: dict[str, Any] = {
         "train": {"global_batch": 8, "micro_batch": 2, "precision": "fp64"}, "optimizer": {"lr": 1e-2},
         "run": {"device": "cpu"}, "comm": {"bucket_mib": 0.001},
     }  # fmt: skip
-    return meshwright.wrap(Net().double(), {**base, **sections}, plan=plan, loss=loss)
+    return meshwright.wrap(Net(skips).double(), {**base, **sections}, plan=plan, loss=loss)
 
 
 def losses(model: Any, rank: int, ranks: int, first: int = 0) -> list[float]:
@@ -79,15 +84,18 @@ def on_ranks(rank: int, world: int, folder: str) -> list[list[float]]:
     cut = wrapped(PLAN, layout={"tp": 2})
     again = wrapped(PLAN, layout={"tp": 2}, zero={"stage": 1})
     again.load(folder)  # what ZeRO divided goes on where tp cuts
-    return [first, losses(cut, 0, 1), losses(again, 0, 1, first=STEPS)]
+    skipping = losses(wrapped(skips=True, zero={"stage": 2}), rank, 2)
+    return [first, losses(cut, 0, 1), losses(again, 0, 1, first=STEPS), skipping]
 
 
 def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
-    alone = wrapped()
-    reference, later = losses(alone, 0, 1), losses(alone, 0, 1, first=STEPS)
-    for sharded, cut, again in run_ranks(2, on_ranks, str(tmp_path / "saved")):
-        for found, wanted in ((sharded, reference), (cut, reference), (again, later)):
-            assert found == pytest.approx(wanted, rel=1e-9)
+    one = wrapped()
+    reference, later = losses(one, 0, 1), losses(one, 0, 1, first=STEPS)
+    skipping = losses(wrapped(skips=True), 0, 1)
+    wanted = [reference, reference, later, skipping]
+    for found in run_ranks(2, on_ranks, str(tmp_path / "saved")):
+        for name, own, alone in zip(("ZeRO 3", "tp", "tp after ZeRO 3", "skipping"), found, wanted, strict=True):
+            assert own == pytest.approx(alone, rel=1e-9), name
 
 
 def test_mistakes_are_told() -> None:
