@@ -1,8 +1,8 @@
 """A unit is a part of the model whose weights are gathered and released together: the embedding, a block, the head.
 
-Sharding puts a `gate` on each unit's module, and a model calls its units with `call_unit`, which opens and closes the
-gate. Without a gate that is a plain call. A `mark` on a unit is shown what the unit returns in training. Units
-that are called through `recompute` keep only their input for backward.
+Sharding puts a gate on each unit's module, and a model calls its units with `call_unit`, which opens and closes the
+gate. Without a gate that is a plain call. A mark on a unit is shown what the unit returns in training. Units that are
+called through `recompute` keep only their input for backward.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.nn.offload import HostActivations, HostCopy
+
+# Attributes of modules, which may be anybody's: a part of one's own may well be called `gate`. What a unit returns is
+# shown to its MARK, and a gradient that a chunk sends back to its MARK_SENT_BACK.
+GATE, MARK, MARK_SENT_BACK = "_meshwright_gate", "_meshwright_mark", "_meshwright_mark_sent_back"
 
 
 class Gate(Protocol):
@@ -53,14 +57,14 @@ def call_in_backward(call: Callable[[], None], *xs: Tensor) -> tuple[Tensor, ...
 def call_unit(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Any:
     """Returns unit(x, *rest), one tensor or several, with the unit's weights gathered. `hold` keeps them in memory
     after forward, for a unit whose backward follows at once."""
-    y, mark = _call_gated(unit, x, rest, hold), getattr(unit, "mark", None)
+    y, mark = _call_gated(unit, x, rest, hold), getattr(unit, MARK, None)
     if mark is not None and unit.training:
         mark(y)
     return y
 
 
 def _call_gated(unit: nn.Module, x: Tensor, rest: tuple[Any, ...], hold: bool) -> Any:
-    gate: Gate | None = getattr(unit, "gate", None)
+    gate: Gate | None = getattr(unit, GATE, None)
     if gate is None:
         return unit(x, *rest)
     gate.open()

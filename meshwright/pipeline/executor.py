@@ -22,6 +22,7 @@ from meshwright.errors import UserError
 from meshwright.models.description import REFERENCE
 from meshwright.models.stage import stage_of
 from meshwright.nn.random import Streams
+from meshwright.nn.unit import MARK, MARK_SENT_BACK
 from meshwright.nn.weight_grad import Deferred, deferring
 from meshwright.pipeline.output import LOSS, Totals, as_output
 from meshwright.pipeline.trace import Recorder, span_name
@@ -209,7 +210,7 @@ class _Run:
         stage.announce(self.seeds.announced if self.training else None)
         with torch.set_grad_enabled(self.training):
             result = as_output(e.forward_step(module, batch, received))
-        if self.training and (mark := getattr(module, "mark", None)) is not None:  # of a chunk without units
+        if self.training and (mark := getattr(module, MARK, None)) is not None:  # of a chunk without units
             for x in (*result.tensors.values(), *(term.sum for term in result.terms)):
                 mark(x)
         self.totals.add(result)
@@ -240,7 +241,7 @@ class _Run:
         if inputs := self.inputs.pop(key):
             with_grad = {name: x for name, x in inputs.items() if has_gradient(name, x.dtype)}
             self.grads[key] = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in with_grad.items()}
-            mark = getattr(self.executor.modules[action.chunk], "mark_sent_back", None)
+            mark = getattr(self.executor.modules[action.chunk], MARK_SENT_BACK, None)
             if mark is not None:
                 for grad in self.grads[key].values():
                     mark(action.micro_batch, grad)

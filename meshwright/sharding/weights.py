@@ -15,6 +15,7 @@ from meshwright.comm.group import Group
 from meshwright.comm.ledger import Ledger
 from meshwright.config.comm import GatherConfig
 from meshwright.models.stage import stage_of
+from meshwright.nn.unit import GATE
 from meshwright.sharding.buffers import Bucket, FlatBuffer, Slot
 from meshwright.sharding.compression.gather import GatheredCodes
 from meshwright.sharding.node_copies import NodeCopies
@@ -83,7 +84,7 @@ class WeightGatherer:
             unit.buckets = list(dict.fromkeys(used))
             unit.weights, unit.closes = self, any(bucket.stage == 3 for bucket in unit.buckets)
             if any(bucket.stage for bucket in unit.buckets) and not unit.whole_chunk:
-                unit.module.gate = unit  # type: ignore[assignment]
+                setattr(unit.module, GATE, unit)
 
     # Stages 1 and 2.
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.models.stage import stage_of
 from meshwright.nn.parallel import record_of
+from meshwright.nn.unit import MARK, MARK_SENT_BACK
 from meshwright.schedule.kinds import placement_of
 from meshwright.sharding.buffers import Bucket
 from meshwright.train.context import Context
@@ -102,9 +103,9 @@ class Marks:
         self.steps: dict[int, list[Mark]] = {}
         self._now: list[Mark] = []
         for place in unit_places(ctx, modules):
-            place.unit.mark = partial(self._passed, place.order, place.name, place.following)  # type: ignore[assignment]
+            setattr(place.unit, MARK, partial(self._passed, place.order, place.name, place.following))
         for chunk in chunk_places(ctx, modules):
-            chunk.unit.mark_sent_back = partial(self._came_back, chunk.order, chunk.following)  # type: ignore[assignment]
+            setattr(chunk.unit, MARK_SENT_BACK, partial(self._came_back, chunk.order, chunk.following))
 
     def begin(self, step: int) -> None:
         """Begins to note a step, anew if it is computed again."""

@@ -14,17 +14,19 @@ import meshwright.train.wrap
 from meshwright.errors import UserError
 from tests.support.ranks import run_ranks
 
-PLAN = {"blocks.*.up": "colwise", "blocks.*.inner": "replicated_with_grad_allreduce", "blocks.*.down": "rowwise"}
+PLAN = {"blocks.*.gate": "colwise", "blocks.*.mark": "replicated_with_grad_allreduce", "blocks.*.down": "rowwise"}
 STEPS = 3
 
 
 class Block(nn.Module):
+    """Its parts have names that are usual, and that nothing which is put on a unit may take."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.inner, self.down = nn.Linear(8, 12), nn.LayerNorm(3), nn.Linear(12, 8)
+        self.gate, self.mark, self.down = nn.Linear(8, 12), nn.LayerNorm(3), nn.Linear(12, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(self.up(x).unflatten(-1, (-1, 3))).flatten(-2)  # a norm of each "head", as models have
+        y = self.mark(self.gate(x).unflatten(-1, (-1, 3))).flatten(-2)  # a norm of each "head", as models have
         return x + self.down(torch.tanh(y))
 
 

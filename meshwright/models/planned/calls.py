@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.comm.group import Group
 from meshwright.comm.ops import copy_to, gather_rows, reduce_from, slice_rows
 from meshwright.errors import UserError
-from meshwright.nn.unit import Gate, call_in_backward
+from meshwright.nn.unit import GATE, Gate, call_in_backward
 from meshwright.parts.planned import STYLES
 
 Forward = Callable[..., Any]
@@ -154,7 +154,7 @@ def gated(unit: nn.Module, members: Sequence[nn.Module]) -> None:
 
     def wrapped(original: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            gate: Gate | None = getattr(unit, "gate", None)
+            gate: Gate | None = getattr(unit, GATE, None)
             if gate is None:
                 return original(*args, **kwargs)
             gate.open()

@@ -14,7 +14,7 @@ from meshwright.layout.params import ParamRecord, slices_of
 from meshwright.models.planned.calls import changed, gated, outer_modules, place, style_of
 from meshwright.models.stage import LossCounts, Receives
 from meshwright.nn.parallel import Parallel
-from meshwright.nn.unit import Gate, call_in_backward
+from meshwright.nn.unit import GATE, Gate, call_in_backward
 from meshwright.parts.part import Coordinate, LossTerm
 from meshwright.parts.planned import PlannedParameter
 
@@ -93,7 +93,7 @@ class ForeignStage(nn.Module):
 
     def with_loose(self, run: Callable[[], Any]) -> Any:
         """Runs with the parameters there that belong to no unit, in forward and in backward."""
-        gate: Gate | None = getattr(self.loose, "gate", None) if self.loose is not None else None
+        gate: Gate | None = getattr(self.loose, GATE, None) if self.loose is not None else None
         if gate is None:
             return run()
         gate.open()
