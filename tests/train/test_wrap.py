@@ -16,6 +16,10 @@ from tests.support.ranks import run_ranks
 
 PLAN = {"blocks.*.gate": "colwise", "blocks.*.mark": "replicated_with_grad_allreduce", "blocks.*.down": "rowwise"}
 STEPS = 3
+BASE: dict[str, Any] = {
+    "train": {"global_batch": 8, "micro_batch": 2, "precision": "fp64"}, "optimizer": {"lr": 1e-2},
+    "run": {"device": "cpu"}, "comm": {"bucket_mib": 0.001},
+}  # fmt: skip
 
 
 class Block(nn.Module):
@@ -62,11 +66,7 @@ def batch_of(step: int) -> dict[str, Tensor]:
 def wrapped(
     plan: dict[str, str] | None = None, skips: bool = False, **sections: dict[str, Any]
 ) -> meshwright.train.wrap.Wrapped:
-    base: dict[str, Any] = {
-        "train": {"global_batch": 8, "micro_batch": 2, "precision": "fp64"}, "optimizer": {"lr": 1e-2},
-        "run": {"device": "cpu"}, "comm": {"bucket_mib": 0.001},
-    }  # fmt: skip
-    return meshwright.wrap(Net(skips).double(), {**base, **sections}, plan=plan, loss=loss)
+    return meshwright.wrap(Net(skips).double(), {**BASE, **sections}, plan=plan, loss=loss)
 
 
 def losses(model: Any, rank: int, ranks: int, first: int = 0) -> list[float]:
@@ -87,6 +87,10 @@ def on_ranks(rank: int, world: int, folder: str) -> list[list[float]]:
     again = wrapped(PLAN, layout={"tp": 2}, zero={"stage": 1})
     again.load(folder)  # what ZeRO divided goes on where tp cuts
     skipping = losses(wrapped(skips=True, zero={"stage": 2}), rank, 2)
+    other = Net().double()
+    other.scale.data[-1] += rank  # as with a seed of each rank's own
+    with pytest.raises(UserError, match="rank 1 built another Net than rank 0: seed every rank alike"):
+        meshwright.wrap(other, BASE, loss=loss)
     return [first, losses(cut, 0, 1), losses(again, 0, 1, first=STEPS), skipping]
 
 
