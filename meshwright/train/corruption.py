@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.comm.group import Group
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.sharding.buffers import FlatBuffer, State
@@ -105,9 +106,10 @@ class ReplicaCheck(Hook):
     """Compares before every so many steps, when nothing runs ahead."""
 
     def __init__(self, trainer: Trainer, notes: FaultNotes) -> None:
-        self.trainer, self.notes, self.every = trainer, notes, trainer.ctx.config.faults.check_every
+        self.trainer, self.notes = trainer, notes
+        self.every = trainer.ctx.config.faults.check_every if trainer.ctx.layout.world > 1 else 0
         self.axes = trainer.ctx.layout.step_groups()
-        if self.every and trainer.ctx.layout.world > 1:
+        if self.every:
             trainer.before_step = self.check
 
     def pauses(self, step: int) -> bool:
@@ -165,7 +167,15 @@ class ReplicaCheck(Hook):
             if mesh.rank in each.group:
                 group = mesh.group(each.axis)
                 for tensor in (x for held in self._held() if held.axis == each.axis for x in held.tensors):
-                    group.broadcast(tensor, each.source)
+                    self._broadcast(group, tensor, each.source)
+
+    def _broadcast(self, group: Group, tensor: Tensor, source: int) -> None:
+        """Sends bytes, since remainders are of a type that backends don't know; states in host memory by way of the
+        device."""
+        there = tensor.to(self.trainer.ctx.device.torch)
+        group.broadcast(there.view(-1).view(torch.uint8), source)
+        if there is not tensor:
+            tensor.copy_(there)
 
     def _names(self, found: Sequence[Divergence]) -> str:
         """Of the parameters that differ, by a closer look of the groups that do."""
