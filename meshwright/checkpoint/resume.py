@@ -66,6 +66,13 @@ def resume(trainer: Checkpointed, source: str | None) -> str:
     return "memory" if from_memory else "disk"
 
 
+def has_checkpoint(trainer: Checkpointed) -> bool:
+    """Whether the run has a checkpoint, as the rank that writes sees it, on every rank."""
+    ctx = trainer.ctx
+    here = trainer.writes and bool(fmt.list_checkpoints(fmt.checkpoint_folder(ctx.config)))
+    return bool(ctx.mesh.world.agreed(float(here), ctx.device.torch))
+
+
 def _say_where(trainer: Checkpointed, source: str | None, continues: bool, from_memory: bool) -> None:
     """All that was read was checked against its checksums."""
     config, step = trainer.ctx.config, trainer.step_number

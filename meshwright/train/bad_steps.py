@@ -16,8 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from meshwright.checkpoint import format as fmt
-from meshwright.checkpoint.resume import resume
+from meshwright.checkpoint.resume import has_checkpoint, resume
 from meshwright.checkpoint.save import Saver
 from meshwright.config.faults import LEAST_WINDOW, FaultsConfig
 from meshwright.errors import UserError
@@ -208,10 +207,8 @@ class BadSteps:
         raise UserError(f"step {result.step}: {text}")
 
     def _has_checkpoint(self) -> bool:
-        ctx = self.trainer.ctx
         self.saver.committed()
-        here = self.trainer.writes and bool(fmt.list_checkpoints(fmt.checkpoint_folder(ctx.config)))
-        return bool(ctx.mesh.world.agreed(float(here), ctx.device.torch))
+        return has_checkpoint(self.trainer)
 
     def _roll_back(self, result: StepResult, text: str, place: Place) -> None:
         """Loads the newest checkpoint, and goes on with the samples after the bad batch."""

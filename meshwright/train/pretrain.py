@@ -15,8 +15,8 @@ from torch import nn
 
 from meshwright.checkpoint import companions
 from meshwright.checkpoint.base import begin_with_folder, digest, read_base, with_base
-from meshwright.checkpoint.format import checkpoint_folder, find_checkpoint, list_checkpoints, model_folder
-from meshwright.checkpoint.resume import resume
+from meshwright.checkpoint.format import checkpoint_folder, find_checkpoint, model_folder
+from meshwright.checkpoint.resume import has_checkpoint, resume
 from meshwright.checkpoint.save import Saver
 from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
 from meshwright.config.blocks import seconds_of
@@ -216,7 +216,7 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         agree(ctx, lambda: read_base(trainer))
         trainer.publish()
     if config.model.hf:
-        fresh = source is None and not list_checkpoints(checkpoint_folder(config))
+        fresh = not has_checkpoint(trainer) and source is None
         agree(ctx, lambda: begin_with_folder(trainer, trainer.modules, fresh))
         trainer.publish()
     ready = time.time()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 import meshwright
 from meshwright.config.load import config_from
 from meshwright.errors import UserError
+from meshwright.train import pretrain
 from tests.support.ranks import run_ranks
 
 
@@ -215,3 +217,27 @@ def cut_run(rank: int, world: int, folder: str, axis: str) -> str:
 def test_ranks_that_would_all_compute_the_same_are_refused(axis: str, tmp_path: Path) -> None:
     said = run_ranks(2, cut_run, str(tmp_path / "run"), axis)
     assert all(f"layout.{axis}=2 would have every rank compute all of Wide" in text for text in said)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_the_rank_that_writes_says_whether_a_run_is_new(writes: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    """Both see a checkpoint. The other ranks of this world see none: those of the second case include the writer."""
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    world = SimpleNamespace(agreed=lambda value, device: value)
+    config = SimpleNamespace(
+        run=SimpleNamespace(dir=str(tmp_path)), checkpoint=SimpleNamespace(dir=""), model=SimpleNamespace(hf="folder"),
+        tune=SimpleNamespace(adapts=False),
+    )  # fmt: skip
+    ctx = SimpleNamespace(config=config, mesh=SimpleNamespace(world=world), device=SimpleNamespace(torch=None), rank=0)
+    told = []
+
+    def begin(trainer: Any, modules: Any, fresh: bool) -> None:
+        told.append(fresh)
+        raise UserError("far enough")
+
+    monkeypatch.setattr(pretrain, "begin_with_folder", begin)
+    monkeypatch.setattr(pretrain, "refuse_finished", lambda *args: None)
+    monkeypatch.setattr(pretrain, "check_shared", lambda *args: None)
+    with pytest.raises(UserError, match="far enough"):
+        pretrain.run_owned(SimpleNamespace(ctx=ctx, writes=writes, modules=[]), None, None, 0.0)  # type: ignore[arg-type]
+    assert told == [not writes]
