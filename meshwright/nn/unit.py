@@ -57,10 +57,16 @@ def call_in_backward(call: Callable[[], None], *xs: Tensor) -> tuple[Tensor, ...
 def call_unit(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Any:
     """Returns unit(x, *rest), one tensor or several, with the unit's weights gathered. `hold` keeps them in memory
     after forward, for a unit whose backward follows at once."""
-    y, mark = _call_gated(unit, x, rest, hold), getattr(unit, MARK, None)
-    if mark is not None and unit.training:
-        mark(y)
+    y = _call_gated(unit, x, rest, hold)
+    show_mark(unit, y, unit.training)
     return y
+
+
+def show_mark(unit: nn.Module, y: Any, training: bool) -> None:
+    """Shows what a unit returned to its mark, if it has one."""
+    mark = getattr(unit, MARK, None)
+    if mark is not None and training:
+        mark(y)
 
 
 def _call_gated(unit: nn.Module, x: Tensor, rest: tuple[Any, ...], hold: bool) -> Any:

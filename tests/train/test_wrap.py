@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import meshwright
 import meshwright.train.wrap
 from meshwright.errors import UserError
+from meshwright.train.marks import BACKWARD, FORWARD, Marks
 from tests.support.ranks import run_ranks
 
 PLAN = {"blocks.*.gate": "colwise", "blocks.*.mark": "replicated_with_grad_allreduce", "blocks.*.down": "rowwise"}
@@ -102,6 +103,15 @@ def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     for found in run_ranks(2, on_ranks, str(tmp_path / "saved")):
         for name, own, alone in zip(("ZeRO 3", "tp", "tp after ZeRO 3", "skipping"), found, wanted, strict=True):
             assert own == pytest.approx(alone, rel=1e-9), name
+
+
+def test_every_block_leaves_marks() -> None:
+    model = wrapped()
+    marks = model.trainer.marks = Marks(model.trainer.ctx, model.trainer.modules)
+    losses(model, 0, 1)
+    for direction in (FORWARD, BACKWARD):
+        found = {mark.order for mark in marks.steps[STEPS] if mark.direction == direction}
+        assert len(found) == 5, "begin, three blocks and end"
 
 
 def test_mistakes_are_told() -> None:

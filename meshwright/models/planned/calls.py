@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.comm.group import Group
 from meshwright.comm.ops import copy_to, gather_rows, reduce_from, slice_rows
 from meshwright.errors import UserError
-from meshwright.nn.unit import GATE, Gate, call_in_backward
+from meshwright.nn.unit import GATE, Gate, call_in_backward, show_mark
 from meshwright.parts.planned import STYLES
 
 Forward = Callable[..., Any]
@@ -144,7 +144,7 @@ def _copies(xs: Sequence[Tensor]) -> list[Tensor]:
 def gated(unit: nn.Module, members: Sequence[nn.Module]) -> None:
     """Has the gate that sharding may put on a unit opened before the forward and the backward of each of its `members`
     (the unit itself, where it is one module), and closed when all of them have been through. Where one is not called,
-    the weights stay until the chunk is through."""
+    the weights stay until the chunk is through. What each returns is shown to the unit's mark."""
     passed = {"forward": 0, "backward": 0}
 
     def through(work: str, close: Callable[[], None]) -> None:
@@ -152,8 +152,10 @@ def gated(unit: nn.Module, members: Sequence[nn.Module]) -> None:
         if not passed[work]:
             close()
 
-    def wrapped(original: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(member: nn.Module) -> Forward:
+        original: Forward = member.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
             gate: Gate | None = getattr(unit, GATE, None)
             if gate is None:
                 return original(*args, **kwargs)
@@ -166,10 +168,15 @@ def gated(unit: nn.Module, members: Sequence[nn.Module]) -> None:
             through("forward", gate.close)
             return changed(result, lambda xs: _copies(call_in_backward(gate.open, *xs))) if learns else result
 
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            result = run(*args, **kwargs)
+            show_mark(unit, result, member.training)
+            return result
+
         return forward
 
     for member in members:
-        member.forward = wrapped(member.forward)
+        member.forward = wrapped(member)
 
 
 def outer_modules(root: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Parameter]]]:
