@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from meshwright.checkpoint.format import blocks_of
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.planned_files import PlannedFolder
-from meshwright.config.load import flat
+from meshwright.config.load import flat, plain
 from meshwright.config.sections import TRAINING_KEYS, Config, ModelConfig
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord, slices_of
@@ -63,8 +63,8 @@ def open_base(base: str, model: ModelConfig) -> Base:
     """Opens a base and checks that it is of this model."""
     folder = fmt.model_folder(base)
     source: Base = HFFolder(folder, model.seq) if (folder / "config.json").is_file() else Reader(folder)
-    theirs = asdict(source.model) if isinstance(source, HFFolder) else source.index.config["model"]
-    ours, found = flat(asdict(model)), flat(theirs)
+    theirs = plain(source.model) if isinstance(source, HFFolder) else source.index.config["model"]
+    ours, found = flat(plain(model)), flat(theirs)
     idle = {*TRAINING_KEYS, "seq"} | (set() if model.position == "rope" else {"rope_theta"})
     strange = [key for key in ours if key not in idle and key in found and found[key] != ours[key]]
     if strange:

@@ -31,7 +31,7 @@ class FaultsConfig:
     check_every: int = 100  # steps between comparisons of what several ranks hold alike; 0: none
     slow_factor: float = 1.5  # times the median of the ranks, from which a rank is slow; 0: none is named
     slow_steps: int = 10  # steps for which it must be,
-    slow_seconds: float = 10.0  # and seconds: what other programs on a machine do to a rank passes sooner
+    slow_seconds: float = 10.0  # and for so many seconds: disturbances by other programs are shorter
     elastic: bool = False  # a lost rank or node does not end the run: it goes on with those that are left
     rest: str = "10min"  # for which the device of a rank that failed is not used, and twice as long each further time
     lost_after: str = "15s"  # after which a node that gives no sign is taken to be lost

@@ -212,16 +212,17 @@ def _value(hint: Any, key: str, value: Any) -> Any:
     return value
 
 
+def plain(value: Any) -> Any:
+    """A section or a value of it as JSON and YAML have it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {key_of(f): plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [plain(item) for item in value]
+    return value
+
+
 def to_mapping(config: Config) -> dict[str, Any]:
     """Nested plain values; `config_from` turns them back into the same config."""
-
-    def plain(value: Any) -> Any:
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return {key_of(f): plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        if isinstance(value, (tuple, list)):
-            return [plain(item) for item in value]
-        return value
-
     out = {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config) if f.name != "extra"}
     out |= {name: plain(section) for name, section in config.extra.items()}
     return out

@@ -2,8 +2,8 @@
 
 Such a step makes no update (`train/gate.py`), so the weights are still those before it, and it can be computed again
 from the same inputs: a step is a function of the weights, the seed and the samples consumed. If it is good then,
-something went wrong on a rank the first time: a fault of the hardware, which the marks of both goes lay to a rank and a
-layer. If it is as bad, it is the data or the model, and the config says what happens.
+something went wrong on a rank the first time: a fault of the hardware, and comparing the marks of both runs shows the
+rank and the layer. If it is as bad, it is the data or the model, and the config says what happens.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class BadSteps:
 
     def settle(self, result: StepResult, again: Again) -> StepResult:
         """Returns the result that stands; `again` computes the step once more. Raises `WentBack` after a rollback."""
-        bounds = self.window.bounds() if self.config.spike != "off" else (math.inf, math.inf)
+        # The bounds by which it was held or not: where steps run ahead, the window knows more by now.
+        bounds = result.bounds if self.holds_spikes or self.config.spike == "off" else self.window.bounds()
         if result.held:
             self.trainer.gate.release()
             result = self._examine(result, again, bounds)
@@ -157,15 +158,15 @@ class BadSteps:
         first = self._marks(result.step)
         if not self.replays:
             return self._data_or_model(result, f"{why}, and is not computed again", self._not_finite(first))
-        told = spike and self.config.spike == "tell"
-        if told:
+        tells = self.config.spike == "tell"
+        if tells:
             self._set_bounds(math.inf, math.inf)
         self.trainer.take_back(result)
         replayed = again()
         self.trainer.gate.release()
-        if not why_bad(replayed, bounds):
+        if not why_bad(replayed, bounds) or (tells and not spike and not replayed.held):
             return self._hardware(replayed, why, self._differing(first, self._marks(result.step)))
-        if told:
+        if tells and spike and not replayed.held:
             self.notes.add(BAD_STEP, f"{why}: the same when it is computed again, so it is the data or the model; "
                            f"trained{self._samples(replayed)}", result.step)  # fmt: skip
             return replayed

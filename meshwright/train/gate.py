@@ -36,7 +36,7 @@ class Gate:
         loss = (all_sums[:n] / (counts + (counts <= 0))).sum()
         count = normalisation.count_on_device(all_sums[n])
         norm = gradient_scaling(count, all_sums[2 * n], normalisation.weight, 0.0).norm
-        held = (loss > self.loss_bound) | (norm > self.norm_bound) & norm.isfinite()
+        held = (loss > self.loss_bound) & loss.isfinite() | (norm > self.norm_bound) & norm.isfinite()
         if self.nonfinite:
             held = held | ~loss.isfinite() | ~norm.isfinite()
         held = held if self._held is None else held | self._held

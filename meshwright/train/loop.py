@@ -206,6 +206,10 @@ class TooManyFaults(Hook):
     def __init__(self, notes: FaultNotes, saver: Saver) -> None:
         self.notes, self.saver = notes, saver
 
+    def pauses(self, step: int) -> bool:
+        """No step may be begun after this one, or its update would be saved without its line in the metrics."""
+        return self.notes.over is not None
+
     def after(self, result: StepResult, last: bool) -> None:
         if self.notes.over is not None:
             if self.saver.saved_step != result.step:

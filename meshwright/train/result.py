@@ -37,6 +37,7 @@ class StepResult:
     stop: bool = False
     save: bool = False
     held: bool = False  # the update was held back, since the numbers are bad
+    bounds: tuple[float, float] = (math.inf, math.inf)  # of loss and norm, above which it is
     consumed: int = 0  # samples before it
 
     @property

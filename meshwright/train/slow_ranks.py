@@ -52,7 +52,8 @@ class SlowRanks(Hook):
     def _compare(self, peers: Sequence[int], result: StepResult) -> None:
         busy = {rank: _quartile([each[0][rank] for each in self.times]) for rank in peers}
         data = {rank: _quartile([each[1][rank] for each in self.times]) for rank in peers}
-        step, middle = _quartile([each[2] for each in self.times]), statistics.median_low(busy.values())
+        step = _quartile([each[2] for each in self.times])
+        middle = max(statistics.median_low(busy.values()), SHARE * step)  # less can't be told from nothing
         for rank in peers:
             slow = busy[rank] > self.factor * middle and busy[rank] - middle > SHARE * step
             steps, seconds = self.lasting.get(rank, (0, 0.0))

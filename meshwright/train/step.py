@@ -208,6 +208,7 @@ class Trainer:
         totals.seconds["optimizer"] = time.perf_counter() - update - waited
         self.step_number += 1
         result = StepResult(self.step_number, 0.0, 0.0, lr, scale, False, 0, samples, consumed=self.consumed)
+        result.bounds = self.gate.loss_bound, self.gate.norm_bound
         self.consumed += samples
         asks = int(stop_requested) + NEW_NAME * int(self.monitored.is_new(totals))
         asks += SAVE * int(save_requested and self.writes)

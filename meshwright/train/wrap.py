@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.format import find_checkpoint
@@ -27,6 +29,7 @@ from meshwright.models.planned.foreign import WrappedModule
 from meshwright.optim.schedules import global_batch
 from meshwright.pipeline.output import LOSS, StageOutput, Term
 from meshwright.train.context import Context, build_context
+from meshwright.train.corruption import checksum
 from meshwright.train.own_models import in_precision, state_dicts
 from meshwright.train.processes import enter, find_place, joined_place, leave
 from meshwright.train.step import StepResult, Trainer
@@ -155,6 +158,7 @@ def wrap(
     comm = config.comm
     device, own_world = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
     ctx = build_context(config, place.rank, place.world, device, place.local_world, process_groups, trains=True)
+    check_alike(ctx, module)
     stage = WrappedModule(module, ctx.parallel, ctx.at, plan or {})
 
     def forward_step(ctx: Context, stage: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> Any:
@@ -165,6 +169,22 @@ def wrap(
     step = in_precision(ctx, [stage], forward_step)
     data = _NoData()
     return Wrapped(Trainer(ctx, [stage], step, data), own_world)
+
+
+def check_alike(ctx: Context, module: nn.Module) -> None:
+    """Refuses modules that differ between ranks: shares of different weights would be gathered as one."""
+    total = torch.zeros((), dtype=torch.int64)
+    for name, value in module.named_parameters():
+        what = crc32(f"{name} {list(value.shape)} {value.dtype} {value.requires_grad}".encode())
+        total += what if value.is_meta else what + checksum(value.clone()).cpu()
+    own = total.reshape(1).to(ctx.device.torch)
+    everyone = own.new_empty(ctx.layout.world)
+    ctx.mesh.world.all_gather(everyone, own)
+    first, *others = everyone.tolist()
+    if wrong := [str(rank) for rank, found in enumerate(others, 1) if found != first]:
+        ranks = f"{'rank' if len(wrong) == 1 else 'ranks'} {', '.join(wrong)}"
+        fix = "seed every rank alike before the module is built (torch.manual_seed), or load the same weights"
+        raise UserError(f"{ranks} built another {type(module).__name__} than rank 0: {fix}")
 
 
 def mean_loss(module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright.cli.main import main
 from meshwright.config.faults import FaultsConfig
 from meshwright.show.run_page import summary
-from meshwright.train.bad_steps import Window
-from meshwright.train.fault_notes import KINDS
+from meshwright.train.bad_steps import BadSteps, Window
+from meshwright.train.fault_notes import KINDS, FaultNotes
+from meshwright.train.gate import Gate
+from meshwright.train.losses import Normalisation, StepSums
+from meshwright.train.result import StepResult
 from meshwright.train.run_folder import read_run
 from tests.support.ranks import run_ranks
 from tests.train.planted import Fault, events, lines, numbers, run
@@ -160,3 +167,32 @@ def test_spikes_stand_out_of_the_window() -> None:
         window.put(3.0 + 0.1 * (number % 5 - 2), 1.0 + 0.2 * (number % 3))
     loss, norm = window.bounds()
     assert 3.6 < loss < 5.0 and 10.0 < norm < 20.0
+
+
+def test_a_step_is_judged_by_the_bounds_that_held_it(tmp_path: Path) -> None:
+    """Where steps run ahead, the window has moved on by the time of the verdict: the same numbers are no fault."""
+    config = FaultsConfig()
+    trainer: Any = SimpleNamespace(gate=Gate(1), marks=None, take_back=lambda result: None)
+    bad = object.__new__(BadSteps)
+    bad.config, bad.trainer, bad.window, bad.notes = config, trainer, Window(config), FaultNotes(tmp_path, 1, True)
+    bad.replays = bad.holds_spikes = True
+    bad.reached = bad.went_back = 0
+    bad._samples = lambda result, place=None: ""  # type: ignore[method-assign]
+    for number in range(20):
+        bad.window.put(3.0, 5.0 + number % 3)
+    norm = bad.window.bounds()[1] - 0.1  # below the bound by now, and above the one of its launch
+    result = StepResult(30, 3.0, norm, 1e-3, None, True, 8, 8, held=True, bounds=(9.0, norm - 0.1))
+    assert bad.settle(result, lambda: replace(result, held=False, skipped=False)).skipped is False
+    (event,) = events(tmp_path, "bad_step")
+    assert "the same when it is computed again" in event["text"] and not events(tmp_path, "fault")
+
+
+def test_an_infinite_loss_is_no_spike() -> None:
+    """It is left to what handles numbers that are not finite, as with a loss scale."""
+    gate = Gate(1)
+    gate.active, gate.loss_bound = True, 5.0
+    for loss, held in ((math.inf, 0.0), (6.0, 1.0), (4.0, 0.0)):
+        sums = torch.tensor([8 * loss, 8.0, 1.0], dtype=torch.float64)
+        gate.release()
+        found = gate.pass_on(StepSums(sums, sums), Normalisation(1.0, None, []))[1]
+        assert found is not None and float(found) == held

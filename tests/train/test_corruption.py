@@ -61,10 +61,13 @@ def story(rank: int, world: int, folder: str, cases: dict[str, Any]) -> dict[str
 SMALL_MODEL = {"layers": 4, "hidden": 16, "heads": 2, "vocab": 31, "seq": 8}
 BATCH = {"global_batch": 8, "micro_batch": 1}
 SMALL = {"train": {"global_batch": 6, "micro_batch": 1, "steps": 5}, "run": {"eval_samples": 6}}
+BF16 = SMALL | {"train": SMALL["train"] | {"precision": "bf16"}}  # masters are weights and remainders
 CASES: dict[str, tuple[Flip | None, dict[str, Any]]] = {
     "clean": (None, SMALL),
     "weight": (Flip(2, 4, "layers.1.mlp.down.weight"), SMALL),
     "moment": (Flip(1, 4, "layers.2.attention.qkv.weight", "exp_avg"), SMALL),
+    "clean16": (None, BF16),
+    "weight16": (Flip(2, 4, "layers.1.mlp.down.weight", bit=3), BF16),
     "late": (Flip(2, 3, "layers.1.mlp.down.weight", bit=22), SMALL),
 }
 
@@ -72,12 +75,12 @@ CASES: dict[str, tuple[Flip | None, dict[str, Any]]] = {
 def test_a_flipped_bit_is_named_and_mended(tmp_path: Path) -> None:
     ends = run_ranks(3, story, str(tmp_path), {name: case for name, case in CASES.items() if name != "late"})[0]
     assert set(ends.values()) == {5}
-    clean = numbers(tmp_path / "clean")
-    assert not events(tmp_path / "clean", "fault")
-    moment = "exp_avg of layers.2.attention.qkv.weight"
-    for name, rank, what in (("weight", 2, "layers.1.mlp.down.weight"), ("moment", 1, moment)):
+    moment, weight = "exp_avg of layers.2.attention.qkv.weight", "layers.1.mlp.down.weight"
+    for name, rank, what in (("weight", 2, weight), ("moment", 1, moment), ("weight16", 2, weight)):
+        clean = numbers(tmp_path / f"clean{name[6:]}")
+        assert not events(tmp_path / f"clean{name[6:]}", "fault")
         (event,) = events(tmp_path / name, "fault")
-        assert (event["rank"], event["step"]) == (rank, 4) and f"rank {rank} held another {what} than" in event["text"]
+        assert (event["rank"], event["step"]) == (rank, 4) and f"rank {rank} held another {what}" in event["text"]
         assert numbers(tmp_path / name) == clean, "bit for bit as if nothing had been"
 
 
