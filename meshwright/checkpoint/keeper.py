@@ -1,8 +1,13 @@
 """The keeper of a node: a process that outlives the ranks and holds copies of their shares in its memory. No torch.
 
 Its launcher starts it, tells it the job's key on its standard input, and takes it along when it ends. Whoever knows the
-key may put a copy, ask what there is, and read it. Every message begins with a line of fixed length, which holds the
-length of a JSON header and its signature; what is not signed with the key is not even read, and changes nothing.
+key may put a copy, ask what there is, and read it.
+
+Both ends of a connection first say a random number. Every message then begins with a line of fixed length, which holds
+the length of a JSON header and its signature: an HMAC of both numbers, of who speaks, of how many messages that end has
+sent, and of the header. So a message that was overheard is good for nothing on another connection, nor a second time on
+its own. The header holds the SHA-256 of each byte string that follows. What does not fit changes nothing. Nothing is
+encrypted.
 """
 
 from __future__ import annotations
@@ -10,21 +15,23 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import secrets
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from typing import NamedTuple, TypeAlias, TypedDict
 
 from meshwright.outside import of_kind, parse_json
 
 # In the environment of a rank: the keepers that it knows of, as JSON, and the job's key.
 KEEPERS, KEY = "MESHWRIGHT_KEEPERS", "MESHWRIGHT_KEY"
-MAGIC = b"MWK1"
+MAGIC = b"MWK2"
 LINE = len(MAGIC) + 1 + 8 + 1 + 64 + 1  # the magic, the header's length and its signature, both in hexadecimal
 LONGEST_HEADER = 2**20
+NONCE = 16  # bytes of an end's random number
 KEPT = 2  # newest copies of each rank
 WAIT_S = 30.0  # for a peer that says nothing
 PIECE = 2**22
@@ -33,7 +40,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class Header(TypedDict, total=False):
-    """What a request says of itself; `sizes` are those of the byte strings that follow it."""
+    """What a request says of itself; `sizes` and `hashes` are those of the byte strings that follow it."""
 
     op: str
     step: int
@@ -43,6 +50,7 @@ class Header(TypedDict, total=False):
     start: int
     size: int
     sizes: list[int]
+    hashes: list[str]
     found: list[list[int]]
     error: str
 
@@ -51,42 +59,55 @@ class KeeperError(Exception):
     """What a keeper refused, or that it did not answer."""
 
 
-def signed(key: bytes, header: Mapping[str, Any]) -> bytes:
-    text = json.dumps(header).encode()
-    signature = hmac.new(key, text, hashlib.sha256).hexdigest().encode()
-    return b"%s %08x %s\n" % (MAGIC, len(text), signature) + text
+class Channel:
+    """One end of a connection: its messages are signed for this connection, and for their place in it. Raises
+    KeeperError and OSError."""
 
+    def __init__(self, peer: socket.socket, key: bytes, calls: bool) -> None:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else short ones wait 40 ms for a receipt
+        self.peer, self.key, self.calls = peer, key, calls
+        self._sent = self._received = 0
+        mine = secrets.token_bytes(NONCE)
+        peer.sendall(mine)
+        theirs = bytes(_exactly(peer, NONCE))
+        self._nonces = mine + theirs if calls else theirs + mine
 
-def send(peer: socket.socket, key: bytes, header: Header, parts: Sequence[Buffer] = ()) -> None:
-    sizes = [memoryview(part).nbytes for part in parts]
-    peer.sendall(signed(key, header | {"sizes": sizes}))
-    for part in parts:
-        peer.sendall(part)
+    def _signature(self, by_caller: bool, number: int, text: bytes) -> bytes:
+        place = self._nonces + b"%d %016x " % (by_caller, number)
+        return hmac.new(self.key, place + text, hashlib.sha256).hexdigest().encode()
 
+    def send(self, header: Header, parts: Sequence[Buffer] = ()) -> None:
+        sizes = [memoryview(part).nbytes for part in parts]
+        hashes = [hashlib.sha256(part).hexdigest() for part in parts]
+        text = json.dumps(header | {"sizes": sizes, "hashes": hashes}).encode()
+        signature = self._signature(self.calls, self._sent, text)
+        self._sent += 1
+        self.peer.sendall(b"%s %08x %s\n" % (MAGIC, len(text), signature) + text)
+        for part in parts:
+            self.peer.sendall(part)
 
-def _at_once(peer: socket.socket) -> None:
-    """Has short messages sent at once: otherwise each waits 40 ms for the peer's word that it got the last one."""
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def receive(peer: socket.socket, key: bytes) -> tuple[Header, list[bytearray]]:
-    """One message. Raises KeeperError for whatever is not signed with the key."""
-    line = bytes(_exactly(peer, LINE))
-    magic, length, signature = (line[:4], line[5:13], line[14:-1])
-    try:
-        size = int(length, 16)
-    except ValueError:
-        size = LONGEST_HEADER + 1
-    if magic != MAGIC or size > LONGEST_HEADER:
-        raise KeeperError("this is no message of ours")
-    text = bytes(_exactly(peer, size))
-    if not hmac.compare_digest(hmac.new(key, text, hashlib.sha256).hexdigest().encode(), signature):
-        raise KeeperError("it is not signed with the job's key")
-    try:
-        header: Header = of_kind(parse_json(text), Header, "the header")
-    except ValueError as error:
-        raise KeeperError(str(error)) from None
-    return header, [_exactly(peer, size) for size in header.get("sizes", [])]
+    def receive(self) -> tuple[Header, list[bytearray]]:
+        """One message. Raises KeeperError for whatever is not signed with the key, or is not what was signed."""
+        line = bytes(_exactly(self.peer, LINE))
+        magic, length, signature = (line[:4], line[5:13], line[14:-1])
+        try:
+            size = int(length, 16)
+        except ValueError:
+            size = LONGEST_HEADER + 1
+        if magic != MAGIC or not 0 <= size <= LONGEST_HEADER:
+            raise KeeperError("this is no message of ours")
+        text = bytes(_exactly(self.peer, size))
+        if not hmac.compare_digest(self._signature(not self.calls, self._received, text), signature):
+            raise KeeperError("it is not signed with the job's key for this connection")
+        self._received += 1
+        try:
+            header: Header = of_kind(parse_json(text), Header, "the header")
+        except ValueError as error:
+            raise KeeperError(str(error)) from None
+        parts = [_exactly(self.peer, size) for size in header.get("sizes", [])]
+        if [hashlib.sha256(part).hexdigest() for part in parts] != header.get("hashes", []):
+            raise KeeperError("its bytes are not those that were signed")
+        return header, parts
 
 
 def _exactly(peer: socket.socket, size: int) -> bytearray:
@@ -179,15 +200,15 @@ class Keeper:
     def _serve(self, peer: socket.socket) -> None:
         with peer:
             peer.settimeout(WAIT_S)
-            _at_once(peer)
             try:
-                while self.key:
-                    header, parts = receive(peer, self.key)
+                channel = Channel(peer, self.key, calls=False) if self.key else None
+                while channel:
+                    header, parts = channel.receive()
                     try:
                         said, given = answer(self.copies, header, parts)
                     except KeeperError as error:
                         said, given = {"error": str(error)}, []
-                    send(peer, self.key, said, given)
+                    channel.send(said, given)
             except (KeeperError, OSError, MemoryError):
                 return  # whoever it was gets no answer
 
@@ -234,17 +255,20 @@ class KeeperLink:
     """A connection to a keeper."""
 
     def __init__(self, address: str, port: int, key: bytes, wait: float = WAIT_S) -> None:
-        self.key = key
         try:
             self.peer = socket.create_connection((address, port), wait)
-            _at_once(self.peer)
         except OSError as error:
             raise KeeperError(f"no keeper answers at {address}:{port} ({error})") from None
+        try:
+            self.channel = Channel(self.peer, key, calls=True)
+        except (OSError, KeeperError) as error:
+            self.peer.close()
+            raise KeeperError(f"the keeper at {address}:{port} does not answer ({error})") from None
 
     def ask(self, header: Header, parts: Sequence[Buffer] = ()) -> tuple[Header, list[bytearray]]:
         try:
-            send(self.peer, self.key, header, parts)
-            said, given = receive(self.peer, self.key)
+            self.channel.send(header, parts)
+            said, given = self.channel.receive()
         except OSError as error:
             raise KeeperError(f"the keeper does not answer ({error})") from None
         if "error" in said:

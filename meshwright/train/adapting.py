@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,31 +85,45 @@ class Adapting(Hook):
         """Returns the seconds of one candidate's sums in a step, by those of this rank's largest bucket."""
         assert self.reducer is not None
         buckets = [bucket for buffer in self.reducer.buffers for bucket in buffer.buckets]
-        if not buckets:
-            return Trial(config, self._agreed(0.0), self._agreed(0.0))
-        bucket = max(buckets, key=lambda each: each.stop - each.start)
-        times = sum(each.stop - each.start for each in buckets) / (bucket.stop - bucket.start)
-        times *= self.trainer.micro_batches if bucket.stage >= 2 else 1
+        bucket = max(buckets, key=lambda each: each.stop - each.start, default=None)
+        times = 0.0
+        if bucket is not None:
+            times = sum(each.stop - each.start for each in buckets) / (bucket.stop - bucket.start)
+            times *= self.trainer.micro_batches if bucket.stage >= 2 else 1
         reducer: Reducer = PLAIN_REDUCER
         if config.kind != "plain":
             reducer = trying = ExchangeReducer(replace(config, error_feedback="true"), 0)
-            trying.residuals = {bucket: torch.zeros_like(self.reducer.residuals[bucket])}
-        seconds = self._timed(reducer, bucket, links=True) * times
-        making = self._timed(reducer, bucket, links=False) * times if config.kind != "plain" else self._agreed(0.0)
+            if bucket is not None:
+                trying.residuals = {bucket: torch.zeros_like(self.reducer.residuals[bucket])}
+        seconds = self._timed(reducer, bucket, times, links=True)
+        making = self._timed(reducer, bucket, times, links=False) if config.kind != "plain" else 0.0
         return Trial(config, seconds, min(making, seconds))
 
-    def _timed(self, reducer: Reducer, bucket: Bucket, links: bool) -> float:
-        device, groups = self.trainer.ctx.device, self.trainer.data_parallel.groups(bucket.buffer)
+    def _timed(self, reducer: Reducer, bucket: Bucket | None, times: float, links: bool) -> float:
+        """Returns the seconds of so many sums of a bucket on the rank where they take longest. A rank that has nothing
+        to compress (None) takes part in the agreements all the same."""
         took = []
         for _ in range(ROUNDS):
-            grads = torch.zeros(bucket.stop - bucket.start, dtype=bucket.own_grads.dtype, device=device.torch).normal_()
-            device.synchronize()
+            add_up = self._sum_of(reducer, bucket, links)
+            self.trainer.ctx.device.synchronize()
             self._agreed(0.0)  # all begin together
             begin = time.perf_counter()
+            add_up()
+            took.append(time.perf_counter() - begin)
+        return self._agreed(min(took) * times)
+
+    def _sum_of(self, reducer: Reducer, bucket: Bucket | None, links: bool) -> Callable[[], None]:
+        """Returns what sums random gradients of a bucket; where there is none, what does nothing."""
+        if bucket is None:
+            return lambda: None
+        device, groups = self.trainer.ctx.device, self.trainer.data_parallel.groups(bucket.buffer)
+        grads = torch.zeros(bucket.stop - bucket.start, dtype=bucket.own_grads.dtype, device=device.torch).normal_()
+
+        def run() -> None:
             summed(reducer, bucket, grads, *groups, links=links).wait()
             device.synchronize()
-            took.append(time.perf_counter() - begin)
-        return self._agreed(min(took))
+
+        return run
 
     def _agreed(self, value: float) -> float:
         return self.trainer.ctx.mesh.world.agreed(value, self.trainer.ctx.device.torch)

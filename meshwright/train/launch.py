@@ -88,7 +88,9 @@ class Outcome:
 def _rank(team: Team, folder: str, stops: bool, main: Callable[..., None], *args: object) -> None:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(team.attempt)  # torch's agent is a new one in each attempt
     os.environ.update(team.env)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(team.address))  # else by the machine's name, wherever
+    interface = interface_of(team.address)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else by the machine's name, wherever
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else any but loopback; =: this very name
     if team.devices:
         os.environ[DEVICE] = str(team.devices[int(os.environ["LOCAL_RANK"])])
     guarded(folder, stops, main, *args)

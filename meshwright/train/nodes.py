@@ -145,14 +145,13 @@ class Board:
         """Makes the next generation; None if somebody else was first."""
         number = max(self._numbers(), default=0) + 1
         generation, aside = make(number), self.folder / f".{self.me.name}.part"
-        aside.write_text(json.dumps(asdict(generation)), encoding="utf-8")
-        aside.chmod(0o600)
         try:
+            _write_own(aside, json.dumps(asdict(generation)))
             _create(aside, self._file(number))
         except FileExistsError:
             return None
         finally:
-            aside.unlink()
+            aside.unlink(missing_ok=True)
         for old in self._numbers()[:-2]:
             for path in (self._file(old), self._reshape(old)):
                 path.unlink(missing_ok=True)
@@ -206,9 +205,13 @@ def _create(aside: Path, path: Path) -> None:
     except FileExistsError:
         raise
     except OSError:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(aside.read_text(encoding="utf-8"))
-        path.chmod(0o600)
+        _write_own(path, aside.read_text(encoding="utf-8"))
+
+
+def _write_own(path: Path, text: str) -> None:
+    """Writes a file anew that no other user can read at any time: it holds the job's key."""
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+        file.write(text.encode())
 
 
 def _put(path: Path, value: Any) -> None:

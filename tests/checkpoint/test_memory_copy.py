@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,13 +18,15 @@ from meshwright.checkpoint.format import DamagedCheckpoint
 from meshwright.checkpoint.keeper import (
     KEEPERS,
     KEY,
+    MAGIC,
+    NONCE,
     Copies,
+    Header,
     Held,
     Keeper,
     KeeperError,
     KeeperLink,
     KeeperProcess,
-    signed,
 )
 from meshwright.checkpoint.memory_copy import Keepers, MemoryReader, newest_whole
 from meshwright.plan.copies import copied_bytes
@@ -142,17 +145,62 @@ def test_what_is_forgotten() -> None:
 
 
 RUBBISH = [
-    b"", b"\n" * 500, os.urandom(4096), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"MWK1 ffffffff " + b"0" * 64 + b"\n",
-    b"MWK1 00000002 " + b"0" * 64 + b"\n{}", signed(b"another key", {"op": "put", "step": 9, "sizes": [2**50, 1]}),
-    signed(SECRET, {"op": "put", "step": -1, "rank": 0})[:-3], signed(SECRET, {"op": "put", "rank": "x"}),
-    signed(SECRET, {"op": "nothing", "sizes": []}), signed(SECRET, {"op": "get", "sizes": [], "step": 5, "rank": 0}),
+    b"", b"\n" * 500, os.urandom(4096), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    *(bytes(NONCE) + MAGIC + rest for rest in (b" ffffffff " + b"0" * 64 + b"\n", b" 00000002 " + b"0" * 64 + b"\n{}")),
 ]  # fmt: skip
+PUT: Header = {"op": "put", "step": 9, "rank": 0, "world": 1, "generation": 0}
+SIGNED: list[Any] = [
+    {"op": "nothing"}, {"op": "put", "rank": "x"}, {"op": "get", "step": 7, "rank": 0}, {"op": "put", "step": 9}, PUT,
+]  # fmt: skip
+
+
+class Overheard:
+    """A socket that notes all that is sent by it, and may pass on other bytes."""
+
+    def __init__(self, peer: socket.socket, put_in: dict[bytes, bytes]) -> None:
+        self.peer, self.put_in, self.said = peer, put_in, b""
+
+    def sendall(self, data: bytes) -> None:
+        self.said += data
+        self.peer.sendall(self.put_in.get(data, data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.peer, name)
+
+
+def refused(link: KeeperLink) -> bool:
+    """Whether the keeper ends the connection without a word."""
+    try:
+        return link.peer.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_what_was_overheard_is_good_for_nothing(keepers: list[Keeper]) -> None:
+    """A signed request is refused a second time, on another connection, and with other bytes of the same sizes."""
+    with KeeperLink("127.0.0.1", keepers[0].port, SECRET) as link:
+        heard = link.channel.peer = Overheard(link.peer, {})  # type: ignore[assignment]
+        link.ask(PUT, [b"list", b"data"])
+        assert heard.said.endswith(b"listdata")
+        link.peer.sendall(heard.said)
+        assert refused(link), "a second time"
+    with KeeperLink("127.0.0.1", keepers[0].port, SECRET) as link:
+        link.peer.sendall(heard.said)
+        assert refused(link), "on another connection"
+    with KeeperLink("127.0.0.1", keepers[0].port, SECRET) as link:
+        link.channel.peer = Overheard(link.peer, {b"data": b"DATA"})  # type: ignore[assignment]
+        with pytest.raises(KeeperError):
+            link.ask(PUT, [b"list", b"data"])
+    assert keepers[0].copies.get(9, 0).data == b"data"
 
 
 def test_rubbish_changes_nothing(keepers: list[Keeper]) -> None:
     """Nor does it keep the keeper from answering others, meanwhile and afterwards."""
     keepers[0].copies.put(5, 0, held(1))
     open_ones = []
+    for header in SIGNED:
+        with KeeperLink("127.0.0.1", keepers[0].port, SECRET) as link, pytest.raises(KeeperError):
+            link.ask(header)
     for data in RUBBISH:
         peer = socket.create_connection(("127.0.0.1", keepers[0].port))
         peer.sendall(data)
@@ -170,16 +218,16 @@ def test_rubbish_changes_nothing(keepers: list[Keeper]) -> None:
 
 def test_the_process_listens_on_its_address_alone_and_ends_with_its_launcher() -> None:
     with KeeperProcess("127.0.0.1") as process:
-        with KeeperLink("127.0.0.1", process.port, SECRET) as link, pytest.raises(KeeperError):
-            link.ask({"op": "found"})  # it has no key yet
+        with pytest.raises(KeeperError, match="does not answer"):
+            KeeperLink("127.0.0.1", process.port, SECRET)  # it has no key yet
         process.tell(SECRET.hex())
 
         def answers() -> bool:
-            with KeeperLink("127.0.0.1", process.port, SECRET) as link:
-                try:
+            try:
+                with KeeperLink("127.0.0.1", process.port, SECRET) as link:
                     return link.ask({"op": "found"})[0]["found"] == []
-                except KeeperError:
-                    return False
+            except KeeperError:
+                return False
 
         until(answers)
         with pytest.raises(OSError):

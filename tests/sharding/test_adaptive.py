@@ -123,6 +123,30 @@ def test_runs_of_every_stage_choose(stage: int, tmp_path: Path) -> None:
     check_chooses(SLOW | {"zero": {"stage": stage}}, tmp_path)
 
 
+def test_a_rank_that_has_nothing_to_compress_agrees_as_often_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they would wait for each other for ever, for instance where a stage holds vectors alone. And all ranks find
+    the numbers of the one that sends most."""
+    trainer = make_trainer(small_config(**SLOW), 0, 1)
+    hook = Adapting(trainer, None)
+    assert hook.reducer is not None and not hook.reducer.buffers, "one rank sends nothing"
+    given: list[float] = []
+    monkeypatch.setattr(hook, "_agreed", lambda value: given.append(value) or 7.0)
+
+    def agreed() -> list[bool]:
+        """Which of the agreements are on seconds, not only on the moment to begin."""
+        given.clear()
+        trials = [hook._trial(each) for each in (PLAIN, INT8)]
+        assert [(trial.seconds, trial.making) for trial in trials] == [(7.0, 0.0), (7.0, 7.0)]
+        return [value > 0 for value in given]
+
+    without = agreed()
+    hook.reducer.buffers = list(trainer.data_parallel.trained)
+    buckets = [bucket for buffer in hook.reducer.buffers for bucket in buffer.buckets]
+    hook.reducer.residuals = {bucket: bucket.own_grads.new_zeros(bucket.stop - bucket.start) for bucket in buckets}
+    with_buckets = agreed()
+    assert len(without) == len(with_buckets) and any(with_buckets) and not any(without)
+
+
 def test_keys_that_do_not_go_together() -> None:
     with pytest.raises(UserError, match=r"adaptive=true chooses .* leave comm.reduce.kind"):
         ReduceConfig(kind="int8", adaptive=True)

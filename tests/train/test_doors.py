@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.train import launch
 from meshwright.watch.server import Runs, Server
 from tests.checkpoint.runs import assert_same, complete, steps
 from tests.checkpoint.test_memory_copy import RUBBISH
@@ -75,6 +76,18 @@ def test_rubbish_at_every_door_of_a_run_changes_nothing(folder: Path, start: Any
         peer.close()
     more: dict[str, Any] = {"checkpoint": {"every": 20}}
     assert_same(run, complete(2, sections(folder, "straight", 60, **more)))
+
+
+@pytest.mark.parametrize(("address", "name"), [("127.0.0.1", "lo"), ("10.0.0.7", "eth1")])
+def test_ranks_are_told_the_interface_of_their_address(address: str, name: str, monkeypatch: Any) -> None:
+    """Gloo and NCCL alike, unless the user says another one."""
+    monkeypatch.setattr(launch, "interface_of", {"127.0.0.1": "lo", "10.0.0.7": "eth1"}.get)
+    monkeypatch.setattr(launch, "guarded", lambda *args: None)
+    for theirs in ({}, {"NCCL_SOCKET_IFNAME": "ib0"}):
+        monkeypatch.setattr(os, "environ", {**theirs})
+        launch._rank(launch.Team(1, address=address), "", False, lambda: None)
+        assert os.environ["GLOO_SOCKET_IFNAME"] == name
+        assert os.environ["NCCL_SOCKET_IFNAME"] == theirs.get("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 def test_the_page_of_a_run_is_served_on_loopback_alone(tmp_path: Path) -> None:

@@ -204,6 +204,24 @@ def test_a_number_is_given_to_one_generation_alone(tmp_path: Path) -> None:
     assert newest is not None and newest.job == "second"
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_the_key_can_be_read_by_nobody_else_at_any_time(links: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    """Not even before a file's mode is changed; nor where a disk has no links."""
+
+    def no_links(*paths: Path) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "chmod", lambda *args: None)
+    if not links:
+        monkeypatch.setattr(nodes.os, "link", no_links)
+    board = nodes.Board(tmp_path, nodes.new_node("127.0.0.1", 0, [0]), 1.0)
+    for number in (1, 2):
+        made = board.begin(lambda one: nodes.Generation(one, 0, "job", "127.0.0.1", 1, [], [], True, "secret"))
+        assert made is not None and board.newest() == made
+        assert (tmp_path / f"generation-{number}.json").stat().st_mode & 0o077 == 0
+    assert not list(tmp_path.glob(".*.part"))
+
+
 def test_devices_rest_twice_as_long_each_time() -> None:
     places = Places(2, 10.0)
     assert [places.failed(1), places.failed(1)] == [10.0, 20.0] and places.free() == [0]

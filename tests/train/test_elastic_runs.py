@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from meshwright.train.nodes import knock
 from tests.checkpoint.runs import lines, steps
 from tests.support.commands import ended, folder, ranks, start, torchrun, until
 
@@ -57,12 +57,13 @@ def test_a_node_of_torchrun_is_lost_and_comes_back(folder: Path, start: Any) -> 
     agent += ["--rdzv-conf", settings]
     words = (*DROPOUTS, "layout.tp=2", "checkpoint.every=2", "faults.elastic=true")
     run, env = folder / "run", {"GLOO_SOCKET_IFNAME": "lo"}
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else an agent that comes back waits for an address told before
 
     def worlds() -> list[int]:
         return [event["world"] for event in lines(run / "events.jsonl") if event["kind"] in ("start", "resume")]
 
     first = start(*words, launcher=agent, env=env)
-    time.sleep(1.0)  # so that it is the one that has the agents' store
+    until(lambda: knock("127.0.0.1", int(port)) == "open", first)  # it is the one that has the agents' store
     second = start(*words, launcher=agent, env=env)
     until(lambda: worlds()[-1:] == [4] and len(steps(run)) >= 4, first)
     os.killpg(second.pid, signal.SIGKILL)
