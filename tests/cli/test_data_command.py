@@ -44,7 +44,7 @@ def test_summary_of_a_selection(text: Path, tmp_path: Path, capsys: pytest.Captu
     options = ("--field", "body", "--min-chars", "6", "--max-chars", "99", "--dedup", "--sentences")
     assert data("prepare", text / "c.jsonl", "--out", tmp_path / "a", *options) == 0
     said = capsys.readouterr().out
-    assert "documents   1 (1 too short or long, 2 seen before left out) from 1 files\nsentences   2\n" in said
+    assert "documents   1 (1 too short or long, 2 seen before left out) from 1 file\nsentences   2\n" in said
 
 
 def test_json(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

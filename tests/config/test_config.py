@@ -213,7 +213,7 @@ def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str])
 
 def test_a_batch_below_one_round_gets_one_suggestion() -> None:
     config = config_from(SMALL | {"train": {"global_batch": 3}})
-    assert str(first_broken_rule(config, 4)).endswith("4 x 1 = 4: try 4")
+    assert str(first_broken_rule(config, 4)).endswith("use at most 3 ranks, or train.global_batch=4")
     assert str(first_broken_rule(config, 2)).endswith("2 x 1 = 2: try 2 or 4")
 
 
