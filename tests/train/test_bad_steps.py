@@ -84,8 +84,7 @@ def test_a_fault_that_is_gone_is_laid_to_a_rank_and_leaves_no_trace(told: Any) -
     check_passing(folder, ends, ["forward", "spike"])
 
 
-def test_a_bad_batch_is_skipped_and_its_first_bad_tensor_named(told: Any) -> None:
-    folder, _ = told
+def check_skipped(folder: Path) -> None:
     (event,) = events(folder / "batch", "bad_step")
     assert "first in the forward of layers.1.mlp on rank 1" in event["text"]
     assert event["text"].endswith("in samples 42 to 43; skipped") and event["step"] == 6
@@ -93,14 +92,22 @@ def test_a_bad_batch_is_skipped_and_its_first_bad_tensor_named(told: Any) -> Non
     assert found[:5] == clean[:5] and [line["step"] for line in found if line["skipped"]] == [6]
 
 
-def test_a_rollback_goes_on_past_the_batch(told: Any) -> None:
-    folder, (ends, _) = told
+def test_a_bad_batch_is_skipped_and_its_first_bad_tensor_named(told: Any) -> None:
+    check_skipped(told[0])
+
+
+def check_rollback(folder: Path, ends: Any) -> None:
     (event,) = events(folder / "rollback", "rollback")
     assert (event["step"], event["lost"]) == (6, 1) and "went back to step 4" in event["text"]
     found, clean = numbers(folder / "rollback"), numbers(folder / "clean")
     assert [line["step"] for line in found] == list(range(1, 13)), "each step once"
     assert found[:4] == clean[:4] and found[4] != clean[4], "the samples after the batch"
     assert ends["rollback"][0] == (12, 48 + 8 * 8)
+
+
+def test_a_rollback_goes_on_past_the_batch(told: Any) -> None:
+    folder, (ends, _) = told
+    check_rollback(folder, ends)
 
 
 def test_status_and_summary_show_it(told: Any, capsys: pytest.CaptureFixture[str]) -> None:
