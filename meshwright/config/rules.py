@@ -317,14 +317,14 @@ def device_has_fp8(c: Config, world: int) -> Iterator[str]:
 def algorithm_fits_ranks(c: Config, world: int) -> Iterator[str]:
     layout = _layout(c, world)
     sizes = {axes: layout.size(axes) for axes in ("dp-cp", *(["edp"] if c.model.experts.count else []))}
-    if c.comm.algorithm == "halving_doubling" and any(size & (size - 1) for size in sizes.values()):
+    if c.comm.algorithm.dp == "halving_doubling" and any(size & (size - 1) for size in sizes.values()):
         yield (
             "comm.algorithm=halving_doubling needs a power of two of data-parallel ranks, and there are "
             f"{either([size for size in sizes.values() if size & (size - 1)])}: use ring or tree"
         )
-    if c.comm.algorithm != "torch" and c.zero.stage and c.zero.shard_group == "node":
+    if c.comm.algorithm.dp != "torch" and c.zero.stage and c.zero.shard_group == "node":
         yield (
-            f"comm.algorithm={c.comm.algorithm} can't be combined with zero.shard_group=node, which sums inside the "
+            f"comm.algorithm={c.comm.algorithm.dp} can't be combined with zero.shard_group=node, which sums inside the "
             "nodes first: set comm.algorithm=torch or zero.shard_group=dp"
         )
 

@@ -11,6 +11,7 @@ from itertools import product
 from typing import Literal
 
 DATA_AXES = "dp-cp"  # every dense gradient is a partial sum over these
+EP_NODE, EP_ACROSS = "ep.node", "ep.across"  # parts of ep, where rows go inside a node first and then between nodes
 SHARD, REPLICA = "dp.shard", "dp.replica"  # parts of dp, where states are divided inside a node
 TILE = 128  # weights are drawn in tiles of so many rows and columns (see `tiles`)
 

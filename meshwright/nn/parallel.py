@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm.by_node import ByNode
 from meshwright.comm.group import Group
 from meshwright.config.sections import RecomputeConfig
 from meshwright.layout.params import TILE, ParamRecord, tiles
@@ -18,11 +19,13 @@ from meshwright.nn.random import Streams
 @dataclass(frozen=True)
 class ExpertGroups:
     """The groups of a mixture of experts: experts are divided over `ep` and each of them over `etp`. `sequence` are the
-    ranks that hold different tokens of the same sequences."""
+    ranks that hold different tokens of the same sequences; `by_node` the parts of `ep`, where rows go inside a node
+    first."""
 
     etp: Group
     ep: Group
     sequence: Group
+    by_node: ByNode | None = None
 
 
 @dataclass(frozen=True)

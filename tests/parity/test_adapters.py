@@ -13,7 +13,8 @@ import torch
 import meshwright.nn.adapters as adapters
 from meshwright.comm.group import DONE
 from meshwright.train.step import Trainer
-from tests.parity.cases import LATENT, MIXTURES, Case, layouts
+from tests.parity.cases import Case, layouts
+from tests.parity.expert_cases import LATENT, MIXTURES
 from tests.parity.launches import Launches, data_of, reference_of
 from tests.support.oracle import Outcome, Reference, compare_steps, complaints, make_trainer, small_config
 from tests.support.ranks import run_ranks

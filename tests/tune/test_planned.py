@@ -11,7 +11,7 @@ from meshwright.device import Device
 from meshwright.dryrun.run_rank import run_rank
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import expected
-from tests.parity.cases import LATENT
+from tests.parity.expert_cases import LATENT
 from tests.support.oracle import small_config
 
 MODEL = {"layers": 4, "hidden": 64, "heads": 4, "seq": 32, "vocab": 90}
