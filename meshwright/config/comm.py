@@ -166,6 +166,7 @@ class CommConfig:
     emulate: EmulateConfig = field(default_factory=EmulateConfig)
     links: LinkConfig = field(default_factory=LinkConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    switches: tuple[int, ...] = ()  # that each node is at: our own rings visit the nodes of a switch one after another
 
     def __post_init__(self) -> None:
         positive("comm", self, "timeout", "bucket_mib")
