@@ -79,7 +79,7 @@ def techniques(config: Config, job: Job) -> list[Technique]:
         found.append(Technique("gather to one", replace(config, comm=naive), GatherToOne()))
         ranks = job.layout.group(DATA_AXES, 0)
         on_node = neighbours_on_node(ranks, job.node_size)
-        for kind in OWN:
+        for kind in (*OWN, *(["auto"] if c.known_links.link_gb_s else [])):
             if kind != "hierarchical" or 1 < on_node < len(ranks):
                 add(f"own {kind}", replace(plain, algorithm=AlgorithmConfig(dp=kind)))  # type: ignore[arg-type]
     if exchange_parts(job.layout):
