@@ -222,7 +222,7 @@ def test_own_algorithms() -> None:
 @pytest.mark.wide
 def test_own_algorithms_on_many_layouts() -> None:
     layouts: list[Sections] = [{"zero": {"stage": stage}, "layout": {"node_size": 4}} for stage in range(4)]
-    layouts += [{"layout": {"tp": 2, "pp": 2, "node_size": 4}}]
+    layouts += [{"layout": {"tp": 2, "pp": 2, "node_size": 4}, "zero": {"stage": stage}} for stage in range(4)]
     layouts += [{"layout": {"cp": 2, "node_size": 2, "order": "tp-ep-dp-cp-pp"}}]
     check_algorithms(8, [*ALGORITHMS, "auto"], layouts)
     check_algorithms(8, [*ALGORITHMS], [{"layout": {"node_size": 2}, "zero": {"stage": 1}}], switches=[0, 1, 0, 1])
