@@ -13,7 +13,7 @@ from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.config.replica_rules import batch_problem, batch_unit, replicas_fit, server_fits
 from meshwright.config.sections import FP8_UNIT, Config
 from meshwright.config.t5 import t5_fits
-from meshwright.config.tune_rules import preferences_fit
+from meshwright.config.tune_rules import packed_weights_fit, preferences_fit
 from meshwright.errors import UserError, divisors, either
 from meshwright.layout import Layout, node_parts
 from meshwright.schedule.kinds import KINDS, LARGEST_TABLE, training_kinds
@@ -409,7 +409,7 @@ RULES: list[Rule] = [
     dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
     compiles_without_dropout, backend_fits_device, device_has_fp8, algorithm_fits_ranks, server_fits,
     tensor_overlap_fits, links_are_emulated_on_cpus, adapters_fit,
-    gathers_fit, preferences_fit, copies_outlive_ranks,
+    gathers_fit, packed_weights_fit, preferences_fit, copies_outlive_ranks,
 ]  # fmt: skip
 
 # The rules about how tp cuts a model's sizes.

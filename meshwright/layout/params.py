@@ -59,10 +59,16 @@ class ParamRecord:
     trained: bool = True  # a frozen one has no gradient, master or moments (at run time `requires_grad` decides)
     wide: bool = False  # in fp32 (in fp64 runs: fp64) whatever the model's precision
     adapters: tuple[AdapterRecord, ...] = ()  # of a frozen matrix: the trained changes of its rows
+    packs: ParamRecord | None = None  # this is of bytes (layout/packed.py), which stand for the values of that record
 
     @property
     def numel(self) -> int:
         return math.prod(self.local_shape)
+
+    @property
+    def values(self) -> ParamRecord:
+        """The record of the values, where this one may be of bytes that stand for them."""
+        return self.packs or self
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,8 @@ _on_grid = lru_cache(maxsize=256)(on_grid)
 def _tuned(model: Model, tune: TuneConfig) -> Model:
     targets = () if ALL in tune.targets else tune.targets
     norms = tune.kind == "dora"
-    return tuned(model, Tuning(tune.rank, tune.scale, norms, tune.dropout, targets, tune.modules_to_save))
+    packs = tune.quantise == "nf4"
+    return tuned(model, Tuning(tune.rank, tune.scale, norms, tune.dropout, targets, tune.modules_to_save, packs))
 
 
 @lru_cache(maxsize=256)

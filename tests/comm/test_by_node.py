@@ -65,13 +65,14 @@ def both(rank: int, world: int, here: int, sections: list[dict[str, Any]]) -> tu
     return exchanged(rank, world, here), train(rank, world, sections)
 
 
-EXPERTS = {"count": 8, "top_k": 3, "ffn": 24}
+EXPERTS = {"count": 24, "top_k": 3, "ffn": 24}
 MODEL = {"layers": 2, "seq": 12, "hidden": 24, "heads": 4, "vocab": 53, "experts": EXPERTS}
 PLAIN = {"model": MODEL, "layout": {"ep": 4, "node_size": 2}, "train": {"precision": "fp64", "global_batch": 4}}
 
 
 def check(world: int, here: int, *layouts: dict[str, Any]) -> None:
-    plain = [PLAIN | {"layout": layout} for layout in layouts]
+    batch = {"train": {"precision": "fp64", "global_batch": world}}
+    plain = [PLAIN | batch | {"layout": layout} for layout in layouts]
     own = [each | {"comm": {"algorithm": "hierarchical"}} for each in plain]
     for moved, trained in run_ranks(world, both, here, [*plain, *own]):
         for one, other in zip(moved[::2], moved[1::2], strict=True):
