@@ -55,7 +55,7 @@ def sections_of(way: str, stage: int, layout: str) -> tuple[int, Sections]:
 
 
 def compare(way: str, stage: int, layout: str) -> bool:
-    """Compares the last rank's calls, and of a pipeline the first one's too. Returns whether the rules let them train in this way."""
+    """Compares the last rank's calls, and of a pipeline the first one's. Returns whether the rules let it train so."""
     world, sections = sections_of(way, stage, layout)
     config = small_config(**sections)
     if first_broken_rule(config, world, RULES) is not None:
