@@ -207,6 +207,8 @@ def _value(hint: Any, key: str, value: Any) -> Any:
     if dataclasses.is_dataclass(hint):
         if isinstance(value, (list, tuple)) and hasattr(hint, "from_list"):
             return hint.from_list([_value(float, key, item) for item in value])
+        if isinstance(value, str) and hasattr(hint, "from_word"):
+            return hint.from_word(value)
         if not isinstance(value, Mapping):
             raise UserError(f"{key} must hold keys and values, not '{value}'")
         return _section(hint, key, value)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from meshwright.comm.group import Pending, Shift
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import ModelConfig
+from meshwright.nn.nf4 import pack
 from meshwright.nn.parallel import record_of
 from meshwright.sharding.remainders import tensors_of
 from meshwright.train.step import Trainer
@@ -152,7 +153,11 @@ def draw_on_device(module: nn.Module, seed: int) -> None:
     torch.manual_seed(seed)
     for parameter in module.parameters():
         record = record_of(parameter)
-        if record is not None and record.init.kind == "normal":
+        if record is not None and record.packs is not None:
+            if not parameter.is_meta:
+                values = torch.empty(record.packs.local_shape, device=parameter.device)
+                parameter.copy_(pack(values.normal_(0.0, record.init.std)))
+        elif record is not None and record.init.kind == "normal":
             parameter.normal_(0.0, record.init.std)
         else:
             parameter.fill_(1.0 if record is not None and record.init.kind == "ones" else 0.0)

@@ -21,6 +21,7 @@ from meshwright.layout.params import ParamRecord
 from meshwright.nn import fp8, products
 from meshwright.nn.adapters import Adapter, Change, Settings, adapted_product
 from meshwright.nn.fused import rms_norm, rms_norm_backward, rms_norm_in_one_pass, swiglu, swiglu_backward
+from meshwright.nn.nf4 import weight_values
 from meshwright.nn.norm import Norm
 from meshwright.nn.overlap import column_backward, gather_in_pieces, gather_product, product_scatter, product_sum
 from meshwright.nn.parallel import Parallel
@@ -45,6 +46,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        weight = weight_values(weight, grad.dtype)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if ctx.overlaps and ctx.mode in ("gather", "column"):
             both = _column_grads(ctx, grad, weight, x, needs_weight)
@@ -65,7 +67,7 @@ class _SwigluProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        prepared, back = _output_grads(ctx, grad, weight)
+        prepared, back = _output_grads(ctx, grad, weight_values(weight, grad.dtype))
         assert back is not None
         grad_x, value = swiglu_backward(x, back)
         grad_weight = _weight_grad(ctx, prepared, value) if ctx.needs_input_grad[1] else None
@@ -94,6 +96,7 @@ class _NormProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, passed: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, scale, weight = ctx.saved_tensors
+        weight = weight_values(weight, grad.dtype)
         needs_weight = ctx.needs_input_grad[3]
         if ctx.overlaps and ctx.mode in ("gather", "column"):
             normed, _ = rms_norm(x, scale, ctx.eps)  # the weight's gradient needs it before the input's is there
@@ -116,6 +119,7 @@ def _forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings:
     # The sink is the weight's place in the gradient buffer, which other micro-batches write to between this forward and
     # its backward. save_for_backward would refuse a tensor that changed in the meantime, so it is kept as an attribute.
     ctx.sink, ctx.mode, ctx.group, ctx.size, ctx.kind, ctx.overlaps = settings
+    weight = weight_values(weight, x.dtype)
     if ctx.overlaps and ctx.mode == "gather":
         return gather_product(x, weight, bias, False, ctx.group, ctx.size)[0]
     if ctx.overlaps and ctx.mode == "scatter":
@@ -203,7 +207,7 @@ class Linear(nn.Module):
         # All tp ranks drop the same of an input that all of them use.
         own = self.mode == "row" or (parallel.splits_tokens and self.mode != "gather")
         self.stream = parallel.streams.own if own else parallel.streams.same
-        if self.kind and not fp8.sizes_fit_fp8(*weight.local_shape):
+        if self.kind and not fp8.sizes_fit_fp8(*weight.values.local_shape):
             warnings.warn(f"sizes that are no multiples of {FP8_UNIT} are multiplied in bf16, not in fp8", stacklevel=2)
 
     @property

@@ -51,7 +51,7 @@ class Coordinate:
     @cached_property
     def dense(self) -> Coordinate:
         """The place along the axes that cut everything but experts."""
-        axes = tuple(each for each in self.axes if each[0] not in ("ep", "etp"))
+        axes = tuple(each for each in self.axes if each[0].split(".")[0] not in ("ep", "etp"))
         return self if len(axes) == len(self.axes) else replace(self, axes=axes)
 
     @property

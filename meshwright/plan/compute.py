@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from meshwright.layout.grid import GRID_AXES
+from meshwright.layout.params import EP_ACROSS, EP_NODE
 from meshwright.parts.gpt import TP_PIECES
 from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Product, Unit, Work, hash_once
 from meshwright.plan.cluster import Cluster
@@ -19,9 +20,10 @@ from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
 
 ATTENTION_BACKWARD = 2.5  # the backward of a fused core has five products, its forward two
+EXCHANGE_AXES = ("ep", EP_NODE, EP_ACROSS)
 CONTEXT_AXES = ("cp", "cp.inner", "cp.outer")
 TENSOR_AXES = ("tp", *GRID_AXES)
-UNIT_AXES = (*TENSOR_AXES, *CONTEXT_AXES, "ep", "etp", "tp-cp")  # over which units communicate
+UNIT_AXES = (*TENSOR_AXES, *CONTEXT_AXES, *EXCHANGE_AXES, "etp", "tp-cp")  # over which units communicate
 MOVED_BACKWARD = 1.5  # a backward kernel reads the forward's input and the gradient, and writes one gradient
 
 
@@ -76,7 +78,7 @@ class Setting:
     @cached_property
     def dense(self) -> Setting:
         """What everything but experts depends on."""
-        axes = tuple(each for each in self.per_node if each[0] not in ("ep", "etp"))
+        axes = tuple(each for each in self.per_node if each[0].split(".")[0] not in ("ep", "etp"))
         return self if self.at.dense is self.at else replace(self, at=self.at.dense, per_node=axes)
 
     def on_node(self, axis: str) -> int:
@@ -219,7 +221,7 @@ def _expert_parallel(unit: Unit, where: Setting, again: float) -> Iterator[AxisU
     """Yields the uses of ep, of etp and of the axes over which routers' sums go; nothing hides them. What goes over etp
     is counted with tp where that divides experts too."""
     alike = where.at.cuts_experts_alike
-    for name, axes in (("ep", ("ep",)), ("tp" if alike else "etp", ("etp",)), ("tp", ("tp-cp",))):
+    for name, axes in (("ep", EXCHANGE_AXES), ("tp" if alike else "etp", ("etp",)), ("tp", ("tp-cp",))):
         if where.at.size(axes[0]) > 1:
             times = _seconds(unit, where, axes)
             yield AxisUse(name, times.forward, times.backward + again * times.again)

@@ -228,6 +228,7 @@ def _optimizer_seconds(job: Job, cluster: Cluster, stage: StageCost) -> float:
 
 
 def optimizer_bytes(s: States) -> float:
-    """Returns the bytes per parameter that the update and the grad norm before it read and write. Weights that are one
-    half of their masters are read too."""
-    return s.grad + NORM_BYTES + 2 * (s.master or s.param) + 2 * s.moments * s.moment + (1 + s.paired) * s.param
+    """Returns the bytes per parameter that the update and the grad norm before it read and write. Weights beside
+    masters are written, and read too where they are one half of them; without masters they are read and written."""
+    weights = 2 * s.master + (1 + s.paired) * s.param if s.master else 2 * s.param
+    return s.grad + NORM_BYTES + weights + 2 * s.moments * s.moment

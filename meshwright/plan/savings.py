@@ -7,9 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.comm.algorithms import neighbours_on_node
-from meshwright.config.comm import KINDS, CommConfig, EmulateConfig, GatherConfig, OverlapConfig, ReduceConfig
+from meshwright.config.comm import (
+    KINDS,
+    AlgorithmConfig,
+    CommConfig,
+    EmulateConfig,
+    GatherConfig,
+    OverlapConfig,
+    ReduceConfig,
+)
 from meshwright.config.rules import PLANNING_RULES, first_broken_rule
 from meshwright.config.sections import Config
+from meshwright.layout import exchange_parts
 from meshwright.layout.params import DATA_AXES
 from meshwright.plan.cluster import Cluster, Network
 from meshwright.plan.communication import all_ranks, by_axis, round_calls
@@ -53,7 +62,7 @@ class Figures:
 def techniques(config: Config, job: Job) -> list[Technique]:
     """Returns the config as it is, first, and every technique that can run with it, each alone."""
     c, summed = config.comm, job.layout.size(DATA_AXES)
-    plain = replace(c, reduce=ReduceConfig(), algorithm="torch")
+    plain = replace(c, reduce=ReduceConfig(), algorithm=AlgorithmConfig())
     found = [Technique(BASE, config)]
 
     def add(name: str, comm: CommConfig, **sections: object) -> None:
@@ -72,7 +81,9 @@ def techniques(config: Config, job: Job) -> list[Technique]:
         on_node = neighbours_on_node(ranks, job.node_size)
         for kind in OWN:
             if kind != "hierarchical" or 1 < on_node < len(ranks):
-                add(f"own {kind}", replace(plain, algorithm=kind))  # type: ignore[arg-type]
+                add(f"own {kind}", replace(plain, algorithm=AlgorithmConfig(dp=kind)))  # type: ignore[arg-type]
+    if exchange_parts(job.layout):
+        add("experts by node", replace(plain, algorithm=AlgorithmConfig(ep="hierarchical")))
     if job.node_size < job.world and sum(job.layout.size(axis) > 1 for axis in ("tp", "cp", "dp", "pp")) > 1:
         order = "-".join(reversed(config.layout.order.split("-")))
         add("groups across nodes", plain, layout=replace(config.layout, order=order))

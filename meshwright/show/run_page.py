@@ -20,6 +20,7 @@ from rich.text import Text
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.layout.params import EP_ACROSS, EP_NODE
 from meshwright.models.description import describe
 from meshwright.parts.part import parameter_count
 from meshwright.schedule.kinds import placement_of
@@ -46,6 +47,8 @@ CARGO = {
     "dp-cp": "gradients",
     "pp": "activations to the next stage, their gradients back",
     "ep": "tokens to their experts and back",
+    EP_NODE: "tokens on their way to experts and back, inside the node",
+    EP_ACROSS: "tokens on their way to experts and back, between nodes",
     "embedding": "gradients of the tied embedding, between first and last stage",
     "position_embedding": "gradients of the position embedding",
     "replicas": "changes of the replicas' parameters, and their losses",

@@ -122,6 +122,24 @@ def test_algorithms_that_do_not_fit() -> None:
         check(halving, 6)
 
 
+def test_algorithms_by_axis() -> None:
+    """A word stands for every axis that knows it."""
+    words = {"ring": ("ring", "torch"), "hierarchical": ("hierarchical", "hierarchical"), "auto": ("auto", "torch")}
+    links = {"link_gb_s": 1.0}
+    for word, found in words.items():
+        config = config_from(SMALL | {"comm": {"algorithm": word, "links": links}})
+        assert (config.comm.algorithm.dp, config.comm.algorithm.ep) == found
+        assert config_from(to_mapping(config)) == config
+    assert config_from(SMALL | {"comm": {"algorithm": {"ep": "hierarchical"}}}).comm.algorithm.dp == "torch"
+    for value, sentence in (
+        ("rings", r"comm.algorithm=rings is not one of torch, auto, .*did you mean"),
+        ({"ep": "ring"}, "comm.algorithm.ep=ring is not one of torch, hierarchical"),
+        (["ring"], "comm.algorithm must hold keys and values"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            config_from(SMALL | {"comm": {"algorithm": value}})
+
+
 def test_a_batch_beyond_a_pipelines_table() -> None:
     config = config_from(SMALL | {"layout": {"pp": 2}, "train": {"global_batch": 100_000_000}})
     with pytest.raises(UserError, match="train.global_batch=100000000 needs too large a table"):

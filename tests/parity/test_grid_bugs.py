@@ -94,7 +94,9 @@ BUGS: dict[str, tuple[Case, Plant]] = {
     "sum over depth missing": (DEEP, _sum_over_depth_missing),
     "bias added by all": (FLAT, _bias_added_by_all),
     "norm over the wrong ranks": (FLAT, _norm_over_the_wrong_ranks),
+    "norm over the wrong ranks of a 3D grid": (THIN, _norm_over_the_wrong_ranks),
     "weight gradient not summed": (FLAT, _weight_gradient_not_summed),
+    "weight gradient not summed over the depth of a 3D grid": (THIN, _weight_gradient_not_summed),
     "labels of other rows": (THIN, _labels_of_other_rows),
 }
 

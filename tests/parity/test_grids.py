@@ -27,9 +27,10 @@ class GridCase(Case):
 
 def grid_case(
     kind: str, sizes: tuple[int, ...], label: str = "", dp: int = 1, pp: int = 1, data: dict[str, Any] | None = None,
-    family: str = "gpt", tied: bool = True, schedule: str = "1f1b", **extra: Any,
+    family: str = "gpt", tied: bool = True, schedule: str = "1f1b", steps: int = 0, **extra: Any,
 ) -> Case:  # fmt: skip
-    """`extra`'s keys are written section__key. A micro-batch has a sequence for every part of the rows."""
+    """`extra`'s keys are written section__key. A micro-batch has a sequence for every part of the rows. fp32 losses are
+    compared over `steps`: by default 20, and 4 where a label says what else differs."""
     row, col, depth = (*sizes, 1)[:3]
     sequences = depth * (max(row, col) if kind == "3d" else row)
     keys: dict[str, Any] = {
@@ -39,7 +40,7 @@ def grid_case(
     keys |= {key.replace("__", "."): value for key, value in extra.items()}
     name = "-".join(filter(None, [kind, "x".join(map(str, sizes)), label]))
     made = tuple((data or {}).items())
-    steps = 4 if label else 20
+    steps = steps or (4 if label else 20)
     return GridCase(
         dp, row * col * depth, pp, False, schedule, family, tied, name, tuple(keys.items()), made, steps=steps
     )
@@ -66,9 +67,12 @@ CASES = [
     grid_case("3d", (1, 2, 2), "deep", **_LLAMA, tied=False),
     grid_case("3d", (4, 2, 1), "uneven"),
     # With the other axes, ZeRO and recomputation.
-    grid_case("2d", (2, 2), dp=2, **_zero(0)),
-    grid_case("2d", (2, 2), dp=2, **_LLAMA, **_zero(3)),
-    grid_case("2d", (2, 2), "pp", pp=2),
+    *(
+        grid_case("2d", (2, 2), dp=2, **_zero(stage), family=family, steps=20)
+        for family in ("gpt", "llama")
+        for stage in (0, 3)
+    ),
+    *(grid_case("2d", (2, 2), "pp", pp=2, family=family, steps=20) for family in ("gpt", "llama")),
     grid_case("2d", (2, 2), "pp-untied-full", pp=2, **_LLAMA, tied=False, **_FULL),
     grid_case("2.5d", (1, 2, 2), dp=2, **_zero(3)),
     grid_case("2.5d", (2, 1, 2), "pp", pp=2, **_LLAMA, **_FULL),

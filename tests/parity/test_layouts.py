@@ -7,8 +7,10 @@ from itertools import product
 import pytest
 
 from meshwright.config.rules import check
-from tests.parity.cases import CASES, COVER, FACTORS, QUICK, Case, pairs_of
+from tests.parity.cases import Case
 from tests.parity.launches import Launches
+from tests.parity.matrix import CASES, QUICK
+from tests.parity.sharded_cases import COVER, FACTORS, pairs_of
 from tests.support.oracle import complaints, small_config
 
 

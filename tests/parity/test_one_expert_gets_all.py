@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from meshwright.train.step import Trainer
-from tests.parity.cases import EXPERTS, Case
+from tests.parity.cases import Case
+from tests.parity.expert_cases import EXPERTS
 from tests.parity.launches import data_of
 from tests.support.oracle import EXACT, Whole, gather_global, make_trainer, small_config, true_gradients, worst
 from tests.support.ranks import run_ranks

@@ -15,7 +15,8 @@ from meshwright.config.sections import Config, ModelConfig
 from meshwright.models.description import describe
 from meshwright.parts.experts import ExpertsPart
 from tests.nn.plain_experts import plain_losses, plain_mixture
-from tests.parity.cases import FAMILIES, MIXTURES
+from tests.parity.cases import FAMILIES
+from tests.parity.expert_cases import MIXTURES
 from tests.support.oracle import (
     EXACT,
     Made,

@@ -25,7 +25,8 @@ from meshwright.schedule.table import Op, Table
 from meshwright.sharding.data_parallel import DataParallel
 from meshwright.sharding.reducers import PlainReducer
 from meshwright.train.step import Trainer
-from tests.parity.cases import EXPERTS, Case
+from tests.parity.cases import Case
+from tests.parity.expert_cases import EXPERTS
 from tests.parity.planted import Bug, Plant, altered, assert_found, mean_of_means
 
 

@@ -145,6 +145,14 @@ def test_other_programs_keep_whole_masters() -> None:
     assert [optimizer_bytes(states_of(config, own)) - NORM_BYTES for own in (True, False)] == [28, 30]
 
 
+def test_weights_that_are_their_own_masters_are_read_and_written_once() -> None:
+    """fp32: the gradient, the weight twice, two moments twice. bf16 without masters: half of each but the gradient."""
+    narrow = {"master_dtype": "bf16", "state_dtype": "bf16"}
+    for keys, wanted in (({"precision": "fp32"}, 4 + 8 + 16), ({"precision": "bf16"}, 4 + 4 + 8)):
+        config = small_config(train=keys, optimizer=narrow if wanted == 16 else {})
+        assert optimizer_bytes(states_of(config)) - NORM_BYTES == wanted
+
+
 def test_a_wrong_formula_is_found(counted: dict[str, list[dict[str, int]]], monkeypatch: pytest.MonkeyPatch) -> None:
     """An MLP that is said to keep its inner features once; the planner's cache is left out."""
 

@@ -1,0 +1,66 @@
+"""The matrix of layouts: every way to cut 1, 2, 4 and 8 ranks into dp x tp x pp, with the cases of every subject, and
+which of them `make test` runs. No torch."""
+
+from __future__ import annotations
+
+from tests.parity.cases import FAMILIES, SCHEDULES, WORLDS, Case, layouts
+from tests.parity.context_cases import CONTEXTS
+from tests.parity.expert_cases import EXPERTS
+from tests.parity.sharded_cases import SHARDED
+from tests.parity.special_cases import SPECIAL
+
+# Without a pipeline the kinds differ in the order of micro-batches only: there one cut is tried with all of them.
+MATRIX = [
+    Case(dp, tp, pp, sp, schedule, family, tied)
+    for world in WORLDS
+    for dp, tp, pp, sp in layouts(world)
+    for schedule in (SCHEDULES if pp > 1 or world == 1 else ("1f1b",))
+    for family in FAMILIES
+    for tied in (True, False)
+]
+CASES = MATRIX + SPECIAL + SHARDED + CONTEXTS + EXPERTS
+
+# The part that `make test` runs; the rest is marked wide.
+_QUICK_MATRIX = (
+    "dp1-tp1-pp1-gpipe-llama-tied", "dp2-tp1-pp1-1f1b-gpt-tied", "dp1-tp2-pp1-1f1b-llama-tied",
+    "dp1-tp2-pp1-sp-1f1b-gpt-tied", "dp1-tp1-pp2-gpipe-gpt-untied", "dp1-tp1-pp2-interleaved-llama-tied",
+    "dp1-tp1-pp4-1f1b-gpt-tied", "dp2-tp2-pp1-sp-1f1b-gpt-untied", "dp1-tp2-pp2-1f1b-llama-untied",
+    "dp1-tp2-pp2-sp-interleaved-gpt-tied",
+    "dp2-tp2-pp2-sp-interleaved-llama-untied",
+)  # fmt: skip
+_QUICK_CONTEXTS = (
+    "cp2-gather-zigzag", "cp2-ring-striped-documents", "cp4-one-kv-head", "cp4-hybrid-contiguous-documents",
+    "cp2-ring-pp", "cp2-alibi-ring",
+)  # fmt: skip
+_QUICK_SHARDED = ("zero1-node", "zero3-ramp", "zero3-chunks-on-one-rank")
+_QUICK_LABELS = (
+    "chunks-on-one-rank", "uneven-split", "micro-batch-2", "documents", "masked-rank", "ramp", "order",
+    "rank-without-vocabulary", "kv-copies-with-bias", "split-ends-without-layers", "qk-norm", "qk-norm-over-all",
+    "partial-rotary-parallel-residual", "alibi-embedding-norm", "pieces", "post-norm",
+)  # fmt: skip
+_QUICK_EXPERTS = (
+    "dp2-tp1-pp1-1f1b-llama-tied-deepseek-ep2",  # ep across dp
+    "dp1-tp2-pp1-sp-1f1b-llama-tied-olmoe-ep2-etp1",  # ep across tp
+    "dp2-tp2-pp1-1f1b-llama-tied-olmoe-ep2-etp2-zero2",  # etp is tp, and every rank has all tokens
+    "dp2-tp1-pp2-1f1b-llama-tied-olmoe-ep2-etp1-zero3",
+    "dp1-tp2-pp2-sp-interleaved-llama-tied-mixtral-ep2-etp1",
+    "dp2-tp2-pp1-sp-1f1b-llama-tied-deepseek-ep2-etp1-full",  # ep across tp while dp holds copies; recomputation
+)
+
+
+def _quick() -> set[str]:
+    """The named part of the matrix, and of each chosen label its first case of four ranks at most."""
+    names = {*_QUICK_MATRIX, *_QUICK_EXPERTS}
+    for label in _QUICK_LABELS:
+        names.add(next(case.name for case in SPECIAL if case.label == label and case.world <= 4))
+    names |= {next(case.name for case in CONTEXTS if case.label == label) for label in _QUICK_CONTEXTS}
+    names |= {case.name for case in SHARDED if case.label in _QUICK_SHARDED}
+    some = [case.name for case in SHARDED if case.dp == 4 and case.world == 4 and case.label.count("-") == 3]
+    names |= set(some[::3])
+    names.add(next(case.name for case in SHARDED if case.label.startswith("zero3") and case.dp == case.tp == case.pp))
+    return names
+
+
+QUICK = _quick()
+_NAMES = {case.name for case in CASES}
+assert len(_NAMES) == len(CASES) and not QUICK - _NAMES

@@ -1,0 +1,67 @@
+"""ZeRO stages over every way to cut 4 and 8 ranks. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from tests.parity.cases import FAMILIES, INTERLEAVED, LLAMA, OFFLOAD, SCHEDULES, Case, cut, layouts, special
+
+# ZeRO stages over every way to cut 4 and 8 ranks; what else may differ is chosen so that every pair of values meets.
+STAGES = (1, 2, 3)
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "optimizer": ("none", "cpu", "disk"),
+    "params": ("none", "cpu", "disk"),
+    "recompute": ("none", "selective", "full", "every:2"),
+    "schedule": SCHEDULES,  # interleaved has two chunks, the others one
+    "sp": (False, True),
+}
+Choice = dict[str, Any]
+
+
+def pairs_of(choice: Choice) -> set[tuple[Any, ...]]:
+    """Every pair of values of one case."""
+    items = sorted(choice.items())
+    return {(*a, *b) for i, a in enumerate(items) for b in items[i + 1 :]}
+
+
+def _choices(stage: int, tp: int, pp: int) -> Iterator[Choice]:
+    for values in product(*FACTORS.values()):
+        choice = dict(zip(FACTORS, values, strict=True))
+        fits = (stage == 3 or choice["params"] == "none") and (tp > 1 or not choice["sp"])
+        if fits and (pp > 1 or choice["schedule"] != "gpipe"):
+            yield choice
+
+
+def _cover() -> Iterator[tuple[int, int, int, int, Choice]]:
+    """(stage, dp, tp, pp, choice), each choice the one that brings most pairs that were not met before."""
+    met: set[tuple[Any, ...]] = set()
+    for world in (4, 8):
+        for stage in STAGES:
+            for dp, tp, pp, sp in layouts(world):
+                if not sp:
+                    choice = max(_choices(stage, tp, pp), key=lambda c: len(pairs_of(c) - met))
+                    if dp > 1:
+                        met |= pairs_of(choice)
+                    yield stage, dp, tp, pp, choice
+
+
+def _sharded(number: int, stage: int, dp: int, tp: int, pp: int, choice: Choice) -> Case:
+    extra: dict[str, Any] = {
+        "zero.stage": stage, "recompute.mode": choice["recompute"], "zero.offload.optimizer": choice["optimizer"],
+        "zero.offload.params": choice["params"], "zero.offload.path": OFFLOAD, "zero.offload.buffer_mib": 0.02,
+    }  # fmt: skip
+    family, tied = list(FAMILIES)[number % 2], number % 3 != 0
+    label = f"zero{stage}-{choice['optimizer']}-{choice['params']}-{choice['recompute']}"
+    return Case(dp, tp, pp, choice["sp"], choice["schedule"], family, tied, label, tuple(extra.items()))
+
+
+COVER = list(_cover())
+SHARDED = [_sharded(number, *found) for number, found in enumerate(COVER)] + [
+    special("zero1-node", cut(4, 1, 1), zero__stage=1, zero__shard_group="node", layout__node_size=2),
+    special("zero3-node", cut(4, 1, 2, **LLAMA), zero__stage=3, zero__shard_group="node", layout__node_size=2),
+    special("zero3-ramp", cut(2, 1, 1), zero__stage=3, train__ramp=[2, 2, 20], train__global_batch=6),
+    special("zero2-masked-rank", cut(2, 1, 1), {"blind": True}, zero__stage=2),
+    special("zero3-chunks-on-one-rank", cut(2, 1, 1, **INTERLEAVED), zero__stage=3),
+]
