@@ -116,7 +116,8 @@ def test_status_and_summary_show_it(told: Any, capsys: pytest.CaptureFixture[str
     said = "faults      rank 1: 1 fault, the last at step 6: the loss is not finite; computed again"
     assert said in capsys.readouterr().out
     assert main(["status", str(folder / "batch")]) == 0
-    assert "bad steps   1, due to the data or the model and not to a device; the last at step 6: the loss" in capsys.readouterr().out
+    said = "bad steps   1, due to the data or the model and not to a device; the last at step 6: the loss"
+    assert said in capsys.readouterr().out
     summary(folder / "forward")
     assert "step 6: the loss is not finite; computed again" in " ".join(capsys.readouterr().out.split())
 
