@@ -24,6 +24,7 @@ from meshwright.config.sections import TRAINING_KEYS, Config, ModelConfig
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord, slices_of
 from meshwright.models.planned.folder import has_weights
+from meshwright.nn.nf4 import ROWS_AT_ONCE, pack
 from meshwright.parts.tuning import is_adapter
 from meshwright.sharding.buffers import REPLICA_STATE, State, regions
 from meshwright.sharding.remainders import Values
@@ -136,15 +137,32 @@ def begin_with_folder(trainer: Checkpointed, modules: Sequence[nn.Module], fresh
 
 def fill_range(source: Base | PlannedFolder, record: ParamRecord, low: int, high: int, values: Values) -> None:
     """Sets `values`, elements low to high of a local tensor, from a base."""
-    if isinstance(source, Reader):
+    if record.packs is not None:
+        _fill_packed(source, record, low, high, values)
+    elif isinstance(source, Reader):
         source.fill_range(f"param/{record.name}", record, low, high, values)
-        return
-    if source.shapes.get(record.name) != record.shape:
+    elif source.shapes.get(record.name) != record.shape:
         raise UserError(f"{source.folder}, the base, has no {record.name} of shape {list(record.shape)}")
-    for box, region in regions(record, low, high, values):
-        for start, shape in blocks_of(box.shape, 4):
-            corner = tuple(a + b for a, b in zip(box.start, start, strict=True))
-            region[slices_of(start, shape)] = source.block(record.name, corner, shape).to(values.dtype)
+    else:
+        for box, region in regions(record, low, high, values):
+            for start, shape in blocks_of(box.shape, 4):
+                corner = tuple(a + b for a, b in zip(box.start, start, strict=True))
+                region[slices_of(start, shape)] = source.block(record.name, corner, shape).to(values.dtype)
+
+
+def _fill_packed(source: Base | PlannedFolder, record: ParamRecord, low: int, high: int, values: Values) -> None:
+    """Sets bytes low to high of a weight that is stored in few bits: whole rows of its values are read and packed, some
+    at a time."""
+    plain, width = record.values, record.local_shape[1]
+    inputs = plain.local_shape[1]
+    step = max(1, ROWS_AT_ONCE // inputs)
+    for first in range(low // width, -(-high // width), step):
+        rows = min(step, -(-high // width) - first)
+        read = torch.zeros((rows, inputs))
+        fill_range(source, plain, first * inputs, (first + rows) * inputs, read.view(-1))
+        begin, end = max(low, first * width), min(high, (first + rows) * width)
+        packed = pack(read.to(values.device)).view(-1)
+        values[begin - low : end - low] = packed[begin - first * width : end - first * width]
 
 
 def adapts(config: dict[str, Any]) -> bool:

@@ -19,6 +19,7 @@ from meshwright.config.load import config_from
 from meshwright.config.sections import Config
 from meshwright.layout.params import AdapterRecord, Box, Init, ParamRecord, slices_of
 from meshwright.models.description import model_of
+from meshwright.nn.nf4 import rounded
 from meshwright.parts.part import ALONE
 from meshwright.parts.tuning import is_adapter
 
@@ -39,8 +40,9 @@ class AdapterWeights:
     def __init__(self, reader: Reader) -> None:
         self.reader, self.config = reader, config_in(reader.index)
         records = model_of(self.config).records(ALONE).values()
-        self.records = {record.name: record for record in records}
-        self.adapters = {record.name: record.adapters for record in records if record.adapters}
+        self.records = {record.name: record.values for record in records}
+        self.packed = {record.name for record in records if record.packs is not None}
+        self.adapters = {record.name: record.values.adapters for record in records if record.adapters}
 
     def changes(self, name: str) -> list[Change]:
         """Returns the values of a weight's adapters."""
@@ -106,20 +108,22 @@ class MergedWeights:
             self.own.reader.fill(tensor, record, local)
             return
         fill_range(self.base, record, 0, record.numel, local.view(-1))
-        for box in record.boxes if name in self.own.adapters else ():
+        for box in record.boxes if name in self.own.adapters or name in self.own.packed else ():
             for start, shape in blocks_of(box.shape, 8):
                 corner, at = (tuple(map(sum, zip(begin, start, strict=True))) for begin in (box.start, box.local_start))
                 local[slices_of(at, shape)] = self._changed(record, corner, shape).to(local.dtype)
 
     def _changed(self, record: ParamRecord, corner: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Returns a rectangle of the weight with its changes. Where rows are scaled to a norm, whole rows are read."""
+        """Returns a rectangle of the weight with its changes, which were trained beside the values that its bytes stand
+        for, where it is packed. Where rows are scaled to a norm, or packed, whole rows are read."""
         (first, left), (count, width) = corner, shape
-        changes = self._changes(record.name)
-        whole_rows = any(change.norms is not None for change in changes)
+        changes, packed = self._changes(record.name), record.name in self.own.packed
+        whole_rows = packed or any(change.norms is not None for change in changes)
         read = (0, record.shape[1]) if whole_rows else (left, width)
         part = box_record(record.name, record.shape, (first, read[0]), (count, read[1]))
-        values = torch.empty(part.local_shape, dtype=changes[0].down.dtype)
+        values = torch.empty(part.local_shape, dtype=changes[0].down.dtype if changes else torch.float32)
         fill_range(self.base, part, 0, part.numel, values.view(-1))
+        values = rounded(values) if packed else values
         for change in changes:
             low, high = max(first, change.record.start), min(first + count, change.record.stop)
             if low < high:

@@ -38,6 +38,7 @@ from meshwright.models.description import describe
 from meshwright.models.hf import FAMILIES, family_for
 from meshwright.models.hf.family import Family, model_section
 from meshwright.models.hf.rows import Mapped, SourceRows
+from meshwright.nn.nf4 import rounded
 from meshwright.outside import of_kind, read_json
 from meshwright.parts.part import ALONE
 from meshwright.parts.tuning import is_adapter
@@ -86,7 +87,7 @@ def export_adapters(checkpoint: Path, to: Path) -> dict[str, Any]:
                 tensors |= {f"{PREFIX}{module}.{key}": value for key, value in _stacked(changes, runs).items()}
                 ranks[module] = config.rank * len(changes)
                 if config.kind == "dora":
-                    tensors[f"{PREFIX}{module}.{NORMS}"] = _norms(base, own.records[name], changes, runs)
+                    tensors[f"{PREFIX}{module}.{NORMS}"] = _norms(base, own, name, changes, runs)
     kept = [record for record in own.records.values() if record.trained and not is_adapter(record.name)]
     for record in kept:
         tensors |= {PREFIX + source: value for source, value in _in_their_rows(family, model, own, record)}
@@ -143,23 +144,26 @@ def _stacked(changes: list[Change], runs: list[SourceRows]) -> dict[str, Tensor]
     return {DOWN: torch.cat([change.down for change in changes]), UP: up}
 
 
-def row_norms(base: Base, record: ParamRecord, first: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Returns the norms of rows of a base's weight."""
+def row_norms(
+    base: Base, record: ParamRecord, first: int, count: int, dtype: torch.dtype, packed: bool = False
+) -> Tensor:
+    """Returns the norms of rows of a base's weight, as it is after packing where it was `packed`."""
     found = []
     for low in range(first, first + count, ROWS):
         rows = min(ROWS, first + count - low)
         part = box_record(record.name, record.shape, (low, 0), (rows, record.shape[1]))
         values = torch.empty(part.local_shape, dtype=dtype)
         fill_range(base, part, 0, part.numel, values.view(-1))
-        found.append(torch.linalg.vector_norm(values, dim=1))
+        found.append(torch.linalg.vector_norm(rounded(values) if packed else values, dim=1))
     return torch.cat(found)
 
 
-def _norms(base: Base, record: ParamRecord, changes: list[Change], runs: list[SourceRows]) -> Tensor:
+def _norms(base: Base, own: AdapterWeights, name: str, changes: list[Change], runs: list[SourceRows]) -> Tensor:
     """Returns the norms that their module's rows shall have; those of rows without an adapter are the base's own."""
     norms = changes[0].up.new_empty(sum(run.count for run in runs))
     for run in runs:
-        norms[run.theirs] = row_norms(base, record, run.start, run.count, norms.dtype)
+        where = (own.records[name], run.start, run.count)
+        norms[run.theirs] = row_norms(base, *where, norms.dtype, name in own.packed)
     for change in changes:
         for run in runs:
             if (part := run.of_ours(change.record.start, change.record.stop)) and change.norms is not None:

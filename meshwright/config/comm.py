@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from meshwright.config.blocks import LONGEST_S, not_negative, positive
-from meshwright.errors import UserError
+from meshwright.errors import UserError, nearest
 
 BLOCK_UNIT = 16  # what a block of numbers with one scale is a multiple of
 NODE_COPY = "comm.gather.node_copy=true"
@@ -101,6 +101,15 @@ class OverlapConfig:
     weights: bool = True  # ZeRO: gathered while the unit before computes
     tensor: bool = False  # sent over tp in pieces, while other pieces are multiplied
     pipeline: bool = True  # sent to other stages while the next micro-batch computes
+    piece_gflop: float = 60.0  # tensor: a product is cut where each send has at least so much of it to hide behind
+
+    def __post_init__(self) -> None:
+        not_negative("comm.overlap", self, "piece_gflop")
+
+    @property
+    def piece_flops(self) -> float | None:
+        """The FLOPs of a product for each send over tp; None: products are not cut."""
+        return self.piece_gflop * 1e9 if self.tensor else None
 
 
 @dataclass(frozen=True)
@@ -134,6 +143,27 @@ class EmulateConfig(LinkConfig):
         return "emulated links: " + ", ".join(rates)
 
 
+# How gradients are summed: by torch's collective, by one of ours on sends and receives, or by the fastest.
+Summing = Literal["torch", "auto", "ring", "tree", "halving_doubling", "mesh", "hierarchical"]
+Exchanging = Literal["torch", "hierarchical"]
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """Which algorithms collectives run by, axis by axis; one word stands for every axis that knows it."""
+
+    section: ClassVar[str] = "comm.algorithm"
+    dp: Summing = "torch"  # sums of gradients over the data axes: dp, cp, and edp of experts
+    ep: Exchanging = "torch"  # exchanges of rows among experts: at once, or first inside a node and then between nodes
+
+    @classmethod
+    def from_word(cls, word: str) -> AlgorithmConfig:
+        sums, exchanges = get_args(Summing), get_args(Exchanging)
+        if word not in sums:
+            raise UserError(f"{cls.section}={word} is not one of {', '.join(sums)}{nearest(word, sums)}")
+        return cls(dp=word, ep=word if word in exchanges else "torch")  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class CommConfig:
     backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
@@ -144,22 +174,22 @@ class CommConfig:
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     emulate: EmulateConfig = field(default_factory=EmulateConfig)
     links: LinkConfig = field(default_factory=LinkConfig)
-    # How gradients are summed: by torch's collective, by one of ours on sends and receives, or by the fastest.
-    algorithm: Literal["torch", "auto", "ring", "tree", "halving_doubling", "mesh", "hierarchical"] = "torch"
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    switches: tuple[int, ...] = ()  # that each node is at: our own rings visit the nodes of a switch one after another
 
     def __post_init__(self) -> None:
         positive("comm", self, "timeout", "bucket_mib")
         if self.timeout > LONGEST_S:
             raise UserError(f"comm.timeout={self.timeout:g} is more than a year of seconds: lower it")
-        if self.algorithm == "auto" and not self.known_links.link_gb_s:
+        if self.algorithm.dp == "auto" and not self.known_links.link_gb_s:
             raise UserError(
                 "comm.algorithm=auto needs to know the links: give comm.links.link_gb_s and, between nodes, "
                 "comm.links.network_gb_s (meshwright comm bench measures them)"
             )
-        if self.algorithm != "torch" and self.reduce.compresses:
+        if self.algorithm.dp != "torch" and self.reduce.compresses:
             raise UserError(
-                f"comm.algorithm={self.algorithm} sums gradients as they are, and {self.reduce.words} compresses them: "
-                "set comm.algorithm=torch, or leave the other out"
+                f"comm.algorithm={self.algorithm.dp} sums gradients as they are, and {self.reduce.words} compresses "
+                "them: set comm.algorithm=torch, or leave the other out"
             )
 
     @property

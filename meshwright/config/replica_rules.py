@@ -87,7 +87,7 @@ def server_fits(c: Config, world: int) -> Iterator[str]:
     taken = {
         "zero.stage": (c.zero.stage, 0), "comm.reduce.kind": (c.comm.reduce.kind, "plain"),
         "comm.reduce.adaptive": (c.comm.reduce.adaptive, False),
-        "comm.algorithm": (c.comm.algorithm, "torch"), "layout.replicas": (o.replicas, 1),
+        "comm.algorithm": (c.comm.algorithm.dp, "torch"), "layout.replicas": (o.replicas, 1),
         "model.experts.count": (c.model.experts.count, 0),
     }  # fmt: skip
     for key, (value, needed) in taken.items():

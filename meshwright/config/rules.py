@@ -13,7 +13,7 @@ from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.config.replica_rules import batch_problem, batch_unit, replicas_fit, server_fits
 from meshwright.config.sections import FP8_UNIT, Config
 from meshwright.config.t5 import t5_fits
-from meshwright.config.tune_rules import preferences_fit
+from meshwright.config.tune_rules import packed_weights_fit, preferences_fit
 from meshwright.errors import UserError, divisors, either
 from meshwright.layout import Layout, node_parts
 from meshwright.schedule.kinds import KINDS, LARGEST_TABLE, training_kinds
@@ -317,15 +317,21 @@ def device_has_fp8(c: Config, world: int) -> Iterator[str]:
 def algorithm_fits_ranks(c: Config, world: int) -> Iterator[str]:
     layout = _layout(c, world)
     sizes = {axes: layout.size(axes) for axes in ("dp-cp", *(["edp"] if c.model.experts.count else []))}
-    if c.comm.algorithm == "halving_doubling" and any(size & (size - 1) for size in sizes.values()):
+    if c.comm.algorithm.dp == "halving_doubling" and any(size & (size - 1) for size in sizes.values()):
         yield (
             "comm.algorithm=halving_doubling needs a power of two of data-parallel ranks, and there are "
             f"{either([size for size in sizes.values() if size & (size - 1)])}: use ring or tree"
         )
-    if c.comm.algorithm != "torch" and c.zero.stage and c.zero.shard_group == "node":
+    if c.comm.algorithm.dp != "torch" and c.zero.stage and c.zero.shard_group == "node":
         yield (
-            f"comm.algorithm={c.comm.algorithm} can't be combined with zero.shard_group=node, which sums inside the "
+            f"comm.algorithm={c.comm.algorithm.dp} can't be combined with zero.shard_group=node, which sums inside the "
             "nodes first: set comm.algorithm=torch or zero.shard_group=dp"
+        )
+    nodes = -(-world // (c.layout.node_size or world))
+    if c.comm.switches and (not c.layout.node_size or len(c.comm.switches) != nodes):
+        yield (
+            f"comm.switches names the switches of {len(c.comm.switches)} nodes, and there are {nodes}: give one for "
+            "each, in the order of nodes, and layout.node_size"
         )
 
 
@@ -403,7 +409,7 @@ RULES: list[Rule] = [
     dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
     compiles_without_dropout, backend_fits_device, device_has_fp8, algorithm_fits_ranks, server_fits,
     tensor_overlap_fits, links_are_emulated_on_cpus, adapters_fit,
-    gathers_fit, preferences_fit, copies_outlive_ranks,
+    gathers_fit, packed_weights_fit, preferences_fit, copies_outlive_ranks,
 ]  # fmt: skip
 
 # The rules about how tp cuts a model's sizes.

@@ -25,6 +25,7 @@ class TuneConfig:
     dropout: float = 0.0  # of the adapters' inputs
     targets: tuple[str, ...] = (ALL,)  # the products that are adapted, e.g. q, v; all: every product of the blocks
     modules_to_save: tuple[str, ...] = ()  # parts that are trained whole beside them, e.g. embedding, head, norm1
+    quantise: Literal["none", "nf4"] = "none"  # nf4: the frozen weights of the blocks' products in 4 bits
 
     # With data.objective=preference:
     loss: Literal["dpo", "ipo", "orpo", "simpo", "kto"] = "dpo"
@@ -38,8 +39,9 @@ class TuneConfig:
             raise UserError(f"tune.dropout={self.dropout} must be at least 0 and below 1")
         if not self.targets:
             raise UserError("tune.targets is empty: name the products to adapt, e.g. [q, v], or all")
-        if self.kind == "full" and (self.base or self.modules_to_save):
-            key = "base" if self.base else "modules_to_save"
+        idle = {"base": self.base, "quantise": self.quantise != "none", "modules_to_save": self.modules_to_save}
+        if self.kind == "full" and any(idle.values()):
+            key = next(key for key, given in idle.items() if given)
             raise UserError(f"tune.{key} has no effect with tune.kind=full: set tune.kind=lora, or leave it out")
 
     @property

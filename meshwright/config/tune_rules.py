@@ -1,10 +1,30 @@
-"""The rules about losses over answers, between keys of several sections."""
+"""The rules about adapters in 4 bits and losses over answers, between keys of several sections."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from meshwright.config.sections import Config
+from meshwright.layout.packed import BLOCK
+
+
+def packed_weights_fit(c: Config, world: int) -> Iterator[str]:
+    """The rows of a product's weight are stored in blocks, and tp cuts the inputs of some."""
+    if c.tune.quantise == "none":
+        return
+    tp, latent = c.layout.tp, c.model.latent
+    heads = c.model.heads * (latent.v_dim if latent.kv_rank else c.model.head_dim)
+    dense = not c.model.experts.count or c.model.experts.first_dense or c.model.experts.every > 1
+    inputs = {"model.hidden": c.model.hidden, "the width of all heads": heads // tp}
+    inputs |= {"model.ffn": c.model.ffn // tp} if dense else {}
+    inputs |= {"model.latent.kv_rank": latent.kv_rank, "model.latent.q_rank": latent.q_rank}
+    for name, size in inputs.items():
+        if size % BLOCK:
+            own = "" if size in (c.model.hidden, latent.kv_rank, latent.q_rank) else " on a tp rank"
+            yield (
+                f"tune.quantise={c.tune.quantise} stores rows in blocks of {BLOCK} values, and {name} is {size}{own}: "
+                "use a smaller layout.tp, or tune.quantise=none"
+            )
 
 
 def preferences_fit(c: Config, world: int) -> Iterator[str]:

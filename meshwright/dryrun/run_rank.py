@@ -62,7 +62,7 @@ def run_rank(config: Config, world: int, rank: int, device: Device) -> RankRun:
         built = time.perf_counter()
         most, step_s = _timed_steps(trainer) if dry is None else (_dry_step(trainer, dry), None)
         found = RankRun(
-            sum(slot.view.numel() for buffer in trainer.data_parallel.buffers for slot in buffer.slots),
+            sum(slot.record.values.numel for buffer in trainer.data_parallel.buffers for slot in buffer.slots),
             state_bytes(trainer), calls_of(trainer), action_counts(trainer.executor.done), most,
             trainer.optimizer.updates > 0, built - begin, time.perf_counter() - built, step_s,
         )  # fmt: skip

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from meshwright.layout.layout import Layout, Parts, node_parts
+from meshwright.layout.layout import Layout, Parts, exchange_parts, node_parts
 
-__all__ = ["Layout", "Parts", "node_parts"]
+__all__ = ["Layout", "Parts", "exchange_parts", "node_parts"]

@@ -9,6 +9,7 @@ Everything is computed from strides, so that a query costs no more than the size
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -16,7 +17,7 @@ from math import prod
 from typing import NamedTuple
 
 from meshwright.errors import UserError, divisors, either, nearest
-from meshwright.layout.params import REPLICA, SHARD
+from meshwright.layout.params import EP_ACROSS, EP_NODE, REPLICA, SHARD
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DENSE_AXES = ("tp", "cp", "dp", "pp")
@@ -420,3 +421,12 @@ def node_parts(layout: Layout, key: str = "zero.shard_group=node") -> Parts:
             f"ranks, which divides nothing evenly: leave {key.split('=')[0]} out, or lower layout.tp or pp"
         )
     return (("dp", ((SHARD, inside), (REPLICA, len(ranks) // inside))),)
+
+
+def exchange_parts(layout: Layout) -> Parts:
+    """Returns the parts of ep where rows travel inside a node first and then between nodes. There are none where a
+    group is on one node, or has one rank on each, or not equally many."""
+    node = layout.node_size or layout.world
+    counts = {count for group in layout.groups("ep") for count in Counter(rank // node for rank in group).values()}
+    here = counts.pop()
+    return (("ep", ((EP_NODE, here), (EP_ACROSS, layout.ep // here))),) if not counts and 1 < here < layout.ep else ()

@@ -11,6 +11,7 @@ from itertools import product
 from typing import Literal
 
 DATA_AXES = "dp-cp"  # every dense gradient is a partial sum over these
+EP_NODE, EP_ACROSS = "ep.node", "ep.across"  # parts of ep, where rows go inside a node first and then between nodes
 SHARD, REPLICA = "dp.shard", "dp.replica"  # parts of dp, where states are divided inside a node
 TILE = 128  # weights are drawn in tiles of so many rows and columns (see `tiles`)
 
@@ -58,10 +59,16 @@ class ParamRecord:
     trained: bool = True  # a frozen one has no gradient, master or moments (at run time `requires_grad` decides)
     wide: bool = False  # in fp32 (in fp64 runs: fp64) whatever the model's precision
     adapters: tuple[AdapterRecord, ...] = ()  # of a frozen matrix: the trained changes of its rows
+    packs: ParamRecord | None = None  # this is of bytes (layout/packed.py), which stand for the values of that record
 
     @property
     def numel(self) -> int:
         return math.prod(self.local_shape)
+
+    @property
+    def values(self) -> ParamRecord:
+        """The record of the values, where this one may be of bytes that stand for them."""
+        return self.packs or self
 
 
 @dataclass(frozen=True)

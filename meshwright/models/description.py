@@ -13,7 +13,7 @@ from meshwright.config.data import PACKED
 from meshwright.config.sections import Config, ModelConfig
 from meshwright.config.tune import ALL, TuneConfig
 from meshwright.errors import UserError, nearest
-from meshwright.layout import Layout, Parts, node_parts
+from meshwright.layout import Layout, Parts, exchange_parts, node_parts
 from meshwright.layout.params import Init
 from meshwright.parts.bert import ChosenRowsPart, DensePart, OnRows, TokenTypePart
 from meshwright.parts.experts import ExpertsPart, Routing
@@ -246,7 +246,8 @@ _on_grid = lru_cache(maxsize=256)(on_grid)
 def _tuned(model: Model, tune: TuneConfig) -> Model:
     targets = () if ALL in tune.targets else tune.targets
     norms = tune.kind == "dora"
-    return tuned(model, Tuning(tune.rank, tune.scale, norms, tune.dropout, targets, tune.modules_to_save))
+    packs = tune.quantise == "nf4"
+    return tuned(model, Tuning(tune.rank, tune.scale, norms, tune.dropout, targets, tune.modules_to_save, packs))
 
 
 @lru_cache(maxsize=256)
@@ -333,6 +334,8 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
         ends=ends_of(config.pipeline.schedule, c.pp, c.chunks), etp=c.etp, shared=shared_parameters(config),
         replicas=c.replicas,
     )  # fmt: skip
+    if config.comm.algorithm.ep == "hierarchical" and c.ep > 1:
+        layout = replace(layout, parts=(*layout.parts, *exchange_parts(layout)))
     if config.zero.stage and config.zero.shard_group == "node":
         return replace(layout, parts=(*layout.parts, *node_parts(layout)))
     if config.zero.stage == 3 and config.comm.gather.node_copy:

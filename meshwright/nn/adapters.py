@@ -16,6 +16,7 @@ from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
 from meshwright.layout.params import AdapterRecord
 from meshwright.nn import products
 from meshwright.nn.fused import wide
+from meshwright.nn.nf4 import weight_values
 from meshwright.nn.parallel import Parallel
 
 
@@ -69,6 +70,7 @@ def _ratio(weight: Tensor, changes: Sequence[Change], settings: Settings) -> Ten
     """Returns what each row of the changed weight is multiplied by: the norm it shall have over the norm it has. As in
     DoRA, the latter is taken as a constant."""
     with torch.no_grad():
+        weight = weight_values(weight, changes[0].adapter.down.dtype)
         old = torch.linalg.vector_norm(weight, dim=1, dtype=wide(weight[:0]).dtype).square()
         new = old.clone()
         for start, stop, adapter in changes:
@@ -97,7 +99,7 @@ class _AdaptedProduct(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.settings, ctx.scale, ctx.spans = settings, scale, spans
         full = all_gather(x, settings.group, settings.size) if settings.mode == "gather" else x
-        y = products.forward(full, weight, None, settings.kind)
+        y = products.forward(full, weight_values(weight, x.dtype), None, settings.kind)
         seen = full if keep is None else full * keep
         short = seen @ torch.cat(factors[::2]).t()
         parts = short.chunk(len(spans), 1)
@@ -132,6 +134,7 @@ class _AdaptedProduct(torch.autograd.Function):
         grad_downs = (back.t() @ (full if keep is None else full * keep)).chunk(len(ups))
         grad_x = None
         if ctx.needs_input_grad[0]:
+            weight = weight_values(weight, grad.dtype)
             prepared = products.prepare_grad(grad, weight, kind, for_weight=False)
             added = back @ downs
             grad_x = products.input_grad(prepared, weight, kind) + (added if keep is None else added * keep)

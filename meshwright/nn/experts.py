@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm.by_node import ByNode, exchange_by_node, exchange_evenly
 from meshwright.comm.group import Group
 from meshwright.comm.ops import (
     all_gather,
@@ -84,11 +85,13 @@ def sort_by_expert(chosen: Tensor, routing: Routing) -> Sorted:
 
 class Arrivals(NamedTuple):
     """What a rank exchanges with the others over ep: rows to and from each, and how many each local expert got of each
-    of them, [ranks, experts]."""
+    of them, [ranks, experts]. `middle`: where they travel by node, what passes through this rank
+    (`comm/by_node.py`)."""
 
     sends: list[int]
     receives: list[int]
     counts: Tensor
+    middle: list[int]
 
 
 class Saved:
@@ -157,7 +160,7 @@ class Experts(nn.Module):
         super().__init__()
         assert parallel.experts is not None
         self.parallel, self.routing, self.kind = parallel, part.routing, part.mlp.kind
-        self.etp, self.ep = parallel.experts.etp, parallel.experts.ep
+        self.etp, self.ep, self.by_node = parallel.experts.etp, parallel.experts.ep, parallel.experts.by_node
         self.router = Router(parallel, part.routing, records_under(records, "router"))
         self.up = ExpertWeights(parallel, records[f"{part.mlp.first}.weight"])
         self.down = ExpertWeights(parallel, records["down.weight"])
@@ -249,18 +252,28 @@ class Experts(nn.Module):
         if self.ep.alone:
             return self._products(x, row_weights, index, order.places, order.counts)
         if saved.arrivals is None:
-            saved.arrivals = exchange_counts(order, self.routing, self.ep)
-        there, back, counts = saved.arrivals
-        arrived = all_to_all(spread(x, index, order.places), self.ep.name, there, back)
-        arrived_weights = all_to_all(row_weights, self.ep.name, there, back)
+            saved.arrivals = exchange_counts(order, self.routing, self.ep, self.by_node)
+        counts = saved.arrivals.counts
+        arrived = self._exchanged(spread(x, index, order.places), saved.arrivals)
+        arrived_weights = self._exchanged(row_weights, saved.arrivals)
         # Rows arrive by rank and then by expert; the experts need them by expert alone.
         local = torch.arange(counts.shape[1], device=x.device).repeat(counts.shape[0])
-        experts = local.repeat_interleave(counts.flatten(), output_size=sum(back))
+        experts = local.repeat_interleave(counts.flatten(), output_size=sum(saved.arrivals.receives))
         by_expert = experts.argsort(stable=True)
         places = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=x.device))
         sorted_weights = permute(arrived_weights, by_expert, places)
         result = self._products(arrived, sorted_weights, by_expert, places[:, None], counts.sum(0))
-        return collect(all_to_all(result, self.ep.name, back, there), index, order.places)
+        return collect(self._exchanged(result, saved.arrivals, back=True), index, order.places)
+
+    def _exchanged(self, rows: Tensor, arrivals: Arrivals, back: bool = False) -> Tensor:
+        """Returns the rows that arrive when these are sent to their experts, or back from there."""
+        sends, receives = (arrivals.receives, arrivals.sends) if back else (arrivals.sends, arrivals.receives)
+        if self.by_node is None:
+            arrived: Tensor = all_to_all(rows, self.ep.name, sends, receives)
+            return arrived
+        inside, across = self.by_node
+        crossed: Tensor = exchange_by_node(rows, inside.name, across.name, sends, receives, arrivals.middle, back)
+        return crossed
 
     def _products(self, x: Tensor, weights: Tensor, index: Tensor, places: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -271,17 +284,22 @@ class Experts(nn.Module):
 
 
 @torch.no_grad()
-def exchange_counts(order: Sorted, routing: Routing, ep: Group) -> Arrivals:
+def exchange_counts(order: Sorted, routing: Routing, ep: Group, by_node: ByNode | None = None) -> Arrivals:
     """Tells every rank how many rows it will get for each of its experts. The host waits for the numbers, unless the
     capacity fixes them."""
     own = order.counts.view(ep.size, -1)
     rows = order.choices.shape[0]
     even = [rows // ep.size + (n < rows % ep.size) for n in range(ep.size)]
+    middle = [] if by_node is None else by_node.even_middle(even)
     if routing.capacity is not None:
-        return Arrivals(even, even, own)
-    arriving = torch.empty_like(own)
-    ep.all_to_all(arriving, own.contiguous())
+        return Arrivals(even, even, own, middle)
+    if by_node is None:
+        arriving = passing = torch.empty_like(own)
+        ep.all_to_all(arriving, own.contiguous())
+    else:
+        arriving, passing = exchange_evenly(own.contiguous(), by_node)
     if own.is_meta:  # a dry run takes the experts to be balanced
-        return Arrivals(even, even, arriving)
-    sends, receives = torch.stack([own.sum(1), arriving.sum(1)]).tolist()
-    return Arrivals(sends, receives, arriving)
+        return Arrivals(even, even, arriving, middle)
+    numbers = [own.sum(1), arriving.sum(1), *([passing.sum(2).flatten()] if by_node else [])]
+    sends, receives, *middles = torch.stack(numbers).tolist()
+    return Arrivals(sends, receives, arriving, *(middles or [[]]))

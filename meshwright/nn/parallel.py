@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm.by_node import ByNode
 from meshwright.comm.group import Group
 from meshwright.config.sections import RecomputeConfig
 from meshwright.layout.params import TILE, ParamRecord, tiles
+from meshwright.nn.nf4 import pack
 from meshwright.nn.offload import HostActivations
 from meshwright.nn.random import Streams
 
@@ -17,11 +19,13 @@ from meshwright.nn.random import Streams
 @dataclass(frozen=True)
 class ExpertGroups:
     """The groups of a mixture of experts: experts are divided over `ep` and each of them over `etp`. `sequence` are the
-    ranks that hold different tokens of the same sequences."""
+    ranks that hold different tokens of the same sequences; `by_node` the parts of `ep`, where rows go inside a node
+    first."""
 
     etp: Group
     ep: Group
     sequence: Group
+    by_node: ByNode | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Parallel:
     host: bool = False  # this is a CPU, or a dry run of one
     experts: ExpertGroups | None = None  # where the model has experts
     context: ContextGroups | None = None  # where ranks share sequences
-    overlaps: bool = False  # linear layers communicate over tp while they multiply (nn/overlap.py)
+    piece_flops: float | None = None  # linear layers communicate over tp while they multiply (parts/pieces.py)
     offload: HostActivations | None = None  # where inputs of recomputed blocks go to host memory
     grid: dict[str, Group] | None = None  # the axes of a grid of tensor-parallel ranks, where tp is one
 
@@ -74,6 +78,7 @@ class Parallel:
     def parameter(self, record: ParamRecord) -> nn.Parameter:
         """Returns an empty parameter that carries its record."""
         dtype = torch.promote_types(self.dtype, torch.float32) if record.wide else self.dtype
+        dtype = torch.uint8 if record.packs else dtype
         values = torch.empty(record.local_shape, dtype=dtype, device=self.device)
         parameter = nn.Parameter(values, requires_grad=record.trained)
         if self.unallocated:
@@ -103,6 +108,11 @@ def initialise(module: nn.Module, seed: int) -> None:
 @torch.no_grad()
 def draw_parameter(record: ParamRecord, out: Tensor, seed: int) -> None:
     """Sets a parameter's first values, which follow from the seed and its global name alone."""
+    if record.packs is not None and not out.is_meta:
+        values = torch.empty(record.packs.local_shape, device=out.device)
+        draw_parameter(record.packs, values, seed)
+        out.copy_(pack(values))
+        return
     kind = record.init.kind
     if kind not in ("given", "placed"):
         out.fill_(1.0 if kind == "ones" else 0.0)

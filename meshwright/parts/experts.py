@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
-from meshwright.layout.params import Box, Init, ParamRecord, whole
+from meshwright.layout.params import EP_ACROSS, EP_NODE, Box, Init, ParamRecord, whole
 from meshwright.parts.gpt import ZEROS
 from meshwright.parts.mlp import MLPPart
 from meshwright.parts.part import (
@@ -62,6 +63,11 @@ class Routing:
         """The rows that each expert takes of one rank, where the capacity is limited."""
         assert self.capacity is not None
         return min(rows, math.ceil(rows * self.top_k / self.count * self.capacity))
+
+
+def exchange_axes(at: Coordinate) -> tuple[str, ...]:
+    """Returns the axes over which rows travel to their experts, in this order: ep, or the parts of it."""
+    return (EP_NODE, EP_ACROSS) if at.size(EP_ACROSS) > 1 else ("ep",)
 
 
 class Exchange(NamedTuple):
@@ -168,14 +174,15 @@ class ExpertsPart(Part):
 
         Rows to all ranks that hold a part of each expert, as a column product gathers its input and a row product sums
         its output; with them the numbers and the weights of the chosen experts. Over ep: how many rows each expert
-        gets; then the rows there and back, and their weights, and the same for their gradients.
+        gets; then the rows there and back, and their weights, and the same for their gradients. Where rows go inside a
+        node first (`comm.algorithm.ep`), each of these is two calls of the same payload.
         """
         yield from self._entering(at, batch)
-        if self.count_bytes:
-            yield Collective("forward", "ep", "all_to_all", self.count_bytes, replayed=True)
-        rows = self.sent_rows(at, batch)
-        for each in self.exchanges(batch):
-            yield Collective(each.phase, "ep", "all_to_all", rows * each.row_bytes, routed=self.uneven(at))
+        rows, axes = self.sent_rows(at, batch), exchange_axes(at)
+        for axis in axes if self.count_bytes else ():
+            yield Collective("forward", axis, "all_to_all", self.count_bytes, replayed=True)
+        for each, axis in product(self.exchanges(batch), axes):
+            yield Collective(each.phase, axis, "all_to_all", rows * each.row_bytes, routed=self.uneven(at))
         if self.routing.has_losses:
             sequences = batch.sequences if self.routing.aux_level == "sequence" else 1
             sums = sequences * (2 * self.routing.count + 2) * batch.wide

@@ -421,7 +421,7 @@ ALONE = Coordinate()
 @lru_cache(maxsize=64)
 def parameter_count(model: Model) -> int:
     """Returns the number of parameters of a whole model."""
-    return sum(record.numel for record in model.records(ALONE).values())
+    return sum(record.values.numel for record in model.records(ALONE).values())
 
 
 def active_parameters(model: Model) -> int:

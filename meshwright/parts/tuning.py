@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from meshwright.errors import UserError, nearest
+from meshwright.layout.packed import BLOCK, packed_record, row_bytes
 from meshwright.layout.params import AdapterRecord, Init, ParamRecord, columns_of, rows_of, whole
 from meshwright.parts.gpt import ZEROS, NormPart, TokenEmbeddingPart, replicated
 from meshwright.parts.mlp import MLPPart
@@ -56,6 +57,7 @@ class Tuning:
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
+    packs: bool = False  # the frozen weights of linear layers are stored in 4 bits
 
     def adapts(self, piece: str) -> bool:
         return not self.targets or piece in self.targets
@@ -96,6 +98,7 @@ class TunedPart(Part):
                 linear = linears[record.name]
                 adapters = tuple(adapter_records(record, at, name, linear, self.tuning))
                 record = replace(record, adapters=adapters)
+                record = packed_record(record) if self.tuning.packs else record
                 for adapter in adapters:
                     prefix = f"{key.removesuffix('.weight')}.{adapter.name}"
                     adapted |= {f"{prefix}.{own}": each for own, each in adapter.records.items()}
@@ -111,7 +114,10 @@ class TunedPart(Part):
             tokens = _tokens(linear, at, batch)
             added += [Product("down", tokens, self.tuning.rank, inputs), Product("up", tokens, rows, self.tuning.rank)]
             moved += 2.0 * tokens * rows * batch.element
-        return replace(work, products=(*frozen, *added), moved=work.moved + moved, kernels=work.kernels + len(added))
+        unpacked = self._unpacked(at)  # their bytes are read, their values written
+        moved += sum(unpacked) * (row_bytes(BLOCK) / BLOCK + batch.element)
+        kernels_run = work.kernels + len(added) + len(unpacked)
+        return replace(work, products=(*frozen, *added), moved=work.moved + moved, kernels=kernels_run)
 
     def _adapters(self, at: Coordinate) -> Iterator[tuple[AdapterRecord, LinearPieces]]:
         linears = {each.name: each for each in self.part.linears()}
@@ -141,7 +147,7 @@ class TunedPart(Part):
         yield from (kept for kept in self.part.kept(at, batch, kernels) if kept.name not in dropped)
         linears = {each.name: each for each in self.part.linears()}
         for record in (each for each in self.records(at, "").values() if each.adapters):
-            (rows, inputs), tuning = record.local_shape, self.tuning
+            (rows, inputs), tuning = record.values.local_shape, self.tuning
             tokens = _tokens(linears[_linear_name(record)], at, batch)
             yield Kept("adapters", len(record.adapters) * tokens * tuning.rank * batch.element)
             yield Kept("adapter mask", tokens * inputs * batch.element if tuning.dropout else 0)
@@ -149,7 +155,12 @@ class TunedPart(Part):
             yield Kept("unscaled product", norms if tuning.norms else 0)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        return self.part.working(at, batch, kernels)
+        """Returns what the part needs; of weights that are stored in few bits also the values of the largest."""
+        return self.part.working(at, batch, kernels) + max(self._unpacked(at), default=0) * batch.element
+
+    def _unpacked(self, at: Coordinate) -> list[int]:
+        """Returns the number of values of each weight that is stored in few bits."""
+        return [record.values.numel for record in self.records(at, "").values() if record.packs is not None]
 
 
 def _linear_name(weight: ParamRecord) -> str:
@@ -213,7 +224,8 @@ def tuned(model: Model, tuning: Tuning) -> Model:
                 has = ", ".join(sorted(known)) or "none"
                 raise UserError(f"tune.{key}={name} is not in this model{nearest(name, known)}: it has {has}")
     kinds = {block: _tuned_unit(block, tuning) for block in set(model.blocks)}
-    embedding, head = _tuned_unit(model.embedding, tuning), _tuned_unit(model.head, replace(tuning, targets=("",)))
+    embedding = _tuned_unit(model.embedding, tuning)
+    head = _tuned_unit(model.head, replace(tuning, targets=("",), packs=False))  # as in QLoRA
     return replace(model, embedding=embedding, blocks=tuple(kinds[block] for block in model.blocks), head=head)
 
 

@@ -206,7 +206,7 @@ def report(cost: Cost, tokens: float | None = None) -> str:
 
 def _about_ep(cost: Cost) -> list[str]:
     """Says what the bytes over ep suppose."""
-    if "ep" not in cost.traffic:
+    if not any(axis.split(".")[0] == "ep" for axis in cost.traffic):
         return []
     if cost.job.config.model.experts.capacity is not None:
         return ["  The capacity fixes the bytes over ep."]

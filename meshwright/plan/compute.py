@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from meshwright.comm.ledger import wire_bytes
 from meshwright.layout.grid import GRID_AXES
-from meshwright.parts.gpt import TP_PIECES
+from meshwright.layout.params import EP_ACROSS, EP_NODE
 from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Product, Unit, Work, hash_once
+from meshwright.parts.pieces import TP_PIECES
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import unit_collectives
 from meshwright.plan.efficiency import ALIGNED, collective_seconds, product_seconds
@@ -19,9 +21,10 @@ from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
 
 ATTENTION_BACKWARD = 2.5  # the backward of a fused core has five products, its forward two
+EXCHANGE_AXES = ("ep", EP_NODE, EP_ACROSS)
 CONTEXT_AXES = ("cp", "cp.inner", "cp.outer")
 TENSOR_AXES = ("tp", *GRID_AXES)
-UNIT_AXES = (*TENSOR_AXES, *CONTEXT_AXES, "ep", "etp", "tp-cp")  # over which units communicate
+UNIT_AXES = (*TENSOR_AXES, *CONTEXT_AXES, *EXCHANGE_AXES, "etp", "tp-cp")  # over which units communicate
 MOVED_BACKWARD = 1.5  # a backward kernel reads the forward's input and the gradient, and writes one gradient
 
 
@@ -76,7 +79,7 @@ class Setting:
     @cached_property
     def dense(self) -> Setting:
         """What everything but experts depends on."""
-        axes = tuple(each for each in self.per_node if each[0] not in ("ep", "etp"))
+        axes = tuple(each for each in self.per_node if each[0].split(".")[0] not in ("ep", "etp"))
         return self if self.at.dense is self.at else replace(self, at=self.at.dense, per_node=axes)
 
     def on_node(self, axis: str) -> int:
@@ -190,15 +193,26 @@ def _tensor_parallel(unit: Unit, where: Setting, linear: float, again: float) ->
     forward, backward = times.forward, times.backward + again * times.again
     if not isinstance(unit, BlockUnit):  # the embedding and the head have nothing to hide behind
         return AxisUse("tp", forward, backward)
-    share, room = (1.0, linear) if where.at.overlaps else (stack.hide_tp, stack.hide_tp * linear)
+    share, room = stack.hide_tp, stack.hide_tp * linear
     if where.at.overlaps:  # the first piece has no communication before it, or the last none behind it
-        size = where.at.size("tp")
-        room *= (size - 1) / size if where.at.splits_tokens else 1 - 1 / TP_PIECES
+        size, cut = where.at.size("tp"), _in_pieces(unit, where)
+        share, room = cut, linear * cut * ((size - 1) / size if where.at.splits_tokens else 1 - 1 / TP_PIECES)
     hidden_forward, hidden_backward = min(forward * share, room), min(backward * share, 2 * room)
     slowed = max(stack.contention, where.cluster.efficiency.contention) if where.at.overlaps else 0.0
     hidden_forward, hidden_backward = ((1 - slowed) * each for each in (hidden_forward, hidden_backward))
     hidden = hidden_forward + hidden_backward
     return AxisUse("tp", forward - hidden_forward, backward - hidden_backward, hidden)
+
+
+def _in_pieces(unit: Unit, where: Setting) -> float:
+    """Returns the share of a unit's bytes over tp that travel while it multiplies. Without sequence parallelism those
+    of backward do, under the weights' gradients."""
+    calls = [call for call in unit_collectives(unit, where.at, where.batch) if call.axis == "tp"]
+    hides = [
+        call.op == "send" if where.at.splits_tokens else call.times > 1 or call.phase == "backward" for call in calls
+    ]
+    wire = [call.times * wire_bytes(call.op, call.payload, where.at.size("tp")) for call in calls]
+    return sum(each for each, hidden in zip(wire, hides, strict=True) if hidden) / max(1, sum(wire))
 
 
 def _context_parallel(unit: Unit, where: Setting, attention: float, again: float) -> AxisUse:
@@ -219,7 +233,7 @@ def _expert_parallel(unit: Unit, where: Setting, again: float) -> Iterator[AxisU
     """Yields the uses of ep, of etp and of the axes over which routers' sums go; nothing hides them. What goes over etp
     is counted with tp where that divides experts too."""
     alike = where.at.cuts_experts_alike
-    for name, axes in (("ep", ("ep",)), ("tp" if alike else "etp", ("etp",)), ("tp", ("tp-cp",))):
+    for name, axes in (("ep", EXCHANGE_AXES), ("tp" if alike else "etp", ("etp",)), ("tp", ("tp-cp",))):
         if where.at.size(axes[0]) > 1:
             times = _seconds(unit, where, axes)
             yield AxisUse(name, times.forward, times.backward + again * times.again)

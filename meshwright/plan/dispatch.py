@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from meshwright.comm.ledger import wire_bytes
-from meshwright.parts.experts import ExpertsPart
+from meshwright.layout.params import EP_ACROSS, EP_NODE
+from meshwright.parts.experts import ExpertsPart, exchange_axes
 from meshwright.parts.part import Coordinate, MicroBatch
 from meshwright.plan.communication import Detail, Line, Traffic
 
@@ -29,21 +30,41 @@ def _of_rank(
     part: ExpertsPart, at: Coordinate, batch: MicroBatch, rows: Rows, rank: int, recomputed: bool
 ) -> Detail:
     found: Detail = {}
-    for phase, payload, wire in _calls(part, at, batch, rows, rank, recomputed):
-        line = Line(phase, "ep", "all_to_all")
+    for phase, axis, payload, wire in _calls(part, at, batch, rows, rank, recomputed):
+        line = Line(phase, axis, "all_to_all")
         found[line] = found.get(line, Traffic()).plus(Traffic(1, payload, wire))
     return found
 
 
 def _calls(
     part: ExpertsPart, at: Coordinate, batch: MicroBatch, rows: Rows, rank: int, recomputed: bool
-) -> Iterator[tuple[str, int, int]]:
-    """Yields the phase, the payload and the wire bytes of every call of a rank."""
+) -> Iterator[tuple[str, str, int, int]]:
+    """Yields the phase, the axis, the payload and the wire bytes of every call of a rank."""
     if counts := part.count_bytes:
-        yield "forward", counts, wire_bytes("all_to_all", counts, at.size("ep"))
-    there, back, stays = sum(rows[rank]), sum(each[rank] for each in rows), rows[rank][rank]
+        for axis in exchange_axes(at):
+            yield "forward", axis, counts, wire_bytes("all_to_all", counts, at.size(axis))
+    there, back = hops(at, rows, rank)
     for exchange in part.exchanges(batch):
-        sent = back if exchange.back else there
         again = recomputed and exchange.phase == "forward"
         for phase in (exchange.phase, "backward") if again else (exchange.phase,):
-            yield phase, sent * exchange.row_bytes, (sent - stays) * exchange.row_bytes
+            for axis, sent, stays in back if exchange.back else there:
+                yield phase, axis, sent * exchange.row_bytes, (sent - stays) * exchange.row_bytes
+
+
+Hops = list[tuple[str, int, int]]  # (axis, rows that go into the call, rows of these that stay on the rank)
+
+
+def hops(at: Coordinate, rows: Rows, rank: int) -> tuple[Hops, Hops]:
+    """Returns the calls that bring a rank's rows to their experts, and those that bring results back."""
+    sent, found = sum(rows[rank]), sum(each[rank] for each in rows)
+    here = at.size(EP_NODE)
+    if exchange_axes(at) == ("ep",):
+        return [("ep", sent, rows[rank][rank])], [("ep", found, rows[rank][rank])]
+    first = rank // here * here
+    near, alike = range(first, first + here), range(rank % here, len(rows), here)
+    passing = sum(rows[source][to] for source in near for to in alike)  # rows of its node for ranks of its number
+    kept, arrived = sum(rows[rank][to] for to in alike), sum(rows[source][rank] for source in near)
+    return (
+        [(EP_NODE, sent, kept), (EP_ACROSS, passing, arrived)],
+        [(EP_ACROSS, found, arrived), (EP_NODE, passing, kept)],
+    )

@@ -96,7 +96,9 @@ def _unit_records(unit: Unit, at: Coordinate) -> tuple[ParamRecord, ...]:
 
 
 def dtype_of(record: ParamRecord, precision: str) -> str:
-    """Returns the dtype of a parameter: the run's precision, unless it must be wider."""
+    """Returns the dtype of a parameter: the run's precision, unless it must be wider or is packed into bytes."""
+    if record.packs is not None:
+        return "nf4"
     return "fp32" if record.wide and precision != "fp64" else precision
 
 

@@ -89,7 +89,7 @@ def rank_parameters(job: Job, pp_rank: int) -> int:
     key = ("parameters", pp_rank)
     if key not in job.known:
         records = records_once(job.rank_units(pp_rank), job.at)
-        job.known[key] = sum(count * record.numel for _, record, count in records)
+        job.known[key] = sum(count * record.values.numel for _, record, count in records)
     found: int = job.known[key]
     return found
 

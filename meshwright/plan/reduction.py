@@ -125,7 +125,7 @@ def sharded_block(
         first, later = gather_seconds(job, cluster, params, how, pieces) if zero == 3 else (0.0, 0.0)
         comm = (first, (1 + again) * later + reduce)
         hides = job.hides_weights
-        could = (hides * first, (1 + again) * hides * later + job.hides_gradients * reduce)
+        could = (hides * first, (1 + again) * hides * later + hides_sum(job, "reduce_scatter", params, how) * reduce)
         hidden = [min(each, left) for each, left in zip(could, room, strict=True)]
         axes[how.axis].add(times * sum(comm), times * sum(hidden))
         room = [left - each for left, each in zip(room, hidden, strict=True)]
@@ -201,11 +201,12 @@ def _reduced(
         return 0.0
     if how.stage == 0:
         seconds, room = sum_seconds(job, cluster, "all_reduce", params, how, units), stage.backward
-        could = job.hides_gradients * seconds
+        could = hides_sum(job, "all_reduce", params, how) * seconds
     else:
         seconds = sum_seconds(job, cluster, "reduce_scatter", params, how, units)
         gather = collective_seconds(cluster, "all_gather", weights, how.shards, how.on_node)
-        room, could = stage.backward + stage.forward, job.hides_gradients * seconds + job.hides_weights * gather
+        room = stage.backward + stage.forward
+        could = hides_sum(job, "reduce_scatter", params, how) * seconds + job.hides_weights * gather
         seconds += gather
     return _hide(job, cluster, seconds, could, max(0.0, room - taken), axis)
 
@@ -227,6 +228,23 @@ def outer_seconds(job: Job, cluster: Cluster, step_s: float, axes: dict[str, Axi
     return seconds - hidden + contention(cluster, job.stack) * hidden
 
 
+def _algorithm(job: Job, reducer: AlgorithmReducer, op: str, params: int, how: Divided) -> tuple[int, int, str]:
+    """Returns the ranks of a sum, the buckets in which it is made, each in rounds of its own, and its algorithm. (Own
+    algorithms know no copies of shares.)"""
+    ranks, payload = how.ranks if op == "all_reduce" else how.shards, params * job.states.grad
+    buckets = math.ceil(payload / (job.config.comm.bucket_mib * 2**20)) or 1
+    return ranks, buckets, reducer.chosen(op, payload // buckets, ranks, how.on_node)
+
+
+def hides_sum(job: Job, op: str, params: int, how: Divided) -> float:
+    """Returns the share of a sum of gradients that can be hidden. Our own algorithms sum after backward; where `auto`
+    finds torch's the fastest, it begins during backward as always."""
+    reducer = job.sums
+    if isinstance(reducer, AlgorithmReducer) and reducer.kind == "auto" and job.config.comm.overlap.gradients:
+        return job.stack.hide_dp if _algorithm(job, reducer, op, params, how)[2] == "torch" else 0.0
+    return job.hides_gradients
+
+
 def sum_seconds(
     job: Job, cluster: Cluster, op: str, params: int, how: Divided, units: Sequence[tuple[Unit, int]]
 ) -> float:
@@ -234,13 +252,11 @@ def sum_seconds(
     way, as the job's reducer does. `copies`: of summing the shares over the nodes that hold the same. (The time of
     making compressed messages is not in it.)"""
     grad, reducer, shares = job.states.grad, job.sums, how.shards if op == "copies" else 1
+    if isinstance(reducer, AlgorithmReducer):
+        ranks, buckets, kind = _algorithm(job, reducer, op, params, how)
+        return buckets * algorithm_seconds(cluster, kind, op, params * grad / buckets, ranks, how.on_node)
     ranks = {"all_reduce": how.ranks, "copies": how.copies}.get(op, how.shards)
     on_node, op = 1 if op == "copies" else how.on_node, "all_reduce" if op == "copies" else op
-    if isinstance(reducer, AlgorithmReducer):
-        payload = params // shares * grad
-        buckets = math.ceil(payload / shares / (job.config.comm.bucket_mib * 2**20)) or 1  # each in rounds of its own
-        kind = reducer.chosen(op, payload // buckets, ranks, on_node)
-        return buckets * algorithm_seconds(cluster, kind, op, payload / buckets, ranks, on_node)
     if isinstance(reducer, GatherToOne):
         return gather_to_one_seconds(cluster, params // shares * grad, ranks, on_node)
     if not params or not reducer.mixes:
@@ -285,6 +301,8 @@ def _sharded_rest(
         axis.add(seconds)
         return seconds
     gather = collective_seconds(cluster, "all_gather", params * s.param, how.shards, how.on_node)
-    hidden = min(job.hides_weights * gather, stage.forward) + m * min(job.hides_gradients * reduce, stage.backward)
+    hidden = min(job.hides_weights * gather, stage.forward) + m * min(
+        hides_sum(job, "reduce_scatter", ends, how) * reduce, stage.backward
+    )
     axis.add(m * reduce + gather, hidden)
     return m * reduce + gather - hidden

@@ -7,9 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.comm.algorithms import neighbours_on_node
-from meshwright.config.comm import KINDS, CommConfig, EmulateConfig, GatherConfig, OverlapConfig, ReduceConfig
+from meshwright.config.comm import (
+    KINDS,
+    AlgorithmConfig,
+    CommConfig,
+    EmulateConfig,
+    GatherConfig,
+    OverlapConfig,
+    ReduceConfig,
+)
 from meshwright.config.rules import PLANNING_RULES, first_broken_rule
 from meshwright.config.sections import Config
+from meshwright.layout import exchange_parts
 from meshwright.layout.params import DATA_AXES
 from meshwright.plan.cluster import Cluster, Network
 from meshwright.plan.communication import all_ranks, by_axis, round_calls
@@ -53,7 +62,7 @@ class Figures:
 def techniques(config: Config, job: Job) -> list[Technique]:
     """Returns the config as it is, first, and every technique that can run with it, each alone."""
     c, summed = config.comm, job.layout.size(DATA_AXES)
-    plain = replace(c, reduce=ReduceConfig(), algorithm="torch")
+    plain = replace(c, reduce=ReduceConfig(), algorithm=AlgorithmConfig())
     found = [Technique(BASE, config)]
 
     def add(name: str, comm: CommConfig, **sections: object) -> None:
@@ -64,15 +73,18 @@ def techniques(config: Config, job: Job) -> list[Technique]:
     off = OverlapConfig(False, False, False, False)
     add("overlap off", replace(plain, overlap=off))
     if job.layout.tp > 1:
-        add("overlap of tp too", replace(plain, overlap=replace(c.overlap, tensor=True)))
+        least = 0.0 if job.host else c.overlap.piece_gflop  # the default is that of an accelerator
+        add("overlap of tp too", replace(plain, overlap=replace(c.overlap, tensor=True, piece_gflop=least)))
     if summed > 1:
         naive = replace(plain, bucket_mib=ONE_BUCKET)
         found.append(Technique("gather to one", replace(config, comm=naive), GatherToOne()))
         ranks = job.layout.group(DATA_AXES, 0)
         on_node = neighbours_on_node(ranks, job.node_size)
-        for kind in OWN:
+        for kind in (*OWN, *(["auto"] if c.known_links.link_gb_s else [])):
             if kind != "hierarchical" or 1 < on_node < len(ranks):
-                add(f"own {kind}", replace(plain, algorithm=kind))  # type: ignore[arg-type]
+                add(f"own {kind}", replace(plain, algorithm=AlgorithmConfig(dp=kind)))  # type: ignore[arg-type]
+    if exchange_parts(job.layout):
+        add("experts by node", replace(plain, algorithm=AlgorithmConfig(ep="hierarchical")))
     if job.node_size < job.world and sum(job.layout.size(axis) > 1 for axis in ("tp", "cp", "dp", "pp")) > 1:
         order = "-".join(reversed(config.layout.order.split("-")))
         add("groups across nodes", plain, layout=replace(config.layout, order=order))

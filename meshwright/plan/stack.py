@@ -12,8 +12,8 @@ import yaml
 from meshwright.config.sections import Config
 from meshwright.parts.part import Kernels
 
-# Bytes per element of an activation, or of a parameter that a product reads.
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+# Bytes per element of an activation, or of a parameter that a product reads. Of nf4 the elements are bytes.
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nf4": 1}
 
 
 @dataclass(frozen=True)

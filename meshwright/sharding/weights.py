@@ -157,7 +157,8 @@ class WeightGatherer:
             share = whole[low - bucket.start : high - bucket.start].copy_(share, non_blocking=True)
         with self.ledger.phase(phase), self.ledger.layer(None):
             group = self._shards_of(bucket.buffer)
-            if bucket.stage == 3 and self.gather.kind != "plain" and not group.alone:
+            rounds = self.gather.kind != "plain" and whole.is_floating_point()  # packed weights are in few bits already
+            if bucket.stage == 3 and rounds and not group.alone:
                 self._gathering[id(bucket)] = GatheredCodes(self.gather, group, whole, share)
             else:
                 self._gathering[id(bucket)] = group.all_gather(whole, share, wait=False)

@@ -24,7 +24,7 @@ from meshwright.train.batches import sample_ids
 from meshwright.train.fault_notes import BAD_STEP, FAULT, ROLLBACK, FaultNotes
 from meshwright.train.first_bad import first_bad
 from meshwright.train.loop import WentBack
-from meshwright.train.marks import Found, Mark, Marks
+from meshwright.train.marks import TOLERANCE, Found, Mark, Marks
 from meshwright.train.monitor import gather_bytes
 from meshwright.train.run_folder import RunFolder
 from meshwright.train.step import StepResult, Trainer
@@ -66,6 +66,11 @@ def is_finite(result: StepResult) -> bool:
     return math.isfinite(result.loss) and math.isfinite(result.grad_norm)
 
 
+def _is_close(a: StepResult, b: StepResult) -> bool:
+    """Whether two computations of a step found the same, as far as an accelerator, which adds in any order, can."""
+    return all(math.isclose(x, y, rel_tol=TOLERANCE) for x, y in ((a.loss, b.loss), (a.grad_norm, b.grad_norm)))
+
+
 def why_bad(result: StepResult, bounds: tuple[float, float]) -> str:
     """What is wrong with a step's numbers; empty if nothing is."""
     if not math.isfinite(result.loss):
@@ -73,8 +78,10 @@ def why_bad(result: StepResult, bounds: tuple[float, float]) -> str:
     if not math.isfinite(result.grad_norm):
         return "the gradient is not finite"
     if result.loss > bounds[0]:
-        return f"the loss, {result.loss:.4g}, is above {bounds[0]:.4g}"
-    return f"the gradient's norm, {result.grad_norm:.4g}, is above {bounds[1]:.4g}" * (result.grad_norm > bounds[1])
+        return f"the loss, {result.loss:.4g}, stands out from the last steps' (above {bounds[0]:.4g})"
+    if result.grad_norm > bounds[1]:
+        return f"the gradient's norm, {result.grad_norm:.4g}, stands out from the last steps' (above {bounds[1]:.4g})"
+    return ""
 
 
 class Place(NamedTuple):
@@ -157,17 +164,19 @@ class BadSteps:
         first = self._marks(result.step)
         if not self.replays:
             return self._data_or_model(result, f"{why}, and is not computed again", self._not_finite(first))
-        tells = self.config.spike == "tell"
-        if tells:
-            self._set_bounds(math.inf, math.inf)
+        if self.config.spike == "tell":  # what is found once more is trained
+            self._set_bounds(*(x + TOLERANCE * abs(x) if spike else math.inf for x in (result.loss, result.grad_norm)))
         self.trainer.take_back(result)
         replayed = again()
         self.trainer.gate.release()
-        if not why_bad(replayed, bounds) or (tells and not spike and not replayed.held):
+        same = spike and _is_close(result, replayed)
+        passes = is_finite(replayed) and not replayed.held
+        if passes and not same:
             return self._hardware(replayed, why, self._differing(first, self._marks(result.step)))
-        if tells and spike and not replayed.held:
-            self.notes.add(BAD_STEP, f"{why}: the same when it is computed again, so it is the data or the model; "
-                           f"trained{self._samples(replayed)}", result.step)  # fmt: skip
+        if passes:
+            verdict = "the same when it is computed again, so it is due to the data or the model"
+            text = f"{why}; {verdict}; the update was made all the same{self._samples(replayed)}"
+            self.notes.add(BAD_STEP, text, result.step)
             return replayed
         place = Place() if spike else self._diagnosed(replayed)
         if self._is_of_rank(replayed, place):

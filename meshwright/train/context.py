@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from meshwright.comm.by_node import ByNode
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import Config
@@ -13,6 +14,7 @@ from meshwright.device import PRECISION_DTYPES, Device, return_freed_memory
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.layout.grid import GRID_AXES
+from meshwright.layout.params import EP_ACROSS, EP_NODE
 from meshwright.models.description import CP_INNER, CP_OUTER, layout_of
 from meshwright.nn.offload import HostActivations
 from meshwright.nn.parallel import ContextGroups, ExpertGroups, Parallel
@@ -48,8 +50,8 @@ class Context:
     def at(self) -> Coordinate:
         """Where this rank stands, for the parts of its model."""
         c = self.config
-        overlaps = c.comm.overlap.tensor
-        return coordinate_of(self.layout, self.mesh.rank, c.layout.sequence_parallel, c.context_kind, overlaps)
+        pieces = c.comm.overlap.piece_flops
+        return coordinate_of(self.layout, self.mesh.rank, c.layout.sequence_parallel, c.context_kind, pieces)
 
 
 def build_context(
@@ -80,7 +82,7 @@ def build_context(
         unallocated=trains and shard_axes(layout, config.zero).stage == 3, host=is_host(config, device),
         experts=expert_groups(mesh) if config.model.experts.count else None,
         context=context_groups(mesh, config),
-        overlaps=config.comm.overlap.tensor,
+        piece_flops=config.comm.overlap.piece_flops,
         offload=HostActivations(device.torch) if config.recompute.offload and not is_host(config, device) else None,
         grid={axis: mesh.group(axis) for axis in GRID_AXES} if config.layout.grid else None,
     )  # fmt: skip
@@ -88,7 +90,9 @@ def build_context(
 
 
 def expert_groups(mesh: Mesh) -> ExpertGroups:
-    return ExpertGroups(mesh.group("etp"), mesh.group("ep"), mesh.group("tp-cp"))
+    by_node = any(axis == "ep" for axis, _ in mesh.layout.parts)
+    parts = ByNode(mesh.group(EP_NODE), mesh.group(EP_ACROSS)) if by_node else None
+    return ExpertGroups(mesh.group("etp"), mesh.group("ep"), mesh.group("tp-cp"), parts)
 
 
 def context_groups(mesh: Mesh, config: Config) -> ContextGroups | None:

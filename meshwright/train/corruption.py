@@ -55,6 +55,8 @@ class Divergence(NamedTuple):
 def checksum(x: Tensor) -> Tensor:
     """The sum of a tensor's bits in words of 64: any one that is flipped changes it."""
     flat = x.detach().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:  # a piece of a share may begin anywhere, and words of 64 bits may not
+        flat = flat.clone()
     words = flat.numel() // 8 * 8
     return flat[:words].view(torch.int64).sum() + flat[words:].sum(dtype=torch.int64)
 

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -41,7 +42,10 @@ PRELOAD = [
     "meshwright.show.live",
 ]  # fmt: skip
 
+DEEPEST_TMPDIR = 64  # bytes: systems allow a socket's path some hundred, of which multiprocessing's names need 33
+SHORT_TMPDIR = "/tmp"  # noqa: S108
 SHUTDOWN_S = 5  # from SIGTERM to SIGKILL, for ranks that are stopped because another one failed
+SERVER_GONE = 255  # what multiprocessing calls the exit code of a process whose server can't tell it any more
 GRACE = 2.0  # a rank that lost its peers waits so long before it ends, so that the launcher sees first who was lost
 
 
@@ -53,8 +57,23 @@ def warm_up() -> None:
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's stack traces of lost peers, beside our sentences
     multiprocessing.set_forkserver_preload(PRELOAD)
+    _keep_sockets_short()
     with stops_handled_by(signal.SIG_IGN):
         multiprocessing.forkserver.ensure_running()
+
+
+def _keep_sockets_short() -> None:
+    """Has multiprocessing make its folder, in which the server's socket lies, elsewhere than in a TMPDIR that is too
+    deep for the path of a socket."""
+    if len(os.fsencode(tempfile.gettempdir())) > DEEPEST_TMPDIR:
+        before, tempfile.tempdir = tempfile.tempdir, SHORT_TMPDIR
+        try:
+            multiprocessing.util.get_temp_dir()
+        except OSError as error:
+            why = f"is too deep for the path of a socket, and {SHORT_TMPDIR} can't be used ({error.strerror})"
+            raise UserError(f"TMPDIR={before} {why}: set TMPDIR to a shorter folder") from None
+        finally:
+            tempfile.tempdir = before
 
 
 @dataclass(frozen=True)
@@ -118,7 +137,7 @@ def guarded(folder: str | None, stops: bool, main: Callable[..., None], *args: o
             if place is not None:
                 (place / f"pid-{_me()}").write_text(str(os.getpid()))
                 if requests is not None and (place / STOP).exists():
-                    requests.request()
+                    requests.request(time.monotonic())
             main(*args)
     except UserError as error:
         _report(place, "mistake", str(error))
@@ -354,7 +373,8 @@ def _failed(folder: Path, error: object) -> Outcome:
         where = f"rank {ranks}: " if len(told) > 1 or "Traceback" in text else ""
         said.append(f"{where}{text}")
     if not told:
-        said.append(f"rank {rank} ended with exit code {first.exitcode}")
+        server = ", or the process that it was forked from was killed" * (first.exitcode == SERVER_GONE)
+        said.append(f"rank {rank} ended with exit code {first.exitcode}{server}")
     mistake = first.exitcode == 2 or _reports(folder, "mistake")
     alone = first.local_rank if not told or rank in bugs else None
     return Outcome(2 if mistake else 1, "\nmeshwright: ".join(said), alone)

@@ -41,25 +41,28 @@ class StopRequests:
         """`after`: how the signals are handled when this is left (None: as before). `speaks`: it tells of the first
         request. `launched`: a launcher sends Ctrl-C too; otherwise a second one is the user's, and raises
         KeyboardInterrupt, or says what is lost (`loses`) and ends a process that handles nothing."""
-        self._since: float | None = None
+        self._seen = False
+        self._since: float | None = None  # when the first signal came; the end of a time limit is none
         self._after, self._speaks, self._launched, self._loses = after, speaks, launched, loses
         self._before: dict[int, Any] = {}
         self._bell: tuple[socket.socket, socket.socket] | None = None
 
     @property
     def seen(self) -> bool:
-        return self._since is not None
+        return self._seen
 
-    def request(self) -> None:
+    def request(self, signalled: float | None = None) -> None:
+        """Asks to stop; `signalled`: when a signal asked for it, if one did."""
+        self._seen = True
         if self._since is None:
-            self._since = time.monotonic()
+            self._since = signalled
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
             for number in filter(taken_over, STOP_SIGNALS):
                 self._before[number] = signal.signal(number, self._note)
-                if _has_seen(self._before[number]):
-                    self.request()
+                if outer := _has_seen(self._before[number]):
+                    self.request(outer._since)
             self._listen()
         return self
 
@@ -112,7 +115,7 @@ class StopRequests:
                 raise KeyboardInterrupt
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.request()
+        self.request(time.monotonic())
 
     def __exit__(self, *error: object) -> None:
         if self._bell is not None:
@@ -123,10 +126,10 @@ class StopRequests:
             signal.signal(number, before if self._after is None else self._after)
 
 
-def _has_seen(handler: Any) -> bool:
-    """Whether a handler of the signals is that of a `StopRequests` to which one has come."""
+def _has_seen(handler: Any) -> StopRequests | None:
+    """The `StopRequests` of which this is the handler of the signals, if it was asked to stop."""
     requests = getattr(handler, "__self__", None)
-    return isinstance(requests, StopRequests) and requests.seen
+    return requests if isinstance(requests, StopRequests) and requests.seen else None
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.config.sections import Config
+from meshwright.layout.params import EP_ACROSS, EP_NODE
 from meshwright.pipeline.trace import spans_of
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import predict_step
@@ -38,7 +39,7 @@ def step_kind(config: Config, step: int) -> dict[str, int]:
 
 def unplanned_axes(config: Config) -> set[str]:
     """What experts exchange depends on the tokens, so that it is not known beforehand."""
-    return {"ep", "etp", "edp"} if config.model.experts.count else set()
+    return {"ep", EP_NODE, EP_ACROSS, "etp", "edp"} if config.model.experts.count else set()
 
 
 def planned_means(config: Config, world: int, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -58,6 +59,12 @@ def planned_means(config: Config, world: int, lines: Sequence[Mapping[str, Any]]
     except Exception:  # a run may have what the planner does not know, and its summary is shown nevertheless
         return {}
     return {axis: count for axis, count in found.items() if axis not in unplanned_axes(config)}
+
+
+def why_no_times(device: str, world: int) -> str:
+    """Why no seconds are predicted for a run on such devices, and what to do for it."""
+    measure = f"meshwright comm bench --nproc {world} --out here.yaml"
+    return f"no prediction for {device}: measure this machine with `{measure}`, then give --cluster here.yaml"
 
 
 def planned_memory(job: Job) -> dict[str, float]:

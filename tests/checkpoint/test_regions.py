@@ -12,7 +12,7 @@ from meshwright.checkpoint import format as fmt
 from meshwright.layout.params import Box, Init, ParamRecord, global_boxes, overlap, rectangles
 
 ZEROS = Init("zeros")
-FEW = settings(max_examples=50, deadline=None)
+FEW = settings(max_examples=50)
 shapes = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 
 

@@ -149,3 +149,37 @@ def test_the_first_line_comes_at_once_and_missing_ranks_are_waited_for_aloud(fol
     assert process.stderr.readline().startswith(f"waiting for 1 of 2 ranks at 127.0.0.1:{port}, 5 s")
     process.send_signal(signal.SIGINT)
     assert ended(process)[0] == -signal.SIGINT
+
+
+def forked_from(launcher: int) -> int:
+    """The process from which a launcher's ranks are forked."""
+    command = ["ps", "-o", "pid=,args=", "--ppid", str(launcher)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    return next(int(line.split()[0]) for line in told.stdout.splitlines() if "forkserver" in line)
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks end with their parent where the kernel sees to it")
+def test_ranks_end_with_the_process_that_they_were_forked_from(folder: Path, start: Any) -> None:
+    """All of them at once. A restart goes on with another one; without, all is over soon. The folder for temporary
+    files is too deep for the path of a socket."""
+    name = f"own-run-{os.getpid()}"
+    deep = folder / ("deep" * 40)
+    deep.mkdir()
+    words = ("--nproc", "2", f"run.dir={name}", "checkpoint.every=2", "--restarts", "1")
+    process = start(*words, env={"TMPDIR": str(deep)})
+    for done in (4, 8):
+        until(lambda done=done: steps(folder / name)[-1:] > [done], process)
+        ranks = set(named(name))
+        os.kill(forked_from(process.pid), signal.SIGKILL)
+        end = time.monotonic() + 5.0
+        while ranks & set(named(name)):
+            assert time.monotonic() < end, "ranks outlived the process that they were forked from"
+            time.sleep(0.05)
+    begun = time.monotonic()
+    code, said = ended(process)
+    assert code == 1 and time.monotonic() - begun < 15.0 and "Traceback" not in said, said
+    assert said.count("or the process that it was forked from was killed") == 2, said
+    done = steps(folder / name)
+    assert done == list(range(1, len(done) + 1)), "each step once"
+    assert not list(deep.glob("meshwright-*")), "nothing is left behind"

@@ -18,15 +18,17 @@ import pytest
 from meshwright.cli.main import main
 from tests.checkpoint.runs import lines, saved, steps
 from tests.support.commands import folder
+from tests.train.planted import numbers
 
 __all__ = ["folder"]  # a fixture
 pytestmark = pytest.mark.wide
 
+# A job that is requeued rests until its credentials expire: two minutes, if nothing else is said.
 CONF = """ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser=root
-AuthInfo=socket={at}/munge/socket
+AuthInfo=socket={at}/munge/socket,cred_expire=5
 StateSaveLocation={at}/state
 SlurmdSpoolDir={at}/spool.%n
 SlurmctldPidFile={at}/slurmctld.pid
@@ -109,9 +111,9 @@ def launcher_of(task: int) -> int:
     raise AssertionError(f"task {task} has no launcher")
 
 
-def test_an_elastic_job_outlives_a_task_and_is_cancelled(slurm: Path, folder: Path, monkeypatch: Any) -> None:
-    """sbatch by `submit`; the launcher of one node is killed with all of its ranks, and the other goes on, from memory;
-    scancel saves, and the job is not requeued."""
+@pytest.fixture
+def submitted(slurm: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Hands job 1, of two nodes of two ranks, to Slurm by `meshwright submit`; returns its log."""
     monkeypatch.chdir(folder)
     (folder / "bin").mkdir()
     script = folder / "bin" / "meshwright"
@@ -119,23 +121,60 @@ def test_an_elastic_job_outlives_a_task_and_is_cancelled(slurm: Path, folder: Pa
     text = f'export PYTHONPATH={root} OMP_NUM_THREADS=1\nexec {sys.executable} -m meshwright "$@"\n'
     script.write_text(f"#!/bin/sh\n{text}")
     script.chmod(0o755)
-    words = ["faults.elastic=true", "faults.lost_after=6s", "checkpoint.every=0", "checkpoint.memory_every=2"]
-    setup = f"export PATH={folder / 'bin'}:$PATH"
-    asked = ["--nodes", "2", "--ranks-per-node", "2", "--time", "10min", "--lead", "30s", "--setup", setup, "--run"]
-    assert main(["submit", "config.yaml", "--slurm", *asked, *words]) == 0
-    run = folder / "run"
 
-    def worlds() -> list[int]:
-        return [event["world"] for event in lines(run / "events.jsonl") if event["kind"] in ("start", "resume")]
+    def submitting(*words: str) -> Path:
+        asked = ["--nodes", "2", "--ranks-per-node", "2", "--setup", f"export PATH={folder / 'bin'}:$PATH", "--run"]
+        assert main(["submit", "config.yaml", "--slurm", *asked, *words]) == 0
+        return folder / "run-1.log"
 
-    until(lambda: worlds() == [4] and len(steps(run)) >= 6, "it does not start")
-    os.kill(launcher_of(1), signal.SIGKILL)
-    until(lambda: worlds() == [4, 2], "it does not go on")
-    back = [event for event in lines(run / "events.jsonl") if event["kind"] == "recovered"]
-    until(lambda: len(steps(run)) > 20, "it makes no steps")
-    assert [event["source"] for event in back] in ([], ["memory"])
+    return submitting
+
+
+def worlds(run: Path) -> list[int]:
+    return [event["world"] for event in lines(run / "events.jsonl") if event["kind"] in ("start", "resume")]
+
+
+def cancelled(log: Path, run: Path) -> int:
+    """Cancels the job: it saves and is not requeued. Returns the last step, up to which each is there once."""
     subprocess.run(["scancel", "1"], check=True)
-    log = folder / "run-1.log"
     until(lambda: "the job was cancelled: it is not requeued" in log.read_text(), "it is not cancelled")
     done = steps(run)
     assert done == list(range(1, len(done) + 1)) and saved(run)[-1] == done[-1]
+    return done[-1]
+
+
+def test_an_elastic_job_outlives_a_task_and_is_cancelled(folder: Path, submitted: Callable[..., Path]) -> None:
+    """The launcher of one node is killed with all of its ranks, and the other goes on, from memory."""
+    words = ["faults.elastic=true", "faults.lost_after=6s", "checkpoint.every=0", "checkpoint.memory_every=2"]
+    log, run = submitted("--time", "10min", "--lead", "30s", *words), folder / "run"
+    until(lambda: worlds(run) == [4] and len(steps(run)) >= 6, "it does not start")
+    os.kill(launcher_of(1), signal.SIGKILL)
+    until(lambda: worlds(run) == [4, 2], "it does not go on")
+    until(lambda: any(event["kind"] == "recovered" for event in lines(run / "events.jsonl")), "it makes no steps")
+    assert [event["source"] for event in lines(run / "events.jsonl") if event["kind"] == "recovered"] == ["memory"]
+    cancelled(log, run)
+
+
+def test_a_job_is_killed_reaches_its_time_limit_and_goes_on_bit_for_bit(
+    folder: Path, submitted: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three lives of one job: its tasks are killed by the scheduler, its time limit is near, it is cancelled."""
+    model = ["train.global_batch=512", "train.micro_batch=4", "run.eval_samples=16"]  # a minute has few steps
+    meeting = f"export MASTER_ADDR=127.0.0.1 MASTER_PORT={free_ports(1)[0]}"  # the nodes' names are of this test alone
+    log = submitted("--time", "2min", "--lead", "30s", "--setup", meeting, "checkpoint.every=5", *model)
+    run = folder / "run"
+    until(lambda: worlds(run) == [4] and len(saved(run)) > 1, "it does not start")
+    subprocess.run(["scancel", "--signal=KILL", "1.0"], check=True)
+    for life, last in ((2, "killed"), (3, "limit")):
+        until(lambda life=life: log.read_text().count("the job is requeued") == life - 1, f"{last}: not requeued")
+        newest = saved(run)[-1]
+        assert last == "killed" or newest == steps(run)[-1], "all that was trained is saved before the limit"
+        until(lambda life=life: worlds(run) == [4] * life, f"{last}: it does not go on")
+        until(lambda newest=newest: steps(run)[-1] > newest + 3, "it makes no steps")
+    resumed = [event["step"] for event in lines(run / "events.jsonl") if event["kind"] == "resume"]
+    done, ours = cancelled(log, run), numbers(run)
+    assert len(resumed) == 2 and 0 < resumed[0] < resumed[1] < done
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = ["--nproc", "4", "run.dir=straight", "checkpoint.every=0", f"train.steps={done}", *model]
+    assert main(["train", "config.yaml", *words]) == 0
+    assert ours == numbers(folder / "straight")

@@ -120,6 +120,28 @@ def test_algorithms_that_do_not_fit() -> None:
     halving = config_from(SMALL | {"comm": {"algorithm": "halving_doubling"}, "train": {"global_batch": 6}})
     with pytest.raises(UserError, match="needs a power of two of data-parallel ranks, and there are 6: use ring or"):
         check(halving, 6)
+    for layout in ({"node_size": 2}, {}):
+        named = config_from(SMALL | {"comm": {"switches": [0, 1, 0]}, "layout": layout})
+        with pytest.raises(UserError, match="comm.switches names the switches of 3 nodes, and there are"):
+            check(named, 4)
+
+
+def test_algorithms_by_axis() -> None:
+    """A word stands for every axis that knows it."""
+    words = {"ring": ("ring", "torch"), "hierarchical": ("hierarchical", "hierarchical"), "auto": ("auto", "torch")}
+    links = {"link_gb_s": 1.0}
+    for word, found in words.items():
+        config = config_from(SMALL | {"comm": {"algorithm": word, "links": links}})
+        assert (config.comm.algorithm.dp, config.comm.algorithm.ep) == found
+        assert config_from(to_mapping(config)) == config
+    assert config_from(SMALL | {"comm": {"algorithm": {"ep": "hierarchical"}}}).comm.algorithm.dp == "torch"
+    for value, sentence in (
+        ("rings", r"comm.algorithm=rings is not one of torch, auto, .*did you mean"),
+        ({"ep": "ring"}, "comm.algorithm.ep=ring is not one of torch, hierarchical"),
+        (["ring"], "comm.algorithm must hold keys and values"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            config_from(SMALL | {"comm": {"algorithm": value}})
 
 
 def test_a_batch_beyond_a_pipelines_table() -> None:

@@ -43,7 +43,7 @@ def worst_error(pattern: NDArray[np.int32], weights: list[int]) -> float:
     return float(np.abs(counts - shares).max())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(weights=st.lists(st.integers(0, 60), min_size=1, max_size=30).filter(any), seed=st.integers(0, 9))
 def test_every_prefix_keeps_its_shares(weights: list[int], seed: int) -> None:
     pattern = blend_pattern(weights, seed)
@@ -56,7 +56,7 @@ def test_shares_of_many_small_and_some_large() -> None:
     assert worst_error(blend_pattern(weights), weights) < 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     weights=st.lists(st.floats(0.01, 10, allow_nan=False), min_size=1, max_size=6).map(
         lambda values: [round(value, 2) for value in values]
@@ -84,7 +84,7 @@ def test_simple_weights() -> None:
     assert blend([5]).locate(12) == (0, 12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(weights=st.lists(st.floats(0, 1e6, exclude_min=True), min_size=1, max_size=12))
 def test_odd_weights_are_rounded_and_never_to_nothing(weights: list[float]) -> None:
     whole = whole_weights(weights)

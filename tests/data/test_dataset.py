@@ -43,7 +43,7 @@ def stream(dataset: GPTDataset, file: TokenFile, epochs: int) -> list[int]:
 lengths = st.lists(st.lists(st.integers(0, 12), max_size=3), min_size=1, max_size=20)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     documents=lengths,
     seq=st.integers(1, 40),
@@ -165,7 +165,7 @@ def test_a_damaged_index_is_named(
         GPTDataset(TokenFile(tmp_path / "a"), 49, seed=1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.integers(0, 3000), seed=st.integers(0, 2**64), label=st.text(max_size=5))
 def test_permutations(size: int, seed: int, label: str) -> None:
     found = keyed_permutation(size, seed, label)

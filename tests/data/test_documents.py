@@ -103,7 +103,7 @@ def test_bad_lines_are_named(tmp_path: Path, line: str, words: str, monkeypatch:
         texts(path)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     content=st.lists(st.text("ab\n é😀", max_size=40), max_size=8),
     size=st.integers(1, 30),

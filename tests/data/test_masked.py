@@ -109,7 +109,7 @@ def test_without_pairs_there_is_one_segment(prefix: str) -> None:
     assert (sample["tokens"] == SEP).sum() == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=12), st.integers(1, 12), st.integers(1, 3), st.integers(0, 1 << 30)
 )

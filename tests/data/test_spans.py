@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.data.masked import keyed_uniform
@@ -101,7 +101,6 @@ def test_lengths_follow_t5s_formulas(tokens: int, share: float, mean: float) -> 
     assert len(mask) == tokens and mask.sum() == noise and begins.sum() == spans and not mask[0] and mask[-1]
 
 
-@settings(deadline=None)
 @given(seq=st.integers(8, 3000), share=shares, mean=means)
 def test_the_longest_text_fills_the_input_exactly(seq: int, share: float, mean: float) -> None:
     tokens = tokens_for(seq, share, mean)

@@ -58,7 +58,7 @@ def test_masks_and_resets() -> None:
     assert one(text, reset_positions=True)["loss_mask"] == [1] * 7
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(tokens=st.lists(st.integers(0, 2), min_size=2, max_size=40))
 def test_resets_against_a_plain_loop(tokens: list[int]) -> None:
     position = segment = 0
@@ -78,7 +78,7 @@ def test_a_sample_may_be_changed_by_who_asked_for_it() -> None:
     assert stream.sample(0)["labels"].tolist() == [2, 3] and stream.sample(0)["tokens"].tolist() == [1, 2]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(count=st.integers(0, 5000), shares=st.lists(st.integers(0, 1000), min_size=3, max_size=3).filter(any))
 def test_split_boundaries(count: int, shares: list[int]) -> None:
     parts = split_documents(count, shares)

@@ -54,7 +54,7 @@ def test_reads_golden_bytes_with_modes(tmp_path: Path) -> None:
     assert file.metadata() is None
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     documents=st.lists(st.lists(st.lists(st.integers(0, 127), max_size=6), max_size=3), max_size=8),
     dtype=st.sampled_from(["uint8", "int8", "int16", "uint16", "int32", "int64"]),

@@ -62,7 +62,7 @@ messy = st.lists(st.sampled_from(PARTS), max_size=40).map("".join)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=st.one_of(messy, st.text(max_size=60), st.text(st.characters(max_codepoint=127), max_size=60)))
 @example(text=TEXTS[0])
 @example(text=TEXTS[1])
@@ -76,7 +76,7 @@ def test_word_cache_equals_the_library(pattern: str | None, text: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=messy)
 def test_text_may_be_cut_where_it_says(pattern: str | None, text: str) -> None:
     """Documents are parted at these places: the parts' ids must be the whole's."""

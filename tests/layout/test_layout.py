@@ -55,7 +55,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout(tp * cp * dp * pp, tp, pp, cp, ep, order, node_size, etp=etp)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(layouts(), st.randoms(use_true_random=False))
 def test_groups_of_every_product_equal_those_found_by_counting(layout: Layout, rng: random.Random) -> None:
     for view in (DENSE, EXPERT):
@@ -81,7 +81,7 @@ def test_groups_of_every_product_equal_those_found_by_counting(layout: Layout, r
                         assert layout.group(name, rank) == group
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(layouts())
 def test_coordinates_and_ranks_are_each_others_inverse(layout: Layout) -> None:
     assert [layout.coordinate(rank) for rank in range(layout.world)] == odometer(layout, DENSE)
@@ -96,7 +96,7 @@ def test_coordinates_and_ranks_are_each_others_inverse(layout: Layout) -> None:
     assert layout.views_agree == same
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(layouts())
 def test_embedding_groups_are_the_ends_of_each_pipeline(layout: Layout) -> None:
     ends = tuple(tuple(dict.fromkeys((stages[0], stages[-1]))) for stages in layout.groups("pp"))
@@ -111,7 +111,7 @@ def test_embedding_groups_are_the_ends_of_each_pipeline(layout: Layout) -> None:
             assert layout.group(name, rank) == held.get(rank, ())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(layouts())
 def test_every_layout_can_be_drawn(layout: Layout) -> None:
     assert f"world {layout.world}" in draw(layout)

@@ -82,7 +82,7 @@ def exchange(plan: Redistribution, xs: list[list[np.ndarray]], outs: list[list[n
         assert not len(arrived)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases(), cases())
 def test_any_two_ownerships(first: tuple[Shape, Ownership, Ownership], second: tuple) -> None:
     ranks = min(len(first[1]), len(second[1]))

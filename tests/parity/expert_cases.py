@@ -62,6 +62,9 @@ def _mixtures() -> Iterator[Case]:
     for mode, zero in (("full", 0), ("every:2", 3), ("selective", 2)):
         recompute: dict[str, Any] = {"recompute__mode": mode, "zero__stage": zero}
         yield _mixture("deepseek", cut(2, 2, 1, sp=True), 2, 1, mode.replace(":", ""), **recompute)
+    nodes = {"layout__node_size": 2, "comm__algorithm": {"ep": "hierarchical"}}
+    yield _mixture("deepseek", cut(4, 1, 1), 4, 1, "by-node", **nodes)
+    yield _mixture("olmoe", cut(2, 2, 1, sp=True), 4, 1, "by-node-zero3", **nodes, zero__stage=3)
     yield _mixture("olmoe", cut(2, 1, 1), 2, 1, "all-choices", top_k=8)
     yield _mixture("olmoe", cut(2, 1, 1), 1, 1, "one-expert", count=1, top_k=1)
     yield _mixture("deepseek", cut(2, 2, 1), 4, 1, "masked-rank", {"blind": True})

@@ -54,11 +54,29 @@ def _matrix() -> Iterator[Case]:
     yield case(1, 2, 1, True, label="experts", family="llama", layout__ep=2, layout__etp=1, **experts)
 
 
+# Blocks of 64 values are cut between blocks.
+NF4 = {"tune__quantise": "nf4", "family": "llama", "model__hidden": 128, "model__ffn": 128, "model__head_dim": 16}
+NF4_4 = NF4 | {"model__hidden": 256, "model__ffn": 256, "model__head_dim": 32}
+
+
+def _packed() -> Iterator[Case]:
+    for stage in range(4):
+        yield case(2, 1, 1, kind=("lora", "dora")[stage % 2], label="nf4", zero__stage=stage, **NF4)
+    for kind in ("lora", "dora"):
+        yield case(1, 2, 1, True, kind, "nf4", **NF4)
+        yield case(1, 4, 1, False, kind, "nf4-kv-copies", model__bias=True, **NF4_4)
+    yield case(1, 1, 2, label="nf4", tune__targets=["q", "down"], tied=False, **NF4)
+    yield case(2, 2, 2, True, "dora", label="nf4", zero__stage=3, recompute__mode="full", **NF4)
+    yield case(2, 2, 1, label="nf4", zero__stage=3, recompute__pieces=3, schedule="1f1b", **NF4)
+    yield case(1, 2, 2, label="nf4", zero__stage=1, **{**NF4, "family": "gpt", "model__mlp": "gelu"})
+
+
 QUICK = (
+    case(1, 2, 1, True, label="nf4-quick", **NF4),
     case(1, 2, 1, True, "dora", "quick", recompute__mode="full"),
     case(2, 1, 1, label="quick", family="llama", zero__stage=3),
 )
-CASES = {each.name: each for each in (*QUICK, *_matrix())}
+CASES = {each.name: each for each in (*QUICK, *_matrix(), *_packed())}
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def sizes(draw: st.DrawFn) -> tuple[str, int, int, int]:
     return kind, draw(st.integers(1, 16)), draw(st.integers(1, 64)), chunks
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(sizes())
 def test_every_table_is_complete_and_safe(size: tuple[str, int, int, int]) -> None:
     table = build(*size)

@@ -18,7 +18,7 @@ from meshwright.show.schedule_drawing import timeline_svg, timeline_text
 TIMES = st.floats(1e-3, 1e3, allow_nan=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 16), st.integers(1, 64), TIMES, TIMES)
 def test_bubble_of_gpipe_and_1f1b(kind: str, pp: int, m: int, forward: float, backward: float) -> None:
     simulation = simulate(build(kind, pp, m), forward, backward)
@@ -26,7 +26,7 @@ def test_bubble_of_gpipe_and_1f1b(kind: str, pp: int, m: int, forward: float, ba
     assert simulation.makespan == pytest.approx((m + pp - 1) * (forward + backward), rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 4), TIMES, TIMES)
 def test_bubble_of_interleaved(pp: int, groups: int, chunks: int, forward: float, backward: float) -> None:
     m = groups * pp

@@ -70,7 +70,7 @@ def test_parameters_and_flops_of_known_models() -> None:
     assert model_flops(model, b * s) == pytest.approx(by_hand, rel=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(2, 6), st.integers(1, 24), st.floats(0.1, 3.0))
 def test_closed_formula_equals_the_table_for_equal_stages(pp: int, micro_batches: int, time: float) -> None:
     made = simulate(build("1f1b", pp, micro_batches), forward=time, backward=2 * time).makespan

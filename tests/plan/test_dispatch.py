@@ -52,6 +52,11 @@ CASES = [
     Case("capacity", 2, {"ep": 2}, {"capacity": 1.25}),
     Case("one-choice", 2, {"ep": 2}, {"top_k": 1, "count": 2}, sections={"recompute": {"mode": "every:2"}}),
     Case("ep4", 4, {"ep": 4}),
+    Case("by-node", 4, {"ep": 4, "node_size": 2}, sections={"comm": {"algorithm": {"ep": "hierarchical"}}}),
+    Case("by-node-again", 4, {"tp": 2, "ep": 4, "etp": 1, **SP, "node_size": 2},
+         sections={"comm": {"algorithm": {"ep": "hierarchical"}}, "recompute": {"mode": "full"}}),
+    Case("by-node-capacity", 4, {"ep": 4, "node_size": 2}, {"capacity": 1.25},
+         sections={"comm": {"algorithm": {"ep": "hierarchical"}}}),
     Case("copies", 4, {"ep": 2}, train={"precision": "bf16"}),
     Case("etp", 4, {"tp": 2, "ep": 2, **SP}),
     Case("across-tp", 4, {"tp": 2, "ep": 4, "etp": 1, **SP}),
@@ -76,6 +81,10 @@ class Recorded:
     lines: dict[int, dict[Line, Traffic]]
 
 
+def over_ep(axis: str) -> bool:
+    return axis.split(".")[0] == "ep"
+
+
 def record(rank: int, world: int, cases: list[Case]) -> list[Recorded]:
     from unittest import mock
 
@@ -89,10 +98,10 @@ def record(rank: int, world: int, cases: list[Case]) -> list[Recorded]:
     for case in cases:
         seen = Recorded({}, {})
 
-        def noted(order: Any, routing: Any, ep: Any, seen: Recorded = seen) -> Any:
+        def noted(order: Any, routing: Any, ep: Any, by_node: Any, seen: Recorded = seen) -> Any:
             rows = order.counts.view(ep.size, -1).sum(1).tolist()
             seen.rows.setdefault(ep.ledger.current_layer, []).append(rows)
-            return exchange(order, routing, ep)
+            return exchange(order, routing, ep, by_node)
 
         torch.compiler.reset()  # or another case's sizes would make this one's unknown
         with mock.patch.object(experts, "exchange_counts", noted):
@@ -100,7 +109,7 @@ def record(rank: int, world: int, cases: list[Case]) -> list[Recorded]:
             assert trainer.executor.compiled == bool(case.train.get("compile"))
             trainer.step()
         for entry, tally in trainer.ctx.ledger.entries.items():
-            if entry.axis == "ep":
+            if over_ep(entry.axis):
                 assert entry.layer is not None
                 line, lines = Line(entry.phase, entry.axis, entry.op), seen.lines.setdefault(entry.layer, {})
                 traffic = Traffic(tally.calls, tally.payload_bytes, tally.wire_bytes)
@@ -166,8 +175,8 @@ def test_calls_and_payloads_are_known_before(case: Case) -> None:
             for line, traffic in lines.items():
                 mine[line] += traffic.calls
                 ran[line] = ran.get(line, Traffic()).plus(traffic)
-        assert mine == {line: traffic.calls for line, traffic in planned.items() if line.axis == "ep"}
-    planned = {line: each for line, each in predict_detail(case.config, case.world).items() if line.axis == "ep"}
+        assert mine == {line: traffic.calls for line, traffic in planned.items() if over_ep(line.axis)}
+    planned = {line: each for line, each in predict_detail(case.config, case.world).items() if over_ep(line.axis)}
     assert {line: each.payload_bytes for line, each in ran.items()} == {
         line: each.payload_bytes for line, each in planned.items()
     }

@@ -146,8 +146,7 @@ def test_other_programs_keep_whole_masters() -> None:
 
 
 def test_weights_that_are_their_own_masters_are_read_and_written_once() -> None:
-    """fp32: the gradient, the weight twice and two moments twice. bf16 without masters: half of that but for the
-    gradient."""
+    """fp32: the gradient, the weight twice, two moments twice. bf16 without masters: half of each but the gradient."""
     narrow = {"master_dtype": "bf16", "state_dtype": "bf16"}
     for keys, wanted in (({"precision": "fp32"}, 4 + 8 + 16), ({"precision": "bf16"}, 4 + 4 + 8)):
         config = small_config(train=keys, optimizer=narrow if wanted == 16 else {})

@@ -17,7 +17,7 @@ import torch
 from meshwright.cli.main import main
 from meshwright.config.faults import FaultsConfig
 from meshwright.show.run_page import summary
-from meshwright.train.bad_steps import BadSteps, Window
+from meshwright.train.bad_steps import BadSteps, Place, Window
 from meshwright.train.fault_notes import KINDS, FaultNotes
 from meshwright.train.gate import Gate
 from meshwright.train.losses import Normalisation, StepSums
@@ -84,8 +84,7 @@ def test_a_fault_that_is_gone_is_laid_to_a_rank_and_leaves_no_trace(told: Any) -
     check_passing(folder, ends, ["forward", "spike"])
 
 
-def test_a_bad_batch_is_skipped_and_its_first_bad_tensor_named(told: Any) -> None:
-    folder, _ = told
+def check_skipped(folder: Path) -> None:
     (event,) = events(folder / "batch", "bad_step")
     assert "first in the forward of layers.1.mlp on rank 1" in event["text"]
     assert event["text"].endswith("in samples 42 to 43; skipped") and event["step"] == 6
@@ -93,8 +92,11 @@ def test_a_bad_batch_is_skipped_and_its_first_bad_tensor_named(told: Any) -> Non
     assert found[:5] == clean[:5] and [line["step"] for line in found if line["skipped"]] == [6]
 
 
-def test_a_rollback_goes_on_past_the_batch(told: Any) -> None:
-    folder, (ends, _) = told
+def test_a_bad_batch_is_skipped_and_its_first_bad_tensor_named(told: Any) -> None:
+    check_skipped(told[0])
+
+
+def check_rollback(folder: Path, ends: Any) -> None:
     (event,) = events(folder / "rollback", "rollback")
     assert (event["step"], event["lost"]) == (6, 1) and "went back to step 4" in event["text"]
     found, clean = numbers(folder / "rollback"), numbers(folder / "clean")
@@ -103,12 +105,19 @@ def test_a_rollback_goes_on_past_the_batch(told: Any) -> None:
     assert ends["rollback"][0] == (12, 48 + 8 * 8)
 
 
+def test_a_rollback_goes_on_past_the_batch(told: Any) -> None:
+    folder, (ends, _) = told
+    check_rollback(folder, ends)
+
+
 def test_status_and_summary_show_it(told: Any, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = told
     assert main(["status", str(folder / "forward")]) == 0
-    assert "faults      rank 1: 1 fault, the last: the loss is not finite; computed again" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "faults      rank 1: 1 fault, the last at step 6: the loss is not finite; computed again" in said
     assert main(["status", str(folder / "batch")]) == 0
-    assert "bad steps   1 due to the data or the model, the last, step 6: the loss" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "bad steps   1, due to the data or the model and not to a device; the last at step 6: the loss" in said
     summary(folder / "forward")
     assert "step 6: the loss is not finite; computed again" in " ".join(capsys.readouterr().out.split())
 
@@ -120,7 +129,7 @@ def test_every_way_in_which_a_bad_step_ends(tmp_path: Path) -> None:
     assert {name: end for name, (end, _) in ends.items()} == {name: end for name, (end, _) in others.items()}
     check_passing(tmp_path, ends, ["forward", "backward", "loss"])
     (event,) = events(tmp_path / "genuine", "bad_step")
-    assert "the data or the model; trained" in event["text"] and ends["genuine"][0] == (12, 96)
+    assert "the data or the model; the update was made all the same" in event["text"] and ends["genuine"][0] == (12, 96)
     assert not any(line["skipped"] for line in numbers(tmp_path / "genuine"))
     (event,) = events(tmp_path / "act", "bad_step")
     assert event["text"].endswith("skipped") and [n["step"] for n in numbers(tmp_path / "act") if n["skipped"]] == [10]
@@ -169,22 +178,54 @@ def test_spikes_stand_out_of_the_window() -> None:
     assert 3.6 < loss < 5.0 and 10.0 < norm < 20.0
 
 
-def test_a_step_is_judged_by_the_bounds_that_held_it(tmp_path: Path) -> None:
-    """Where steps run ahead, the window has moved on by the time of the verdict: the same numbers are no fault."""
+def machine(folder: Path) -> BadSteps:
+    """The state machine without a trainer, after twenty good steps."""
     config = FaultsConfig()
-    trainer: Any = SimpleNamespace(gate=Gate(1), marks=None, take_back=lambda result: None)
+    trainer: Any = SimpleNamespace(gate=Gate(1), marks=None, train_batches=None, take_back=lambda result: None)
     bad = object.__new__(BadSteps)
-    bad.config, bad.trainer, bad.window, bad.notes = config, trainer, Window(config), FaultNotes(tmp_path, 1, True)
+    bad.config, bad.trainer, bad.window, bad.notes = config, trainer, Window(config), FaultNotes(folder, 9, True)
     bad.replays = bad.holds_spikes = True
     bad.reached = bad.went_back = 0
     bad._samples = lambda result, place=None: ""  # type: ignore[method-assign]
+    bad._place = lambda found: Place()  # type: ignore[method-assign]
     for number in range(20):
         bad.window.put(3.0, 5.0 + number % 3)
+    return bad
+
+
+def test_a_step_is_judged_by_the_bounds_that_held_it(tmp_path: Path) -> None:
+    """Where steps run ahead, the window has moved on by the time of the verdict: the same numbers are no fault."""
+    bad = machine(tmp_path)
     norm = bad.window.bounds()[1] - 0.1  # below the bound by now, and above the one of its launch
     result = StepResult(30, 3.0, norm, 1e-3, None, True, 8, 8, held=True, bounds=(9.0, norm - 0.1))
     assert bad.settle(result, lambda: replace(result, held=False, skipped=False)).skipped is False
     (event,) = events(tmp_path, "bad_step")
     assert "the same when it is computed again" in event["text"] and not events(tmp_path, "fault")
+
+
+@pytest.mark.parametrize(("bound", "again", "kind"), [
+    (90.0, 99.95, "bad_step"),  # as much as kernels that add in any order differ
+    (99.98, 99.95, "bad_step"), (90.0, 6.0, "fault"), (20.0, 40.0, "fault"),
+])  # fmt: skip
+def test_what_is_another_number_when_it_is_computed_again_is_a_fault(
+    tmp_path: Path, bound: float, again: float, kind: str
+) -> None:
+    """Also where that one stands out too; and a number that is the same but for rounding is none."""
+    bad = machine(tmp_path)
+    result = StepResult(30, 3.0, 100.0, 1e-3, None, True, 8, 8, held=True, bounds=(9.0, bound))
+    found = bad.settle(result, lambda: replace(result, grad_norm=again, held=False, skipped=False))
+    assert found.grad_norm == again and [e["kind"] for e in events(tmp_path, *KINDS)] == [kind]
+
+
+def test_a_spike_that_grows_when_it_is_computed_again_is_not_trained(tmp_path: Path) -> None:
+    bad = machine(tmp_path)
+    result = StepResult(30, 3.0, 100.0, 1e-3, None, True, 8, 8, held=True, bounds=(9.0, 20.0))
+
+    def again() -> StepResult:
+        assert bad.trainer.gate.norm_bound == pytest.approx(100.1), "what was found before passes, and no more"
+        return replace(result, grad_norm=1e6)
+
+    assert bad.settle(result, again).skipped and len(events(tmp_path, "bad_step")) == 1
 
 
 def test_an_infinite_loss_is_no_spike() -> None:

@@ -105,11 +105,11 @@ def told(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in lines(run / "events.jsonl") if event["kind"] == kind]
 
 
-def assert_undisturbed(folder: Path, start_plain: Any) -> None:
+def assert_undisturbed(folder: Path, start_plain: Any, *words: str) -> None:
     """Each step once, with the losses of one process, to the order of sums."""
     done = steps(folder / "run")
     assert done == list(range(1, len(done) + 1))
-    plain = start_plain(*MODEL, f"train.steps={len(done)}", "checkpoint.every=0", "run.dir=straight")
+    plain = start_plain(*MODEL, *words, f"train.steps={len(done)}", "checkpoint.every=0", "run.dir=straight")
     assert ended(plain)[0] == 0
     ours, theirs = ([line["loss"] for line in lines(folder / run / "metrics.jsonl")] for run in ("run", "straight"))
     assert ours == pytest.approx(theirs, rel=1e-9)
@@ -154,8 +154,8 @@ def test_a_partition_heals(folder: Path, start: Any, start_plain: Any, spaces: t
 def test_two_neighbours_are_lost(folder: Path, start: Any, start_plain: Any) -> None:
     """Of three nodes, and with them both copies of one's share: the run goes back to the disk. They never come back."""
     run = folder / "run"
-    words = ("layout.tp=2", "checkpoint.every=5", "checkpoint.memory_every=1", "train.global_batch=24",
-             "run.eval_samples=24")  # fmt: skip
+    batch = ("train.global_batch=24", "run.eval_samples=24")
+    words = ("layout.tp=2", "checkpoint.every=5", "checkpoint.memory_every=1", *batch)
     nodes = [start(f"127.0.0.{n + 2}", *words, nodes="1:3") for n in range(3)]
     until(lambda: len(steps(run)) >= 8 and world(run) == 6, nodes[0].process)
     leader = next(n for n, node in enumerate(nodes) if list((folder / f"127.0.0.{n + 2}").glob("*/pid-0-0")))
@@ -169,3 +169,4 @@ def test_two_neighbours_are_lost(folder: Path, start: Any, start_plain: Any) -> 
     nodes[leader].process.send_signal(signal.SIGTERM)
     code, said = nodes[leader].end()
     assert code == 0 and "Traceback" not in said, said
+    assert_undisturbed(folder, start_plain, *batch)

@@ -55,7 +55,8 @@ def test_a_node_of_torchrun_is_lost_and_comes_back(folder: Path, start: Any) -> 
     agent = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "2", "--max-restarts", "3"]
     agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "one"]
     agent += ["--rdzv-conf", settings]
-    words = (*DROPOUTS, "layout.tp=2", "checkpoint.every=2", "faults.elastic=true")
+    model = (*DROPOUTS, "train.precision=fp64", "optimizer.lr=1e-4")
+    words = (*model, "layout.tp=2", "checkpoint.every=2", "faults.elastic=true")
     run, env = folder / "run", {"GLOO_SOCKET_IFNAME": "lo"}
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else an agent that comes back waits for an address told before
 
@@ -70,7 +71,14 @@ def test_a_node_of_torchrun_is_lost_and_comes_back(folder: Path, start: Any) -> 
     until(lambda: worlds()[-1:] == [2], first)
     before = steps(run)[-1]
     until(lambda: steps(run)[-1] > before + 2, first)
-    start(*words, launcher=agent, env=env)
+    third = start(*words, launcher=agent, env=env)
     until(lambda: worlds()[-1:] == [4], first)
-    done = steps(run)
-    assert done == list(range(1, len(done) + 1)), "each step once"
+    before = steps(run)[-1]
+    until(lambda: steps(run)[-1] > before + 2, first)
+    for process in (first, third):
+        os.killpg(process.pid, signal.SIGKILL)
+    count = len(steps(run))
+    assert ended(start(*model, "run.dir=straight", "checkpoint.every=0", f"train.steps={count}"))[0] == 0
+    ours, theirs = (lines(path / "metrics.jsonl")[:count] for path in (run, folder / "straight"))
+    assert [line["step"] for line in ours] == list(range(1, count + 1)), "each step once"
+    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=1e-9)

@@ -102,6 +102,20 @@ with StopRequests() as requests, ends_at_once():
     time.sleep(0.5)
 print(requests.seen, flush=True)
 """
+# The end of run.time_limit asks to stop; the scheduler's signal, while the run saves, is the first one.
+LIMITED = """
+import time
+from meshwright.train import signals
+signals.SAME_REQUEST_S, signals.BLOCKED_S = 0.1, 0.1
+with signals.StopRequests() as requests:
+    requests.request()
+    with signals.StopRequests() as saving:
+        time.sleep(0.3)
+        print("ready", flush=True)
+        time.sleep(0.6)
+        print(saving.seen, flush=True)
+        time.sleep(30)
+"""
 GUARDED = """
 import signal, time
 from meshwright.train.launch import guarded
@@ -139,6 +153,15 @@ def test_a_request_is_noted_and_ends_with_the_run(number: signal.Signals) -> Non
 
 def test_what_is_not_this_process_s_request_does_not_end_it() -> None:
     assert started(UNTOUCHED).wait(10.0) == 0
+
+
+def test_a_signal_after_the_time_limit_is_the_first_request() -> None:
+    """It does not end a run that saves; the next one does."""
+    child = started(LIMITED)
+    child.send_signal(signal.SIGUSR1)
+    assert child.stdout is not None and child.stdout.readline() == "True\n"
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(10.0) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("code", [JOINING, NOTED_BEFORE, GUARDED], ids=["meeting", "before", "saves nothing"])

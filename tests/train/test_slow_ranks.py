@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +20,12 @@ from meshwright.train.fault_notes import FaultNotes
 from meshwright.train.rank_figures import RankFigures
 from meshwright.train.result import StepResult
 from meshwright.train.slow_ranks import SlowRanks
+from tests.checkpoint.runs import steps as steps_of
+from tests.support.commands import ended, folder, ranks, start, until
 from tests.support.ranks import run_ranks
 from tests.train.planted import events, run
+
+__all__ = ["folder", "start"]  # fixtures
 
 
 class Told(FaultNotes):
@@ -93,7 +102,7 @@ def slowed(rank: int, world: int, folder: str) -> None:
 
     def late(real: Any) -> Any:
         def called(*args: Any) -> Any:
-            time.sleep(0.02 * (rank == 1))
+            time.sleep(0.1 * (rank == 1))
             return real(*args)
 
         return called
@@ -111,3 +120,40 @@ def test_in_a_run(tmp_path: Path) -> None:
     for what in ("computing", "reading data"):
         event = events(tmp_path / what, "slow")[0]
         assert event["rank"] == 1 and event["slow_in"] == what and event["step"] <= 20, event
+
+
+@contextlib.contextmanager
+def half_a_processor(pid: int) -> Iterator[None]:
+    """Meanwhile a process is stopped for half of the time, as by a limit of its container."""
+    over = threading.Event()
+
+    def limit() -> None:
+        while not over.is_set():
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                os.kill(pid, number)
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=limit)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.wide
+def test_a_rank_with_half_a_processor_is_named_within_twenty_steps(folder: Path, start: Any) -> None:
+    """Through the real command. Nobody is named before, and the other one never."""
+    words = ("train.global_batch=256", "train.micro_batch=4", "checkpoint.every=0", "faults.slow_seconds=2")
+    process = start("--nproc", "2", *words)
+    run = folder / "run"
+    until(lambda: len(steps_of(run)) >= 20, process)
+    assert not events(run, "slow")
+    with half_a_processor(ranks(folder)[1]):
+        begun = steps_of(run)[-1]
+        until(lambda: events(run, "slow") or steps_of(run)[-1] > begun + 30, process)
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 0
+    first = events(run, "slow")[0]
+    assert first["rank"] == 1 and first["slow_in"] == "computing" and begun < first["step"] <= begun + 21, first

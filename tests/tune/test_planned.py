@@ -20,6 +20,8 @@ LLAMA = {
 }  # fmt: skip
 SP = {"tp": 2, "sequence_parallel": True}
 CUDA = {"train": {"compile": "true"}, "run": {"device": "cuda"}}
+NF4 = {**LLAMA, "hidden": 128, "ffn": 256}
+PACKED = {"model": NF4, "tune": {"quantise": "nf4"}}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "sp": (2, {"layout": SP, "model": LLAMA}),
     "zero3-full": (4, {"zero": {"stage": 3}, "layout": SP, "recompute": {"mode": "full"}}),
@@ -33,9 +35,14 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "kv-copies": (4, {"layout": {"tp": 4}, "model": LLAMA}),
     "compiled": (2, {"layout": SP, "model": LLAMA, **CUDA}),
     "kept": (2, {"layout": SP, "model": LLAMA, "tune": {"modules_to_save": ["norm1", "embedding", "head"]}}),
+    "nf4": (2, {"layout": SP, **PACKED}),
+    "nf4-zero3": (4, {"layout": SP, "zero": {"stage": 3}, **PACKED}),
+    "nf4-pp": (4, {"layout": {"pp": 2}, "zero": {"stage": 2}, **PACKED}),
+    "nf4-gather": (2, {"zero": {"stage": 3}, "comm": {"gather": {"kind": "fp8"}}, **PACKED}),
+    "nf4-compiled": (2, {"layout": SP, **PACKED, **CUDA}),
     "dropout": (1, {"tune": {"dropout": 0.1}}),
 }
-QUICK = {("sp", "dora")}
+QUICK = {("sp", "dora"), ("nf4-zero3", "lora")}
 
 
 @pytest.mark.parametrize(
@@ -54,5 +61,6 @@ def test_adapters_are_planned_as_they_run(name: str, kind: str) -> None:
         said = expected(checked_job(config, world), rank)
         found = compare(rank, run_rank(config, world, rank, Device("meta")), said)
         assert found["equal"], [each for each in found["calls"] if not each["equal"]]
-        limit = 0.03 if name == "compiled" else 0.25  # a CPU's norms of frozen weights keep less than is stated
+        # A CPU's norms of frozen weights keep less than is stated.
+        limit = {"compiled": 0.03, "nf4-compiled": 0.05}.get(name, 0.25)
         assert found["most"]["peak"]["ratio"] == pytest.approx(1.0, abs=limit)

@@ -17,8 +17,8 @@ def reducer_of(config: Config, node_size: int) -> Reducer:
     server, seed, comm = config.train.server, config.train.seed, config.comm
     if server.ranks:
         return ServerReducer(server.ranks, server.staleness, seed)
-    if comm.algorithm != "torch":
-        return AlgorithmReducer(comm.algorithm, node_size, comm.known_links)
+    if comm.algorithm.dp != "torch":
+        return AlgorithmReducer(comm.algorithm.dp, node_size, comm.known_links, comm.switches)
     return make_compressing(comm.reduce, seed)
 
 

@@ -1,0 +1,104 @@
+"""A rank that dies, or hangs, inside a sum that sends less or by an algorithm of our own is named as in a plain run."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.comm.group import Group
+from meshwright.comm.mesh import Mesh
+from meshwright.comm.watchdog import EXIT_CODE, Watchdog, open_store, store_keeper
+from tests.comm.hanging import run_hanging
+from tests.support.oracle import make_trainer, small_config
+
+TIMEOUT = 1.5
+VICTIM = 1
+FEW = {"model": {"layers": 2, "hidden": 24, "heads": 4, "vocab": 53, "seq": 8}}
+EXPERTS = {"model": FEW["model"] | {"experts": {"count": 4, "ffn": 16}}}
+BY_NODE = {"layout": {"ep": 4, "node_size": 2}, "comm": {"algorithm": {"ep": "hierarchical"}}}
+LOCAL = {"layout": {"replicas": 4}, "train": {"local": {"steps": 1}, "global_batch": 4, "precision": "fp32"}}
+RARE = LOCAL | {"train": LOCAL["train"] | {"local": {"steps": 1, "compress": {"kind": "int4"}}}}
+
+# What a run does, and the call inside of which a rank is lost: axis, op, and how many of these it makes before.
+Case = tuple[dict[str, Any], str, str, int]
+CASES: dict[str, Case] = {
+    "hierarchical": (FEW | {"comm": {"algorithm": "hierarchical"}, "layout": {"node_size": 2}}, "dp", "send", 1),
+    "ring": (FEW | {"comm": {"algorithm": "ring"}}, "dp", "send", 3),
+    "tree": (FEW | {"comm": {"algorithm": "tree"}, "zero": {"stage": 2}}, "dp", "send", 1),
+    "int8": (FEW | {"comm": {"reduce": {"kind": "int8"}}}, "dp", "all_gather", 0),
+    "topk": (FEW | {"comm": {"reduce": {"kind": "topk"}}, "zero": {"stage": 2}}, "dp", "all_to_all", 1),
+    "powersgd": (FEW | {"comm": {"reduce": {"kind": "powersgd"}}}, "dp", "all_reduce", 1),
+    "experts-by-node": (EXPERTS | BY_NODE, "ep.across", "all_to_all", 2),
+    "rare": (FEW | LOCAL, "replicas", "all_reduce", 0),
+    "rare-compressed": (FEW | RARE, "replicas", "all_gather", 0),
+    "server": (FEW | {"train": {"server": {"ranks": 2}, "global_batch": 4}}, "dp", "all_to_all", 1),
+    "rounded-weights": (FEW | {"comm": {"gather": {"kind": "fp8"}}, "zero": {"stage": 3}}, "dp", "all_gather", 2),
+    "tensor-pieces": (FEW | {"comm": {"overlap": {"tensor": True, "piece_gflop": 0.0}},
+                             "layout": {"tp": 4, "sequence_parallel": True}}, "tp", "send", 4),
+}  # fmt: skip
+
+
+def lose(rank_is_lost: bool, axis: str, op: str, before: int, dies: bool) -> None:
+    """From here on this rank is lost when it begins the call after so many of its kind."""
+    real, left = Group._call, [before]
+
+    def call(self: Group, name: str, *more: Any, **named: Any) -> Any:
+        if rank_is_lost and (self.axis, name) == (axis, op):
+            left[0] -= 1
+            if left[0] < 0:
+                if dies:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(60)
+        return real(self, name, *more, **named)
+
+    Group._call = call  # type: ignore[method-assign]
+
+
+def train(mesh: Mesh, case: Case, dies: bool) -> None:
+    sections, *where = case
+    trainer = make_trainer(small_config(**sections), mesh.rank, mesh.layout.world)
+    with Watchdog(trainer.ctx.mesh, TIMEOUT, open_store(), keeper=store_keeper()):
+        trainer.step()
+        lose(mesh.rank == VICTIM, *where, dies)
+        trainer.step()
+
+
+def check_hanging(name: str, folder: Path) -> None:
+    ends = run_hanging(4, train, folder, CASES[name], False, timeout=20.0)
+    lines = [line for end in ends for line in end.stderr.splitlines() if line.startswith("meshwright: ")]
+    assert len(lines) == 1, "\n".join(end.stderr for end in ends)
+    assert f" over {CASES[name][1]} " in lines[0], lines[0]
+    assert re.search(r"rank 1 did not arrive[^;]*: it is outside any collective, in ", lines[0]), lines[0]
+    assert "wait for each other" not in lines[0] and [end.code for end in ends] == [EXIT_CODE] * 4
+
+
+def check_dying(name: str, folder: Path) -> None:
+    """Whoever talks to a rank that dies ends at once with a sentence that names the call, as all others then do."""
+    ends = run_hanging(4, train, folder, CASES[name], True, timeout=20.0)
+    assert ends[VICTIM].code == -signal.SIGKILL
+    for end in (end for rank, end in enumerate(ends) if rank != VICTIM):
+        assert end.code in (1, EXIT_CODE) and end.seconds < 20, end
+        last = end.stderr.strip().splitlines()[-1]
+        assert re.search(r"(CommError: |meshwright: )\S+ number \d+ over ", last), end.stderr
+
+
+def test_a_rank_that_hangs_in_a_sum_by_node_is_named(tmp_path: Path) -> None:
+    check_hanging("hierarchical", tmp_path)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", [name for name in CASES if name != "hierarchical"])
+def test_a_rank_that_hangs_is_named(name: str, tmp_path: Path) -> None:
+    check_hanging(name, tmp_path)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_that_dies_ends_the_others_with_a_sentence(name: str, tmp_path: Path) -> None:
+    check_dying(name, tmp_path)
