@@ -18,7 +18,6 @@ from meshwright.config.load import AUTO_LAYOUT, load_config, without_auto
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.config.twin import TWIN_DATA, tiny_config
-from meshwright.data.prepare import prepare as prepare_data
 from meshwright.errors import UserError, notice
 from meshwright.train.changes import layout_since
 from meshwright.train.datasets import datasets_of
@@ -150,7 +149,9 @@ def config_of(args: argparse.Namespace) -> Config:
 def prepare_tiny(config: Config) -> None:
     """Makes the token file of recipes' twins, from Python's own standard library, where it is used and not there."""
     if TWIN_DATA in config.data.prefixes and not Path(f"{TWIN_DATA}.idx").is_file():
-        prepare_data(["stdlib"], TWIN_DATA, force=True)
+        from meshwright.data.prepare import prepare
+
+        prepare(["stdlib"], TWIN_DATA, force=True)
 
 
 def train(args: argparse.Namespace) -> None:
