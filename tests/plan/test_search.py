@@ -211,7 +211,8 @@ def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "scaling.html"
     assert main([*words, "--svg", str(drawing), "--html", str(page)]) == 0
     shown = page.read_text(encoding="utf-8")
-    assert shown.count('class="drawing"') == 5 and "Overhead, weak scaling" in shown and "Efficiency, strong scaling" in shown
+    assert shown.count('class="drawing"') == 5
+    assert "Overhead, weak scaling" in shown and "Efficiency, strong scaling" in shown
     assert "http" not in re.sub(r"http://www.w3.org/\S+", "", shown), "it needs no network"
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"weak", "strong"}
