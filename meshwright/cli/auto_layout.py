@@ -10,12 +10,12 @@ from typing import Any
 from meshwright.config.load import to_mapping, without_auto
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, notice
-from meshwright.plan.account import layout_of_cost, layout_words
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import Job
 from meshwright.plan.measured import cluster_of
 from meshwright.plan.search import Candidate, SearchSpace, fixed_keys, search, space_of, why_nothing
 from meshwright.plan.stack import own_stack
+from meshwright.plan.words import plain_words
 from meshwright.show.units import seconds
 
 MARGIN = 0.94  # of a device's memory may be planned with
@@ -60,8 +60,9 @@ def resolve(config: Config, words: Sequence[str], ranks: int, says: bool = True)
     best = best_layout(config, ranks, cluster, limit, given)
     chosen = words_of(config, best)
     if says:
-        what = layout_words(layout_of_cost(best.cost))
-        notice(f"layout=auto: {what} ({seconds(best.cost.step_s)} a step predicted for {cluster.device.name})")
+        time = f"{seconds(best.cost.step_s)} a step predicted for {cluster.device.name}"
+        keys = f"in keys: {' '.join(chosen) or 'as given'}"
+        notice(f"layout=auto: {plain_words(best.job.config, ranks)} ({time}); {keys}")
     return [*given, *chosen]
 
 

@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING, Any
 from meshwright.cli.files import tell_files
 from meshwright.data.chat_prepare import packing, prepare_chat
 from meshwright.errors import UserError
-from meshwright.show.terminal import console_for, printable, show
+from meshwright.show.terminal import console_for, has_colour, printable, show
 from meshwright.show.units import percent
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 CHAT = """Write PREFIX.bin and PREFIX.idx, one conversation a document, and PREFIX.mask.bin and .idx, which say what is
-learned of it. Then print five conversations: what is learned is green (bad answers: red), all else dim.
+learned of it. Then print five conversations: what is learned is green (bad answers: red), all else dim; in a file it
+stands in « » (bad answers: ‹ ›).
 
 INPUT is a .jsonl file (or a .json list) of objects with: messages (role, content); conversations (from, value:
 sharegpt); prompt and completion; instruction, input and output (alpaca); prompt, chosen and rejected (preference
 pairs); or prompt, completion and label (judged answers). The chat template and the tokenizer are those of the
 model's folder."""
 LEARNED, BAD, ASIDE = "green", "red", "dim"
+MARKS = (("", ""), ("«", "»"), ("‹", "›"))  # around what is not learned, is learned, and is learned as bad
 
 
 def add_arguments(actions: Any, examples: str) -> None:
@@ -54,15 +56,17 @@ def run(args: argparse.Namespace) -> None:
         return
     console = console_for(sys.stdout)
     for number, masked in enumerate(summary.samples, start=1):
-        show(console, sample_text(number, masked.tokens, masked.mask, tokenizer))
+        show(console, sample_text(number, masked.tokens, masked.mask, tokenizer, has_colour(sys.stdout)))
+    if not has_colour(sys.stdout):
+        print(f"(what is learned stands in {MARKS[1][0]}{MARKS[1][1]}, a bad answer in {MARKS[2][0]}{MARKS[2][1]})")
     print(f"conversations  {summary.conversations:,} ({summary.kind}), the longest of {summary.longest:,} tokens")
     print(f"tokens         {summary.tokens:,}, of which {summary.learned:,} are learned ({percent(summary.share)})")
     _tell_packing(args.seq, packed)
     tell_files(summary.files, column=15)
 
 
-def sample_text(number: int, tokens: list[int], mask: list[int], tokenizer: Any) -> Text:
-    """Returns a conversation with what is learned of it in colour, runs of tokens at a time."""
+def sample_text(number: int, tokens: list[int], mask: list[int], tokenizer: Any, colour: bool) -> Text:
+    """Returns a conversation with what is learned of it in colour, or in brackets where there are no colours."""
     from rich.text import Text
 
     text, begin = Text(f"{number}: ", style="bold"), 0
@@ -70,7 +74,9 @@ def sample_text(number: int, tokens: list[int], mask: list[int], tokenizer: Any)
     for at in range(1, len(tokens) + 1):
         if at == len(tokens) or mask[at] != mask[begin]:
             style = (ASIDE, LEARNED, BAD)[mask[begin]]
-            text.append(printable(spelled(tokens[begin:at], tokenizer, pieces).replace("\n", "\\n")), style)
+            before, after = ("", "") if colour else MARKS[mask[begin]]
+            words = printable(spelled(tokens[begin:at], tokenizer, pieces).replace("\n", "\\n"))
+            text.append(f"{before}{words}{after}", style)
             begin = at
     return text
 

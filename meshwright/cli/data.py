@@ -10,6 +10,7 @@ import sys
 from meshwright.checkpoint.companions import tokenizer_of_data
 from meshwright.cli import chat_data, merge_data
 from meshwright.cli.files import tell_files
+from meshwright.cli.mixed import intermixed
 from meshwright.config.data import SPECIALS
 from meshwright.config.glm import BLANK_SPECIALS
 from meshwright.config.load import load_config
@@ -45,7 +46,7 @@ the spans that fill them, each after [sop] with the place that its first token h
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=intermixed(parser))
     options = actions.add_parser(
         "prepare", help="tokenise text into PREFIX.bin and PREFIX.idx", description=PREPARE, epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

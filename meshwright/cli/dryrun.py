@@ -19,7 +19,7 @@ from meshwright.plan.communication import Line, Traffic, by_axis
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import Expected, expected
 from meshwright.show.terminal import table
-from meshwright.show.units import seconds, size
+from meshwright.show.units import plural, seconds, size
 from meshwright.train.counts import COUNTS
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ device they are real, and the compute's time and the peak are measured (a rank m
 
 Parameters, bytes of states, communication and schedule must equal the plan's; if one doesn't, the command exits with 1.
 What is held at once for a while (activations kept for backward, gathered weights and whole gradients, the peak) is
-planned nearly: the ratio is planned / run."""
+planned nearly: plan / run is the ratio."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def _run_one(config: Config, world: int, rank: int, device: Device) -> dict[str,
     said = expected(checked_job(config, world), rank)
     if said.most["peak"] >= LARGEST // 8:
         raise UserError(f"rank {rank} would hold {size(said.most['peak'])}: use a smaller model")
-    what = f"{said.parameters:,} parameters, {said.micro_batches} micro-batches"
+    what = f"{said.parameters:,} parameters, {plural(said.micro_batches, 'micro-batch')}"
     print(f"rank {rank} of {world} ({_place(said.coordinate)}): {what}", file=sys.stderr, flush=True)
     try:
         ran = run_rank(config, world, rank, device)
@@ -154,9 +154,9 @@ def _by_axis(calls: Mapping[tuple[str, str, str], Mapping[str, int]]) -> dict[st
 def report(one: Mapping[str, Any], world: int) -> str:
     """Returns one rank's table: each figure as run, as planned, and whether they are equal."""
     step = "" if one["step_s"] is None else f", {seconds(one['step_s'])} per step"
-    work = f"{_layers(one['layers'])}, {one['micro_batches']} micro-batches{step}"
+    work = f"{_layers(one['layers'])}, {plural(one['micro_batches'], 'micro-batch')}{step}"
     head = f"rank {one['rank']} of {world} ({_place(one['coordinate'])}): {work}"
-    rows = [("", "run", "planned", ""), _row("parameters", one["parameters"])]
+    rows = [("one step of this rank", "as run", "as planned", "equal?"), _row("parameters", one["parameters"])]
     rows += [_row(f"bytes of {kind}", pair) for kind, pair in one["bytes"].items()]
     for axis, pair in one["comm"].items():
         for name in COUNTS:
@@ -164,7 +164,7 @@ def report(one: Mapping[str, Any], world: int) -> str:
             rows.append(_row(f"{axis} {name.replace('_', ' ')}", _pair(*sides)))
     rows += [_row(f"schedule, {name.replace('_', ' ')}", pair) for name, pair in one["schedule"].items()]
     for name, pair in one["most"].items():
-        ratio = "" if pair["ratio"] is None else f"{pair['ratio']:.4f}"
+        ratio = "" if pair["ratio"] is None else f"plan / run {pair['ratio']:.2f}"
         rows.append((f"most at once, {name}", size(pair["ran"]), size(pair["planned"]), ratio))
     if not one["updated"]:
         rows.append(("the update was skipped: a gradient was not finite", "", "", "differs"))

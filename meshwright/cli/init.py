@@ -17,14 +17,14 @@ from meshwright.config.sections import Config
 from meshwright.data.token_file import read_metadata
 from meshwright.errors import UserError, nearest, notice
 from meshwright.parts.part import parameter_count
-from meshwright.plan.account import layout_of_cost, layout_words
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.search import Candidate
+from meshwright.plan.words import SHARDED, plain_words
 from meshwright.show.units import count, seconds
 
 EXAMPLES = """example:
   meshwright init                                             (asks for what it needs)
-  meshwright init --model tiny --data data/text --devices 2 --out config.yaml
+  meshwright init --model tiny --data data/text --devices 2 --out first.yaml
   meshwright init --model 1b --data data/text --cluster h100-80g-dgx --devices 8 --global-batch 512
 
 MODEL is a size (tiny, 30m, 125m, 350m, 1b: decoders like Llama's) or a preset of `meshwright plan`."""
@@ -37,10 +37,9 @@ SIZES = {
 SHAPE = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False}
 TOKENS_A_STEP = {"tiny": 2_048, "30m": 32_768, "125m": 262_144, "350m": 524_288}
 USUAL_TOKENS = 1_048_576  # of a step, for larger models
-SHARDED = {1: "optimizer states", 2: "optimizer states and gradients", 3: "optimizer states, gradients and weights"}
 VOCAB_MULTIPLE = 128
 
-TEMPLATE = """# {parameters} parameters on {devices} x {device}: {layout}
+TEMPLATE = """# {parameters} parameters on {devices} x {device}: {layout}.
 # {time} a step and {memory:.1f} GiB a rank, predicted by `meshwright plan`; every key is explained in docs/config.md.
 # Train with: meshwright train {out}{nproc}      Any key can be changed there: train.steps=50
 model:
@@ -77,14 +76,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="NAME|FILE", help="what devices they are (default: this machine's CPUs)")
     parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step")
     parser.add_argument("--steps", type=int, metavar="N", help="steps to train (default: 20 tokens per parameter)")
-    parser.add_argument("--out", type=Path, default=Path("config.yaml"), metavar="FILE", help="default: config.yaml")
+    out = "the file to write; the run is named after it (default: MODEL.yaml)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=out)
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.out.exists():
-        raise UserError(f"{args.out} is there already: give another --out, or remove it first")
     asks = sys.stdin.isatty() and not args.json
     model = args.model or _answer("--model", "Which model? (tiny, 30m, 125m, 350m, 1b, or a preset)", "tiny", asks)
+    args.out = args.out or Path(f"{model}.yaml")
+    if args.out.exists():
+        raise UserError(f"{args.out} is there already: give another --out, or remove it first")
     files = "Token files of `meshwright data prepare`, without .bin?"
     data = args.data or _answer("--data", files, "data/text", asks).split()
     devices = args.devices or _whole("--devices", _answer("--devices", "How many devices (or CPU ranks)?", "1", asks))
@@ -99,8 +100,9 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({"file": str(args.out), "config": to_mapping(load_config(args.out))}))
         return
-    notice(f"wrote {args.out}: {layout_words(layout_of_cost(best.cost))}, {seconds(best.cost.step_s)} a step predicted")
-    notice(f"next: meshwright train {args.out}{nproc}")
+    words = plain_words(best.job.config, devices)
+    notice(f"wrote {args.out}, predicted at {seconds(best.cost.step_s)} a step: {words}")
+    notice(f"next: meshwright train {args.out}{nproc}      (everything of the run will be in {_run_dir(args.out)})")
 
 
 def _answer(flag: str, question: str, usual: str, asks: bool) -> str:
@@ -172,14 +174,18 @@ def written(best: Candidate, config: Config, lr: float, args: argparse.Namespace
     }  # fmt: skip
     return TEMPLATE.format(
         parameters=count(parameters), devices=job.world, device=best.cost.cluster.device.name,
-        layout=layout_words(layout_of_cost(best.cost)), time=seconds(best.cost.step_s), memory=best.memory_gib,
+        layout=plain_words(c, job.world), time=seconds(best.cost.step_s), memory=best.memory_gib,
         out=args.out, nproc=f" --nproc {job.world}" if job.world > 1 else "", prefixes=json.dumps(data),
         model="\n".join(f"  {key}: {_plain(value)}" for key, value in raw.items()), layout_keys="\n".join(extra),
         steps=steps, tokens=count(steps * tokens_a_step), global_batch=c.train.global_batch,
         micro_batch=c.train.micro_batch, precision=c.train.precision, lr=lr, warmup=max(1, min(2000, steps // 50)),
-        min_lr=f"{lr / 10:g}", run_dir=f"runs/{args.out.stem}", kind=c.run.device,
+        min_lr=f"{lr / 10:g}", run_dir=_run_dir(args.out), kind=c.run.device,
         eval_every=max(10, min(500, steps // 20)),
     )  # fmt: skip
+
+
+def _run_dir(out: Path) -> str:
+    return f"runs/{out.stem}"
 
 
 def _plain(value: Any) -> str:

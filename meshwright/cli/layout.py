@@ -9,9 +9,11 @@ from pathlib import Path
 
 from meshwright.cli.files import write
 from meshwright.config.grid import check_grid, grid_numbers
+from meshwright.config.load import load_config
 from meshwright.errors import UserError
 from meshwright.layout.grid import Grid
 from meshwright.layout.layout import Layout
+from meshwright.models.description import layout_of
 from meshwright.show import grid_drawing
 from meshwright.show.chart import check_svg
 from meshwright.show.layout_drawing import draw
@@ -20,12 +22,16 @@ from meshwright.show.terminal import encodable, terminal_width
 
 EXAMPLES = """example:
   meshwright layout --devices 16 --tp 4 --pp 2 --node-size 8
+  meshwright layout CONFIG.yaml --devices 16 layout.pp=2
   meshwright layout --devices 64 --tp 4 --pp 2 --cp 2 --ep 8 --json
   meshwright layout --devices 16 --tp 2 --pp 2 --svg mesh.svg
   meshwright layout --devices 8 --tp 8 --tp-grid 2x2x2 --tp-kind 3d --svg product.svg"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    named = "take the layout of a config file instead of the options below"
+    parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help=named)
+    parser.add_argument("words", nargs="*", metavar="key=value", help="config keys to change, e.g. layout.tp=2")
     ranks = "number of devices, one rank each"
     parser.add_argument("--devices", "--world", dest="world", type=int, required=True, metavar="N", help=ranks)
     parser.add_argument("--replicas", type=int, default=1, metavar="N", help="parts that train alone (default 1)")
@@ -49,12 +55,7 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     check_svg("--svg", args.svg)
-    grid = _grid(args)
-    parts = grid.parts if grid else ()
-    layout = Layout(
-        args.world, args.tp, args.pp, args.cp, args.ep, args.order, args.node_size, etp=args.etp,
-        replicas=args.replicas, parts=parts,
-    )  # fmt: skip
+    layout, grid = _of_config(args) if args.config else _of_options(args)
     if not layout.views_agree:
         print(
             f"note: order {layout.order} gives ranks another tp or pp position among the experts than in the "
@@ -63,13 +64,34 @@ def run(args: argparse.Namespace) -> None:
         )
     write(args.svg, lambda: grid_drawing.draw(grid) if grid else mesh_svg(layout))
     if args.json:
-        axes = [name for _, pieces in parts for name, _ in pieces]
+        axes = [name for _, pieces in layout.parts for name, _ in pieces]
         print(json.dumps({name: layout.groups(name) for name in (*layout.group_kinds, *axes)}))
     else:
         print(encodable(draw(layout, width=max(60, min(terminal_width(100), 160))), sys.stdout))
         if grid:
             print(f"\nthe grid {grid}: parts of rows and of features that a tensor-parallel rank holds")
             print(grid_drawing.describe(grid))
+
+
+def _of_options(args: argparse.Namespace) -> tuple[Layout, Grid | None]:
+    grid = _grid(args)
+    layout = Layout(
+        args.world, args.tp, args.pp, args.cp, args.ep, args.order, args.node_size, etp=args.etp,
+        replicas=args.replicas, parts=grid.parts if grid else (),
+    )  # fmt: skip
+    return layout, grid
+
+
+def _of_config(args: argparse.Namespace) -> tuple[Layout, Grid | None]:
+    """The layout of a config's run, where the options say nothing beside it."""
+    others = [name for name in ("tp", "pp", "cp", "ep", "replicas") if getattr(args, name) != 1]
+    others += [name for name in ("etp", "tp_grid", "tp_kind") if getattr(args, name)]
+    if others or args.order != Layout.order:
+        key = others[0] if others else "order"
+        option = f"--{key.replace('_', '-')}"
+        raise UserError(f"{option} and {args.config} both say the layout: give layout.{key}=... instead of {option}")
+    config = load_config(args.config, args.words)
+    return layout_of(config, args.world, args.node_size or 0), config.layout.grid
 
 
 def _grid(args: argparse.Namespace) -> Grid | None:

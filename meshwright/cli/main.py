@@ -43,7 +43,7 @@ COMMANDS = {
     "merge": "add a run's adapters to their base and write that as a Hugging Face folder",
     "config": "show a config as it resolves, or check it against a world size",
     "recipes": "list the known training runs that can be started by name, published beside predicted",
-    "layout": "print every rank group of a mesh and draw it",
+    "layout": "draw the ranks of a layout, and list every group of them",
     "schedule": "print, draw and simulate a pipeline schedule",
     "data": "turn text into token files",
     "bench": "measure this device's training step beside the least time it could take",
@@ -59,7 +59,7 @@ COMMANDS = {
 }
 # Those that take key=value words, which may stand before and after an option.
 MIXED = {
-    "comm", "doctor",
+    "comm", "doctor", "layout",
     "train", "submit", "replay", "eval", "config", "plan", "simulate", "dryrun", "memory", "scaling", "cost",
 }  # fmt: skip
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import textwrap
 from typing import Any
 
-from meshwright.show.terminal import printable
+from meshwright.show.terminal import UNLIMITED, is_terminal, printable, terminal_width
 from meshwright.show.units import clock, count, decimals, percent, plural, seconds, size
 from meshwright.watch.report import RunReport
 from meshwright.watch.status import UNNAMED, is_complete, status_of
@@ -17,6 +19,7 @@ EXAMPLES = """example:
   meshwright status runs/mine --cluster here.yaml --json    (speed against that cluster's plan)
   meshwright status runs/mine --complete || sbatch job.sh   (exit code 0 if nothing is left to do, else 1)"""
 
+INDENT = 14  # columns before what a line says
 MOST_FAULTS = 8  # ranks that the screen lists
 
 
@@ -51,23 +54,35 @@ def page(found: dict[str, Any]) -> list[str]:
     left = f", about {clock(found['seconds_left'])} left" if found["seconds_left"] else ""
     rows.append(("step", f"{found['step']:,} of {found['steps']:,} ({percent(done)}){left}"))
     if found["loss"] is not None:
-        norm = f", grad norm {decimals(found['grad_norm'], 4)}" if found["grad_norm"] is not None else ""
+        norm = f", gradient norm {decimals(found['grad_norm'], 4)}" if found["grad_norm"] is not None else ""
         rows.append(("loss", decimals(found["loss"], 4) + norm))
     rows += _speed(found)
     if good["share"] is not None:
         between = f", and {clock(good['between_s'])} between jobs" if good["between_s"] >= 1 else ""
-        counted = f"{clock(good['counted_s'])} of {clock(good['under_way_s'])} under way counted{between}"
-        rows.append(("goodput", f"{percent(good['share'])}: {counted}"))
+        times = f"{clock(good['counted_s'])} of {clock(good['under_way_s'])}"
+        rows.append(("goodput", f"{percent(good['share'])}: {times} went into steps that the run kept{between}"))
     again = f"; {plural(found['trained_again'], 'step')} trained again" if found["trained_again"] else ""
-    rows.append(("restarts", f"{found['restarts']} by the launcher, {plural(found['resumes'], 'resume')}{again}"))
+    resumed = f"continued from a checkpoint {plural(found['resumes'], 'time')}" if found["resumes"] else "never resumed"
+    rows.append(("restarts", f"{found['restarts'] or 'none'} by the launcher, {resumed}{again}"))
     infinite = f"; the loss was not finite in {found['not_finite']}" if found["not_finite"] else ""
-    rows.append(("skipped", f"{plural(found['skipped'], 'step')}{infinite}"))
+    skipped = f"the update of {plural(found['skipped'], 'step')}" if found["skipped"] else "none"
+    rows.append(("skipped", f"{skipped}{infinite}"))
     if bad := found["bad_steps"]:
-        last = f"the last, step {bad[-1]['step']}: {bad[-1]['text']}"
-        rows.append(("bad steps", f"{len(bad)} due to the data or the model, {last}"))
+        last = f"the last at step {bad[-1]['step']}: {bad[-1]['text']}"
+        rows.append(("bad steps", f"{len(bad)}, due to the data or the model and not to a device; {last}"))
     rows += _faults(found)
     rows.append(("checkpoint", _checkpoint(checkpoint)))
-    return [printable(found["folder"]), *(f"  {name:<11} {printable(text)}" for name, text in rows)]
+    return [printable(found["folder"]), *(_row(name, printable(text)) for name, text in rows)]
+
+
+def _row(name: str, text: str) -> str:
+    """A line with its label; on a terminal its words go on below where they don't fit."""
+    width = terminal_width(80) if is_terminal(sys.stdout) else UNLIMITED
+    left = " " * INDENT
+    return textwrap.fill(
+        text, max(width, INDENT + 20), initial_indent=f"  {name:<11} ", subsequent_indent=left,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def _speed(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -78,14 +93,16 @@ def _speed(found: dict[str, Any]) -> list[tuple[str, str]]:
     if planned:
         share = f"{percent(planned['share'])} of the plan's {count(planned['tokens_per_s'])} on {planned['cluster']}"
         return [("speed", f"{text}, {share}")]
-    return [("speed", f"{text} (no plan: name a cluster with --cluster)")]
+    why = found["why_not_planned"]
+    return [("speed", text), *([("", why)] if why else [])]
 
 
 def _faults(found: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for rank, said in list(found["faults"].items())[:MOST_FAULTS]:
-        times = f"{plural(len(said), 'fault')}, the last: {said[-1]['text']}"
-        rows.append(("faults", f"{'no rank named' if rank == UNNAMED else f'rank {rank}'}: {times}"))
+        at = "" if said[-1]["step"] is None else f" at step {said[-1]['step']}"
+        times = f"{plural(len(said), 'fault')}, the last{at}: {said[-1]['text']}"
+        rows.append(("faults", f"{'of no known rank' if rank == UNNAMED else f'rank {rank}'}: {times}"))
     if len(found["faults"]) > MOST_FAULTS:
         rows.append(("faults", f"and {plural(len(found['faults']) - MOST_FAULTS, 'more rank')} (see --json)"))
     rows += [("slow", text) for text in found["slow"][:MOST_FAULTS]]
@@ -102,4 +119,4 @@ def _checkpoint(found: dict[str, Any] | None) -> str:
         return f"{step}: {found['why']}"
     if found["verified_bytes"] is not None:
         return f"{step}, every checksum is right ({size(found['verified_bytes'])})"
-    return f"{step}, its index's seal and its files' sizes are right (--verify reads every byte)"
+    return f"{step}, complete by its index and the sizes of its files (--verify reads every byte)"

@@ -153,7 +153,7 @@ def _section(cls: Any, name: str, given: Mapping[str, Any]) -> Any:
     ]  # fmt: skip
     if missing:
         keys = " and ".join(f"{name}.{key}" for key in missing)
-        hint = " (or a model.preset)" if name == "model" else ""
+        hint = " (or model.preset=NAME, or model.hf=DIR for a Hugging Face folder)" if name == "model" else ""
         raise UserError(f"{keys} must be given in the config file or as {name}.{missing[0]}=...{hint}")
     named = {fields[key].name: (key, value) for key, value in given.items()}
     return cls(**{field: _value(hints[field], f"{name}.{key}", value) for field, (key, value) in named.items()})
@@ -185,6 +185,10 @@ def _value(hint: Any, key: str, value: Any) -> Any:
         if isinstance(value, str) and args[0] is not str:
             value = [parse_yaml(part, key) for part in value.split(",")]
         items = value if isinstance(value, (list, tuple)) else [value]
+        if args[0] in (int, float) and any(isinstance(item, str) for item in items):
+            kind = "whole numbers" if args[0] is int else "numbers"
+            given = ",".join(map(str, items))
+            raise UserError(f"{key}={given} must be {kind} with commas between them, e.g. {key}=[2,1]")
         return tuple(_value(args[0], key, item) for item in items)
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{key}={value} must be a finite number")

@@ -121,8 +121,8 @@ def _prefix(tokens: list[int], tokenizer: Tokenizer, text: str) -> list[int]:
     found = tokenizer.encode(text)
     if found != tokens[: len(found)]:
         raise Broken(
-            "a token reaches from before an answer into it, so what is learned can't be told: the template puts no "
-            "token of its own between them"
+            "a token reaches from before an answer into it, so what is learned can't be told: let the template end "
+            "what comes before an answer with a special token or a line break"
         )
     return found
 

@@ -10,6 +10,7 @@ fewest possible samples, and one more. Bins are made once and come in an order d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,9 @@ def packed_datasets(
 
     found = [(prefix, is_chat(prefix)) for prefix in prefixes]
     for prefix, kind in found:
+        if not kind and not Path(f"{prefix}.idx").is_file():
+            made = "check the path, or make it with `meshwright data chat`"
+            raise UserError(f"no token file {prefix} (.idx and .bin): {made}")
         if kind not in kinds:
             raise UserError(
                 f"{prefix} holds {KINDS[kind]}, and data.objective asks for {KINDS[min(kinds)]}: make the data with "

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from meshwright.config.sections import Config
 from meshwright.optim.schedules import consumed_after
-from meshwright.show.run_parts import BAD, head, phase_bar, rank_words, rate_words, sparkline
+from meshwright.show.run_parts import BAD, head, lined, phase_bar, rank_words, rate_words, sparkline
 from meshwright.show.terminal import console_for, has_colour, is_terminal, printable, show
 from meshwright.show.units import clock, count, decimals, percent, plural, seconds
 
@@ -32,6 +32,7 @@ REDRAWS_PER_SECOND = 4
 SPARKS = 40
 WINDOW = 20  # steps over which speed is smoothed
 LABEL_WIDTH = 9  # columns before the values of the live block
+LEAST_BAR = 8  # columns that a bar or the curve of losses needs beside the words of its line
 HEAD_WIDTH = 200  # columns of a run's header in a file
 QUIET_S = 10.0  # after which a first step that is still computed gets a line; the next comes after twice the time
 
@@ -181,51 +182,56 @@ class Display:
         return "  ".join(parts)
 
     def block(self) -> Table:
-        """Returns the live block; no line of it is wider than the terminal."""
+        """Returns the live block. No line is wider than the terminal: what does not fit stands in the next one."""
         grid = Table.grid(expand=True)
         grid.add_column(style="dim", width=LABEL_WIDTH, no_wrap=True)
         grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        room = max(1, self.console.width - LABEL_WIDTH)
         with self._lock:
             r, elapsed = self.last, time.monotonic() - self.begin
             if r is None:
-                grid.add_row("step", f"0/{self.steps}  {self._first_step()} for {clock(elapsed)}")
+                words = f"0/{self.steps}  {self._first_step()} for {clock(elapsed)}".split(" ")
+                grid.add_row("step", lined(words, room, " "))
                 return grid
-            room = max(1, self.console.width - LABEL_WIDTH)
             speed = (
                 f"{count(self.tokens_per_s)} tok/s", f"{seconds(r.step_time_s)} per step", *rate_words(r),
                 f"{self.consumed:,} of {self.samples:,} samples", f"batch {r.global_batch}",
             )  # fmt: skip
-            grid.add_row("step", self._step_bar(r, elapsed))
+            grid.add_row("step", self._step_bar(r, elapsed, room))
             grid.add_row("loss", self._loss_line(r, room))
-            grid.add_row("speed", "   ".join(speed))
-            grid.add_row("update", self._update(r))
+            grid.add_row("speed", lined(speed, room))
+            grid.add_row("update", lined(self._update(r), room))
             bar, legend = phase_bar(r.phases, r.step_time_s, room, self.colour)
             grid.add_row("time", bar)
-            grid.add_row("", legend)
+            grid.add_row("", lined(legend, room, "  "))
             if self.world > 1 and (words := rank_words(r)):
-                grid.add_row("ranks", "   ".join(words))
+                grid.add_row("ranks", lined(words, room))
         return grid
 
-    def _step_bar(self, r: StepResult, elapsed: float) -> Table:
+    def _step_bar(self, r: StepResult, elapsed: float, room: int) -> Table | Text:
         bar = Table.grid(padding=(0, 2, 0, 0), pad_edge=False, expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True, overflow="ellipsis")
         times = f"{percent(r.step / self.steps, 0)}  {clock(elapsed)} gone, {clock(self.seconds_left)} left"
         number = Text(f"{r.step:>{len(str(self.steps))}}/{self.steps}", "bold")
+        if room < len(number) + len(times) + LEAST_BAR:
+            return lined([number, *times.split("  ")], room, "  ")
         bar.add_row(number, ProgressBar(self.steps, r.step, complete_style="bar", finished_style="bar"), times)
         return bar
 
     def _loss_line(self, r: StepResult, room: int) -> Text:
-        line = Text().append(f"{decimals(r.loss, 4)}  ", "loss" if math.isfinite(r.loss) else "bad")
+        pieces = [Text(decimals(r.loss, 4), "loss" if math.isfinite(r.loss) else "bad")]
         if self.validating and self.live:
-            line.append("validating …  ", "valid")
+            pieces.append(Text("validating …", "valid"))
         elif self.valid is not None:
-            line.append("validation ").append(decimals(self.valid["loss"], 4), "valid")
-            line.append(f" at step {self.valid['step']}  ", "dim")
-        return line.append_text(sparkline(list(self.losses)[-max(1, room - len(line)) :]))
+            value = (decimals(self.valid["loss"], 4), "valid")
+            pieces.append(Text.assemble("validation ", value, (f" at step {self.valid['step']}", "dim")))
+        left = room - sum(len(piece) + 2 for piece in pieces)
+        pieces.append(sparkline(list(self.losses)[-(left if left >= LEAST_BAR else max(1, room)) :]))
+        return lined(pieces, room, "  ")
 
-    def _update(self, r: StepResult) -> Text:
+    def _update(self, r: StepResult) -> list[Text]:
         parts = [
             Text(f"norm {decimals(r.grad_norm, 2)}", "" if math.isfinite(r.grad_norm) else "bad"),
             Text(f"lr {r.lr:.1e}"),
@@ -235,4 +241,4 @@ class Display:
         if self.skipped:
             parts.append(Text(f"{BAD} {self.skipped} skipped", "bad"))
         parts += [Text(f"{printable(name)} {value:.4g}") for name, value in r.shown.items()]
-        return Text("   ").join(parts)
+        return parts

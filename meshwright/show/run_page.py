@@ -26,7 +26,7 @@ from meshwright.parts.part import parameter_count
 from meshwright.schedule.kinds import placement_of
 from meshwright.show.layout_drawing import written
 from meshwright.show.loss_curve import Point, curve, finite
-from meshwright.show.run_parts import head, phase_bar
+from meshwright.show.run_parts import head, lined, phase_bar
 from meshwright.show.terminal import PLAIN_WIDTH, console_for, has_colour, is_terminal, printable, show
 from meshwright.show.units import clock, count, decimals, percent, plural, seconds, size
 from meshwright.train.counts import PHASES
@@ -152,17 +152,19 @@ def _phases(run: RunRecord, width: int, look: Look) -> Iterator[tuple[str, Text]
     spent = {p: sum(float(s.get("phases", {}).get(p, 0.0)) for s in run.recent) for p in names}
     if spent:
         total = sum(float(s.get("step_time_s") or 0.0) for s in run.recent)
-        bar, legend = phase_bar(spent, total, min(width, PLAIN_WIDTH) - PAGE_LABEL_WIDTH, look.colour)
+        room = min(width, PLAIN_WIDTH) - PAGE_LABEL_WIDTH
+        bar, legend = phase_bar(spent, total, room, look.colour)
         if look.terminal:  # in a file it would be a row of letters
             yield "time", bar
-        yield "" if look.terminal else "time", legend
+        yield "" if look.terminal else "time", lined(legend, room, "  ")
 
 
 def _faults(run: RunRecord) -> Iterator[tuple[str, Text]]:
     """What went wrong, the newest first."""
     events = [event for event in read_events(run.path) if event.get("kind") in KINDS]
     for label, event in zip(["faults", *[""] * (MOST_FAULTS - 1)], reversed(events), strict=False):
-        yield label, Text(printable(f"step {event.get('step')}: {event.get('text', '')}"), "bad")
+        at = "" if event.get("step") is None else f"step {event['step']}: "
+        yield label, Text(printable(f"{at}{event.get('text', '')}"), "bad")
     if len(events) > MOST_FAULTS:
         yield "", Text(f"and {len(events) - MOST_FAULTS} before (see events.jsonl)", "dim")
 

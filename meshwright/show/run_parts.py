@@ -12,10 +12,10 @@ from rich.text import Text
 from meshwright.config.sections import Config
 from meshwright.layout import Layout
 from meshwright.layout.rows import balance, causal_pairs
-from meshwright.models.description import describe, layout_of
-from meshwright.parts.part import parameter_count
+from meshwright.models.description import describe, layout_of, model_of
+from meshwright.parts.part import ALONE, parameter_count
 from meshwright.show.terminal import printable
-from meshwright.show.units import count, percent, plural, seconds, size
+from meshwright.show.units import count, flops, percent, plural, seconds, size
 
 if TYPE_CHECKING:
     from meshwright.train.step import StepResult
@@ -31,7 +31,7 @@ def head(config: Config, world: int | None, device: str = "") -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     number = f"{count(parameter_count(describe(m)))} parameters  "
     sizes = [plural(m.layers, "layer"), f"hidden {m.hidden}", plural(m.heads, "head")]
-    shape = " · ".join([*sizes, f"vocab {m.vocab}", f"seq {m.seq}"])
+    shape = " · ".join([*kind_words(config), *sizes, f"vocab {m.vocab}", f"seq {m.seq}"])
     grid.add_row(Text("meshwright", "title"), Text.assemble((number, "bold"), (shape, "dim")))
     precision = t.precision + (f" on {device}" if device else "")
     how = [precision, f"{t.global_batch * m.seq:,} tokens per step", plural(t.steps, "step"), printable(config.run.dir)]
@@ -46,6 +46,19 @@ def head(config: Config, world: int | None, device: str = "") -> Table:
     return grid
 
 
+def kind_words(config: Config) -> list[str]:
+    """What a model is beside a decoder whose weights are all trained: its kind, its experts, its adapters."""
+    experts, tune, found = config.model.experts, config.tune, []
+    if config.model.kind != "gpt":
+        found.append(config.model.kind)
+    if experts.count:
+        found.append(f"{experts.count} experts, {experts.top_k} a token")
+    if tune.adapts:
+        trained = sum(record.numel for record in model_of(config).records(ALONE).values() if record.trained)
+        found.append(f"{tune.kind} of rank {tune.rank} trains {count(trained)}")
+    return found
+
+
 def context_line(config: Config) -> str:
     """Says how ranks share a sequence, and how evenly."""
     pairs = causal_pairs(config.context.order, config.model.seq, config.layout.cp)
@@ -57,6 +70,8 @@ def layout_line(config: Config, layout: Layout) -> str:
     """Formats the layout as `8 ranks = dp 2 × tp 2 × pp 2`."""
     axes = [a for a in ("replicas", "dp", "cp", "tp", "pp") if a not in ("replicas", "cp") or layout.axis_size(a) > 1]
     sizes = " × ".join(f"{axis} {layout.axis_size(axis)}" for axis in axes)
+    sizes += f" ({config.layout.grid} grid)" if config.layout.grid else ""
+    sizes += f", experts over ep {layout.ep}" if layout.ep > 1 else ""
     sequence = " + sequence parallel" if config.layout.sequence_parallel and layout.tp > 1 else ""
     return f"{plural(layout.world, 'rank')} = {sizes}{sequence}"
 
@@ -80,7 +95,7 @@ def schedule_line(config: Config, layout: Layout) -> str:
 
 def rate_words(r: StepResult) -> list[str]:
     """The model's FLOP/s, MFU where the device's peak is known, and the most memory that a rank held so far."""
-    words = [] if r.tflops is None else [f"{r.tflops:.3g} TFLOP/s"]
+    words = [] if r.tflops is None else [flops(r.tflops)]
     words += [] if r.mfu is None else [f"MFU {percent(r.mfu)}"]
     peak = max(r.ranks.peak_bytes, default=0) if r.ranks else 0
     return words + ([f"peak {size(peak)}"] if peak else [])
@@ -111,7 +126,22 @@ def sparkline(values: Sequence[float]) -> Text:
     return line
 
 
-def phase_bar(phases: Mapping[str, float], total: float, width: int, colour: bool) -> tuple[Text, Text]:
+def lined(pieces: Sequence[str | Text], room: int, gap: str = "   ") -> Text:
+    """Returns the pieces beside each other, and from where one does not fit into `room` columns on in the next line."""
+    found, column = Text(), 0
+    for piece in pieces:
+        if column and column + len(gap) + len(piece) > room:
+            found.append("\n")
+            column = 0
+        elif column:
+            found.append(gap)
+            column += len(gap)
+        found.append(piece)
+        column += len(piece)
+    return found
+
+
+def phase_bar(phases: Mapping[str, float], total: float, width: int, colour: bool) -> tuple[Text, list[Text]]:
     """Draws the seconds of a step as one bar, with a thin line for time outside all phases, and a legend. Without
     colour each phase is drawn by its initial. Every phase has a style of its name."""
     whole = max(total, sum(phases.values())) or 1.0
@@ -120,4 +150,4 @@ def phase_bar(phases: Mapping[str, float], total: float, width: int, colour: boo
         reached += spent / whole
         bar.append(("━" if colour else name[:1]) * (round(reached * width) - len(bar)), name)
         legend.append(Text.assemble((name, name), (f" {percent(spent / whole, 0)}", "dim")))
-    return bar.append("─" * (width - len(bar)), "dim"), Text("  ").join(legend)
+    return bar.append("─" * (width - len(bar)), "dim"), legend

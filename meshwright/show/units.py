@@ -28,6 +28,12 @@ def count(value: float) -> str:
     return f"{value:.0f}" if value == int(value) or value >= 100 else f"{value:.1f}"
 
 
+def flops(tera: float) -> str:
+    """Formats a rate that is given in TFLOP/s: `23.4 GFLOP/s`, `412 TFLOP/s`."""
+    factor, unit = (1.0, "T") if tera >= 0.9995 or not math.isfinite(tera) else (1e3, "G")
+    return f"{_three_digits(tera * factor)} {unit}FLOP/s"
+
+
 def seconds(value: float) -> str:
     """Formats a duration, with two decimals if it is short: `18.07 s`, `333 ms`, `3.21 ms`, `12.30 us`."""
     factor, unit = (1.0, "s") if value >= 0.9995 else (1e3, "ms") if value >= 0.9995e-3 else (1e6, "us")

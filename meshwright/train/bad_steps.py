@@ -78,8 +78,10 @@ def why_bad(result: StepResult, bounds: tuple[float, float]) -> str:
     if not math.isfinite(result.grad_norm):
         return "the gradient is not finite"
     if result.loss > bounds[0]:
-        return f"the loss, {result.loss:.4g}, is above {bounds[0]:.4g}"
-    return f"the gradient's norm, {result.grad_norm:.4g}, is above {bounds[1]:.4g}" * (result.grad_norm > bounds[1])
+        return f"the loss, {result.loss:.4g}, stands out from the last steps' (above {bounds[0]:.4g})"
+    if result.grad_norm > bounds[1]:
+        return f"the gradient's norm, {result.grad_norm:.4g}, stands out from the last steps' (above {bounds[1]:.4g})"
+    return ""
 
 
 class Place(NamedTuple):
@@ -172,8 +174,9 @@ class BadSteps:
         if passes and not same:
             return self._hardware(replayed, why, self._differing(first, self._marks(result.step)))
         if passes:
-            self.notes.add(BAD_STEP, f"{why}: the same when it is computed again, so it is the data or the model; "
-                           f"trained{self._samples(replayed)}", result.step)  # fmt: skip
+            verdict = "the same when it is computed again, so it is due to the data or the model"
+            text = f"{why}; {verdict}; the update was made all the same{self._samples(replayed)}"
+            self.notes.add(BAD_STEP, text, result.step)
             return replayed
         place = Place() if spike else self._diagnosed(replayed)
         if self._is_of_rank(replayed, place):

@@ -61,6 +61,12 @@ def planned_means(config: Config, world: int, lines: Sequence[Mapping[str, Any]]
     return {axis: count for axis, count in found.items() if axis not in unplanned_axes(config)}
 
 
+def why_no_times(device: str, world: int) -> str:
+    """Why no seconds are predicted for a run on such devices, and what to do for it."""
+    measure = f"meshwright comm bench --nproc {world} --out here.yaml"
+    return f"no prediction for {device}: measure this machine with `{measure}`, then give --cluster here.yaml"
+
+
 def planned_memory(job: Job) -> dict[str, float]:
     memory: Memory = largest(job)
     return {kind: float(getattr(memory, kind)) for kind in KINDS} | {"peak": memory.peak}

@@ -21,7 +21,7 @@ from meshwright.parts.part import parameter_count
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import job_of
 from meshwright.plan.measured import cluster_of
-from meshwright.show.run_parts import layout_line, schedule_line
+from meshwright.show.run_parts import kind_words, layout_line, schedule_line
 from meshwright.train.changes import layout_since
 from meshwright.train.run_folder import own_config
 from meshwright.train.run_notes import read_events
@@ -113,7 +113,8 @@ class RunReport:
     def _layout(self, notes: Mapping[str, Any]) -> dict[str, Any]:
         layout, m = self.layout(notes), self.config.model
         found: dict[str, Any] = {
-            "parameters": parameter_count(describe(m)), "model": f"{m.layers} layers · hidden {m.hidden} · seq {m.seq}",
+            "parameters": parameter_count(describe(m)),
+            "model": " · ".join([*kind_words(self.config), f"{m.layers} layers", f"hidden {m.hidden}", f"seq {m.seq}"]),
             "precision": self.config.train.precision, "device": str(notes.get("device") or self.config.run.device),
         }  # fmt: skip
         if layout is not None:
@@ -159,13 +160,14 @@ class RunReport:
         if not np.isfinite(c["loss_scale"]).any():
             del c["loss_scale"]
         skipped = c["step"][c["skipped"] > 0]
+        infinite = c["step"][~np.isfinite(c["loss"]) & (c["skipped"] == 0)]
         del c["skipped"], c["global_batch"]
         found = thinned(c, SPREAD)
         flops = [(_flops(line), line.get("mfu"), line.get("tflops")) for line in lines[-1:]]
         if flops and flops[0][0]:
             found["tokens_to_tflops"] = flops[0][2] / (lines[-1]["tokens"] / lines[-1]["step_time_s"])
             found["tflops_to_mfu"] = flops[0][1] / flops[0][2] if flops[0][1] else None
-        return found | {"began": float(began), "skipped": plain(skipped[-500:])}
+        return found | {"began": float(began), "skipped": plain(skipped[-500:]), "not_finite": plain(infinite[-500:])}
 
     def _validations(self) -> list[dict[str, Any]]:
         found = {}
@@ -216,7 +218,11 @@ class RunReport:
         return [
             {"name": name, "share": w / total, "samples": samples * w / total, "tokens": tokens * w / total}
             for name, w in weights.items()
-        ]
+        ] or [{"name": name, "share": 1.0, "samples": samples, "tokens": tokens} for name in self._only_source()]
+
+    def _only_source(self) -> list[str]:
+        prefixes = self.config.data.prefixes
+        return list(prefixes) if len(prefixes) == 1 else []
 
     def _trace(self) -> dict[str, Any] | None:
         found = read_trace(self.path / "trace.json")
@@ -258,6 +264,8 @@ class RunReport:
                 node = min(cluster.node.devices, world)
                 found["step"], step = planned.planned_step(config, world, cluster, node)
                 found["room_bytes"] = cluster.device.memory_gib * 2**30 if not host else None
+            else:
+                found["no_times"] = planned.why_no_times(str(notes.get("device") or "this device"), world)
             drawn = traced and "earlier" not in traced
             found["simulated"] = planned.simulated_spans(config, traced["spans"], step) if traced and drawn else None
         except Exception as error:  # the page shows what it can

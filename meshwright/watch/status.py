@@ -51,6 +51,7 @@ def status_of(report: RunReport, verify: bool = False) -> dict[str, Any]:
     found: dict[str, Any] = {"run": run["name"], "folder": str(report.path), "state": run["state"]}
     found |= {"complete": complete_step(config) is not None, **{key: progress[key] for key in keys}}
     found["planned"] = _planned(planned, progress["tokens_per_s"])
+    found["why_not_planned"] = None if planned else plan.get("no_times") or plan.get("why_not")
     found["goodput"] = goodput(report, events, time.time() if alive else None)
     found["restarts"] = sum(event.get("kind") == "restart" for event in events)
     found["resumes"] = sum(event.get("kind") == "resume" for event in events)

@@ -166,7 +166,7 @@ def test_show_prints_a_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     _, first, second, _ = re.split(r"\[CLS\] |\[SEP\] ?", text)
     whole = second + first if sample["swapped"] else first + second
     assert len(whole) == int(words[1]) - 3 and whole in "The quick brown fox jumps over the lazy dog. " * 3
-    assert data("show", config, "model.kind=gpt", "data.reset_attention=true", "--split", "train") == 0
+    assert data("show", config, "model.kind=gpt", "--split", "train", "data.reset_attention=true") == 0
     assert "sample 0 of train: 64 tokens, of which 64 have a loss, 1 document apart" in capsys.readouterr().out
 
 

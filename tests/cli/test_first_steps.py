@@ -30,7 +30,7 @@ def test_init_writes_what_was_planned(model: str, devices: int, cluster: str, tm
     config = load_config(out)
     best = best_layout(config, devices, load_cluster(cluster), 0.94 * load_cluster(cluster).device.memory_gib)
     assert words_of(config, best) == []  # the planner would change nothing in the file
-    assert f"--nproc {devices}" in out.read_text()
+    assert f"--nproc {devices}" in out.read_text() and "copies of the model (dp)" in out.read_text().splitlines()[0]
     assert main(["init", *words]) == 2  # it is there already
 
 
@@ -40,6 +40,12 @@ def test_init_says_when_the_data_are_not_there(tmp_path: Path, capsys: pytest.Ca
     assert "name them without their ending, data/text" in capsys.readouterr().err
     assert main([*words, "data/txet"]) == 0
     assert "data/txet is not there yet" in capsys.readouterr().err
+
+
+def test_init_names_the_file_after_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "--model", "tiny", "--data", "data/text", "--devices", "1"]) == 0
+    assert load_config("tiny.yaml").run.dir == "runs/tiny"
 
 
 def test_init_asks_for_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +64,7 @@ def test_layout_auto_keeps_what_is_given_and_says_what_it_chose(
     cluster = load_cluster("h100-80g-dgx")
     monkeypatch.setattr(auto_layout, "devices_of", lambda config, ranks: (cluster, 74.0))
     free = resolve(load_config(config), ["layout=auto"], 8)
-    assert "layout=auto: tp" in capsys.readouterr().err and "layout=auto" not in free
+    assert "copies of the model (dp)" in capsys.readouterr().err and "layout=auto" not in free
     held = resolve(load_config(config, ["layout.tp=4"]), ["layout=auto", "layout.tp=4"], 8)
     assert held[0] == "layout.tp=4" and not [word for word in held[1:] if word.startswith("layout.tp=")]
     assert load_config(config, held).layout.tp == 4
@@ -74,7 +80,7 @@ def test_train_takes_layout_auto(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "meshwright", "train", "c.yaml", "--nproc", "2", "layout=auto"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "layout=auto: tp" in done.stderr, done.stderr
+    assert done.returncode == 0 and "layout=auto: " in done.stderr, done.stderr
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 

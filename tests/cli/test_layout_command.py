@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +40,18 @@ def test_json_of_16_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert groups["embedding"] == groups["pp"]
     assert groups["position_embedding"] == [[rank] for rank in range(8)]
     assert captured.err == ""
+
+
+def test_a_config_says_its_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "c.yaml"
+    model = "model: {layers: 4, hidden: 64, heads: 4, vocab: 96, seq: 16}"
+    file.write_text(f"{model}\nlayout: {{tp: 4}}\ndata: {{prefixes: [x]}}\n")
+    assert layout("--world 16 --tp 4 --pp 2 --json") == 0
+    groups = json.loads(capsys.readouterr().out)
+    assert layout(f"{file} --world 16 layout.pp=2 --json") == 0
+    assert json.loads(capsys.readouterr().out) == groups
+    assert layout(f"{file} --world 16 --pp 2") == 2
+    assert "give layout.pp=... instead of --pp" in capsys.readouterr().err
 
 
 def test_drawing_shows_stages_nodes_and_what_crosses(capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,6 +134,18 @@ def test_head_says_what_runs_where_and_how() -> None:
         assert words in text
 
 
+def test_the_head_names_what_is_not_usual() -> None:
+    """Experts, adapters with what they train, grids and other kinds of models are told apart."""
+    experts = config(model={"experts": {"count": 4, "top_k": 2}}, layout={"ep": 2})
+    text = play(io.StringIO(), experts, [result(1)])
+    assert "4 experts, 2 a token" in text and "experts over ep 2" in text
+    tuned = config(tune={"kind": "lora", "rank": 2, "base": "x", "targets": ["q"]}, layout={"tp": 1, "pp": 1})
+    trained = 4 * 2 * (64 + 64)  # A and B of four layers
+    assert f"lora of rank 2 trains {count(trained)}" in play(io.StringIO(), tuned, [result(1)])
+    grid = config(layout={"tp": 4, "pp": 1, "tp_grid": [2, 2]})
+    assert "tp 4 × pp 1 (2d 2x2 grid)" in play(io.StringIO(), grid, [result(1)])
+
+
 def test_parameters_equal_the_sum_over_stages() -> None:
     for tied in (True, False):
         c = config(model={"tied_embeddings": tied})
@@ -160,10 +172,16 @@ def test_the_live_block_is_redrawn_in_place_at_any_width(columns: int, monkeypat
             display.stepped(result(n, monitored={"accuracy": 0.5, "bad\x1b[2Jname": 1.0}))
             display.live.refresh()
     screen = Screen(stream.getvalue().split(HIDE)[1], columns)
-    assert len(screen.lines) == 6 + 1  # the block, however often it was drawn, and a line to go on from
-    block = screen.lines[:-1]
-    assert [line[:8].strip() for line in block] == ["step", "loss", "speed", "update", "time", ""]
+    block, labels = screen.lines[:-1], ["step", "loss", "speed", "update", "time"]
+    assert [line[:8].strip() for line in block if line[:8].strip()] == labels  # however often it was drawn
+    if columns >= 30:  # nothing is cut: what does not fit stands in the next line
+        text = " ".join(" ".join(block).split())
+        assert "…" not in text
+        for words in ("20/20", "100 %", "left", "256 tok/s", "1.00 s per step", "160 of 160 samples", "batch 8",
+                      "norm 1.02", "accuracy 0.5", "forward 30 %", "backward 50 %"):  # fmt: skip
+            assert words in text, words
     if columns >= 80:
+        assert len(block) == 6
         assert "20/20" in block[0] and "100 %" in block[0] and "left" in block[0]
         assert "256 tok/s" in block[2] and "160 of 160 samples" in block[2] and "batch 8" in block[2]
         assert "norm 1.02" in block[3] and "accuracy 0.5" in block[3] and "bad?[2Jname" in block[3]

@@ -113,9 +113,11 @@ def test_a_rollback_goes_on_past_the_batch(told: Any) -> None:
 def test_status_and_summary_show_it(told: Any, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = told
     assert main(["status", str(folder / "forward")]) == 0
-    assert "faults      rank 1: 1 fault, the last: the loss is not finite; computed again" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "faults      rank 1: 1 fault, the last at step 6: the loss is not finite; computed again" in said
     assert main(["status", str(folder / "batch")]) == 0
-    assert "bad steps   1 due to the data or the model, the last, step 6: the loss" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "bad steps   1, due to the data or the model and not to a device; the last at step 6: the loss" in said
     summary(folder / "forward")
     assert "step 6: the loss is not finite; computed again" in " ".join(capsys.readouterr().out.split())
 
@@ -127,7 +129,7 @@ def test_every_way_in_which_a_bad_step_ends(tmp_path: Path) -> None:
     assert {name: end for name, (end, _) in ends.items()} == {name: end for name, (end, _) in others.items()}
     check_passing(tmp_path, ends, ["forward", "backward", "loss"])
     (event,) = events(tmp_path / "genuine", "bad_step")
-    assert "the data or the model; trained" in event["text"] and ends["genuine"][0] == (12, 96)
+    assert "the data or the model; the update was made all the same" in event["text"] and ends["genuine"][0] == (12, 96)
     assert not any(line["skipped"] for line in numbers(tmp_path / "genuine"))
     (event,) = events(tmp_path / "act", "bad_step")
     assert event["text"].endswith("skipped") and [n["step"] for n in numbers(tmp_path / "act") if n["skipped"]] == [10]

@@ -126,7 +126,7 @@ class HeatMap {
       });
       if (row % every === 0) {
         pen.fillStyle = colour("soft"); pen.textAlign = "right";
-        const shown = name.replace(/^(layers|blocks)\./, "layer ");
+        const shown = name.replace(/^(layers|blocks)\./, "layer ").replace(/^(encoder|decoder)\.(layers|blocks)\./, "$1 ");
         pen.fillText(shown.length > 15 ? `${shown.slice(0, 14)}…` : shown, left - 6, row * this.row + this.row / 2);
       }
     });

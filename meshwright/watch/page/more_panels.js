@@ -96,7 +96,7 @@ panel("spread", "Spread over ranks", "", "How long the quickest, the middle and 
     if (busy) {
       series.push({ name: "slowest computes", colour: colour("bad"), x: d.step, y: busy.max }, { name: "median computes", colour: colour("accent"), x: d.step, y: busy.median }, { name: "quickest computes", colour: colour("good"), x: d.step, y: busy.min });
     }
-    Object.entries(d.exposed).forEach(([axis, y], i) => series.push({ name: `waits for ${axis}`, colour: colour(["p-reduce", "p-backward", "warn", "p-data", "faint"][i % 5]), x: d.step, y, dashed: true, thin: true }));
+    Object.entries(d.exposed).forEach(([axis, y], i) => series.push({ name: `waits for ${axis}`, colour: colour(["p-reduce", "p-backward", "warn", "faint", "ink", "p-rest"][i % 6]), x: d.step, y, dashed: true, thin: true }));
     chart.draw(series);
     keys.replaceChildren(legend(series.map((one) => [one.name, one.colour])));
     sub.textContent = busy ? `slowest now: rank ${busy.rank[busy.rank.length - 1]}` : "not measured on this device";
@@ -106,7 +106,7 @@ panel("spread", "Spread over ranks", "", "How long the quickest, the middle and 
 panel("sources", "Data", "", "How many tokens came from each file, by the weights of the blend (which holds them to within one sample at any time), and the last validation loss on each file's samples.", ({ body, sub }) => (view) => {
   const sources = view.run.sources, last = view.run.validations[view.run.validations.length - 1];
   sub.textContent = `${count(view.run.progress.tokens)} tokens, ${whole(view.run.progress.samples)} of ${whole(view.run.progress.all_samples)} samples`;
-  if (!sources.length) { body.replaceChildren(el("p", { class: "empty" }, "one file")); return; }
+  if (!sources.length) { body.replaceChildren(el("p", { class: "empty" }, "this run names no token files")); return; }
   const most = Math.max(...sources.map((s) => s.share));
   body.replaceChildren(el("div", { class: "rows" }, sources.map((source, i) => {
     const loss = last && last.sources[source.name];
@@ -118,7 +118,7 @@ panel("sources", "Data", "", "How many tokens came from each file, by the weight
 panel("values", "Monitored", "", "Terms of the loss, values that the program monitors, and of a mixture of experts how many times the mean the busiest expert and rank get.", ({ body, sub, node }) => {
   const charts = new Map();
   return (view) => {
-    const d = view.run.details, all = { ...d.losses, ...d.monitored, ...Object.fromEntries(Object.entries(d.experts).map(([k, v]) => [k.replace("_", " ") + " / mean", v])) };
+    const d = view.run.details, all = { ...d.losses, ...d.monitored, ...Object.fromEntries(Object.entries(d.experts).map(([k, v]) => [`${{ busiest: "busiest expert", busiest_rank: "busiest rank" }[k] || k} / mean`, v])) };
     const names = Object.keys(all).slice(0, 12);
     node.hidden = !names.length;
     for (const name of names) {

@@ -46,10 +46,11 @@ function marksOf(run, kind) {
     if (event.kind === "checkpoint") marks.push({ x, kind: "tick", colour: colour("accent"), text: `checkpoint of step ${event.step}` });
   }
   for (const step of run.series.skipped || []) marks.push({ x: at(step), kind: "cross", colour: colour("bad"), text: `step ${step} was skipped` });
+  for (const step of run.series.not_finite || []) marks.push({ x: at(step), kind: "cross", colour: colour("bad"), text: `step ${step}: the loss was not finite` });
   return marks.filter((mark) => finite(mark.x));
 }
 
-panel("loss", "Loss", "two", "The training loss of each step (the faint band is the least and the most of the steps between two points, the line a running mean) and the validation loss (dots). Dashed lines are resumes: steps after the last checkpoint were lost and trained again. Ticks below are checkpoints, crosses skipped steps.\nDrag to zoom, double-click to see all again. With several runs their curves lie over each other.", ({ body, sub, tools }) => {
+panel("loss", "Loss", "two", "The training loss of each step (the faint band is the least and the most of the steps between two points, the line a running mean) and the validation loss (dots). Dashed lines are resumes: steps after the last checkpoint were lost and trained again. Ticks below are checkpoints, crosses steps that were skipped or whose loss was not finite.\nDrag to zoom, double-click to see all again. With several runs their curves lie over each other.", ({ body, sub, tools }) => {
   const state = { share: 0.6, kind: "step", log: false };
   const chart = new LineChart({ height: 300, label: "training and validation loss", format: (v) => trimmed(v, 4) });
   const keys = el("div", {});
@@ -115,7 +116,7 @@ panel("time", "Step time", "", "Where the seconds of a step go, as the ranks mea
       sub.textContent = finite(off) ? `${off >= 0 ? "+" : ""}${percent(off, 0)} against the plan for ${plan.cluster}` : "";
       keys.replaceChildren(legend([...Object.entries(paints), ...Object.entries(parts).map(([n, c]) => [`planned: ${n}`, c])]));
     } else {
-      rows.push(el("span", { class: "k" }, "planned"), el("span", { class: "soft" }, "give --cluster FILE, made by `meshwright comm bench`"), el("span", {}));
+      rows.push(el("span", { class: "k" }, "planned"), el("span", { class: "soft" }, view.plan ? view.plan.no_times || view.plan.why_not || "nothing is known of this run's ranks yet" : "the planner is still counting"), el("span", {}));
       sub.textContent = "median of the last steps";
       keys.replaceChildren(legend(Object.entries(paints)));
     }
@@ -157,10 +158,11 @@ panel("bytes", "Bytes by axis", "two", "What one step sends over each axis of th
   }
   const cells = ["axis", "calls", "planned", "recorded", "", "exposed a step"];
   const rows = Object.entries(comm).filter(([, c]) => c.recorded).map(([axis, c]) => {
-    const wrong = c.differs_at !== null, exposed = details.exposed[axis];
+    const wrong = c.differs_at !== null, exposed = details.exposed[axis], off = (c.recorded.wire_bytes || 0) - (c.planned.wire_bytes || 0);
+    const how = off ? ` by ${off > 0 ? "+" : "−"}${bytes(Math.abs(off))}` : "";
     return el("tr", {}, el("td", {}, el("b", {}, axis)), el("td", {}, count(c.recorded.calls)), el("td", {}, bytes(c.planned.wire_bytes)),
       el("td", { class: wrong ? "bad" : "" }, bytes(c.recorded.wire_bytes)),
-      el("td", { class: wrong ? "bad" : c.varies ? "soft" : "ok" }, wrong ? `✗ seen at step ${whole(c.differs_at)}` : c.varies ? "depends on the tokens" : "✓ equal"),
+      el("td", { class: wrong ? "bad" : c.varies ? "soft" : "ok" }, wrong ? `✗ differs${how}, first seen at step ${whole(c.differs_at)}` : c.varies ? "depends on the tokens" : "✓ equal"),
       el("td", {}, exposed ? seconds(median(exposed.slice(-20))) : dash));
   });
   const wrong = Object.values(comm).filter((c) => c.differs_at).length;

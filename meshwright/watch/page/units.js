@@ -54,14 +54,14 @@ function flops(value) {
 function bytes(value) {
   if (!finite(value)) return dash;
   let unit = 0;
-  while (value >= 1024 && unit < 5) { value /= 1024; unit += 1; }
+  while (value >= 999.5 && unit < 5) { value /= 1024; unit += 1; }
   return `${unit ? value.toPrecision(3) : Math.round(value)} ${["B", "KiB", "MiB", "GiB", "TiB", "PiB"][unit]}`;
 }
 
 function seconds(value) {
   if (!finite(value)) return dash;
   if (value === 0) return "0 s";
-  if (value < 1e-3) return `${(1e6 * value).toPrecision(3)} µs`;
+  if (value < 1e-3) return `${Number((1e6 * value).toPrecision(3))} µs`;
   if (value < 1) return `${Number((1e3 * value).toPrecision(3))} ms`;
   return `${Number(value.toPrecision(3))} s`;
 }
@@ -120,5 +120,6 @@ function logTicks(low, high) {
   for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += 1) {
     for (const n of Math.log10(high / low) > 2.5 ? [1] : [1, 2, 5]) found.push(n * 10 ** power);
   }
-  return found.filter((at) => at >= low * 0.999 && at <= high * 1.001);
+  const inside = found.filter((at) => at >= low * 0.999 && at <= high * 1.001);
+  return inside.length > 1 ? inside : ticks(low, high, 4).filter((at) => at > 0);
 }
