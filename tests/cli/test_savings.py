@@ -18,7 +18,7 @@ from meshwright.plan.algorithms import algorithm_seconds, gather_to_one_seconds
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import job_of
-from meshwright.plan.savings import with_links
+from meshwright.plan.savings import expected, techniques, with_links
 
 CONFIG = """
 model: {layers: 2, hidden: 64, heads: 4, vocab: 128, seq: 32}
@@ -112,3 +112,20 @@ def test_what_auto_takes_from_torch_is_hidden_as_before() -> None:
             found[kind, late] = predict_cost(job_of(config, 6), cluster).axes["dp"]
     assert found["auto", 1e-3].hidden == found["torch", 1e-3].hidden > 0
     assert found["auto", 1e4].hidden == 0 and found["auto", 1e4].seconds < found["torch", 1e4].seconds
+
+
+@pytest.mark.parametrize(("ep", "offered"), [(16, True), (8, False)])
+def test_experts_by_node_are_a_technique_where_ep_spans_nodes(ep: int, offered: bool) -> None:
+    """As many bytes between nodes, and those inside the node on top."""
+    sections = {
+        "model": {"layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "seq": 32, "experts": {"count": 16, "ffn": 32}},
+        "data": {"prefixes": ["made"]}, "layout": {"ep": ep}, "train": {"global_batch": 16},
+    }  # fmt: skip
+    job = job_of(config_from(sections), 16, cluster_node=8)
+    found = {each.name: each for each in techniques(job.config, job)}
+    assert ("experts by node" in found) == offered
+    if offered:
+        cluster = load_cluster("h100-80g-dgx")
+        plain, own = (expected(found[name], job, cluster) for name in ("as configured", "experts by node"))
+        assert own.sent["ep.across"] == pytest.approx(8 / 15 * plain.sent["ep"], rel=0.01)
+        assert own.sent["ep.node"] == pytest.approx(14 / 15 * plain.sent["ep"], rel=0.01) and own.step_s > plain.step_s

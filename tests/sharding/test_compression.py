@@ -202,7 +202,8 @@ def check_algorithms(world: int, kinds: list[str], layouts: list[Sections], **mo
         for kind in kinds
         for layout in layouts
     ]
-    true, ranks = true_sums(FEW), run_ranks(world, sums_of, [case | FEW for case in cases])
+    deadline = 60.0 + 20.0 * len(cases)
+    true, ranks = true_sums(FEW), run_ranks(world, sums_of, [case | FEW for case in cases], deadline=deadline)
     for case, sections in enumerate(cases):
         found = [rank[case] for rank in ranks]
         together(rank.parameters for rank in found)
