@@ -27,7 +27,8 @@ def best_layout(
 ) -> Candidate:
     """The fastest layout that fits; the keys `fixed` stay as they are."""
     host = cluster.device.units == 1
-    plain = replace(config, layout=replace(config.layout, node_size=0))
+    # A layout for other nodes than a config's own; in which order rings visit them changes no sum and no byte.
+    plain = replace(config, layout=replace(config.layout, node_size=0), comm=replace(config.comm, switches=()))
     job = Job(plain, ranks, own_stack(plain, host), min(cluster.node.devices, ranks), host=host)
     space: SearchSpace = space_of(plain, fixed_keys(list(fixed)))
     found = search(job, cluster, limit_gib, space)
@@ -39,7 +40,8 @@ def best_layout(
 def words_of(base: Config, best: Candidate) -> list[str]:
     """What the plan changes in a config, as words. How many ranks a node has, the run finds by itself."""
     before, after = to_mapping(base), to_mapping(best.job.config)
-    sections = {"layout": None, "pipeline": None, "zero": None, "recompute": None, "train": ["micro_batch"]}
+    sections = {"layout": None, "pipeline": None, "zero": None, "recompute": None, "train": ["micro_batch"],
+                "comm": ["switches"]}  # fmt: skip
     changed: dict[str, Any] = {}
     for section, keys in sections.items():
         for key in keys or after[section]:

@@ -234,22 +234,22 @@ class Group:
 
         def launch() -> _All:
             if first.is_meta:  # a dry run has nothing to send
-                return _All([])
+                return _All([], moves)
             ops = []
             for x, by, out in moves:
                 ops += [dist.P2POp(dist.isend, x, ranks[(at + by) % size], group),
                         dist.P2POp(dist.irecv, out, ranks[(at - by) % size], group)]  # fmt: skip
-            return _All(dist.batch_isend_irecv(ops))
+            return _All(dist.batch_isend_irecv(ops), moves)
 
         # A call of all, of which none may be missing.
         return self._call("send", first, launch, times=len(moves))
 
 
 class _All:
-    """Several calls of torch's as one."""
+    """Several calls of torch's as one. What is sent is kept as long."""
 
-    def __init__(self, works: list[Any]) -> None:
-        self.works = works
+    def __init__(self, works: list[Any], moves: Any) -> None:
+        self.works, self.moves = works, moves
 
     def wait(self) -> None:
         for work in self.works:

@@ -1,8 +1,8 @@
 """Python functions as operators of torch: torch.compile can't trace their side effects, but its code can call them.
 
 torch.library.custom_op does the same with Python of its own around every call, which takes the host as long as
-launching ten kernels does. An operator that is defined here goes through torch's dispatcher alone. It knows nothing of
-autograd: it is called inside of autograd functions, or without gradients.
+launching ten kernels does. An operator that is defined here goes through torch's dispatcher alone. It has no gradient:
+it is called inside of autograd functions or without gradients, and anything else is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def pure_operator(name: str, mutates: Iterable[str] = ()) -> Callable[[Function]
     def register(body: Function) -> Any:
         schema = torch.library.infer_schema(body, mutates_args=tuple(mutates))
         torch.library.define(name, schema)
-        torch.library.impl(name, "default", body)
+        torch.library.impl(name, "default", _without_gradients(name, body))
         if schema.endswith("-> ()"):
             torch.library.register_fake(name, _nothing)
         space, word = name.split("::")
@@ -53,6 +53,17 @@ def shapes_of(registered: Any) -> Callable[[Function], Function]:
         return fake
 
     return register
+
+
+def _without_gradients(name: str, body: Function) -> Function:
+    """torch would only warn, and only when backward comes to it."""
+
+    def run(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+            raise RuntimeError(f"{name} has no gradient: call it inside of an autograd function")
+        return body(*args)
+
+    return run
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

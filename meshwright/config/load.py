@@ -59,14 +59,16 @@ def set_key(raw: dict[str, Any], word: str, sections: Mapping[str, type] | None 
     if not equals or not path or not all(path) or not last:
         close = _full_key(last) if equals and not path else ""
         raise UserError(f"'{word}' is not of the form section.key=value{close}, e.g. train.steps=100")
-    section = raw
-    for name in path:
+    section, kinds = raw, typing.get_type_hints(Config) | dict(sections or {})
+    for depth, name in enumerate(path, 1):
         if section.get(name) is None:
             section[name] = {}
+        elif isinstance(section[name], str) and hasattr(kind := _kind_of(path[:depth], kinds), "from_word"):
+            section[name] = dataclasses.asdict(kind.from_word(section[name]))  # one word for all its keys
         section = section[name]
         if not isinstance(section, dict):
             raise UserError(f"'{name}' in the config file is not a section, so '{word}' can't be set in it")
-    kind = _kind_of([*path, last], typing.get_type_hints(Config) | dict(sections or {}))
+    kind = _kind_of([*path, last], kinds)
     section[last] = parse_yaml(value, f"'{word}'", words=kind is str or typing.get_args(kind)[:1] == (str,))
 
 
@@ -208,8 +210,8 @@ def _value(hint: Any, key: str, value: Any) -> Any:
     if dataclasses.is_dataclass(hint):
         if isinstance(value, (list, tuple)) and hasattr(hint, "from_list"):
             return hint.from_list([_value(float, key, item) for item in value])
-        if isinstance(value, str) and hasattr(hint, "from_word"):
-            return hint.from_word(value)
+        if hasattr(hint, "from_word") and not isinstance(value, Mapping):
+            return hint.from_word(str(value))
         if not isinstance(value, Mapping):
             raise UserError(f"{key} must hold keys and values, not '{value}'")
         return _section(hint, key, value)

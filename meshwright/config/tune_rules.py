@@ -20,10 +20,10 @@ def packed_weights_fit(c: Config, world: int) -> Iterator[str]:
     inputs |= {"model.latent.kv_rank": latent.kv_rank, "model.latent.q_rank": latent.q_rank}
     for name, size in inputs.items():
         if size % BLOCK:
-            own = "" if size in (c.model.hidden, latent.kv_rank, latent.q_rank) else " on a tp rank"
+            cut = name in ("the width of all heads", "model.ffn") and tp > 1
             yield (
-                f"tune.quantise={c.tune.quantise} stores rows in blocks of {BLOCK} values, and {name} is {size}{own}: "
-                "use a smaller layout.tp, or tune.quantise=none"
+                f"tune.quantise={c.tune.quantise} stores rows in blocks of {BLOCK} values, and {name} is {size}"
+                f"{' on a tp rank: use a smaller layout.tp, or' if cut else ': set'} tune.quantise=none"
             )
 
 

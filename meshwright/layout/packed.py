@@ -29,7 +29,7 @@ def packed_record(weight: ParamRecord) -> ParamRecord:
     if any(side % BLOCK for side in sides):
         raise UserError(
             f"tune.quantise=nf4 stores rows in blocks of {BLOCK} values, and a rank holds {local_width} of the {width} "
-            f"inputs of {weight.name}: use a smaller layout.tp, or tune.quantise=none"
+            f"inputs of {weight.name}: set tune.quantise=none{', or use a smaller layout.tp' * (local_width < width)}"
         )
     boxes = tuple(part for box in weight.boxes for part in _parts(box, width, local_width))
     return replace(

@@ -49,7 +49,7 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
         return _unpacked(packed, width, dtype, selected)
     found = torch.empty((len(packed), width), dtype=dtype, device=packed.device)
     for rows in _pieces(found):
-        found[rows] = _unpacked(packed[rows], width, dtype, looked_up)
+        found[rows] = _unpacked(packed[rows], width, dtype, looked_up if packed.device.type == "cpu" else selected)
     return found
 
 
@@ -65,7 +65,7 @@ def _unpacked(packed: Tensor, width: int, dtype: torch.dtype, level: Callable[[T
 
 
 def looked_up(codes: Tensor) -> Tensor:
-    """Returns the levels of codes, from a table."""
+    """Returns the levels of codes, from a table; copying that to an accelerator would make the host wait."""
     return torch.tensor(LEVELS, device=codes.device)[codes]
 
 

@@ -195,7 +195,8 @@ def gradients(
                 sums = [("gradients", shards, "reduce_scatter", size, records, micro_batches if stage >= 2 else 1)]
                 sums += [("copies", replicas, "all_reduce", share, [], 1)] if replicas is not None else []
                 times = micro_batches * max(held.fetches for held in inside) if stage == 3 else 1
-                how = gather if gather and stage == 3 and dtype != "nf4" else GatherConfig()
+                how = gather if gather and stage == 3 else GatherConfig()
+                how = replace(how, kind="plain") if dtype == "nf4" else how  # which is in few bits already
                 payload = gathered_bytes(how, size, weight, layout.size(shards))
                 if node := copy_axis(layout, zero, how, data_axes):
                     yield _over(layout, "weights", "gather", node, "all_gather", size * weight, times - 1)

@@ -164,15 +164,15 @@ class BadSteps:
         first = self._marks(result.step)
         if not self.replays:
             return self._data_or_model(result, f"{why}, and is not computed again", self._not_finite(first))
-        if self.config.spike == "tell":  # what is found once more is trained
-            self._set_bounds(*(x + TOLERANCE * abs(x) if spike else math.inf for x in (result.loss, result.grad_norm)))
+        if self.config.spike == "tell":  # whatever is found the second time is trained, if it is finite
+            self._set_bounds(math.inf, math.inf)
         self.trainer.take_back(result)
         replayed = again()
         self.trainer.gate.release()
         same = spike and _is_close(result, replayed)
         passes = is_finite(replayed) and not replayed.held
         if passes and not same:
-            return self._hardware(replayed, why, self._differing(first, self._marks(result.step)))
+            return self._hardware(replayed, why, self._differing(first, self._marks(result.step)), bounds)
         if passes:
             verdict = "the same when it is computed again, so it is due to the data or the model"
             text = f"{why}; {verdict}; the update was made all the same{self._samples(replayed)}"
@@ -185,10 +185,11 @@ class BadSteps:
             self._stop(replayed, f"{text}: take its machine out of the run")
         return self._data_or_model(replayed, f"{why}, also when it is computed again: the data or the model", place)
 
-    def _hardware(self, replayed: StepResult, why: str, place: Place) -> StepResult:
-        """A fault that was gone when the step was computed again, whose update is made."""
-        good = f"loss {replayed.loss:.6g}, norm {replayed.grad_norm:.4g}"
-        text = f"{why}; computed again from the same inputs it is good ({good}): a passing fault of the hardware"
+    def _hardware(self, replayed: StepResult, why: str, place: Place, bounds: tuple[float, float]) -> StepResult:
+        """A step that was another one when it was computed again, whose update is made."""
+        is_now = "stands out too, but differently" if why_bad(replayed, bounds) else "is good"
+        numbers = f"loss {replayed.loss:.6g}, norm {replayed.grad_norm:.4g}"
+        text = f"{why}; computed again from the same inputs it {is_now} ({numbers}): a passing fault of the hardware"
         self.notes.fault(f"{text}, {place.words}", replayed.step, place.rank, layer=_layer(place))
         return replayed
 

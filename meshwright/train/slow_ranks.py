@@ -1,7 +1,8 @@
 """Ranks that are slow, step after step: named, with what they are slow in. No torch.
 
 A rank is compared with those that do the same work, the ranks of its pipeline stage. Other programs on a machine make
-some steps longer and none shorter, so the lower quartile of a rank's last steps is looked at, and it has to stay slow.
+some steps longer and none shorter, so the lower quartile of a rank's last steps is looked at: it has to be above the
+upper quartile of the others' too, which on a busy machine is far from the lower one, and to stay so.
 """
 
 from __future__ import annotations
@@ -51,13 +52,17 @@ class SlowRanks(Hook):
         self.times.append((busy, data, result.step_time_s))
         if len(self.times) == self.steps:
             busy, data = (_quartile([each[kind] for each in self.times]) for kind in (0, 1))
+            worse = _quartile([each[0] for each in self.times], 3)
             step = float(_quartile([each[2] for each in self.times]))
             for peers in self.peers:
-                self._compare(peers, busy, data, step, result)
+                self._compare(peers, busy, data, _median(worse[peers]), step, result)
 
-    def _compare(self, peers: NDArray[np.int64], busy: Values, data: Values, step: float, result: StepResult) -> None:
+    def _compare(
+        self, peers: NDArray[np.int64], busy: Values, data: Values, usual: float, step: float, result: StepResult
+    ) -> None:
+        """`usual`: what a rank of the stage may take in a longer step."""
         middle = max(_median(busy[peers]), SHARE * step)  # less can't be told from nothing
-        is_slow = (busy > self.factor * middle) & (busy - middle > SHARE * step)
+        is_slow = (busy > max(self.factor * middle, usual)) & (busy - middle > SHARE * step)
         slow = set(peers[is_slow[peers]].tolist())
         own = slow | (self.lasting.keys() | self.named) & set(peers.tolist())
         for rank in sorted(own):
@@ -79,9 +84,9 @@ class SlowRanks(Hook):
         self.notes.add(SLOW, f"{text}: it is slow in {what}{wait}", result.step, rank=rank, slow_in=what)
 
 
-def _quartile(values: Any) -> Any:
-    """The lower quartile over the steps, rank by rank."""
-    return np.sort(np.array(values), axis=0)[len(values) // 4]
+def _quartile(values: Any, which: int = 1) -> Any:
+    """The lower or another quartile over the steps, rank by rank."""
+    return np.sort(np.array(values), axis=0)[which * len(values) // 4]
 
 
 def _median(values: Values) -> float:

@@ -57,6 +57,11 @@ def test_without_values_only_shapes_are_made() -> None:
     assert len(SEEN) == before
 
 
+def test_a_gradient_is_never_lost_silently() -> None:
+    with pytest.raises(RuntimeError, match="meshwright_test::double has no gradient"):
+        double(torch.ones(2, requires_grad=True))
+
+
 @pytest.mark.wide
 def test_compiled_code_calls_them() -> None:
     def both(x: Tensor) -> Tensor:

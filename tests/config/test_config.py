@@ -135,10 +135,13 @@ def test_algorithms_by_axis() -> None:
         assert (config.comm.algorithm.dp, config.comm.algorithm.ep) == found
         assert config_from(to_mapping(config)) == config
     assert config_from(SMALL | {"comm": {"algorithm": {"ep": "hierarchical"}}}).comm.algorithm.dp == "torch"
+    given = ["model.preset=gpt2-124m", "data.prefixes=x", "comm.algorithm=ring", "comm.algorithm.ep=hierarchical"]
+    assert dataclasses.astuple(load_config(None, given).comm.algorithm) == ("ring", "hierarchical")
     for value, sentence in (
+        (3, "comm.algorithm=3 is not one of torch, auto"),
         ("rings", r"comm.algorithm=rings is not one of torch, auto, .*did you mean"),
         ({"ep": "ring"}, "comm.algorithm.ep=ring is not one of torch, hierarchical"),
-        (["ring"], "comm.algorithm must hold keys and values"),
+        (["ring"], r"comm.algorithm=\['ring'\] is not one of .*did you mean 'ring'"),
     ):
         with pytest.raises(UserError, match=sentence):
             config_from(SMALL | {"comm": {"algorithm": value}})

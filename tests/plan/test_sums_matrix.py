@@ -37,6 +37,8 @@ LAYOUTS: dict[str, tuple[int, Sections]] = {
     "dp-cp": (8, {"layout": {"cp": 2, "node_size": 4}}),
     "experts": (8, {"layout": {"ep": 4, "node_size": 2}, "model": EXPERTS,
                     "comm": {"algorithm": {"ep": "hierarchical"}}}),
+    "packed-base": (4, {"layout": {"node_size": 2}, "model": SMALL | {"hidden": 64},
+                        "tune": {"kind": "lora", "base": "x", "quantise": "nf4"}}),
     "node-shards": (8, {"layout": {"node_size": 4}, "zero": {"shard_group": "node"}}),
 }  # fmt: skip
 

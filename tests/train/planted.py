@@ -24,7 +24,7 @@ TIMES = ("step_time_s", "tokens_per_s", "phases", "time", "tflops", "mfu", "expo
 class Fault:
     """In `step` (0: in every step from the fifth on) one element of a module's output, or of its gradient, is made
     `factor` times the largest (with `whole`: all are multiplied) in its first micro-batch on one rank (-1: on
-    all), `times` times at most in a step."""
+    all), `times` times at most in a step, and each time `growth` times as much."""
 
     step: int
     rank: int = 0
@@ -33,6 +33,7 @@ class Fault:
     backward: bool = False
     times: int = 1
     whole: bool = False
+    growth: float = 1.0
 
 
 def plant(ctx: Any, module: nn.Module, fault: Fault) -> None:
@@ -47,10 +48,11 @@ def plant(ctx: Any, module: nn.Module, fault: Fault) -> None:
         return True
 
     def wrong(x: torch.Tensor) -> torch.Tensor:
+        factor = fault.factor * fault.growth ** been.total()
         if fault.whole:
-            return x * fault.factor
+            return x * factor
         at = torch.arange(x.numel()).view(x.shape) == 3
-        return torch.where(at, fault.factor * (1 + x.detach().abs().max()), x)
+        return torch.where(at, factor * (1 + x.detach().abs().max()), x)
 
     part = module.get_submodule(fault.module)
     real = part.forward

@@ -38,6 +38,7 @@ CASES: dict[str, tuple[Fault | None, dict[str, Any]]] = {
     "spike": (SPIKE, {}),
     "batch": (Fault(6, 1, times=99), {}),
     "genuine": (Fault(10, -1, factor=1e4, backward=True, times=99), {}),
+    "growing": (Fault(10, 1, factor=1e4, backward=True, times=99, growth=2.0), {}),
     "act": (Fault(10, -1, factor=1e4, backward=True, times=99), {"faults": {"window": 8, "spike": "act"}}),
     "rollback": (Fault(6, 1, times=3), {"faults": {"window": 8, "action": "rollback"}} | SAVES),
     "stop": (Fault(6, 1, times=99), {"faults": {"window": 8, "action": "stop"}} | SAVES),
@@ -133,6 +134,9 @@ def test_every_way_in_which_a_bad_step_ends(tmp_path: Path) -> None:
     (event,) = events(tmp_path / "genuine", "bad_step")
     assert "the data or the model; the update was made all the same" in event["text"] and ends["genuine"][0] == (12, 96)
     assert not any(line["skipped"] for line in numbers(tmp_path / "genuine"))
+    (event,) = events(tmp_path / "growing", "fault")
+    assert "stands out too, but differently" in event["text"] and event["rank"] == 1
+    assert not any(line["skipped"] for line in numbers(tmp_path / "growing"))
     (event,) = events(tmp_path / "act", "bad_step")
     assert event["text"].endswith("skipped") and [n["step"] for n in numbers(tmp_path / "act") if n["skipped"]] == [10]
     assert "step 6: the loss is not finite" in ends["stop"][0] and "layers.1.mlp on rank 1" in ends["stop"][0]

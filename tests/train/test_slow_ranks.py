@@ -87,6 +87,8 @@ def test_on_an_accelerator_the_host_knows_how_long_it_waited_for_data() -> None:
 def test_nobody_is_named_in_noise(world: int) -> None:
     for noise in (0.1, 0.3):
         assert not steps(Layout(world), 2000, {}, {}, noise, seed=world).lines
+    for noise in (1.0, 2.0):  # a machine with several times as many programs as processors
+        assert not steps(Layout(world), 1000, {}, {}, noise, seed=world, least_s=10.0).lines
     pipeline = Layout(8, pp=2)  # the last stage has the head: more work, and no fault of its ranks
     assert not steps(pipeline, 500, {}, {}, 0.1, work={1: 3.0}).lines
     ((_, text, rank),) = steps(pipeline, 60, {1: 1.0}, {}, 0.1, work={1: 3.0}).lines
