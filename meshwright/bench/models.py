@@ -7,7 +7,8 @@ from typing import Any
 
 from meshwright.config.load import config_from
 from meshwright.config.sections import Config
-from meshwright.parts.part import Product, Work
+from meshwright.parts.part import BlockUnit, Product, Work
+from meshwright.parts.pieces import in_pieces
 from meshwright.plan.flops import unit_work
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.memory import rank_parameters
@@ -104,6 +105,18 @@ def work_of(config: Config) -> list[tuple[Work, int]]:
 def products(config: Config) -> list[Product]:
     """Returns the products with weights of the first rank and one micro-batch."""
     return [replace(p, count=count * p.count) for work, count in work_of(config) for p in work.products]
+
+
+def products_in_pieces(config: Config) -> dict[str, bool]:
+    """Returns which products of the first rank's blocks communicate while they multiply, by name: all of them, where
+    tp ranks divide rows, are long enough or not (`parts/pieces.py`)."""
+    job = job_of_bench(config)
+    if not (job.at.overlaps and job.at.splits_tokens):
+        return {}
+    size, least = job.at.size("tp"), job.at.piece_flops
+    blocks = [unit for unit, _ in job.rank_units(0) if isinstance(unit, BlockUnit)]
+    found = [p for unit in blocks for p in unit_work(unit, job.at, job.batch, job.kernels).products if p.linear]
+    return {p.name: in_pieces(p.m, p.n * p.k, size, least) for p in found}
 
 
 def parameters(config: Config) -> int:

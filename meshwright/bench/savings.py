@@ -126,10 +126,12 @@ def making_seconds(trainer: Trainer) -> float:
     if config.comm.reduce.kind == "plain" or not reducer.mixes:
         return 0.0
     mesh, device = trainer.ctx.mesh, trainer.ctx.device.torch
+    buckets = [bucket for bucket in parallel.buckets if bucket.buffer.key.compressed]
+    # Drawn before the clock starts: a step has its gradients from backward.
+    drawn = [torch.randn(bucket.stop - bucket.start, dtype=bucket.own_grads.dtype) for bucket in buckets]
     mesh.world.agreed(0.0, device)
     begin, pendings = time.perf_counter(), []
-    for bucket in (bucket for bucket in parallel.buckets if bucket.buffer.key.compressed):
-        grads = torch.zeros(bucket.stop - bucket.start, dtype=bucket.own_grads.dtype).normal_()
+    for bucket, grads in zip(buckets, drawn, strict=True):
         pendings.append(summed(reducer, bucket, grads, *parallel.groups(bucket.buffer), links=False))
     for pending in pendings:
         pending.wait()

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from meshwright.bench.models import BENCH_MODELS, MICRO_BATCH, bench_config, ranks_of
+from meshwright.bench.models import BENCH_MODELS, MICRO_BATCH, bench_config, products_in_pieces, ranks_of
 from meshwright.config.grid import grid_numbers
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, nearest
@@ -19,6 +19,7 @@ EXAMPLES = """example:
   meshwright bench step --model 1b --micro-batches 8 --json
   meshwright bench step --model 3b --precision fp8
   meshwright bench step --model 3b --tp 8 --overlap both (what products in pieces cost, without any link)
+  meshwright bench step --model 3b --tp 8 --overlap both --piece-gflop 0    (the same, of all products)
   meshwright bench step --model 3b --tp 2                (one rank's share, sequence parallel; the others are not there)
   meshwright bench step --model 3b --tp 4 --tp-grid 2x2  (one rank's share of a grid)
   meshwright bench step --model 3b --micro-batch 1 --seq 131072 --cp 8 --context ring
@@ -46,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pieces", type=int, default=1, help="recompute.pieces of MLPs (default: 1)")
     overlap = "comm.overlap.tensor: products over tp in pieces; both: without and with it, in turns (default: off)"
     parser.add_argument("--overlap", default="off", choices=["off", "on", "both"], help=overlap)
+    least = "comm.overlap.piece_gflop: which products are cut (default: 60; 0: all)"
+    parser.add_argument("--piece-gflop", type=float, default=60.0, help=least)
     parser.add_argument("--pp", type=int, default=1, help="measure the first of this many stages (default: 1)")
     parser.add_argument("--steps", type=int, default=10, help="steps to time after the warm-up (default: 10)")
     parser.add_argument("--compile", default="auto", choices=["auto", "true", "false"], help="train.compile")
@@ -79,14 +82,17 @@ def run(args: argparse.Namespace) -> None:
     for config, measured in zip(configs, rounds, strict=True):
         middle = sorted(measured, key=lambda each: each["step_ms"])[len(measured) // 2]
         overlap = config.comm.overlap.tensor
-        found.append({"model": args.model, "overlap": overlap} | step.as_json(config, device, middle, least))
+        about = {"model": args.model, "overlap": overlap, "in_pieces": products_in_pieces(config)}
+        found.append(about | step.as_json(config, device, middle, least))
     if args.json:
         print(json.dumps(found[0] if len(found) == 1 else found))
         return
     print("\n\n".join(map(report, found)))
     if len(found) > 1:
         without, pieces = (each["step_ms"] for each in found)
-        print(f"\nwith products in pieces the step takes {percent(pieces / without - 1)} longer")
+        cut = [name for name, is_cut in found[1]["in_pieces"].items() if is_cut]
+        print(f"\nwith products in pieces ({', '.join(cut) or 'none is long enough'}) the step takes "
+              f"{percent(pieces / without - 1)} longer")  # fmt: skip
 
 
 def _config(args: argparse.Namespace, overlap: bool) -> Config:
@@ -97,7 +103,7 @@ def _config(args: argparse.Namespace, overlap: bool) -> Config:
             "tp": args.tp, "cp": args.cp, "pp": args.pp, "sequence_parallel": args.tp > 1 and not args.tp_grid,
             "tp_grid": list(grid_numbers("--tp-grid", args.tp_grid)), "tp_kind": args.tp_kind,
         },
-        context={"kind": args.context}, comm={"overlap": {"tensor": overlap}},
+        context={"kind": args.context}, comm={"overlap": {"tensor": overlap, "piece_gflop": args.piece_gflop}},
         data={"prefixes": ["made"], "reset_attention": args.documents},
         recompute={"mode": args.recompute, "offload": args.offload, "pieces": args.pieces},
     )  # fmt: skip

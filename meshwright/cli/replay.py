@@ -108,8 +108,9 @@ def replay_rank(args: argparse.Namespace) -> None:
     from meshwright.device import Device
     from meshwright.train.replay import replay
 
-    config = config_of(args, read_run(args.run).config)
-    steps = replay(config, args.step, Path(args.checkpoint) if args.checkpoint else None, args.source)
+    record = read_run(args.run)
+    config, lines = config_of(args, record.config), {line["step"]: line for line in record.steps}
+    steps = replay(config, args.step, Path(args.checkpoint) if args.checkpoint else None, args.source, lines)
     if find_place().rank == 0:
         device = Device.choose(config.run.device, 0)
         rows = [{"step": r.step, **{name: getattr(r, name) for name in QUANTITIES}} for r in steps]

@@ -107,14 +107,32 @@ ALGORITHMS: dict[str, Callable[[int, int, int], Sum]] = {
 }  # fmt: skip
 
 
-def rounds_of(kind: str, size: int, place: int, op: str, on_node: int = 1) -> Iterator[tuple[Round, bool]]:
+def rounds_of(
+    kind: str, size: int, place: int, op: str, on_node: int = 1, order: Sequence[int] | None = None
+) -> Iterator[tuple[Round, bool]]:
     """Yields the rounds of an all_reduce or reduce_scatter, each with whether what is received is added. `on_node`:
-    so many neighbours in the group are on one node. (A layout's groups are in ascending order of ranks, so that a ring
-    leaves each node once.)"""
-    found = ALGORITHMS[kind](size, place, on_node)
-    yield from ((each, True) for each in found.reduce)
+    so many neighbours in the group are on one node. `order`: the places of the group as a ring goes through them (see
+    `ring_order`); None: as they are."""
+    order = order or range(size)
+    found = ALGORITHMS[kind](size, order.index(place), on_node)
+    yield from ((_named(each, order), True) for each in found.reduce)
     if op == "all_reduce":
-        yield from ((each, False) for each in found.gather)
+        yield from ((_named(each, order), False) for each in found.gather)
+
+
+def _named(each: Round, order: Sequence[int]) -> Round:
+    """Returns a round that numbers places and pieces along a ring, by their numbers in the group."""
+    sent, received = (tuple(order[piece] for piece in pieces) for pieces in (each.sent, each.received))
+    return Round(order[each.to], sent, order[each.source], received)
+
+
+def ring_order(ranks: Sequence[int], node_size: int, switches: Sequence[int] = ()) -> list[int]:
+    """Returns the places of a group in the order in which a ring goes through them: ranks of a node beside each other,
+    and nodes of a switch too, so that a ring leaves each of them once. `switches`: that of each node, or none where
+    nodes are numbered by them. (A layout's groups are in ascending order of ranks, so without switches nothing moves.)
+    """
+    nodes = [rank // node_size for rank in ranks]
+    return sorted(range(len(ranks)), key=lambda at: (switches[nodes[at]] if switches else 0, ranks[at]))
 
 
 def neighbours_on_node(ranks: Sequence[int], node_size: int) -> int:

@@ -105,12 +105,13 @@ class Group:
 
     def _call(
         self, op: str, whole: Tensor, launch: Callable[[], Any], wait: bool = False, peer: int | None = None,
-        wire: int | None = None,
+        wire: int | None = None, times: int = 1,
     ) -> Pending:  # fmt: skip
         """Counts, notes and launches a call whose payload is `whole`. With a `peer` (its rank) it is one end of a
         transfer: the flight record counts those by direction, so that both ends give a message the same number.
-        `wire`: the bytes that this rank sends, where the ledger can't derive them from the payload."""
-        ledger, payload = self.ledger, whole.nbytes
+        `wire`: the bytes that this rank sends, where the ledger can't derive them from the payload. `times`: so many
+        tensors of that size are one call."""
+        ledger, payload = self.ledger, times * whole.nbytes
         tally = None if op == "receive" else ledger.record(self.axis, op, payload, self.size, self.crosses_node, wire)
         label, ranks = self.label, self.ranks
         if peer is not None:
@@ -158,6 +159,22 @@ class Group:
         self.all_reduce(number, "max")
         return float(number.item())
 
+    def told(self, text: str, device: torch.device) -> str:
+        """Returns the first rank's text on every rank; what the others give is not read."""
+        own = list(text.encode()) if self.index == 0 else []
+        size = int(self.agreed(float(len(own)), device))
+        letters = torch.tensor(own or [0] * size, dtype=torch.int32, device=device)
+        if size:
+            self.all_reduce(letters)
+        return bytes(letters.tolist()).decode()
+
+    def unlike_first(self, number: int, device: torch.device) -> list[int]:
+        """Returns which ranks, by their index here, have another number than the first one."""
+        everyone = torch.empty(self.size, dtype=torch.int64, device=device)
+        self.all_gather(everyone, torch.tensor([number], device=device))
+        first, *others = everyone.tolist()
+        return [index for index, found in enumerate(others, 1) if found != first]
+
     def all_gather(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
         """Fills `out` with the pieces `x` of all ranks along dim 0."""
         if self.alone:
@@ -203,25 +220,32 @@ class Group:
         peer = self.ranks[source]
         return self._call("receive", x, lambda: dist.irecv(x, peer, self.process_group), peer=peer)
 
-
     def shift(self, x: Tensor, by: int, out: Tensor | None = None) -> Shift:
         """Begins to send `x` to the rank `by` places on, round the group, and to receive as much from the one as far
-        back, into `out` if that is given. Both are one call, so that no order of the ranks can lock."""
+        back, into `out` if that is given."""
         out = torch.empty_like(x) if out is None else out
-        assert x.is_contiguous() and out.is_contiguous()
-        to, source = (self.ranks[(self.index + way) % self.size] for way in (by, -by))
-        group = self.process_group
+        return Shift(self.shifts([(x, by, out)]), x, out)
 
-        def launch() -> _Both:
-            if x.is_meta:  # a dry run has nothing to send
-                return _Both([])
-            both = [dist.P2POp(dist.isend, x, to, group), dist.P2POp(dist.irecv, out, source, group)]
-            return _Both(dist.batch_isend_irecv(both))
+    def shifts(self, moves: Sequence[tuple[Tensor, int, Tensor]]) -> Pending:
+        """Begins several shifts of equal size, each of them (what is sent, places on, where as much arrives), as one
+        call, so that no order of the ranks can lock and the host launches once."""
+        group, ranks, at, size = self.process_group, self.ranks, self.index, self.size
+        first = moves[0][0]
 
-        return Shift(self._call("send", x, launch), x, out)  # a call of all, of which none may be missing
+        def launch() -> _All:
+            if first.is_meta:  # a dry run has nothing to send
+                return _All([])
+            ops = []
+            for x, by, out in moves:
+                ops += [dist.P2POp(dist.isend, x, ranks[(at + by) % size], group),
+                        dist.P2POp(dist.irecv, out, ranks[(at - by) % size], group)]  # fmt: skip
+            return _All(dist.batch_isend_irecv(ops))
+
+        # A call of all, of which none may be missing.
+        return self._call("send", first, launch, times=len(moves))
 
 
-class _Both:
+class _All:
     """Several calls of torch's as one."""
 
     def __init__(self, works: list[Any]) -> None:

@@ -101,6 +101,15 @@ class OverlapConfig:
     weights: bool = True  # ZeRO: gathered while the unit before computes
     tensor: bool = False  # sent over tp in pieces, while other pieces are multiplied
     pipeline: bool = True  # sent to other stages while the next micro-batch computes
+    piece_gflop: float = 60.0  # tensor: a product is cut where each send has at least so much of it to hide behind
+
+    def __post_init__(self) -> None:
+        not_negative("comm.overlap", self, "piece_gflop")
+
+    @property
+    def piece_flops(self) -> float | None:
+        """The FLOPs of a product for each send over tp; None: products are not cut."""
+        return self.piece_gflop * 1e9 if self.tensor else None
 
 
 @dataclass(frozen=True)
@@ -166,6 +175,7 @@ class CommConfig:
     emulate: EmulateConfig = field(default_factory=EmulateConfig)
     links: LinkConfig = field(default_factory=LinkConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    switches: tuple[int, ...] = ()  # that each node is at: our own rings visit the nodes of a switch one after another
 
     def __post_init__(self) -> None:
         positive("comm", self, "timeout", "bucket_mib")

@@ -327,6 +327,12 @@ def algorithm_fits_ranks(c: Config, world: int) -> Iterator[str]:
             f"comm.algorithm={c.comm.algorithm.dp} can't be combined with zero.shard_group=node, which sums inside the "
             "nodes first: set comm.algorithm=torch or zero.shard_group=dp"
         )
+    nodes = -(-world // (c.layout.node_size or world))
+    if c.comm.switches and (not c.layout.node_size or len(c.comm.switches) != nodes):
+        yield (
+            f"comm.switches names the switches of {len(c.comm.switches)} nodes, and there are {nodes}: give one for "
+            "each, in the order of nodes, and layout.node_size"
+        )
 
 
 def positions_to_reset(c: Config, world: int) -> Iterator[str]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.comm.group import Pending, Shift
+from meshwright.comm.group import Pending
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import ModelConfig
 from meshwright.nn.nf4 import pack
@@ -50,7 +50,7 @@ def stand_in(mesh: Mesh) -> None:
 
 def _fill(group: Any) -> None:
     """Wraps the calls that leave their output unwritten: it is filled after the call was made and counted as usual."""
-    take, scatter, shift, exchange = group.receive, group.reduce_scatter, group.shift, group.all_to_all
+    take, scatter, shifts, exchange = group.receive, group.reduce_scatter, group.shifts, group.all_to_all
 
     def receive(x: Tensor, source: int) -> Pending:
         pending: Pending = take(x, source)
@@ -62,10 +62,11 @@ def _fill(group: Any) -> None:
         out.copy_(x[group.index * out.shape[0] :][: out.shape[0]])
         return pending
 
-    def shifted(x: Tensor, by: int, out: Tensor | None = None) -> Shift:
-        under_way: Shift = shift(x, by, out)
-        under_way.received.copy_(x)
-        return under_way
+    def shifted(moves: Sequence[tuple[Tensor, int, Tensor]]) -> Pending:
+        pending: Pending = shifts(moves)
+        for x, _, out in moves:
+            out.copy_(x)
+        return pending
 
     def all_to_all(out: Tensor, x: Tensor, *more: Any, **named: Any) -> Pending:
         pending: Pending = exchange(out, x, *more, **named)
@@ -73,7 +74,7 @@ def _fill(group: Any) -> None:
             out.copy_(x)
         return pending
 
-    group.receive, group.reduce_scatter, group.shift, group.all_to_all = receive, reduce_scatter, shifted, all_to_all
+    group.receive, group.reduce_scatter, group.shifts, group.all_to_all = receive, reduce_scatter, shifted, all_to_all
 
 
 DOCUMENT_TOKENS = 2048  # around which the lengths of documents vary

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import custom_op
 
+from meshwright.comm.registered import pure_operator, shapes_of
 from meshwright.kernels import kernels_take
 
 
@@ -31,7 +31,7 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-@custom_op("meshwright::rms_norm", mutates_args=())
+@pure_operator("meshwright::rms_norm")
 def rms_norm_in_one_pass(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if kernels_take(x):
         from meshwright.kernels.block import rms_norm as kernel
@@ -40,12 +40,12 @@ def rms_norm_in_one_pass(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor,
     return rms_norm(x, weight, eps)
 
 
-@rms_norm_in_one_pass.register_fake
+@shapes_of(rms_norm_in_one_pass)
 def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty((x.shape[0], 1), dtype=wide(x).dtype)
 
 
-@custom_op("meshwright::rms_norm_backward", mutates_args=())
+@pure_operator("meshwright::rms_norm_backward")
 def rms_norm_backward(
     x: Tensor, rstd: Tensor, weight: Tensor, grad: Tensor, passed: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,12 +61,12 @@ def rms_norm_backward(
     return dx.to(x.dtype), (y * w).to(x.dtype), (g * y).sum(0)
 
 
-@rms_norm_backward.register_fake
+@shapes_of(rms_norm_backward)
 def _(x: Tensor, rstd: Tensor, weight: Tensor, grad: Tensor, passed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x), x.new_empty(x.shape[1], dtype=wide(weight).dtype)
 
 
-@custom_op("meshwright::swiglu_backward", mutates_args=())
+@pure_operator("meshwright::swiglu_backward")
 def swiglu_backward(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the gradient of x and the output of `swiglu` once more."""
     if kernels_take(x, grad):
@@ -80,6 +80,6 @@ def swiglu_backward(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return dx.to(x.dtype), (silu * up).to(x.dtype)
 
 
-@swiglu_backward.register_fake
+@shapes_of(swiglu_backward)
 def _(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(grad)

@@ -25,10 +25,12 @@ from meshwright.nn.nf4 import weight_values
 from meshwright.nn.norm import Norm
 from meshwright.nn.overlap import column_backward, gather_in_pieces, gather_product, product_scatter, product_sum
 from meshwright.nn.parallel import Parallel
+from meshwright.parts.pieces import in_pieces, summed_pieces
 
 # The sink of the weight gradient, the mode (see `_Product`), the name and size of the tp group, the precision of the
-# products (see `products`), and whether they communicate while they multiply (see `overlap`).
-ProductSettings = tuple[Tensor | None, str, str, int, str, bool]
+# products (see `products`), and the least FLOPs for each send where they communicate while they multiply (see
+# `parts/pieces.py`).
+ProductSettings = tuple[Tensor | None, str, str, int, str, float | None]
 
 
 class _Product(torch.autograd.Function):
@@ -118,14 +120,15 @@ def _forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings:
     """Returns the product with its collectives, and keeps the settings for backward."""
     # The sink is the weight's place in the gradient buffer, which other micro-batches write to between this forward and
     # its backward. save_for_backward would refuse a tensor that changed in the meantime, so it is kept as an attribute.
-    ctx.sink, ctx.mode, ctx.group, ctx.size, ctx.kind, ctx.overlaps = settings
+    ctx.sink, ctx.mode, ctx.group, ctx.size, ctx.kind, least = settings
     weight = weight_values(weight, x.dtype)
+    ctx.overlaps = _overlaps(ctx.mode, ctx.size, x.shape[0], weight.numel(), least)
     if ctx.overlaps and ctx.mode == "gather":
         return gather_product(x, weight, bias, False, ctx.group, ctx.size)[0]
     if ctx.overlaps and ctx.mode == "scatter":
         return product_scatter(x, weight, False, ctx.group, ctx.size)
     if ctx.overlaps and ctx.mode == "row":
-        return product_sum(x, weight, ctx.group)
+        return product_sum(x, weight, ctx.group, summed_pieces(x.shape[0], weight.numel(), least))
     full = all_gather(x, ctx.group, ctx.size) if ctx.mode == "gather" else x
     y = products.forward(full, weight, bias, ctx.kind)
     if ctx.mode == "row":
@@ -133,6 +136,13 @@ def _forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings:
     elif ctx.mode == "scatter":
         y = reduce_scatter(y, ctx.group, ctx.size)
     return y
+
+
+def _overlaps(mode: str, size: int, rows: int, weight: int, least: float | None) -> bool:
+    """Whether a product communicates while it multiplies. `rows` are those of its input on this rank."""
+    if mode in ("gather", "scatter"):
+        return in_pieces(rows * size if mode == "gather" else rows, weight, size, least)
+    return least is not None
 
 
 def _output_grads(
@@ -199,7 +209,7 @@ class Linear(nn.Module):
         if parallel.splits_tokens and cut != "whole":
             self.mode = "gather" if cut == "column" else "scatter"
         self.group, self.size = parallel.tp.name, parallel.tp.size
-        self.kind, self.fuses, self.overlaps = parallel.products, parallel.fused, parallel.overlaps
+        self.kind, self.fuses, self.piece_flops = parallel.products, parallel.fused, parallel.piece_flops
         self._adapters = [Adapter(parallel, each) for each in weight.adapters]
         self.adapts = True  # false while the model runs without its adapters
         for each, record in zip(self._adapters, weight.adapters, strict=True):
@@ -217,14 +227,14 @@ class Linear(nn.Module):
 
     @property
     def settings(self) -> ProductSettings:
-        return (self.sinks.get("weight"), self.mode, self.group, self.size, self.kind, self.overlaps)
+        return (self.sinks.get("weight"), self.mode, self.group, self.size, self.kind, self.piece_flops)
 
     def alone(self, x: Tensor, after_swiglu: bool = False) -> Tensor:
         """Returns this rank's own product, of x or of its SwiGLU: without collectives, and without a bias that is added
         after a sum."""
         if self.adapters:
             return self.adapted(swiglu(x) if after_swiglu else x, "plain")
-        settings = (self.sinks.get("weight"), "plain", self.group, self.size, self.kind, False)
+        settings = (self.sinks.get("weight"), "plain", self.group, self.size, self.kind, None)
         if after_swiglu and self.fuses and self._inside is None:
             return _SwigluProduct.apply(x, self.weight, *settings)
         return _Product.apply(swiglu(x) if after_swiglu else x, self.weight, self._inside, *settings)

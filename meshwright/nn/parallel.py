@@ -54,7 +54,7 @@ class Parallel:
     host: bool = False  # this is a CPU, or a dry run of one
     experts: ExpertGroups | None = None  # where the model has experts
     context: ContextGroups | None = None  # where ranks share sequences
-    overlaps: bool = False  # linear layers communicate over tp while they multiply (nn/overlap.py)
+    piece_flops: float | None = None  # linear layers communicate over tp while they multiply (parts/pieces.py)
     offload: HostActivations | None = None  # where inputs of recomputed blocks go to host memory
     grid: dict[str, Group] | None = None  # the axes of a grid of tensor-parallel ranks, where tp is one
 

@@ -31,7 +31,7 @@ class Coordinate:
     axes: tuple[tuple[str, int, int], ...] = ()  # (name, size, index), names ascending
     sequence_parallel: bool = False
     context: str = "ring"  # how ranks along cp share their tokens (see `context.kind`)
-    overlaps: bool = False  # linear layers communicate over tp in pieces, while they multiply (`comm.overlap.tensor`)
+    piece_flops: float | None = None  # least FLOPs for each send where linear layers communicate over tp in pieces
 
     __hash__ = hash_once
 
@@ -57,7 +57,12 @@ class Coordinate:
     @property
     def at_once(self) -> Coordinate:
         """The same place for what is no linear layer, and so does not communicate in pieces."""
-        return replace(self, overlaps=False) if self.overlaps else self
+        return replace(self, piece_flops=None) if self.overlaps else self
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether linear layers communicate over tp in pieces, while they multiply (`parts/pieces.py`)."""
+        return self.piece_flops is not None
 
     @property
     def splits_tokens(self) -> bool:
@@ -76,7 +81,7 @@ class Coordinate:
 
 
 def coordinate_of(
-    layout: Layout, rank: int, sequence_parallel: bool, context: str = "ring", overlaps: bool = False
+    layout: Layout, rank: int, sequence_parallel: bool, context: str = "ring", piece_flops: float | None = None
 ) -> Coordinate:
     """Returns the coordinate of `rank` in a layout."""
     found = {**layout.coordinate(rank), **layout.expert_coordinate(rank)}
@@ -84,5 +89,5 @@ def coordinate_of(
     axes = [(axis, size, found[axis]) for axis, size in sizes.items() if size > 1]
     shared = dict.fromkeys(("embedding", *(name for name, _ in layout.shared)))
     axes += [(name, layout.size(name), 0) for name in shared if layout.size(name) > 1]
-    overlaps &= layout.tp > 1
-    return Coordinate(tuple(sorted(axes)), sequence_parallel, context if layout.cp > 1 else "ring", overlaps)
+    least = piece_flops if layout.tp > 1 else None
+    return Coordinate(tuple(sorted(axes)), sequence_parallel, context if layout.cp > 1 else "ring", least)

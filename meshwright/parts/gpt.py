@@ -5,6 +5,7 @@ In the docstrings, H stands for the bytes of the activations [tokens, hidden] of
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from meshwright.parts.part import (
     Records,
     Work,
 )
+from meshwright.parts.pieces import in_pieces, runs, summed_pieces
 
 # Factors of tp where there are fewer key-value heads than tp ranks: ranks along `KV_COPIES` hold the same heads.
 KV_COPIES, KV_GROUPS = "tp.kv", "tp.q"
@@ -30,7 +32,6 @@ ZEROS, ONES = Init("zeros"), Init("ones")
 ALIBI_WIDTH = 8  # elements by which ALiBi widens heads: as few as fused kernels take
 TILE_ROWS = 256  # queries whose scores exist at once where no fused kernel knows dropout
 TILE_COPIES = 5.0  # tensors of their size in backward
-TP_PIECES = 4  # pieces in which a product over tp is multiplied at most while others travel
 LOGIT_BYTES = 14.0  # bytes per logit that our own loss reads and writes
 
 
@@ -42,50 +43,53 @@ def replicated(at: Coordinate) -> dict[str, tuple[str, ...]]:
     return {"copies": ("tp",), "partial": ("tp",) if at.splits_tokens else ()}
 
 
-def column_calls(at: Coordinate, batch: MicroBatch, width: int) -> Iterator[Collective]:
-    """Yields the calls of a product whose output features are cut over tp. All ranks use the same input, so the input
-    gradient is a sum over them.
+def column_calls(at: Coordinate, batch: MicroBatch, width: int, local: int) -> Iterator[Collective]:
+    """Yields the calls of a product whose output features are cut over tp; `local` of them are this rank's. All ranks
+    use the same input, `width` features, so the input gradient is a sum over them.
 
     Plain: backward 1 all_reduce of H. Split tokens: forward 1 all_gather; backward 1 all_gather (of the input again,
-    which is not kept) and 1 reduce_scatter of H. In pieces (`at.overlaps`) each of these is t - 1 sends of H / t.
+    which is not kept) and 1 reduce_scatter of H. In pieces (`parts/pieces.py`) each of these is t - 1 sends of H / t,
+    made in three calls at most.
     """
     payload = batch.tokens(at) * width * batch.element
     if not at.splits_tokens:
         yield Collective("backward", "tp", "all_reduce", payload)
         return
-    yield _moved(at, "forward", "all_gather", payload)
-    yield _moved(at, "backward", "all_gather", payload, repeated=True)
-    yield _moved(at, "backward", "reduce_scatter", payload)
+    cut = in_pieces(batch.tokens(at), width * local, at.size("tp"), at.piece_flops)
+    yield from _moved(at, cut, "forward", "all_gather", payload)
+    yield from _moved(at, cut, "backward", "all_gather", payload, repeated=True)
+    yield from _moved(at, cut, "backward", "reduce_scatter", payload)
 
 
-def _moved(at: Coordinate, phase: str, op: str, payload: int, repeated: bool = False) -> Collective:
-    """Returns a gather or scatter of rows over tp as a linear layer makes it: one call, or a send to every other rank
-    (`nn/overlap.py`)."""
+def _moved(
+    at: Coordinate, cut: bool, phase: str, op: str, payload: int, repeated: bool = False
+) -> Iterator[Collective]:
+    """Yields a gather or scatter of rows over tp as a linear layer makes it: one call, or in pieces one for each run of
+    ranks (`nn/overlap.py`)."""
     size = at.size("tp")
-    if at.overlaps:
-        return Collective(phase, "tp", "send", payload // size, size - 1, repeated=repeated)
-    return Collective(phase, "tp", op, payload, repeated=repeated)
+    if not cut:
+        yield Collective(phase, "tp", op, payload, repeated=repeated)
+        return
+    for ranks, times in Counter(len(run) for run in runs(size)[1:]).items():
+        yield Collective(phase, "tp", "send", ranks * (payload // size), times, repeated=repeated)
 
 
-def row_calls(at: Coordinate, batch: MicroBatch, width: int) -> Iterator[Collective]:
-    """Yields the calls of a product whose input features are cut over tp, so that the output is a sum.
+def row_calls(at: Coordinate, batch: MicroBatch, width: int, local: int) -> Iterator[Collective]:
+    """Yields the calls of a product whose input features are cut over tp, `local` of them being this rank's, so that
+    the output, `width` features, is a sum.
 
-    Plain: forward 1 all_reduce of H. Split tokens: forward 1 reduce_scatter, backward 1 all_gather of H. In pieces
-    (`at.overlaps`): as many all_reduces as there are pieces, or each of the two others as t - 1 sends of H / t.
+    Plain: forward 1 all_reduce of H. Split tokens: forward 1 reduce_scatter, backward 1 all_gather of H. In pieces:
+    as many all_reduces as there are pieces, or each of the two others as sends, as in `column_calls`.
     """
-    tokens = batch.tokens(at)
+    tokens, weight = batch.tokens(at), width * local
     payload = tokens * width * batch.element
     if not at.splits_tokens:
-        pieces = summed_pieces(tokens) if at.overlaps else 1
+        pieces = summed_pieces(tokens, weight, at.piece_flops)
         yield Collective("forward", "tp", "all_reduce", payload // pieces, pieces)
         return
-    yield _moved(at, "forward", "reduce_scatter", payload)
-    yield _moved(at, "backward", "all_gather", payload)
-
-
-def summed_pieces(rows: int) -> int:
-    """Returns the number of pieces in which a row product of so many rows is summed while it is multiplied."""
-    return TP_PIECES if rows % TP_PIECES == 0 else 1
+    cut = in_pieces(tokens, weight, at.size("tp"), at.piece_flops)
+    yield from _moved(at, cut, "forward", "reduce_scatter", payload)
+    yield from _moved(at, cut, "backward", "all_gather", payload)
 
 
 def row_records(at: Coordinate, name: str, key: str, sizes: tuple[int, int], init: Init, bias: bool) -> Records:
@@ -257,8 +261,9 @@ class AttentionPart(Part):
         return (seq * seq - beyond * beyond) / 2
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        yield from column_calls(at, batch, self.hidden)
-        yield from row_calls(at, batch, self.hidden)
+        (heads, kv), d = self.own_heads(at), self.head_dim
+        yield from column_calls(at, batch, self.hidden, (heads + 2 * kv) * d)
+        yield from row_calls(at, batch, self.hidden, heads * d)
         if self.qk_norm == "all":  # the squares of a token's queries and of its keys, and their gradients
             for phase in ("forward", "backward"):
                 yield Collective(phase, "tp", "all_reduce", 2 * batch.tokens(at) * batch.wide)
@@ -309,10 +314,27 @@ class AttentionPart(Part):
             return TILE_COPIES * tile * self.own_heads(at)[0] * batch.wide
         return 0.0
 
+    def core_backward(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """Returns the bytes of the gradients of the core's result, queries, keys and values, and what an accelerator's
+        kernel needs to find them."""
+        one_kernel = kernels.own and kernels.fused_attention and not kernels.host and batch.element == 2
+        if not one_kernel or self.biased or at.size("cp") > 1 or self._in_tiles(batch, False):
+            return 0.0
+        (heads, kv), tokens = self.own_heads(at), batch.tokens(at)
+        gradients = tokens * 2 * (heads + kv) * self.core_dim * batch.element
+        return float(gradients + kernel_workspace(tokens, heads, kv, self.core_dim, batch.element))
+
     def _in_tiles(self, batch: MicroBatch, host: bool) -> bool:
         """Whether rows go through the core some at a time, for want of a kernel that knows dropout."""
         masked = self.causal and (batch.documents or self.window > 0)
         return bool(self.dropout) and not self.biased and (host or masked)
+
+
+def kernel_workspace(tokens: int, heads: int, kv_heads: int, width: int, element: int) -> int:
+    """Returns the bytes that cuDNN's and flash attention's backward allocate for themselves: the queries' gradient in
+    float32 and a number for each row; where several queries share a key, its and its value's gradient for each."""
+    shared = 2 * element if kv_heads < heads else 0
+    return tokens * heads * (width * (4 + shared) + 4)
 
 
 def vocabulary_rows(vocab: int, at: Coordinate) -> int:
@@ -355,7 +377,7 @@ class TokenEmbeddingPart(Part):
         return Work(moved=float(batch.tokens(at) * self.hidden * batch.element * 4), kernels=4)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterable[Collective]:
-        return row_calls(at.at_once, batch, self.hidden)
+        return row_calls(at.at_once, batch, self.hidden, 0)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         """Yields the numbers of the rows that were looked up, where tp cuts the table, and a dropout mask. The ids
@@ -417,7 +439,7 @@ class OutputLayerPart(Part):
         The loss takes, per piece of C tokens in forward, the largest of the ranks' log-sums and then the sums of two
         numbers: 1 all_reduce of C w and 1 of 2 C w, where w is 8 in fp64 and else 4.
         """
-        calls = column_calls(at.at_once, batch, self.hidden)
+        calls = column_calls(at.at_once, batch, self.hidden, 0)
         yield from (call for call in calls if not call.repeated)
         tokens = batch.tokens(at)
         rows = piece_rows(tokens, vocabulary_rows(self.vocab, at))

@@ -91,14 +91,14 @@ class LatentAttentionPart(Part):
         return Work(tuple(products), causal, moved, kernels=24)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        yield from column_calls(at, batch, self.q_rank or self.hidden)
-        yield from column_calls(at, batch, self.kv_rank)
+        heads = self.own_heads(at)
+        yield from column_calls(at, batch, self.q_rank or self.hidden, heads * self.head_dim)
+        yield from column_calls(at, batch, self.kv_rank, heads * (self.nope + self.value))
         # The keys' shared part is gathered once and kept.
-        for call in column_calls(at.at_once, batch, self.rope):
+        for call in column_calls(at.at_once, batch, self.rope, 0):
             if not call.repeated:
                 yield call
-        yield from row_calls(at, batch, self.hidden)
-        heads = self.own_heads(at)
+        yield from row_calls(at, batch, self.hidden, heads * self.value)
         yield from context_calls(at, batch, heads, heads, self.head_dim)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:

@@ -73,8 +73,9 @@ class MLPPart(Part):
         return Work(products, moved=float(tokens * (up + f) * batch.element), kernels=6)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        yield from column_calls(at, batch, self.hidden)
-        yield from row_calls(at, batch, self.hidden)
+        width = self.width(at)
+        yield from column_calls(at, batch, self.hidden, 2 * width if self.gated else width)
+        yield from row_calls(at, batch, self.hidden, width)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         """Yields what the activation keeps. Gated: both halves, the gate's activation and the result, or of SwiGLU only

@@ -153,9 +153,10 @@ class CrossAttentionPart(Part):
         return Work(tuple(products), softmax=float(count * batch.seq * self.seq * passes), kernels=16)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        yield from column_calls(at, batch, self.hidden)
-        yield from column_calls(at, self.memory(batch), self.hidden)
-        yield from row_calls(at, batch, self.hidden)
+        local = self.heads // at.size("tp") * self.head_dim
+        yield from column_calls(at, batch, self.hidden, local)
+        yield from column_calls(at, self.memory(batch), self.hidden, 2 * local)
+        yield from row_calls(at, batch, self.hidden, local)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         """Yields queries, keys and values, the result, and what the core keeps. The encoder's output is kept once for

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from meshwright.comm.ledger import wire_bytes
 from meshwright.layout.grid import GRID_AXES
 from meshwright.layout.params import EP_ACROSS, EP_NODE
-from meshwright.parts.gpt import TP_PIECES
 from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Product, Unit, Work, hash_once
+from meshwright.parts.pieces import TP_PIECES
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import unit_collectives
 from meshwright.plan.efficiency import ALIGNED, collective_seconds, product_seconds
@@ -192,15 +193,26 @@ def _tensor_parallel(unit: Unit, where: Setting, linear: float, again: float) ->
     forward, backward = times.forward, times.backward + again * times.again
     if not isinstance(unit, BlockUnit):  # the embedding and the head have nothing to hide behind
         return AxisUse("tp", forward, backward)
-    share, room = (1.0, linear) if where.at.overlaps else (stack.hide_tp, stack.hide_tp * linear)
+    share, room = stack.hide_tp, stack.hide_tp * linear
     if where.at.overlaps:  # the first piece has no communication before it, or the last none behind it
-        size = where.at.size("tp")
-        room *= (size - 1) / size if where.at.splits_tokens else 1 - 1 / TP_PIECES
+        size, cut = where.at.size("tp"), _in_pieces(unit, where)
+        share, room = cut, linear * cut * ((size - 1) / size if where.at.splits_tokens else 1 - 1 / TP_PIECES)
     hidden_forward, hidden_backward = min(forward * share, room), min(backward * share, 2 * room)
     slowed = max(stack.contention, where.cluster.efficiency.contention) if where.at.overlaps else 0.0
     hidden_forward, hidden_backward = ((1 - slowed) * each for each in (hidden_forward, hidden_backward))
     hidden = hidden_forward + hidden_backward
     return AxisUse("tp", forward - hidden_forward, backward - hidden_backward, hidden)
+
+
+def _in_pieces(unit: Unit, where: Setting) -> float:
+    """Returns the share of a unit's bytes over tp that travel while it multiplies. Without sequence parallelism those
+    of backward do, under the weights' gradients."""
+    calls = [call for call in unit_collectives(unit, where.at, where.batch) if call.axis == "tp"]
+    hides = [
+        call.op == "send" if where.at.splits_tokens else call.times > 1 or call.phase == "backward" for call in calls
+    ]
+    wire = [call.times * wire_bytes(call.op, call.payload, where.at.size("tp")) for call in calls]
+    return sum(each for each, hidden in zip(wire, hides, strict=True) if hidden) / max(1, sum(wire))
 
 
 def _context_parallel(unit: Unit, where: Setting, attention: float, again: float) -> AxisUse:

@@ -115,8 +115,8 @@ class Job:
     def at(self) -> Coordinate:
         """The coordinate of rank 0: the bytes that parts declare are the same for all ranks of a layout."""
         context = self.config.context_kind if self.stack.own else "ring"
-        overlaps = self.config.comm.overlap.tensor and self.stack.own
-        return coordinate_of(self.layout, 0, self.config.layout.sequence_parallel, context, overlaps)
+        pieces = self.config.comm.overlap.piece_flops if self.stack.own else None
+        return coordinate_of(self.layout, 0, self.config.layout.sequence_parallel, context, pieces)
 
     @cached_property
     def batch(self) -> MicroBatch:

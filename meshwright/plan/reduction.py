@@ -50,7 +50,8 @@ class StageCost:
     backward: float
     flops: float
     params: int  # on one rank
-    expert_params: int = 0  # of these, those that are summed and divided over edp
+    trained: int  # of these, those that have gradients
+    trained_experts: int = 0  # and of those, the ones that are summed and divided over edp
 
 
 @dataclass(frozen=True)
@@ -87,15 +88,17 @@ def divided(job: Job, axes: str) -> Divided:
 
 
 @lru_cache(maxsize=20_000)
-def unit_parameters(unit: Unit, at: Coordinate) -> tuple[int, int]:
-    """Returns the parameters of a unit on one rank: those of experts, and all others."""
-    sizes = [(record.data_axes == EXPERT_DATA_AXES, record.numel) for record in unit_records(unit, at)]
+def unit_parameters(unit: Unit, at: Coordinate, trained: bool) -> tuple[int, int]:
+    """Returns the parameters of a unit on one rank, all or those that are `trained`: of experts, and all others. Bytes
+    that stand for weights count as so many elements of 16 bits."""
+    sizes = [(record.data_axes == EXPERT_DATA_AXES, record.numel // (2 if record.packs else 1))
+             for record in unit_records(unit, at) if record.trained or not trained]  # fmt: skip
     return sum(numel for expert, numel in sizes if expert), sum(numel for expert, numel in sizes if not expert)
 
 
-def expert_parameters(job: Job, pp_rank: int) -> int:
-    """Returns the parameters of experts on a rank of this pipeline stage."""
-    return sum(count * unit_parameters(unit, job.at)[0] for unit, count in job.rank_units(pp_rank))
+def trained_experts(job: Job, pp_rank: int) -> int:
+    """Returns the trained parameters of experts on a rank of this pipeline stage."""
+    return sum(count * unit_parameters(unit, job.at, True)[0] for unit, count in job.rank_units(pp_rank))
 
 
 def by_division(job: Job, experts: int, others: int) -> Iterator[tuple[Divided, int]]:
@@ -120,12 +123,13 @@ def sharded_block(
     again = 1.0 - 1.0 / max(1, job.config.recompute.blocks) if zero == 3 else 0.0
     time, times, slowed = unit_time(block, where), count * job.micro_batches, contention(cluster, stack)
     forward, backward, room = 0.0, 0.0, [time.forward, time.backward + time.again]
-    for how, params in by_division(job, *unit_parameters(block, job.at)):
-        reduce = sum_seconds(job, cluster, "reduce_scatter", params, how, [(block, 1)])
+    graded = dict(by_division(job, *unit_parameters(block, job.at, True)))
+    for how, params in by_division(job, *unit_parameters(block, job.at, False)):
+        reduce = sum_seconds(job, cluster, "reduce_scatter", graded.get(how, 0), how, [(block, 1)])
         first, later = gather_seconds(job, cluster, params, how, pieces) if zero == 3 else (0.0, 0.0)
         comm = (first, (1 + again) * later + reduce)
         hides = job.hides_weights
-        could = (hides * first, (1 + again) * hides * later + job.hides_gradients * reduce)
+        could = (hides * first, (1 + again) * hides * later + hides_sum(job, "reduce_scatter", params, how) * reduce)
         hidden = [min(each, left) for each, left in zip(could, room, strict=True)]
         axes[how.axis].add(times * sum(comm), times * sum(hidden))
         room = [left - each for left, each in zip(room, hidden, strict=True)]
@@ -152,7 +156,7 @@ def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], ax
     """Returns the exposed seconds per step of reducing gradients and gathering weights."""
     slow = max(range(job.layout.pp), key=lambda rank: stages[rank].params)
     stage, exposed, taken = stages[slow], 0.0, 0.0
-    for how, params in by_division(job, stage.expert_params, stage.params - stage.expert_params):
+    for how, params in by_division(job, stage.trained_experts, stage.trained - stage.trained_experts):
         before = axes[how.axis].hidden
         exposed += _reduced(job, cluster, stage, slow, how, params, axes[how.axis], taken)
         if how.stage >= 2:
@@ -201,11 +205,12 @@ def _reduced(
         return 0.0
     if how.stage == 0:
         seconds, room = sum_seconds(job, cluster, "all_reduce", params, how, units), stage.backward
-        could = job.hides_gradients * seconds
+        could = hides_sum(job, "all_reduce", params, how) * seconds
     else:
         seconds = sum_seconds(job, cluster, "reduce_scatter", params, how, units)
         gather = collective_seconds(cluster, "all_gather", weights, how.shards, how.on_node)
-        room, could = stage.backward + stage.forward, job.hides_gradients * seconds + job.hides_weights * gather
+        room = stage.backward + stage.forward
+        could = hides_sum(job, "reduce_scatter", params, how) * seconds + job.hides_weights * gather
         seconds += gather
     return _hide(job, cluster, seconds, could, max(0.0, room - taken), axis)
 
@@ -227,6 +232,23 @@ def outer_seconds(job: Job, cluster: Cluster, step_s: float, axes: dict[str, Axi
     return seconds - hidden + contention(cluster, job.stack) * hidden
 
 
+def _algorithm(job: Job, reducer: AlgorithmReducer, op: str, params: int, how: Divided) -> tuple[int, int, str]:
+    """Returns the ranks of a sum, the buckets in which it is made, each in rounds of its own, and its algorithm. (Own
+    algorithms know no copies of shares.)"""
+    ranks, payload = how.ranks if op == "all_reduce" else how.shards, params * job.states.grad
+    buckets = math.ceil(payload / (job.config.comm.bucket_mib * 2**20)) or 1
+    return ranks, buckets, reducer.chosen(op, payload // buckets, ranks, how.on_node)
+
+
+def hides_sum(job: Job, op: str, params: int, how: Divided) -> float:
+    """Returns the share of a sum of gradients that can be hidden. Our own algorithms sum after backward; where `auto`
+    finds torch's the fastest, it begins during backward as always."""
+    reducer = job.sums
+    if isinstance(reducer, AlgorithmReducer) and reducer.kind == "auto" and job.config.comm.overlap.gradients:
+        return job.stack.hide_dp if _algorithm(job, reducer, op, params, how)[2] == "torch" else 0.0
+    return job.hides_gradients
+
+
 def sum_seconds(
     job: Job, cluster: Cluster, op: str, params: int, how: Divided, units: Sequence[tuple[Unit, int]]
 ) -> float:
@@ -234,13 +256,11 @@ def sum_seconds(
     way, as the job's reducer does. `copies`: of summing the shares over the nodes that hold the same. (The time of
     making compressed messages is not in it.)"""
     grad, reducer, shares = job.states.grad, job.sums, how.shards if op == "copies" else 1
+    if isinstance(reducer, AlgorithmReducer):
+        ranks, buckets, kind = _algorithm(job, reducer, op, params, how)
+        return buckets * algorithm_seconds(cluster, kind, op, params * grad / buckets, ranks, how.on_node)
     ranks = {"all_reduce": how.ranks, "copies": how.copies}.get(op, how.shards)
     on_node, op = 1 if op == "copies" else how.on_node, "all_reduce" if op == "copies" else op
-    if isinstance(reducer, AlgorithmReducer):
-        payload = params // shares * grad
-        buckets = math.ceil(payload / shares / (job.config.comm.bucket_mib * 2**20)) or 1  # each in rounds of its own
-        kind = reducer.chosen(op, payload // buckets, ranks, on_node)
-        return buckets * algorithm_seconds(cluster, kind, op, payload / buckets, ranks, on_node)
     if isinstance(reducer, GatherToOne):
         return gather_to_one_seconds(cluster, params // shares * grad, ranks, on_node)
     if not params or not reducer.mixes:
@@ -273,11 +293,10 @@ def _sharded_rest(
     pairs = job.rank_units(pp_rank)
     ends = fetched = 0
     if how == divided(job, DATA_AXES):
-        counts = {unit: unit_parameters(unit, job.at) for unit, _ in pairs}
         # A tied table is gathered for both ends.
-        fetched = sum(counts[unit][1] for unit, _ in pairs if not isinstance(unit, BlockUnit))
-        blocks = sum(count * sum(counts[unit]) for unit, count in pairs if isinstance(unit, BlockUnit))
-        ends = stage.params - blocks
+        fetched = sum(unit_parameters(unit, job.at, False)[1] for unit, _ in pairs if not isinstance(unit, BlockUnit))
+        inside = [(unit, count) for unit, count in pairs if isinstance(unit, BlockUnit)]
+        ends = stage.trained - sum(count * sum(unit_parameters(unit, job.at, True)) for unit, count in inside)
     outside = [(unit, count) for unit, count in pairs if not isinstance(unit, BlockUnit)]
     reduce = sum_seconds(job, cluster, "reduce_scatter", ends, how, outside)
     if how.stage == 3:
@@ -285,6 +304,8 @@ def _sharded_rest(
         axis.add(seconds)
         return seconds
     gather = collective_seconds(cluster, "all_gather", params * s.param, how.shards, how.on_node)
-    hidden = min(job.hides_weights * gather, stage.forward) + m * min(job.hides_gradients * reduce, stage.backward)
+    hidden = min(job.hides_weights * gather, stage.forward) + m * min(
+        hides_sum(job, "reduce_scatter", ends, how) * reduce, stage.backward
+    )
     axis.add(m * reduce + gather, hidden)
     return m * reduce + gather - hidden

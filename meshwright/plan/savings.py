@@ -73,13 +73,14 @@ def techniques(config: Config, job: Job) -> list[Technique]:
     off = OverlapConfig(False, False, False, False)
     add("overlap off", replace(plain, overlap=off))
     if job.layout.tp > 1:
-        add("overlap of tp too", replace(plain, overlap=replace(c.overlap, tensor=True)))
+        least = 0.0 if job.host else c.overlap.piece_gflop  # the default is that of an accelerator
+        add("overlap of tp too", replace(plain, overlap=replace(c.overlap, tensor=True, piece_gflop=least)))
     if summed > 1:
         naive = replace(plain, bucket_mib=ONE_BUCKET)
         found.append(Technique("gather to one", replace(config, comm=naive), GatherToOne()))
         ranks = job.layout.group(DATA_AXES, 0)
         on_node = neighbours_on_node(ranks, job.node_size)
-        for kind in OWN:
+        for kind in (*OWN, *(["auto"] if c.known_links.link_gb_s else [])):
             if kind != "hierarchical" or 1 < on_node < len(ranks):
                 add(f"own {kind}", replace(plain, algorithm=AlgorithmConfig(dp=kind)))  # type: ignore[arg-type]
     if exchange_parts(job.layout):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from meshwright.comm.algorithms import neighbours_on_node, rounds_of
+from meshwright.comm.algorithms import neighbours_on_node, ring_order, rounds_of
 from meshwright.comm.pick import fastest, links_of
 from meshwright.sharding.reducers import PlainReducer
 
@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 
 class AlgorithmReducer(PlainReducer):
     """Sums by one of our own algorithms, when a sum is waited for, or (`auto`) by the one that is fastest over `links`
-    for each sum, torch's included. `node_size`: ranks per node."""
+    for each sum, torch's included. `node_size`: ranks per node; `switches`: the switch of each node, if known."""
 
-    def __init__(self, kind: str, node_size: int = 1, links: LinkConfig | None = None) -> None:
-        self.kind, self.node_size, self.links = kind, node_size, links
+    def __init__(
+        self, kind: str, node_size: int = 1, links: LinkConfig | None = None, switches: Sequence[int] = ()
+    ) -> None:
+        self.kind, self.node_size, self.links, self.switches = kind, node_size, links, switches
 
     def chosen(self, op: str, payload: int, size: int, on_node: int) -> str:
         """Returns the algorithm of a sum of so many bytes over a group of so many ranks."""
@@ -103,12 +105,13 @@ class Rounds:
     def __init__(self, reducer: AlgorithmReducer, op: str, out: Tensor, grads: Tensor, group: Group) -> None:
         self._op, self._out, self._grads, self._group = op, out, grads, group
         self._on_node = neighbours_on_node(group.ranks, reducer.node_size)
+        self._order = ring_order(group.ranks, reducer.node_size, reducer.switches)
         self.kind = reducer.chosen(op, grads.nbytes, group.size, self._on_node)
 
     def wait(self) -> None:
         group, pieces = self._group, self._grads.view(self._group.size, -1)
         if not group.alone:
-            for each, adds in rounds_of(self.kind, group.size, group.index, self._op, self._on_node):
+            for each, adds in rounds_of(self.kind, group.size, group.index, self._op, self._on_node, self._order):
                 sent, found = pieces[list(each.sent)], pieces.new_empty(len(each.received), pieces.shape[1])
                 send, receive = partial(group.send, sent, each.to), partial(group.receive, found, each.source)
                 # Of two ranks that send to each other the first sends first: their messages may pass one at a time.

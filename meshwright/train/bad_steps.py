@@ -174,9 +174,9 @@ class BadSteps:
         if passes and not same:
             return self._hardware(replayed, why, self._differing(first, self._marks(result.step)))
         if passes:
-            text = f"{why}; the same when it is computed again, so it comes from the data or the model"
-            made = f"the update was made all the same{self._samples(replayed)}"
-            self.notes.add(BAD_STEP, f"{text}; {made}", result.step)
+            verdict = "the same when it is computed again, so it is due to the data or the model"
+            text = f"{why}; {verdict}; the update was made all the same{self._samples(replayed)}"
+            self.notes.add(BAD_STEP, text, result.step)
             return replayed
         place = Place() if spike else self._diagnosed(replayed)
         if self._is_of_rank(replayed, place):

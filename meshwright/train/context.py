@@ -50,8 +50,8 @@ class Context:
     def at(self) -> Coordinate:
         """Where this rank stands, for the parts of its model."""
         c = self.config
-        overlaps = c.comm.overlap.tensor
-        return coordinate_of(self.layout, self.mesh.rank, c.layout.sequence_parallel, c.context_kind, overlaps)
+        pieces = c.comm.overlap.piece_flops
+        return coordinate_of(self.layout, self.mesh.rank, c.layout.sequence_parallel, c.context_kind, pieces)
 
 
 def build_context(
@@ -82,7 +82,7 @@ def build_context(
         unallocated=trains and shard_axes(layout, config.zero).stage == 3, host=is_host(config, device),
         experts=expert_groups(mesh) if config.model.experts.count else None,
         context=context_groups(mesh, config),
-        overlaps=config.comm.overlap.tensor,
+        piece_flops=config.comm.overlap.piece_flops,
         offload=HostActivations(device.torch) if config.recompute.offload and not is_host(config, device) else None,
         grid={axis: mesh.group(axis) for axis in GRID_AXES} if config.layout.grid else None,
     )  # fmt: skip

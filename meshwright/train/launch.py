@@ -69,6 +69,9 @@ def _keep_sockets_short() -> None:
         before, tempfile.tempdir = tempfile.tempdir, SHORT_TMPDIR
         try:
             multiprocessing.util.get_temp_dir()
+        except OSError as error:
+            why = f"is too deep for the path of a socket, and {SHORT_TMPDIR} can't be used ({error.strerror})"
+            raise UserError(f"TMPDIR={before} {why}: set TMPDIR to a shorter folder") from None
         finally:
             tempfile.tempdir = before
 

@@ -5,7 +5,10 @@ the same layout a replayed step gives the recorded numbers bit for bit, unless s
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from meshwright.checkpoint.base import begin_with_folder, read_base
 from meshwright.checkpoint.format import find_checkpoint
@@ -21,8 +24,12 @@ from meshwright.train.processes import enter, find_place, leave
 from meshwright.train.result import StepResult
 from meshwright.train.step import Trainer
 
+Lines = Mapping[int, Mapping[str, Any]]  # what a run has recorded of its steps
 
-def replay(config: Config, step: int, checkpoint: Path | None, source: str | None) -> list[StepResult]:
+
+def replay(
+    config: Config, step: int, checkpoint: Path | None, source: str | None, recorded: Lines
+) -> list[StepResult]:
     """The steps from the checkpoint's next one to this one, as one rank of all. Without a checkpoint the run begins
     anew, with the weights of `source` if it did so then. `config.run.dir` must not be the run's folder."""
     place, comm = find_place(), config.comm
@@ -46,8 +53,21 @@ def replay(config: Config, step: int, checkpoint: Path | None, source: str | Non
             found = checkpoint or find_checkpoint(str(source))
             load_checkpoint(trainer, found, model_only=checkpoint is None)
         while trainer.step_number < step:
+            follow(trainer, recorded.get(trainer.step_number + 1, {}))
             results.append(trainer.step())
         trainer.data_parallel.weights.wait_for_gathers()
     if joined:
         leave()
     return results
+
+
+def follow(trainer: Trainer, line: Mapping[str, Any]) -> None:
+    """Has the next step be what the run made of it: a run that went back may have left out a batch, and may have made
+    no update from a step that stood out. (From one that is not finite none is made anyway.)"""
+    consumed, gate = line.get("consumed"), trainer.gate
+    if isinstance(consumed, int) and consumed >= 0:
+        trainer.consumed = consumed
+    finite = all(isinstance(line.get(name), float) for name in ("loss", "grad_norm"))
+    gate.release()
+    gate.active = line.get("skipped") is True and finite
+    gate.loss_bound = -math.inf

@@ -66,7 +66,8 @@ class StepResult:
             "step": self.step, "time": self.time, "loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr,
             "loss_scale": self.loss_scale, "skipped": self.skipped, "tokens": self.tokens,
             "global_batch": self.global_batch, "step_time_s": self.step_time_s,
-            "tokens_per_s": self.tokens / self.step_time_s, "phases": self.phases, "comm": self.comm,
+            "tokens_per_s": self.tokens / self.step_time_s, "consumed": self.consumed, "phases": self.phases,
+            "comm": self.comm,
         }  # fmt: skip
         if self.tflops is not None:
             out |= {"tflops": self.tflops, "mfu": self.mfu}

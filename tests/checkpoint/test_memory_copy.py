@@ -28,11 +28,12 @@ from meshwright.checkpoint.keeper import (
     KeeperLink,
     KeeperProcess,
 )
-from meshwright.checkpoint.memory_copy import Keepers, MemoryReader, newest_whole
+from meshwright.checkpoint.memory_copy import Keepers, MemoryCopies, MemoryReader, newest_whole
 from meshwright.plan.copies import copied_bytes
 from meshwright.plan.job import job_of
 from tests.checkpoint.runs import lines, tensors, tiny, train
-from tests.support.oracle import small_config
+from tests.support.oracle import make_trainer, small_config
+from tests.support.ranks import run_ranks
 
 SECRET = bytes(range(32))
 
@@ -100,6 +101,35 @@ def test_a_run_goes_on_from_memory_without_a_disk(
     with pytest.raises(DamagedCheckpoint, match="not what was sent"):
         for block in reader.index.blocks:
             reader.block(block)
+
+
+BF16 = {"precision": "bf16", "global_batch": 8, "micro_batch": 1}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp": {}, "tp": {"layout": {"tp": 2}}, "pp x tp": {"layout": {"pp": 2, "tp": 2}}, "zero 1": {"zero": {"stage": 1}},
+    "zero 3": {"zero": {"stage": 3}}, "bf16": {"train": BF16}, "bf16, zero 2": {"train": BF16, "zero": {"stage": 2}},
+    "bf16 masters": {"train": BF16, "optimizer": {"master_dtype": "bf16"}},
+    "experts": {"layout": {"ep": 2}, "model": {"experts": {"count": 4, "top_k": 2}}},
+}  # fmt: skip
+
+
+def copied(rank: int, world: int, cases: list[dict[str, Any]]) -> list[int]:
+    """The bytes that this rank passes on with one copy."""
+    found = []
+    for sections in cases:
+        copies = MemoryCopies(make_trainer(small_config(**sections), rank, world), Keepers([("", 0)], 1, 0, 0, b""))
+        copies._send = lambda index, values: None  # type: ignore[method-assign]
+        copies.save()
+        copies.wait()
+        found.append(copies.bytes)
+    return found
+
+
+@pytest.mark.wide
+def test_the_plan_knows_the_bytes_of_a_copy_on_every_layout(tmp_path: Path) -> None:
+    cases = [tiny(tmp_path, **sections) for sections in LAYOUTS.values()]
+    by_rank = run_ranks(4, copied, cases)
+    for name, sections, parts in zip(LAYOUTS, cases, zip(*by_rank, strict=True), strict=True):
+        assert sum(parts) == copied_bytes(job_of(small_config(**sections), 4, host=True)), name
 
 
 def until(ready: object, seconds: float = 10.0) -> None:

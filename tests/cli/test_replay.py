@@ -13,18 +13,21 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.cli.replay import judge
 from meshwright.config.load import to_yaml
+from meshwright.train import gpt
 from tests.checkpoint.runs import tiny
 from tests.cli.test_bad_input import sentence
 from tests.support.oracle import small_config
 from tests.support.token_files import write_documents
+from tests.train.planted import Fault, plant
 
 
-def make_run(folder: Path, **model: Any) -> Path:
-    """Six steps under a schedule that depends on their number; checkpoints of steps 2, 4 and 6."""
+def make_run(folder: Path, steps: int = 6, every: int = 2, faults: Any = None, **model: Any) -> Path:
+    """Steps under a schedule that depends on their number; checkpoints of steps 2, 4 and so on."""
     write_documents(folder / "tokens", list(np.random.default_rng(0).integers(0, 31, (50, 100))))
     data = {"prefixes": [str(folder / "tokens")], "split": [0.8, 0.2, 0]}
-    often = {"every": 2, "keep": 0}
-    sections = tiny(folder / "run", data=data, train={"steps": 6}, checkpoint=often, model=model)
+    often = {"every": every, "keep": 0}
+    sections = tiny(folder / "run", data=data, train={"steps": steps}, checkpoint=often, model=model)
+    sections["faults"] = faults or {}
     (folder / "config.yaml").write_text(to_yaml(small_config(**sections)))
     assert main(["train", str(folder / "config.yaml")]) == 0
     return folder / "run"
@@ -77,6 +80,33 @@ def test_another_order_of_sums_is_told_from_another_step(run: Path, capsys: pyte
     code, found = replayed(capsys, str(run), "--step", "4", "optimizer.eps=1e-7")
     assert code == 0 and not found["exact"] and found["allowed"] == 1e-4
     assert replayed(capsys, str(run), "--step", "4", "train.seed=77")[0] == 1
+
+
+@pytest.mark.parametrize(("fault", "action"), [
+    pytest.param(Fault(4, times=3), {"action": "rollback"}, id="rollback"),
+    pytest.param(Fault(11, factor=1e4, backward=True, times=99), {"spike": "act"}, marks=pytest.mark.wide, id="skip"),
+])  # fmt: skip
+def test_a_replay_goes_the_way_of_the_run(
+    fault: Fault, action: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Which went back and left out a batch, or made no update from one; the checkpoint is older than that."""
+    real = gpt.model_provider
+
+    def provider(ctx: Any, stage: Any) -> Any:
+        module = real(ctx, stage)
+        plant(ctx, module, fault)
+        return module
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gpt, "model_provider", provider)
+        run = make_run(tmp_path, steps=12, every=10 if "spike" in action else 2, faults=action | {"window": 8})
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["skipped"]] == ([11] if "spike" in action else [])
+    assert (lines[-1]["consumed"] == 11 * lines[-1]["global_batch"]) == ("spike" in action), "a batch was left out"
+    for step in (4, 12) if "action" in action else (12,):
+        code, found = replayed(capsys, str(run), "--step", str(step))
+        differs = 11 if "spike" in action else None  # the fault, which is not here any more
+        assert (code, found["exact"], found["first_different"]) == (0, True, differs)
 
 
 @pytest.mark.wide

@@ -13,9 +13,12 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.comm.pick import fastest, links_of
 from meshwright.config.comm import EmulateConfig, LinkConfig
+from meshwright.config.load import config_from
 from meshwright.plan.algorithms import algorithm_seconds, gather_to_one_seconds
 from meshwright.plan.cluster import load_cluster
-from meshwright.plan.savings import with_links
+from meshwright.plan.cost import predict_cost
+from meshwright.plan.job import job_of
+from meshwright.plan.savings import expected, techniques, with_links
 
 CONFIG = """
 model: {layers: 2, hidden: 64, heads: 4, vocab: 128, seq: 32}
@@ -92,4 +95,37 @@ def test_seconds_of_algorithms_by_hand() -> None:
         size: fastest(links_of(figures, 4, 4), "all_reduce", size, 8, 4) for size in (1e2, 80e6)
     }
     assert chosen == {1e2: "tree", 80e6: "hierarchical"}
-    assert fastest(links_of(figures, 8, 8), "all_reduce", 80e6, 8, 8) in ("tree", "halving_doubling")
+    assert fastest(links_of(figures, 8, 8), "all_reduce", 80e6, 8, 8) == "torch", "a few latencies are not worth it"
+
+
+def test_what_auto_takes_from_torch_is_hidden_as_before() -> None:
+    """Inside one node torch's ring, which begins during backward, is not slower than ours: auto is torch, also in what
+    it hides. Where every message is late a tree is faster, and begins after backward."""
+    sections = {"model": {"layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "seq": 32}, "run": {"device": "cpu"},
+                "data": {"prefixes": ["made"]}}  # fmt: skip
+    found = {}
+    for kind in ("torch", "auto"):
+        for late in (1e-3, 1e4):
+            links = {"link_gb_s": 1.0, "latency_us": late}
+            config = config_from(sections | {"comm": {"algorithm": kind, "links": links}, "train": {"global_batch": 6}})
+            cluster = with_links(load_cluster("laptop"), EmulateConfig(**links), 6)
+            found[kind, late] = predict_cost(job_of(config, 6), cluster).axes["dp"]
+    assert found["auto", 1e-3].hidden == found["torch", 1e-3].hidden > 0
+    assert found["auto", 1e4].hidden == 0 and found["auto", 1e4].seconds < found["torch", 1e4].seconds
+
+
+@pytest.mark.parametrize(("ep", "offered"), [(16, True), (8, False)])
+def test_experts_by_node_are_a_technique_where_ep_spans_nodes(ep: int, offered: bool) -> None:
+    """As many bytes between nodes, and those inside the node on top."""
+    sections = {
+        "model": {"layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "seq": 32, "experts": {"count": 16, "ffn": 32}},
+        "data": {"prefixes": ["made"]}, "layout": {"ep": ep}, "train": {"global_batch": 16},
+    }  # fmt: skip
+    job = job_of(config_from(sections), 16, cluster_node=8)
+    found = {each.name: each for each in techniques(job.config, job)}
+    assert ("experts by node" in found) == offered
+    if offered:
+        cluster = load_cluster("h100-80g-dgx")
+        plain, own = (expected(found[name], job, cluster) for name in ("as configured", "experts by node"))
+        assert own.sent["ep.across"] == pytest.approx(8 / 15 * plain.sent["ep"], rel=0.01)
+        assert own.sent["ep.node"] == pytest.approx(14 / 15 * plain.sent["ep"], rel=0.01) and own.step_s > plain.step_s

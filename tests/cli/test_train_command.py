@@ -29,8 +29,8 @@ lr: {warmup: 2}
 run: {dir: run, eval_every: 3, device: cpu}
 """
 KEYS = {
-    "step", "loss", "grad_norm", "lr", "loss_scale", "skipped", "tokens", "global_batch", "step_time_s", "tokens_per_s",
-    "phases", "comm", "time", "tflops", "mfu", "exposed_s", "ranks",
+    "step", "loss", "grad_norm", "lr", "loss_scale", "skipped", "tokens", "consumed", "global_batch", "step_time_s",
+    "tokens_per_s", "phases", "comm", "time", "tflops", "mfu", "exposed_s", "ranks",
 }  # fmt: skip
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 

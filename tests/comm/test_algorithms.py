@@ -6,7 +6,7 @@ from math import ceil, log2
 
 import pytest
 
-from meshwright.comm.algorithms import ALGORITHMS, Round, neighbours_on_node
+from meshwright.comm.algorithms import ALGORITHMS, Round, neighbours_on_node, ring_order, rounds_of
 from meshwright.layout import Layout
 
 SIZES = [2, 3, 4, 5, 6, 7, 8, 9, 12, 16]
@@ -72,3 +72,37 @@ def test_neighbours_on_a_node() -> None:
     assert neighbours_on_node(range(0, 16, 2), 8) == 4
     assert neighbours_on_node(range(0, 16, 4), 4) == 1
     assert neighbours_on_node((0, 1, 2, 4), 4) == 1
+
+
+def crossings(ranks: list[int], switches: list[int], order: list[int] | None, kind: str = "ring") -> list[int]:
+    """By round, the messages from a node at one switch to a node at another, with two ranks on a node."""
+    by_place = [list(rounds_of(kind, len(ranks), place, "all_reduce", 2, order)) for place in range(len(ranks))]
+    at = [switches[rank // 2] for rank in ranks]
+    return [
+        sum(at[place] != at[rounds[number][0].to] for place, rounds in enumerate(by_place))
+        for number in range(len(by_place[0]))
+    ]
+
+
+def test_a_ring_leaves_each_switch_once() -> None:
+    """Eight nodes of two ranks that are at two switches by turns, as a scheduler may number them."""
+    ranks, switches = list(range(16)), [0, 1] * 4
+    order = ring_order(ranks, 2, switches)
+    assert neighbours_on_node([ranks[at] for at in order], 2) == 2, "ranks of a node stay neighbours"
+    assert crossings(ranks, switches, None) == [8] * 30 and crossings(ranks, switches, order) == [2] * 30
+    inside, across = [0] * 1, [4] * 7  # a ring in the node, then two between nodes, each of which leaves a switch once
+    assert crossings(ranks, switches, order, "hierarchical") == [*inside, *across, *across, *inside]
+    assert ring_order(ranks, 2) == ranks and ring_order([1, 3, 9, 11], 2, switches) == [0, 2, 1, 3]
+
+
+@pytest.mark.parametrize("kind", ALGORITHMS)
+def test_sums_in_any_order(kind: str) -> None:
+    """Places and pieces are renumbered together: rank i has the sum of piece i."""
+    size, order = 8, [3, 2, 7, 6, 0, 1, 4, 5]
+    rounds = [list(rounds_of(kind, size, place, "all_reduce", 2, order)) for place in range(size)]
+    held = [[(1 << place) * (piece + 1) for piece in range(size)] for place in range(size)]
+    half = len(rounds[0]) // 2
+    run([[each for each, adds in of[:half] if adds] for of in rounds], held, adds=True)
+    assert [held[place][place] for place in range(size)] == [255 * (place + 1) for place in range(size)]
+    run([[each for each, adds in of[half:] if not adds] for of in rounds], held, adds=False)
+    assert held == [[255 * (piece + 1) for piece in range(size)]] * size

@@ -39,7 +39,7 @@ CASES: dict[str, Case] = {
     "rare-compressed": (FEW | RARE, "replicas", "all_gather", 0),
     "server": (FEW | {"train": {"server": {"ranks": 2}, "global_batch": 4}}, "dp", "all_to_all", 1),
     "rounded-weights": (FEW | {"comm": {"gather": {"kind": "fp8"}}, "zero": {"stage": 3}}, "dp", "all_gather", 2),
-    "tensor-pieces": (FEW | {"comm": {"overlap": {"tensor": True}},
+    "tensor-pieces": (FEW | {"comm": {"overlap": {"tensor": True, "piece_gflop": 0.0}},
                              "layout": {"tp": 4, "sequence_parallel": True}}, "tp", "send", 4),
 }  # fmt: skip
 

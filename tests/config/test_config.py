@@ -120,6 +120,10 @@ def test_algorithms_that_do_not_fit() -> None:
     halving = config_from(SMALL | {"comm": {"algorithm": "halving_doubling"}, "train": {"global_batch": 6}})
     with pytest.raises(UserError, match="needs a power of two of data-parallel ranks, and there are 6: use ring or"):
         check(halving, 6)
+    for layout in ({"node_size": 2}, {}):
+        named = config_from(SMALL | {"comm": {"switches": [0, 1, 0]}, "layout": layout})
+        with pytest.raises(UserError, match="comm.switches names the switches of 3 nodes, and there are"):
+            check(named, 4)
 
 
 def test_algorithms_by_axis() -> None:

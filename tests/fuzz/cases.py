@@ -276,6 +276,27 @@ def run_folder(random: Random) -> list[str]:
     return ["train", "config.yaml", "train.steps=2"]
 
 
+def looked_at(random: Random) -> list[str]:
+    """A run's own files, which others look at, and options of what hands a run to a scheduler."""
+    what = random.randrange(4)
+    if what == 3:
+        words = [f"--{option}={hostile.scalar(random)}" for option in ("nodes", "time", "lead", "name", "setup")]
+        asked = [word.replace("\ud800", "")[:20_000] for word in random.sample(words, 2)]
+        return ["submit", "config.yaml", random.choice(("--slurm", "--kubernetes")), "--image=i", "--claim=c", *asked]
+    names = ("metrics.jsonl", "validation.jsonl", "events.jsonl", "ranks.json", "run.json", "config.yaml")
+    path = Path("run", random.choice([name for name in names if Path("run", name).exists()]))
+    lines = path.read_bytes().splitlines()
+    if path.suffix == ".yaml":
+        path.write_text(hostile.yaml_text(random, CONFIG), encoding="utf-8", errors="surrogatepass")
+    else:
+        at = random.randrange(len(lines))
+        lines[at] = damaged(path, random, lines[at])
+        path.write_bytes(b"\n".join(lines))
+    return random.choice(
+        [["status", "run"], ["status", "run", "--json"], ["status", "run", "--verify"], ["watch", "run", "--html=x"]]
+    )
+
+
 def imported(random: Random) -> list[str]:
     """What is kept of a Hugging Face folder beside a checkpoint, words for upcycling, and tables of runs."""
     if random.random() < 0.3:
@@ -303,4 +324,5 @@ KINDS: dict[str, Case] = {
     "cluster files": cluster_file,
     "checkpoint indexes": checkpoint_index, "tensor headers": tensor_header, "Hugging Face folders": hf_folder,
     "token files": token_files, "run folders": run_folder, "imported checkpoints": imported,
+    "looks at a run": looked_at,
 }  # fmt: skip

@@ -15,7 +15,7 @@ import pytest
 from tests.fuzz.cases import KINDS
 from tests.fuzz.running import verdict
 
-QUICK, WIDE = 1, 92  # inputs of each kind
+QUICK, WIDE = 1, 84  # inputs of each kind
 
 
 def complaints(kind: str, seeds: range, good: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 import meshwright.nn.overlap as overlap
+from meshwright.bench.models import bench_config, products_in_pieces
+from meshwright.parts.pieces import runs
+from meshwright.plan.cluster import load_cluster
 from meshwright.plan.communication import Line, Traffic, predict_rank
+from meshwright.plan.cost import predict_cost
+from meshwright.plan.job import job_of
 from tests.parity.cases import Case
 from tests.parity.launches import data_of
 from tests.support.oracle import (
@@ -25,16 +29,16 @@ from tests.support.oracle import (
 )
 from tests.support.ranks import run_ranks
 
-PIECES = (("comm.overlap.tensor", True),)
+PIECES = (("comm.overlap.tensor", True), ("comm.overlap.piece_gflop", 0.0))
 NOTHING = tuple((f"comm.overlap.{key}", False) for key in ("gradients", "weights", "pipeline"))
 Found = tuple[Outcome, dict[Line, Traffic], Outcome | None]
 
 
-def forget_one(own: torch.Tensor, shifts: list[Any]) -> torch.Tensor:
+def forget_one(begun: overlap.Scattered) -> torch.Tensor:
     """The piece of the last rank is received and not added."""
-    for number, shift in enumerate(shifts):
-        own.add_(shift.arrived() if number + 1 < len(shifts) else 0 * shift.arrived())
-    return own
+    for pending in begun.pendings:
+        pending.wait()
+    return begun.pieces[:-1].sum(0)
 
 
 def measure(rank: int, world: int, cases: list[Case], references: list[Reference], plants: bool) -> list[Found]:
@@ -95,3 +99,22 @@ def test_products_in_pieces_on_many_layouts() -> None:
         Case(1, 4, 1, sp=True, family="llama", cp=2, extra=(*PIECES, ("layout.cp", 2))),
     ]
     check(many)
+
+
+def test_which_products_are_cut() -> None:
+    """Each send must have 60 GFLOP to hide behind: all products of a 3b model over two ranks, none over eight; of an 8b
+    model over eight the longest. The planner then states as many sends, and hides only what they carry."""
+    def cut(model: str, tp: int) -> list[str]:
+        layout = {"tp": tp, "sequence_parallel": True}
+        config = bench_config(model, layout=layout, comm={"overlap": {"tensor": True}})
+        return [name for name, is_cut in products_in_pieces(config).items() if is_cut]
+
+    assert cut("3b", 2) == ["qkv", "out", "up", "down"] and cut("3b", 8) == [] and cut("8b", 8) == ["up"]
+    cluster = load_cluster("a100-80g-dgx")
+    times = {}
+    for least in (0.0, 60.0, 1e6, None):
+        overlap = {"tensor": least is not None} | ({} if least is None else {"piece_gflop": least})
+        config = bench_config("8b", layout={"tp": 8, "sequence_parallel": True}, comm={"overlap": overlap})
+        times[least] = predict_cost(job_of(config, 8), cluster).axes["tp"].exposed
+    assert times[0.0] < times[60.0] < times[1e6] == times[None]
+    assert [len(run) for run in runs(8)] == [1, 2, 2, 3] and [len(run) for run in runs(2)] == [1, 1]

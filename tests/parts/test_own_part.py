@@ -84,8 +84,9 @@ class Mixer(Part):
         return Work(products, moved=4.0 * tokens * width * batch.element, kernels=8)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        yield from column_calls(at, batch, self.hidden)
-        yield from row_calls(at, batch, self.hidden)
+        width = self.width // at.size("tp")
+        yield from column_calls(at, batch, self.hidden, width)
+        yield from row_calls(at, batch, self.hidden, width)
         for phase in ("forward", "backward"):
             yield Collective(phase, "tp", "all_reduce", batch.tokens(at) * batch.element)
 

@@ -194,15 +194,16 @@ def test_all_elements_and_full_rank_are_exact_on_many_layouts() -> None:
     check_exact(8, [{"layout": layout, "zero": {"stage": stage}} for stage in range(4)])
 
 
-def check_algorithms(world: int, kinds: list[str], layouts: list[Sections]) -> None:
+def check_algorithms(world: int, kinds: list[str], layouts: list[Sections], **more: Any) -> None:
     """Our own algorithms find torch's sums, and send what was planned."""
     links = {"link_gb_s": 1.0, "network_gb_s": 0.1, "latency_us": 5.0}
     cases = [
-        {"comm": {"bucket_mib": 0.02, "algorithm": kind, "links": links}} | layout
+        {"comm": {"bucket_mib": 0.02, "algorithm": kind, "links": links} | more} | layout
         for kind in kinds
         for layout in layouts
     ]
-    true, ranks = true_sums(FEW), run_ranks(world, sums_of, [case | FEW for case in cases])
+    deadline = 60.0 + 20.0 * len(cases)
+    true, ranks = true_sums(FEW), run_ranks(world, sums_of, [case | FEW for case in cases], deadline=deadline)
     for case, sections in enumerate(cases):
         found = [rank[case] for rank in ranks]
         together(rank.parameters for rank in found)
@@ -216,15 +217,16 @@ def check_algorithms(world: int, kinds: list[str], layouts: list[Sections]) -> N
 
 
 def test_own_algorithms() -> None:
-    check_algorithms(4, ["tree", "hierarchical", "auto"], [{"layout": {"node_size": 2}}])
+    check_algorithms(4, ["tree", "hierarchical", "auto"], [{"layout": {"node_size": 2}}], switches=[1, 0])
 
 
 @pytest.mark.wide
 def test_own_algorithms_on_many_layouts() -> None:
     layouts: list[Sections] = [{"zero": {"stage": stage}, "layout": {"node_size": 4}} for stage in range(4)]
-    layouts += [{"layout": {"tp": 2, "pp": 2, "node_size": 4}}]
+    layouts += [{"layout": {"tp": 2, "pp": 2, "node_size": 4}, "zero": {"stage": stage}} for stage in range(4)]
     layouts += [{"layout": {"cp": 2, "node_size": 2, "order": "tp-ep-dp-cp-pp"}}]
     check_algorithms(8, [*ALGORITHMS, "auto"], layouts)
+    check_algorithms(8, [*ALGORITHMS], [{"layout": {"node_size": 2}, "zero": {"stage": 1}}], switches=[0, 1, 0, 1])
 
 
 def steps_of(rank: int, world: int, kinds: list[Sections]) -> list[list[tuple[float, float, dict[str, int]]]]:

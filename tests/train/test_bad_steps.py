@@ -113,11 +113,11 @@ def test_a_rollback_goes_on_past_the_batch(told: Any) -> None:
 def test_status_and_summary_show_it(told: Any, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = told
     assert main(["status", str(folder / "forward")]) == 0
-    said = "faults      rank 1: 1 fault, the last at step 6: the loss is not finite; computed again"
-    assert said in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "faults      rank 1: 1 fault, the last at step 6: the loss is not finite; computed again" in said
     assert main(["status", str(folder / "batch")]) == 0
-    said = "bad steps   1, due to the data or the model and not to a device; the last at step 6: the loss"
-    assert said in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "bad steps   1, due to the data or the model and not to a device; the last at step 6: the loss" in said
     summary(folder / "forward")
     assert "step 6: the loss is not finite; computed again" in " ".join(capsys.readouterr().out.split())
 

@@ -71,10 +71,12 @@ def test_a_node_of_torchrun_is_lost_and_comes_back(folder: Path, start: Any) -> 
     until(lambda: worlds()[-1:] == [2], first)
     before = steps(run)[-1]
     until(lambda: steps(run)[-1] > before + 2, first)
-    start(*words, launcher=agent, env=env)
+    third = start(*words, launcher=agent, env=env)
     until(lambda: worlds()[-1:] == [4], first)
     before = steps(run)[-1]
     until(lambda: steps(run)[-1] > before + 2, first)
+    for process in (first, third):
+        os.killpg(process.pid, signal.SIGKILL)
     count = len(steps(run))
     assert ended(start(*model, "run.dir=straight", "checkpoint.every=0", f"train.steps={count}"))[0] == 0
     ours, theirs = (lines(path / "metrics.jsonl")[:count] for path in (run, folder / "straight"))

@@ -109,8 +109,8 @@ from meshwright.train import signals
 signals.SAME_REQUEST_S, signals.BLOCKED_S = 0.1, 0.1
 with signals.StopRequests() as requests:
     requests.request()
-    time.sleep(0.2)
     with signals.StopRequests() as saving:
+        time.sleep(0.3)
         print("ready", flush=True)
         time.sleep(0.6)
         print(saving.seen, flush=True)

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.watch.metrics_file import MetricsFile
+from meshwright.train.result import StepResult
+from meshwright.watch.metrics_file import _FRONT, MetricsFile
 from meshwright.watch.page import page, policy
 from meshwright.watch.report import RunReport
 from meshwright.watch.server import Runs, Server, whole_page
@@ -193,3 +194,10 @@ def test_the_command_writes_a_page_or_says_why_not(tmp_path: Path, capsys: pytes
     assert "holds no run: name the folder that run.dir named" in capsys.readouterr().err
     assert main(["watch", str(run), "--port", "99999"]) == 2
     assert main(["watch", str(run), "--cluster", "nowhere", "--html", str(tmp_path / "x")]) == 2
+
+
+def test_lines_begin_as_the_fast_way_of_reading_them_expects() -> None:
+    """Else each would be parsed as a whole."""
+    line = json.dumps(StepResult(3, 2.5, 1.0, 1e-3, None, False, 64, 8, step_time_s=0.5).line())
+    found = _FRONT.match(line.encode())
+    assert found is not None and found.groups()[-1] == b"0.5"

@@ -18,7 +18,7 @@ def reducer_of(config: Config, node_size: int) -> Reducer:
     if server.ranks:
         return ServerReducer(server.ranks, server.staleness, seed)
     if comm.algorithm.dp != "torch":
-        return AlgorithmReducer(comm.algorithm.dp, node_size, comm.known_links)
+        return AlgorithmReducer(comm.algorithm.dp, node_size, comm.known_links, comm.switches)
     return make_compressing(comm.reduce, seed)
 
 

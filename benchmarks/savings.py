@@ -1,0 +1,75 @@
+"""The table of docs/less-communication.md: what each technique saves on emulated links of two rates, on 4 and 8 ranks.
+
+    python benchmarks/savings.py [--ranks 4 8] [--steps 3]
+
+Each of the four settings is one `meshwright comm savings` of examples/slow-links.yaml: all techniques train on local
+ranks, in turns, and the planner predicts them. Printed are a table in Markdown, how many predictions are within 25 % of
+what was measured, and the load of the machine before each setting, since other work makes steps longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from meshwright.plan.savings import saving
+from meshwright.show.units import percent, seconds
+
+CONFIG = Path(__file__).parent.parent / "examples" / "slow-links.yaml"
+RATES = ((0.1, 0.02), (0.04, 0.008))  # GB/s in the node, between nodes
+CLOSE = 0.25
+
+
+def measure(ranks: int, rates: tuple[float, float], steps: int) -> dict[str, Any]:
+    """Returns each technique's figures by name."""
+    link, network = rates
+    words = [
+        "comm", "savings", str(CONFIG), "--nproc", str(ranks), "--steps", str(steps), "--json", "comm.bucket_mib=2",
+        f"train.global_batch={ranks}", f"layout.node_size={ranks // 2}",
+        f"comm.emulate.link_gb_s={link}", f"comm.emulate.network_gb_s={network}",
+    ]  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "meshwright", *words], stdout=subprocess.PIPE, text=True, check=True)
+    return {each["name"]: each for each in json.loads(done.stdout)["techniques"]}
+
+
+def cell(found: dict[str, Any], name: str) -> tuple[str, float]:
+    """Returns one technique's figures in one setting, and how far the prediction is off."""
+    each, base = found[name], found["as configured"]["measured"]["step_s"]
+    step, planned = each["measured"]["step_s"], each["predicted"]["step_s"]
+    off = planned / step - 1.0
+    return f"{seconds(step)} ({seconds(planned)}, {100 * off:+.0f} %), {percent(saving(base, step))}", off
+
+
+def bytes_saved(found: dict[str, Any], name: str) -> str:
+    base, own = (sum(found[each]["measured"]["sent"].values()) for each in ("as configured", name))
+    return percent(saving(base, own))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--steps", type=int, default=3)
+    args = parser.parse_args()
+    settings, found = [(ranks, rates) for ranks in args.ranks for rates in RATES], []
+    for ranks, rates in settings:
+        print(f"{ranks} ranks, {rates}: load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
+        found.append(measure(ranks, rates, args.steps))
+    names = [name for name in found[0] if all(name in each for each in found)]
+    titles = [f"{ranks} ranks, {link} / {network}" for ranks, (link, network) in settings]
+    print("| technique | bytes saved | " + " | ".join(titles) + " |\n|" + "---|" * (2 + len(titles)))
+    offs = []
+    for name in names:
+        cells = [cell(each, name) for each in found]
+        offs += [off for _, off in cells]
+        print(f"| {name} | {bytes_saved(found[0], name)} | " + " | ".join(text for text, _ in cells) + " |")
+    close = sum(abs(off) <= CLOSE for off in offs)
+    print(f"\n{close} of {len(offs)} predictions are within 25 %; the worst is {100 * max(offs, key=abs):+.0f} %")
+
+
+if __name__ == "__main__":
+    main()
