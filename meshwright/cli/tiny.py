@@ -6,7 +6,6 @@ from pathlib import Path
 
 from meshwright.config.sections import Config
 from meshwright.config.twin import TWIN_BASES, TWIN_DATA, TWIN_TALKS
-from meshwright.data.talks import write_talks
 
 
 def prepare_tiny(config: Config) -> None:
@@ -16,6 +15,8 @@ def prepare_tiny(config: Config) -> None:
 
         prepare(["stdlib"], TWIN_DATA, force=True)
     if TWIN_TALKS in config.data.prefixes and not Path(f"{TWIN_TALKS}.idx").is_file():
+        from meshwright.data.talks import write_talks
+
         write_talks(TWIN_TALKS)
     base = Path(config.tune.base)
     if config.tune.base.startswith(TWIN_BASES) and not base.is_dir():
