@@ -121,9 +121,11 @@ def _draw(model: nn.Module, m: ModelConfig) -> None:
             nn.init.normal_(parameter, std=m.init_std)
 
 
-def plain_step(m: ModelConfig, micro_batch: int, device: torch.device) -> Callable[[], Tensor]:
-    """Returns a step that trains on the same random samples every time; masters, gradients and moments are in
-    float32."""
+def plain_step(
+    m: ModelConfig, micro_batch: int, device: torch.device, update: bool = True
+) -> Callable[[], Tensor]:
+    """Returns a step that trains on the same random samples every time, with or without its update; masters, gradients
+    and moments are in float32."""
 
     def ids(*shape: int, high: int = m.vocab) -> Tensor:
         return torch.randint(0, high, (micro_batch, *shape), device=device)
@@ -144,7 +146,8 @@ def plain_step(m: ModelConfig, micro_batch: int, device: torch.device) -> Callab
         with torch.autocast(device.type, torch.bfloat16):
             loss = compiled(*given)
         loss.backward()
-        optimizer.step()
+        if update:
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss
 

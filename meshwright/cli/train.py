@@ -14,11 +14,11 @@ from meshwright.checkpoint.companions import check_tokenizer
 from meshwright.checkpoint.format import checkpoint_folder, find_checkpoint, list_checkpoints, model_folder
 from meshwright.cli import elastic
 from meshwright.cli.ranks import local_devices, place_in_launcher, run_as_rank, start
+from meshwright.cli.tiny import prepare_tiny
 from meshwright.config.load import AUTO_LAYOUT, load_config, without_auto
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
-from meshwright.config.twin import TWIN_DATA, tiny_config
-from meshwright.data.prepare import prepare as prepare_data
+from meshwright.config.twin import tiny_config
 from meshwright.errors import UserError, notice
 from meshwright.train.changes import layout_since
 from meshwright.train.datasets import datasets_of
@@ -145,12 +145,6 @@ def say_start(config: Config, ranks: int) -> None:
 def config_of(args: argparse.Namespace) -> Config:
     words = without_auto(args.overrides)  # `run` puts what the planner chose in its place
     return tiny_config(args.config, words)[0] if args.tiny else load_config(args.config, words)
-
-
-def prepare_tiny(config: Config) -> None:
-    """Makes the token file of recipes' twins, from Python's own standard library, where it is used and not there."""
-    if TWIN_DATA in config.data.prefixes and not Path(f"{TWIN_DATA}.idx").is_file():
-        prepare_data(["stdlib"], TWIN_DATA, force=True)
 
 
 def train(args: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.group import Group, group_named
-from meshwright.comm.ops import operator
+from meshwright.comm.registered import operator, shapes_of
 
 
 class ByNode(NamedTuple):
@@ -52,12 +52,9 @@ def _hop(x: Tensor, group: Group, sends: list[int], receives: list[int]) -> Tens
 
 
 @operator("meshwright::exchange_by_node")
-def exchange_by_node(
+def _exchange_by_node(
     x: Tensor, inside: str, across: str, sends: list[int], receives: list[int], middle: list[int], back: bool
 ) -> Tensor:
-    """Sends `sends[n]` rows of x to place n of the group, and receives `receives[n]` rows from there. `middle`: of the
-    rows that pass through this rank, by [neighbour, node], those between this neighbour and this node's rank of one's
-    own number. `back`: the rows go from nodes to neighbours."""
     near, far = group_named(inside), group_named(across)
     here, nodes = near.size, far.size
     if back:
@@ -71,24 +68,36 @@ def exchange_by_node(
     return _hop(passing, far, _sums(_turned(middle, here, nodes), here), _sums(receives, here))
 
 
-@exchange_by_node.register_fake
+@shapes_of(_exchange_by_node)
 def _(
     x: Tensor, inside: str, across: str, sends: list[int], receives: list[int], middle: list[int], back: bool
 ) -> Tensor:
     return x.new_empty((sum(receives), *x.shape[1:]))
 
 
-def _keep_counts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.inside, ctx.across, ctx.sends, ctx.receives, ctx.middle, ctx.back = inputs
-
-
-def _send_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+class _Exchange(torch.autograd.Function):
     """The gradient of a row goes back to the rank that the row came from, by the way on which it came."""
-    groups, turned = (ctx.inside, ctx.across), (ctx.receives, ctx.sends)
-    return exchange_by_node(grad, *groups, *turned, ctx.middle, not ctx.back), *(None,) * 6
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *settings: Any) -> Tensor:
+        inside, across, sends, receives, middle, back = settings
+        ctx.settings = (inside, across, receives, sends, middle, not back)
+        out: Tensor = _exchange_by_node(x, *settings)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return exchange_by_node(grad, *ctx.settings), *(None,) * 6
 
 
-exchange_by_node.register_autograd(_send_back, setup_context=_keep_counts)
+def exchange_by_node(
+    x: Tensor, inside: str, across: str, sends: list[int], receives: list[int], middle: list[int], back: bool
+) -> Tensor:
+    """Sends `sends[n]` rows of x to place n of the group, and receives `receives[n]` rows from there. `middle`: of the
+    rows that pass through this rank, by [neighbour, node], those between this neighbour and this node's rank of one's
+    own number. `back`: the rows go from nodes to neighbours."""
+    out: Tensor = _Exchange.apply(x, inside, across, sends, receives, middle, back)  # type: ignore[no-untyped-call]
+    return out
 
 
 def exchange_evenly(x: Tensor, groups: ByNode) -> tuple[Tensor, Tensor]:

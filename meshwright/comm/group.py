@@ -159,6 +159,22 @@ class Group:
         self.all_reduce(number, "max")
         return float(number.item())
 
+    def told(self, text: str, device: torch.device) -> str:
+        """Returns the first rank's text on every rank; what the others give is not read."""
+        own = list(text.encode()) if self.index == 0 else []
+        size = int(self.agreed(float(len(own)), device))
+        letters = torch.tensor(own or [0] * size, dtype=torch.int32, device=device)
+        if size:
+            self.all_reduce(letters)
+        return bytes(letters.tolist()).decode()
+
+    def unlike_first(self, number: int, device: torch.device) -> list[int]:
+        """Returns which ranks, by their index here, have another number than the first one."""
+        everyone = torch.empty(self.size, dtype=torch.int64, device=device)
+        self.all_gather(everyone, torch.tensor([number], device=device))
+        first, *others = everyone.tolist()
+        return [index for index, found in enumerate(others, 1) if found != first]
+
     def all_gather(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
         """Fills `out` with the pieces `x` of all ranks along dim 0."""
         if self.alone:

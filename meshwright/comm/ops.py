@@ -7,28 +7,13 @@ tokens is a run of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef, custom_op
 
 from meshwright.comm.group import Group, group_named
-
-# The Python of every operator that does more than its result shows, by name: a dry run calls it, since torch would only
-# ask for shapes.
-BODIES: dict[str, Callable[..., Any]] = {}
-
-
-def operator(name: str, mutates: Iterable[str] = ()) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Registers a function with a side effect as an operator that compiled code can call."""
-
-    def register(body: Callable[..., Any]) -> CustomOpDef:
-        BODIES[name] = body
-        return custom_op(name, body, mutates_args=tuple(mutates))
-
-    return register
+from meshwright.comm.registered import operator, shapes_of
 
 
 def _rows_like(x: Tensor, rows: int) -> Tensor:
@@ -49,7 +34,7 @@ def all_gather(x: Tensor, group: str, size: int, again: bool = False) -> Tensor:
     return out
 
 
-@all_gather.register_fake
+@shapes_of(all_gather)
 def _(x: Tensor, group: str, size: int, again: bool = False) -> Tensor:
     return _rows_like(x, x.shape[0] * size)
 
@@ -61,34 +46,41 @@ def reduce_scatter(x: Tensor, group: str, size: int) -> Tensor:
     return out
 
 
-@reduce_scatter.register_fake
+@shapes_of(reduce_scatter)
 def _(x: Tensor, group: str, size: int) -> Tensor:
     return _rows_like(x, x.shape[0] // size)
 
 
 @operator("meshwright::all_to_all")
-def all_to_all(x: Tensor, group: str, sends: list[int], receives: list[int]) -> Tensor:
-    """Sends `sends[n]` rows of x to place n of the group, and receives `receives[n]` rows from there."""
+def _all_to_all(x: Tensor, group: str, sends: list[int], receives: list[int]) -> Tensor:
     out = _rows_like(x, sum(receives))
     group_named(group).all_to_all(out, x.contiguous(), sends=sends, receives=receives)
     return out
 
 
-@all_to_all.register_fake
+@shapes_of(_all_to_all)
 def _(x: Tensor, group: str, sends: list[int], receives: list[int]) -> Tensor:
     return _rows_like(x, sum(receives))
 
 
-def _keep_counts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.group, ctx.sends, ctx.receives = inputs
+class _Exchange(torch.autograd.Function):
+    """Rows that travel; the gradient of a row goes back to the rank that the row came from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, sends: list[int], receives: list[int]) -> Tensor:
+        ctx.settings = (group, receives, sends)
+        out: Tensor = _all_to_all(x, group, sends, receives)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(grad, *ctx.settings), None, None, None
 
 
-def _send_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    """The gradient of a row goes back to the rank that the row came from."""
-    return all_to_all(grad, ctx.group, ctx.receives, ctx.sends), None, None, None
-
-
-all_to_all.register_autograd(_send_back, setup_context=_keep_counts)
+def all_to_all(x: Tensor, group: str, sends: list[int], receives: list[int]) -> Tensor:
+    """Sends `sends[n]` rows of x to place n of the group, and receives `receives[n]` rows from there."""
+    out: Tensor = _Exchange.apply(x, group, sends, receives)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _ReduceFrom(torch.autograd.Function):

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from meshwright.config.data import PACKED
 from meshwright.config.load import config_from, load_config, set_key, to_mapping
 from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.sections import (
@@ -20,13 +21,15 @@ from meshwright.config.sections import (
     TrainConfig,
 )
 from meshwright.errors import UserError, nearest
+from meshwright.layout.packed import BLOCK
 from meshwright.schedule.kinds import KINDS
 
 RANKS = 8
 HIDDEN, HEAD_DIM, SEQ, VOCAB = 64, 16, 64, 320  # bytes, the end token, and room for special ones
 STEPS, MICRO_BATCHES = 30, 4
 PEAK_LR = 2e-3
-TWIN_DATA = "runs/tiny-data/stdlib"  # the token file of all twins, which `train --tiny` makes
+# What `train --tiny` makes: a file of tokens for all twins, one of conversations, and weights to adapt.
+TWIN_DATA, TWIN_TALKS, TWIN_BASES = "runs/tiny-data/stdlib", "runs/tiny-data/talks", "runs/tiny-base/"
 
 
 def tiny_config(name: str, words: Sequence[str] = ()) -> tuple[Config, int]:
@@ -42,10 +45,15 @@ def tiny_config(name: str, words: Sequence[str] = ()) -> tuple[Config, int]:
 
 
 def twin(config: Config, devices: int, name: str) -> tuple[Config, int]:
-    """Returns the twin of a run on `devices` devices, and the number of its ranks: 8, or 1 for a run on one device."""
+    """Returns the twin of a run on `devices` devices, and the number of its ranks: 8, or the devices where they are
+    fewer."""
     layout, ranks = _layout(config.layout, devices)
     dp = ranks // layout.least_world
-    model = _model(config.model, layout.pp * layout.chunks, layout.tp)
+    tune = config.tune
+    width = BLOCK if tune.quantise != "none" else 8
+    model = _model(config.model, layout.pp * layout.chunks, layout.tp, width)
+    tune = replace(tune, base=f"{TWIN_BASES}{name}", rank=min(4, tune.rank), alpha=0.0) if tune.adapts else tune
+    talks = config.objective in PACKED
     micro = 2 if config.train.micro_batch > 1 else 1
     unit = dp * layout.replicas * micro
     batch = unit * MICRO_BATCHES * (layout.pp if KINDS[config.pipeline.schedule].takes(2) else 1)
@@ -59,14 +67,14 @@ def twin(config: Config, devices: int, name: str) -> tuple[Config, int]:
     blocks = config.recompute.blocks
     return (
         replace(
-            config, model=model, layout=layout, train=train,
+            config, model=model, layout=layout, train=train, tune=tune,
             pipeline=PipelineConfig(config.pipeline.schedule),
             recompute=replace(config.recompute, mode="every:2" if blocks > 1 else config.recompute.mode, offload=False),
             zero=replace(config.zero, offload=OffloadConfig()),
             optimizer=replace(config.optimizer, lr=peak, master_dtype="fp32", state_dtype="fp32"),
             lr=replace(lr, warmup=warmup, decay=0, min=share * peak),
             data=replace(
-                config.data, prefixes=(TWIN_DATA,), weights=(), split=(0.9, 0.1, 0.0), eod=-1,
+                config.data, prefixes=(TWIN_TALKS if talks else TWIN_DATA,), weights=(), split=(0.9, 0.1, 0.0), eod=-1,
                 blanks=replace(config.data.blanks, instructions=()),
             ),
             run=RunConfig(dir=f"runs/{name}-tiny", device="cpu"),
@@ -77,20 +85,21 @@ def twin(config: Config, devices: int, name: str) -> tuple[Config, int]:
 
 
 def _layout(its: LayoutConfig, devices: int) -> tuple[LayoutConfig, int]:
-    """Returns the layout with 2 in place of every larger size, and the ranks: as many as that takes, at least 8, of
+    """Returns the layout with 2 in place of every larger size, and the ranks: as many as that takes, at least 8 (or all
+    of fewer devices), of
     which the data-parallel ones are the rest. Experts are spread over at most as many ranks as there are."""
     tp, pp, cp, replicas = (min(2, size) for size in (its.tp, its.pp, its.cp, its.replicas))
     dp = devices // its.least_world
     least = tp * pp * cp * replicas * min(2, dp)
-    ranks = max(RANKS, least) if dp > 1 else least
+    ranks = max(min(RANKS, devices), least) if dp > 1 else least
     ep, etp = min(2, its.ep), (0 if not its.etp else min(2, its.etp, tp))
     sized = replace(its, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, chunks=min(2, its.chunks), node_size=min(4, ranks))
     return replace(sized, replicas=replicas), ranks
 
 
-def _model(its: ModelConfig, stages: int, tp: int) -> ModelConfig:
+def _model(its: ModelConfig, stages: int, tp: int, unit: int) -> ModelConfig:
     """Returns the model with two blocks a stage, of few and short heads. What it is made of stays: norms, activations,
-    positions, biases, groups of heads, experts, latent attention."""
+    positions, biases, groups of heads, experts, latent attention. Inner widths are multiples of `unit` on a tp rank."""
     heads = HIDDEN // HEAD_DIM
     grouped = 1 if its.kv_heads == 1 else heads // 2 if its.kv_heads < its.heads else heads
     experts, latent, scaling = its.experts, its.latent, its.rope_scaling
@@ -104,7 +113,7 @@ def _model(its: ModelConfig, stages: int, tp: int) -> ModelConfig:
         latent = replace(latent, kv_rank=16, q_rank=min(32, latent.q_rank), nope_dim=16, rope_dim=8, v_dim=16)
     if scaling.original:
         scaling = replace(scaling, original=SEQ // 2)
-    unit = 8 * tp
+    unit *= tp
     return replace(
         its, preset="", layers=2 * stages, hidden=HIDDEN, heads=heads, kv_heads=grouped, head_dim=0, vocab=VOCAB,
         seq=SEQ,

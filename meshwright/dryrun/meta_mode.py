@@ -22,11 +22,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.comm.ops import BODIES
+from meshwright.comm.registered import BODIES
+from meshwright.parts.gpt import kernel_workspace
 
 # The types of an operator's arguments, besides tensors, that its output shapes may depend on.
 PLAIN_TYPES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _RESIZE, _SDPA = torch.UntypedStorage.resize_, F.scaled_dot_product_attention
+
+
+# Kernels of attention's gradients that take (gradient, queries, keys, ...), each [batch, heads, rows, width].
+ATTENTION_BACKWARDS = ("aten::_scaled_dot_product_flash_attention_backward", "meshwright::document_attention_backward")
 
 
 class ResultShape(NamedTuple):
@@ -74,6 +79,11 @@ class Storages:
             self._change(key, size - self._sizes[key])
             self._sizes[key] = size
 
+    def passing(self, count: int) -> None:
+        """Counts memory that is released again at once."""
+        self.all.add(count)
+        self.all.add(-count)
+
     def name(self, tensors: Iterable[Tensor]) -> None:
         for key in {x.untyped_storage()._cdata for x in tensors} - self._names:
             self._names.add(key)
@@ -102,8 +112,11 @@ class Storages:
 
 
 class MetaMode(TorchDispatchMode):
-    def __init__(self) -> None:
+    """`accelerated`: what an accelerator's kernels allocate for themselves is counted too."""
+
+    def __init__(self, accelerated: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.accelerated = accelerated
         self.storages = Storages()
         self._bodies: dict[Any, Callable[..., Any] | None] = {}
         self._fresh: dict[Any, bool] = {}
@@ -152,6 +165,8 @@ class MetaMode(TorchDispatchMode):
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, Tensor) and x.is_meta:
                 self.storages.saw(x)
+        if self.accelerated and func.name() in ATTENTION_BACKWARDS:
+            self.storages.passing(_workspace(*args[1:3]))
         return out
 
     def _learn(self, key: Any, args: Any, out: Any) -> None:
@@ -197,6 +212,11 @@ def _describe(parts: list[Any], values: Iterable[Any]) -> bool:
         else:
             return False
     return True
+
+
+def _workspace(q: Tensor, k: Tensor) -> int:
+    batch, heads, rows, width = q.shape
+    return kernel_workspace(batch * rows, heads, k.shape[1], width, 2) if q.element_size() == 2 else 0
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -32,7 +32,7 @@ from meshwright.parts.gpt import vocabulary_rows
 from meshwright.plan.rank import Counts, RankFigures
 from meshwright.schedule.table import action_counts
 from meshwright.sharding.offload import StateStore
-from meshwright.train.context import Context, build_context
+from meshwright.train.context import Context, build_context, is_host
 from meshwright.train.counts import COUNTS
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
@@ -57,7 +57,7 @@ def run_rank(config: Config, world: int, rank: int, device: Device) -> RankRun:
     begin = time.perf_counter()
     with ExitStack() as inside:
         inside.enter_context(fake_world(rank, world))
-        dry = inside.enter_context(MetaMode()) if device.kind == "meta" else None
+        dry = inside.enter_context(MetaMode(not is_host(config, device))) if device.kind == "meta" else None
         trainer = make_rank(config, world, rank, device)
         built = time.perf_counter()
         most, step_s = _timed_steps(trainer) if dry is None else (_dry_step(trainer, dry), None)

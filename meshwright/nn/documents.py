@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
+from meshwright.comm.registered import pure_operator, shapes_of
 from meshwright.device import upload
 from meshwright.nn.pieces import (
     Merged,
@@ -66,11 +66,10 @@ class Documents(NamedTuple):
 def document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int = 0) -> Tensor:
     """Returns attention within documents; q is [batch, heads, seq, width], and keys may have fewer heads. With a
     `window`, a token sees as many, itself included."""
-    out: Tensor = _attention(q, k, v, *documents[:4], window)[0]
-    return out
+    return _DocumentAttention.apply(q, k, v, *documents[:4], window)
 
 
-@custom_op("meshwright::document_attention", mutates_args=())
+@pure_operator("meshwright::document_attention")
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None,
     window: int,
@@ -90,7 +89,7 @@ def _attention(
     return found.out.to(q.dtype), found.sums.transpose(0, 1).flatten(1)
 
 
-@_attention.register_fake
+@shapes_of(_attention)
 def _(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None,
     window: int,
@@ -100,7 +99,7 @@ def _(
     return out, q.new_empty((heads, batch * seq), dtype=wide(q.dtype))
 
 
-@custom_op("meshwright::document_attention_backward", mutates_args=())
+@pure_operator("meshwright::document_attention_backward")
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, on_host: Tensor,
     prefixes: Tensor | None, causal: bool, window: int,
@@ -123,7 +122,7 @@ def _backward(
     return tuple(_by_rows(x.to(q.dtype)) for x in (dq, dk, dv))  # type: ignore[return-value]
 
 
-@_backward.register_fake
+@shapes_of(_backward)
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, on_host: Tensor,
     prefixes: Tensor | None, causal: bool, window: int,
@@ -136,18 +135,18 @@ def _by_rows(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, starts, on_host, ctx.causal, prefixes, ctx.window = inputs
-    ctx.save_for_backward(q, k, v, *output, starts, on_host, prefixes)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+class _DocumentAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *where: Any) -> Tensor:
+        starts, on_host, ctx.causal, prefixes, ctx.window = where
+        out, sums = _attention(q, k, v, *where)
+        ctx.save_for_backward(q, k, v, out, sums, starts, on_host, prefixes)
+        found: Tensor = out
+        return found
 
-
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (*_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.window), None, None, None, None, None)
-
-
-_attention.register_autograd(_differentiate, setup_context=_save)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.window), None, None, None, None, None)
 
 
 def _reach(window: int) -> dict[str, int]:

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
-from meshwright.comm.ops import operator
+from meshwright.comm.registered import operator, pure_operator, shapes_of
 from meshwright.config.sections import FP8_UNIT
 from meshwright.device import scaled_rows_are_wide
 from meshwright.kernels import kernels_take
@@ -47,7 +46,7 @@ def quantise(x: Tensor, kind: str, dtype: torch.dtype, straight: bool = True, ac
     return Pair(Quantised(value, scale), Quantised(turned, turned_scale))
 
 
-@custom_op("meshwright::fp8_quantise", mutates_args=())
+@pure_operator("meshwright::fp8_quantise")
 def _quantise(
     x: Tensor, lines: bool, gradient: bool, straight: bool, across: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -69,7 +68,7 @@ def _quantise(
     return value, of_rows.clamp(min=1e-12) / limit, turned, of_columns.clone().clamp(min=1e-12) / limit
 
 
-@_quantise.register_fake
+@shapes_of(_quantise)
 def _(x: Tensor, lines: bool, gradient: bool, straight: bool, across: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     value, turned = _empty_pair(x, gradient, straight, across)
     of_rows, of_columns = (x.new_empty((n,) if lines else (), dtype=torch.float32) for n in x.shape)
@@ -82,13 +81,13 @@ def _empty_pair(x: Tensor, gradient: bool, straight: bool, across: bool) -> tupl
     return x.new_empty(sizes[0], dtype=dtype), x.new_empty(sizes[1], dtype=dtype)
 
 
-@custom_op("meshwright::fp8_product", mutates_args=())
+@pure_operator("meshwright::fp8_product")
 def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
     """Returns a b^T, [lines of a, lines of b]. On CUDA, `fast` accumulates in fewer bits than float32 has."""
     return _multiply(a, a_scale, b, b_scale, dtype, fast, None)
 
 
-@product.register_fake
+@shapes_of(product)
 def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import custom_op
 
+from meshwright.comm.registered import pure_operator, shapes_of
 from meshwright.kernels import kernels_take
 
 
@@ -31,7 +31,7 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-@custom_op("meshwright::rms_norm", mutates_args=())
+@pure_operator("meshwright::rms_norm")
 def rms_norm_in_one_pass(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if kernels_take(x):
         from meshwright.kernels.block import rms_norm as kernel
@@ -40,12 +40,21 @@ def rms_norm_in_one_pass(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor,
     return rms_norm(x, weight, eps)
 
 
-@rms_norm_in_one_pass.register_fake
+@shapes_of(rms_norm_in_one_pass)
 def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty((x.shape[0], 1), dtype=wide(x).dtype)
 
 
-@custom_op("meshwright::rms_norm_backward", mutates_args=())
+def norm_of_product(x: Tensor, weight: Tensor, eps: float, mode: str, kind: str) -> tuple[Tensor, Tensor]:
+    """Returns `rms_norm` for a product of that mode and precision (see `nn/linear.py`). Where x is a sum that no
+    product takes in, the compiler makes that sum and its norm in one pass. A dry run counts no intermediate results of
+    a norm, since no compiled one has any."""
+    one_pass = x.is_meta or (x.is_cuda and mode == "plain" and not kind)
+    found: tuple[Tensor, Tensor] = (rms_norm_in_one_pass if one_pass else rms_norm)(x, weight, eps)
+    return found
+
+
+@pure_operator("meshwright::rms_norm_backward")
 def rms_norm_backward(
     x: Tensor, rstd: Tensor, weight: Tensor, grad: Tensor, passed: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,12 +70,12 @@ def rms_norm_backward(
     return dx.to(x.dtype), (y * w).to(x.dtype), (g * y).sum(0)
 
 
-@rms_norm_backward.register_fake
+@shapes_of(rms_norm_backward)
 def _(x: Tensor, rstd: Tensor, weight: Tensor, grad: Tensor, passed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x), x.new_empty(x.shape[1], dtype=wide(weight).dtype)
 
 
-@custom_op("meshwright::swiglu_backward", mutates_args=())
+@pure_operator("meshwright::swiglu_backward")
 def swiglu_backward(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the gradient of x and the output of `swiglu` once more."""
     if kernels_take(x, grad):
@@ -80,6 +89,6 @@ def swiglu_backward(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return dx.to(x.dtype), (silu * up).to(x.dtype)
 
 
-@swiglu_backward.register_fake
+@shapes_of(swiglu_backward)
 def _(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(grad)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.comm.ops import operator
+from meshwright.comm.registered import operator, shapes_of
 from meshwright.kernels import kernels_take
 from meshwright.nn.fused import swiglu, swiglu_backward
 from meshwright.nn.mlp import ACTIVATIONS
@@ -48,7 +48,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = 
     return out
 
 
-@grouped_product.register_fake
+@shapes_of(grouped_product)
 def _(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[2 if transposed else 1]))
 
@@ -83,7 +83,7 @@ def _add_grouped(slot: Sink, grad: Tensor, x: Tensor, ends: Tensor) -> None:
     slot.done()
 
 
-@add_grouped_grad.register_fake
+@shapes_of(add_grouped_grad)
 def _(sink: Tensor, grad: Tensor, x: Tensor, ends: Tensor) -> None:
     return None
 

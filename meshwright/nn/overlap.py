@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.group import Group, Pending, group_named
-from meshwright.comm.ops import operator
+from meshwright.comm.registered import operator, shapes_of
 from meshwright.nn.weight_grad import add_factors
 from meshwright.parts.pieces import runs
 
@@ -92,7 +92,7 @@ def gather_in_pieces(x: Tensor, group: str, size: int) -> Tensor:
     return full
 
 
-@gather_in_pieces.register_fake
+@shapes_of(gather_in_pieces)
 def _(x: Tensor, group: str, size: int) -> Tensor:
     return x.new_empty((x.shape[0] * size, *x.shape[1:]))
 
@@ -114,7 +114,7 @@ def gather_product(
     return y, full
 
 
-@gather_product.register_fake
+@shapes_of(gather_product)
 def _(
     x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, group: str, size: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -130,7 +130,7 @@ def product_scatter(x: Tensor, weight: Tensor, turned: bool, group: str, size: i
     return finish_scatter(begun)
 
 
-@product_scatter.register_fake
+@shapes_of(product_scatter)
 def _(x: Tensor, weight: Tensor, turned: bool, group: str, size: int) -> Tensor:
     return x.new_empty((x.shape[0] // size, weight.shape[1 if turned else 0]))
 
@@ -148,7 +148,7 @@ def product_sum(x: Tensor, weight: Tensor, group: str, pieces: int) -> Tensor:
     return y
 
 
-@product_sum.register_fake
+@shapes_of(product_sum)
 def _(x: Tensor, weight: Tensor, group: str, pieces: int) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
@@ -174,6 +174,6 @@ def column_backward(grad: Tensor, weight: Tensor, x: Tensor, sink: Tensor, group
     return finish_scatter(begun)
 
 
-@column_backward.register_fake
+@shapes_of(column_backward)
 def _(grad: Tensor, weight: Tensor, x: Tensor, sink: Tensor, group: str, scatters: bool) -> Tensor:
     return grad.new_empty((x.shape[0], weight.shape[1]))

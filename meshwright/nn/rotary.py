@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.library import custom_op
 
+from meshwright.comm.registered import pure_operator, shapes_of
 from meshwright.config.blocks import RopeScalingConfig
 from meshwright.config.sections import ModelConfig
 from meshwright.kernels import kernels_take
@@ -82,7 +82,7 @@ def rotate(x: Tensor, tables: Tables) -> Tensor:
     return torch.cat((*turned, rest) if rest.shape[-1] else turned, dim=-1).to(x.dtype)
 
 
-@custom_op("meshwright::turn", mutates_args=())
+@pure_operator("meshwright::turn")
 def _rotate_or_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """Returns one tensor [batch, seq, all heads, head_dim] of q, k and v, the first two rotated, or rotated back."""
     if kernels_take(q, k, v):
@@ -94,7 +94,7 @@ def _rotate_or_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, i
     return torch.cat((rotate(q, tables), rotate(k, tables), v), dim=2)
 
 
-@_rotate_or_back.register_fake
+@shapes_of(_rotate_or_back)
 def _(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     batch, seq, heads, width = q.shape
     return q.new_empty((batch, seq, heads + k.shape[2] + v.shape[2], width))

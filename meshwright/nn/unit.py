@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from meshwright.nn.offload import HostActivations, HostCopy
 
@@ -115,8 +116,9 @@ class _Recompute(torch.autograd.Function):
                 ctx.before.prefetch()
         x, *more = (each.detach().requires_grad_() for each in saved)
         with torch.enable_grad():
-            ys = ctx.run(x, True, *more)
-        torch.autograd.backward(ys, grads)
+            # Backward begins at edges of the graph: the results themselves may go.
+            edges = [get_gradient_edge(y) for y in ctx.run(x, True, *more)]
+        torch.autograd.backward(edges, grads)
         return x.grad, None, None, *(each.grad for each in more)
 
 

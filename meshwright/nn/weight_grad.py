@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from meshwright.comm.ops import operator
+from meshwright.comm.registered import operator
 from meshwright.kernels import kernels_take
 
 
@@ -193,8 +193,17 @@ def add_rows_grad(sink: Tensor, grad: Tensor, rows: Tensor) -> None:
     now_or_later(lambda grad, rows: _add_rows(slot, grad, rows), grad, rows)
 
 
+FEW_ROWS = 16  # of a table whose every row is that of many tokens, as of token types
+
+
 def _add_rows(slot: Sink, grad: Tensor, rows: Tensor) -> None:
     sink = slot.view
+    if sink.shape[0] <= FEW_ROWS and len(rows) > FEW_ROWS:
+        # A row of zeros and one 1 for every token makes the sums a product, which uses the whole device. The kernel
+        # below adds up a row's tokens one after the other.
+        each = (rows[:, None] == torch.arange(sink.shape[0], device=rows.device)).to(grad.dtype)
+        add_product(slot, each, grad)
+        return
     kernel = sink.dtype == torch.float32 and (kernels_take(sink, grad) or sink.is_meta)
     if not kernel and sink.device.type != "cpu":  # index_add_ is not deterministic there
         slot.add(dense_rows_grad(grad, rows, sink.shape[0]))

@@ -314,10 +314,27 @@ class AttentionPart(Part):
             return TILE_COPIES * tile * self.own_heads(at)[0] * batch.wide
         return 0.0
 
+    def core_backward(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """Returns the bytes of the gradients of the core's result, queries, keys and values, and what an accelerator's
+        kernel needs to find them."""
+        one_kernel = kernels.own and kernels.fused_attention and not kernels.host and batch.element == 2
+        if not one_kernel or self.biased or at.size("cp") > 1 or self._in_tiles(batch, False):
+            return 0.0
+        (heads, kv), tokens = self.own_heads(at), batch.tokens(at)
+        gradients = tokens * 2 * (heads + kv) * self.core_dim * batch.element
+        return float(gradients + kernel_workspace(tokens, heads, kv, self.core_dim, batch.element))
+
     def _in_tiles(self, batch: MicroBatch, host: bool) -> bool:
         """Whether rows go through the core some at a time, for want of a kernel that knows dropout."""
         masked = self.causal and (batch.documents or self.window > 0)
         return bool(self.dropout) and not self.biased and (host or masked)
+
+
+def kernel_workspace(tokens: int, heads: int, kv_heads: int, width: int, element: int) -> int:
+    """Returns the bytes that cuDNN's and flash attention's backward allocate for themselves: the queries' gradient in
+    float32 and a number for each row; where several queries share a key, its and its value's gradient for each."""
+    shared = 2 * element if kv_heads < heads else 0
+    return tokens * heads * (width * (4 + shared) + 4)
 
 
 def vocabulary_rows(vocab: int, at: Coordinate) -> int:

@@ -7,6 +7,7 @@ statements, the planner is a fold over them, and the dry run checks that they ar
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -198,6 +199,11 @@ class Part:
         """Returns the bytes that forward or backward needs temporarily, besides what is kept."""
         return 0.0
 
+    def core_backward(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """Returns the bytes that the backward of a body's core needs, besides what the body and the parts before it
+        keep and the gradients outside of it. What the parts after it kept has gone by then."""
+        return 0.0
+
 
 class NamedPart(NamedTuple):
     """A part of a unit: its attribute in the unit's module, and what its parameters' global names begin with."""
@@ -307,7 +313,16 @@ class BlockUnit(Unit):
             return 2.0 * stream if at.splits_tokens else 0.0  # a gathered input and a gradient
         norms = max(norm.part.working(at, batch, kernels) for norm, _ in self.branches)
         bodies = max(body.part.working(at, batch, kernels) for _, body in self.branches)
-        return norms + bodies + 3 * stream
+        return max(norms + bodies + 3 * stream, self._in_core(at, batch, kernels))
+
+    def _in_core(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """Returns what the backward of a body's core needs beyond all that the block keeps, of which a part has gone by
+        then; negative where that is more. The gradients of the block's result and of the sum so far are there too."""
+        gone, found = 0.0, -math.inf
+        for norm, body in reversed(self.branches):
+            found = max(found, body.part.core_backward(at, batch, kernels) - gone)
+            gone += sum(kept.size for one in (norm, body) for kept in one.part.kept(at, batch, kernels))
+        return found + 2 * batch.rows(at) * self.hidden * batch.element
 
 
 @dataclass(frozen=True)

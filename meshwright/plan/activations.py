@@ -90,7 +90,8 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
             kept.append(inside[0].lasting)
             again.append(inside[0].again)
     done = [0.0, *accumulate(reversed(kept))][::-1][1:]  # bytes kept by the parts after each
-    shown = {0, 1, *range(len(parts) - 4, len(parts))} & set(range(len(parts)))
+    # The last have most of what is kept, the first most gradients; one after the first also brings an input back.
+    shown = {*range(4), *range(len(parts) - 4, len(parts))} & set(range(len(parts)))
 
     def working(at: int) -> float:
         """Of its kernels, and the input of the run before where that is brought back from host memory."""

@@ -21,10 +21,10 @@ from meshwright.plan.reduction import (
     AxisTime,
     StageCost,
     divided,
-    expert_parameters,
     outer_seconds,
     reduce_seconds,
     sharded_block,
+    trained_experts,
     unit_parameters,
 )
 from meshwright.plan.stack import States
@@ -136,15 +136,15 @@ def _stage(job: Job, where: Setting, pp_rank: int) -> tuple[RankTimes, StageCost
             if isinstance(unit, BlockUnit):
                 extra = sharded_block(job, where, unit, count, inside)
                 if m > 1:  # adding a weight gradient to the sum over micro-batches reads and writes the sum
-                    adding = sum(unit_parameters(unit, job.at)) * job.stack.accumulate / where.cluster.memory_rate
+                    adding = sum(unit_parameters(unit, job.at, True)) * job.stack.accumulate / where.cluster.memory_rate
             forward += count * (t.whole_forward + extra[0])
             backward += count * (t.whole_backward + extra[1] + adding)
             flops += count * t.flops
             for use in t.axes:
                 inside[use.axis].add(count * m * (use.forward + use.backward + use.hidden), count * m * use.hidden)
         times.append((forward, backward))
-    params, experts = rank_parameters(job, pp_rank), expert_parameters(job, pp_rank)
-    return tuple(times), StageCost(sum(f for f, _ in times), sum(b for _, b in times), flops, params, experts), inside
+    params = (rank_parameters(job, pp_rank), rank_parameters(job, pp_rank, True), trained_experts(job, pp_rank))
+    return tuple(times), StageCost(sum(f for f, _ in times), sum(b for _, b in times), flops, *params), inside
 
 
 def _compute_only(job: Job, where: Setting, pp_rank: int) -> float:
@@ -220,7 +220,8 @@ def closed_seconds(busy: list[float], micro_batches: int, chunks: int) -> float:
 
 def _optimizer_seconds(job: Job, cluster: Cluster, stage: StageCost) -> float:
     """Returns the seconds of the update: all states pass once at the memory's rate, or through the host's CPUs."""
-    held = {DATA_AXES: stage.params - stage.expert_params, EXPERT_DATA_AXES: stage.expert_params}
+    experts = stage.trained_experts
+    held = {DATA_AXES: stage.trained - experts, EXPERT_DATA_AXES: experts}
     mine = sum(count / divided(job, axes).shards for axes, count in held.items() if count)
     if job.states.optimizer_on != "device":
         return mine * min(job.node_size, job.world) / cluster.node.host_params_s

@@ -4,7 +4,8 @@ The gradients of a micro-batch arrive unit by unit. In ZeRO stages 2 and 3 a buc
 and reduced with its last, and a few reductions are under way at once. In stages 0 and 1 gradients have memory all the
 time or, where a step has one micro-batch, from a bucket's first one to the update. Experts lie in buffers of their own,
 which may be divided among other ranks than those of everything else, or among none; so a bucket of each kind may be
-waiting to be full.
+waiting to be full. Which gradients a module that is not ours gets may depend on the data, so in stage 2 its buckets are
+reduced when the backward of a chunk ends, and exist until then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.parts.part import BlockUnit, Coordinate, Unit
+from meshwright.parts.planned import PlannedModel
 from meshwright.plan.held import unit_records
 from meshwright.plan.job import Job
 from meshwright.plan.packing import Packing, UnitParameters, division_of, packing_of
@@ -38,6 +40,7 @@ class _Bucket:
     lasts: bool  # until the update
     share: float  # of a rank's part of it, where that is added to a sum
     weights: float  # bytes, where they are gathered
+    late: bool = False  # it is reduced at the end of a chunk's backward
     left: int = 0  # gradients that are still to come
     allocated: bool = False
 
@@ -69,7 +72,9 @@ def _buckets(job: Job, packing: Packing) -> list[_Bucket]:
         gradient = buffer.gradient if buffer.trained and (stage >= 2 or job.micro_batches == 1) else 0
         share = gradient / shards if job.micro_batches > 1 else 0.0  # of later micro-batches, to be added
         weight = buffer.weight if stage == 3 else 0
-        made.append([_Bucket(size * gradient, stage < 2, size * share, size * weight) for size in buffer.buckets])
+        late = stage == 2 and isinstance(job.model, PlannedModel)
+        sizes = [(size * gradient, stage < 2, size * share, size * weight, late) for size in buffer.buckets]
+        made.append([_Bucket(*each) for each in sizes])
     found = [made[buffer][bucket] for buffer, bucket in packing.places]
     for param, times in Counter(param for chunk in packing.chunks for each in chunk for param in each.params).items():
         found[param].left += times
@@ -84,6 +89,7 @@ def _backward(
     ones of gradients that the update needs. Returns both at its end, and the most at each unit, in the order of
     forward."""
     flying: deque[_Bucket] = deque()
+    late: list[_Bucket] = []
     shares, found = 0.0, []
     for number, unit, params in reversed(chunk):
         most, counted = (now, lasting, shares), _counted(unit, at)
@@ -92,7 +98,9 @@ def _backward(
             more = 0.0 if bucket.allocated else bucket.gradients
             now, lasting = (now, lasting + more) if bucket.lasts else (now + more, lasting)
             bucket.allocated, bucket.left = True, bucket.left - 1
-            if not bucket.left and bucket.gradients and not bucket.lasts:  # others are reduced once, where they are
+            if not bucket.left and bucket.late:
+                late.append(bucket)
+            elif not bucket.left and bucket.gradients and not bucket.lasts:  # others are reduced once, where they are
                 shares += bucket.share
                 flying.append(bucket)
             if arrived <= counted and now + lasting + shares > sum(most):
@@ -103,7 +111,7 @@ def _backward(
         used = {id(buckets[param]): buckets[param] for param in params}.values()
         tied = {id(buckets[n]): buckets[n].gradients for n in params if first_units[n] < number}
         found.append(Whole(*most, sum(bucket.weights for bucket in used), sum(tied.values())))
-    return (now - sum(bucket.gradients for bucket in flying), lasting), found[::-1]
+    return (now - sum(bucket.gradients for bucket in (*flying, *late)), lasting), found[::-1]
 
 
 @lru_cache(maxsize=20_000)

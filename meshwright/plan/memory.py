@@ -84,12 +84,14 @@ def rank_stage(job: Job, pp_rank: int) -> int:
     return max(one.stage for one in buffer_sizes(job, pp_rank))
 
 
-def rank_parameters(job: Job, pp_rank: int) -> int:
-    """Returns the parameters of a rank at this pipeline rank, before ZeRO shards them; tied ones count once."""
-    key = ("parameters", pp_rank)
+def rank_parameters(job: Job, pp_rank: int, trained: bool = False) -> int:
+    """Returns the parameters of a rank at this pipeline rank, or those that are trained, before ZeRO shards them; tied
+    ones count once."""
+    key = ("parameters", pp_rank, trained)
     if key not in job.known:
         records = records_once(job.rank_units(pp_rank), job.at)
-        job.known[key] = sum(count * record.values.numel for _, record, count in records)
+        counted = (count * record.values.numel for _, record, count in records if record.trained or not trained)
+        job.known[key] = sum(counted)
     found: int = job.known[key]
     return found
 

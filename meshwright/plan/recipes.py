@@ -147,6 +147,9 @@ meshwright train bloom-176b data.prefixes=[my/tokens]
 same devices, layout and software stack. "Whole run" counts everything that interrupted a run, so it should be slower
 than predicted. A twin keeps which of the axes tp, cp, ep, pp and dp are larger than 1, the schedule, ZeRO's stage,
 recomputation, and the kinds of parts; it learns bytes of Python's standard library, so it needs no data.
+
+Those that end in `sft1`, `lora2`, `nf4` and so on tune a model on conversations ([finetuning.md](finetuning.md)), on
+so many GPUs; their twins learn the first lines of docstrings, those with adapters over an untrained base.
 """
 
 

@@ -50,7 +50,8 @@ class StageCost:
     backward: float
     flops: float
     params: int  # on one rank
-    expert_params: int = 0  # of these, those that are summed and divided over edp
+    trained: int  # of these, those that have gradients
+    trained_experts: int = 0  # and of those, the ones that are summed and divided over edp
 
 
 @dataclass(frozen=True)
@@ -87,15 +88,17 @@ def divided(job: Job, axes: str) -> Divided:
 
 
 @lru_cache(maxsize=20_000)
-def unit_parameters(unit: Unit, at: Coordinate) -> tuple[int, int]:
-    """Returns the parameters of a unit on one rank: those of experts, and all others."""
-    sizes = [(record.data_axes == EXPERT_DATA_AXES, record.numel) for record in unit_records(unit, at)]
+def unit_parameters(unit: Unit, at: Coordinate, trained: bool) -> tuple[int, int]:
+    """Returns the parameters of a unit on one rank, all or those that are `trained`: of experts, and all others. Bytes
+    that stand for weights count as so many elements of 16 bits."""
+    sizes = [(record.data_axes == EXPERT_DATA_AXES, record.numel // (2 if record.packs else 1))
+             for record in unit_records(unit, at) if record.trained or not trained]  # fmt: skip
     return sum(numel for expert, numel in sizes if expert), sum(numel for expert, numel in sizes if not expert)
 
 
-def expert_parameters(job: Job, pp_rank: int) -> int:
-    """Returns the parameters of experts on a rank of this pipeline stage."""
-    return sum(count * unit_parameters(unit, job.at)[0] for unit, count in job.rank_units(pp_rank))
+def trained_experts(job: Job, pp_rank: int) -> int:
+    """Returns the trained parameters of experts on a rank of this pipeline stage."""
+    return sum(count * unit_parameters(unit, job.at, True)[0] for unit, count in job.rank_units(pp_rank))
 
 
 def by_division(job: Job, experts: int, others: int) -> Iterator[tuple[Divided, int]]:
@@ -120,8 +123,9 @@ def sharded_block(
     again = 1.0 - 1.0 / max(1, job.config.recompute.blocks) if zero == 3 else 0.0
     time, times, slowed = unit_time(block, where), count * job.micro_batches, contention(cluster, stack)
     forward, backward, room = 0.0, 0.0, [time.forward, time.backward + time.again]
-    for how, params in by_division(job, *unit_parameters(block, job.at)):
-        reduce = sum_seconds(job, cluster, "reduce_scatter", params, how, [(block, 1)])
+    graded = dict(by_division(job, *unit_parameters(block, job.at, True)))
+    for how, params in by_division(job, *unit_parameters(block, job.at, False)):
+        reduce = sum_seconds(job, cluster, "reduce_scatter", graded.get(how, 0), how, [(block, 1)])
         first, later = gather_seconds(job, cluster, params, how, pieces) if zero == 3 else (0.0, 0.0)
         comm = (first, (1 + again) * later + reduce)
         hides = job.hides_weights
@@ -152,7 +156,7 @@ def reduce_seconds(job: Job, cluster: Cluster, stages: tuple[StageCost, ...], ax
     """Returns the exposed seconds per step of reducing gradients and gathering weights."""
     slow = max(range(job.layout.pp), key=lambda rank: stages[rank].params)
     stage, exposed, taken = stages[slow], 0.0, 0.0
-    for how, params in by_division(job, stage.expert_params, stage.params - stage.expert_params):
+    for how, params in by_division(job, stage.trained_experts, stage.trained - stage.trained_experts):
         before = axes[how.axis].hidden
         exposed += _reduced(job, cluster, stage, slow, how, params, axes[how.axis], taken)
         if how.stage >= 2:
@@ -289,11 +293,10 @@ def _sharded_rest(
     pairs = job.rank_units(pp_rank)
     ends = fetched = 0
     if how == divided(job, DATA_AXES):
-        counts = {unit: unit_parameters(unit, job.at) for unit, _ in pairs}
         # A tied table is gathered for both ends.
-        fetched = sum(counts[unit][1] for unit, _ in pairs if not isinstance(unit, BlockUnit))
-        blocks = sum(count * sum(counts[unit]) for unit, count in pairs if isinstance(unit, BlockUnit))
-        ends = stage.params - blocks
+        fetched = sum(unit_parameters(unit, job.at, False)[1] for unit, _ in pairs if not isinstance(unit, BlockUnit))
+        inside = [(unit, count) for unit, count in pairs if isinstance(unit, BlockUnit)]
+        ends = stage.trained - sum(count * sum(unit_parameters(unit, job.at, True)) for unit, count in inside)
     outside = [(unit, count) for unit, count in pairs if not isinstance(unit, BlockUnit)]
     reduce = sum_seconds(job, cluster, "reduce_scatter", ends, how, outside)
     if how.stage == 3:

@@ -101,6 +101,8 @@ def _raw(target: str, as_run: bool, placed: bool) -> tuple[dict[str, Any], Mappi
         for section in ("model", "train", *(PLANNED_SECTIONS if as_run else ())):
             raw[section] = {**raw.get(section, {}), **run.get(section, {})}
         return {key: value for key, value in raw.items() if value}, run, target
+    if target in recipe_names() and not path.is_file():  # of a run of a model that has another name
+        return dict(read_sections(target)), published_run(target, placed=False), target
     if path.suffix == ".json" and path.is_file():
         return _of_hugging_face(path)
     if path.suffix in (".yaml", ".yml") or path.is_file():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.device import PRECISION_DTYPES
 from meshwright.errors import UserError
-from meshwright.layout.params import Init
+from meshwright.layout.params import DATA_AXES, Init
 from meshwright.nn.parallel import record_of
 from meshwright.train.context import Context
 
@@ -42,6 +43,14 @@ def check_own(ctx: Context, module: nn.Module) -> None:
             f"train.precision={c.train.precision} can't be applied to {name}, whose parameters have "
             "another dtype: convert it in the model provider (module.to(...), and what it receives), or set "
             "train.precision=fp32"
+        )
+    named = module.named_parameters()
+    kinds = [(key, list(value.shape), str(value.dtype), value.requires_grad) for key, value in named]
+    if ctx.mesh.group(DATA_AXES).unlike_first(crc32(repr(kinds).encode()), ctx.device.torch):
+        # Gathered as one, shares of different weights would be taken for each other's.
+        raise UserError(
+            f"the ranks that train copies of {name} built it with other parameters (by name, shape, dtype or "
+            "requires_grad): let the model provider build the same on all of them"
         )
 
 

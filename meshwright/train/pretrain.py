@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,7 +119,6 @@ def pretrain(
     began = time.monotonic()
     if not isinstance(config, Config):
         config = load_config(config, sections=sections)
-    config, source = with_base(config, source)
     place = joined_place() or find_place()
     check(config, place.world, TRAINING_RULES)
     if place.launched:
@@ -129,6 +130,8 @@ def pretrain(
     store = open_store() if place.world > 1 else None
     keeper = store_keeper() if own_world else None
     with Watchdog(ctx.mesh, comm.timeout, store, folder=Path(config.run.dir) / "flight", keeper=keeper):
+        ctx, source = with_told_base(ctx, source)
+        config = ctx.config
         modules = build_modules(ctx, model_provider)
         validated = validation_samples(config)
         samples = (consumed_after(config, config.train.steps), validated, validated)
@@ -140,6 +143,18 @@ def pretrain(
     if own_world:  # after an error the process ends, and leaving could wait for peers that are gone
         leave()
     return trainer
+
+
+def with_told_base(ctx: Context, source: str | None) -> tuple[Context, str | None]:
+    """Returns the context with the base of a run with adapters, and what is left of `source`. The rank that writes
+    looks and tells the others, since a network disk may look different to each rank."""
+    config = ctx.config
+    if not config.tune.adapts or config.tune.base:
+        return ctx, source
+    found = agree(ctx, (lambda: with_base(config, source)) if ctx.rank == 0 else None)
+    words = json.dumps((found[0].tune.base, found[1])) if found else ""
+    base, left = json.loads(ctx.mesh.world.told(words, ctx.device.torch))
+    return replace(ctx, config=replace(config, tune=replace(config.tune, base=base))), left
 
 
 def build_modules(

@@ -150,8 +150,8 @@ class Trainer:
         """Forward, backward and reduction for the next global batch; and how the gradients become the true ones."""
         samples, count = global_batch(self.ctx.config, self.consumed), self.micro_batches
         normalisation = self._normalisation(samples, count)
-        for module in self.modules:
-            module.train()
+        for module in (module for module in self.modules if not module.training):
+            module.train()  # it goes through every part of a module
         if self.marks is not None:
             self.marks.begin(self.step_number + 1)
         self.data_parallel.begin(count, self.step_number + 1, self.loss_scale.value)

@@ -177,12 +177,8 @@ def check_alike(ctx: Context, module: nn.Module) -> None:
     for name, value in module.named_parameters():
         what = crc32(f"{name} {list(value.shape)} {value.dtype} {value.requires_grad}".encode())
         total += what if value.is_meta else what + checksum(value.clone()).cpu()
-    own = total.reshape(1).to(ctx.device.torch)
-    everyone = own.new_empty(ctx.layout.world)
-    ctx.mesh.world.all_gather(everyone, own)
-    first, *others = everyone.tolist()
-    if wrong := [str(rank) for rank, found in enumerate(others, 1) if found != first]:
-        ranks = f"{'rank' if len(wrong) == 1 else 'ranks'} {', '.join(wrong)}"
+    if wrong := ctx.mesh.world.unlike_first(int(total), ctx.device.torch):
+        ranks = f"{'rank' if len(wrong) == 1 else 'ranks'} {', '.join(map(str, wrong))}"
         fix = "seed every rank alike before the module is built (torch.manual_seed), or load the same weights"
         raise UserError(f"{ranks} built another {type(module).__name__} than rank 0: {fix}")
 

@@ -18,6 +18,7 @@ from meshwright.config.twin import tiny_config, twin
 from meshwright.models.description import describe, layout_of
 from meshwright.optim.schedules import consumed_after
 from meshwright.parts.part import parameter_count
+from meshwright.plan.memory import largest
 from meshwright.plan.recipes import compared, markdown
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -34,14 +35,15 @@ SIZES = {
 def test_a_recipe_is_complete_and_can_be_trained(name: str) -> None:
     config, recipe = load_config(name), read_recipe(name)
     check(config, recipe.devices, TRAINING_RULES)
-    assert name in PRESETS and {*recipe.sections, "recipe"} >= NEEDED
+    preset = recipe.sections["model"].get("preset", name)
+    assert preset in PRESETS and {*recipe.sections, "recipe"} >= NEEDED
     told = {section for sections in recipe.values for section in sections.split(", ")}
     silent = {"train", "optimizer", "lr", "data"} - told  # whoever reads it is told that they are ours
     assert "model" in told and told <= recipe.sections.keys() and (not silent or recipe.unpublished)
     assert recipe.source and recipe.hardware and recipe.title and recipe.layout in ("published", "ours")
     assert name not in APPROXIMATE_PRESETS or any("here" in sentence for sentence in recipe.differs)
     assert config.run.dir == f"runs/{name}" and "whole_run" not in recipe.published
-    shape = load_config(None, [f"model.preset={name}", "data.prefixes=x"]).model
+    shape = load_config(None, [f"model.preset={preset}", "data.prefixes=x"]).model
     mine, its = (parameter_count(describe(model)) for model in (config.model, shape))
     assert mine == pytest.approx(its, rel=0.02), "the recipe trains its preset"
 
@@ -78,7 +80,7 @@ def test_a_twin_keeps_the_axes_and_the_parts(name: str) -> None:
     config, devices = load_config(name), read_recipe(name).devices
     small, ranks = tiny_config(name)
     check(small, ranks, TRAINING_RULES)
-    assert ranks == (8 if devices > 1 else 1) and axes_of(small, ranks) == axes_of(config, devices)
+    assert ranks == min(8, devices) and axes_of(small, ranks) == axes_of(config, devices)
     assert (small.zero.stage, small.recompute.mode, small.pipeline.schedule, small.layout.order) == (
         config.zero.stage, config.recompute.mode, config.pipeline.schedule, config.layout.order
     )  # fmt: skip
@@ -169,3 +171,20 @@ def test_a_twin_of_replicas_has_two_and_a_batch_for_both() -> None:
     small, ranks = twin(replace(config, layout=replace(config.layout, replicas=4)), 32, "gpt2-124m")
     assert (small.layout.replicas, ranks) == (2, 8)
     check(small, ranks)
+
+
+def test_what_is_frozen_is_neither_summed_nor_updated() -> None:
+    """Eight GPUs train adapters eight times as fast as one, and 4-bit weights take a third of the memory."""
+    one, eight = (compared(f"llama3-8b-lora{devices}").cost for devices in (1, 8))
+    assert eight.step_s == pytest.approx(one.step_s / 8, rel=0.01)
+    parameters = [largest(compared(f"llama3-8b-{kind}").cost.job).parameters for kind in ("lora1", "nf4")]
+    linear = 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)
+    assert parameters[0] - parameters[1] == pytest.approx(linear * (2 - 17 / 32))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", [name for name in NAMES if "8b-" in name])
+def test_a_twin_that_adapts_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", name, "--tiny", "train.steps=2", "lr.warmup=0"]) == 0
+    assert (tmp_path / "runs" / f"{name}-tiny" / "metrics.jsonl").read_text(encoding="utf-8").count("\n") == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,14 +19,17 @@ from meshwright.cli.dryrun import compare
 from meshwright.config.load import config_from
 from meshwright.config.rules import check
 from meshwright.device import Device
-from meshwright.dryrun.run_rank import run_rank
+from meshwright.dryrun.run_rank import make_rank, run_rank
+from meshwright.dryrun.stand_ins import fake_world
 from meshwright.errors import UserError
 from meshwright.models.description import layout_of
 from meshwright.models.planned.blueprint import blueprint
 from meshwright.parts.coordinate import Coordinate
 from meshwright.parts.planned import STYLES
+from meshwright.plan.gathered import whole_bytes
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import expected
+from meshwright.sharding.buffers import Bucket
 from tests.models.planned_families import Alone, alone, config_of, make_trainer, measure, tiny, write_tiny
 from tests.support.ranks import run_ranks
 
@@ -114,6 +118,24 @@ def test_bytes_and_calls_are_as_planned(tmp_path: Path, family: str, sections: d
     found = compare(0, ran, said)
     pairs = [found["parameters"], *found["bytes"].values(), *found["comm"].values(), *found["calls"]]
     assert [pair for pair in pairs if not pair["equal"]] == []
+
+
+@pytest.mark.parametrize("sections", [{}, {"layout": {"pp": 2}}], ids=("dp", "pp"))
+def test_whole_gradients_of_stage_2_are_as_planned(tmp_path: Path, sections: dict[str, Any]) -> None:
+    """Which of its parameters a foreign module uses is known at the end of a chunk's backward: all exist until then."""
+    config = config_of(write_tiny("granite", tmp_path), {"zero": {"stage": 2}, **sections})
+    most, allocate = [0], Bucket.allocate_grads
+    with fake_world(0, 4):
+        trainer = make_rank(config, 4, 0, Device("cpu"))
+
+        def counted(bucket: Bucket) -> None:
+            allocate(bucket)
+            most.append(sum(each.grads.tensor.nbytes for each in trainer.data_parallel.buckets if each.grads.allocated))
+
+        with mock.patch.object(Bucket, "allocate_grads", counted):
+            trainer.step()
+    chunks = whole_bytes(checked_job(config, 4), 0)
+    assert max(most) == max(each.gradients for chunk in chunks for each in chunk)
 
 
 def test_documents_see_nothing_of_each_other(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -120,12 +121,12 @@ def weight_gradient(at: Where) -> float:
     return error([(first, plain), (out, 2 * plain)])
 
 
-def embedding(at: Where) -> float:
+def embedding(at: Where, vocab: int = 40) -> float:
     """Ids that repeat or lie on another rank, onto a buffer that is fresh and one that is not."""
-    tokens, vocab, hidden = 301, 40, 1100
+    tokens, hidden = 301, 1100
     grad = at.draw(tokens, hidden)
     rows = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(at.seed))
-    rows[:20], rows[50:90] = 7, -1
+    rows[:20], rows[50:90] = 7 % vocab, -1
     wide = torch.float64 if at.dtype == torch.float64 else torch.float32
     view = torch.full((vocab, hidden), 9.0, dtype=wide, device=at.device)
     sink = Sink(view, lambda _: None)
@@ -176,6 +177,7 @@ CASES: dict[str, Callable[[Where], float]] = {
     "loss of a rank": lambda at: loss(at, 512, 400, 512),
     "weight gradient": weight_gradient,
     "embedding": embedding,
+    "embedding of two rows": partial(embedding, vocab=2),
 }
 # Relative errors that rounding explains.
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}

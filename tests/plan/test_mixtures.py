@@ -129,7 +129,7 @@ def test_experts_are_summed_over_their_own_ranks() -> None:
         assert "edp" not in shared.axes and shared.axes["dp"].seconds > cost.axes["dp"].seconds
     made = predict_cost(job(MIXTRAL, 64, {"ep": 8, "etp": 1}), H100)
     experts = 32 * 3 * 4096 * 14336
-    assert {stage.expert_params for stage in made.stages} == {experts}
+    assert {stage.trained_experts for stage in made.stages} == {experts}
     assert made.axes["edp"].seconds == pytest.approx(collective_seconds(H100, "all_reduce", 4 * experts, 8, 1))
 
 

@@ -13,6 +13,7 @@ import meshwright
 import meshwright.train.wrap
 from meshwright.errors import UserError
 from meshwright.train.marks import BACKWARD, FORWARD, Marks
+from meshwright.train.own_models import check_own
 from tests.support.ranks import run_ranks
 
 PLAN = {"blocks.*.gate": "colwise", "blocks.*.mark": "replicated_with_grad_allreduce", "blocks.*.down": "rowwise"}
@@ -92,6 +93,9 @@ def on_ranks(rank: int, world: int, folder: str) -> list[list[float]]:
     other.scale.data[-1] += rank  # as with a seed of each rank's own
     with pytest.raises(UserError, match="rank 1 built another Net than rank 0: seed every rank alike"):
         meshwright.wrap(other, BASE, loss=loss)
+    with pytest.raises(UserError, match="built it with other parameters"):  # a model provider's
+        check_own(sharded.trainer.ctx, nn.Linear(2, 2 + rank).double())
+    assert sharded.trainer.ctx.mesh.world.told(f"said by {rank}", torch.device("cpu")) == "said by 0"
     return [first, losses(cut, 0, 1), losses(again, 0, 1, first=STEPS), skipping]
 
 

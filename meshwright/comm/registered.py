@@ -1,0 +1,59 @@
+"""Python functions as operators of torch: torch.compile can't trace their side effects, but its code can call them.
+
+torch.library.custom_op does the same with Python of its own around every call, which takes the host as long as
+launching ten kernels does. An operator that is defined here goes through torch's dispatcher alone. It knows nothing of
+autograd: it is called inside of autograd functions, or without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+# The Python of every operator that does more than its result shows, by name: a dry run calls it, since torch would only
+# ask for shapes.
+BODIES: dict[str, Callable[..., Any]] = {}
+
+Function = Callable[..., Any]
+
+
+def pure_operator(name: str, mutates: Iterable[str] = ()) -> Callable[[Function], Any]:
+    """Registers a function as the operator `namespace::name`. Those of its arguments that it writes to are named in
+    `mutates`; a function that returns something needs `shapes_of` too."""
+
+    def register(body: Function) -> Any:
+        schema = torch.library.infer_schema(body, mutates_args=tuple(mutates))
+        torch.library.define(name, schema)
+        torch.library.impl(name, "default", body)
+        if schema.endswith("-> ()"):
+            torch.library.register_fake(name, _nothing)
+        space, word = name.split("::")
+        return getattr(getattr(torch.ops, space), word).default
+
+    return register
+
+
+def operator(name: str, mutates: Iterable[str] = ()) -> Callable[[Function], Any]:
+    """Registers a function with a side effect, which a dry run calls too."""
+
+    def register(body: Function) -> Any:
+        BODIES[name] = body
+        return pure_operator(name, mutates)(body)
+
+    return register
+
+
+def shapes_of(registered: Any) -> Callable[[Function], Function]:
+    """Registers a function that returns empty tensors like an operator's results."""
+
+    def register(fake: Function) -> Function:
+        torch.library.register_fake(registered.name(), fake)
+        return fake
+
+    return register
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None

@@ -1,0 +1,65 @@
+"""The planned peak of long sequences is that of a dry run, which counts what an accelerator's kernels allocate too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.device import Device
+from meshwright.dryrun.run_rank import run_rank
+from meshwright.parts import gpt
+from meshwright.plan.job import checked_job
+from meshwright.plan.rank import expected
+from tests.support.oracle import small_config
+
+SHAPE = {
+    "layers": 6, "hidden": 256, "heads": 8, "kv_heads": 2, "ffn": 512, "vocab": 64, "seq": 16384, "norm": "rmsnorm",
+    "mlp": "swiglu", "position": "rope", "bias": False, "tied_embeddings": False,
+}  # fmt: skip
+TRAIN = {"precision": "bf16", "grad_dtype": "bf16", "micro_batch": 1, "global_batch": 1}
+
+
+def peaks(recompute: dict[str, Any], **model: Any) -> tuple[float, float]:
+    """The planned peak and that of a dry run, in tensors [tokens, hidden]."""
+    config = small_config(
+        model=SHAPE | model, train=TRAIN, recompute=recompute, optimizer={"state_dtype": "bf16"}, run={"device": "cuda"}
+    )
+    stream = config.model.seq * config.model.hidden * 2
+    ran, said = run_rank(config, 1, 0, Device("meta")), expected(checked_job(config, 1), 0)
+    return said.most["peak"] / stream, ran.most["peak"] / stream
+
+
+LONG = {"mode": "full", "offload": True, "pieces": 16}
+
+
+@pytest.mark.parametrize(
+    ("recompute", "model"),
+    [
+        (LONG, {}),
+        pytest.param(LONG, {"kv_heads": 8}, marks=pytest.mark.wide),
+        pytest.param(LONG | {"offload": False}, {}, marks=pytest.mark.wide),
+        pytest.param(LONG | {"pieces": 4, "mode": "every:2"}, {}, marks=pytest.mark.wide),
+    ],
+)
+def test_the_peak_is_that_of_a_dry_run(recompute: dict[str, Any], model: dict[str, Any]) -> None:
+    """A few tensors [tokens, hidden] are all that is left on the device, so one that nobody counts shows."""
+    planned, ran = peaks(recompute, **model)
+    assert planned == pytest.approx(ran, rel=0.03)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_whole_mlps_are_never_planned_too_small(mode: str) -> None:
+    planned, ran = peaks({"mode": mode})
+    assert planned >= 0.99 * ran
+
+
+def test_a_kernels_workspace_is_the_largest_temporary() -> None:
+    """By eye: float32 for the queries' gradient (2 tensors of 16 bits) and, where keys are shared, both their gradients
+    for every query's head; and a float32 for each row and head."""
+    tokens, heads, width = 1000, 8, 128
+    stream = tokens * heads * width * 2
+    extra = tokens * heads * 4
+    assert gpt.kernel_workspace(tokens, heads, 8, width, 2) == 2 * stream + extra
+    assert gpt.kernel_workspace(tokens, heads, 2, width, 2) == 4 * stream + extra
