@@ -3,8 +3,10 @@ model, and beside its products timed alone, in one run.
 
     python benchmarks/gpu_encoders.py                          # BERT-large and T5-large
     python benchmarks/gpu_encoders.py --cases bert-large:64    # preset:micro-batch
+    python benchmarks/gpu_encoders.py --device cpu --tiny --steps 2    # the same calls without a GPU, of tiny models
 
-Every case prints one line of JSON. There is no dropout, since neither loop would be compiled with it.
+Every case prints one line of JSON. There is no dropout, since neither loop would be compiled with it. `host_ms` is what
+the host takes to launch one of our steps: where it is more than the kernels' sum, the device waits.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import argparse
 import gc
 import json
 import os
+import statistics
 import sys
+import time
 from typing import Any
 
 import torch
@@ -28,45 +32,72 @@ from meshwright.config.load import config_from  # noqa: E402
 from meshwright.config.sections import Config  # noqa: E402
 from meshwright.device import Device  # noqa: E402
 from meshwright.dryrun.stand_ins import fake_world  # noqa: E402
+from meshwright.train.step import Launched, Trainer  # noqa: E402
 
 CASES = ["bert-large:32", "t5-large:32"]
+TINY = {"layers": 4, "hidden": 32, "heads": 2, "head_dim": 16, "ffn": 64, "vocab": 64, "seq": 16}
 
 
 def clean(device: Device) -> None:
     torch._dynamo.reset()
     gc.collect()
     device.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    device.reset_peak()
 
 
-def config_of(case: str) -> Config:
+def config_of(case: str, device: str, tiny: bool) -> Config:
     preset, batch = case.split(":")
     train = {"precision": "bf16", "micro_batch": int(batch), "global_batch": int(batch), "steps": 10**6}
-    model = {"preset": preset, "dropout": 0.0}
-    data = {"prefixes": ["made"]}
-    return config_from({"model": model, "train": train, "data": data, "lr": {"schedule": "constant"}})
+    model: dict[str, Any] = {"preset": preset, "dropout": 0.0}
+    if tiny:
+        own = {"t5": {"encoder_layers": 2, "decoder_seq": 8}} if preset.startswith("t5") else {"predictions": 4}
+        model |= TINY | own
+    config = {"model": model, "train": train | {"compile": "true"}, "data": {"prefixes": ["made"]}}
+    return config_from(config | {"lr": {"schedule": "constant"}, "run": {"device": device}})
 
 
-def floor_ms(config: Config, device: Device) -> float:
+class Launches:
+    """Times the host's part of a trainer's steps."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.seconds: list[float] = []
+        self._real = trainer.launch
+        trainer.launch = self._timed  # type: ignore[method-assign]
+
+    def _timed(self, *given: Any) -> Launched:
+        begin = time.perf_counter()
+        found = self._real(*given)
+        self.seconds.append(time.perf_counter() - begin)
+        return found
+
+
+def peak_gib(device: Device) -> float | None:
+    peak = device.peak_bytes()
+    return None if peak is None else peak / 2**30
+
+
+def floor_ms(config: Config, device: Device, elements: int) -> float:
     """Every product timed alone, and the optimizer's bytes at the speed of a copy; without attention, a tenth of it."""
-    speed = copy_gb_s(device, 1 << 30, lambda copy: median_ms(device, copy) / 1e3)
+    speed = copy_gb_s(device, elements, lambda copy: median_ms(device, copy) / 1e3)
     calls = floor.product_calls(products(config), device, torch.bfloat16)
     return floor.alone(device, calls) + parameters(config) * floor.OPTIMIZER_BYTES / speed / 1e6
 
 
-def run(case: str, device: Device, steps: int) -> dict[str, Any]:
-    config = config_of(case)
+def run(case: str, device: Device, steps: int, tiny: bool) -> dict[str, Any]:
+    config = config_of(case, device.kind, tiny)
     clean(device)
     work = plain_step(config.model, config.train.micro_batch, device.torch)
-    plain = {"plain_ms": median_ms(device, work, steps, warm=4)}
-    plain["plain_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    plain = {"plain_ms": median_ms(device, work, steps, warm=4), "plain_gib": peak_gib(device)}
     del work
     clean(device)
     with fake_world(0, 1):
-        ours = step.measure(step.make_trainer(config, device), steps)
+        trainer = step.make_trainer(config, device)
+        launches = Launches(trainer)
+        ours = step.measure(trainer, steps)
     clean(device)
-    least = floor_ms(config, device)
+    least = floor_ms(config, device, 1 << (20 if tiny else 30))
     told = {key: ours[key] for key in ("step_ms", "peak_gib", "kinds_ms", "losses")}
+    told["host_ms"] = 1e3 * statistics.median(launches.seconds)
     ratios = {"speedup": plain["plain_ms"] / ours["step_ms"], "floor_ms": least, "of_floor": least / ours["step_ms"]}
     return {"case": case, **told, **plain, **ratios, "kernels": ours["kernels"][:25]}
 
@@ -75,11 +106,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=CASES)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to try the calls")
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")
-    device = Device.choose("cuda")
+    device = Device.choose(args.device)
     for case in args.cases:
-        print(json.dumps(run(case, device, args.steps)), flush=True)
+        print(json.dumps(run(case, device, args.steps, args.tiny)), flush=True)
 
 
 if __name__ == "__main__":
