@@ -63,6 +63,7 @@ class AdapterConfig(TypedDict, total=False):
     rank_pattern: dict[str, int]
     alpha_pattern: dict[str, float]
     modules_to_save: list[str] | None
+    target_parameters: list[str] | None
 
 
 def family_of(base: str, model: ModelConfig) -> Family:
@@ -222,6 +223,11 @@ class PeftFolder:
         kind, bias = self.config.get("peft_type"), self.config.get("bias", "none")
         if kind != "LORA" or bias != "none":
             raise UserError(f"{folder} holds {kind} with bias={bias}: only LORA with bias=none can be imported")
+        if strange := self.config.get("target_parameters"):
+            raise UserError(
+                f"{folder} adapts parameters ({', '.join(map(str, strange))}), as PEFT does with experts' weights, "
+                "which stay as they are here: only adapters of linear layers can be imported"
+            )
 
     def adapters(self) -> dict[str, TheirAdapter]:
         """Returns the adapters by the name of their module."""

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from meshwright.checkpoint.base import read_base, with_base
 from meshwright.checkpoint.hf import export_folder, import_folder
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader
-from meshwright.checkpoint.peft import export_adapters, import_adapters
+from meshwright.checkpoint.peft import PeftFolder, export_adapters, import_adapters
 from meshwright.checkpoint.save import Saver
 from meshwright.cli.main import main
 from meshwright.errors import UserError
@@ -170,6 +171,11 @@ def test_a_killed_run_goes_on_and_its_base_is_stored_once(tmp_path: Path) -> Non
     assert found.keys() == wanted.keys() and all(np.array_equal(found[key], wanted[key]) for key in found)
     assert all(key.rpartition(".")[2] in ("lora_a", "lora_b") for key in found)
     assert Reader(newest(run)).index.config["tune"]["base"] == str(base)
+    # The same bits on another layout: all states are read, and written again as they were.
+    other = make_trainer(small_config(**tiny(tmp_path / "copy", **changes | {"layout": {}, "zero": {"stage": 0}})))
+    load_into(other, Reader(newest(run)))
+    copied = tensors(save(other, tmp_path / "copy" / "checkpoints"))
+    assert copied.keys() == found.keys() and all(np.array_equal(copied[key], found[key]) for key in found)
     moved = tiny(tmp_path / "killed", **changes | {"layout": {}, "zero": {"stage": 3}, "train": {"steps": 10}})
     again = tensors(newest(complete(2, moved)))
     assert set(again) == set(found) and saved(run)[-1] == 10
@@ -198,6 +204,16 @@ def test_a_base_that_was_replaced_is_refused(tmp_path: Path, capsys: pytest.Capt
     import_folder(tmp_path / "base2", tmp_path / "imported")
     assert index.is_file() and main(["export", str(tmp_path / "ours"), "--to", str(tmp_path / "out")]) == 2
     assert "which were replaced since" in capsys.readouterr().err
+
+
+def test_adapters_of_experts_are_refused_by_name(tmp_path: Path) -> None:
+    told = {"peft_type": "LORA", "target_parameters": ["mlp.experts.gate_up_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(told), encoding="utf-8")
+    save_file({"base_model.model.x.lora_A.weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="mlp.experts.gate_up_proj.*stay as they are here"):
+        PeftFolder(tmp_path)
+    with pytest.raises(UserError, match="tune.targets=down is not in this model"):
+        make_trainer(small_config(tune={**TUNE, "targets": ["down"]}, model={"experts": {"count": 4, "top_k": 2}}))
 
 
 def test_a_run_needs_a_base() -> None:
