@@ -4,15 +4,17 @@
     python benchmarks/gpu_finetune.py --cases ours:lora:mb=4 hf:lora:mb=4    # who:kind:setting=value:...
     python benchmarks/gpu_finetune.py --model tiny --device cpu --steps 2    # a try without a GPU
 
-Kinds: lora (rank 16 on every product of the blocks, over frozen bf16 weights), full (fp32 masters and moments), and
-full-bf16 (weights, gradients and moments in bf16). Settings: `mb`, the sequences of a step; `recompute`, none or full
+Kinds: lora (rank 16 on every product of the blocks, over frozen bf16 weights), nf4 (the same over frozen weights in 4
+bits; of hf with bitsandbytes, where that is importable), full (fp32 masters and moments), and full-bf16 (weights,
+gradients and moments in bf16). Settings: `mb`, the sequences of a step; `recompute`, none or full
 (each block), of ours also any other recompute.mode; of ours any key of a config (recompute.pieces=4); of hf
 `documents`: 1 gives it the documents' positions, so that it masks them as ours always does; without, its sequences are
 plainly causal, which its attention computes faster.
 
 Every case is a process of its own, which prints one line of JSON: milliseconds of a step, tokens/s, the most memory
 that was allocated. transformers, peft and liger_kernel must be importable (PYTHONPATH); `liger` says whether Liger's
-kernels ran. The last lines compare cases of one kind: tokens/s and memory of ours over those of the other.
+kernels ran. The last lines compare cases of one kind: tokens/s and memory of ours over those of the other. Ours in 4
+bits is also compared with the other's LoRA over bf16 weights, which needs no bitsandbytes.
 """
 
 from __future__ import annotations
@@ -38,9 +40,11 @@ from meshwright.dryrun.stand_ins import RandomTokens
 from meshwright.train.loop import Ahead
 
 RANK, WARM = 16, 3
+ADAPTS = ("lora", "nf4")
 CASES = [
     "ours:lora:mb=2", "hf:lora:mb=2", "ours:lora:mb=4", "hf:lora:mb=4",
     "ours:lora:mb=4:recompute=full", "hf:lora:mb=4:recompute=full",
+    "ours:nf4:mb=4", "hf:nf4:mb=4", "ours:nf4:mb=4:recompute=full",
     "ours:full:mb=2:recompute=full", "hf:full:mb=2:recompute=full",
     "ours:full-bf16:mb=2:recompute=full", "hf:full-bf16:mb=2:recompute=full",
     "ours:full-bf16:mb=2", "hf:full-bf16:mb=2",
@@ -53,11 +57,11 @@ def ours(kind: str, model: str, settings: dict[str, str], device: Device, steps:
     micro_batch = int(settings.pop("mb", 1))
     sections: dict[str, Any] = {"data": {"prefixes": ["made"], "objective": "chat"}}
     sections["recompute"] = {"mode": settings.pop("recompute", "none")}
-    if kind == "lora":
-        sections["tune"] = {"kind": "lora", "rank": RANK}
+    if kind in ADAPTS:
+        sections["tune"] = {"kind": "lora", "rank": RANK, "quantise": "nf4" if kind == "nf4" else "none"}
     elif kind == "full-bf16":
         sections["optimizer"] = {"master_dtype": "bf16", "state_dtype": "bf16"}
-    train = {"grad_dtype": "bf16"} if kind != "lora" else {}
+    train = {"grad_dtype": "bf16"} if kind not in ADAPTS else {}
     given = to_mapping(bench_config(model, "bf16", 1, micro_batch, train=train, **sections))
     for key, value in settings.items():
         set_key(given, f"{key}={value}")
@@ -133,9 +137,11 @@ def hf_model(kind: str, name: str, recompute: bool, liger: bool, device: Device)
     with device.torch:
         module: Any = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
+    if kind == "nf4":
+        in_four_bits(module, device)
     if recompute:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if kind == "lora":
+    if kind in ADAPTS:
         from peft import LoraConfig, get_peft_model
 
         if recompute:
@@ -144,6 +150,23 @@ def hf_model(kind: str, name: str, recompute: bool, liger: bool, device: Device)
         module = get_peft_model(module, adapters)
     module.train()
     return module, [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def in_four_bits(module: Any, device: Device) -> None:
+    """Replaces the blocks' linear layers by bitsandbytes' in NF4, as transformers does when it loads a model so."""
+    import bitsandbytes as bnb
+
+    for block in module.model.layers:
+        for parent in (block.self_attn, block.mlp):
+            for name, linear in list(parent.named_children()):
+                if isinstance(linear, torch.nn.Linear):
+                    made = bnb.nn.Linear4bit(
+                        linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16,
+                        compress_statistics=True, quant_type="nf4",
+                    )  # fmt: skip
+                    made.weight = bnb.nn.Params4bit(linear.weight.data.cpu(), requires_grad=False, quant_type="nf4")
+                    setattr(parent, name, made.to(device.torch))
+    module.is_loaded_in_4bit = True  # by which PEFT knows how to adapt them
 
 
 WHO: dict[str, Callable[..., Measured]] = {"ours": ours, "hf": hf}
@@ -181,6 +204,7 @@ def compared(results: list[Measured]) -> list[Measured]:
     done = {result["case"]: result for result in results if "error" not in result}
     found = []
     pairs = [(case, f"hf:{case.removeprefix('ours:')}") for case in done if case.startswith("ours:")]
+    pairs += [(case, other.replace(":nf4:", ":lora:")) for case, other in pairs if ":nf4:" in case]
     kinds = sorted({case.split(":")[1] for case in done})
     for kind in kinds:
         of_kind = [[case for case in done if case.startswith(f"{who}:{kind}:")] for who in WHO]

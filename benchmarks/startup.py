@@ -1,12 +1,15 @@
-"""The time from the command to the end of the first step on 8 local ranks and, for comparison, that of importing torch.
+"""How long a user waits: for `meshwright --help`, for the first line of `train`, and for the first step on 8 local
+ranks, with the bare interpreter and `import torch` for comparison. Seconds of the clock, and of a processor (user and
+system), which other programs on the machine change little.
 
-    python benchmarks/startup.py
+    python benchmarks/startup.py [--quick]
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -30,6 +33,45 @@ def timed(command: list[str], cwd: str) -> float:
     return time.perf_counter() - begin
 
 
+LIMITS = {"help": 0.3, "first line": 1.0}  # seconds of a processor
+
+
+def processor_s(command: list[str], cwd: str) -> float:
+    """Processor seconds of a command, with its children."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, cwd=cwd, check=True, capture_output=True, env=ENV)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
+def first_line(folder: str) -> tuple[float, float]:
+    """Returns the seconds until `train` says something, by the clock and by a processor (Linux)."""
+    words = ["train", "config.yaml", "--nproc", "4", f"run.dir={tempfile.mkdtemp(dir=folder)}"]
+    command, pipe = [sys.executable, "-m", "meshwright", *words], subprocess.PIPE
+    begin = time.perf_counter()
+    process = subprocess.Popen(command, cwd=folder, stderr=pipe, stdout=subprocess.DEVNULL, text=True, env=ENV)
+    assert process.stderr is not None and process.stderr.readline().startswith(("starts", "goes on"))
+    seconds = time.perf_counter() - begin
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+    process.kill()
+    process.wait()
+    return seconds, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def told(folder: str, times: int = 5) -> dict[str, float]:
+    """The least processor seconds of several tries, one after the other in turns."""
+    python = [sys.executable, "-c", "pass"]
+    help_ = [sys.executable, "-m", "meshwright", "--help"]
+    found: dict[str, list[float]] = {"interpreter": [], "help": [], "first line": [], "first line, clock": []}
+    for _ in range(times):
+        found["interpreter"].append(processor_s(python, folder))
+        found["help"].append(processor_s(help_, folder))
+        clock, processor = first_line(folder)
+        found["first line"].append(processor)
+        found["first line, clock"].append(clock)
+    return {name: min(values) for name, values in found.items()}
+
+
 def first_step(folder: str, number: int) -> float:
     """Returns the seconds until metrics.jsonl has its first line."""
     metrics = Path(folder) / f"run{number}" / "metrics.jsonl"
@@ -50,6 +92,13 @@ def main() -> None:
         (Path(folder) / "more.txt").write_text("words and more words " * 2000)
         prepare = [sys.executable, "-m", "meshwright", "data", "prepare", "text.txt", "more.txt", "--out", "tokens"]
         timed(prepare, folder)
+        quick = told(folder)
+        for name, value in quick.items():
+            limit = f"  (limit {LIMITS[name]} s)" if name in LIMITS else ""
+            print(f"{name:<18} {value:6.3f} s{limit}")
+        if "--quick" in sys.argv:
+            print(json.dumps(quick), file=sys.stderr)
+            sys.exit(int(any(quick[name] > limit for name, limit in LIMITS.items())))
         starts, imports = [], []
         for number in range(5):
             starts.append(first_step(folder, number))
@@ -59,7 +108,7 @@ def main() -> None:
         f"8 ranks from command to first step: median {start:.1f} s ({min(starts):.1f} to {max(starts):.1f}), "
         f"{start / torch_import:.1f} x one `import torch` ({torch_import:.1f} s)"
     )
-    print(json.dumps({"startup_s": start, "import_torch_s": torch_import}), file=sys.stderr)
+    print(json.dumps({"startup_s": start, "import_torch_s": torch_import, **quick}), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.keeper import KeeperProcess
-from meshwright.cli.auto_layout import best_layout, devices_of, words_of
 from meshwright.config.rules import TRAINING_RULES, first_broken_rule
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, notice
@@ -80,6 +79,8 @@ def address_of(args: argparse.Namespace, most: int) -> str:
 def choose(config: Config, local: int, ranks: int) -> tuple[int, list[str]]:
     """The most ranks, up to this number, for which there is a layout with the same global batch, and what the best one,
     by the planner's predicted time of a step, changes in the config."""
+    from meshwright.cli.auto_layout import best_layout, devices_of, words_of  # the planner, which other runs don't need
+
     cluster, limit = devices_of(config, local)
     why: UserError | None = None
     for count in range(ranks, 0, -1):

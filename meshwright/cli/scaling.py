@@ -13,6 +13,7 @@ from meshwright.errors import UserError
 from meshwright.plan.account import layout_of_cost, layout_words
 from meshwright.plan.job import Job
 from meshwright.plan.scaling import WAYS, ScalingPoint, device_counts, sweep
+from meshwright.show import html
 from meshwright.show.chart import Chart, check_svg, stacked, svg
 from meshwright.show.terminal import table
 from meshwright.show.units import percent
@@ -24,6 +25,7 @@ EXAMPLES = """example:
   meshwright scaling llama3-8b --cluster h100-80g-dgx --devices 8:1024
   meshwright scaling gpt3-175b --cluster a100-80g-dgx --devices 64:4096 --mode strong --svg curve.svg
   meshwright scaling llama3-8b --cluster h100-80g-dgx --mode weak --overhead overhead.svg --efficiency efficiency.svg
+  meshwright scaling llama3-8b --cluster h100-80g-dgx --html scaling.html
 
 Weak: the batch grows with the devices, from --global-batch (default one sequence for each) on the smallest number.
 Strong: it stays --global-batch (default 2048). The layouts of each point are searched, as `meshwright plan` does."""
@@ -38,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     overhead = "draw what a device sends, and how long it waits for it, by axis"
     parser.add_argument("--overhead", type=Path, metavar="FILE", help=overhead)
     parser.add_argument("--efficiency", type=Path, metavar="FILE", help="draw efficiency over devices")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write all drawings and tables as one page")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -62,6 +65,7 @@ def run(args: argparse.Namespace) -> None:
     title = f"{target.name} on {cluster.name}, {next(iter(found))} scaling"
     write(args.overhead, lambda: stacked(overhead_charts(title, next(iter(found.values())))))
     write(args.efficiency, lambda: svg(efficiency_chart(title, next(iter(found.values())))))
+    write(args.html, lambda: page(f"{target.name} on {cluster.name}", chart, found))
     if args.json:
         print(json.dumps({mode: [_json(p) for p in points] for mode, points in found.items()}))
     else:
@@ -107,6 +111,21 @@ def efficiency_chart(title: str, points: list[ScalingPoint]) -> Chart:
     return Chart(f"{title}: efficiency", "devices", "%", lines, "{:,.0f}".format, linear=True)
 
 
+def page(title: str, throughput: Chart, found: dict[str, list[ScalingPoint]]) -> str:
+    """Returns all drawings and tables as one HTML page: throughput, and for each mode overhead, efficiency and
+    layouts."""
+    sections = {"Throughput": html.drawing(svg(throughput))}
+    for mode, points in found.items():
+        name = f"{title}, {mode} scaling"
+        sections |= {
+            f"Overhead, {mode} scaling": html.drawing(stacked(overhead_charts(name, points))),
+            f"Efficiency, {mode} scaling": html.drawing(svg(efficiency_chart(name, points))),
+            f"Layouts, {mode} scaling": html.table(_rows(mode, points), words=(6,)),
+        }
+    intro = "All figures are predicted. Each point has the best layout of its kind; efficiency is against the fewest."
+    return html.page(f"Scaling of {title}", [intro], sections)
+
+
 def _json(point: ScalingPoint) -> dict[str, Any]:
     fields: dict[str, Any] = {"way": point.way, "devices": point.devices, "global_batch": point.global_batch}
     if point.best is None:
@@ -118,15 +137,17 @@ def _json(point: ScalingPoint) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _rows(mode: str, points: list[ScalingPoint]) -> list[tuple[str, ...]]:
+    header = (f"{mode} scaling", "devices", "batch", "tokens/s", "efficiency", "exposed comm", "layout")
+    rows: list[tuple[str, ...]] = [header]
+    for p in points:
+        cells = ("-", "-", "-", "can't be or doesn't fit")
+        if p.best:
+            figures = (f"{p.tokens_per_s:,.0f}", percent(p.efficiency), percent(p.comm_share))
+            cells = (*figures, layout_words(layout_of_cost(p.best.cost)))
+        rows.append((p.way, str(p.devices), str(p.global_batch), *cells))
+    return rows
+
+
 def _text(found: dict[str, list[ScalingPoint]]) -> str:
-    blocks = []
-    for mode, points in found.items():
-        rows = [(f"{mode} scaling", "devices", "batch", "tokens/s", "efficiency", "exposed comm", "layout")]
-        for p in points:
-            cells = ("-", "-", "-", "can't be or doesn't fit")
-            if p.best:
-                figures = (f"{p.tokens_per_s:,.0f}", percent(p.efficiency), percent(p.comm_share))
-                cells = (*figures, layout_words(layout_of_cost(p.best.cost)))
-            rows.append((p.way, str(p.devices), str(p.global_batch), *cells))
-        blocks.append(table(rows, left=(0, 6)))
-    return "\n\n".join(blocks)
+    return "\n\n".join(table(_rows(mode, points), left=(0, 6)) for mode, points in found.items())

@@ -43,7 +43,8 @@ def read_sections(path: str | Path) -> dict[str, Any]:
     if str(path) in recipe_names() and not file.is_file():
         return copy.deepcopy(dict(read_recipe(str(path)).sections))
     if not file.is_file():
-        close = nearest(str(path), recipe_names())
+        here = [str(found) for found in file.parent.glob("*.yaml")] if file.parent.is_dir() else []
+        close = nearest(str(file), [*here, *recipe_names()])
         raise UserError(f"there is no config file '{path}'{close}: give the path of a YAML file or a recipe's name")
     read = read_yaml(file)
     if read is not None and not isinstance(read, dict):

@@ -100,7 +100,7 @@ def parse_yaml(text: str, where: str, words: bool = False) -> Any:
 def read_yaml(path: Path) -> Any:
     try:
         if path.stat().st_size > LARGEST_FILE:
-            raise UserError(f"{path} has more than {LARGEST_FILE:,} bytes: name a file that people have written")
+            raise UserError(f"{path} has more than {LARGEST_FILE:,} bytes, which no config has: name a YAML file")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} can't be read as UTF-8 text: {error}") from None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
 from meshwright.layout.params import AdapterRecord
 from meshwright.nn import products
-from meshwright.nn.fused import wide
+from meshwright.nn.fused import norm_of_product, rms_norm_backward, swiglu, swiglu_backward, wide
 from meshwright.nn.nf4 import weight_values
 from meshwright.nn.parallel import Parallel
 
@@ -48,22 +48,41 @@ class Settings(NamedTuple):
     kind: str
 
 
+# The settings, the adapters' scale, the rows of each, and what comes before the product with a norm's epsilon.
+How = tuple[Settings, float, tuple[tuple[int, int], ...], str, float]
+
+
+class Before(NamedTuple):
+    """What the product computes of its input before it multiplies: nothing, its SwiGLU, or its RMS norm with this
+    weight. Only the input itself is then kept; backward computes it again."""
+
+    kind: str = ""  # swiglu, norm
+    gain: Tensor | None = None
+    eps: float = 0.0
+
+
+NOTHING = Before()
+
+
 def adapted_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, changes: Sequence[Change], settings: Settings,
-    generator: torch.Generator | None = None,
-) -> Tensor:  # fmt: skip
-    """Returns x W^T of the changed weight with the product's collectives. `generator` draws the dropout of the
-    adapters' inputs, in training."""
+    generator: torch.Generator | None = None, before: Before = NOTHING,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns x, and x W^T of the changed weight with the product's collectives. Where a norm comes `before`, whatever
+    else needs x must use the returned one, so that its gradient is added in the norm's backward. `generator` draws the
+    dropout of the adapters' inputs, in training."""
     first = changes[0].adapter
     ratio = _ratio(weight, changes, settings) if first.norms is not None else None
     keep = None
     if generator is not None and first.p:
         rows = x.shape[0] * (settings.size if settings.mode == "gather" else 1)
-        keep = torch.empty((rows, x.shape[1]), dtype=x.dtype, device=x.device)
+        keep = torch.empty((rows, first.down.shape[1]), dtype=x.dtype, device=x.device)
         keep = keep.bernoulli_(1.0 - first.p, generator=generator).div_(1.0 - first.p)
     spans = tuple((change.start, change.stop) for change in changes)
     factors = [part for change in changes for part in (change.adapter.down, change.adapter.up)]
-    return _AdaptedProduct.apply(x, weight, bias, ratio, keep, settings, first.scale, spans, *factors)
+    how = (settings, first.scale, spans, before.kind, before.eps)
+    found = _AdaptedProduct.apply(x, before.gain, weight, bias, ratio, keep, how, *factors)
+    return found if before.kind == "norm" else (x, found)
 
 
 def _ratio(weight: Tensor, changes: Sequence[Change], settings: Settings) -> Tensor:
@@ -90,22 +109,29 @@ def _ratio(weight: Tensor, changes: Sequence[Change], settings: Settings) -> Ten
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """y = ratio (x W^T + scale (x A^T) B^T) + bias with the collectives of `nn/linear.py`. The weight is frozen."""
+    """y = ratio (x W^T + scale (x A^T) B^T) + bias with the collectives of `nn/linear.py`, of x or what comes before.
+    The weight is frozen."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ratio: Tensor | None, keep: Tensor | None,
-        settings: Settings, scale: float, spans: tuple[tuple[int, int], ...], *factors: Tensor,
-    ) -> Tensor:  # fmt: skip
-        ctx.settings, ctx.scale, ctx.spans = settings, scale, spans
-        full = all_gather(x, settings.group, settings.size) if settings.mode == "gather" else x
+        ctx: Any, x: Tensor, gain: Tensor | None, weight: Tensor, bias: Tensor | None, ratio: Tensor | None,
+        keep: Tensor | None, how: How, *factors: Tensor,
+    ) -> Any:  # fmt: skip
+        ctx.how = settings, scale, spans, before, eps = how
+        rstd, inner = None, x
+        if before == "norm":
+            assert gain is not None
+            inner, rstd = norm_of_product(x, gain, eps, settings.mode, settings.kind)
+        elif before == "swiglu":
+            inner = swiglu(x)
+        full = all_gather(inner, settings.group, settings.size) if settings.mode == "gather" else inner
         y = products.forward(full, weight_values(weight, x.dtype), None, settings.kind)
         seen = full if keep is None else full * keep
         short = seen @ torch.cat(factors[::2]).t()
         parts = short.chunk(len(spans), 1)
         for (start, stop), part, up in zip(spans, parts, factors[1::2], strict=True):
             y[:, start:stop] += scale * (part @ up.t())
-        ctx.save_for_backward(x, weight, keep, short, ratio, y if ratio is not None else None, *factors)
+        ctx.save_for_backward(x, rstd, gain, weight, keep, short, ratio, y if ratio is not None else None, *factors)
         if ratio is not None:
             y = (y * ratio).to(y.dtype)
         if bias is not None:
@@ -114,26 +140,24 @@ class _AdaptedProduct(torch.autograd.Function):
             all_reduce_(y, settings.group, "sum")
         elif settings.mode == "scatter":
             y = reduce_scatter(y, settings.group, settings.size)
-        return y
+        return (x.view_as(x), y) if before == "norm" else y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, keep, short, ratio, unscaled, *factors = ctx.saved_tensors
-        mode, group, size, kind = ctx.settings
-        grad = all_gather(grad, group, size) if mode == "scatter" else grad
-        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, rstd, gain, weight, keep, short, ratio, unscaled, *factors = ctx.saved_tensors
+        (mode, group, size, kind), scale, spans, before, _ = ctx.how
+        grad = all_gather(grads[-1], group, size) if mode == "scatter" else grads[-1]
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[3] else None
         grad_ratio = None
         if ratio is not None:
             grad_ratio = (wide(grad) * unscaled).sum(0)
             grad = (grad * ratio).to(grad.dtype)
-        downs, ups, parts = torch.cat(factors[::2]), factors[1::2], short.chunk(len(ctx.spans), 1)
-        pieces = [grad[:, start:stop] for start, stop in ctx.spans]
-        back = ctx.scale * torch.cat([piece @ up for piece, up in zip(pieces, ups, strict=True)], 1)
-        grad_ups = [ctx.scale * (piece.t() @ part) for piece, part in zip(pieces, parts, strict=True)]
-        full = all_gather(x, group, size, again=True) if mode == "gather" else x
-        grad_downs = (back.t() @ (full if keep is None else full * keep)).chunk(len(ups))
-        grad_x = None
-        if ctx.needs_input_grad[0]:
+        downs, ups, parts = torch.cat(factors[::2]), factors[1::2], short.chunk(len(spans), 1)
+        pieces = [grad[:, start:stop] for start, stop in spans]
+        back = scale * torch.cat([piece @ up for piece, up in zip(pieces, ups, strict=True)], 1)
+        grad_ups = [scale * (piece.t() @ part) for piece, part in zip(pieces, parts, strict=True)]
+        grad_x = grad_gain = None
+        if ctx.needs_input_grad[0] or before:
             weight = weight_values(weight, grad.dtype)
             prepared = products.prepare_grad(grad, weight, kind, for_weight=False)
             added = back @ downs
@@ -142,5 +166,13 @@ class _AdaptedProduct(torch.autograd.Function):
                 all_reduce_(grad_x, group, "sum")
             elif mode == "gather":
                 grad_x = reduce_scatter(grad_x, group, size)
-        each = (grad for pair in zip(grad_downs, grad_ups, strict=True) for grad in pair)
-        return grad_x, None, grad_bias, grad_ratio, None, None, None, None, *each
+        inner = x
+        if before == "norm":
+            grad_x, inner, grad_gain = rms_norm_backward(x, rstd, gain, grad_x, grads[0])
+            grad_gain = grad_gain.to(gain.dtype) if ctx.needs_input_grad[1] else None
+        elif before == "swiglu":
+            grad_x, inner = swiglu_backward(x, grad_x)
+        full = all_gather(inner, group, size, again=True) if mode == "gather" else inner
+        grad_downs = (back.t() @ (full if keep is None else full * keep)).chunk(len(ups))
+        each = (found for pair in zip(grad_downs, grad_ups, strict=True) for found in pair)
+        return grad_x, grad_gain, None, grad_bias, grad_ratio, None, None, *each

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.layout.params import ParamRecord
-from meshwright.nn.adapters import Change, Settings, adapted_product
+from meshwright.nn.adapters import Before, Change, Settings, adapted_product
 from meshwright.nn.alibi import widen
 from meshwright.nn.context import ContextRows, context_attention
 from meshwright.nn.core import attention_core
@@ -50,7 +50,10 @@ class QKV(nn.Module):
         if changes:
             first = self.linears[0]
             settings, stream = Settings(*first.settings[1:5]), first.stream if self.training else None
-            return x, adapted_product(norm(x), weight, bias, changes, settings, stream)
+            if norm.fuses:
+                before = Before("norm", norm.weight, norm.eps)
+                return adapted_product(x, weight, bias, changes, settings, stream, before)
+            return x, adapted_product(norm(x), weight, bias, changes, settings, stream)[1]
         return norm_product(x, norm, weight, bias, (None, *self.linears[0].settings[1:]))
 
 

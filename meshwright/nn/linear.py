@@ -19,8 +19,8 @@ from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
 from meshwright.config.sections import FP8_UNIT
 from meshwright.layout.params import ParamRecord
 from meshwright.nn import fp8, products
-from meshwright.nn.adapters import Adapter, Change, Settings, adapted_product
-from meshwright.nn.fused import rms_norm, rms_norm_backward, rms_norm_in_one_pass, swiglu, swiglu_backward
+from meshwright.nn.adapters import NOTHING, Adapter, Before, Change, Settings, adapted_product
+from meshwright.nn.fused import norm_of_product, rms_norm, rms_norm_backward, swiglu, swiglu_backward
 from meshwright.nn.nf4 import weight_values
 from meshwright.nn.norm import Norm
 from meshwright.nn.overlap import column_backward, gather_in_pieces, gather_product, product_scatter, product_sum
@@ -86,11 +86,7 @@ class _NormProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, scale: Tensor, eps: float, weight: Tensor, bias: Tensor | None, *settings: Any
     ) -> tuple[Tensor, Tensor]:
         _, mode, _, _, kind, _ = settings
-        # Where x is a sum that no product takes in, the compiler makes that sum and its norm in one pass.
-        # A dry run counts no intermediate results of a norm, since no compiled one has any.
-        one_pass = x.is_meta or (x.is_cuda and mode == "plain" and not kind)
-        norm = rms_norm_in_one_pass if one_pass else rms_norm
-        normed, rstd = norm(x, scale, eps)
+        normed, rstd = norm_of_product(x, scale, eps, mode, kind)
         ctx.save_for_backward(x, rstd, scale, weight)
         ctx.eps = eps
         return x.view_as(x), _forward(ctx, normed, weight, bias, settings)
@@ -233,35 +229,40 @@ class Linear(nn.Module):
         """Returns this rank's own product, of x or of its SwiGLU: without collectives, and without a bias that is added
         after a sum."""
         if self.adapters:
-            return self.adapted(swiglu(x) if after_swiglu else x, "plain")
+            return self.adapted(swiglu(x) if after_swiglu else x, "plain")[1]
         settings = (self.sinks.get("weight"), "plain", self.group, self.size, self.kind, None)
         if after_swiglu and self.fuses and self._inside is None:
             return _SwigluProduct.apply(x, self.weight, *settings)
         return _Product.apply(swiglu(x) if after_swiglu else x, self.weight, self._inside, *settings)
 
-    def adapted(self, x: Tensor, mode: str) -> Tensor:
-        """Returns the product with its adapters' changes, in one of the modes of `_Product`."""
+    def adapted(self, x: Tensor, mode: str, before: Before = NOTHING) -> tuple[Tensor, Tensor]:
+        """Returns x and the product with its adapters' changes, in one of the modes of `_Product`."""
         changes = [Change(each.start, each.stop, each) for each in self.adapters]
         settings = Settings(mode, self.group, self.size, self.kind)
         stream = self.stream if self.training else None
-        return adapted_product(x, self.weight, self._inside, changes, settings, stream)
+        return adapted_product(x, self.weight, self._inside, changes, settings, stream, before)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.adapters:
-            return self.biased(self.adapted(x, self.mode))
+            return self.biased(self.adapted(x, self.mode)[1])
         return self.biased(_Product.apply(x, self.weight, self._inside, *self.settings))
 
     def after_norm(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """Returns x and the product of its norm. Whatever else needs x must use the returned one, so that its gradient
         is added in this layer's backward."""
-        if self.adapters:
+        if self.adapters and norm.fuses:
+            x, y = self.adapted(x, self.mode, Before("norm", norm.weight, norm.eps))
+        elif self.adapters:
             return x, self(norm(x))
-        x, y = norm_product(x, norm, self.weight, self._inside, self.settings)
+        else:
+            x, y = norm_product(x, norm, self.weight, self._inside, self.settings)
         return x, self.biased(y)
 
     def after_swiglu(self, x: Tensor) -> Tensor:
-        if not self.fuses or self._inside is not None or self.adapters:
+        if not self.fuses or self._inside is not None:
             return self(swiglu(x))
+        if self.adapters:
+            return self.biased(self.adapted(x, self.mode, Before("swiglu"))[1])
         return self.biased(_SwigluProduct.apply(x, self.weight, *self.settings))
 
     @property

@@ -230,7 +230,7 @@ def tuned(model: Model, tuning: Tuning) -> Model:
 
 
 def _tuned_unit(unit: AnyUnit, tuning: Tuning) -> AnyUnit:
-    """Freezes a unit's parts. A product with adapters computes neither the norm nor the activation before it."""
+    """Freezes a unit's parts. The output of a norm or an activation is kept for the gradient of an adapter alone."""
     parts: list[NamedPart] = []
     before = {norm.key: body.part for norm, body in unit.branches} if isinstance(unit, BlockUnit) else {}
     for each in unit.parts:
@@ -239,9 +239,8 @@ def _tuned_unit(unit: AnyUnit, tuning: Tuning) -> AnyUnit:
             first = next((linear.pieces for linear in before[each.key].linears()), ())
             adapted = any(tuning.adapts(piece) for piece, _ in first)
             keeps = part.keeps_output and (adapted or not first)
-            part = replace(part, fuses=part.fuses and not adapted, keeps_output=keeps)
+            part = replace(part, keeps_output=keeps)
         if isinstance(part, MLPPart):
-            adapted = tuning.adapts("down")
-            part = replace(part, fuses=not adapted, keeps_result=adapted)
+            part = replace(part, keeps_result=tuning.adapts("down"))
         parts.append(each if each.name in tuning.whole else each._replace(part=TunedPart(part, tuning)))
     return replace(unit, parts=tuple(parts))

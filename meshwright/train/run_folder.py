@@ -272,12 +272,19 @@ def own_config(raw: Mapping[str, Any]) -> Config:
     return config_from({name: section for name, section in raw.items() if name in known})
 
 
+def no_run(path: Path) -> UserError:
+    """Says that a folder holds no run, and which runs lie in it."""
+    inside = sorted(str(found.parent) for found in path.glob("*/config.yaml")) if path.is_dir() else []
+    named = f"name one of those in it, such as {inside[-1]}" if inside else "name the folder that run.dir named"
+    return UserError(f"{path} holds no run: {named}")
+
+
 def read_run(run_dir: str | Path, world: int | None = None) -> RunRecord:
     """Reads a run's folder. `world` is needed only for a folder without a run.json."""
     path = Path(run_dir)
     file = path / "config.yaml"
     if not file.is_file():
-        raise UserError(f"{path} holds no run: name the folder that run.dir named")
+        raise no_run(path)
     raw = parse_yaml(file.read_text(encoding="utf-8"), str(file))
     if not isinstance(raw, Mapping):
         raise UserError(f"{file} holds no config: name the folder of a run")

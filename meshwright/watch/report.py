@@ -23,7 +23,7 @@ from meshwright.plan.job import job_of
 from meshwright.plan.measured import cluster_of
 from meshwright.show.run_parts import kind_words, layout_line, schedule_line
 from meshwright.train.changes import layout_since
-from meshwright.train.run_folder import own_config
+from meshwright.train.run_folder import no_run, own_config
 from meshwright.train.run_notes import read_events
 from meshwright.watch import planned
 from meshwright.watch.metrics_file import MetricsFile
@@ -47,6 +47,7 @@ class RunReport:
     def __init__(self, folder: str | Path, cluster: str | None = None) -> None:
         self.path, self.cluster = Path(folder), cluster
         self.metrics = MetricsFile(self.path / "metrics.jsonl")
+        self.config_text = ""
         self.config, self.config_text = self._read_config()
         self._planned: tuple[Any, dict[str, Any]] | None = None
         self._known_bytes: dict[Any, dict[str, dict[str, int]]] = {}
@@ -55,8 +56,10 @@ class RunReport:
     def _read_config(self) -> tuple[Config, str]:
         file = self.path / "config.yaml"
         if not file.is_file():
-            raise UserError(f"{self.path} holds no run: name the folder that run.dir named")
+            raise no_run(self.path)
         text = file.read_text(encoding="utf-8", errors="replace")
+        if text and text == self.config_text:
+            return self.config, text
         raw = parse_yaml(text, str(file))
         if not isinstance(raw, Mapping):
             raise UserError(f"{file} holds no config: name the folder of a run")
@@ -315,8 +318,9 @@ def _details(lines: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {"step": [line.get("step") for line in lines]}
     groups = {"phases": "phases", "exposed": "exposed_s", "monitored": "monitored", "losses": "losses"}
     for name, key in groups.items():
-        names = list(dict.fromkeys(n for line in lines for n in numbers(line.get(key))))
-        found[name] = {n: [numbers(line.get(key)).get(n) for line in lines] for n in names}
+        parts = [numbers(line.get(key)) for line in lines]
+        names = list(dict.fromkeys(n for part in parts for n in part))
+        found[name] = {n: [part.get(n) for part in parts] for n in names}
     for key in ("busy_s", "waited_s", "data_s", "peak_bytes"):
         rows = [numbers(line["ranks"].get(key)) if isinstance(line.get("ranks"), dict) else {} for line in lines]
         if any(rows):

@@ -13,7 +13,16 @@ from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
 from meshwright.train.step import Trainer
-from tests.support.oracle import EXACT, Made, gather_global, make_trainer, small_config, true_gradients, worst
+from tests.support.oracle import (
+    EXACT,
+    Made,
+    gather_global,
+    make_trainer,
+    parameters,
+    small_config,
+    true_gradients,
+    worst,
+)
 from tests.support.ranks import run_ranks
 
 LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "kv_heads": 2, "bias": False, "ffn": 48}
@@ -49,3 +58,36 @@ def test_gradients_are_those_of_the_separate_parts(model: str, index: int) -> No
     for pairs in ranks:
         error, name = worst(pairs, expected(model))
         assert error <= EXACT, name
+
+
+TUNED = {
+    "lora": {"kind": "lora", "rank": 3, "modules_to_save": ["norm1", "norm2"]},
+    "dora": {"kind": "dora", "rank": 3},
+    "some": {"kind": "lora", "rank": 3, "targets": ["k", "down"], "dropout": 0.2},
+}
+
+
+def tuned_weights(rank: int, world: int, tune: str, layout: dict[str, Any], fused: bool) -> Any:
+    """The weights after three steps, by when no half of an adapter is zero."""
+    config = small_config(model=LLAMA, layout=layout, tune=TUNED[tune])
+    ctx = build_context(config, rank, world, Device("cpu"))
+    ctx = replace(ctx, parallel=replace(ctx.parallel, fused=fused))
+    trainer = Trainer(ctx, build_modules(ctx, model_provider), forward_step, Made(config.model.vocab, config.model.seq))
+    for _ in range(3):
+        trainer.step()
+    return parameters(trainer)
+
+
+@pytest.mark.parametrize(
+    ("tune", "index"),
+    [("lora", 0), ("dora", 0), ("some", 0),  # ranks would draw other numbers for a dropout than one process
+     *(pytest.param(tune, n, marks=pytest.mark.wide) for tune in ("lora", "dora") for n in (1, 2, 3))],
+)  # fmt: skip
+def test_adapters_are_trained_alike(tune: str, index: int) -> None:
+    """Products with adapters take in what comes before them too, and keep their input alone."""
+    world, layout = LAYOUTS[index]
+    ranks = [tuned_weights(0, 1, tune, {}, True)] if world == 1 else run_ranks(world, tuned_weights, tune, layout, True)
+    wanted = gather_global(tuned_weights(0, 1, tune, {}, False))
+    for pairs in ranks:
+        error, name = worst(pairs, wanted)
+        assert error <= 1e-11, name

@@ -208,7 +208,12 @@ def test_bad_changes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawing = tmp_path / "curve.svg"
     words = ["scaling", "llama2-7b", "--cluster", "h100-80g-dgx", "--devices", "8:16", "--json"]
-    assert main([*words, "--svg", str(drawing)]) == 0
+    page = tmp_path / "scaling.html"
+    assert main([*words, "--svg", str(drawing), "--html", str(page)]) == 0
+    shown = page.read_text(encoding="utf-8")
+    assert shown.count('class="drawing"') == 5
+    assert "Overhead, weak scaling" in shown and "Efficiency, strong scaling" in shown
+    assert "http" not in re.sub(r"http://www.w3.org/\S+", "", shown), "it needs no network"
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"weak", "strong"}
     for points in found.values():

@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from meshwright.cli.main import main
 from meshwright.config.faults import FaultsConfig
+from meshwright.optim.adam import FlatOptimizer
 from meshwright.show.run_page import summary
 from meshwright.train.bad_steps import BadSteps, Place, Window
 from meshwright.train.fault_notes import KINDS, FaultNotes
@@ -157,6 +159,32 @@ def test_on_other_layouts(tmp_path: Path, layout: dict[str, int], zero: int, who
         (event,) = events(tmp_path / name, "fault")
         assert f"the {name} of layers.3 on {who if name == 'backward' else 'rank 1'}" in event["text"]
         assert numbers(tmp_path / name) == numbers(tmp_path / "clean")
+
+
+def story_ahead(rank: int, world: int, folder: str, cases: dict[str, Any]) -> dict[str, Any]:
+    """The loop launches a step before it has read the one before it, as on an accelerator."""
+
+    def step_on_device(self: FlatOptimizer, lr: float, scaling: Any) -> None:
+        if bool(scaling.updates):
+            self.step(lr, float(scaling.divisor))
+
+    with patch.object(FlatOptimizer, "on_device", True), patch.object(FlatOptimizer, "step_on_device", step_on_device):
+        return story(rank, world, folder, cases)
+
+
+@pytest.mark.wide
+def test_where_steps_run_ahead(tmp_path: Path) -> None:
+    """The step after a bad one has begun by the time of the verdict: it is dropped, and nothing is left of it."""
+    ends = run_ranks(2, story_ahead, str(tmp_path), {name: CASES[name] for name in (*QUICK, "loss", "again")})[0]
+    assert not events(tmp_path / "clean", *KINDS)
+    check_passing(tmp_path, ends, ["forward", "spike", "loss"])
+    check_skipped(tmp_path)
+    check_rollback(tmp_path, ends)
+    # Step 6 had its fault when it was begun after the bad one, and was dropped with it.
+    assert ends["again"][0].startswith("rank 1 had 2 faults, the last in step 7")
+    assert [line["step"] for line in lines(tmp_path / "again")] == list(range(1, 8))
+    saved = sorted(path.name for path in (tmp_path / "again" / "checkpoints").glob("step-*"))
+    assert saved[-1].endswith("7"), "and no step that has no line"
 
 
 @pytest.mark.wide

@@ -189,6 +189,8 @@ def test_the_command_writes_a_page_or_says_why_not(tmp_path: Path, capsys: pytes
     assert main(["watch", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["progress"]["steps"] == 60
     assert main(["watch", str(tmp_path)]) == 2
+    assert f"holds no run: name one of those in it, such as {run}" in capsys.readouterr().err
+    assert main(["status", str(tmp_path / "nowhere")]) == 2
     assert "holds no run: name the folder that run.dir named" in capsys.readouterr().err
     assert main(["watch", str(run), "--port", "99999"]) == 2
     assert main(["watch", str(run), "--cluster", "nowhere", "--html", str(tmp_path / "x")]) == 2
