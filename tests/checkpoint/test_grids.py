@@ -1,15 +1,19 @@
-"""Checkpoints go from one axis of tensor parallelism to grids, between grids and back, bit for bit."""
+"""Checkpoints go from one axis of tensor parallelism to grids, between grids and back, bit for bit; grids read them."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from meshwright.cli.main import main
 from meshwright.config.sections import Config
 from tests.checkpoint.runs import tensors
 from tests.checkpoint.test_other_layouts import BEFORE, ONE, Job, Place, check_pairs, launch
+from tests.support.token_files import write_documents
 
 
 @dataclass(frozen=True)
@@ -69,3 +73,22 @@ def test_runs_go_on_in_other_layouts(tmp_path: Path) -> None:
     pairs = [(TP4, FLAT, True), (FLAT, CUBE, True), (CUBE, ONE, False), (ONE, STACK, True), (STACK, SHARDED, True),
              (SHARDED, TP4, False)]  # fmt: skip
     check_pairs(tmp_path, pairs, after=2)
+
+
+@pytest.mark.wide
+def test_what_a_grid_trained_is_read_by_eval_and_generate(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The loss on a grid is that of one process; text is written by one process, or along one axis."""
+    launch([Job(FLAT, True, BEFORE, "", str(tmp_path / "run"))])
+    source, vocab = str(tmp_path / "run" / f"step-{BEFORE:08d}"), FLAT.config(True).model.vocab
+    write_documents(tmp_path / "tokens", [np.random.default_rng(0).integers(0, vocab, 400)])
+
+    def told(*words: str) -> dict[str, float]:
+        assert main([*words, "--json"]) == 0
+        found: dict[str, float] = json.loads(capfd.readouterr().out)
+        return found
+
+    words = ["eval", source, "--data", str(tmp_path / "tokens"), "--samples", "4"]
+    grid = ["--nproc", "4", "layout.tp=4", "layout.tp_grid=[2,2]", "train.micro_batch=2"]
+    assert told(*words, *grid)["loss"] == pytest.approx(told(*words)["loss"], abs=1e-6)
+    prompt = ["generate", source, "--prompt-tokens", "5,3", "--max-tokens", "6", "--temperature", "0"]
+    assert told(*prompt)["tokens"] == told(*prompt, "--nproc", "2")["tokens"]

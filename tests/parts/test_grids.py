@@ -3,6 +3,7 @@ parameter, and what can't be combined."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,35 @@ def test_a_dry_rank_is_the_planned_one(name: str) -> None:
         fields = 3 if config.layout.pp == 1 else 2 * (rank == 0)  # with pp: the tokens of two micro-batches
         batch = 8 * fields * config.train.micro_batch * config.model.seq
         assert kept["planned"] == pytest.approx(kept["ran"] + batch, rel=0.01)
+
+
+def _kept_by_a_block(kind: str, grid: tuple[int, ...], keeps: bool = False) -> tuple[float, float]:
+    """The bytes of weights and of what is kept for backward that one more block adds to a dry rank's storages."""
+    found = []
+    for layers in (2, 3):
+        shape = {"model": LLAMA | {"layers": layers, "heads": 8, "kv_heads": 8, "seq": 128, "norm": "layernorm"}}
+        config = config_of(kind, grid, shape, tp_keep_gathered=keeps) if grid else _alone(shape)
+        ran = run_rank(config, int(np.prod(grid or (1,))), 0, Device("meta"))
+        found.append((ran.states["parameters"], ran.most["activations"]))
+    (weights, kept), (more_weights, more_kept) = found
+    return more_weights - weights, more_kept - kept
+
+
+def _alone(shape: dict[str, dict[str, Any]]) -> Config:
+    config = config_of("2d", (2, 2), shape)
+    return replace(config, layout=replace(config.layout, tp=1, tp_grid=(), tp_kind=""))
+
+
+@pytest.mark.wide
+def test_storages_of_a_block_are_divided_as_the_formulas_say() -> None:
+    """Activations by all ranks, weights by q^2 or q^3; gathered factors are kept where one asks for it alone."""
+    weights, kept = _kept_by_a_block("", ())
+    for kind, grid, parts in (("2d", (2, 2), 4), ("2.5d", (2, 2, 2), 4), ("3d", (2, 2, 2), 8)):
+        ranks = int(np.prod(grid))
+        own_weights, own_kept = _kept_by_a_block(kind, grid)
+        assert own_weights == pytest.approx(weights / parts, rel=0.02), kind
+        assert own_kept == pytest.approx(kept / ranks, rel=0.02), kind
+        assert _kept_by_a_block(kind, grid, keeps=True)[1] > 1.3 * own_kept, kind
 
 
 @pytest.mark.parametrize("name", list(DRY))
