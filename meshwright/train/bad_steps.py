@@ -164,8 +164,8 @@ class BadSteps:
         first = self._marks(result.step)
         if not self.replays:
             return self._data_or_model(result, f"{why}, and is not computed again", self._not_finite(first))
-        if self.config.spike == "tell":  # whatever is found the second time is trained, if it is finite
-            self._set_bounds(math.inf, math.inf)
+        if self.config.spike == "tell":  # what is found once more is trained
+            self._set_bounds(*(x + abs(x) if spike else math.inf for x in (result.loss, result.grad_norm)))
         self.trainer.take_back(result)
         replayed = again()
         self.trainer.gate.release()
