@@ -23,7 +23,7 @@ def tokens_for(seq: int, share: float = SHARE, mean: float = MEAN) -> int:
     """Returns the most tokens whose input is no longer than `seq`; it is then exactly as long, since one token more
     makes it longer by one at most."""
     most = seq
-    while span_lengths(most, share, mean)[0] < seq:
+    while span_lengths(most, share, mean)[0] <= seq:
         most *= 2
     low, high = 2, most
     while low < high:  # the length never falls as tokens are added

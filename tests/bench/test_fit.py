@@ -140,7 +140,7 @@ def test_what_a_profile_knows_makes_steps_longer() -> None:
         cluster, "all_reduce", 4 * 124e6, 2, 2
     )
     slow = {"efficiency": replace(cluster.efficiency, optimizer=0.06)}
-    assert longer(data, **slow) == pytest.approx(9 * 124e6 * 36 / 6e9, rel=0.02)  # fp32: 4 + 4 + 8 + 16 + 4 bytes
+    assert longer(data, **slow) == pytest.approx(9 * 124e6 * 32 / 6e9, rel=0.02)  # fp32: 4 + 4 + 8 + 16 bytes
 
 
 def test_shipped_clusters_have_none_of_what_only_a_profile_knows() -> None:

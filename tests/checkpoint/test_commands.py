@@ -159,6 +159,7 @@ def limit_files(size: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
+@pytest.mark.wide
 def test_a_full_disk(folder: Path, start: Any) -> None:
     words = ("--nproc", "2", "checkpoint.every=1", "--restarts", "1")
     code, said = ended(start(*words, preexec_fn=limit_files(20_000)))

@@ -93,6 +93,7 @@ def test_a_run_that_saves_by_the_clock_resumes_to_the_bit(tmp_path: Path) -> Non
     assert_same(complete(2, sections), reference)
 
 
+@pytest.mark.wide
 def test_a_run_that_ends_in_its_last_validation_is_saved_and_goes_on_there(tmp_path: Path) -> None:
     checkpoint = {"checkpoint": {"every": 0}}
     reference = complete(2, tiny(tmp_path / "straight", **checkpoint))

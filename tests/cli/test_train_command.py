@@ -89,6 +89,7 @@ def test_a_run_and_what_it_leaves(folder: Path) -> None:
     assert again.returncode == 2 and "complete at step 6" in again.stderr and "raise train.steps" in again.stderr
 
 
+@pytest.mark.wide
 def test_the_same_losses_under_torchrun_and_in_one_process(folder: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from meshwright.data.masked import keyed_uniform
@@ -102,6 +102,7 @@ def test_lengths_follow_t5s_formulas(tokens: int, share: float, mean: float) -> 
 
 
 @given(seq=st.integers(8, 3000), share=shares, mean=means)
+@example(9, 0.5, 1.5)
 def test_the_longest_text_fills_the_input_exactly(seq: int, share: float, mean: float) -> None:
     tokens = tokens_for(seq, share, mean)
     assert span_lengths(tokens, share, mean)[0] == seq < span_lengths(tokens + 1, share, mean)[0]

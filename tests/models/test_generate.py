@@ -65,6 +65,7 @@ def test_greedy_text_of_every_family_is_that_of_transformers(theirs: Texts) -> N
     assert_same_texts(theirs, list(MODELS), 1)
 
 
+@pytest.mark.wide
 def test_greedy_text_at_tp2(theirs: Texts) -> None:
     assert_same_texts(theirs, AT_TP2, 2)
 

@@ -54,6 +54,7 @@ def measure(rank: int, world: int, references: list[Reference]) -> list[Outcome]
     return found
 
 
+@pytest.mark.wide
 def test_any_permutation_agrees_with_one_process() -> None:
     by_rank = run_ranks(4, measure, [reference_of(case) for _, case in CASES], deadline=300.0)
     for (order, case), outcomes in zip(CASES, zip(*by_rank, strict=True), strict=True):

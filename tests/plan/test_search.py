@@ -86,6 +86,7 @@ def test_plan_writes_a_config_that_loads(tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out)["step_time_s"] == pytest.approx(found["best"]["step_time_s"])
 
 
+@pytest.mark.wide
 def test_a_long_sequence_finds_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of eight devices the ranks share it; on two, blocks are recomputed from host memory, MLPs in pieces."""
     words = ["plan", "llama3-8b", "--seq", "131072", "--cluster", "h100-80g-dgx", "--json", "--top", "1"]
