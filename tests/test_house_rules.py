@@ -7,12 +7,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "meshwright"
 FILES = sorted(PACKAGE.rglob("*.py"))
+LINES = 450  # of a file
 
 # Outside of comm: what each file may use of torch.distributed, and nothing of it is a collective.
 DISTRIBUTED = {
@@ -41,7 +43,7 @@ WITHOUT_TORCH = [
         if path.stem != "__init__"
     ),
     "layout", "layout.params", "layout.rows", "layout.redistribute", "config.load",
-    "config.rules", "models.description", "parts.part", "parts.gpt", "parts.context", "parts.experts",
+    "config.rules", "models.description", "parts.part", "parts.linear", "parts.gpt", "parts.context", "parts.experts",
     "parts.latent", "parts.tuning", "parts.loss_pieces", "parts.bert", "data.masked", "data.packed",
     "data.chat_prepare", "train.datasets",
     "optim.schedules", "comm.ledger", "comm.algorithms", "config.comm", "sharding.algorithms",
@@ -62,6 +64,7 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+@cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -73,6 +76,12 @@ def dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute) and (head := dotted(node.value)):
         return f"{head}.{node.attr}"
     return ""
+
+
+@cache
+def words(module: ast.Module) -> set[str]:
+    """Every name and attribute chain of a file."""
+    return {text for node in ast.walk(module) if (text := dotted(node))}
 
 
 def imported(module: ast.Module) -> Iterator[tuple[str, str]]:
@@ -87,13 +96,14 @@ def imported(module: ast.Module) -> Iterator[tuple[str, str]]:
                 yield f"{node.module}.{alias.name}", alias.asname or alias.name
 
 
+@cache
 def uses(module: ast.Module, package: str) -> set[str]:
     """The first names below `package` that a file uses, however it imports them; `*` for one that we can't follow."""
     names = {here: full for full, here in imported(module)}
     reached = list(names.values())
-    for node in ast.walk(module):
-        text = dotted(node)
-        head = next((h for h in names if text == h or text.startswith(f"{h}.")), None)
+    for text in words(module):
+        parts = text.split(".")
+        head = next((h for n in range(1, len(parts) + 1) if (h := ".".join(parts[:n])) in names), None)
         reached.append(names[head] + text[len(head) :] if head else text)
     below = f"{package}."
     found = {full.removeprefix(below).split(".")[0] for full in reached if full.startswith(below)}
@@ -127,6 +137,12 @@ def test_the_rule_sees_every_way_to_a_collective() -> None:
     assert uses(ast.parse("import torch.distributed as dist\ndist.is_initialized()"), "torch.distributed") == {
         "is_initialized"
     }
+
+
+def test_files_are_short() -> None:
+    places = [PACKAGE, *(PACKAGE.parent / name for name in ("tests", "benchmarks", "examples"))]
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for at in places for path in at.rglob("*.py")}
+    assert not {str(path): count for path, count in lines.items() if count > LINES}, f"more than {LINES} lines"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.layout.params import Init, whole
-from meshwright.parts.gpt import ZEROS, replicated
+from meshwright.parts.linear import ZEROS, replicated
 from meshwright.parts.part import (
     Collective,
     Coordinate,

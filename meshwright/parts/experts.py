@@ -14,7 +14,7 @@ from itertools import product
 from typing import NamedTuple
 
 from meshwright.layout.params import EP_ACROSS, EP_NODE, Box, Init, ParamRecord, whole
-from meshwright.parts.gpt import ZEROS
+from meshwright.parts.linear import ZEROS
 from meshwright.parts.mlp import MLPPart
 from meshwright.parts.part import (
     Collective,

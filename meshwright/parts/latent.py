@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.layout.params import Init, rows_of, whole
 from meshwright.parts.context import context_calls, context_kept, context_working
-from meshwright.parts.gpt import ONES, column_calls, replicated, row_calls, row_records
+from meshwright.parts.linear import ONES, column_calls, replicated, row_calls, row_records
 from meshwright.parts.part import (
     Collective,
     Coordinate,

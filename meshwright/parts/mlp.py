@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.layout.params import Init, rows_of
-from meshwright.parts.gpt import ZEROS, column_calls, row_calls, row_records
+from meshwright.parts.linear import ZEROS, column_calls, row_calls, row_records
 from meshwright.parts.part import (
     Collective,
     Coordinate,

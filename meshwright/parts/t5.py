@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.layout.params import Init, columns_of, rows_of
-from meshwright.parts.gpt import column_calls, row_calls, row_records
+from meshwright.parts.linear import column_calls, row_calls, row_records
 from meshwright.parts.part import (
     BlockUnit,
     Collective,

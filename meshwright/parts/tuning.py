@@ -17,7 +17,8 @@ from typing import TypeVar
 from meshwright.errors import UserError, nearest
 from meshwright.layout.packed import BLOCK, packed_record, row_bytes
 from meshwright.layout.params import AdapterRecord, Init, ParamRecord, columns_of, rows_of, whole
-from meshwright.parts.gpt import ZEROS, NormPart, TokenEmbeddingPart, replicated
+from meshwright.parts.gpt import NormPart, TokenEmbeddingPart
+from meshwright.parts.linear import ZEROS, replicated
 from meshwright.parts.mlp import MLPPart
 from meshwright.parts.part import (
     BlockUnit,

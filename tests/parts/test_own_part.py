@@ -25,7 +25,7 @@ from meshwright.nn.build import MODULES
 from meshwright.nn.linear import Linear
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
-from meshwright.parts.gpt import column_calls, row_calls, row_records
+from meshwright.parts.linear import column_calls, row_calls, row_records
 from meshwright.parts.mlp import MLPPart
 from meshwright.parts.part import (
     ALONE,
