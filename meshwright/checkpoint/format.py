@@ -310,8 +310,11 @@ def find_checkpoint(source: str) -> Path:
         )
     if not path.exists():
         raise UserError(f"there is no folder '{path}'{_folder_near(path)}: name a run's folder or a checkpoint's")
+    if not found and (path / "run.json").is_file():
+        raise UserError(f"{path} has no checkpoint yet: wait for one (checkpoint.every), or stop the run, which saves")
     if not found:
-        raise UserError(f"there is no complete checkpoint in {path}: name a run's folder or a checkpoint's")
+        what = "is a file" if path.is_file() else "holds neither a run nor a complete checkpoint"
+        raise UserError(f"{path} {what}: name a run's folder or a checkpoint's")
     step = int(wanted) if wanted else max(found)
     if step not in found:
         raise UserError(f"{path} has no checkpoint of step {wanted}: it has {', '.join(map(str, found))}")

@@ -26,6 +26,8 @@ from meshwright.outside import read_json
 
 WENT_BACK = "went-back.json"  # notes, beside the checkpoints, that a job was told to restart from an older one
 # The keys that decide which tokens the sample of a given number holds.
+# Keys of a model with which its parameters change their shapes.
+SHAPING = ("kind", "layers", "hidden", "ffn", "experts.count", "experts.ffn")
 SAMPLES = (
     "data.prefixes", "data.weights", "data.split", "data.draw_split", "data.objective", "data.masked.share",
     "data.masked.ngrams", "data.masked.whole_words", "data.masked.specials", "data.spans.share", "data.spans.mean",
@@ -239,9 +241,11 @@ def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
 
     model, data = changed(computed), changed(SAMPLES) if not model_only else ""
     if model and not model_only:
+        fits = not changed([f"model.{key}" for key in SHAPING])
+        again = f"from these weights with another run.dir and --from {reader.folder}" if fits else "in another run.dir"
         raise UserError(
             f"{reader.folder} is of a model that computes something else: {model}; set it back, or begin a new run "
-            f"from these weights with another run.dir and --from {reader.folder}"
+            f"{again}"
         )
     told = [(model, "these weights were trained with other settings"),
             (data, "the run goes on with other samples than it began with, and may see some again")]  # fmt: skip

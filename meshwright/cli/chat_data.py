@@ -55,11 +55,15 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(found))
         return
     console = console_for(sys.stdout)
+    pairs = summary.kind == "pairs"
     for number, masked in enumerate(summary.samples, start=1):
-        show(console, sample_text(number, masked.tokens, masked.mask, tokenizer, has_colour(sys.stdout)))
+        # The files hold the two answers of a pair alike, one after the other: the second is the bad one.
+        mask = [2 * each for each in masked.mask] if pairs and number % 2 == 0 else masked.mask
+        show(console, sample_text(number, masked.tokens, mask, tokenizer, has_colour(sys.stdout)))
     if not has_colour(sys.stdout):
         print(f"(what is learned stands in {MARKS[1][0]}{MARKS[1][1]}, a bad answer in {MARKS[2][0]}{MARKS[2][1]})")
-    print(f"conversations  {summary.conversations:,} ({summary.kind}), the longest of {summary.longest:,} tokens")
+    count = f"{summary.conversations // 2:,} pairs" if pairs else f"{summary.conversations:,} ({summary.kind})"
+    print(f"conversations  {count}, the longest of {summary.longest:,} tokens")
     print(f"tokens         {summary.tokens:,}, of which {summary.learned:,} are learned ({percent(summary.share)})")
     _tell_packing(args.seq, packed)
     tell_files(summary.files, column=15)

@@ -94,7 +94,11 @@ def run(args: argparse.Namespace) -> None:
     config = _config(raw, data, model, args, cluster, devices)
     best = best_layout(config, devices, cluster, MARGIN * cluster.device.memory_gib)
     text = written(best, config, lr, args, data)
-    args.out.write_text(text, encoding="utf-8")
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{args.out} can't be written ({error.strerror}): give another --out") from None
     check(load_config(args.out), devices, TRAINING_RULES)  # what was written can be trained
     nproc = f" --nproc {devices}" if devices > 1 else ""
     if args.json:

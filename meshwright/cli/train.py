@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import statistics
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,16 +97,19 @@ def run(args: argparse.Namespace) -> int:
     check(config, nodes * ranks, TRAINING_RULES)
     check_machine(config.run.device, config.comm.backend, config.train.precision, ranks)
     check_memory(config, nodes * ranks, ranks)
-    tell, loses = partial(write_event_of, config.run.dir), partial(what_is_lost, config)
+    tell, loses = partial(write_event_of, config.run.dir, time.time()), partial(what_is_lost, config)
     if config.faults.elastic:
         return elastic.start_elastic(config, args, train, ranks, loses, tell)
     return start(ranks, train, args, args.restarts, stops=True, loses=loses, tell=tell)
 
 
-def write_event_of(folder: str, kind: str, text: str) -> None:
-    """Notes what the launcher saw, if the run has begun."""
-    if (Path(folder) / "run.json").is_file():
-        write_event(folder, kind, text)
+def write_event_of(folder: str, since: float, kind: str, text: str) -> None:
+    """Notes what the launcher saw, if the run has begun. A mistake that was found before that leaves it as it was."""
+    if not (Path(folder) / "run.json").is_file():
+        return
+    began = any(event["kind"] in ("start", "resume") and event["time"] >= since for event in read_events(folder))
+    if kind != "refusal" or began:
+        write_event(folder, "failure" if kind == "refusal" else kind, text)
 
 
 def prepare(args: argparse.Namespace, place: Place) -> None:

@@ -20,7 +20,7 @@ from meshwright.data.token_writer import TokenFileWriter
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer
 from meshwright.errors import UserError
 
-SHOWN = 5
+SHOWN = 5  # and of pairs an even number
 
 
 @dataclass
@@ -59,7 +59,7 @@ def prepare_chat(
             masks.add_documents(bytes(masked.mask), [len(ids)])
             lengths.append(len(ids))
             summary.learned += sum(1 for each in masked.mask if each)
-            if len(summary.samples) < SHOWN:
+            if len(summary.samples) < SHOWN + (summary.kind == "pairs"):
                 summary.samples.append(masked)
             advance(1)
         if not lengths:

@@ -232,7 +232,8 @@ def conclude(
     if why:
         print(f"meshwright: {why}", file=sys.stderr)
     if ended.code:
-        tell("failure", why.splitlines()[-1] if why else "the ranks hung")
+        kind = {2: "refusal", 128 + signal.SIGINT: "end"}.get(ended.code, "failure")
+        tell(kind, why.splitlines()[-1] if why else "the ranks hung")
     return ended.code
 
 

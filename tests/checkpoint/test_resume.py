@@ -240,6 +240,8 @@ def test_weights_are_not_read_as_another_model_s(tmp_path: Path, capsys: pytest.
     other = {"position": "rope", "heads": 4, "rope_theta": 5e5, "mlp": "relu"}
     with pytest.raises(UserError, match=r"model\.heads \(there 2, here 4\).*mlp.*rope_theta.*--from"):
         train(0, 1, tiny(run, train={"steps": 4}, model=other), None, None)
+    with pytest.raises(UserError, match=r"model\.ffn .*begin a new run in another run.dir$"):
+        train(0, 1, tiny(run, train={"steps": 4}, model=rope["model"] | {"ffn": 8}), None, None)
     assert saved(run) == [1, 2]
     train(0, 1, tiny(tmp_path / "b", train={"steps": 2}, model=other), None, str(run))
     assert "trained with other settings: model.heads" in capsys.readouterr().err

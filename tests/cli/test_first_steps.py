@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from meshwright.cli import auto_layout
 from meshwright.cli.auto_layout import best_layout, resolve, words_of
 from meshwright.cli.completion import bash, fish, zsh
 from meshwright.cli.main import COMMANDS, GROUPS, main, usage
+from meshwright.cli.train import write_event_of
 from meshwright.config.load import config_keys, load_config
 from meshwright.plan.cluster import load_cluster
+from meshwright.train.run_notes import read_events, write_event
 from tests.support.token_files import write_documents
 
 LARGE = (("1b", 16, "h100-80g-dgx"), ("llama3-70b", 64, "h100-80g-dgx"))
@@ -40,6 +43,24 @@ def test_init_says_when_the_data_are_not_there(tmp_path: Path, capsys: pytest.Ca
     assert "name them without their ending, data/text" in capsys.readouterr().err
     assert main([*words, "data/txet"]) == 0
     assert "data/txet is not there yet" in capsys.readouterr().err
+
+
+def test_init_makes_the_folder_or_says_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["init", "--model", "tiny", "--data", "data/text", "--devices", "1", "--out"]
+    assert main([*words, str(tmp_path / "new" / "c.yaml")]) == 0
+    assert main([*words, str(tmp_path / "new" / "c.yaml" / "d.yaml")]) == 2
+    assert "d.yaml can't be written (" in capsys.readouterr().err
+
+
+def test_a_mistake_before_the_run_begins_leaves_it_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    write_event(tmp_path, "end", "finished all 9 steps")
+    write_event_of(str(tmp_path), time.time(), "refusal", "another tokenizer")
+    assert [event["kind"] for event in read_events(tmp_path)] == ["end"]
+    since = time.time()
+    write_event(tmp_path, "resume", "continues")
+    write_event_of(str(tmp_path), since, "refusal", "the disk is full")
+    assert [event["kind"] for event in read_events(tmp_path)] == ["end", "resume", "failure"]
 
 
 def test_init_names_the_file_after_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
