@@ -206,6 +206,6 @@ def test_inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", f"{run}@1"]) == 2
     assert "it has 2, 3" in capsys.readouterr().err
     assert main(["inspect", str(folder)]) == 2
-    assert "no complete checkpoint" in capsys.readouterr().err
+    assert "neither a run nor a complete checkpoint" in capsys.readouterr().err
     source = "import sys, meshwright.cli.inspect; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", source]).returncode == 0, "it needs no torch"
