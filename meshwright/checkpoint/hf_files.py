@@ -42,15 +42,7 @@ class HFFolder:
         self.config = _json(folder / "config.json", folder)
         self.family: Family = family_named(self.config.get("model_type"))
         self.model: ModelConfig = self.family.model_of(self.config, seq)
-        if self.config.get("quantization_config"):
-            raise UserError(
-                f"{folder} holds quantised weights (quantization_config in config.json), which can't be read: load the "
-                "model with transformers in bfloat16, save it again, and import that"
-            )
-        self.file_of: dict[str, Any] = {}
-        for file in weight_files(folder):
-            found = opened(folder / file)
-            self.file_of |= dict.fromkeys(found.keys(), found)
+        self.file_of = opened_weights(folder, bool(self.config.get("quantization_config")))
         if self.family.decoder_layers and self.model.tied_embeddings and self._has_own_head():
             self.model = replace(self.model, tied_embeddings=False)
         self.tensors: dict[str, Mapped] = self.family.tensors(self.model)
@@ -166,6 +158,20 @@ def opened(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} can't be read ({error}): get it again") from None
+
+
+def opened_weights(folder: Path, quantised: bool) -> dict[str, Any]:
+    """Returns the opened file that holds each tensor of a folder, whose config.json says whether it is `quantised`."""
+    if quantised:
+        raise UserError(
+            f"{folder} holds quantised weights (quantization_config in config.json), which can't be read: load the "
+            "model with transformers in bfloat16, save it again, and name that"
+        )
+    file_of: dict[str, Any] = {}
+    for name in weight_files(folder):
+        file = opened(folder / name)
+        file_of |= dict.fromkeys(file.keys(), file)
+    return file_of
 
 
 def weight_files(folder: Path) -> list[str]:

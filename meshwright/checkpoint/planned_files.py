@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.hf_files import opened, weight_files
+from meshwright.checkpoint.hf_files import opened_weights
 from meshwright.errors import UserError
 from meshwright.layout.params import Box, ParamRecord, overlap, slices_of
 from meshwright.models.planned.blueprint import blueprint, read_config, skeleton
@@ -33,16 +33,9 @@ class PlannedFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        if getattr(read_config(str(folder)), "quantization_config", None):
-            raise UserError(
-                f"{folder} holds quantised weights (quantization_config in config.json), which can't be read: load the "
-                "model with transformers in bfloat16, save it again, and name that"
-            )
-        self.file_of: dict[str, Any] = {}
-        for file in weight_files(folder):
-            found = opened(folder / file)
-            self.file_of |= dict.fromkeys(found.keys(), found)
-        module = skeleton(read_config(str(folder)), torch.float32)
+        config = read_config(str(folder))
+        self.file_of = opened_weights(folder, bool(getattr(config, "quantization_config", None)))
+        module = skeleton(config, torch.float32)
         self.shapes = named_shapes(str(folder))
         own = {name: tuple(value.shape) for name, value in module.state_dict().items()}
         self.buffers = {name: own[name] for name in own if name not in dict(_parameters(module))}
