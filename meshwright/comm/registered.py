@@ -47,6 +47,9 @@ def operator(name: str, mutates: Iterable[str] = ()) -> Callable[[Function], Any
 
 def shapes_of(registered: Any) -> Callable[[Function], Function]:
     """Registers a function that returns empty tensors like an operator's results."""
+    if not registered._schema.returns:
+        # Newer versions of torch let the second registration win; 2.11 refuses it when the package is imported.
+        raise TypeError(f"{registered.name()} returns nothing, so that its shapes are known already")
 
     def register(fake: Function) -> Function:
         torch.library.register_fake(registered.name(), fake)

@@ -83,11 +83,6 @@ def _add_grouped(slot: Sink, grad: Tensor, x: Tensor, ends: Tensor) -> None:
     slot.done()
 
 
-@shapes_of(add_grouped_grad)
-def _(sink: Tensor, grad: Tensor, x: Tensor, ends: Tensor) -> None:
-    return None
-
-
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """Returns x[index]; the negative index of a row that is empty gives zeros."""
     if x.is_meta:
