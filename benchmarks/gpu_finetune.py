@@ -34,6 +34,7 @@ import torch
 
 from meshwright.bench.models import BENCH_MODELS, bench_config
 from meshwright.bench.step import make_trainer
+from meshwright.bench.timing import by_kind
 from meshwright.config.load import config_from, set_key, to_mapping
 from meshwright.device import Device
 from meshwright.dryrun.stand_ins import RandomTokens
@@ -71,10 +72,19 @@ def ours(kind: str, model: str, settings: dict[str, str], device: Device, steps:
     device.reset_peak()
     results = [ahead.next(False) for _ in range(steps)]
     device.synchronize()
+    peak = device.peak_bytes()
+
+    def two_steps() -> None:
+        for launched in [trainer.launch(), trainer.launch()]:
+            trainer.read(launched)
+
+    kinds, kernels = by_kind(device, two_steps, 2)
     trained = sum(slot.view.numel() for buffer in trainer.data_parallel.trained for slot in buffer.slots)
     return {
         "step_ms": 1e3 * statistics.median(result.step_time_s for result in results),
-        "peak_bytes": device.peak_bytes(), "trained": trained, "losses": losses + [each.loss for each in results],
+        "peak_bytes": peak, "trained": trained, "kinds_ms": kinds,
+        "kernels": [{"name": name, "calls": calls, "ms": ms} for name, calls, ms in kernels[:40]],
+        "losses": losses + [each.loss for each in results],
     }  # fmt: skip
 
 

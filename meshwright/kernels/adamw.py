@@ -72,8 +72,9 @@ def _adamw(
         p = _join(tl.load(low + at, mask=inside), p)
     m += (g - m) * (1.0 - beta1)
     v = v * beta2 + g * g * (1.0 - beta2)
-    p = tl.where(decayed, p * (1.0 - lr * decay), p)
-    p -= lr * (m / correction1) / (tl.sqrt(v / correction2) + eps)
+    change = lr * (m / correction1) / (tl.sqrt(v / correction2) + eps)
+    # One rounding, said here: the compiler would choose it for one kind of master and not for the other.
+    p = tl.fma(p, tl.where(decayed, 1.0 - lr * decay, 1.0), -change)
     tl.store(first + at, m, mask=inside)
     tl.store(second + at, v, mask=inside)
     if PAIRED:

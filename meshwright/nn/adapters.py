@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
+from meshwright.comm.registered import pure_operator
 from meshwright.layout.params import AdapterRecord
 from meshwright.nn import products
 from meshwright.nn.fused import norm_of_product, rms_norm_backward, swiglu, swiglu_backward, wide
@@ -48,10 +49,6 @@ class Settings(NamedTuple):
     kind: str
 
 
-# The settings, the adapters' scale, the rows of each, and what comes before the product with a norm's epsilon.
-How = tuple[Settings, float, tuple[tuple[int, int], ...], str, float]
-
-
 class Before(NamedTuple):
     """What the product computes of its input before it multiplies: nothing, its SwiGLU, or its RMS norm with this
     weight. Only the input itself is then kept; backward computes it again."""
@@ -80,7 +77,7 @@ def adapted_product(
         keep = keep.bernoulli_(1.0 - first.p, generator=generator).div_(1.0 - first.p)
     spans = tuple((change.start, change.stop) for change in changes)
     factors = [part for change in changes for part in (change.adapter.down, change.adapter.up)]
-    how = (settings, first.scale, spans, before.kind, before.eps)
+    how = (settings, first.scale, spans, before.kind, before.eps)  # scale is that of all adapters
     found = _AdaptedProduct.apply(x, before.gain, weight, bias, ratio, keep, how, *factors)
     return found if before.kind == "norm" else (x, found)
 
@@ -108,15 +105,23 @@ def _ratio(weight: Tensor, changes: Sequence[Change], settings: Settings) -> Ten
     return torch.cat([*parts, torch.ones_like(old[at:])])
 
 
+@pure_operator("meshwright::add_low_rank", mutates={"y"})
+def add_low_rank(y: Tensor, short: Tensor, ups: Sequence[Tensor], spans: Sequence[int], scale: float) -> None:
+    """Adds scale * part up^T to the columns of y between each two numbers of `spans`, the parts being those of `short`
+    from left to right. The product itself adds, so y is read and written once more and nothing else is."""
+    parts = short.chunk(len(ups), 1)
+    for number, (part, up) in enumerate(zip(parts, ups, strict=True)):
+        y[:, spans[2 * number] : spans[2 * number + 1]].addmm_(part, up.t(), alpha=scale)
+
+
 class _AdaptedProduct(torch.autograd.Function):
     """y = ratio (x W^T + scale (x A^T) B^T) + bias with the collectives of `nn/linear.py`, of x or what comes before.
     The weight is frozen."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gain: Tensor | None, weight: Tensor, bias: Tensor | None, ratio: Tensor | None,
-        keep: Tensor | None, how: How, *factors: Tensor,
-    ) -> Any:  # fmt: skip
+    def forward(ctx: Any, *given: Any) -> Any:
+        # No names above: without gradients, torch.compile leaves out ctx where it counts as many arguments as names.
+        x, gain, weight, bias, ratio, keep, how, *factors = given
         ctx.how = settings, scale, spans, before, eps = how
         rstd, inner = None, x
         if before == "norm":
@@ -128,9 +133,7 @@ class _AdaptedProduct(torch.autograd.Function):
         y = products.forward(full, weight_values(weight, x.dtype), None, settings.kind)
         seen = full if keep is None else full * keep
         short = seen @ torch.cat(factors[::2]).t()
-        parts = short.chunk(len(spans), 1)
-        for (start, stop), part, up in zip(spans, parts, factors[1::2], strict=True):
-            y[:, start:stop] += scale * (part @ up.t())
+        add_low_rank(y, short, factors[1::2], [row for span in spans for row in span], scale)
         ctx.save_for_backward(x, rstd, gain, weight, keep, short, ratio, y if ratio is not None else None, *factors)
         if ratio is not None:
             y = (y * ratio).to(y.dtype)
@@ -160,8 +163,11 @@ class _AdaptedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0] or before:
             weight = weight_values(weight, grad.dtype)
             prepared = products.prepare_grad(grad, weight, kind, for_weight=False)
-            added = back @ downs
-            grad_x = products.input_grad(prepared, weight, kind) + (added if keep is None else added * keep)
+            grad_x = products.input_grad(prepared, weight, kind)
+            if keep is None:
+                add_low_rank(grad_x, back, [downs.t()], [0, downs.shape[1]], 1.0)
+            else:
+                grad_x = grad_x + (back @ downs) * keep
             if mode == "column":
                 all_reduce_(grad_x, group, "sum")
             elif mode == "gather":

@@ -322,10 +322,19 @@ def kernel_backward(
     none = torch.zeros((), dtype=torch.int64, device=q.device)
     sizes, sums = (q.shape[2], k.shape[2], 0.0, causal), sums.contiguous()
     if cudnn_attends(q):
+        # torch keeps cuDNN's plans by the strides of q, k and v alone and reads the gradient and the result as the
+        # first ones lay. So these always lie as attention to q gives its result.
+        grad, out = _lying_like(grad, q), _lying_like(out, q)
         backward = aten._scaled_dot_product_cudnn_attention_backward
         return backward(grad, q, k, v, out, sums[..., None], none, none, None, None, None, *sizes)
     backward = aten._scaled_dot_product_flash_attention_backward
     return backward(grad, q, k, v, out, sums, None, None, *sizes, none, none)
+
+
+def _lying_like(x: Tensor, other: Tensor) -> Tensor:
+    """Returns x without gaps in memory, its dimensions in the order in which those of the other lie."""
+    order = sorted(range(x.dim()), key=other.stride, reverse=True)
+    return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
 
 
 def _finite(log_sum: Tensor) -> Tensor:
