@@ -65,11 +65,13 @@ def _adamw(
     inside = at < size
     decayed = _decayed(flips, count, begin, at, DECAYS, BLOCK)
     g = tl.load(grad + at, mask=inside).to(tl.float32) * inverse
-    m = tl.load(first + at, mask=inside)
-    v = tl.load(second + at, mask=inside)
+    m = tl.load(first + at, mask=inside).to(tl.float32)
+    v = tl.load(second + at, mask=inside).to(tl.float32)
     p = tl.load(master + at, mask=inside)
     if PAIRED:
         p = _join(tl.load(low + at, mask=inside), p)
+    else:
+        p = p.to(tl.float32)
     m += (g - m) * (1.0 - beta1)
     v = v * beta2 + g * g * (1.0 - beta2)
     change = lr * (m / correction1) / (tl.sqrt(v / correction2) + eps)
@@ -96,10 +98,10 @@ def adamw(
     master: Tensor, grad: Tensor, first: Tensor, second: Tensor, low: Tensor | None, numbers: Tensor, *,
     lr: float, betas: tuple[float, float], eps: float, decay: float, decays: bool = True, flips: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
-    """Updates `master` and the moments (float32) and writes `low`, if given. A `master` of int16 holds the remainders
-    of the bf16 weights `low`. `numbers` holds, on the device: whether to update at all (0: leave everything), what to
-    multiply the gradient by, 1 - beta1^t and 1 - beta2^t. `decays` says whether the first elements decay, and `flips`
-    at which elements that changes."""
+    """Updates `master` and the moments and writes `low`, if given; all are updated in float32 and rounded to what they
+    are stored in. A `master` of int16 holds the remainders of the bf16 weights `low`. `numbers` holds, on the device:
+    whether to update at all (0: leave everything), what to multiply the gradient by, 1 - beta1^t and 1 - beta2^t.
+    `decays` says whether the first elements decay, and `flips` at which elements that changes."""
     size = master.numel()
     grid = (triton.cdiv(size, BLOCK),)
     _adamw[grid](

@@ -57,8 +57,8 @@ class DecayRange(NamedTuple):
 class FlatState:
     """The masters and moments of one buffer. Each is a store with one tensor per bucket, of this rank's share of it.
     `in_place` says that the model's own weights are the masters, `paired` that they are one half of them and the first
-    store holds the remainders; `ready` that updates use all stores as they are; else a prefetcher copies them in
-    pieces."""
+    store holds the remainders; `fused` that one kernel updates everything in the precisions it is stored in; `ready`
+    that updates use all stores as they are; else a prefetcher copies them in pieces."""
 
     def __init__(self, buffer: FlatBuffer, config: OptimizerConfig, offload: OffloadConfig) -> None:
         self.buffer = buffer
@@ -81,8 +81,11 @@ class FlatState:
                 master.copy_(params)
         self.stores = [masters, *(new(state_dtype) for _ in MOMENTS if config.name == "adamw")]
         brought = self.stores[1:] if self.paired else self.stores
-        ready = all(store.ready_in_place(buffer.device, self.dtype) for store in brought)
-        self.ready = ready and buffer.grads.dtype == self.dtype
+        alike = all(store.ready_in_place(buffer.device, self.dtype) for store in brought)
+        self.fused = config.name == "adamw" and kernels_take(*masters.shares, *own, buffer.grads) and (
+            all(store.on_device for store in brought)
+        )  # fmt: skip
+        self.ready = self.fused or (alike and buffer.grads.dtype == self.dtype)
         self._ranges = list(self._find_ranges())
         if not self.ready:
             limit = piece_size(int(offload.buffer_mib * 2**20 // self.dtype.itemsize), sizes)
@@ -252,24 +255,24 @@ class FlatOptimizer:
 
     @property
     def on_device(self) -> bool:
-        """Whether `step_on_device` can run: a fused pass over float32 masters, with numbers from the device."""
-        return self.config.name == "adamw" and bool(self.states) and all(
-            state.ready
-            and kernels_take(*state.stores[0].shares, state.buffer.buckets[0].own_params, state.buffer.grads)
-            for state in self.states
-        )  # fmt: skip
+        """Whether `step_on_device` can run: a fused pass with numbers from the device."""
+        return bool(self.states) and all(state.fused for state in self.states)
 
     @torch.no_grad()
     def step_on_device(self, lr: float, scaling: Scaling[Tensor]) -> None:
         """Makes one update, or none if `scaling` says so. The device decides which, so the host never waits for it."""
-        from meshwright.kernels.adamw import adamw
-
         c = self.config
         if not isinstance(self._updates, Tensor):
             self._updates = torch.full((), float(self._updates), dtype=torch.float64, device=scaling.norm.device)
         self._updates = self._updates + scaling.updates
         corrections = [1.0 - beta**self._updates for beta in c.betas]
-        numbers = torch.stack([scaling.updates.double(), 1.0 / scaling.divisor, *corrections]).float()
+        self._fused_step(lr, torch.stack([scaling.updates.double(), 1.0 / scaling.divisor, *corrections]).float())
+
+    def _fused_step(self, lr: float, numbers: Tensor) -> None:
+        """Makes an update by the kernel, which says what the numbers are."""
+        from meshwright.kernels.adamw import adamw
+
+        c = self.config
         for parts, done in self._portions(joined=True):
             for part in parts:
                 first, second = part.moments
@@ -288,6 +291,10 @@ class FlatOptimizer:
     def step(self, lr: float, divisor: float) -> None:
         """Makes one update with gradients / divisor."""
         self.updates += 1
+        if self.on_device:
+            corrections = [1.0 - beta**self.updates for beta in self.config.betas]
+            self._fused_step(lr, torch.tensor([1.0, 1.0 / divisor, *corrections], device=self.states[0].buffer.device))
+            return
         for parts, done in self._portions():
             for whole in _joined(parts):
                 for decay in (True, False):

@@ -101,6 +101,22 @@ def test_the_optimizer_pass_is_adamw(low: torch.dtype | None) -> None:
     assert weights is None or torch.equal(weights, master.to(weights.dtype))
 
 
+@pytest.mark.parametrize("kinds", ["master", "moments", "grad", "moments grad", "master moments grad"])
+def test_the_optimizer_pass_rounds_to_what_is_stored(kinds: str) -> None:
+    from meshwright.kernels.adamw import adamw
+
+    size, c = 5003, OptimizerConfig()
+    torch.manual_seed(1)
+    kept = [torch.bfloat16 if kind in kinds else torch.float32 for kind in ("master", "grad", "moments", "moments")]
+    narrow = [torch.rand(size, device=CUDA).to(dtype) for dtype in kept]
+    wide = [x.float() for x in narrow]
+    numbers = torch.tensor([1.0, 0.25, *(1 - b**3 for b in c.betas)], device=CUDA)
+    for tensors in (narrow, wide):
+        adamw(*tensors, None, numbers, lr=1e-2, betas=c.betas[:2], eps=c.eps, decay=c.weight_decay)  # type: ignore[misc]
+    for one, other, dtype in zip(narrow, wide, kept, strict=True):
+        assert one.dtype == dtype and torch.allclose(one.float(), other, rtol=torch.finfo(dtype).eps, atol=0.0)
+
+
 @pytest.mark.parametrize("decays", [True, False])
 def test_one_pass_updates_weights_that_decay_and_others(decays: bool) -> None:
     """Wherever that changes: at the ends, at a block's begin, several times in a block, not at all in many blocks."""

@@ -1,4 +1,4 @@
-"""Products with adapters in compiled blocks: with gradients and, as in the first pass of a recomputed block, without."""
+"""Products with adapters in compiled blocks, with gradients and, as when a recomputed block first runs, without."""
 
 from __future__ import annotations
 
