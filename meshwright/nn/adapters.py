@@ -161,7 +161,7 @@ class _AdaptedProduct(torch.autograd.Function):
         grad_ups = [scale * (piece.t() @ part) for piece, part in zip(pieces, parts, strict=True)]
         grad_x = grad_gain = None
         if ctx.needs_input_grad[0] or before:
-            weight = weight_values(weight, grad.dtype)
+            weight = weight_values(weight, grad.dtype, again=True)
             prepared = products.prepare_grad(grad, weight, kind, for_weight=False)
             grad_x = products.input_grad(prepared, weight, kind)
             if keep is None:

@@ -48,7 +48,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        weight = weight_values(weight, grad.dtype)
+        weight = weight_values(weight, grad.dtype, again=True)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if ctx.overlaps and ctx.mode in ("gather", "column"):
             both = _column_grads(ctx, grad, weight, x, needs_weight)
@@ -69,7 +69,7 @@ class _SwigluProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        prepared, back = _output_grads(ctx, grad, weight_values(weight, grad.dtype))
+        prepared, back = _output_grads(ctx, grad, weight_values(weight, grad.dtype, again=True))
         assert back is not None
         grad_x, value = swiglu_backward(x, back)
         grad_weight = _weight_grad(ctx, prepared, value) if ctx.needs_input_grad[1] else None
@@ -94,7 +94,7 @@ class _NormProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, passed: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, scale, weight = ctx.saved_tensors
-        weight = weight_values(weight, grad.dtype)
+        weight = weight_values(weight, grad.dtype, again=True)
         needs_weight = ctx.needs_input_grad[3]
         if ctx.overlaps and ctx.mode in ("gather", "column"):
             normed, _ = rms_norm(x, scale, ctx.eps)  # the weight's gradient needs it before the input's is there

@@ -8,11 +8,11 @@ as QLoRA does with scales in float32, would save another 0.12.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from meshwright.comm.registered import pure_operator, shapes_of
+from meshwright.kernels import kernels_take
 from meshwright.layout.packed import BLOCK, row_bytes
 
 LEVELS = (
@@ -39,48 +39,40 @@ def pack(values: Tensor) -> Tensor:
     return found
 
 
-def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the values that bytes stand for. A compiler makes one kernel of it; otherwise it works on a few rows at a
-    time. A dry run counts the result alone, as of a compiled one."""
-    width = packed.shape[1] * 2 * BLOCK // row_bytes(2 * BLOCK)
-    if packed.is_meta:
-        return torch.empty((len(packed), width), dtype=dtype, device=packed.device)
-    if torch.compiler.is_compiling():
-        return _unpacked(packed, width, dtype, selected)
-    found = torch.empty((len(packed), width), dtype=dtype, device=packed.device)
+@pure_operator("meshwright::unpack_nf4")
+def _unpack(packed: Tensor, dtype: torch.dtype, again: bool) -> Tensor:
+    if kernels_take(packed) and dtype.itemsize < 8:
+        from meshwright.kernels.nf4 import unpack as kernel
+
+        return kernel(packed.contiguous(), _width(packed), dtype, LEVELS)
+    found = packed.new_empty((len(packed), _width(packed)), dtype=dtype)
     for rows in _pieces(found):
-        found[rows] = _unpacked(packed[rows], width, dtype, looked_up if packed.device.type == "cpu" else selected)
+        found[rows] = _unpacked(packed[rows], dtype)
     return found
 
 
-def _unpacked(packed: Tensor, width: int, dtype: torch.dtype, level: Callable[[Tensor], Tensor]) -> Tensor:
-    """Only elementwise operations, without constants that would have to be copied to a device."""
-    shifts = 4 - 4 * torch.arange(2, device=packed.device)
-    codes = packed[:, : width // 2, None].int() >> shifts & 15
-    halves = packed[:, width // 2 :].unflatten(1, (-1, 2)).int()
-    scales = (halves[:, :, 0] << 16 | halves[:, :, 1] << 24).view(torch.float32)  # bfloat16 is the upper half of it
-    wide = torch.promote_types(dtype, torch.float32)
-    values = level(codes).to(wide).view(len(packed), -1, BLOCK) * scales.to(wide)[:, :, None]
-    return values.to(dtype).view(len(packed), width)
+@shapes_of(_unpack)
+def _(packed: Tensor, dtype: torch.dtype, again: bool) -> Tensor:
+    return packed.new_empty((len(packed), _width(packed)), dtype=dtype)
 
 
-def looked_up(codes: Tensor) -> Tensor:
-    """Returns the levels of codes, from a table; copying that to an accelerator would make the host wait."""
-    return torch.tensor(LEVELS, device=codes.device)[codes]
-
-
-def selected(codes: Tensor) -> Tensor:
-    """Returns the same, selected bit by bit: a compiler makes it a part of the kernel, which needs no table."""
-
-    def of(bit: int, levels: tuple[float, ...]) -> Tensor | float:
-        if len(levels) == 1:
-            return levels[0]
-        half = len(levels) // 2
-        return torch.where((codes & bit) > 0, of(bit // 2, levels[half:]), of(bit // 2, levels[:half]))
-
-    found = of(8, LEVELS)
-    assert isinstance(found, Tensor)
+def unpack(packed: Tensor, dtype: torch.dtype, again: bool = False) -> Tensor:
+    """Returns the values that bytes stand for. Backward says `again`, since a compiler would otherwise find that
+    forward has computed the same, and keep it."""
+    found: Tensor = _unpack(packed, dtype, again)
     return found
+
+
+def _width(packed: Tensor) -> int:
+    """Returns how many values a row of bytes stands for."""
+    return packed.shape[1] * 2 * BLOCK // row_bytes(2 * BLOCK)
+
+
+def _unpacked(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    codes, scales = packed.split([_width(packed) // 2, packed.shape[1] - _width(packed) // 2], 1)
+    levels = torch.tensor(LEVELS, device=packed.device, dtype=torch.promote_types(dtype, torch.float32))
+    values = levels[torch.stack((codes >> 4, codes & 15), 2).flatten(1).int()].unflatten(1, (-1, BLOCK))
+    return (values * scales.contiguous().view(torch.bfloat16).to(levels.dtype)[:, :, None]).flatten(1).to(dtype)
 
 
 def _pieces(x: Tensor) -> list[slice]:
@@ -88,9 +80,9 @@ def _pieces(x: Tensor) -> list[slice]:
     return [slice(at, at + step) for at in range(0, len(x), step)]
 
 
-def weight_values(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a weight's values: of packed ones those that the bytes stand for, in this dtype."""
-    return unpack(weight, dtype) if weight.dtype == torch.uint8 else weight
+def weight_values(weight: Tensor, dtype: torch.dtype, again: bool = False) -> Tensor:
+    """Returns a weight's values: of packed ones those that the bytes stand for, in this dtype, by `unpack`."""
+    return unpack(weight, dtype, again) if weight.dtype == torch.uint8 else weight
 
 
 @torch.no_grad()

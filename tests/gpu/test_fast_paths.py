@@ -15,6 +15,7 @@ from meshwright.device import Device
 from meshwright.dryrun.stand_ins import fake_world, stand_in
 from meshwright.kernels import kernels_take
 from meshwright.nn import fused
+from meshwright.nn.nf4 import pack, unpack
 from meshwright.plan.communication import Line, Traffic, predict_rank
 from meshwright.sharding.remainders import plain
 from meshwright.train.context import build_context
@@ -99,6 +100,12 @@ def test_the_optimizer_pass_is_adamw(low: torch.dtype | None) -> None:
                 assert all(torch.equal(x, y) for x, y in zip(kept, (master, first, second), strict=True))
     assert float((master - exact).detach().norm() / exact.detach().norm()) < 1e-6
     assert weights is None or torch.equal(weights, master.to(weights.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_weights_in_four_bits_have_the_values_of_the_plain_definition(dtype: torch.dtype) -> None:
+    packed = pack(torch.randn(70, 4096 + 192))
+    assert torch.equal(unpack(packed.to(CUDA), dtype).cpu(), unpack(packed, dtype))
 
 
 @pytest.mark.parametrize("kinds", ["master", "moments", "grad", "moments grad", "master moments grad"])

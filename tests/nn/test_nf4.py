@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 from meshwright.errors import UserError
 from meshwright.layout.packed import packed_record, row_bytes
 from meshwright.layout.params import Init, ParamRecord, columns_of, rows_of, slices_of
-from meshwright.nn.nf4 import LEVELS, looked_up, pack, rounded, selected, unpack
+from meshwright.nn.nf4 import LEVELS, pack, rounded, unpack, weight_values
 
 
 def test_values_move_by_at_most_half_a_gap_of_the_levels() -> None:
@@ -34,8 +39,34 @@ def test_levels_are_stored_exactly_and_in_their_order() -> None:
     assert packed[0, :8].tolist() == [0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF]  # as bitsandbytes has them
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         assert torch.equal(unpack(packed, dtype), values.to(dtype))
-    codes = torch.arange(16, dtype=torch.int32)
-    assert torch.equal(selected(codes), looked_up(codes))
+
+
+def test_a_compiler_keeps_no_values_for_backward() -> None:
+    """torch.compile finds equal expressions in forward and backward, and would keep their value in between."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(weight)
+            return x @ weight_values(weight, x.dtype).t()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return grad @ weight_values(ctx.saved_tensors[0], grad.dtype, again=True), None
+
+    kept: list[torch.Size] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        results = next(node for node in graph.graph.nodes if node.op == "output").args[0]
+        kept.extend(node.meta["val"].shape for node in results if node is not None)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=look, partition_fn=min_cut_rematerialization_partition)
+    x, weight = torch.randn(5, 128, requires_grad=True), torch.randn(96, 128)
+    y = torch.compile(Product.apply, backend=backend, fullgraph=True)(x, pack(weight))
+    y.sum().backward()
+    assert (5, 96) in kept and (96, 128) not in kept
+    torch.testing.assert_close(x.grad, rounded(weight).sum(0).expand(5, -1))
 
 
 def _parts() -> list[ParamRecord]:
