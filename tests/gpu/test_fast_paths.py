@@ -15,6 +15,7 @@ from meshwright.device import Device
 from meshwright.dryrun.stand_ins import fake_world, stand_in
 from meshwright.kernels import kernels_take
 from meshwright.nn import fused
+from meshwright.nn.adapters import add_low_rank
 from meshwright.nn.nf4 import pack, unpack
 from meshwright.plan.communication import Line, Traffic, predict_rank
 from meshwright.sharding.remainders import plain
@@ -106,6 +107,22 @@ def test_the_optimizer_pass_is_adamw(low: torch.dtype | None) -> None:
 def test_weights_in_four_bits_have_the_values_of_the_plain_definition(dtype: torch.dtype) -> None:
     packed = pack(torch.randn(70, 4096 + 192))
     assert torch.equal(unpack(packed.to(CUDA), dtype).cpu(), unpack(packed, dtype))
+
+
+@pytest.mark.parametrize("rank", [4, 16, 40, 64])
+@pytest.mark.parametrize("turned", [False, True])
+def test_low_rank_changes_are_added(rank: int, turned: bool) -> None:
+    rows, spans = 1000, [8, 520, 520, 777]
+    y, short = (torch.randn(rows, n, device=CUDA, dtype=torch.bfloat16) for n in (800, 2 * rank))
+    ups = [torch.randn(stop - start, rank, device=CUDA, dtype=torch.bfloat16) for start, stop in ((8, 520), (520, 777))]
+    if turned:
+        ups = [up.t().contiguous().t() for up in ups]
+    exact = y.double()
+    for part, up, start in zip(short.double().chunk(2, 1), ups, spans[::2], strict=True):
+        exact[:, start : start + len(up)] += 0.5 * part @ up.double().t()
+    add_low_rank(y, short, ups, spans, 0.5)
+    assert float((y - exact).norm() / exact.norm()) < 3e-3  # bf16's own rounding
+    assert torch.equal(y[:, :8], exact[:, :8].bfloat16()) and torch.equal(y[:, 777:], exact[:, 777:].bfloat16())
 
 
 @pytest.mark.parametrize("kinds", ["master", "moments", "grad", "moments grad", "master moments grad"])
