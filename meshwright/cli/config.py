@@ -8,6 +8,7 @@ import json
 from meshwright.config.load import load_config, to_mapping, to_yaml
 from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.rules import RULES, TRAINING_RULES, check
+from meshwright.plan.effects import say_what_has_no_effect
 from meshwright.show.units import plural
 
 EXAMPLES = """example:
@@ -35,5 +36,6 @@ def run(args: argparse.Namespace) -> None:
     tp, pp = config.layout.tp, config.layout.pp
     dp = world // config.layout.least_world
     answer = {"ok": True, "world": world, "dp": dp, "tp": tp, "pp": pp}
+    say_what_has_no_effect(config, world)
     words = f"{args.config} is valid for {plural(world, 'rank')}: dp={dp} tp={tp} pp={pp}"
     print(json.dumps(answer) if args.json else words)

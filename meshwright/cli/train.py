@@ -21,6 +21,7 @@ from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.config.twin import tiny_config
 from meshwright.errors import UserError, notice
+from meshwright.plan.effects import say_what_has_no_effect
 from meshwright.train.changes import layout_since
 from meshwright.train.datasets import datasets_of
 from meshwright.train.launch import warm_up
@@ -97,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     check(config, nodes * ranks, TRAINING_RULES)
     check_machine(config.run.device, config.comm.backend, config.train.precision, ranks)
     check_memory(config, nodes * ranks, ranks)
+    say_what_has_no_effect(config, nodes * ranks, ranks)
     tell, loses = partial(write_event_of, config.run.dir, time.time()), partial(what_is_lost, config)
     if config.faults.elastic:
         return elastic.start_elastic(config, args, train, ranks, loses, tell)
@@ -130,6 +132,7 @@ def prepare(args: argparse.Namespace, place: Place) -> None:
     check(config, world, TRAINING_RULES)
     if place.rank == 0:
         say_start(config, world)
+        say_what_has_no_effect(config, world, place.local_world)
         attempt, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
         if attempt != "0":
             notice(f"a rank had failed: all ranks were started again (restart {attempt} of {most})")

@@ -84,7 +84,12 @@ def halving_doubling(size: int, place: int, on_node: int = 1) -> Sum:
 
 
 def mesh(size: int, place: int, on_node: int = 1) -> Sum:
-    return _two_rings(size, place, next(width for width in range(isqrt(size), 0, -1) if size % width == 0))
+    return _two_rings(size, place, mesh_width(size))
+
+
+def mesh_width(size: int) -> int:
+    """Returns the shorter side of a mesh that is as square as can be; 1: there is none."""
+    return next(width for width in range(isqrt(size), 0, -1) if size % width == 0)
 
 
 def hierarchical(size: int, place: int, on_node: int = 1) -> Sum:

@@ -118,16 +118,18 @@ def etp_divides_experts(c: Config, world: int) -> Iterator[str]:
 
 
 def experts_stay_with_their_blocks(c: Config, world: int) -> Iterator[str]:
-    if c.model.experts.count and not _layout(c, world).views_agree:
+    if c.model.experts.count and not axes_layout(c, world).views_agree:
         yield (
             f"layout.order={c.layout.order} would put experts on other ranks than those that hold their blocks: begin "
             "it with tp and end it with pp"
         )
 
 
-def _layout(c: Config, world: int) -> Layout:
+def axes_layout(c: Config, world: int, node_size: int = 0) -> Layout:
+    """Returns the axes of a config on `world` ranks, whatever its model is; `node_size`, if the config doesn't say."""
     o = c.layout
-    return Layout(world, o.tp, o.pp, o.cp, o.ep, o.order, o.node_size or None, etp=o.etp, replicas=o.replicas)
+    node = o.node_size or node_size or None
+    return Layout(world, o.tp, o.pp, o.cp, o.ep, o.order, node, etp=o.etp, replicas=o.replicas)
 
 
 def world_divides(c: Config, world: int) -> Iterator[str]:
@@ -146,7 +148,7 @@ def world_divides(c: Config, world: int) -> Iterator[str]:
 
 def order_names_axes(c: Config, world: int) -> Iterator[str]:
     try:
-        _layout(c, world)
+        axes_layout(c, world)
     except UserError as error:
         yield str(error)
 
@@ -250,7 +252,7 @@ def shards_fit_nodes(c: Config, world: int) -> Iterator[str]:
         )
     if c.zero.shard_group == "node" and c.zero.stage and c.layout.node_size:
         try:
-            node_parts(_layout(c, world))
+            node_parts(axes_layout(c, world))
         except UserError as error:
             yield str(error)
     if offload.params != "none" and c.zero.stage != 3:
@@ -315,7 +317,7 @@ def device_has_fp8(c: Config, world: int) -> Iterator[str]:
 
 
 def algorithm_fits_ranks(c: Config, world: int) -> Iterator[str]:
-    layout = _layout(c, world)
+    layout = axes_layout(c, world)
     sizes = {axes: layout.size(axes) for axes in ("dp-cp", *(["edp"] if c.model.experts.count else []))}
     if c.comm.algorithm.dp == "halving_doubling" and any(size & (size - 1) for size in sizes.values()):
         yield (
@@ -360,7 +362,7 @@ def gathers_fit(c: Config, world: int) -> Iterator[str]:
                 yield f"{NODE_COPY} needs {key}={needed}, not {value}: change one of them"
         if c.layout.node_size and c.zero.stage == 3:
             try:
-                node_parts(_layout(c, world), NODE_COPY)
+                node_parts(axes_layout(c, world), NODE_COPY)
             except UserError as error:
                 yield str(error)
     if kind == "bf16" and c.train.precision not in ("fp32", "fp64"):

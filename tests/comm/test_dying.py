@@ -14,8 +14,12 @@ import pytest
 from meshwright.comm.group import Group
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watchdog import EXIT_CODE, Watchdog, open_store, store_keeper
+from tests.checkpoint.runs import steps
 from tests.comm.hanging import run_hanging
+from tests.support.commands import ended, folder, ranks, start, until
 from tests.support.oracle import make_trainer, small_config
+
+__all__ = ["folder", "start"]  # fixtures
 
 TIMEOUT = 1.5
 VICTIM = 1
@@ -102,3 +106,46 @@ def test_a_rank_that_hangs_is_named(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_that_dies_ends_the_others_with_a_sentence(name: str, tmp_path: Path) -> None:
     check_dying(name, tmp_path)
+
+
+# The keys of a run through the launcher. Every message takes 20 ms, so that a rank is most likely killed inside a sum.
+LATE = "comm.emulate.latency_us=20000"
+REDUCED = ("bf16", "fp8", "int8", "int4", "onebit", "powersgd", "topk", "threshold")
+RUNS: dict[str, list[str]] = {
+    **{kind: [f"comm.reduce.kind={kind}"] for kind in REDUCED},
+    "adaptive": ["comm.reduce.adaptive=true"],
+    **{kind: [f"comm.algorithm={kind}", "layout.node_size=2"]
+       for kind in ("ring", "tree", "halving_doubling", "mesh", "hierarchical")},
+    "rounded-weights": ["comm.gather.kind=fp8", "zero.stage=3"],
+    "local-steps": ["layout.replicas=4", "train.local.steps=2"],
+    "local-steps-compressed": ["layout.replicas=4", "train.local.steps=2", "train.local.compress.kind=int4"],
+    "server": ["train.server.ranks=2"],
+    "experts-by-node": ["model.experts.count=4", "model.experts.ffn=16", "layout.ep=4", "layout.node_size=2",
+                        "comm.algorithm.ep=hierarchical"],
+    "tensor-pieces": ["layout.tp=2", "layout.sequence_parallel=true", "comm.overlap.tensor=true",
+                      "comm.overlap.piece_gflop=0"],
+}  # fmt: skip
+
+
+def check_launched(words: list[str], folder: Path, start: Any) -> str:
+    """The launcher names the rank that was killed, and none of those that only lost it. Returns all that was said."""
+    process = start("--nproc", "4", "checkpoint.every=1000", "run.eval_every=0", LATE, *words)
+    until(lambda: len(ranks(folder)) == 4 and len(steps(folder / "run")) >= 2, process)
+    os.kill(ranks(folder)[2], signal.SIGKILL)
+    code, said = ended(process)
+    assert code == 1 and "Traceback" not in said, said
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("meshwright: rank 2 was killed by SIGKILL; the other ranks were stopped"), said
+    return said
+
+
+def test_a_launched_run_names_the_rank_that_was_killed(folder: Path, start: Any) -> None:
+    """At its start it also said which key changes nothing."""
+    said = check_launched([*RUNS["topk"], "comm.algorithm.ep=hierarchical"], folder, start)
+    assert "meshwright: note: comm.algorithm.ep=hierarchical has no effect, since the model has no experts\n" in said
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "topk"])
+def test_launched_runs_name_the_rank_that_was_killed(name: str, folder: Path, start: Any) -> None:
+    check_launched(RUNS[name], folder, start)
