@@ -143,6 +143,13 @@ class Device:
         if self.module is not None:
             self.module.synchronize()
 
+    def worked(self) -> float:
+        """Returns the seconds of work of this process so far, for differences. Of a CPU they are its processors' own,
+        which are no longer where others use them too; of an accelerator all that pass, as it has its work for itself.
+        """
+        self.synchronize()
+        return time.process_time() if self.kind == "cpu" else time.perf_counter()
+
     def pin(self, x: Tensor) -> Tensor:
         """A copy in host memory from which `upload` need not copy again first; any thread may ask for it."""
         if self.module is None:

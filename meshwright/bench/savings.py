@@ -53,23 +53,36 @@ class Turns:
         self.trainer = trainer
         self.times: list[float] = []
         self.waits: list[float] = []
+        self.work: list[float] = []
         self.making: list[float] = []
 
     def step(self) -> None:
         """Takes one step, together with all ranks, and makes a step's compressed messages without any link."""
-        trainer = self.trainer
-        trainer.ctx.mesh.world.agreed(0.0, trainer.ctx.device.torch)
-        begin = time.perf_counter()
+        trainer, device = self.trainer, self.trainer.ctx.device
+        trainer.ctx.mesh.world.agreed(0.0, device.torch)
+        begin, worked = time.perf_counter(), device.worked()
         trainer.step()
+        self.work.append(device.worked() - worked)
         self.times.append(time.perf_counter() - begin)
         self.waits.append(sum(trainer.ctx.ledger.waited.values()))
         self.sent = _sent(trainer)
-        self.making.append(making_seconds(trainer))
+        self.making.append(making_work(trainer))
+
+    def agreed(self, values: Sequence[float]) -> float:
+        """Returns what is usual where it is most."""
+        return self.trainer.ctx.mesh.world.agreed(usual(values), self.trainer.ctx.device.torch)
 
     def figures(self) -> Figures:
-        group, config, device = self.trainer.ctx.mesh.world, self.trainer.ctx.config, self.trainer.ctx.device.torch
-        step, exposed = (group.agreed(usual(each), device) for each in (self.times, self.waits))
+        config = self.trainer.ctx.config
+        step, exposed = self.agreed(self.times), self.agreed(self.waits)
         return Figures(self.sent, exposed, step, config.train.global_batch * config.model.seq / step)
+
+    def making_seconds(self, own: Turns) -> float:
+        """Returns the seconds per step of making and reading compressed messages. They are priced as a step's compute
+        is: a second of work takes as long as in the steps on the machine's `own` links, where ranks share processors
+        and wait for each other too. (Messages are made in a few milliseconds. The time of that, taken by itself, was
+        mostly a question of who happened to have a processor then.)"""
+        return self.agreed(self.making) * own.agreed(own.times) / own.agreed(own.work)
 
 
 def measure(
@@ -94,7 +107,7 @@ def measure(
     for _ in range(steps):
         for turn in turns:
             turn.step()
-    figures, making = [turn.figures() for turn in turns], [usual(turn.making) for turn in turns]
+    figures, making = [turn.figures() for turn in turns], [turn.making_seconds(turns[-1]) for turn in turns]
     del turns
     gc.collect()
     return figures[:-1], making[:-1], figures[-1].step_s
@@ -118,22 +131,21 @@ def own_compute(job: Job, measured_s: float, cluster: Cluster) -> Cluster:
     return calibrated(cluster, predict_cost(job, with_links(cluster, fast, job.node_size)).step_s, measured_s)
 
 
-def making_seconds(trainer: Trainer) -> float:
-    """Returns the seconds per step that a rank needs to make and read compressed messages, which the planner does not
-    know: measured without any link, while all ranks do the same."""
-    parallel, config = trainer.data_parallel, trainer.ctx.config
+def making_work(trainer: Trainer) -> float:
+    """Returns the work of a rank per step to make and read compressed messages (`Device.worked`), which the planner
+    does not know: measured without any link, while all ranks do the same."""
+    parallel, ctx = trainer.data_parallel, trainer.ctx
     reducer = parallel.reducer
-    if config.comm.reduce.kind == "plain" or not reducer.mixes:
+    if ctx.config.comm.reduce.kind == "plain" or not reducer.mixes:
         return 0.0
-    mesh, device = trainer.ctx.mesh, trainer.ctx.device.torch
     buckets = [bucket for bucket in parallel.buckets if bucket.buffer.key.compressed]
     # Drawn before the clock starts: a step has its gradients from backward.
-    drawn = [torch.randn(bucket.stop - bucket.start, dtype=bucket.own_grads.dtype) for bucket in buckets]
-    mesh.world.agreed(0.0, device)
-    begin, pendings = time.perf_counter(), []
+    drawn = [torch.randn_like(bucket.own_grads.new_empty(bucket.stop - bucket.start)) for bucket in buckets]
+    ctx.mesh.world.agreed(0.0, ctx.device.torch)
+    begin, pendings = ctx.device.worked(), []
     for bucket, grads in zip(buckets, drawn, strict=True):
         pendings.append(summed(reducer, bucket, grads, *parallel.groups(bucket.buffer), links=False))
     for pending in pendings:
         pending.wait()
-    times_per_step = trainer.micro_batches if config.zero.stage >= 2 else 1
-    return mesh.world.agreed(time.perf_counter() - begin, device) * times_per_step
+    times_per_step = trainer.micro_batches if ctx.config.zero.stage >= 2 else 1
+    return (ctx.device.worked() - begin) * times_per_step
