@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.layout.packed import BLOCK as SHARED
-
 BYTES, WARPS = 1024, 4  # of codes per program
 
 
@@ -35,12 +33,13 @@ def _table(levels: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(levels, dtype=torch.float32, device=device)
 
 
-def unpack(packed: Tensor, width: int, dtype: torch.dtype, levels: tuple[float, ...]) -> Tensor:
-    """Returns the values [rows, width] that contiguous bytes [rows, row bytes] stand for."""
+def unpack(packed: Tensor, width: int, dtype: torch.dtype, levels: tuple[float, ...], shared: int) -> Tensor:
+    """Returns the values [rows, width] that contiguous bytes [rows, row bytes] stand for, `shared` of which have one
+    scale."""
     out = torch.empty((len(packed), width), dtype=dtype, device=packed.device)
     grid = (len(packed), triton.cdiv(width // 2, BYTES))
     _values[grid](
-        packed, _table(levels, packed.device), out, width // 2, packed.shape[1], SHARED=SHARED, BYTES=BYTES,
+        packed, _table(levels, packed.device), out, width // 2, packed.shape[1], SHARED=shared, BYTES=BYTES,
         num_warps=WARPS,
     )  # fmt: skip
     return out

@@ -44,7 +44,7 @@ def _unpack(packed: Tensor, dtype: torch.dtype, again: bool) -> Tensor:
     if kernels_take(packed) and dtype.itemsize < 8:
         from meshwright.kernels.nf4 import unpack as kernel
 
-        return kernel(packed.contiguous(), _width(packed), dtype, LEVELS)
+        return kernel(packed.contiguous(), _width(packed), dtype, LEVELS, BLOCK)
     found = packed.new_empty((len(packed), _width(packed)), dtype=dtype)
     for rows in _pieces(found):
         found[rows] = _unpacked(packed[rows], dtype)
