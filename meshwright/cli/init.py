@@ -15,6 +15,7 @@ from meshwright.config.presets import PRESETS
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.data.token_file import read_metadata
+from meshwright.disk import refused
 from meshwright.errors import UserError, nearest, notice
 from meshwright.parts.part import parameter_count
 from meshwright.plan.cluster import Cluster, load_cluster
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{args.out} can't be written ({error.strerror}): give another --out") from None
+        raise refused(f"{args.out} can't be written", error, args.out, "another --out") from None
     check(load_config(args.out), devices, TRAINING_RULES)  # what was written can be trained
     nproc = f" --nproc {devices}" if devices > 1 else ""
     if args.json:

@@ -25,6 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from meshwright.disk import mistake_of
 from meshwright.errors import UserError, notice
 from meshwright.train.processes import DEVICE, LOOPBACK, OWN_RUN, find_place, interface_of
 from meshwright.train.rank_process import end_with_launcher, name_rank
@@ -146,7 +147,10 @@ def guarded(folder: str | None, stops: bool, main: Callable[..., None], *args: o
         _report(place, "weak", str(error))
         time.sleep(GRACE)
         raise SystemExit(1) from None
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and (mistake := mistake_of(error)):
+            _report(place, "mistake", str(mistake))
+            raise SystemExit(2) from None
         _report(place, "bug", traceback.format_exc())
         raise SystemExit(1) from None
 
