@@ -11,7 +11,7 @@ import sys
 
 import meshwright
 from meshwright.disk import mistake_of
-from meshwright.errors import UserError, nearest
+from meshwright.errors import UserError, begin_line, nearest
 
 GROUPS = {
     "train and use a model": ("init", "doctor", "train", "submit", "status", "watch", "generate", "chat", "eval"),
@@ -125,6 +125,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"meshwright: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        begin_line()
         print("meshwright: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:

@@ -106,7 +106,8 @@ def what_is_lost(config: Config) -> str:
     saved = max((step for step, _ in fmt.list_checkpoints(fmt.checkpoint_folder(config))), default=0)
     done = max((line["step"] for line in lines), default=0)
     where = f"its newest checkpoint is of step {saved}" if saved else "it has no checkpoint"
-    lost = f"steps {saved + 1} to {done} are lost" if done > saved else "no finished step is lost"
+    lost = f"steps {saved + 1} to {done} are lost" if done > saved + 1 else f"step {done} is lost"
+    lost = lost if done > saved else "no finished step is lost"
     return f"stopped at once at step {done} of {config.train.steps}: {folder}: {where}, {lost}"
 
 
