@@ -45,6 +45,14 @@ def notice(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def begin_line() -> None:
+    """Ends a line that is open on a terminal: it echoes Ctrl-C as ^C, and a killed rank leaves the last line of its
+    display. A display that is drawn here prints what is told above itself, and needs nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr is sys.__stderr__ and sys.stderr is not None and sys.stderr.isatty():
+            print(file=sys.stderr, flush=True)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns `" (did you mean 'x'?)"` for the closest known name, or an empty string."""
     close = closest(name, known)

@@ -155,6 +155,24 @@ def check_tokenizer(folder: Path, data: DataConfig) -> None:
             )
 
 
+def check_named(tokenizer: Tokenizer, folder: Path, data: DataConfig, vocab: int) -> None:
+    """Refuses a tokenizer that was named to write text with and is not the model's; where the model's is not known,
+    one with more tokens than the model has."""
+    found = _of_data(data.prefixes)
+    told = found[1].get("tokenizer_digest") if found else None
+    theirs = known_digests(folder) or ({told} if told else set())
+    named = f"--tokenizer {tokenizer.recipe.spec}"
+    if theirs and not data.any_tokenizer and tokenizer.recipe.digest not in theirs:
+        raise UserError(
+            f"{named} is another tokenizer than that of the model in {folder}, so its tokens mean other texts: leave it "
+            "out, which takes the model's own, or name that"
+        )
+    if not theirs and tokenizer.vocab_size > vocab:
+        raise UserError(
+            f"{named} has {tokenizer.vocab_size:,} tokens and the model in {folder} has {vocab:,}: name the model's own"
+        )
+
+
 def tokenizer_beside(folder: Path, prefixes: Sequence[str]) -> Tokenizer | None:
     """The tokenizer beside a checkpoint, or else that of its run's data; None if neither is known."""
     note = read_note(folder)

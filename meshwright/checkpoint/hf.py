@@ -30,6 +30,7 @@ from meshwright.checkpoint.merged import MergedWeights, open_weights
 from meshwright.checkpoint.tensor_file import DTYPE_CODES, TORCH_DTYPES, TensorEntry
 from meshwright.checkpoint.upcycle import Upcycled
 from meshwright.config.sections import ModelConfig
+from meshwright.disk import refused
 from meshwright.errors import UserError
 from meshwright.layout.params import Box, Init, ParamRecord
 from meshwright.models.hf import FAMILIES, family_for
@@ -68,7 +69,7 @@ def written_aside(to: Path) -> Iterator[Path]:
         fmt.sync_folder(aside)
         os.replace(aside, to)
     except OSError as error:
-        raise UserError(f"{to} can't be written: {error.strerror or error}") from None
+        raise refused(f"{to} can't be written", error, to, "another folder") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

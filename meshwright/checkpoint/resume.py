@@ -21,6 +21,7 @@ from meshwright.checkpoint.memory_copy import Keepers, MemoryReader, newest_whol
 from meshwright.comm.group import CommError
 from meshwright.config.load import flat, to_mapping
 from meshwright.config.sections import TRAINING_KEYS
+from meshwright.disk import refused
 from meshwright.errors import UserError, notice
 from meshwright.outside import read_json
 
@@ -64,7 +65,7 @@ def resume(trainer: Checkpointed, source: str | None) -> str:
             if own:
                 fmt.write_json(folder / WENT_BACK, {"job": fmt.job_name(), "source": source})
         except OSError as error:
-            raise UserError(f"{folder} can't be written: {error.strerror}") from None
+            raise refused(f"{folder} can't be written", error, folder, "another checkpoint.dir") from None
     return "memory" if from_memory else "disk"
 
 
@@ -119,7 +120,7 @@ def _chosen(trainer: Checkpointed, folder: Path, source: str | None) -> tuple[bo
         except UserError as caught:
             error, found = caught, [-1, 0, 0]
         except OSError as caught:
-            error, found = UserError(f"{source or folder} can't be read: {caught.strerror}"), [-1, 0, 0]
+            error, found = refused(f"{source or folder} can't be read", caught), [-1, 0, 0]
     device, world = trainer.ctx.device.torch, trainer.ctx.mesh.world
     size = torch.tensor([len(found)]).to(device)
     world.all_reduce(size)

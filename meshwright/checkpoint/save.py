@@ -31,6 +31,7 @@ from meshwright.checkpoint.format import Index, SavedBlock
 from meshwright.comm.group import CommError
 from meshwright.config.load import to_mapping
 from meshwright.device import SideStream
+from meshwright.disk import refused
 from meshwright.errors import UserError
 from meshwright.layout.params import Box, slices_of
 from meshwright.sharding.buffers import SideState, Slot, State, regions
@@ -214,6 +215,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # of the last save
         self._failures = 0  # one after the other
+        self._last = False  # whether the save under way is the run's last one
         self._patience = trainer.ctx.config.comm.timeout
         self._staging: dict[tuple[int, int], Tensor] = {}
         # Set while no copy to host memory is under way. The saving thread reads the weights and the optimizer's states
@@ -247,7 +249,7 @@ class Saver:
         if self.busy == "skip" and not last and self._any(self.is_writing):
             return False
         self.wait()
-        begun = time.monotonic()
+        begun, self._last = time.monotonic(), last
         self._begin()
         if not self.asynchronous:
             self.wait()
@@ -304,11 +306,13 @@ class Saver:
             self._error = error
             if isinstance(error, OSError):
                 where = error.filename or self.folder
-                self._error = UserError(f"the checkpoint can't be written to {where}: {error.strerror}")
+                what = f"the checkpoint can't be written to {where}"
+                self._error = refused(what, error, where, "another checkpoint.dir")
             if self._failures == 1:
-                next_one = "it is tried once more with" if isinstance(self._error, UserError) else "the run ends at"
-                text = f"meshwright: warning: {self._error!s}; {next_one} the next one"
-                print(text, file=sys.stderr, flush=True)
+                mends = isinstance(self._error, UserError)
+                then = "it is tried once more with the next one" if mends else "the run ends at the next one"
+                then = ("it is tried once more now" if mends else "the run ends") if self._last else then
+                print(f"meshwright: warning: {self._error!s}; {then}", file=sys.stderr, flush=True)
         else:
             self._failures, self.took_s, self.complete_step = 0, time.monotonic() - begun, index.step
         finally:

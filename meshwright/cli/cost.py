@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from meshwright.cli.common_args import step_arguments, step_from_args
+from meshwright.cli.files import write
 from meshwright.errors import UserError
 from meshwright.plan.account import as_json, report
 from meshwright.plan.cluster import Cluster
@@ -54,8 +55,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _compare_tp(args: argparse.Namespace, job: Job, cluster: Cluster) -> None:
-    if args.svg:
-        args.svg.write_text(stacked(charts(job)), encoding="utf-8")
+    write(args.svg, lambda: stacked(charts(job)))
     found, refused = compare(job, cluster)
     if args.json:
         print(json.dumps({"ways": [one.as_json() for one in found], "refused": refused}))

@@ -7,18 +7,20 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from meshwright.errors import UserError
+from meshwright.disk import refused
 
 
 def write(path: Path | None, make: Callable[[], str]) -> None:
     """Writes a file if a path was given, and says so on stderr."""
     if path is None:
         return
-    text = make()
+    text, is_new = make(), not path.exists()
     try:
         path.write_text(text, encoding="utf-8", newline="")
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}): name a file in a folder that exists") from error
+        if is_new:  # a beginning of a file is of no use
+            path.unlink(missing_ok=True)
+        raise refused(f"cannot write {path}", error, path, "another file") from None
     print(f"wrote {path}", file=sys.stderr)
 
 

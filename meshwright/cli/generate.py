@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.companions import read_note, tokenizer_beside
+from meshwright.checkpoint.companions import check_named, read_note, tokenizer_beside
 from meshwright.cli.fill import check_source, encode_source, fill_rank
 from meshwright.cli.ranks import start
 from meshwright.cli.reading import resolve, sections_of
@@ -122,7 +122,9 @@ def check_cut(config: Config, nproc: int) -> None:
 def tokenizer_of(args: argparse.Namespace, config: Config) -> Any:
     """Returns the tokenizer that was named, or the one beside a checkpoint, or that of the run's data; or None."""
     if args.tokenizer:
-        return load_tokenizer(args.tokenizer)
+        tokenizer = load_tokenizer(args.tokenizer)
+        check_named(tokenizer, Path(args.source), config.data, config.model.vocab)
+        return tokenizer
     return tokenizer_beside(Path(args.source), config.data.prefixes)
 
 

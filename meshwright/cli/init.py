@@ -15,6 +15,7 @@ from meshwright.config.presets import PRESETS
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.data.token_file import read_metadata
+from meshwright.disk import refused
 from meshwright.errors import UserError, nearest, notice
 from meshwright.parts.part import parameter_count
 from meshwright.plan.cluster import Cluster, load_cluster
@@ -37,7 +38,7 @@ SIZES = {
 SHAPE = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False}
 TOKENS_A_STEP = {"tiny": 2_048, "30m": 32_768, "125m": 262_144, "350m": 524_288}
 USUAL_TOKENS = 1_048_576  # of a step, for larger models
-VOCAB_MULTIPLE = 128
+USUAL_VOCAB, VOCAB_MULTIPLE = 32_000, 128
 
 TEMPLATE = """# {parameters} parameters on {devices} x {device}: {layout}.
 # {time} a step and {memory:.1f} GiB a rank, predicted by `meshwright plan`; every key is explained in docs/config.md.
@@ -83,6 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     asks = sys.stdin.isatty() and not args.json
     model = args.model or _answer("--model", "Which model? (tiny, 30m, 125m, 350m, 1b, or a preset)", "tiny", asks)
+    if model not in PRESETS and model not in SIZES:
+        known = [*SIZES, *PRESETS]
+        raise UserError(f"there is no model '{model}'{nearest(model, known)}: the models are {', '.join(known)}")
     args.out = args.out or Path(f"{model}.yaml")
     if args.out.exists():
         raise UserError(f"{args.out} is there already: give another --out, or remove it first")
@@ -98,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{args.out} can't be written ({error.strerror}): give another --out") from None
+        raise refused(f"{args.out} can't be written", error, args.out, "another --out") from None
     check(load_config(args.out), devices, TRAINING_RULES)  # what was written can be trained
     nproc = f" --nproc {devices}" if devices > 1 else ""
     if args.json:
@@ -106,7 +110,20 @@ def run(args: argparse.Namespace) -> None:
         return
     words = plain_words(best.job.config, devices)
     notice(f"wrote {args.out}, predicted at {seconds(best.cost.step_s)} a step: {words}")
-    notice(f"next: meshwright train {args.out}{nproc}      (everything of the run will be in {_run_dir(args.out)})")
+    preparing = [line for prefix in data for line in _preparing(prefix, best.job.config)]
+    train = f"meshwright train {args.out}{nproc}      (everything of the run will be in {_run_dir(args.out)})"
+    for first, line in zip(("next", *["then"] * len(preparing)), [*preparing, train], strict=True):
+        notice(f"{first}: {line}")
+
+
+def _preparing(prefix: str, config: Config) -> list[str]:
+    """The command that makes token files which are not there yet, after a line that says so."""
+    if Path(f"{prefix}.idx").is_file():
+        return []
+    there = [str(path.with_suffix("")) for path in sorted(Path(prefix).parent.glob("*.idx"))]
+    notice(f"{prefix} is not there yet{nearest(prefix, there)}: the model takes a vocabulary of {config.model.vocab}")
+    tokenizer = "PATH/tokenizer.json" if config.model.preset else f"train:{config.model.vocab}"
+    return [f"meshwright data prepare YOUR-TEXT --out {prefix} --tokenizer {tokenizer}"]
 
 
 def _answer(flag: str, question: str, usual: str, asks: bool) -> str:
@@ -123,20 +140,14 @@ def _whole(flag: str, text: str) -> int:
 
 def _model(name: str, data: list[str]) -> tuple[dict[str, Any], float]:
     """The model section, and a peak learning rate. The vocabulary is the data's, where they say it."""
-    if name in PRESETS:
-        return {"preset": name}, 3e-4
-    if name not in SIZES:
-        known = [*SIZES, *PRESETS]
-        raise UserError(f"there is no model '{name}'{nearest(name, known)}: the models are {', '.join(known)}")
-    layers, hidden, heads, seq, lr = SIZES[name]
-    vocab = 0
     for prefix in data:
         if prefix.endswith((".bin", ".idx")):
             raise UserError(f"--data {prefix} is one of the two files: name them without their ending, {prefix[:-4]}")
-        vocab = max(vocab, int((read_metadata(prefix) or {}).get("vocab_size") or 0))
-        if not Path(f"{prefix}.idx").is_file():
-            notice(f"{prefix} is not there yet: the config takes a vocabulary of 32000, change model.vocab to yours")
-    vocab = -(-(vocab or 32_000) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    if name in PRESETS:
+        return {"preset": name}, 3e-4
+    layers, hidden, heads, seq, lr = SIZES[name]
+    vocab = max(int((read_metadata(prefix) or {}).get("vocab_size") or 0) for prefix in data)
+    vocab = -(-(vocab or USUAL_VOCAB) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     return {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "seq": seq, **SHAPE}, lr
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import keyword
 import os
@@ -11,10 +10,8 @@ import shlex
 import sys
 
 import meshwright
-from meshwright.errors import UserError, nearest, one_line
-
-# The errors of a wrong path.
-PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENOSPC, errno.ELOOP)
+from meshwright.disk import mistake_of
+from meshwright.errors import UserError, begin_line, nearest
 
 GROUPS = {
     "train and use a model": ("init", "doctor", "train", "submit", "status", "watch", "generate", "chat", "eval"),
@@ -121,18 +118,31 @@ def run(argv: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     try:
-        return run(sys.argv[1:] if argv is None else argv)
+        code = run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()  # what is written only when the interpreter ends can't be told as a mistake
+        return code
     except UserError as error:
         print(f"meshwright: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        begin_line()
         print("meshwright: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more()
         return 0
     except OSError as error:
-        if error.errno not in PATHS or not error.filename:
+        mistake = mistake_of(error)
+        if mistake is None:
             raise
-        print(f"meshwright: {one_line(f'{error.filename}: {error.strerror}: use another path')}", file=sys.stderr)
+        print(f"meshwright: {mistake}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _write_no_more()
         return 2
+
+
+def _write_no_more() -> None:
+    """Has what is left of the output go nowhere, since its place can't take it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -26,7 +26,7 @@ from meshwright.train.changes import layout_since
 from meshwright.train.datasets import datasets_of
 from meshwright.train.launch import warm_up
 from meshwright.train.processes import Place, find_place
-from meshwright.train.run_folder import refuse_finished, what_is_lost
+from meshwright.train.run_folder import check_folders, refuse_finished, what_is_lost
 from meshwright.train.run_notes import read_events, write_event
 from meshwright.train.run_owner import refuse_owned
 
@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         config = config_of(args)
     if args.restarts < 0:
         raise UserError(f"--restarts {args.restarts} must not be negative")
+    check_folders(config)
     if nodes == 1:  # else the launcher of another node may have begun already
         refuse_owned(Path(config.run.dir))
     if args.nproc != 1:
@@ -130,6 +131,7 @@ def prepare(args: argparse.Namespace, place: Place) -> None:
         if not args.stands_by:
             os.environ["WORLD_SIZE"] = str(world)
     check(config, world, TRAINING_RULES)
+    check_folders(config)
     if place.rank == 0:
         say_start(config, world)
         say_what_has_no_effect(config, world, place.local_world)

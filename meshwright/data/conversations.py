@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.disk import refused
 from meshwright.errors import UserError
 from meshwright.outside import parse_json
 
@@ -48,7 +49,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text: convert it") from None
     except OSError as error:
-        raise UserError(f"{path} can't be read: {error.strerror}") from None
+        raise refused(f"{path} can't be read", error, path, "another file") from None
     if text.lstrip()[:1] == "[":
         values = list(enumerate(_parsed(text, str(path)), start=1))
         named = [(f"{path}, record {n}", value) for n, value in values]

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.data.unpack import PACKED, PARQUET, Content, contents, is_read_once
+from meshwright.disk import refused
 from meshwright.errors import UserError
 from meshwright.outside import parse_json
 
@@ -256,4 +257,4 @@ def _place(span: ByteRange, line: int) -> str:
 
 
 def _unreadable(path: str, error: OSError) -> UserError:
-    return UserError(f"cannot read {path}: {error.strerror or error}; check the file and its permissions")
+    return refused(f"cannot read {path}", error, path, "another file")

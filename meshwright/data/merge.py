@@ -16,6 +16,7 @@ from meshwright.data.packed import is_chat
 from meshwright.data.prepare import Progress, check_out, no_progress
 from meshwright.data.token_file import Metadata, TokenFile
 from meshwright.data.token_writer import TokenFileWriter
+from meshwright.disk import refused
 from meshwright.errors import UserError
 
 COPIED_BYTES = 16 << 20  # at once
@@ -123,6 +124,6 @@ def _side_files(out: str, first: TokenFile, told: Metadata, writer: TokenFileWri
         try:
             files[".tokenizer.json"] = path.read_bytes()
         except OSError as error:
-            raise UserError(f"cannot read {path}, the tokenizer of {first.prefix}: {error.strerror}") from None
+            raise refused(f"cannot read {path}, the tokenizer of {first.prefix}", error, path) from None
         found["tokenizer"] = found["tokenizer_file"] = f"{os.path.basename(out)}.tokenizer.json"
     return files | {".json": json.dumps(found, indent=1).encode() + b"\n"}

@@ -24,6 +24,7 @@ from typing import Any, TypedDict, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.disk import refused
 from meshwright.errors import UserError
 from meshwright.outside import of_kind, read_json
 
@@ -182,4 +183,4 @@ class TokenFile:
         try:
             return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))
         except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
+            raise refused(f"cannot read {path}", error, path, "another file") from None

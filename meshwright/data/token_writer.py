@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from meshwright.data.token_file import CODES, HEADER, MAGIC, VERSION, read_metadata
+from meshwright.disk import refused
 from meshwright.errors import UserError
 
 PARTIAL = ".partial"
@@ -174,9 +175,7 @@ class TokenFileWriter:
                 os.close(handle)
 
     def _failed(self, error: OSError) -> UserError:
-        return UserError(
-            f"cannot write {self.prefix}: {error.strerror or error}; free some space or choose another place"
-        )
+        return refused(f"cannot write {self.prefix}", error, self.prefix)
 
 
 def _sync(file: BinaryIO) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.token_file import token_dtype
+from meshwright.disk import refused
 from meshwright.errors import UserError
 from meshwright.outside import of_kind, parse_json
 
@@ -204,7 +205,7 @@ def load_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
     except FileNotFoundError:
         raise UserError(f"no tokenizer at '{path}': give {SPEC_FORMS}") from None
     except OSError as error:
-        raise UserError(f"cannot read the tokenizer {spec}: {error.strerror}") from None
+        raise refused(f"cannot read the tokenizer {spec}", error, path, "another tokenizer") from None
     return Recipe(kind, content, eod, path).make()
 
 

@@ -25,7 +25,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import UserError, notice
+from meshwright.disk import mistake_of
+from meshwright.errors import UserError, begin_line, notice
 from meshwright.train.processes import DEVICE, LOOPBACK, OWN_RUN, find_place, interface_of
 from meshwright.train.rank_process import end_with_launcher, name_rank
 from meshwright.train.signals import (
@@ -146,7 +147,10 @@ def guarded(folder: str | None, stops: bool, main: Callable[..., None], *args: o
         _report(place, "weak", str(error))
         time.sleep(GRACE)
         raise SystemExit(1) from None
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and (mistake := mistake_of(error)):
+            _report(place, "mistake", str(mistake))
+            raise SystemExit(2) from None
         _report(place, "bug", traceback.format_exc())
         raise SystemExit(1) from None
 
@@ -206,8 +210,6 @@ def launch(
 def launching(stops: bool) -> Iterator[Path]:
     """A folder in which teams of ranks may be started one after the other."""
     warm_up()
-    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # we say ourselves who failed, and why
-        logging.getLogger(name).setLevel(logging.CRITICAL)
     _register_meeting()
     with tempfile.TemporaryDirectory(prefix=OWN_RUN) as folder, _held_open(Path(folder) / LIFELINE):
         with _passing_on(Path(folder)) if stops else contextlib.nullcontext():
@@ -246,6 +248,7 @@ def attempt_of(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    _silence_torch()
     signals = "SIGQUIT" if stops else "SIGTERM,SIGUSR1,SIGINT,SIGHUP,SIGQUIT"
     options: dict[str, Any] = {"signals_to_handle": signals, "shutdown_timeout": SHUTDOWN_S}
     known = {field.name for field in dataclasses.fields(LaunchConfig)}  # torch 2.11 has fewer
@@ -260,9 +263,12 @@ def attempt_of(
         elastic_launch(config, _rank)(team, str(folder), stops, main, *args)
     except ChildFailedError as error:
         _show_cursor()
+        if error.get_first_failure()[1].exitcode < 0:
+            begin_line()
         return _failed(folder, error)
     except SignalException as error:
         _show_cursor()
+        begin_line()
         return Outcome(128 + int(error.sigval), f"stopped by {signal.Signals(error.sigval).name}")
     except DistError as error:
         if team.nodes == 1:
@@ -270,6 +276,13 @@ def attempt_of(
         why = str(error).splitlines()[0]
         return Outcome(1, f"the {team.nodes} nodes did not meet at {team.host}:{team.port} ({why})")
     return Outcome(0)
+
+
+def _silence_torch() -> None:
+    """We say ourselves who failed, and why. torch gives each of its loggers a level of its own."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from meshwright.config.load import load_config
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.device import Device
+from meshwright.disk import refused
 from meshwright.errors import UserError
 from meshwright.layout.params import stream_seed
 from meshwright.models.description import stages_of
@@ -284,7 +285,7 @@ def open_folder(trainer: Trainer, source: str | None, validates: bool, notes: Ma
         folder = Path(config.run.dir) / companions.FOLDER
         companions.collect(config.data, begun, folder, source or base or None, digest(base) if base else "")
     except OSError as error:
-        raise UserError(f"run.dir={config.run.dir} can't be written: {error.strerror}") from None
+        raise refused(f"run.dir={config.run.dir} can't be written", error, folder, "another run.dir") from None
     blend = getattr(trainer.train_batches.dataset, "sources", None)  # how many samples of each file, in a period
     more = dict(notes) | ({"sources": blend} if blend else {})
     return RunFolder(config, trainer.ctx.layout.world, step, validates, source, more)
@@ -299,7 +300,7 @@ def check_shared(trainer: Trainer, folder: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             mark.touch()
         except OSError as error:
-            raise UserError(f"{folder} can't be written: {error.strerror}") from None
+            raise refused(f"{folder} can't be written", error, folder, "another checkpoint.dir") from None
 
     def look() -> None:
         end = time.monotonic() + SHARED_S

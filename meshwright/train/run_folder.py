@@ -20,6 +20,7 @@ from meshwright.checkpoint import format as fmt
 from meshwright.config.load import config_from, to_mapping, to_yaml
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import parse_yaml
+from meshwright.disk import check_writable, refused
 from meshwright.errors import UserError, notice
 from meshwright.layout import Layout
 from meshwright.models.description import layout_of
@@ -58,16 +59,20 @@ class StepLine(_Line, total=False):
     comm: dict[str, dict[str, float]]
 
 
+def check_folders(config: Config) -> None:
+    """Raises if what a run writes can't be written where the config says."""
+    for key, folder in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
+        if folder:
+            check_writable(Path(folder), f"{key}={folder}", f"another {key}")
+
+
 def refuse_finished(config: Config, source: str | None = None) -> None:
-    """Raises if `run.dir` can't take this run: it is no folder, or holds a run that has nothing left to do; or if a
-    logger is not installed.
+    """Raises if `run.dir` holds a run that has nothing left to do, or if a logger is not installed.
 
     Ranks that are started again, since one died after the last checkpoint, have nothing to do, and that is no mistake.
     """
     folder = Path(config.run.dir)
     check_installed(config.run.loggers)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"run.dir={folder} is a file: name a folder")
     if source is not None or fmt.was_restarted():
         return
     step = complete_step(config)
@@ -101,7 +106,8 @@ def what_is_lost(config: Config) -> str:
     saved = max((step for step, _ in fmt.list_checkpoints(fmt.checkpoint_folder(config))), default=0)
     done = max((line["step"] for line in lines), default=0)
     where = f"its newest checkpoint is of step {saved}" if saved else "it has no checkpoint"
-    lost = f"steps {saved + 1} to {done} are lost" if done > saved else "no finished step is lost"
+    lost = f"steps {saved + 1} to {done} are lost" if done > saved + 1 else f"step {done} is lost"
+    lost = lost if done > saved else "no finished step is lost"
     return f"stopped at once at step {done} of {config.train.steps}: {folder}: {where}, {lost}"
 
 
@@ -192,7 +198,8 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            raise UserError(f"run.dir={self.path} can't be written: {error.strerror}") from None
+            what = f"run.dir={self.path} can't be written"
+            raise refused(what, error, error.filename or self.path, "another run.dir") from None
 
 
 def _learning_rate(folder: Path, step: int) -> float | None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.checkpoint import format as fmt
+from meshwright.disk import refused
 from meshwright.errors import UserError, notice
 from meshwright.outside import read_json
 
@@ -76,7 +77,7 @@ class Ownership:
             folder.mkdir(parents=True, exist_ok=True)
             self.number = self._take()
         except OSError as error:
-            raise UserError(f"run.dir={folder} can't be written: {error.strerror}") from None
+            raise refused(f"run.dir={folder} can't be written", error, folder, "another run.dir") from None
 
     def _take(self) -> int:
         while True:

@@ -13,14 +13,16 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from meshwright.errors import notice
+from meshwright.errors import begin_line, notice
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)  # who starts a process may have it ignore these, as nohup does
 
 # A scheduler may signal a launcher and its ranks, and the launcher passes it on: within so many seconds all are one.
 SAME_REQUEST_S = 5.0
-SAME_CTRL_C_S = 0.5  # a wrapper such as `uv run` may pass on what the terminal has sent to all
+# A terminal sends Ctrl-C once to each process, so a second one is the user's. A wrapper that passes on what all got
+# already does so at once; fingers take longer, at least a tenth of a second.
+SAME_CTRL_C_S = 0.05
 BLOCKED_S = 1.0  # a main thread that has not handled a signal by then is waiting for something that may never come
 
 
@@ -34,6 +36,7 @@ class StopRequests:
     than the first request ends the process as usual, also while it waits for a peer and handles nothing."""
 
     handled = 0.0  # when the main thread of this process last handled a request
+    second = 0  # a Ctrl-C that came before the main thread has handled the first one: Python tells it of one
 
     def __init__(
         self, after: Any = None, speaks: bool = False, launched: bool = True, loses: Callable[[], str] | None = None
@@ -99,18 +102,24 @@ class StopRequests:
             if first is None:
                 first = now
                 if self._speaks:
+                    begin_line()
                     notice("asked to stop: saves after this step (Ctrl-C again stops at once, and saves nothing)")
             elif self._is_again(number, first, now):
+                mine, unhandled = number == signal.SIGINT and not self._launched, StopRequests.handled < first
+                StopRequests.second = number if mine and unhandled and self._bell is not None else 0
                 time.sleep(BLOCKED_S)
                 if StopRequests.handled < now - BLOCKED_S:
                     if self._loses:
                         notice(self._loses())
                     os._exit(128 + number)
+                if StopRequests.second and self._bell is not None:
+                    signal.pthread_kill(threading.main_thread().ident or 0, number)
         end.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         StopRequests.handled = time.monotonic()
-        if self._since is not None and self._is_again(number, self._since, time.monotonic()):
+        again, StopRequests.second = StopRequests.second == number, 0
+        if again or (self._since is not None and self._is_again(number, self._since, time.monotonic())):
             if number == signal.SIGINT and not self._launched:
                 raise KeyboardInterrupt
             signal.signal(number, signal.SIG_DFL)
@@ -121,7 +130,7 @@ class StopRequests:
         if self._bell is not None:
             signal.set_wakeup_fd(-1)
             self._bell[1].close()  # the other end hears that, and ends
-            self._bell = None
+            self._bell, StopRequests.second = None, 0
         for number, before in self._before.items():
             signal.signal(number, before if self._after is None else self._after)
 

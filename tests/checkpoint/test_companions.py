@@ -100,6 +100,10 @@ def test_what_was_imported_stays_with_the_model(there: Path, capsys: pytest.Capt
     for words in (["eval", "run", "--data", "data/foreign"], ["train", "empty.yaml"]):
         refused = main(words) if words[0] == "eval" else train("run", "foreign", 3)
         assert refused == 2 and "data/foreign was made with another tokenizer" in capsys.readouterr().err, words
+    for word, code in (("other", 2), ("bytes", 2), ("hf", 0)):
+        assert main(["generate", "run", "--prompt", "a", "--max-tokens", "1", "--tokenizer", word]) == code
+        told = f"--tokenizer {word}" in (said := capsys.readouterr().err) and "is another tokenizer than that" in said
+        assert told == (code == 2), said
     assert main(["eval", "run", "--data", "data/foreign", "data.any_tokenizer=true"]) == 0
     assert train("run", "foreign", 3, "data.any_tokenizer=true") == 0
     newest = there / "run" / "checkpoints" / "step-00000003"

@@ -241,6 +241,7 @@ def test_a_save_that_fails_once_is_told_and_made_up_for(
         saver.wait()
     said = capsys.readouterr().err
     assert said.startswith("meshwright: warning: the checkpoint can't be written to ") and said.count("\n") == 1
+    assert said.endswith("; it is tried once more with the next one\n")
     assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == [2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == [fmt.folder_name(step) for step in (2, 3)], "no rest"
 
@@ -255,12 +256,16 @@ def test_two_failures_in_a_row_end_the_run(tmp_path: Path, monkeypatch: pytest.M
         saver.wait()
 
 
-def test_the_last_save_is_made_again_if_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_save_is_made_again_if_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     disk, trainer = Disk(monkeypatch), trainer_of()
     saver = saver_of(trainer, tmp_path)
     disk.fails = 1
-    saver.save()
+    saver.save(last=True)
     saver.committed()
+    said = capsys.readouterr().err
+    assert "choose another checkpoint.dir; it is tried once more now\n" in said and "next" not in said
     assert same(tensors(fmt.list_checkpoints(tmp_path)[-1][1]), state_of(trainer))
 
 

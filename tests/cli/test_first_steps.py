@@ -41,8 +41,18 @@ def test_init_says_when_the_data_are_not_there(tmp_path: Path, capsys: pytest.Ca
     words = ["init", "--out", str(tmp_path / "c.yaml"), "--model", "tiny", "--devices", "1", "--data"]
     assert main([*words, "data/text.bin"]) == 2
     assert "name them without their ending, data/text" in capsys.readouterr().err
-    assert main([*words, "data/txet"]) == 0
-    assert "data/txet is not there yet" in capsys.readouterr().err
+    write_documents(tmp_path / "text", [[1, 2]])
+    assert main([*words, f"{tmp_path}/txet"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[1].startswith(f"{tmp_path}/txet is not there yet (did you mean '{tmp_path}/text'?)")
+    assert said[2] == f"next: meshwright data prepare YOUR-TEXT --out {tmp_path}/txet --tokenizer train:32000"
+    assert said[3].startswith("then: meshwright train ")
+
+
+def test_init_looks_at_the_model_before_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text("")
+    assert main(["init", "--model", "tinny", "--data", "a", "--devices", "1", "--out", str(tmp_path / "c.yaml")]) == 2
+    assert "there is no model 'tinny' (did you mean 'tiny'?)" in capsys.readouterr().err
 
 
 def test_init_makes_the_folder_or_says_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -88,6 +89,19 @@ with signals.StopRequests(launched=False, speaks=True) as requests:
             time.sleep(0.01)
     except KeyboardInterrupt:
         print(requests.seen, flush=True)
+"""
+# Two that come while one long call computes, of which Python tells the process once.
+BUSY = """
+import hashlib, time
+from meshwright.train import signals
+signals.BLOCKED_S = 3.0
+with signals.StopRequests(launched=False):
+    try:
+        print("ready", flush=True)
+        hashlib.pbkdf2_hmac("sha256", b"a", b"b", ROUNDS)
+        time.sleep(10)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
 """
 STUCK = BLOCKED.replace("0.5, 0.1", "9.0, 0.1\nsignals.SAME_CTRL_C_S = 0.3").replace(
     "with signals.StopRequests(), signals.StopRequests():",
@@ -180,6 +194,34 @@ def test_a_second_ctrl_c_interrupts_and_one_that_is_passed_on_does_not() -> None
     out, said = child.communicate(timeout=10.0)
     assert out == "True\n" and child.returncode == 0
     assert said == "asked to stop: saves after this step (Ctrl-C again stops at once, and saves nothing)\n"
+
+
+@pytest.mark.parametrize("rounds", [1, 2_000_000], ids=["idle", "busy"])  # seconds
+def test_two_ctrl_c_of_quick_fingers_are_two(rounds: int) -> None:
+    child = started(BUSY.replace("ROUNDS", str(rounds)))
+    time.sleep(0.1)
+    child.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    child.send_signal(signal.SIGINT)
+    out, _ = child.communicate(timeout=10.0)
+    assert out == "interrupted\n" and child.returncode == 0
+
+
+def test_what_is_said_after_ctrl_c_begins_a_line() -> None:
+    """A terminal has echoed ^C."""
+    ours, theirs = os.openpty()
+    child = subprocess.Popen([sys.executable, "-c", CTRL_C], stdout=subprocess.PIPE, stderr=theirs, text=True)
+    os.close(theirs)
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    child.send_signal(signal.SIGINT)
+    said = ""
+    while "saves nothing)" not in said:
+        said += os.read(ours, 1000).decode()
+    assert said.startswith("\r\nasked to stop"), said
+    time.sleep(0.4)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(10.0) == 0
+    os.close(ours)
 
 
 def test_a_second_ctrl_c_ends_a_process_that_handles_nothing_and_says_what_is_lost() -> None:
